@@ -1,0 +1,433 @@
+"""The shape of the package: who may import whom, what is public, and what an import must not do.
+
+Every check takes a package's directory and returns a list of sentences, empty if all is well. So it
+runs on tsunax, and on the small wrong packages below that show that it can fail.
+"""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "tsunax"
+
+# A new module is entered here before it is written. `__init__` is above all: nothing imports it.
+TIERS = {
+    0: "_types _tree _convolutions errors",
+    1: "_live rules schedules losses regularize metrics precision accumulation guard averages "
+    "reproduce",
+    2: "state step hyper",
+    3: "hardware sharding distributed data models",
+    4: "loggers display checkpoint exchange callbacks loop figures",
+    5: "search sweep insight testing ray",
+    6: "__init__",
+}
+TIER = {module: tier for tier, modules in TIERS.items() for module in modules.split()}
+
+# What costs seconds to import, or is an extra. Loaded by the function that needs it.
+LAZY = (
+    "flax rich orbax grain matplotlib tensorboardX optuna ray torch safetensors sklearn"
+).split()
+
+
+# --- (a) imports go down, never in a circle ---------------------------------------------------
+
+
+def module_files(package: Path) -> dict[str, list[Path]]:
+    """The files of each module; a subpackage is one module."""
+    files: dict[str, list[Path]] = {}
+    for path in sorted(package.rglob("*.py")):
+        files.setdefault(path.relative_to(package).with_suffix("").parts[0], []).append(path)
+    return files
+
+
+def imported_modules(path: Path, package: Path, modules) -> list[tuple[int, str]]:
+    """(line, module of this package) for every import in a file, also inside functions.
+
+    Deferred and type-checking imports count: what a file names, it knows about.
+    """
+    here = path.relative_to(package.parent).parent.parts  # ("tsunax",) or ("tsunax", "models")
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            targets = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(here[: len(here) - node.level + 1]) if node.level else []
+            base += node.module.split(".") if node.module else []
+            # `from tsunax import step` is the module, `from tsunax import setup` is `__init__`'s.
+            targets = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for root, *rest in targets:
+            if root == package.name:
+                found.append((node.lineno, rest[0] if rest and rest[0] in modules else "__init__"))
+    return found
+
+
+def a_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of some cycle, the first one repeated at the end; empty if there is none."""
+    done: set[str] = set()
+
+    def visit(module, trail):
+        if module in trail:
+            return [*trail[trail.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(graph.get(module, ())):
+            if cycle := visit(target, [*trail, module]):
+                return cycle
+        done.add(module)
+        return []
+
+    return next((cycle for module in sorted(graph) if (cycle := visit(module, []))), [])
+
+
+def import_problems(package: Path) -> list[str]:
+    files = module_files(package)
+    problems = [
+        f"{module}: not in the table of tiers. Enter it in TIERS of tests/test_architecture.py."
+        for module in files
+        if module not in TIER
+    ]
+    graph: dict[str, set[str]] = {}
+    for module, paths in files.items():
+        for path in paths:
+            for line, target in imported_modules(path, package, files):
+                if target == module:
+                    continue
+                graph.setdefault(module, set()).add(target)
+                if TIER.get(target, 0) > TIER.get(module, 9):
+                    problems.append(
+                        f"{path.relative_to(package.parent)}:{line}: {module} "
+                        f"(tier {TIER[module]}) imports {target} (tier {TIER[target]}), expected "
+                        f"tier {TIER[module]} or lower. Move what it needs down."
+                    )
+    if cycle := a_cycle(graph):
+        problems.append(f"import cycle: {' -> '.join(cycle)}")
+    return problems
+
+
+# --- (b), (c), (d) what the package looks like from outside -----------------------------------
+
+# Runs in a fresh interpreter. jax and optax come first: what they do at import is not ours. The
+# answer goes to a file, so that everything on stdout and stderr was printed by the package.
+PROBE = r"""
+import json, logging, os, signal, sys, types
+import jax, optax
+from jax._src import xla_bridge
+
+def surroundings():
+    return {
+        "environment": dict(os.environ),
+        "signal handlers": {s: signal.getsignal(s) for s in signal.valid_signals()},
+        "root log handlers": list(logging.root.handlers),
+        "root log level": logging.root.level,
+    }
+
+before, loaded = surroundings(), set(sys.modules)
+import tsunax
+after = surroundings()
+answer = {
+    "file": tsunax.__file__,
+    "changed": [name for name in before if before[name] != after[name]],
+    "loaded": sorted({m.partition(".")[0] for m in set(sys.modules) - loaded}),
+    "backends": sorted(xla_bridge._backends),
+    "all": [n for n in tsunax.__all__ if n != "__version__"],
+    "dir": [n for n in dir(tsunax) if not n.startswith("_")],
+    "names": {},
+}
+
+def kind(value):
+    if isinstance(value, types.ModuleType):
+        ours = value.__name__.startswith("tsunax.")
+        return "submodule" if ours else "foreign module"
+    return "callable" if callable(value) else "constant"
+
+def documented(name, value):
+    text = value.__doc__ or ""
+    if isinstance(value, type):
+        # What dataclass writes when nobody did: "Name(field: int, ...)".
+        return bool(text) and not text.startswith(name + "(")
+    # An instance shows its class's text; that says nothing about this instance.
+    return bool(text) and text != type(value).__doc__
+
+# First read, in a fresh interpreter: a lazily loaded function that shares a module's name is still
+# the function here, and turns into the module on the second.
+for name in dict.fromkeys([*answer["all"], *answer["dir"]]):
+    try:
+        value = getattr(tsunax, name)
+    except AttributeError:
+        answer["names"][name] = {"kind": "missing"}
+    else:
+        answer["names"][name] = {"kind": kind(value), "documented": documented(name, value)}
+
+with open(sys.argv[1], "w") as file:
+    json.dump(answer, file)
+"""
+
+
+def probe(package: Path, folder: Path) -> dict:
+    path = folder / "probe.json"
+    env = {**os.environ, "PYTHONPATH": str(package.parent)}
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROBE, str(path)],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if run.returncode:
+        raise AssertionError(f"import tsunax failed in a fresh interpreter:\n{run.stderr}")
+    seen = json.loads(path.read_text())
+    assert Path(seen["file"]).parent == package, f"another tsunax was imported: {seen['file']}"
+    seen["modules"] = sorted(set(module_files(package)) - {"__init__"})
+    seen["printed"] = run.stdout + run.stderr
+    return seen
+
+
+def import_effects(seen: dict) -> list[str]:
+    problems = [
+        f"import tsunax loads {name}. Import it in the function that needs it; "
+        f"`python -X importtime -c 'import tsunax'` shows who does."
+        for name in LAZY
+        if name in seen["loaded"]
+    ]
+    if seen["backends"]:
+        problems.append(
+            f"import tsunax starts a backend ({', '.join(seen['backends'])}): it makes an array "
+            f"or asks for devices. jax.distributed can no longer be started then."
+        )
+    problems += [f"import tsunax changes the {what}" for what in seen["changed"]]
+    if seen["printed"]:
+        problems.append(f"import tsunax prints {seen['printed']!r}")
+    return problems
+
+
+def public_problems(seen: dict) -> list[str]:
+    names = seen["names"]
+    # A submodule is an attribute as soon as somebody imports it, so it may be listed or not.
+    modules = {name for name in names if names[name]["kind"] == "submodule"}
+    listed, visible = set(seen["all"]) - modules, set(seen["dir"]) - modules
+    private = {name for name in listed if name.startswith("_")}
+    missing = {name for name in listed if names[name]["kind"] == "missing"}
+    problems = [f"__all__ lists {name} twice" for name in names if seen["all"].count(name) > 1]
+    problems += [f"__all__ lists {name}, which is private" for name in sorted(private)]
+    problems += [f"__all__ lists {name}, which tsunax does not have" for name in sorted(missing)]
+    problems += [
+        f"dir(tsunax) does not show {name} of __all__. A lazy __getattr__ needs a __dir__."
+        for name in sorted(listed - visible - missing - private)
+    ]
+    problems += [
+        f"tsunax.{name} is public, but not in __all__. List it, or `import ... as _{name}`."
+        for name in sorted(visible - listed)
+    ]
+    problems += [
+        f"tsunax.{name} has no docstring"
+        for name in sorted(listed - missing)
+        if names[name]["kind"] == "callable" and not names[name]["documented"]
+    ]
+    return problems
+
+
+def unmentioned(seen: dict, root: Path) -> list[str]:
+    """Public names that no page shows as code: in backticks, as ts.name, or in a list of names."""
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    pages += sorted((root / "docs").rglob("*.rst"))
+    # docs/decisions.md is a record, and the build's copies are no pages.
+    pages = [
+        p for p in pages if p.is_file() and p.name != "decisions.md" and "_build" not in p.parts
+    ]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    return [
+        f"tsunax.{name} is mentioned neither in README.md nor in docs/. Write `{name}` there."
+        for name in sorted(set(seen["all"]))
+        if not re.search(rf"(`|\bts\.|\btsunax\.){name}\b|^\s*{name}\s*$", text, re.MULTILINE)
+    ]
+
+
+def shadowing_problems(seen: dict) -> list[str]:
+    return [
+        f"tsunax.{name} is not the module tsunax.{name}: importing that module replaces it. "
+        f"Rename one of them."
+        for name in sorted(set(seen["all"]) & set(seen["modules"]))
+        if seen["names"][name]["kind"] != "submodule"
+    ]
+
+
+# --- tsunax ------------------------------------------------------------------------------------
+
+
+def check(problems: list[str]) -> None:
+    if problems:
+        pytest.fail("\n".join(problems), pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def tsunax_seen(tmp_path_factory):
+    return probe(PACKAGE, tmp_path_factory.mktemp("probe"))
+
+
+def test_imports_go_down():
+    check(import_problems(PACKAGE))
+
+
+def test_import_has_no_effects(tsunax_seen):
+    check(import_effects(tsunax_seen))
+
+
+def test_public_names(tsunax_seen):
+    check(public_problems(tsunax_seen))
+
+
+def test_public_names_are_documented(tsunax_seen):
+    check(unmentioned(tsunax_seen, ROOT))
+
+
+def test_no_public_name_is_a_modules(tsunax_seen):
+    check(shadowing_problems(tsunax_seen))
+
+
+# --- the checks can fail -----------------------------------------------------------------------
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    package = folder / "tsunax"
+    for name, text in {"__init__.py": "__all__ = []\n", **files}.items():
+        path = package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return package
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"step.py": "from . import _tree", "_tree.py": ""}, []),
+        ({"step.py": "import jax.tree", "loop.py": "from .step import f"}, []),
+        ({"ray.py": "import ray"}, []),  # the library, not this module
+        ({"models/__init__.py": "from .nnx import f", "models/nnx.py": ""}, []),
+        ({"utils.py": ""}, ["utils: not in the table"]),
+        ({"step.py": "from .loop import fit", "loop.py": ""}, ["(tier 2) imports loop (tier 4)"]),
+        ({"step.py": "from . import loop", "loop.py": ""}, ["imports loop (tier 4)"]),
+        ({"step.py": "import tsunax.loop as x", "loop.py": ""}, ["imports loop (tier 4)"]),
+        ({"step.py": "from tsunax import loop", "loop.py": ""}, ["imports loop (tier 4)"]),
+        ({"step.py": "def f():\n    from .loop import fit", "loop.py": ""}, ["step.py:2: step"]),
+        ({"step.py": "from tsunax import setup"}, ["imports __init__ (tier 6)"]),
+        ({"models/__init__.py": "", "models/nnx.py": "from .. import loop", "loop.py": ""},
+         ["models/nnx.py:1: models (tier 3) imports loop"]),
+        ({"state.py": "from .step import f", "step.py": "from .hyper import g",
+          "hyper.py": "from .state import h"}, ["cycle: hyper -> state -> step -> hyper"]),
+    ],
+)  # fmt: skip
+def test_wrong_imports_are_found(tmp_path, files, expected):
+    problems = import_problems(write(tmp_path, files))
+    assert len(problems) == len(expected), problems
+    for text, problem in zip(expected, problems, strict=True):
+        assert text in problem
+
+
+def test_wrong_effects_are_found(tmp_path):
+    wrong = write(
+        tmp_path,
+        {
+            "__init__.py": """
+import logging, os, signal, sys
+import rich
+from tsunax import ray
+import jax.numpy as jnp
+_ONE = jnp.ones(1)
+os.environ["TSUNAX_WAS_HERE"] = "1"
+signal.signal(signal.SIGTERM, lambda *_: None)
+logging.basicConfig(level=logging.INFO)
+print("hello")
+print("warning", file=sys.stderr)
+__all__ = []
+""",
+            "ray.py": "",
+        },
+    )
+    # tsunax.ray is not ray.
+    assert [re.sub(r"[.:(].*", "", p).strip() for p in import_effects(probe(wrong, tmp_path))] == [
+        "import tsunax loads rich",
+        "import tsunax starts a backend",
+        "import tsunax changes the environment",
+        "import tsunax changes the signal handlers",
+        "import tsunax changes the root log handlers",
+        "import tsunax changes the root log level",
+        r"import tsunax prints 'hello\nwarning\n'",
+    ]
+
+
+def test_wrong_public_names_are_found(tmp_path):
+    wrong = write(
+        tmp_path,
+        {
+            "__init__.py": '''
+import dataclasses as _dataclasses, functools, importlib as _importlib
+from .losses import mse
+from .metrics import metrics
+from . import rules
+
+@_dataclasses.dataclass
+class Bare:
+    x: int
+
+def setup():
+    """Documented."""
+
+def __getattr__(name):
+    if name in ("search", "Lazy"):
+        return getattr(_importlib.import_module("tsunax.search"), name)
+    raise AttributeError(name)
+
+LIMIT = 3
+_hidden = 1
+__all__ = ["mse", "metrics", "rules", "Bare", "setup", "search", "Lazy", "LIMIT", "gone", "_hidden",
+           "setup"]
+''',
+            "losses.py": "def mse(): pass",
+            "metrics.py": "def metrics(): 'Doc.'",
+            "rules.py": "",
+            "search.py": "def search(): 'Doc.'\nclass Lazy: 'Doc.'",
+            "step.py": "",
+        },
+    )
+    seen = probe(wrong, tmp_path)
+    assert [problem.partition(". ")[0] for problem in public_problems(seen)] == [
+        "__all__ lists setup twice",
+        "__all__ lists _hidden, which is private",
+        "__all__ lists gone, which tsunax does not have",
+        "dir(tsunax) does not show Lazy of __all__",
+        "dir(tsunax) does not show search of __all__",
+        "tsunax.functools is public, but not in __all__",
+        "tsunax.Bare has no docstring",
+        "tsunax.mse has no docstring",
+    ]
+    assert [problem.split()[0] for problem in shadowing_problems(seen)] == [
+        "tsunax.metrics",
+        "tsunax.search",
+    ]
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (tmp_path / "README.md").write_text("`setup(x)`, `mse`; the metrics and rules; ts.LIMIT\n")
+    (docs / "api.md").write_text("```\n   Bare\n   search\n```\ntsunax.Lazy\n")
+    (docs / "decisions.md").write_text("`gone`\n")
+    assert [problem.split()[0] for problem in unmentioned(seen, tmp_path)] == [
+        "tsunax._hidden",
+        "tsunax.gone",
+        "tsunax.metrics",
+        "tsunax.rules",
+    ]
+
+
+def test_a_package_that_cannot_be_imported_is_reported(tmp_path):
+    wrong = write(tmp_path, {"__init__.py": "import warnings; warnings.warn('old')\n"})
+    with pytest.raises(AssertionError, match="UserWarning: old"):
+        probe(wrong, tmp_path)

@@ -1,0 +1,1113 @@
+"""Paths, patterns, parts, checks, norms and owners, on every container that parameters come in."""
+
+import dataclasses
+import fnmatch
+import os
+import re
+import subprocess
+import sys
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import equinox
+import flax.linen as nn
+import flax.struct
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import meta
+from flax.core.frozen_dict import freeze as frozen_dict
+from hypothesis import given, settings
+
+from tsunax import _tree, errors
+from tsunax.errors import ParamsError, PatternError, StateError, WrongTypeError
+
+# jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
+enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+
+
+class Pair(NamedTuple):
+    w: Any
+    b: Any
+
+
+@jtu.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """A user's own class, with a field that is called like a flax wrapper's."""
+
+    value: Any
+    bias: Any = None
+    axis: int = dataclasses.field(default=0, metadata={"static": True})
+
+
+@jtu.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Only:
+    value: Any
+
+
+class Odd(meta.AxisMetadata, flax.struct.PyTreeNode):
+    """Linen metadata with a second child, named like what is inside of the first."""
+
+    value: Any
+    a: Any
+
+    def unbox(self):
+        return self.value
+
+    def replace_boxed(self, val):
+        return self.replace(value=val)
+
+    add_axis = remove_axis = lambda self, index, params: self
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.lin = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+        self.value = nnx.Param(jnp.ones(2))
+
+
+def leaf(n=3):
+    return jnp.arange(1.0, n + 1)
+
+
+def linen_params(init=nn.initializers.ones):
+    return nn.Dense(3, kernel_init=init).init(jax.random.key(0), jnp.ones((1, 2)))["params"]
+
+
+CONTAINERS = {
+    "dict": lambda: {"a": leaf(), "b": {"c": leaf(), "d": leaf()}},
+    "ordered dict": lambda: OrderedDict(z=leaf(), a=leaf()),
+    "int keys": lambda: {10: leaf(), 9: {0: leaf()}},
+    "list": lambda: [leaf(), [leaf()], leaf()],
+    "tuple": lambda: (leaf(), (leaf(),)),
+    "list of pairs": lambda: [(leaf(), leaf()), (leaf(), leaf())],
+    "namedtuple": lambda: Pair(leaf(), Pair(leaf(), None)),
+    "dataclass": lambda: {"s": Scale(leaf(), leaf(), axis=2), "t": Scale(leaf())},
+    "with None": lambda: {"a": None, "b": (leaf(), None), "c": [None]},
+    "with empty parts": lambda: {"a": {}, "b": [(), leaf()], "c": []},
+    "bare array": leaf,
+    "python and numpy numbers": lambda: {"a": 1.0, "b": np.ones(2), "c": np.float32(2)},
+    "frozen dict": lambda: frozen_dict({"dense": {"kernel": leaf(), "bias": leaf()}}),
+    "linen params": linen_params,
+    "linen boxes": lambda: linen_params(nn.with_partitioning(nn.initializers.ones, ("x", "y"))),
+    "linen logical boxes": lambda: linen_params(
+        nn.with_logical_partitioning(nn.initializers.ones, ("x", "y"))
+    ),
+    "nnx split": lambda: nnx.split(Net())[1],
+    "nnx state": lambda: nnx.state(Net(), nnx.Param),
+    "nnx module": Net,
+    "nnx variables": lambda: {"a": nnx.Param(leaf()), "value": nnx.Param({"k": leaf()})},
+    "equinox": lambda: equinox.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)),
+    "equinox without bias": lambda: equinox.nn.Linear(2, 2, use_bias=False, key=jax.random.key(0)),
+}
+
+
+@pytest.fixture(params=CONTAINERS)
+def tree(request):
+    return CONTAINERS[request.param]()
+
+
+def paths(tree):
+    return [_tree.path_str(name) for name, _, _ in _tree.leaves_with_names(tree)]
+
+
+def chosen(where, tree, **options):
+    flags = _tree.select(where, tree, **options)
+    return {path for path, flag in zip(paths(tree), flags, strict=True) if flag}
+
+
+def is_same(a, b):
+    """The same structure and, leaf by leaf, the same objects."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(x is y for x, y in pairs)
+
+
+def every(tree):
+    return (True,) * len(jax.tree.leaves(tree))
+
+
+def flags_for(tree):
+    n = len(jax.tree.leaves(tree))
+    yield from (
+        [True] * n,
+        [False] * n,
+        [i % 2 == 0 for i in range(n)],
+        [i == n - 1 for i in range(n)],
+    )
+
+
+# Leaves
+
+
+@pytest.mark.parametrize(
+    ("x", "array", "inexact", "dtype"),
+    [
+        (jnp.ones(2, jnp.bfloat16), True, True, jnp.bfloat16),
+        (np.ones(2), True, True, np.float64),
+        (np.float64(1), True, True, np.float64),
+        (np.arange(2), True, False, np.int64),
+        (np.array(["a"]), True, False, np.dtype("<U1")),
+        (jax.ShapeDtypeStruct((2,), jnp.float16), False, True, np.float16),
+        (jnp.zeros(2, jnp.float8_e4m3fn), True, True, jnp.float8_e4m3fn),
+        (1.0, False, True, np.float32),
+        (1j, False, True, np.complex64),
+        (1, False, False, np.int32),
+        (True, False, False, np.bool_),
+        ("a", False, False, None),
+        (None, False, False, None),
+        (print, False, False, None),
+    ],
+)
+def test_what_is_a_leaf(x, array, inexact, dtype):
+    assert _tree.is_array(x) is array
+    assert _tree.is_inexact(x) is inexact
+    assert _tree.dtype_of(x) == dtype and (_tree.dtype_of(x) is None) == (dtype is None)
+    assert _tree.is_traced(x) is False
+
+
+def test_a_random_key_is_an_array_but_not_inexact():
+    assert _tree.is_array(jax.random.key(0)) and not _tree.is_inexact(jax.random.key(0))
+
+
+@pytest.mark.parametrize("trace", [jax.jit, jax.vmap, jax.grad])
+def test_is_a_traced_value_recognised(trace):
+    seen = []
+    trace(lambda x: seen.append((_tree.is_traced(x), _tree.is_array(x), _tree.is_inexact(x))) or x)(
+        jnp.ones(()) if trace is not jax.vmap else jnp.ones(2)
+    )
+    assert seen == [(True, True, True)]
+
+
+# Paths
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        (jtu.DictKey("a/b"), "a/b"),
+        (jtu.DictKey(3), "3"),
+        (jtu.SequenceKey(0), "0"),
+        (jtu.GetAttrKey("kernel"), "kernel"),
+        (jtu.FlattenedIndexKey(2), "2"),
+        ("already a name", "already a name"),
+    ],
+)
+def test_what_is_a_key_called(entry, name):
+    assert _tree.key_name(entry) == name
+
+
+def test_how_are_paths_written():
+    path = (jtu.DictKey("encoder"), jtu.SequenceKey(0), jtu.GetAttrKey("kernel"))
+    assert _tree.names(path) == ("encoder", "0", "kernel")
+    assert _tree.path_str(path) == _tree.path_str(("encoder", "0", "kernel")) == "encoder/0/kernel"
+    assert _tree.access_str("params", path) == "params['encoder'][0].kernel"
+    assert (_tree.path_str(()), _tree.show(()), _tree.access_str("params", ())) == (
+        "",
+        "<root>",
+        "params",
+    )
+
+
+def test_are_leaves_in_flatten_order_with_the_paths_of_jax(tree):
+    found = _tree.leaves_with_names(tree)
+    keyed = jtu.tree_flatten_with_path(tree)[0]
+    assert [path for _, path, _ in found] == [path for path, _ in keyed]
+    assert all(a is b for (_, _, a), (_, b) in zip(found, keyed, strict=True))
+    assert len({name for name, _, _ in found}) == len(keyed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("dict", ["a", "b/c", "b/d"]),
+        ("int keys", ["9/0", "10"]),
+        ("list of pairs", ["0/0", "0/1", "1/0", "1/1"]),
+        ("namedtuple", ["w", "b/w"]),
+        ("dataclass", ["s/value", "s/bias", "t/value"]),
+        ("with None", ["b/0"]),
+        ("bare array", [""]),
+        ("frozen dict", ["dense/bias", "dense/kernel"]),
+        ("linen boxes", ["bias", "kernel"]),
+        ("linen logical boxes", ["bias", "kernel"]),
+        ("nnx state", ["lin/bias", "lin/kernel", "norm/bias", "norm/scale", "value"]),
+        ("nnx variables", ["a", "value/k"]),
+        ("equinox without bias", ["weight"]),
+    ],
+)
+def test_what_are_the_leaves_of_a_container_called(kind, expected):
+    assert paths(CONTAINERS[kind]()) == expected
+
+
+def test_does_an_nnx_module_have_the_names_of_its_state():
+    assert [p for p in paths(Net()) if "rngs" not in p] == paths(nnx.split(Net())[1])
+
+
+def test_what_does_a_raw_path_of_nnx_end_in():
+    # Should a flax release change this, `leaves_with_names` must learn the new key.
+    for tree in (nnx.split(Net())[1], nnx.state(Net(), nnx.Param), Net()):
+        for path, _ in jtu.tree_flatten_with_path(tree)[0]:
+            assert path[-1] == jtu.GetAttrKey("value")
+
+
+@pytest.mark.parametrize("own", [Scale(1.0), Scale(1.0, 2.0), Only(1.0), {"value": 1.0}])
+def test_does_a_users_own_value_stay_a_name(own):
+    assert paths({"s": own})[0] == "s/value"
+    assert paths(own)[0] == "value"
+
+
+def test_are_boxes_seen_through_at_any_depth():
+    assert paths(nnx.Param(leaf())) == [""]
+    assert paths({"a": nnx.Param({"value": {"b": leaf()}})}) == ["a/value/b"]
+    assert paths({"a": nnx.Param(nn.Partitioned(leaf(), ("x",)))}) == ["a"]
+    assert paths({"a": nnx.Param(Only(nnx.Param(leaf())))}) == ["a/value"]
+
+
+def test_is_the_wrapper_kept_where_dropping_it_would_make_two_leaves_one():
+    assert paths({"x": Odd({"a": leaf()}, leaf()), "y": nnx.Param(leaf())}) == [
+        "x/value/a",
+        "x/a",
+        "y",
+    ]
+
+
+# Patterns
+
+NET = {
+    "encoder": [{"kernel": 1.0, "bias": 2.0}, {"kernel": 3.0, "bias": 4.0}],
+    "decoder": {"kernel": 5.0, "bias": 6.0},
+    "scale": 7.0,
+}
+KERNELS = {"encoder/0/kernel", "encoder/1/kernel", "decoder/kernel"}
+BIASES = {"encoder/0/bias", "encoder/1/bias", "decoder/bias"}
+ENCODER = {"encoder/0/kernel", "encoder/0/bias", "encoder/1/kernel", "encoder/1/bias"}
+ALL = KERNELS | BIASES | {"scale"}
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("**", ALL),
+        ("**/**", ALL),
+        ("scale", {"scale"}),
+        ("*", {"scale"}),
+        ("*/*", {"decoder/kernel", "decoder/bias"}),
+        ("scale/**", {"scale"}),
+        ("**/scale", {"scale"}),
+        ("encoder/**", ENCODER),
+        ("**/bias", BIASES),
+        ("encoder/**/bias", BIASES & ENCODER),
+        ("encoder/*/bias", BIASES & ENCODER),
+        ("encoder/0/*", {"encoder/0/kernel", "encoder/0/bias"}),
+        ("**/0/**", {"encoder/0/kernel", "encoder/0/bias"}),
+        ("**/encoder/**/0/**/kernel/**", {"encoder/0/kernel"}),
+        ("encoder/[0-9]/k*", KERNELS & ENCODER),
+        ("encoder/[!0]/**", {"encoder/1/kernel", "encoder/1/bias"}),
+        ("?ecoder/kerne[l]", {"decoder/kernel"}),
+        ("**/[kb]*", ALL - {"scale"}),
+        (["**"], ALL),
+        (("**", "!**/bias"), ALL - BIASES),
+        (["**", "!encoder/**", "encoder/0/**"], ALL - {"encoder/1/kernel", "encoder/1/bias"}),
+        (["encoder/**", "!encoder/0/**", "scale"], {"encoder/1/kernel", "encoder/1/bias", "scale"}),
+        (["!**/bias", "**"], ALL),
+        (lambda path, x: path.endswith("bias"), BIASES),
+        (lambda path, x: np.bool_(x > 5), {"decoder/bias", "scale"}),
+        (jtu.Partial(lambda name, path, x: path == name, "scale"), {"scale"}),
+        (jax.tree.map(lambda x: x > 5, NET), {"decoder/bias", "scale"}),
+        (jax.tree.map(lambda x: np.bool_(x < 2), NET), {"encoder/0/kernel"}),
+    ],
+    ids=str,
+)
+def test_what_does_each_form_of_where_select(where, expected):
+    assert chosen(where, NET) == expected
+
+
+def test_a_selection_is_a_tuple_of_bools_and_the_same_under_compile_where():
+    flags = _tree.select("**/bias", NET)
+    assert isinstance(flags, tuple) and all(type(flag) is bool for flag in flags)
+    assert _tree.compile_where("**/bias")(NET) == flags
+    assert all(type(f) is bool for f in _tree.select(lambda p, x: np.bool_(True), NET))
+
+
+def test_does_everything_select_every_leaf(tree):
+    assert all(_tree.select("**", tree))
+    assert all(_tree.select(lambda path, x: True, tree))
+    assert all(_tree.select(jax.tree.map(lambda _: True, tree), tree))
+
+
+def test_does_the_name_of_a_leaf_select_just_that_leaf(tree):
+    for i, path in enumerate(paths(tree)):
+        flags = _tree.select(path or "**", tree)
+        assert [j for j, flag in enumerate(flags) if flag] == [i]
+
+
+def test_is_a_key_with_a_slash_one_component():
+    tree = {"a/b": 1.0, "a": {"b": 2.0}}
+    both = _tree.select(lambda p, x: p == "a/b", tree)
+    assert both == (True, True)
+    for pattern, expected in {
+        "a/b": [2.0],
+        "a?b": [1.0],
+        "*": [1.0],
+        "a/*": [2.0],
+        "**/a*": [1.0],
+    }.items():
+        assert _tree.take(tree, _tree.select(pattern, tree)) == expected, pattern
+
+
+def test_are_components_matched_with_case_and_in_full():
+    assert _tree.select("Bias", {"Bias": 1.0, "bias": 2.0, "bias2": 3.0}) == (True, False, False)
+    assert _tree.select("[[]w]", {"[w]": 1.0, "w": 2.0}) == (True, False)
+    assert _tree.select("a.b+", {"a.b+": 1.0, "aXbb": 2.0}) == (True, False)
+    assert _tree.select("*a", {"a\n": 1.0, "x\na": 2.0}) == (False, True)
+
+
+COMPONENTS = st.sampled_from(["a", "b", "ab", "0", "a/b", "A", "b\n"])
+PATTERNS = st.lists(st.sampled_from(["a", "b", "*", "**", "a*", "?b", "[ab]", "[!a]*"]), min_size=1)
+
+
+def naive_match(parts, name):
+    """The definition, at exponential cost."""
+    if not parts:
+        return not name
+    if parts[0] == "**":
+        return any(naive_match(parts[1:], name[i:]) for i in range(len(name) + 1))
+    head = bool(name) and fnmatch.fnmatchcase(name[0], parts[0])
+    return head and naive_match(parts[1:], name[1:])
+
+
+@settings(max_examples=400)
+@given(PATTERNS, st.lists(st.lists(COMPONENTS, max_size=6), min_size=1, max_size=6))
+def test_does_a_pattern_match_what_its_definition_says(parts, some_names):
+    glob = _tree._glob("/".join(parts))
+    for name in some_names:
+        assert glob.matches(tuple(name)) == naive_match(parts, name), (parts, name)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "column", "got"),
+    [
+        ("", 0, "an empty component"),
+        ("!", 1, "an empty component"),
+        ("/a", 0, "an empty component"),
+        ("a/", 2, "an empty component"),
+        ("a//b", 2, "an empty component"),
+        ("!a//b", 3, "an empty component"),
+        ("***", 0, "'**' inside of '***'"),
+        ("a**b", 1, "'**' inside of 'a**b'"),
+        ("x/y/z**", 5, "'**' inside of 'z**'"),
+        ("[", 0, "a '[' that is not closed"),
+        ("ab/c[de", 4, "a '[' that is not closed"),
+        ("[a]/x[]", 5, "a '[' that is not closed"),
+        ("[!]", 0, "a '[' that is not closed"),
+        ("a[/]b", 1, "a '[' that is not closed"),
+    ],
+)
+def test_where_is_a_pattern_malformed(pattern, column, got):
+    expected = (
+        f"pattern {pattern!r} at column {column}: got {got}, "
+        "expected names, '*', '?', '[..]' or a whole '**' between single '/'."
+    )
+    for where in (pattern, ["**", pattern]):
+        with pytest.raises(PatternError, match=re.escape(expected)):
+            _tree.compile_where(where)
+
+
+@pytest.mark.parametrize("where", ["!**/bias", ["!a"], ("!a", "!**")])
+def test_are_exclusions_alone_refused(where):
+    with pytest.raises(PatternError, match=r"where: got only exclusions .*Start with '\*\*'\."):
+        _tree.select(where, NET)
+
+
+@pytest.mark.parametrize(
+    ("where", "quoted", "near"),
+    [
+        ("encodr/**", "'encodr/**'", "'encoder/0/bias'"),
+        ("**/kernal", "'**/kernal'", "'decoder/kernel'"),
+        (["**", "!**/bais"], "'!**/bais'", "'decoder/bias'"),
+        (["scal", "**"], "'scal'", "'scale'"),
+        ("bias", "'bias'", "'decoder/bias'"),
+    ],
+)
+def test_does_a_pattern_without_a_match_name_the_nearest_paths(where, quoted, near):
+    text = rf"pattern {re.escape(quoted)}: got no match among 7 leaves, expected at least one\."
+    with pytest.raises(PatternError, match=text) as error:
+        _tree.select(where, NET, allow_empty=True)
+    listed = str(error.value).partition("Nearest: ")[2]
+    assert near in listed and len(listed.split(", ")) == 3
+
+
+@pytest.mark.parametrize(
+    "where", [["**", "!**"], lambda path, x: False, jax.tree.map(lambda x: False, NET), []]
+)
+def test_is_an_empty_selection_an_error_unless_allowed(where):
+    with pytest.raises(
+        PatternError, match=r"where: got .*, which selects nothing, expected at least one leaf\."
+    ):
+        _tree.select(where, NET)
+    assert _tree.select(where, NET, allow_empty=True) == (False,) * 7
+
+
+@pytest.mark.parametrize("empty", [{}, [], None, {"a": [None, {}]}])
+@pytest.mark.parametrize("where", ["**", "a/*", lambda path, x: True])
+def test_is_a_tree_without_leaves_an_error_unless_allowed(empty, where):
+    with pytest.raises(ParamsError, match=r"no parameters at params: got \w+ without leaves"):
+        _tree.select(where, empty)
+    assert _tree.select(where, empty, allow_empty=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("result", "kind"),
+    [(1, "int"), (None, "NoneType"), (np.ones(1, bool), "ndarray"), ("yes", "str")],
+)
+def test_must_a_predicate_return_a_bool(result, kind):
+    text = rf"result of the predicate at decoder/bias: got {kind}, expected a bool\."
+    with pytest.raises(PatternError, match=text):
+        _tree.select(lambda path, x: result, NET)
+
+
+def test_is_the_path_of_a_bare_array_empty_for_a_predicate():
+    assert _tree.select(lambda path, x: path == "" and x is not None, leaf()) == (True,)
+    with pytest.raises(PatternError, match="at <root>: got int"):
+        _tree.select(lambda path, x: 1, leaf())
+
+
+def test_does_an_exception_of_the_predicate_come_through():
+    with pytest.raises(ZeroDivisionError):
+        _tree.select(lambda path, x: 1 / 0, NET)
+
+
+def test_may_a_mask_be_a_list_a_bare_bool_or_a_callable_module():
+    assert _tree.select([True, False], [1.0, 2.0]) == (True, False)
+    assert _tree.select(Pair(False, True), Pair(1.0, 2.0)) == (False, True)
+    assert _tree.select(True, leaf()) == _tree.select(np.bool_(True), leaf()) == (True,)
+    linear = equinox.nn.Linear(2, 2, key=jax.random.key(0))
+    mask = jax.tree.map(lambda x: x.ndim > 1, linear)
+    assert callable(mask) and _tree.select(mask, linear) == (True, False)
+
+
+def test_is_a_none_of_the_mask_aligned_with_a_none_of_the_tree():
+    assert _tree.select({"a": True, "b": None}, {"a": 1.0, "b": None}) == (True,)
+    with pytest.raises(
+        PatternError, match=r"bool tree at b: got None, expected float32\[\]\. Make it"
+    ):
+        _tree.select({"a": True, "b": None}, {"a": 1.0, "b": 2.0})
+    with pytest.raises(PatternError, match=r"bool tree at b: got bool\[\], expected None"):
+        _tree.select({"a": True, "b": True}, {"a": 1.0, "b": None})
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        ({"a": True}, r"at b: got nothing, expected dict with c, d"),
+        (
+            {"a": True, "b": {"c": True, "d": True, "e": True}},
+            r"at b/e: got bool\[\], expected nothing",
+        ),
+        ({"a": True, "b": True}, r"at b: got bool\[\], expected dict with c, d"),
+        ({"a": True, "b": [True, True]}, r"at b: got list with 0, 1, expected dict with c, d"),
+        (True, r"at <root>: got bool\[\], expected dict with a, b"),
+        ([True, True], r"at <root>: got list with 0, 1, expected dict with a, b"),
+    ],
+)
+def test_where_does_a_mask_differ_from_its_tree(mask, text):
+    with pytest.raises(PatternError, match=f"bool tree {text}"):
+        _tree.select(mask, CONTAINERS["dict"]())
+
+
+@pytest.mark.parametrize(("bad", "kind"), [(1, "int"), ("yes", "str"), (np.ones(()), "ndarray")])
+def test_are_leaves_of_a_mask_bools(bad, kind):
+    with pytest.raises(
+        PatternError, match=rf"leaf of the bool tree at b/d: got {kind}, expected a bool\."
+    ):
+        _tree.select({"a": True, "b": {"c": True, "d": bad}}, CONTAINERS["dict"]())
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        (3, "int"),
+        (None, "NoneType"),
+        (2.5, "float"),
+        ({"a"}, "set"),
+        (["**", 3], "list"),
+        (("a", True), "tuple"),
+    ]
+    + [(re.compile("a"), "Pattern"), (np.ones(2, bool), "ndarray"), (b"**", "bytes")],
+    ids=str,
+)
+def test_is_anything_else_refused_with_the_four_forms(where, kind):
+    forms = "('encoder/**'), a list of patterns, a predicate f(path, leaf) or a bool tree."
+    text = rf"where: got .*\({kind}\), expected a pattern {re.escape(forms)}"
+    with pytest.raises(WrongTypeError, match=text):
+        _tree.compile_where(where)
+
+
+def test_can_flags_be_selected_under_tracing():
+    assert (
+        jax.jit(lambda t: _tree.partition(t, _tree.select("**/bias", t))[0])(NET)["scale"] is None
+    )
+    shapes = jax.eval_shape(lambda: NET)
+    assert _tree.select(["**", "!scale"], shapes) == _tree.select(["**", "!scale"], NET)
+
+
+# Near names
+
+
+def test_which_names_are_nearest():
+    known = ["encoder/0/kernel", "encoder/0/bias", "decoder/kernel", "scale"]
+    assert _tree.nearest("**/kernal", known)[:2] == ["decoder/kernel", "encoder/0/kernel"]
+    assert _tree.nearest("scal", known, 1) == ["scale"]
+    assert _tree.nearest("anything", known, 9) and _tree.nearest("anything", []) == []
+
+
+def test_what_is_said_of_an_unknown_name():
+    known = ["learning_rate", "b1", "b2"]
+    hint = "did you mean 'learning_rate'? known: learning_rate, b1, b2"
+    assert _tree.did_you_mean("learning_rat", known) == hint
+    assert _tree.did_you_mean("momentum", known) == "known: learning_rate, b1, b2"
+    assert _tree.did_you_mean("x", []) == "known: none"
+    assert _tree.did_you_mean("zz", [f"n{i}" for i in range(30)]).endswith("n19, and 10 more")
+
+
+# Parts
+
+
+def test_does_merge_undo_partition(tree):
+    for flags in flags_for(tree):
+        selected, rest = _tree.partition(tree, flags)
+        assert is_same(_tree.merge(selected, rest), tree)
+        assert is_same(_tree.merge(rest, selected), tree)
+        assert len(jax.tree.leaves(selected)) == sum(flags)
+        assert len(jax.tree.leaves(rest)) == len(flags) - sum(flags)
+
+
+def test_does_put_back_undo_take(tree):
+    for flags in flags_for(tree):
+        taken = _tree.take(tree, flags)
+        selected, _ = _tree.partition(tree, flags)
+        assert all(a is b for a, b in zip(taken, jax.tree.leaves(selected), strict=True))
+        assert is_same(_tree.put_back(tree, flags, taken), tree)
+
+
+def test_does_put_back_replace_only_what_is_selected(tree):
+    flags = [i % 2 == 0 for i in range(len(jax.tree.leaves(tree)))]
+    new = [object() for _ in _tree.take(tree, flags)]
+    put = jax.tree.leaves(_tree.put_back(tree, flags, new))
+    left = iter(new)
+    for old, found, flag in zip(jax.tree.leaves(tree), put, flags, strict=True):
+        assert found is (next(left) if flag else old)
+
+
+def test_can_a_jitted_step_change_the_selected_part_only():
+    params = {"a": jnp.ones(2), "b": None, "c": [jnp.ones(3), "a string"]}
+    selected, rest = _tree.partition(params, _tree.select("a", params))
+    stepped = jax.jit(lambda part: jax.tree.map(lambda x: x + 1, part))(selected)
+    whole = _tree.merge(stepped, rest)
+    np.testing.assert_array_equal(whole["a"], [2, 2])
+    assert whole["b"] is None and whole["c"][0] is params["c"][0] and whole["c"][1] == "a string"
+
+
+def test_can_the_parts_be_merged_inside_jit_and_grad(tree):
+    flags = [_tree.is_inexact(x) and i % 2 == 0 for i, x in enumerate(jax.tree.leaves(tree))]
+    selected, rest = _tree.partition(tree, flags)
+
+    def total(part):
+        leaves = jax.tree.leaves(_tree.merge(part, rest))
+        return sum(
+            jnp.sum(x.astype(jnp.float32))
+            for x in map(jnp.asarray, filter(_tree.is_inexact, leaves))
+        )
+
+    grads = jax.jit(jax.grad(total))(selected)
+    assert _tree.first_difference(grads, selected) is None
+    assert all(np.all(np.asarray(g) == 1) for g in jax.tree.leaves(grads))
+
+
+NODES = st.recursive(
+    st.none() | st.integers() | st.just(()) | st.just({}),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from("abc"), inner)
+        | st.builds(Pair, inner, inner)
+        | st.builds(Scale, inner, inner)
+        | st.dictionaries(st.sampled_from("xy"), inner).map(frozen_dict)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200)
+@given(NODES, st.data())
+def test_are_partition_and_merge_inverse_on_any_tree(tree, data):
+    n = len(jax.tree.leaves(tree))
+    flags = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    selected, rest = _tree.partition(tree, flags)
+    assert is_same(_tree.merge(selected, rest), tree)
+    assert is_same(_tree.put_back(tree, flags, jax.tree.leaves(selected)), tree)
+
+
+def test_are_parts_that_do_not_belong_together_refused():
+    with pytest.raises(
+        StateError, match=r"parts of two different trees at b: got nothing, expected int32\[\]"
+    ):
+        _tree.merge({"a": 1.0}, {"a": None, "b": 1.0})
+    with pytest.raises(
+        StateError, match="parts of a tree: got a leaf that both have, expected no overlap"
+    ):
+        _tree.merge({"a": 1.0}, {"a": 2.0})
+    with pytest.raises(
+        StateError, match="leaves to put back: got 1, expected 2, one for each selected leaf"
+    ):
+        _tree.put_back([1.0, 2.0], (True, True), [3.0])
+    for wrong in (_tree.take, _tree.partition):
+        with pytest.raises(ValueError, match="zip"):
+            wrong([1.0, 2.0], (True,))
+
+
+# Differences
+
+
+def test_is_a_tree_different_from_itself(tree):
+    assert _tree.first_difference(tree, tree) is None
+    assert _tree.first_difference(jax.tree.map(lambda _: 0, tree), tree) is None
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "text"),
+    [
+        ({"a": 1.0}, {"a": leaf(2), "b": leaf()}, "at b: got nothing, expected float32[3]"),
+        ({"a": 1.0, "c": "x"}, {"a": 1.0}, "at c: got str, expected nothing"),
+        ({"a": [1.0]}, {"a": (1.0,)}, "at a: got list with 0, expected tuple with 0"),
+        ({"a": {"b": [1.0, 2.0]}}, {"a": {"b": [1.0]}}, "a/b/1: got float32[], expected nothing"),
+        ({"a": {}}, {"a": {"b": None}}, "at a/b: got nothing, expected None"),
+        ({"a": 1.0}, {"a": None}, "at a: got float32[], expected None"),
+        ([1.0], None, "at <root>: got list with 0, expected None"),
+        (Pair(1, 2), (1, 2), "at <root>: got Pair with w, b, expected tuple with 0, 1"),
+        ({"a": 1}, frozen_dict({"a": 1}), "at <root>: got dict with a, expected FrozenDict with a"),
+        ([Scale(1, axis=1)], [Scale(1, axis=2)], "at 0: got Scale with other static fields"),
+        ({"b": 1, "z": [1]}, {"b": (1,), "z": (1,)}, "at b: got int32[], expected tuple with 0"),
+        ({str(i): 1 for i in range(9)}, 1, "with 0, 1, 2, 3, 4, 5, and 3 more, expected int32[]"),
+    ],
+)  # fmt: skip
+def test_where_do_two_trees_differ_first(got, expected, text):
+    found = _tree.first_difference(got, expected)
+    assert found is not None and text in found
+    assert _tree.first_difference(expected, got) is not None
+
+
+@settings(max_examples=200)
+@given(NODES, NODES)
+def test_is_a_difference_found_if_and_only_if_there_is_one(a, b):
+    same = jax.tree.structure(a) == jax.tree.structure(b)
+    assert (_tree.first_difference(a, b) is None) == same
+
+
+# Checks
+
+
+def good(tree):
+    """Whatever of a container can be trained."""
+    return tuple(_tree.is_inexact(x) for x in jax.tree.leaves(tree))
+
+
+def test_are_good_parameters_let_through(tree):
+    tree = jax.tree.map(lambda x: np.float32(x) if isinstance(x, np.ndarray) else x, tree)
+    _tree.check_keys(tree)
+    _tree.check_params(tree, good(tree))
+    _tree.check_aliases(tree, good(tree))
+
+
+FAULTS = {
+    "str": ("leaf that is no number at {}: got str, expected a float", "relu"),
+    "object": ("leaf that is no number at {}: got object, expected a float", object()),
+    "function": ("leaf that is no number at {}: got builtin_function_or_method", print),
+    "int": ("leaf that cannot be trained at {}: got dtype int32, expected", jnp.arange(2)),
+    "python int": ("leaf that cannot be trained at {}: got dtype int32", 3),
+    "bool": ("leaf that cannot be trained at {}: got dtype bool", jnp.ones(2, bool)),
+    "python bool": ("leaf that cannot be trained at {}: got dtype bool", True),
+    "uint8": ("leaf that cannot be trained at {}: got dtype uint8", np.ones(2, np.uint8)),
+    "text array": ("leaf that cannot be trained at {}: got dtype <U1", np.array(["a"])),
+    "object array": ("leaf that cannot be trained at {}: got dtype object", np.array([None])),
+    "random key": ("leaf that cannot be trained at {}: got dtype key<fry>", jax.random.key(0)),
+    "float64": ("leaf too wide for JAX at {}: got dtype float64, expected float32. It", np.ones(2)),
+    "float64 scalar": ("leaf too wide for JAX at {}: got dtype float64", np.float64(1)),
+    "complex128": ("leaf too wide for JAX at {}: got dtype complex128", np.ones(2, complex)),
+    "zero size": ("leaf without elements at {}: got shape (2, 0), expected no 0", jnp.ones((2, 0))),
+    "NaN": ("leaf with NaN or inf at {}: got 1 of 3 not", jnp.array([1.0, jnp.nan, 2.0])),
+    "inf": ("leaf with NaN or inf at {}: got 2 of 2 not finite", np.float32([np.inf, -np.inf])),
+    "bfloat16 NaN": ("leaf with NaN or inf at {}: got 2 of 2", jnp.full(2, jnp.nan, jnp.bfloat16)),
+    "float8 NaN": ("leaf with NaN or inf at {}: got 2", jnp.full(2, jnp.nan, jnp.float8_e4m3fn)),
+    "complex NaN": ("leaf with NaN or inf at {}: got 1 of 2", np.complex64([1, 1j * np.nan])),
+    "python inf": ("leaf with NaN or inf at {}: got 1 of 1", float("inf")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_is_a_leaf_that_cannot_be_trained_named(fault):
+    text, bad = FAULTS[fault]
+    params = {"a": [leaf(), {"w": bad}]}
+    with pytest.raises(ParamsError, match=re.escape(text.format("params['a'][1]['w']"))) as error:
+        _tree.check_params(params, every(params))
+    assert isinstance(error.value, ValueError) and isinstance(error.value, errors.TsunaxError)
+    with pytest.raises(ParamsError, match=re.escape(text.format("teacher"))):
+        _tree.check_params(bad, (True,), root="teacher")
+    _tree.check_params(params, (True, False))  # unselected leaves may be anything
+
+
+@pytest.mark.parametrize("fault", ["int", "bool", "str", "object"])
+def test_is_it_said_where_else_such_a_leaf_can_live(fault):
+    with pytest.raises(
+        ParamsError, match=r"Leave it out with trainable=, or keep it in model_state\."
+    ):
+        _tree.check_params([FAULTS[fault][1]], (True,))
+
+
+def test_is_float64_fine_with_x64():
+    with enable_x64(True):
+        _tree.check_params([np.ones(2), np.ones(2, complex), 1.0], (True,) * 3)
+
+
+@pytest.mark.parametrize("empty", [{}, [], None, {"a": None}])
+def test_are_no_parameters_an_error(empty):
+    with pytest.raises(
+        ParamsError, match=r"no parameters at params: got \w+ without leaves, expected at least one"
+    ):
+        _tree.check_params(empty, ())
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"a.b": 1.0, "a": {"b": 2.0}}, "params['a']['b'] and params['a.b']: got 'a.b' for both"),
+        ({"a/b": 1.0, "a": {"b": 2.0}}, "params['a']['b'] and params['a/b']: got 'a/b' for both"),
+        (
+            {"a.b": {"c": 1.0}, "a": {"b.c": 2.0}},
+            "params['a']['b.c'] and params['a.b']['c']: got 'a.b.c' for both",
+        ),
+    ],
+)
+def test_are_names_that_collide_shown_both(params, text):
+    for flags in ((True, True), (True, False), (False, True)):
+        with pytest.raises(ParamsError, match="names that collide at " + re.escape(text)):
+            _tree.check_params(params, flags)
+    _tree.check_params({**params, "z": 1.0}, (False, False, True))
+
+
+def test_are_values_looked_at_only_where_there_are_some():
+    bad = {"w": jnp.full(2, jnp.nan)}
+    jax.jit(lambda p: _tree.check_params(p, (True,)) or p)(bad)
+    jax.vmap(lambda p: _tree.check_params(p, (True,)) or p)(bad)
+    _tree.check_params(jax.eval_shape(lambda: bad), (True,))
+    with pytest.raises(ParamsError, match="dtype int32"):
+        jax.eval_shape(lambda p: _tree.check_params(p, (True,)), jnp.arange(2))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_is_a_nan_found_in_arrays_that_are_spread_over_devices(traced):
+    mesh = jax.sharding.Mesh(jax.devices(), ("x",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    two = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:2], ("x",)), spread.spec)
+    params = {
+        "a": jax.device_put(jnp.ones(16), spread),
+        "b": jax.device_put(jnp.ones(4).at[1].set(jnp.inf), two),
+        "c": jax.device_put(jnp.ones(16), spread),
+    }
+    check = lambda _: _tree.check_params(params, (True,) * 3)
+    with pytest.raises(ParamsError, match=r"NaN or inf at params\['b'\]: got 1 of 4 not finite"):
+        jax.eval_shape(check, 0) if traced else check(0)
+    _tree.check_params(params, (True, False, True))
+
+
+def test_can_a_checked_leaf_still_be_donated():
+    x = jnp.ones(1000)
+    where = x.unsafe_buffer_pointer()
+    _tree.check_params([x], (True,))
+    y = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    assert y.unsafe_buffer_pointer() == where and x.is_deleted()
+    with pytest.raises(
+        ParamsError, match=r"leaf without a buffer at params\[0\]: got a deleted array"
+    ):
+        _tree.check_params([x], (True,))
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (
+            {"a": {("x", "y"): 1.0}},
+            "dict keys at params['a']: got ('x', 'y') (tuple), expected all str or all int",
+        ),
+        ([{1.5: 1.0}], "dict keys at params[0]: got 1.5 (float)"),
+        ({"a": {None: 1.0, "b": 2.0}}, "dict keys at params['a']: got None (NoneType)"),
+        ({"a": ({1: 1.0, "b": 2.0},)}, "dict keys at params['a'][0]: got 'b' (str), 1 (int)"),
+        (Pair({"b": 1.0, 2: 2.0}, 1.0), "dict keys at params.w: got 'b' (str), 2 (int)"),
+        (Scale({"b": 1.0, 2: 2.0}), "dict keys at params.value: got 'b' (str), 2 (int)"),
+        ({1: 1.0, "a": 2.0}, "dict keys at params: got 'a' (str), 1 (int)"),
+        (
+            frozen_dict({"a": {1: 1.0, "a": 2.0}}),
+            "dict keys at params['a']: got 'a' (str), 1 (int)",
+        ),
+    ],
+)
+def test_where_are_dict_keys_that_do_not_sort(params, text):
+    with pytest.raises(ParamsError, match=re.escape(text)):
+        _tree.check_keys(params)
+
+
+def test_are_shared_arrays_shown_with_both_paths():
+    w = leaf()
+    params = {"embed": w, "head": [leaf(), w], "x": 1.0, "y": 1.0, "n": None}
+    for flags in (
+        (True,) * 5,
+        (True, False, False, False, False),
+        (False, False, True, False, False),
+    ):
+        text = (
+            "leaves at params['embed'] and params['head'][1]: got one array for both, expected an"
+        )
+        with pytest.raises(ParamsError, match=re.escape(text)):
+            _tree.check_aliases(params, flags)
+    _tree.check_aliases(params, (False, True, False, True, True))
+
+
+# Norms
+
+SHAPES = [(), (1,), (7,), (33, 5), (1000,), (64, 64)]
+
+
+def random_tree(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), len(SHAPES))
+    return [jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, SHAPES, strict=True)]
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64])
+def test_does_the_norm_have_the_bits_of_optax(run, dtype):
+    tree = random_tree(dtype)
+    if dtype == jnp.complex64:
+        tree = [x * (1 + 2j) for x in tree]
+    ours = run(_tree.global_norm)(tree)
+    assert ours.dtype == jnp.float32 and ours.shape == ()
+    assert np.asarray(ours).tobytes() == np.asarray(run(optax.tree.norm)(tree)).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.int32])
+def test_is_the_norm_of_a_narrow_tree_computed_in_float32(dtype):
+    tree = [x.astype(dtype) for x in random_tree()] + [jnp.full(10, 1000).astype(dtype)]
+    expected = np.sqrt(sum(np.sum(np.float64(np.asarray(x, np.float32)) ** 2) for x in tree))
+    ours = _tree.global_norm(tree)  # squares of 1000 are beyond float16
+    assert ours.dtype == jnp.float32
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+
+def test_what_is_the_norm_of_mixed_and_of_empty_trees():
+    with jax.numpy_dtype_promotion("strict"):
+        mixed = [
+            jnp.full(4, 1, jnp.bfloat16),
+            jnp.ones(4),
+            jnp.ones(4, jnp.complex64),
+            2.0,
+            np.float16(0),
+        ]
+        np.testing.assert_allclose(_tree.global_norm(mixed), 4.0)
+        assert _tree.global_norm({"a": None}) == 0 and _tree.global_norm({}).dtype == jnp.float32
+        assert [float(x) for x in _tree.square_sums(mixed)] == [4, 4, 4, 4, 0]
+        with enable_x64(True):
+            assert _tree.global_norm([jnp.ones(2), jnp.ones(2, jnp.float64)]).dtype == jnp.float64
+            assert _tree.global_norm([jnp.ones(2, jnp.float32)]).dtype == jnp.float32
+            assert [x.dtype for x in _tree.square_sums([np.ones(1), np.float32(1)])] == [
+                "float64",
+                "float32",
+            ]
+
+
+def test_which_leaves_are_finite():
+    tree = {
+        "a": leaf(),
+        "b": [jnp.array([1, jnp.inf])],
+        "c": jnp.array(jnp.nan, jnp.bfloat16),
+        "d": jnp.arange(2),
+    }
+    for run in (_tree.finite_map, jax.jit(_tree.finite_map)):
+        found = run(tree)
+        assert [(x.dtype, x.shape) for x in found] == [(jnp.bool_, ())] * 4
+        assert [bool(x) for x in found] == [True, False, False, True]
+
+
+# Owners
+
+SAME = {"a": jnp.ones((3, 4)), "b": {"w": jnp.ones((3, 4))}}  # by shape nobody can tell them apart
+BIAS = jax.tree.map(lambda x: x, {"w": jnp.ones((3, 4)), "bias": jnp.ones(3)})  # in order: bias, w
+LABELS = {"a": "x", "b": {"w": "y"}}
+N = None
+
+
+def rules(labels):
+    return optax.partition({"x": optax.adam(1e-3), "y": optax.sgd(1e-3, 0.9)}, labels)
+
+
+OWNERS = {
+    "adam": (optax.adam(1e-3), SAME, [N, 0, 1, 0, 1]),
+    "sgd": (optax.sgd(1e-3), SAME, []),
+    "momentum": (optax.sgd(1e-3, 0.9), SAME, [0, 1]),
+    "adafactor": (optax.adafactor(1e-3, min_dim_size_to_factor=2), SAME, [N, 0, 1, 0, 1, 0, 1]),
+    "sm3, a list for each parameter": (optax.sm3(1e-3), SAME, [0, 0, 1, 1, 0, 1]),
+    "lbfgs, with a leading axis": (
+        optax.lbfgs(memory_size=2), SAME, [N, 0, 1, 0, 1, 0, 1, 0, 1, N, N, N, 0, 1, N, N, N]),
+    "chain": (optax.chain(optax.trace(0.9), optax.scale_by_adam()), SAME, [0, 1, N, 0, 1, 0, 1]),
+    "MultiSteps": (optax.MultiSteps(optax.adam(1e-3), 2), SAME, [N, N, N, 0, 1, 0, 1, 0, 1]),
+    "injected": (optax.inject_hyperparams(optax.sgd)(1e-3, momentum=0.9), SAME, [N, N, N, 0, 1]),
+    "one vector for all": (optax.flatten(optax.trace(0.9)), SAME, [N]),
+    "mask from shapes": (
+        optax.masked(optax.trace(0.9), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)), BIAS, [1]),
+    "mask from keys": (
+        optax.masked(optax.trace(0.9), lambda p: {k: k == "w" for k in p}), BIAS, [1]),
+    "mask from the last key": (
+        optax.masked(optax.trace(0.9), lambda p: jtu.tree_map_with_path(
+            lambda path, _: path[-1].key != "bias", p)), BIAS, [1]),
+    "mask as a tree": (optax.masked(optax.trace(0.9), {"a": False, "b": {"w": True}}), SAME, [1]),
+    "adamw, callable mask": (
+        optax.adamw(1e-3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+        SAME, [N, 0, 1, 0, 1]),
+    "adamw, mask as a tree": (
+        optax.adamw(1e-3, mask={"a": False, "b": {"w": True}}), SAME, [N, 0, 1, 0, 1]),
+    "labels as a tree": (rules(LABELS), SAME, [N, 0, 0, 1]),
+    "labels from a function": (rules(lambda p: LABELS), SAME, [N, 0, 0, 1]),
+    "labels from shapes": (
+        rules(lambda p: jax.tree.map(lambda x: "x" if x.ndim > 1 else "y", p)), BIAS, [N, 1, 1, 0]),
+    "list of pairs": (
+        optax.adam(1e-3), [(leaf(), leaf()), (leaf(), leaf())], [N, *range(4), *range(4)]),
+    "keys called count and mu": (
+        optax.adam(1e-3), {"count": jnp.ones(()), "mu": jnp.ones(())}, [N, 0, 1, 0, 1]),
+    "bare array": (optax.adam(1e-3), jnp.ones(()), [N, 0, 0]),
+    "None in the tree": (optax.adam(1e-3), {"a": None, "b": leaf(), "c": leaf()}, [N, 0, 1, 0, 1]),
+    "shapes only": (optax.adam(1e-3), jax.eval_shape(lambda: SAME), [N, 0, 1, 0, 1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OWNERS)
+def test_whose_parameter_is_each_leaf_of_the_state(case):
+    rule, params, expected = OWNERS[case]
+    shapes, found_paths, found = _tree.owners(rule.init, params)
+    assert found == expected
+    plain = jax.eval_shape(rule.init, params)
+    assert jax.tree.structure(shapes) == jax.tree.structure(plain)
+    assert found_paths == [path for path, _ in jtu.tree_flatten_with_path(plain)[0]]
+
+
+def test_do_owners_know_the_parameters_of_every_container(tree):
+    tree, _ = _tree.partition(tree, good(tree))
+    n = len(jax.tree.leaves(tree))
+    assert _tree.owners(optax.adam(1e-3).init, tree)[2] == [None, *range(n), *range(n)]
+
+
+def test_do_owners_work_under_jit_and_inside_each_other():
+    seen = []
+
+    def init(params):
+        seen.append(_tree.owners(optax.adam(1e-3).init, params)[2])
+        return optax.sgd(1e-3, 0.9).init(params)
+
+    jax.jit(lambda p: _tree.owners(init, p) and p)(SAME)
+    assert len(seen) == 2 and seen[0] == seen[1] == [None, 0, 1, 0, 1]
+    assert _tree.owners(init, SAME)[2] == [0, 1]
+
+
+def test_do_our_own_patterns_work_in_an_init_under_marks():
+    mask = {"w": True, "bias": False}
+    for where in ("w", ["**", "!bias"], lambda path, x: path == "w", mask):
+        assert _tree.select(where, _tree._mark(BIAS)) == _tree.select(where, BIAS) == (False, True)
+    assert paths(_tree._mark(BIAS)) == paths(BIAS)
+    marked_path = _tree.leaves_with_names(_tree._mark(BIAS))[0][1]
+    assert _tree.access_str("params", marked_path) == "params['bias']"
+
+
+def by_hand(params):
+    return {"n": jnp.zeros(()), "m": {"w": jnp.zeros_like(params["w"]), "bias": params["bias"] * 0}}
+
+
+def deeper(params):
+    """Another state where keys are deeper than they were: marks must not be believed here."""
+    mask = jtu.tree_map_with_path(lambda path, x: len(path) == 1, params)
+    return jax.tree.map(lambda keep, x: x * 0 if keep else (), mask, params)
+
+
+def failing(params):
+    return {
+        "v": jax.tree.map(lambda x: jnp.zeros((2, *x.shape)), {k: params[k] + 0 for k in params})
+    }
+
+
+@pytest.mark.parametrize(
+    ("init", "expected"), [(by_hand, [0, 1, N]), (deeper, [0, 1]), (failing, [N, N])]
+)
+def test_is_the_end_of_the_path_asked_where_marks_do_not_work(init, expected):
+    # BIAS in order: bias, w; `by_hand` in order: m/bias, m/w, n; the last one has other shapes
+    assert _tree.owners(init, BIAS)[2] == expected
+
+
+def test_is_the_longest_end_of_the_path_taken():
+    params = {"w": leaf(), "a": {"w": leaf()}}
+    init = lambda p: {"m": {"a": {"w": p["a"]["w"] * 0}, "w": p["w"] * 0}}
+    assert _tree.owners(init, params)[2] == [0, 1]
+
+
+def test_does_a_failing_init_fail_with_its_own_error():
+    with pytest.raises(KeyError, match="missing"):
+        _tree.owners(lambda p: p["missing"], SAME)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (errors.ParamsError, ValueError),
+        (errors.RuleError, ValueError),
+        (errors.LossError, TypeError),
+        (errors.PatternError, ValueError),
+        (errors.StateError, ValueError),
+        (errors.HyperparameterError, ValueError),
+        (errors.WrongTypeError, TypeError),
+        (errors.NonFiniteError, ArithmeticError),
+    ],
+)
+def test_is_every_error_ours_and_the_built_in_one(kind, builtin):
+    assert issubclass(kind, errors.TsunaxError) and issubclass(kind, builtin)
+    assert kind.__name__ in errors.__all__ and "\n" not in kind.__doc__
+
+
+def test_what_do_messages_look_like():
+    assert errors.message("leaf", "x", 1, 2, "Fix it.") == "leaf at x: got 1, expected 2. Fix it."
+    assert errors.message("leaf", "", 1, 2) == "leaf: got 1, expected 2."
+
+
+def test_does_a_non_finite_error_carry_state_and_info():
+    error = errors.NonFiniteError("loss", state="s", info="i")
+    assert (str(error), error.state, error.info) == ("loss", "s", "i")
+    assert errors.NonFiniteError("loss").state is None
+
+
+# Import
+
+
+def test_does_the_import_touch_no_device_and_no_flax():
+    code = (
+        "import sys, tsunax._tree\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized()\n"
+        "assert not {'flax', 'optax'} & set(sys.modules) - {'tsunax'}, 'flax or optax'\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,39 @@
+"""tsunax: training for JAX as pure functions over one value, the training state.
+
+    import tsunax as ts
+
+    state = ts.setup(ts.rules.adam(1e-3), params)
+    step = ts.train_step(loss_fn)
+    for batch in data:
+        state, info = step(state, batch)
+
+Read `state.py` (what is carried), `step.py` (how it changes), and you have understood it.
+"""
+
+from tsunax import errors, metrics, rules
+from tsunax.hyper import adjust, freeze, hyperparams, thaw
+from tsunax.metrics import Loss
+from tsunax.state import TrainState, setup, trainable
+from tsunax.step import StepInfo, TrainStep, eval_step, train_step, update, value_and_grad
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Loss",
+    "StepInfo",
+    "TrainState",
+    "TrainStep",
+    "adjust",
+    "errors",
+    "eval_step",
+    "freeze",
+    "hyperparams",
+    "metrics",
+    "rules",
+    "setup",
+    "thaw",
+    "train_step",
+    "trainable",
+    "update",
+    "value_and_grad",
+]

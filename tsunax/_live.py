@@ -1,0 +1,748 @@
+"""Live rules: any optax factory whose numbers are arrays in the state instead of constants in the program.
+
+A live rule keeps the *untouched* optax state beside a small table of its numbers. At every update the
+factory is called again, inside the trace, with `Number` objects read from that table, so a new value is a new
+array and never a new program. A table may hold several *groups* of values for disjoint sets of leaves (a
+subtree that `adjust` cut off): the factory then runs once per group on the whole tree, and each leaf takes the
+result of its own group. Moments never move, a global norm stays global, and XLA drops what nobody takes.
+
+This module knows optax and trees. It must not know `TrainState`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tsunax import _tree
+from tsunax.errors import HyperparameterError, RuleError, WrongTypeError, message
+
+# --------------------------------------------------------------------------------------- one number
+
+
+def _weak(x):
+    """`x` as a weakly typed scalar, which promotes like a Python float."""
+    return jax.lax.full_like(jnp.asarray(0.0), x)
+
+
+@jax.tree_util.register_pytree_node_class
+class Number:
+    """A traced float32 that behaves like the Python float it came from.
+
+    It carries its complement, rounded once from the user's float: `1 - f32(0.999)` is 1.3e-5 away from
+    `f32(1 - 0.999)`, enough to leave optax's trajectory by 10⁵ ulps in 200 steps. In products it takes the other
+    side's dtype, as a Python float does. A pytree, because optax passes betas into functions that it jits.
+    """
+
+    def __init__(self, value, complement):
+        self.value, self.complement = value, complement
+
+    def tree_flatten(self):
+        return (self.value, self.complement), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+    def __jax_array__(self):
+        return _weak(self.value)
+
+    def __neg__(self):
+        return Number(-self.value, 1 + self.value)
+
+    def __pos__(self):
+        return self
+
+    def __abs__(self):
+        return abs(_weak(self.value))
+
+    def __rsub__(self, other):
+        if isinstance(other, (int, float)) and other == 1:
+            return Number(self.complement, self.value)
+        return other - _weak(self.value)
+
+    def astype(self, dtype):
+        return _weak(self.value).astype(dtype)
+
+    @property
+    def dtype(self):
+        return self.value.dtype
+
+    shape = ()
+    ndim = 0
+    size = 1
+
+
+def as_scalar(x):
+    """A live number as a weakly typed scalar; a Python number as it is."""
+    return _weak(x.value) if isinstance(x, Number) else x
+
+
+def _forward(name, reflected=False):
+    op = getattr(operator, name)
+
+    def method(self, other):
+        a, b = as_scalar(self), as_scalar(other)
+        return op(b, a) if reflected else op(a, b)
+
+    return method
+
+
+for _name in ("add", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Number, f"__{_name}__", _forward(_name))
+    setattr(Number, f"__r{_name}__", _forward(_name, reflected=True))
+for _name in ("sub", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Number, f"__{_name}__", _forward(_name))
+
+
+# ------------------------------------------------------------------------------------ what a user gave
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """A schedule without its numbers: `leaves` holds `None` where a number of the table goes."""
+
+    treedef: Any
+    leaves: tuple
+
+    @property
+    def size(self) -> int:
+        return sum(leaf is None for leaf in self.leaves)
+
+    def at(self, step, numbers):
+        numbers = iter(numbers)
+        leaves = [next(numbers) if leaf is None else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, leaves)(step)
+
+
+def _split_schedule(schedule) -> tuple[_Schedule, list]:
+    leaves, treedef = jax.tree.flatten(schedule)
+    fixed = tuple(leaf if callable(leaf) else None for leaf in leaves)
+    return _Schedule(treedef, fixed), [leaf for leaf in leaves if not callable(leaf)]
+
+
+_NEVER_NUMBERS = {"key", "seed", "mask", "mu_dtype"}
+
+
+_NUMBER_WORDS = ("float", "Scalar", "ArrayLike", "Schedule")
+
+
+def _takes_number(parameter: inspect.Parameter, value) -> bool:
+    """Does this parameter of a factory hold a number, or a schedule of one, given this value?
+
+    Counts, flags, masks, dtypes and keys do not: they are part of the program.
+    """
+    default, annotation = parameter.default, str(parameter.annotation)
+    if parameter.name in _NEVER_NUMBERS or "Mask" in annotation or isinstance(default, (bool, int, str)):
+        return False
+    expected = (
+        isinstance(default, float)
+        or parameter.name in ("learning_rate", "lr")
+        or any(word in annotation for word in _NUMBER_WORDS)
+    )
+    if value is None:
+        return expected and default is not None
+    if isinstance(value, (float, np.floating)) or _tree.is_traced(value):
+        return True
+    return expected and not isinstance(value, tuple)
+
+
+# `None` is open: (at least, at least is allowed, below)
+_RANGES = {
+    "learning_rate": (0, True, None),
+    "max_learning_rate": (0, True, None),
+    **dict.fromkeys(("b1", "b2", "b3", "rho", "momentum", "decay", "beta1", "beta2"), (0, True, 1)),
+    **dict.fromkeys(("eps", "eps_root", "weight_decay", "sign_decay"), (0, True, None)),
+    **dict.fromkeys(("max", "max_norm", "max_delta"), (0, False, None)),
+}
+
+
+def check_number(rule: str, name: str, value) -> None:
+    """Raise unless `value` is one finite number in the range of its name. Traced numbers pass."""
+    where = f"{rule}({name}=)"
+    if isinstance(value, (str, bytes, bool, np.bool_)) or value is None:
+        raise WrongTypeError(
+            message("hyperparameter", where, f"{value!r} ({type(value).__name__})", "a number or a schedule")
+        )
+    if _tree.is_traced(value):
+        return
+    array = np.asarray(value)
+    if array.ndim:
+        raise HyperparameterError(
+            message("hyperparameter", where, f"an array of shape {array.shape}", "one number")
+        )
+    number = float(array)
+    if not np.isfinite(number):
+        raise HyperparameterError(message("hyperparameter", where, f"{number}", "a finite number"))
+    low, closed, high = _RANGES.get(name, (None, True, None))
+    too_low = low is not None and (number < low or (number == low and not closed))
+    if too_low or (high is not None and number >= high):
+        bounds = f"{'≥' if closed else '>'} {low}" + (f" and < {high}" if high is not None else "")
+        raise HyperparameterError(message("hyperparameter", where, f"{value}", bounds))
+
+
+def _check_schedule(rule: str, name: str, schedule) -> None:
+    """Probe a schedule at steps 0, 1 and 10⁶: a scalar, finite, in the range of its name."""
+    for step in (0, 1, 10**6):
+        value = schedule(step)
+        if _tree.is_traced(value):
+            return
+        try:
+            check_number(rule, name, value)
+        except (HyperparameterError, WrongTypeError) as error:
+            raise type(error)(f"schedule of {name} at step {step}: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------ the rule
+
+
+@dataclass(frozen=True, eq=False)
+class Live:
+    """A factory with its static arguments, its names and its schedules: everything but the numbers.
+
+    Compared by value, so that two rules that differ in numbers only share one compiled program.
+    """
+
+    factory: Callable
+    statics: Mapping[str, Any]
+    names: tuple[str, ...]
+    schedules: tuple[_Schedule | None, ...]
+
+    @property
+    def title(self) -> str:
+        return self.factory.__name__.strip("_")
+
+    @functools.cached_property
+    def columns(self) -> int:
+        return len(self.names) + sum(s.size for s in self.schedules if s)
+
+    def __eq__(self, other):
+        return self is other or (
+            isinstance(other, Live)
+            and self.factory == other.factory
+            and self.names == other.names
+            and self.schedules == other.schedules
+            and self.statics.keys() == other.statics.keys()
+            and all(_same(v, other.statics[k]) for k, v in self.statics.items())
+        )
+
+    def __hash__(self):
+        return hash((self.factory, self.names))
+
+    def read(self, table, step) -> dict[str, Number]:
+        """The numbers in force at `step`, from one group's `table` of shape (3, columns)."""
+        out, at = {}, len(self.names)
+        for i, (name, schedule) in enumerate(zip(self.names, self.schedules, strict=True)):
+            value, complement, held = table[0, i], table[1, i], table[2, i]
+            if schedule:
+                now = jnp.asarray(schedule.at(step, table[0, at : at + schedule.size]), table.dtype)
+                value = jnp.where(held > 0, value, now)
+                complement = jnp.where(held > 0, complement, 1 - now)
+                at += schedule.size
+            out[name] = Number(value, complement)
+        return out
+
+    def build(self, numbers: Mapping[str, Any]):
+        """The optax rule for these numbers."""
+        try:
+            tx = self.factory(**self.statics, **numbers)
+        except jax.errors.TracerBoolConversionError as error:
+            raise RuleError(_BRANCHES.format(self.title)) from error
+        return optax.with_extra_args_support(tx)
+
+
+_BRANCHES = (
+    "{0} decides by the value of one of its numbers, which a live number cannot answer. "
+    "Name that parameter: live({0}, static=('name',))."
+)
+
+
+def _same(a, b) -> bool:
+    try:
+        return bool(a is b or (type(a) is type(b) and a == b))
+    except (ValueError, TypeError):  # arrays in a mask: equal only if they are the same object
+        return False
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("table", "inner", "extra", "count"),
+    meta_fields=("live", "paths", "cut"),
+)
+@dataclass(frozen=True)
+class LiveState:
+    """State of a live rule."""
+
+    table: Any  # (3, groups, columns): value, complement, held. None where a TrainState keeps it
+    inner: Any  # the optax state, with group 0's counters
+    extra: tuple = ()  # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
+    count: Any = None  # own clock, for schedules where nobody passes `step=`
+    live: Live = field(kw_only=True)
+    paths: tuple = field(kw_only=True)  # key path of each leaf that this rule sees
+    cut: Cut | None = field(default=None, kw_only=True)
+
+    @property
+    def groups(self) -> int:
+        return len(self.cut.labels) if self.cut else 1
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which group of values each leaf takes, and what each group is called."""
+
+    of: tuple[int, ...]
+    labels: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=None)
+def interned(static):
+    """One object for equal static parts, so that comparing two states compares identities."""
+    return static
+
+
+def is_live(x) -> bool:
+    return isinstance(x, LiveState)
+
+
+def table_of(live: Live, values: tuple) -> Any:
+    """The table of one group, from the numbers that the user gave (schedules: their own numbers)."""
+    numbers, inner = [], []
+    for value, schedule in zip(values, live.schedules, strict=True):
+        numbers.append(0.0 if schedule else value)
+        if schedule:
+            inner += _split_schedule(value)[1]
+    return as_rows(numbers + inner)[:, None, :]
+
+
+def as_rows(values) -> Any:
+    """(3, n): the values, their complements rounded once from float64 where they are concrete, and zeros."""
+    dtype = jax.dtypes.canonicalize_dtype(float)
+    if any(_tree.is_traced(v) for v in values):
+        row = jnp.stack([jnp.asarray(v, dtype) for v in values])
+        return jnp.stack([row, 1 - row, jnp.zeros_like(row)])
+    exact = np.asarray([float(v) for v in values], np.float64)
+    return jnp.asarray(np.stack([exact, 1 - exact, np.zeros_like(exact)]).astype(dtype))
+
+
+@dataclass(frozen=True)
+class LiveInit:
+    """The init half; it knows the numbers."""
+
+    live: Live
+    values: tuple
+
+    def __call__(self, params) -> LiveState:
+        live = self.live
+        numbers = {}
+        for name, value, schedule in zip(live.names, self.values, live.schedules, strict=True):
+            value = value(0) if schedule else value
+            numbers[name] = Number(value, 1 - value) if _tree.is_traced(value) else float(value)
+        paths = tuple(path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0])
+        return LiveState(
+            table=table_of(live, self.values),
+            inner=live.build(numbers).init(params),
+            count=jnp.zeros([], jnp.int32) if any(live.schedules) else None,
+            live=interned(live),
+            paths=interned(paths),
+        )
+
+
+    def blank(self) -> Callable:
+        return BlankInit(self.live)
+
+
+@dataclass(frozen=True)
+class BlankInit:
+    """The init half without its numbers: for shapes and key paths only."""
+
+    live: Live
+
+    def __call__(self, params) -> LiveState:
+        live = self.live
+        inner = live.build(dict.fromkeys(live.names, 0.5)).init(params)
+        count = jnp.zeros([], jnp.int32) if any(live.schedules) else None
+        return LiveState(jnp.zeros((3, 1, live.columns)), inner, count=count, live=live, paths=())
+
+
+@dataclass(frozen=True)
+class _PlainUpdate:
+    """The update half of a rule that takes no extra arguments: drops them. Compares as that half does."""
+
+    update: Callable
+
+    def __call__(self, updates, state, params=None, **extra):
+        del extra
+        return self.update(updates, state, params)
+
+
+def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The rule as one that takes extra arguments; equal rules stay equal."""
+    if isinstance(rule, optax.GradientTransformationExtraArgs):
+        return rule
+    return optax.GradientTransformationExtraArgs(rule.init, _PlainUpdate(rule.update))
+
+
+def check_rule(rule, where: str) -> None:
+    """Raise WrongTypeError unless this is an optax rule, guessing what was meant."""
+    if isinstance(rule, optax.GradientTransformation):
+        return
+    fix = ""
+    if isinstance(rule, LiveFactory) or (callable(rule) and not isinstance(rule, type)):
+        fix = f"Call it: {getattr(rule, '__name__', 'rule')}(learning_rate=...)."
+    got = f"the class {rule.__name__}" if isinstance(rule, type) else f"{rule!r:.60} ({type(rule).__name__})"
+    raise WrongTypeError(message("rule", where, got, "an optax.GradientTransformation", fix))
+
+
+def blank(init: Callable) -> Callable:
+    """The init half of any rule with the numbers of its live parts left out, so that it compares by value."""
+    return init.blank() if hasattr(init, "blank") else init
+
+
+@dataclass(frozen=True)
+class LiveUpdate:
+    """The update half; numbers come from the state."""
+
+    live: Live
+
+    def __call__(self, updates, state: LiveState, params=None, *, step=None, **extra):
+        if state.table is None:
+            raise RuleError(
+                f"{self.live.title}: the numbers of this state are kept by its TrainState. Use ts.update."
+            )
+        clock = state.count if step is None else step
+        runs = [
+            _run(self.live, state.table[:, i], clock, updates, inner, params, {**extra, "step": step})
+            for i, inner in enumerate(_inners(self.live, state, updates))
+        ]
+        updates, inner, counters = _collect(self.live, state, updates, runs)
+        count = None if state.count is None else optax.safe_increment(state.count)
+        return updates, LiveState(
+            state.table, inner, counters, count, live=state.live, paths=state.paths, cut=state.cut
+        )
+
+
+def _run(live: Live, table, clock, updates, inner, params, extra):
+    """One run of the plain rule: with exact complements, or, where a factory cannot take those, without."""
+    extra = {k: v for k, v in extra.items() if v is not None}
+
+    def run(convert, updates, inner, params):
+        numbers = {name: convert(x) for name, x in live.read(table, clock).items()}
+        return live.build(numbers).update(updates, inner, params, **extra)
+
+    def avals(convert):
+        out = jax.eval_shape(lambda *args: run(convert, *args), updates, inner, params)
+        return jax.tree.map(lambda x: (x.shape, x.dtype), out)
+
+    exact = lambda x: x
+    full = all(_tree.dtype_of(x) == table.dtype for x in jax.tree.leaves(updates))
+    if full and live.factory.__module__.partition(".")[0] in ("optax", "tsunax"):
+        return run(exact, updates, inner, params)
+    try:  # some rules turn an exact complement into a strong float32 and would promote bfloat16 state
+        exact_is_fine = full or avals(exact) == avals(as_scalar)
+        if exact_is_fine:
+            return run(exact, updates, inner, params)
+    except jax.errors.TracerBoolConversionError as error:
+        raise RuleError(_BRANCHES.format(live.title)) from error
+    except (TypeError, AttributeError):  # a function that wants an array, not an object like one
+        pass
+    return run(as_scalar, updates, inner, params)
+
+
+def _owners(live: Live, params) -> list[int | None]:
+    halves = dict.fromkeys(live.names, 0.5)
+    return _tree.owners(live.build(halves).init, params)[-1]
+
+
+def _inners(live: Live, state: LiveState, params) -> list:
+    """The optax state as each group sees it: shared moments, own counters."""
+    if state.groups == 1:
+        return [state.inner]
+    leaves, treedef = jax.tree.flatten(state.inner)
+    owners = _owners(live, params)
+    out = [state.inner]
+    for counters in state.extra:
+        own = iter(counters)
+        out.append(
+            treedef.unflatten(
+                [next(own) if o is None else x for x, o in zip(leaves, owners, strict=True)]
+            )
+        )
+    return out
+
+
+def _collect(live: Live, state: LiveState, params, runs):
+    """Each leaf from the run of its group; counters from every run."""
+    if state.groups == 1:
+        return *runs[0], ()
+    assert state.cut is not None
+    of, owners = state.cut.of, _owners(live, params)
+    per_run = [jax.tree.leaves(u) for u, _ in runs]
+    updates = jax.tree.unflatten(
+        jax.tree.structure(runs[0][0]), [per_run[g][k] for k, g in enumerate(of)]
+    )
+    inners = [jax.tree.leaves(inner) for _, inner in runs]
+    inner = jax.tree.unflatten(
+        jax.tree.structure(runs[0][1]),
+        [inners[0 if o is None else of[o]][j] for j, o in enumerate(owners)],
+    )
+    counters = tuple(
+        tuple(x for x, o in zip(leaves, owners, strict=True) if o is None) for leaves in inners[1:]
+    )
+    return updates, inner, counters
+
+
+def recut(state: LiveState, cut: Cut, parents: tuple[int, ...], params) -> LiveState:
+    """The same state with finer groups; group i inherits values and counters of the old group `parents[i]`."""
+    leaves = jax.tree.leaves(state.inner)
+    owners = _owners(state.live, params)
+    first = tuple(x for x, o in zip(leaves, owners, strict=True) if o is None)
+    counters = (first, *state.extra)
+    table = None if state.table is None else state.table[..., np.asarray(parents), :]
+    # copies: two groups must not donate one buffer
+    extra = tuple(tuple(jnp.array(x, copy=True) for x in counters[p]) for p in parents[1:])
+    return LiveState(
+        table, state.inner, extra, state.count,
+        live=state.live, paths=state.paths, cut=interned(cut),
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- live()
+
+
+class LiveFactory:
+    """What `live(factory)` returns: call it like the factory."""
+
+    def __init__(self, factory: Callable, static: tuple[str, ...] = ()):
+        self.factory, self.static = factory, frozenset(static)
+        self.__name__ = factory.__name__.strip("_")
+        self.__qualname__ = self.__name__
+        self.__module__ = "tsunax.rules"
+        self.__signature__ = inspect.signature(factory)
+        self.__doc__ = factory.__doc__
+
+    def __repr__(self):
+        return f"live({self.factory.__module__}.{self.factory.__name__})"
+
+    def __call__(self, *args, **kwargs) -> optax.GradientTransformationExtraArgs:
+        arguments = self._bind(args, kwargs)
+        statics, names, values, schedules = {}, [], [], []
+        for name, value in arguments.items():
+            parameter = self.__signature__.parameters[name]
+            if name in self.static or not _takes_number(parameter, value):
+                statics[name] = value
+                continue
+            if callable(value):
+                _check_schedule(self.__name__, name, value)
+                schedule = _split_schedule(value)[0]
+            else:
+                check_number(self.__name__, name, value)
+                schedule = None
+            names.append(name), values.append(value), schedules.append(schedule)
+        live = Live(self.factory, statics, tuple(names), tuple(schedules))
+        return optax.GradientTransformationExtraArgs(LiveInit(live, tuple(values)), LiveUpdate(live))
+
+    def _bind(self, args, kwargs) -> dict[str, Any]:
+        known = list(self.__signature__.parameters)
+        for name in kwargs:
+            if name not in known:
+                raise HyperparameterError(
+                    f"{self.__name__} has no parameter {name!r}: {_tree.did_you_mean(name, known)}"
+                )
+        try:
+            bound = self.__signature__.bind(*args, **kwargs)
+        except TypeError as error:
+            raise WrongTypeError(f"{self.__name__}{self.__signature__}: {error}") from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+def live(factory: Callable, *, static: tuple[str, ...] = ()) -> LiveFactory:
+    """Make the numbers of an optax factory live: arrays in the state that can be read, changed and scheduled.
+
+    `live(optax.adam)(1e-3)` trains as `optax.adam(1e-3)` does, to the last bit of float32 for most rules, but
+    `ts.adjust(state, learning_rate=1e-4)` changes it without a new compilation. Floats, and schedules of floats,
+    become live; counts, flags, masks and dtypes stay part of the program.
+
+    Args:
+      factory: any function of numbers that returns an `optax.GradientTransformation`, your own chain included.
+      static: names of numeric parameters that the factory branches on in Python; they stay constants.
+
+    Raises:
+      HyperparameterError: unknown parameter, a number that is not finite or out of range, a bad schedule.
+      WrongTypeError: not a factory; a string, `None` or a flag where a number belongs.
+
+    >>> import jax.numpy as jnp, optax, tsunax as ts
+    >>> def nesterov(learning_rate, momentum=0.9):
+    ...     return optax.chain(optax.trace(momentum, nesterov=True), optax.scale(-learning_rate))
+    >>> state = ts.setup(ts.rules.live(nesterov)(0.1), {"w": jnp.ones(3)})
+    >>> ts.hyperparams(state)
+    {'learning_rate': 0.1, 'momentum': 0.9}
+    """
+    if isinstance(factory, optax.GradientTransformation) or not callable(factory):
+        raise WrongTypeError(
+            message(
+                "factory", "live()", type(factory).__name__, "a function that returns an optax rule",
+                "Pass optax.adam, not optax.adam(1e-3).",
+            )  # fmt: skip
+        )
+    return LiveFactory(factory, static)
+
+
+# --------------------------------------------------------------- numbers outside of the optimizer state
+
+
+def map_live(f: Callable[[LiveState], LiveState], opt_state):
+    """Apply `f` to every live state of an optimizer state, nested ones first."""
+
+    def visit(x):
+        if not is_live(x):
+            return x
+        return f(dataclasses.replace(x, inner=map_live(f, x.inner)))
+
+    return jax.tree.map(visit, opt_state, is_leaf=is_live)
+
+
+def live_states(opt_state) -> list[tuple[tuple, LiveState]]:
+    """Every live state with its key path, in the order of `map_live`."""
+    out = []
+    for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_live)[0]:
+        if is_live(x):
+            out += [(path + inner, s) for inner, s in live_states(x.inner)] + [(path, x)]
+    return out
+
+
+def owners_of(init: Callable, opt_state, params) -> list[int | None]:
+    """For each leaf of an optimizer state, cut or not, the index of the parameter that it belongs to."""
+    shapes, _, owners = _tree.owners(init, params)
+    fresh = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if o is None else o for o in owners])
+
+    def align(fresh, actual):
+        if not is_live(actual):
+            return fresh
+        inner = jax.tree.map(align, fresh.inner, actual.inner, is_leaf=is_live)
+        extra, count = jax.tree.map(lambda _: -1, (actual.extra, actual.count))
+        return dataclasses.replace(actual, table=None, inner=inner, extra=extra, count=count)
+
+    aligned = jax.tree.map(align, fresh, opt_state, is_leaf=is_live)
+    return [None if o < 0 else o for o in jax.tree.leaves(aligned)]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("layout",))
+@dataclass(frozen=True)
+class Numbers:
+    """All tables of an optimizer state in one array, beside it.
+
+    There the numbers are an argument that a step never returns: they cost one leaf, are never donated, and
+    reading or changing them waits for no step that is still running.
+    """
+
+    values: Any  # (3, n): value, complement, held against its schedule
+    layout: tuple  # per live state: (live, flat names by group)
+
+    def named(self, step) -> dict[str, Any]:
+        """Every number in force at `step`, by flat name: Python floats where they are concrete."""
+        out, start = {}, 0
+        for live, groups in self.layout:
+            for names in groups:
+                table = self.values[..., start : start + live.columns]
+                start += live.columns
+                at = len(names)
+                for i, (flat, schedule) in enumerate(zip(names, live.schedules, strict=True)):
+                    value, complement = table[..., 0, i], table[..., 1, i]
+                    if schedule:
+                        now = schedule.at(step, [table[..., 0, at + j] for j in range(schedule.size)])
+                        at += schedule.size
+                        value, complement = jnp.where(table[..., 2, i] > 0, value, now), None
+                    out[flat] = _as_float(value, complement)
+        return out
+
+
+def hoist(opt_state):
+    """Take the tables out: (the state without them, its `Numbers` or None)."""
+    tables = []
+
+    def take(s: LiveState) -> LiveState:
+        tables.append(s.table.reshape(*s.table.shape[:-2], -1))
+        return dataclasses.replace(s, table=None)
+
+    opt_state = map_live(take, opt_state)
+    if not tables:
+        return opt_state, None
+    return opt_state, Numbers(jnp.concatenate(tables, axis=-1), layout(opt_state))
+
+
+def lower(opt_state, numbers: Numbers | None):
+    """Put the tables back: the inverse of `hoist`."""
+    at = 0
+
+    def fill(s: LiveState) -> LiveState:
+        nonlocal at
+        assert numbers is not None
+        size, values = s.groups * s.live.columns, numbers.values
+        table = values[..., at : at + size].reshape(*values.shape[:-1], s.groups, s.live.columns)
+        at += size
+        return dataclasses.replace(s, table=table)
+
+    return opt_state if numbers is None else map_live(fill, opt_state)
+
+
+def chain_index(path) -> str:
+    """Where in chains a live state stands: "0", or "1.0" in a chain within a chain."""
+    return ".".join(str(k.idx) for k in path if isinstance(k, jax.tree_util.SequenceKey))
+
+
+def layout(opt_state) -> tuple:
+    """What `Numbers` says of its columns, from the live states of an optimizer state."""
+    lives = (s.live for _, s in live_states(opt_state))
+    return interned(tuple(zip(lives, labels(opt_state), strict=True)))
+
+
+def labels(opt_state) -> tuple:
+    """The flat name of every number: per live state, per group, per name.
+
+    A name alone where it is the only one; `name@pattern` in a group of rules or a cut subtree; `i.name` where a
+    chain repeats it.
+    """
+    rows = []  # live state, group, name, chain index, patterns
+    for at, (path, s) in enumerate(live_states(opt_state)):
+        index = chain_index(path)
+        outer = [str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)]
+        for g in range(s.groups):
+            cut = [s.cut.labels[g]] if s.cut and s.cut.labels[g] else []
+            rows += [(at, g, name, index, tuple(outer + cut)) for name in s.live.names]
+    names = [name for _, _, name, _, _ in rows]
+    with_patterns = ["@".join((name, *patterns)) for _, _, name, _, patterns in rows]
+    out: dict[int, dict[int, tuple[str, ...]]] = {}
+    for (at, g, name, index, _), flat in zip(rows, with_patterns, strict=True):
+        if names.count(name) == 1:
+            flat = name
+        elif with_patterns.count(flat) > 1 and index:
+            flat = f"{index}.{flat}"
+        groups = out.setdefault(at, {})
+        groups[g] = (*groups.get(g, ()), flat)
+    return tuple(
+        tuple(out.get(at, {}).get(g, ()) for g in range(s.groups))
+        for at, (_, s) in enumerate(live_states(opt_state))
+    )
+
+
+def _as_float(value, complement):
+    """The shortest Python float that would give this value and this complement: 0.999, not 0.9990000129."""
+    if _tree.is_traced(value) or np.ndim(value):
+        return value
+    value = np.asarray(value)
+    short = float(str(value))
+    if complement is None or value.dtype.type(1 - short) == complement:
+        return short
+    exact = 1 - float(complement)
+    return exact if value.dtype.type(exact) == value else float(value)

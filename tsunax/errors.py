@@ -1,0 +1,72 @@
+"""What tsunax raises.
+
+Every error derives from `TsunaxError` and from the built-in that plain Python would have raised, so
+that `except ts.errors.TsunaxError` and `except ValueError` both catch it. All messages have the one
+form that `message` makes: `<what> at <where>: got <got>, expected <expected>. <fix>`.
+"""
+
+from typing import Any
+
+__all__ = [
+    "HyperparameterError",
+    "LossError",
+    "NonFiniteError",
+    "ParamsError",
+    "PatternError",
+    "RuleError",
+    "StateError",
+    "TsunaxError",
+    "WrongTypeError",
+    "message",
+]
+
+
+class TsunaxError(Exception):
+    """Any error that tsunax raises on purpose."""
+
+
+class ParamsError(TsunaxError, ValueError):
+    """The parameters cannot be trained: none, no floats, not finite, or ambiguous names."""
+
+
+class RuleError(TsunaxError, ValueError):
+    """The rule is no optax transformation, or does not fit the parameters."""
+
+
+class LossError(TsunaxError, TypeError):
+    """The loss function cannot be called as it must be, or returns something that is no loss."""
+
+
+class PatternError(TsunaxError, ValueError):
+    """A pattern, predicate or mask is malformed, selects nothing, or does not fit its tree."""
+
+
+class StateError(TsunaxError, ValueError):
+    """A training state, or trees that belong to it, do not fit together or cannot be used again."""
+
+
+class HyperparameterError(TsunaxError, ValueError):
+    """A hyperparameter is unknown, out of its range, or not a number."""
+
+
+class WrongTypeError(TsunaxError, TypeError):
+    """A thing of the wrong kind altogether was given."""
+
+
+class NonFiniteError(TsunaxError, ArithmeticError):
+    """Loss or gradients stayed non-finite; `state` and `info` are the last ones."""
+
+    def __init__(self, message: str, state: Any = None, info: Any = None):
+        super().__init__(message)
+        self.state = state
+        self.info = info
+
+
+def message(what: str, where: str, got: object, expected: object, fix: str = "") -> str:
+    """`<what> at <where>: got <got>, expected <expected>. <fix>`, without the parts that are empty.
+
+    >>> message("leaf", "params['w']", "int32", "a float", "Leave it out with trainable=.")
+    "leaf at params['w']: got int32, expected a float. Leave it out with trainable=."
+    """
+    place = f" at {where}" if where else ""
+    return f"{what}{place}: got {got}, expected {expected}. {fix}".rstrip()

@@ -1,0 +1,81 @@
+"""One verdict per step: was everything finite, and if not, what was not.
+
+A verdict is one int32 computed inside the step: 0 if the step is applied, else the place of the first value
+that is not finite (loss, gradient leaf, or what a rule reported). It travels with the info, so that nobody has
+to wait for the device to be told, and `explain` turns it into words on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tsunax import _tree
+
+POLICIES = ("skip", "raise", "ignore")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("whats",))
+@dataclass(frozen=True)
+class Report:
+    """Numbers that a rule leaves in its state for the verdict: a step where one is not finite is rejected."""
+
+    values: Any  # f32 of shape (n,)
+    whats: tuple[str, ...]  # what each of them is, with path and shape
+
+
+def _is_report(x) -> bool:
+    return isinstance(x, Report)
+
+
+def reports(opt_state) -> list[Report]:
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_report) if _is_report(x)]
+
+
+def judge(loss, squares: list, opt_state):
+    """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradients, reports."""
+    values = [loss, *squares, *(v for r in reports(opt_state) for v in r.values)]
+    verdict = jnp.int32(0)
+    for place, value in reversed(list(enumerate(values, start=1))):
+        found = 2 * place + jnp.isnan(value).astype(jnp.int32)
+        verdict = jnp.where(jnp.isfinite(value), verdict, found)
+    return verdict
+
+
+def explain(verdict: int, params, opt_state) -> str:
+    """What a verdict says, for the params and optimizer state of the same setup."""
+    if verdict == 0:
+        return "applied"
+    place, is_nan = divmod(int(verdict), 2)
+    places = [
+        "loss",
+        *(
+            f"gradient norm of {_tree.access_str('params', path)}, shape {jnp.shape(leaf)}"
+            for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+        ),
+        *(what for r in reports(opt_state) for what in r.whats),
+    ]
+    return f"{places[place - 1]}: got {'nan' if is_nan else 'inf'}"
+
+
+def choose(take, new, old):
+    """`new` where its flag is true, else `old`, leaf by leaf; `take` is one scalar bool, or a list of one per leaf.
+
+    Selects, never multiplies: 0 · NaN is NaN. Dtypes are those of `new`, so that a rule that changes the dtype
+    of its state does here what it does in plain optax.
+    """
+    new, treedef = jax.tree.flatten(new)
+    old = treedef.flatten_up_to(old)
+    take = take if isinstance(take, list) else [take] * len(new)
+
+    def one(flag, n, o):
+        if n is o:
+            return n
+        o = o if o.dtype == n.dtype else o.astype(n.dtype)
+        return jnp.where(flag, n, o)
+
+    return treedef.unflatten([one(f, n, o) for f, n, o in zip(take, new, old, strict=True)])

@@ -1,0 +1,287 @@
+"""Change a run while it runs: read and set hyperparameters, freeze and thaw. State in, state out.
+
+Every function here edits arrays of the state (`numbers`, `frozen`), so the step keeps its program. Only the
+first cut of a new subtree and the first freeze change the state's shape, and cost one compile each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax import _live, _tree
+from tsunax.errors import HyperparameterError, PatternError, message
+from tsunax.state import TrainState, beside, trainable
+
+
+def hyperparams(state: TrainState) -> dict[str, Any]:
+    """Every live hyperparameter that the next step will use, by flat name.
+
+    `learning_rate` where the name is unique; `learning_rate@encoder/**` in a group of rules or a subtree that
+    `adjust` cut; `0.max` where a chain repeats it. Python floats, as they were given; arrays under tracing.
+    Waits for the device only where a schedule needs the step.
+
+    >>> import tsunax as ts
+    >>> ts.hyperparams(ts.setup(ts.rules.sgd(0.1, momentum=0.9), {"w": jnp.ones(2)}))
+    {'learning_rate': 0.1, 'momentum': 0.9}
+    """
+    return {} if state.numbers is None else state.numbers.named(state.step)
+
+
+def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState:
+    """Set hyperparameters on the whole tree or on the leaves that `where` matches. Moments are kept.
+
+    A value is a number (float, int, numpy or jax scalar, traced or not); `None` gives a scheduled one back to
+    its schedule. `adjust(a, hyperparams(b))` copies. A value never compiles the step again; cutting a subtree
+    off for the first time does, once, and `adjust(state, where)` without values is that cut alone.
+
+    Raises HyperparameterError for an unknown name (with the known ones), a value out of range, or a name that a
+    chain repeats; PatternError if `where` matches nothing.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.adam(1e-3), {"body": jnp.ones(2), "head": jnp.ones(2)})
+    >>> state = adjust(state, "head", learning_rate=0.01)
+    >>> {k: v for k, v in hyperparams(state).items() if "rate" in k}
+    {'learning_rate': 0.001, 'learning_rate@head': 0.01}
+    """
+    if state.numbers is None:
+        raise HyperparameterError(
+            "the rule of this state has no live numbers. Use one of tsunax.rules, or ts.rules.live(factory)."
+        )
+    if _is_names(where):
+        return _assign(state, _by_flat_name(state, {**where, **values}))
+    matched = _matched(state, where)
+    targets = _targets(state, matched, values)
+    state = _cut(state, where, matched, targets)
+    return _assign(state, _by_leaf(state, matched, targets, values))
+
+
+def freeze(state: TrainState, where: Any) -> TrainState:
+    """Stop the leaves that `where` matches: params, moments, decay and averages stay bit-identical.
+
+    Their gradients count as zero, so norms and global clipping are over what is not frozen. The gradient is
+    still computed (`setup(trainable=...)` is the freeze that saves it). The first freeze of a state compiles the
+    step once (`setup(freezable=True)`: not even that); later ones and thaws never do. Under jit, scan and vmap
+    too, where the state has been frozen before or is freezable.
+
+    Raises PatternError if `where` matches nothing that is trained.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"body": jnp.ones(2), "head": jnp.ones(2)})
+    >>> freeze(state, "body")
+    TrainState(step=0, calls=0)
+      body  float32[2]  frozen
+      head  float32[2]
+      learning_rate=0.1
+      params 16 B, optimizer 0 B, on TFRT_CPU_0
+    """
+    return _set_frozen(state, where, True)
+
+
+def thaw(state: TrainState, where: Any = "**") -> TrainState:
+    """Train frozen leaves again, with the moments that they had when they were frozen.
+
+    Rules with one count for all leaves (Adam's bias correction) have gone on counting meanwhile: leaves frozen
+    from the start take larger first steps after a late thaw, up to 6 × the rate at step 2000 with Adam's
+    defaults. A subtree of its own rule in `groups`, or a warm-up of its rate, avoids that.
+
+    Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments to go on with.
+    """
+    return _set_frozen(state, where, False)
+
+
+# ---------------------------------------------------------------------------------------------------- freezing
+
+
+def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
+    flags = _tree.select(where, state.params)
+    selected = state.plan.selected or (True,) * len(flags)
+    outside = [i for i, (flag, s) in enumerate(zip(flags, selected, strict=True)) if flag and not s]
+    everything = isinstance(where, str) and where == "**"
+    trained = [flag for flag, s in zip(flags, selected, strict=True) if s]
+    if outside and not everything and (not on or not any(trained)):
+        name, path, _ = _tree.leaves_with_names(state.params)[outside[0]]
+        raise PatternError(
+            message(
+                "leaf", _tree.access_str("params", path), "one that setup(trainable=...) left out",
+                "a trained leaf", "Only ts.migrate can add it to a run." if not on else "It never trains anyway.",
+            )  # fmt: skip
+        )
+    words = np.zeros(-(-len(trained) // 32), np.uint32)
+    for k in np.flatnonzero(trained):
+        words[k // 32] |= np.uint32(1 << (k % 32))
+    if state.frozen is None:
+        if not on:
+            return state
+        state = dataclasses.replace(state, frozen=beside(trainable(state), jnp.zeros_like(words)))
+    frozen = state.frozen | words if on else state.frozen & ~words
+    return dataclasses.replace(state, frozen=frozen)
+
+
+# --------------------------------------------------------------------------------------------- hyperparameters
+
+
+def _is_names(where) -> bool:
+    """A mapping of hyperparameter names, as `hyperparams` gives it, rather than a tree of bools."""
+    number = lambda v: v is None or (not isinstance(v, (bool, np.bool_)) and (_tree.dtype_of(v) not in (None, bool)))
+    return isinstance(where, Mapping) and all(number(v) for v in where.values())
+
+
+def _matched(state: TrainState, where) -> frozenset:
+    """Key paths of the leaves that `where` matches."""
+    flags = _tree.select(where, state.params)
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state.params)[0]]
+    return frozenset(path for path, flag in zip(paths, flags, strict=True) if flag)
+
+
+def _known(state: TrainState) -> list[str]:
+    return [name for _, groups in state.numbers.layout for names in groups for name in names]
+
+
+def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
+    """The live states that this adjust is for: {place: {name given: name there}}; all of them without values."""
+    hit = {}
+    for at, (path, s) in enumerate(_live.live_states(state.opt_state)):
+        leaves = matched.intersection(s.paths)
+        if leaves:
+            hit[at] = (_live.chain_index(path), s.live.names, leaves)
+    if not values:
+        return {at: {} for at in hit}
+    targets: dict[int, dict[str, str]] = {}
+    for given in values:
+        index, _, name = given.rpartition(".")
+        found = [at for at, (i, names, _) in hit.items() if name in names and (not index or i == index)]
+        for k, a in enumerate(found):
+            for b in found[k + 1 :]:
+                if hit[a][2] & hit[b][2]:
+                    both = [f"{hit[x][0]}.{name}" for x in (a, b)]
+                    raise HyperparameterError(f"{given!r} stands for both {both[0]!r} and {both[1]!r}: name one of them")
+        if not found:
+            known = _known(state)
+            elsewhere = " among the leaves that this pattern matches" if given in known else ""
+            raise HyperparameterError(f"no live hyperparameter {given!r}{elsewhere}: {_tree.did_you_mean(given, known)}")
+        for at in found:
+            targets.setdefault(at, {})[given] = name
+    return targets
+
+
+def _cut(state: TrainState, where, matched, targets) -> TrainState:
+    """Give the matched leaves groups of values of their own in the targeted live states, where they have none."""
+    params = trainable(state)
+    cuts, columns, start = {}, [], 0
+    for at, (_, s) in enumerate(_live.live_states(state.opt_state)):
+        cut, parents = _refined(s, [path in matched for path in s.paths], _label(where))
+        if at not in targets or cut is None:
+            parents = tuple(range(s.groups))
+        else:
+            cuts[at] = cut, parents
+        width = s.live.columns
+        columns += [start + p * width + i for p in parents for i in range(width)]
+        start += s.groups * width
+    if not cuts:
+        return state
+    places = iter(range(len(state.numbers.layout)))
+
+    def recut(s):
+        at = next(places)
+        if at not in cuts:
+            return s
+        seen = frozenset(s.paths)
+        flags = [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        return _live.recut(s, *cuts[at], _tree.partition(params, flags)[0])
+
+    opt_state = _live.map_live(recut, state.opt_state)
+    numbers = _live.Numbers(state.numbers.values[..., np.asarray(columns)], _live.layout(opt_state))
+    return dataclasses.replace(state, opt_state=opt_state, numbers=numbers)
+
+
+def _label(where) -> str:
+    if isinstance(where, str):
+        return where
+    if isinstance(where, (list, tuple)):
+        return ",".join(map(str, where))
+    return getattr(where, "__name__", "mask").strip("<>")
+
+
+def _refined(s: _live.LiveState, hits, label) -> tuple[_live.Cut | None, tuple[int, ...]]:
+    """The groups of `s` split by `hits`: (the new cut, or None where the old one will do; parents)."""
+    old = s.cut or _live.Cut((0,) * len(s.paths), ("",))
+    pairs = list(zip(old.of, hits, strict=True))
+    split = [g for g in range(s.groups) if (g, True) in pairs and (g, False) in pairs]
+    if not split:
+        return None, ()
+    new = {g: s.groups + i for i, g in enumerate(split)}
+    labels = list(old.labels)
+    for g in split:
+        name = f"{old.labels[g]} & {label}" if old.labels[g] else label
+        while name in labels:
+            name += "'"
+        labels.append(name)
+    of = tuple(new[g] if hit and g in new else g for g, hit in pairs)
+    return _live.Cut(of, tuple(labels)), (*range(s.groups), *split)
+
+
+def _by_leaf(state: TrainState, matched, targets, values) -> dict[int, tuple]:
+    """{column of the numbers: (live, name, has a schedule, value)} for the groups of the matched leaves."""
+    out, start = {}, 0
+    for at, (_, s) in enumerate(_live.live_states(state.opt_state)):
+        of = s.cut.of if s.cut else (0,) * len(s.paths)
+        groups = {g for g, path in zip(of, s.paths, strict=True) if path in matched}
+        for given, name in targets.get(at, {}).items():
+            i = s.live.names.index(name)
+            for g in groups:
+                out[start + g * s.live.columns + i] = (s.live, i, values[given])
+        start += s.groups * s.live.columns
+    return out
+
+
+def _by_flat_name(state: TrainState, values) -> dict[int, tuple]:
+    """The same for flat names, as `hyperparams` gives them."""
+    columns, start = {}, 0
+    for live, groups in state.numbers.layout:
+        for names in groups:
+            columns |= {name: (start + i, live, i) for i, name in enumerate(names)}
+            start += live.columns
+    for name in values:
+        if name not in columns:
+            raise HyperparameterError(f"no live hyperparameter {name!r}: {_tree.did_you_mean(name, list(columns))}")
+    return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
+
+
+def _assign(state: TrainState, cells: dict[int, tuple]) -> TrainState:
+    """Write values into columns; what is concrete is written on the host, without waiting for a step."""
+    values = state.numbers.values
+    rows = {}
+    for column, (live, i, value) in cells.items():
+        name, scheduled = live.names[i], live.schedules[i] is not None
+        if value is None:
+            if not scheduled:
+                raise HyperparameterError(f"{live.title}: {name} has no schedule to give it back to")
+            rows[column] = None
+            continue
+        if not (np.ndim(value) and values.ndim > 2):  # a population takes one value per member
+            _live.check_number(live.title, name, value)
+        rows[column] = value
+    concrete = not _tree.is_traced(values) and all(v is None or not _tree.is_traced(v) for v in rows.values())
+    if concrete:
+        host = np.array(values)
+        for column, value in rows.items():
+            host[..., 2, column] = value is not None
+            if value is not None:
+                exact = np.asarray(value, np.float64)
+                host[..., 0, column], host[..., 1, column] = exact, 1 - exact
+        # an update of the old array, so that the new one stays where that one lives
+        values = jax.lax.dynamic_update_slice(values, host, (0,) * host.ndim)
+    else:
+        for column, value in rows.items():
+            values = values.at[..., 2, column].set(0 if value is None else 1)
+            if value is not None:
+                value = jnp.asarray(value, values.dtype)
+                values = values.at[..., 0, column].set(value).at[..., 1, column].set(1 - value)
+    numbers = dataclasses.replace(state.numbers, values=values)
+    return dataclasses.replace(state, numbers=numbers)

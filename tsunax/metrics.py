@@ -1,0 +1,173 @@
+"""Sums and weights: what a loss function returns, and how numbers from many batches become one.
+
+Everything here is a sum and the weight it was taken over, merged by adding and divided once at the end, so that
+a mean over micro-batches, devices or batches is never a mean of means.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tsunax import _tree
+from tsunax.errors import LossError, message
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("total", "weight"), meta_fields=())
+@dataclass(frozen=True)
+class Mean:
+    """A weighted mean under way: `compute() = total / weight`.
+
+    >>> Mean.of([1.0, 2.0, 6.0], where=[1, 1, 0]).merge(Mean.of([6.0])).compute()
+    Array(3., dtype=float32)
+    """
+
+    total: Any  # f32 scalar: Σ weight · value
+    weight: Any  # f32 scalar: Σ weight
+
+    @classmethod
+    def empty(cls) -> Mean:
+        return cls(jnp.float32(0), jnp.float32(0))
+
+    @classmethod
+    def of(cls, values, where=None) -> Mean:
+        """From values of any shape and a mask or weights that broadcast from the left."""
+        return cls(*weighted_sum(jnp.asarray(values), where))
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    def compute(self):
+        return self.total / self.weight
+
+
+def weighted_sum(values, where=None):
+    """(Σ where · values, Σ where) in float32; what `where` leaves out may be NaN, in value and gradient."""
+    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    if where is None:
+        return jnp.sum(values), jnp.float32(values.size)
+    where = jnp.asarray(where)
+    if where.ndim > values.ndim or any(w not in (1, v) for w, v in zip(where.shape, values.shape, strict=False)):
+        raise LossError(
+            message(
+                "where", "Loss.mean()", f"shape {where.shape}", f"the leading axes of values, {values.shape}"
+            )
+        )
+    where = where.astype(values.dtype).reshape(*where.shape, *(1,) * (values.ndim - where.ndim))
+    where = jnp.broadcast_to(where, values.shape)
+    return jnp.sum(jnp.where(where != 0, values, 0) * where), jnp.sum(where)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("total", "weight", "metrics", "model_state", "mean_value"),
+    meta_fields=(),
+)
+@dataclass(frozen=True)
+class Loss:
+    """What a loss function returns when a plain scalar is not enough: a **sum** and its weight.
+
+    `Loss.mean(values, where)` is the usual way to make one. The raw form is for sums of your own:
+    `Loss(total, weight)` stands for the loss `total / weight`, and any number of micro-batches, devices and
+    batches add up to exactly that.
+
+    Metrics are scalars (weighed like the loss) or objects with `merge` and `compute`.
+    """
+
+    total: Any  # scalar: Σ weight · loss
+    weight: Any = None  # scalar: Σ weight (tokens, rows). None: the rows of the batch
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    model_state: Any = None
+    mean_value: Any = None  # the mean itself, where the loss function returned it as a scalar
+
+    # `mean` the constructor; `compute` the result.
+    @classmethod
+    def mean(cls, values, where=None, *, metrics: Mapping[str, Any] | None = None, model_state=None) -> Loss:
+        """The mean of `values` (any shape) under a mask or weights `where` (their leading axes).
+
+        Metrics may also be arrays of the shape of `values`: they are averaged under the same `where`.
+
+        >>> loss = Loss.mean(jnp.array([1.0, 3.0, 8.0]), jnp.array([1, 1, 0]), metrics={"worst": 3.0})
+        >>> float(loss.compute()), float(loss.weight)
+        (2.0, 2.0)
+        """
+        values = jnp.asarray(values)
+        if not jnp.issubdtype(values.dtype, jnp.inexact):
+            raise LossError(message("values", "Loss.mean()", f"dtype {values.dtype}", "floats"))
+        if values.ndim == 0 and where is None:
+            return cls(values, None, dict(metrics or {}), model_state, mean_value=values)
+        total, weight = weighted_sum(values, where)
+        merged = {
+            name: Mean.of(m, where) if _tree.is_array(m) and jnp.shape(m) == values.shape != () else m
+            for name, m in (metrics or {}).items()
+        }
+        return cls(total, weight, merged, model_state)
+
+    def merge(self, other: Loss) -> Loss:
+        """The loss of both batches together; the model state is the later one's."""
+        metrics = {name: m.merge(other.metrics[name]) for name, m in self.metrics.items()}
+        return Loss(self.total + other.total, self.weight + other.weight, metrics, other.model_state)
+
+    def compute(self):
+        """The mean loss, an f32 scalar."""
+        return self.total / self.weight if self.mean_value is None else self.mean_value
+
+
+def as_loss(out, rows) -> Loss:
+    """The `Loss` behind what a loss function returned, its weight and metrics filled in. Raises LossError."""
+    fix = "Return a scalar (a mean over its rows) or ts.Loss."
+    if not isinstance(out, Loss):
+        if isinstance(out, tuple):
+            raise LossError(
+                message(
+                    "result", "loss_fn", f"a tuple of {len(out)}", "a scalar or a ts.Loss",
+                    "There is no has_aux: return ts.Loss.mean(values, metrics={...}, model_state=...).",
+                )  # fmt: skip
+            )
+        _check_scalar("result", out, fix + " For per-row losses: ts.Loss.mean(values), or values.mean().")
+        out = Loss(out, mean_value=out)
+    _check_scalar("total", out.total, fix)
+    weight = jnp.float32(rows) if out.weight is None else jnp.asarray(out.weight, jnp.float32)
+    if weight.ndim:
+        raise LossError(message("weight", "loss_fn", f"an array of shape {weight.shape}", "a scalar"))
+    weight = jax.lax.stop_gradient(weight)
+    total = out.total if out.mean_value is None else out.mean_value * weight
+    metrics = {name: _as_metric(name, m, weight) for name, m in out.metrics.items()}
+    return Loss(total, weight, metrics, out.model_state, out.mean_value)
+
+
+def _check_scalar(what, x, fix):
+    if not _tree.is_array(x) and not isinstance(x, float):
+        raise LossError(message(what, "loss_fn", type(x).__name__, "a scalar array", fix))
+    if jnp.shape(x) != ():
+        raise LossError(message(what, "loss_fn", f"an array of shape {jnp.shape(x)}", "a scalar", fix))
+    if not jnp.issubdtype(_tree.dtype_of(x), jnp.floating):
+        raise LossError(message(what, "loss_fn", f"dtype {_tree.dtype_of(x)}", "a float", fix))
+
+
+def _as_metric(name, m, weight):
+    if hasattr(m, "merge") and hasattr(m, "compute"):
+        return jax.lax.stop_gradient(m)
+    if jnp.shape(m) != ():
+        raise LossError(
+            message(
+                f"metric {name!r}", "loss_fn", f"an array of shape {jnp.shape(m)}",
+                "a scalar, an array of the loss's shape in Loss.mean, or an object with merge and compute",
+            )  # fmt: skip
+        )
+    m = jnp.asarray(m, jnp.float32)
+    return jax.lax.stop_gradient(Mean(jnp.where(weight != 0, m * weight, 0), weight))
+
+
+def rows_of(batch) -> int:
+    """Length of the first axis of the first array that has one; 1 where there is none."""
+    shapes = (jnp.shape(x) for x in jax.tree.leaves(batch))
+    return next((shape[0] for shape in shapes if shape), 1)
+
+
+__all__ = ["Loss", "Mean"]

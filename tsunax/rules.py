@@ -1,0 +1,346 @@
+"""Rules: optax transformations whose numbers are live, and the few that optax lacks.
+
+Each name of `OPTAX` is optax's own optimizer made live: the same arguments, defaults and trajectory. Any rule
+here works in plain optax code, and any optax rule works in tsunax.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+from tsunax import _live, _tree
+from tsunax._live import live
+from tsunax.errors import PatternError, RuleError, WrongTypeError, message
+from tsunax.guard import Report
+
+# ---------------------------------------------------------------------------------------------- optax's, made live
+
+OPTAX = (
+    "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw", "adan", "amsgrad",
+    "fromage", "lamb", "lars", "lbfgs", "lion", "noisy_sgd", "novograd", "optimistic_adam", "optimistic_adam_v2",
+    "optimistic_gradient_descent", "polyak_sgd", "radam", "rmsprop", "rprop", "sgd", "sign_sgd", "signum", "sm3",
+    "yogi",
+)  # fmt: skip
+CONTRIB = (
+    "acprop", "ademamix", "adopt", "cocob", "dadapt_adamw", "dog", "dowg", "galore", "madgrad", "momo",
+    "momo_adam", "muon", "prodigy", "reduce_on_plateau", "schedule_free_adamw", "schedule_free_sgd",
+    "simplified_ademamix", "sophia",
+)  # fmt: skip
+
+
+def _alias(module, name: str):
+    factory = getattr(module, name)
+    rule = live(factory)
+    rule.__doc__ = f"`{module.__name__}.{name}` with live numbers: the same arguments, defaults and trajectory."
+    return rule
+
+
+for _name in OPTAX:
+    globals()[_name] = _alias(optax, _name)
+for _name in CONTRIB:
+    if hasattr(optax.contrib, _name):
+        globals()[_name] = _alias(optax.contrib, _name)
+
+
+# ----------------------------------------------------------------------------------------------------- composition
+
+
+@dataclass(frozen=True)
+class _ChainInit:
+    inits: tuple[Callable, ...]
+
+    def __call__(self, params):
+        return tuple(init(params) for init in self.inits)
+
+    def blank(self):
+        return _ChainInit(tuple(_live.blank(init) for init in self.inits))
+
+
+@dataclass(frozen=True)
+class _ChainUpdate:
+    updates: tuple[Callable, ...]
+
+    def __call__(self, grads, states, params=None, **extra):
+        new = []
+        for update, state in zip(self.updates, states, strict=True):
+            grads, state = update(grads, state, params, **extra)
+            new.append(state)
+        return grads, tuple(new)
+
+
+def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Apply rules one after the other, each on the updates of the one before: `optax.chain`, compared by value.
+
+    Order is meaning: `chain(weight_decay(1e-4), adam(1e-3))` is an L2 penalty, `chain(adam(1e-3),
+    weight_decay(1e-4))` decays whatever the rate. A chain of none passes gradients on.
+
+    >>> import tsunax as ts
+    >>> rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.sgd(0.1))
+    >>> rule.update == ts.rules.chain(ts.rules.clip_global_norm(5.0), ts.rules.sgd(0.2)).update
+    True
+    """
+    for rule in rules:
+        _live.check_rule(rule, "chain()")
+    rules = tuple(map(_live.with_extra, rules))
+    return optax.GradientTransformationExtraArgs(
+        _ChainInit(tuple(r.init for r in rules)), _ChainUpdate(tuple(r.update for r in rules))
+    )
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("inner",), meta_fields=())
+@dataclass(frozen=True)
+class GroupsState:
+    """State of `groups`."""
+
+    inner: dict[str, Any]  # the state of each rule, by its pattern; it sees its own leaves only
+
+
+@dataclass(frozen=True)
+class _Assign:
+    """Which group each leaf belongs to."""
+
+    patterns: tuple[str, ...]
+    labels: Any = field(default=None, hash=False)
+
+    def __call__(self, params) -> dict[str, tuple[bool, ...]]:
+        named = _tree.leaves_with_names(params)
+        owner: list = [None] * len(named)
+        if self.labels is not None:
+            owner = self._by_label(params, named)
+        else:
+            for pattern in self.patterns:
+                flags = _tree.select(pattern, params)
+                owner = [o or (pattern if flag else None) for o, flag in zip(owner, flags, strict=True)]
+        for o, (_, path, _) in zip(owner, named, strict=True):
+            if o is None:
+                raise PatternError(
+                    message("leaf", _tree.access_str("params", path), "no group for it",
+                            f"one of {', '.join(map(repr, self.patterns))}", "End with '**' for the rest.")  # fmt: skip
+                )
+        for pattern in self.patterns:
+            if pattern not in owner:
+                raise PatternError(f"group {pattern!r} gets no leaf: the patterns before it take all that it matches")
+        return {pattern: tuple(o == pattern for o in owner) for pattern in self.patterns}
+
+    def _by_label(self, params, named) -> list:
+        if callable(self.labels):
+            labels = [self.labels("/".join(names), leaf) for names, _, leaf in named]
+        else:
+            difference = _tree.first_difference(self.labels, params)
+            if difference:
+                raise PatternError(f"labels do not fit the params: {difference}")
+            labels = jax.tree.leaves(self.labels)
+        for label, (_, path, _) in zip(labels, named, strict=True):
+            if label not in self.patterns:
+                raise PatternError(
+                    message("label", _tree.access_str("params", path), repr(label),
+                            f"one of {', '.join(map(repr, self.patterns))}")  # fmt: skip
+                )
+        return labels
+
+
+@dataclass(frozen=True)
+class _GroupsInit:
+    assign: _Assign
+    inits: tuple[Callable, ...]
+
+    def __call__(self, params):
+        flags = self.assign(params)
+        parts = {pattern: _tree.partition(params, f)[0] for pattern, f in flags.items()}
+        return GroupsState({p: init(parts[p]) for p, init in zip(self.assign.patterns, self.inits, strict=True)})
+
+    def blank(self):
+        return _GroupsInit(self.assign, tuple(_live.blank(init) for init in self.inits))
+
+
+@dataclass(frozen=True)
+class _GroupsUpdate:
+    assign: _Assign
+    updates: tuple[Callable, ...]
+
+    def __call__(self, grads, state, params=None, *, value_fn=None, grad=None, outside=0.0, **extra):
+        flags = self.assign(grads)
+        squares = _tree.square_sums(grads)
+        out, inner = list(jax.tree.leaves(grads)), {}
+        for pattern, update in zip(self.assign.patterns, self.updates, strict=True):
+            mine = flags[pattern]
+            part = lambda tree, mine=mine: None if tree is None else _tree.partition(tree, mine)[0]
+            others = sum((s for s, own in zip(squares, mine, strict=True) if not own), outside)
+            given = {"outside": others, **extra}
+            if grad is not None:
+                given["grad"] = part(grad)
+            if value_fn is not None:
+                given["value_fn"] = _for_part(value_fn, params, mine)
+            updates, inner[pattern] = update(part(grads), state.inner[pattern], part(params), **given)
+            new = iter(jax.tree.leaves(updates))
+            out = [next(new) if own else u for own, u in zip(mine, out, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(grads), out), GroupsState(inner)
+
+
+def _for_part(value_fn, params, mine):
+    """`value_fn` of one group's leaves, the others as they are."""
+    rest = _tree.partition(params, mine)[1]
+
+    @functools.wraps(value_fn)
+    def of_part(part, **extra):
+        return value_fn(_tree.merge(part, rest), **extra)
+
+    return of_part
+
+
+def groups(
+    rules: Mapping[str, optax.GradientTransformation], *, labels: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """A rule for each part of the params: `{pattern: rule}`; the first pattern that matches a leaf takes it.
+
+    Each rule sees its own leaves only, but `clip_global_norm` inside a group is over the norm of all groups.
+    With `labels` (a tree of strings like params, or `f(path, leaf) -> str`) the keys are labels instead.
+
+    Raises PatternError, at setup, for a leaf without a group, a group without a leaf, an unknown label.
+
+    >>> import tsunax as ts
+    >>> rule = groups({"head/**": ts.rules.sgd(0.1), "**": ts.rules.adam(1e-3)})
+    >>> state = ts.setup(rule, {"body": jnp.ones(2), "head": jnp.ones(2)})
+    >>> {k: v for k, v in ts.hyperparams(state).items() if "rate" in k}
+    {'learning_rate@**': 0.001, 'learning_rate@head/**': 0.1}
+    """
+    if not rules:
+        raise RuleError("groups(): got no rules, expected {pattern: rule}")
+    for pattern, rule in rules.items():
+        _live.check_rule(rule, f"groups({{{pattern!r}: ...}})")
+    assign = _Assign(tuple(rules), labels)
+    parts = [_live.with_extra(rule) for rule in rules.values()]
+    return optax.GradientTransformationExtraArgs(
+        _GroupsInit(assign, tuple(r.init for r in parts)),
+        _GroupsUpdate(assign, tuple(r.update for r in parts)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- clipping, decay
+
+
+def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
+    """A rule without state from `f(updates, params, **extra) -> updates`."""
+
+    def update(updates, state, params=None, **extra):
+        return f(updates, params, **extra), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def clip_value(max: float = 10.0):
+    """Clamp every component of the gradient to [-max, max]; NaN stays NaN. It changes the direction."""
+    bound = _live.as_scalar(max)
+    return _stateless(lambda updates, params, **_: jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates))
+
+
+def clip_global_norm(max: float = 1.0):
+    """Scale the whole gradient to an L2 norm of at most `max`.
+
+    One f32 norm over everything that is trained and not frozen, across `groups` too. Where it is not finite the
+    step is rejected by its verdict; in plain optax code it is as in `optax.clip_by_global_norm`.
+    """
+    bound = _live.as_scalar(max)
+
+    def clip(updates, params, *, outside=0.0, **_):
+        norm = jnp.sqrt(sum(_tree.square_sums(updates)) + outside)
+        small = norm < bound
+        return jax.tree.map(lambda g: jnp.where(small, g, (g / norm.astype(g.dtype)) * bound), updates)
+
+    return _stateless(clip)
+
+
+def clip_array_norm(max: float = 10.0, p: float = 2, throw: bool = True):
+    """Scale each array by itself to a p-norm of at most `max` (Optimisers.jl's `ClipNorm`).
+
+    `p` is any real number, ±inf, or 0 (the count of nonzeros). Norms are taken in f32. With `throw`, a norm that
+    is not finite rejects the step, and its verdict names p, the norm, the path and the shape; without, it flows
+    on, as does NaN.
+    """
+    if isinstance(p, (str, bool)) or p is None or p != p:
+        raise WrongTypeError(message("p", "clip_array_norm()", repr(p), "a real number, ±inf or 0"))
+    bound = _live.as_scalar(max)
+
+    def report(params, values):
+        leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+        whats = (f"clip_array_norm, p={p}, of {_tree.access_str('grads', k)}, shape {x.shape}" for k, x in leaves)
+        return Report(values, tuple(whats))
+
+    def init(params):
+        n = len(jax.tree.leaves(params))
+        return report(params, jnp.zeros(n, jnp.float32)) if throw else optax.EmptyState()
+
+    def update(updates, state, params=None, **_):
+        leaves, treedef = jax.tree.flatten(updates)
+        norms = [array_norm(g, p) for g in leaves]
+        scaled = [g * jnp.minimum(bound / n, 1).astype(g.dtype) for g, n in zip(leaves, norms, strict=True)]
+        return treedef.unflatten(scaled), report(updates, jnp.stack(norms)) if throw else state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def array_norm(x, p: float):
+    """(Σ|x|ᵖ)^(1/p) of one array in f32; max |x| for inf, min |x| for -inf, the count of nonzeros for 0."""
+    x = jnp.abs(x).astype(jnp.promote_types(jnp.float32, jnp.abs(x).dtype))
+    if p == 0:
+        return jnp.where(jnp.any(jnp.isnan(x)), jnp.nan, jnp.sum(x != 0).astype(x.dtype))
+    if p in (float("inf"), float("-inf")):
+        return jnp.max(x) if p > 0 else jnp.min(x)
+    if p == 1:
+        return jnp.sum(x)
+    if p == 2:
+        return jnp.sqrt(jnp.sum(x * x))
+    return jnp.sum(x**p) ** (1 / p)
+
+
+def weight_decay(weight_decay: float = 5e-4, where: Any = "**"):
+    """Add `weight_decay · params` to the gradient of the leaves that `where` matches.
+
+    First in a chain it is the gradient of `weight_decay / 2 · Σ params²` added to the loss; after an adaptive
+    rule, decoupled decay.
+    """
+    rate = _live.as_scalar(weight_decay)
+    return _decay(where, lambda g, p: g + rate * p)
+
+
+def sign_decay(sign_decay: float = 1e-3, where: Any = "**"):
+    """Add `sign_decay · sign(params)` to the gradient: first in a chain, `sign_decay · Σ|params|` in the loss."""
+    rate = _live.as_scalar(sign_decay)
+    return _decay(where, lambda g, p: g + rate * jnp.sign(p))
+
+
+def _decay(where, f):
+    def init(params):
+        _tree.select(where, params)  # raises now for a pattern that matches nothing
+        return optax.EmptyState()
+
+    def update(updates, state, params=None, **_):
+        if params is None:
+            raise RuleError("decay: update() needs params")
+        flags = _tree.select(where, params)
+        leaves, treedef = jax.tree.flatten(updates)
+        params = jax.tree.leaves(params)
+        new = [f(g, p) if flag else g for g, p, flag in zip(leaves, params, flags, strict=True)]
+        return treedef.unflatten(new), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+clip_value = live(clip_value)
+clip_global_norm = live(clip_global_norm)
+clip_array_norm = live(clip_array_norm, static=("p", "throw"))
+weight_decay = live(weight_decay)
+sign_decay = live(sign_decay)
+
+__all__ = sorted([  # noqa: PLE0605
+    *(n for n in (*OPTAX, *CONTRIB) if n in globals()),
+    "chain", "clip_array_norm", "clip_global_norm", "clip_value", "groups", "live", "sign_decay", "weight_decay",
+])  # fmt: skip

@@ -1,0 +1,338 @@
+"""The training state: everything the next step needs, as one value.
+
+    params, rule --setup--> TrainState --step--> TrainState --step--> ...
+
+Arrays are its leaves; functions are its static part (`Plan`). It knows nothing of losses, batches or loops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tsunax import _live, _tree
+from tsunax.errors import ParamsError, RuleError, StateError, message
+
+_PLANS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+class Plan:
+    """The static part of a state: the rule without its numbers, and which leaves it trains.
+
+    Interned: equal plans are one object, so that jit compares identities when it looks for its program.
+    """
+
+    init: Callable  # the rule's init, its numbers left out: only ever traced for shapes
+    update: Callable
+    selected: tuple[bool, ...] | None  # one flag per leaf of params; None: all of them
+
+    def __new__(cls, init, update, selected):
+        key = init, update, selected
+        plan = _PLANS.get(key)
+        if plan is None:
+            plan = object.__new__(cls)
+            plan.init, plan.update, plan.selected = key
+            _PLANS[key] = plan
+        return plan
+
+    def __reduce__(self):
+        return Plan, (self.init, self.update, self.selected)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, _):
+        return self
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("step", "calls", "params", "opt_state", "model_state", "key", "numbers", "frozen"),
+    meta_fields=("plan",),
+)
+@dataclass(frozen=True, eq=False)
+class TrainState:
+    """What a step carries to the next one. Made by `setup`; edited by `adjust`, `freeze`, `replace`."""
+
+    step: Any  # int32: updates applied. The clock of schedules, averages and logs
+    calls: Any  # int32: every call, rejected ones too. Never rolls back; keys come from it
+    params: Any  # the full tree, as given to setup
+    opt_state: Any  # the rule's own state, of the trained leaves
+    model_state: Any  # what the model carries without a gradient (batch statistics)
+    key: Any  # typed PRNG key, never advanced: fold in `calls`
+    numbers: Any  # the live hyperparameters (`_live.Numbers`); None where the rule has none
+    frozen: Any  # uint32 words, one bit per trained leaf; None until the first freeze
+    plan: Plan
+
+    def replace(self, **fields) -> TrainState:
+        """The state with some fields exchanged. Arrays given are copied, so that yours survive donation.
+
+        Raises StateError for unknown fields, and for params of another structure, shape or dtype.
+        """
+        known = [f.name for f in dataclasses.fields(self) if f.name != "plan"]
+        for name in fields:
+            if name not in known:
+                raise StateError(f"TrainState has no field {name!r}: {_tree.did_you_mean(name, known)}")
+        if "params" in fields:
+            check_like("params", fields["params"], self.params)
+        return dataclasses.replace(self, **{k: jax.tree.map(own, v) for k, v in fields.items()})
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+
+def trainable(state: TrainState):
+    """The part of `state.params` that is trained: the same containers, `None` where a leaf is not selected.
+
+    Gradients have this structure.
+
+    >>> import tsunax as ts
+    >>> params = {"encoder": jnp.ones(2), "head": jnp.ones(1)}
+    >>> state = ts.setup(ts.rules.sgd(0.1), params, trainable="head")
+    >>> ts.trainable(state)
+    {'encoder': None, 'head': Array([1.], dtype=float32)}
+    """
+    if state.plan.selected is None:
+        return state.params
+    return _tree.partition(state.params, state.plan.selected)[0]
+
+
+def setup(
+    rule: optax.GradientTransformation,
+    params,
+    *,
+    key=None,
+    model_state=None,
+    trainable="**",
+    freezable: bool = False,
+    device=None,
+    copy: bool = True,
+) -> TrainState:
+    """Make the training state of `params` under `rule`.
+
+    In plain JAX: `opt_state = rule.init(params)`, a step counter, and a tuple around them. Pure: it also runs
+    under jit, vmap, scan and eval_shape.
+
+    Args:
+      rule: any optax transformation. Those of `tsunax.rules` have live numbers.
+      params: any pytree of arrays. What `trainable` selects must be float or complex.
+      key: typed PRNG key or int seed, for loss functions that name `key`.
+      model_state: any pytree that the model updates without a gradient (batch statistics).
+      trainable: which leaves to train: a glob over paths (`"head/**"`), a list with `!` exclusions, a
+        predicate `f(path, leaf)`, or a tree of bools. What it leaves out has no gradient, moment, copy or
+        donation.
+      freezable: make room for run-time freezing now, so that not even the first `freeze` compiles.
+      device: a `jax.Device` or `Sharding` to put the state on; by default it stays where params are.
+      copy: False hands the arrays over: the first step donates them, and your own references die.
+
+    Raises:
+      ParamsError: no parameters, or a selected leaf that cannot be trained (its path, and why).
+      RuleError, WrongTypeError: not a rule, or a rule that cannot work on these leaves.
+      PatternError: `trainable` matches nothing.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.adam(1e-3), {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
+    >>> int(state.step), ts.hyperparams(state)["learning_rate"]
+    (0, 0.001)
+    """
+    _live.check_rule(rule, "setup()")
+    rule = _live.with_extra(rule)
+    _tree.check_keys(params)
+    flags = _select(trainable, params)
+    _tree.check_params(params, flags)
+    if not copy:
+        _tree.check_aliases(params, flags)
+    if device is not None:
+        params, model_state = jax.device_put((params, model_state), device)
+
+    leaves, treedef = jax.tree.flatten(params)
+    take = own if copy else strong
+    params = treedef.unflatten([take(x) if flag else x for x, flag in zip(leaves, flags, strict=True)])
+    selected = None if all(flags) else flags
+    trained = params if selected is None else _tree.partition(params, selected)[0]
+
+    _check_complex(rule, trained)
+    opt_state = _unalias(rule.init(trained), trained)
+    opt_state, numbers = _live.hoist(opt_state)
+    if isinstance(key, int):
+        key = jax.random.key(key)
+    place = functools.partial(beside, trained)
+    words = np.zeros(-(-sum(flags) // 32), np.uint32) if freezable else None
+    return TrainState(
+        step=place(np.int32(0)),
+        calls=place(np.int32(0)),
+        params=params,
+        opt_state=opt_state if device is None else jax.device_put(opt_state, device),
+        model_state=jax.tree.map(take, model_state),
+        key=place(own(key)),
+        numbers=place(numbers),
+        frozen=place(words),
+        plan=Plan(_live.blank(rule.init), rule.update, selected),
+    )
+
+
+def own(x):
+    """A copy of an array that nobody else holds, strongly typed; what is no number stays as it is."""
+    return strong(jnp.array(x, copy=True)) if _is_number(x) else x
+
+
+def strong(x):
+    """An array without a weak type: a weakly typed leaf would come back strong and compile the step twice."""
+    if not _is_number(x):
+        return x
+    x = jnp.asarray(x)
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def _is_number(x) -> bool:
+    return _tree.is_array(x) or isinstance(x, (bool, int, float, complex))
+
+
+def check_like(what: str, new, old) -> None:
+    """Raise StateError unless two trees agree in structure, shape and dtype."""
+    difference = _tree.first_difference(new, old)
+    if difference:
+        raise StateError(f"{what} do not fit this state: {difference}")
+    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True):
+        got, expected = (jnp.shape(a), _tree.dtype_of(a)), (jnp.shape(b), _tree.dtype_of(b))
+        if got != expected:
+            raise StateError(
+                message(
+                    what, _tree.access_str(what, path), f"{got[1]}{list(got[0])}",
+                    f"{expected[1]}{list(expected[0])}",
+                )  # fmt: skip
+            )
+
+
+def _select(where, params) -> tuple[bool, ...]:
+    if not jax.tree.leaves(params):
+        raise ParamsError(message("params", "setup()", "no parameters at all", "a pytree with arrays"))
+    flags = _tree.select(where, params, allow_empty=True)
+    if not any(flags):
+        raise ParamsError(
+            message("trainable", "setup()", "a selection of nothing", "at least one leaf to train")
+        )
+    return flags
+
+
+def _check_complex(rule, trained) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(trained)[0]:
+        if not jnp.issubdtype(_tree.dtype_of(leaf), jnp.complexfloating):
+            continue
+        try:
+            state = jax.eval_shape(rule.init, trained)
+            updates, _ = jax.eval_shape(lambda g, s: rule.update(g, s, g, step=0, value=0.0), trained, state)
+        except Exception as error:
+            updates, cause = None, error
+        else:
+            cause = None
+        if updates is None or any(
+            u.dtype != p.dtype for u, p in zip(jax.tree.leaves(updates), jax.tree.leaves(trained), strict=True)
+        ):
+            raise RuleError(
+                message(
+                    "rule", _tree.access_str("params", path), f"dtype {leaf.dtype}",
+                    "a rule that takes complex numbers",
+                    "Wrap it in optax.contrib.split_real_and_imaginary.",
+                )  # fmt: skip
+            ) from cause
+        return
+
+
+def _unalias(opt_state, params):
+    """Copy the leaves of a new optimizer state that share a buffer with the params or with each other.
+
+    Averaging rules start from the params themselves; donating one buffer twice is an error.
+    """
+    seen = {id(x) for x in jax.tree.leaves(params)}
+
+    def fresh(x):
+        if _tree.is_traced(x) or not _tree.is_array(x):
+            return x
+        if id(x) in seen:
+            x = own(x)
+        seen.add(id(x))
+        return strong(x)
+
+    return jax.tree.map(fresh, opt_state)
+
+
+def beside(params, tree):
+    """Put small arrays on the devices where the params live, whole on each of them."""
+    placed = (p for p in jax.tree.leaves(params) if isinstance(p, jax.Array) and not _tree.is_traced(p))
+    sharding = next((p.sharding for p in placed), None)
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def put(x):
+        x = x if _tree.is_traced(x) else jnp.asarray(x)
+        here = sharding is None or _tree.is_traced(x) or sharding.device_set == x.sharding.device_set
+        return x if here else jax.device_put(x, sharding)
+
+    return jax.tree.map(put, tree)
+
+
+# ---------------------------------------------------------------------------------------- what one sees
+
+
+def frozen_flags(state: TrainState) -> np.ndarray:
+    """One bool per trained leaf, on the host."""
+    n = len(jax.tree.leaves(trainable(state)))
+    if state.frozen is None:
+        return np.zeros(n, bool)
+    words = np.asarray(state.frozen)
+    return (words[np.arange(n) // 32] >> np.arange(n) % 32 & 1).astype(bool)
+
+
+def describe(state: TrainState) -> str:
+    """The text of `repr(state)`: tree, counts, hyperparameters, frozen parts, bytes, placement."""
+    leaves = [x for x in jax.tree.leaves(state) if _tree.is_array(x)]
+    if any(_tree.is_traced(x) for x in leaves) or any(
+        isinstance(x, jax.Array) and x.is_deleted() for x in leaves
+    ):
+        what = "traced" if any(_tree.is_traced(x) for x in leaves) else "donated"
+        return f"TrainState({what}, {len(leaves)} arrays)"
+    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+    head = "TrainState(abstract)" if abstract or jnp.ndim(state.step) else f"TrainState(step={int(state.step)}, calls={int(state.calls)})"
+    selected = state.plan.selected or [True] * len(jax.tree.leaves(state.params))
+    flags = iter([False] * sum(selected) if abstract else frozen_flags(state))
+    rows = []
+    for (name, _, leaf), on in zip(_tree.leaves_with_names(state.params), selected, strict=True):
+        note = "not trained" if not on else "frozen" if next(flags) else ""
+        rows.append(("/".join(name) or "<root>", f"{_tree.dtype_of(leaf)}{list(jnp.shape(leaf))}", note))
+    if len(rows) > 24:
+        rows = [*rows[:12], (f"... {len(rows) - 20} more", "", ""), *rows[-8:]]
+    width = [max((len(r[i]) for r in rows), default=0) for i in (0, 1)]
+    lines = [f"  {a:<{width[0]}}  {b:<{width[1]}}  {c}".rstrip() for a, b, c in rows]
+    if state.numbers is not None and not abstract:
+        named = state.numbers.named(state.step)
+        lines.append("  " + ", ".join(f"{k}={v:.6g}" for k, v in named.items() if np.ndim(v) == 0))
+    size = lambda tree: sum(np.prod(jnp.shape(x)) * _tree.dtype_of(x).itemsize for x in jax.tree.leaves(tree) if _tree.is_array(x))  # fmt: skip
+    lines.append(
+        f"  params {_bytes(size(state.params))}, optimizer {_bytes(size(state.opt_state))}"
+        + ("" if abstract else f", on {_devices(leaves)}")
+    )
+    return "\n".join([head, *lines])
+
+
+def _bytes(n) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} GiB"
+
+
+def _devices(leaves) -> str:
+    devices = sorted({d for x in leaves if isinstance(x, jax.Array) for d in x.devices()}, key=lambda d: d.id)
+    return str(devices[0]) if len(devices) == 1 else f"{len(devices)} devices ({devices[0]} ...)"

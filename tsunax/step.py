@@ -1,0 +1,529 @@
+"""One training step, in the order of its formula.
+
+    step(state, batch)  =  update(state, grads, loss=loss)   where  loss, grads = value_and_grad(loss_fn)(state, batch)
+
+    loss_fn -> loss, grads -> frozen leaves cut out -> verdict -> rule -> params' -> (state', info)
+
+All of it is one compiled program. Every capability is one named call in `value_and_grad` or `update`; deleting
+that line removes the capability. What is carried is in `state.py`; who calls it is up to you.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tsunax import _live, _tree, guard
+from tsunax.errors import LossError, NonFiniteError, StateError, WrongTypeError, message
+from tsunax.metrics import Loss, as_loss, rows_of
+from tsunax.state import TrainState, check_like, trainable
+
+# ------------------------------------------------------------------------------------------- calling loss_fn
+
+_OFFERED = ("key", "model_state", "train", "mask", "step")
+
+
+@dataclass(frozen=True)
+class _LossFn:
+    """A loss function and the keywords that it names; it is given what it names and nothing else."""
+
+    fn: Callable
+    names: tuple[str, ...]
+    optional: frozenset[str]
+    takes_any: bool
+
+    @classmethod
+    def of(cls, fn) -> _LossFn:
+        if not callable(fn):
+            raise WrongTypeError(
+                message("loss_fn", "train_step()", f"{type(fn).__name__}, not callable", "a function")
+            )
+        try:
+            parameters = list(inspect.signature(fn).parameters.values())
+        except (ValueError, TypeError):  # builtins without a signature
+            return cls(fn, (), frozenset(), False)
+        kinds = inspect.Parameter
+        positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+        starred = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
+        if len(positional) < 2 and not starred:
+            raise LossError(
+                message(
+                    "signature", "loss_fn", f"{getattr(fn, '__name__', 'loss_fn')}{inspect.signature(fn)}",
+                    "loss_fn(params, batch, ...)", f"Further keywords it may name: {', '.join(_OFFERED)}.",
+                )  # fmt: skip
+            )
+        rest = positional[2:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
+        return cls(
+            fn,
+            tuple(p.name for p in rest),
+            frozenset(p.name for p in rest if p.default is not kinds.empty),
+            any(p.kind is kinds.VAR_KEYWORD for p in parameters),
+        )
+
+    def keywords(self, state: TrainState, batch, extra, *, train: bool) -> dict[str, Any]:
+        """What this function names, from the state and `extra`. Raises LossError for what is not there."""
+        offered = {"train": train, "step": state.step, "mask": None, **extra}
+        if train and state.key is not None:
+            offered["key"] = jax.random.fold_in(state.key, state.calls)
+        if state.model_state is not None:
+            offered["model_state"] = state.model_state
+        out = dict(extra) if self.takes_any else {}
+        for name in self.names:
+            if name == "mask" and "mask" not in extra:
+                out[name] = jnp.ones(rows_of(batch), jnp.float32)
+            elif name in offered:
+                out[name] = offered[name]
+            elif name not in self.optional:
+                raise LossError(self._missing(name, train, extra))
+        unread = [name for name in extra if name not in out]
+        if unread:
+            raise LossError(
+                message("keyword", "loss_fn", f"{unread[0]!r} given to the step", "a keyword that loss_fn names",
+                        _tree.did_you_mean(unread[0], self.names))  # fmt: skip
+            )
+        return out
+
+    def _missing(self, name, train, extra) -> str:
+        fixes = {
+            "key": "Give setup(..., key=jax.random.key(0))." if train else "Evaluation has no key: give it a default, key=None.",
+            "model_state": "Give setup(..., model_state=...).",
+        }
+        known = [*_OFFERED, *extra]
+        fix = fixes.get(name, f"Pass it to the step: step(state, batch, {name}=...); {_tree.did_you_mean(name, known)}.")
+        return message("keyword", "loss_fn", f"{name!r}, which is not there", "one that is", fix)
+
+    def __call__(self, params, batch, keywords) -> Loss:
+        try:
+            out = self.fn(params, batch, **keywords)
+        except Exception as error:
+            if isinstance(error, LossError):
+                raise
+            raise LossError(f"loss_fn raised {type(error).__name__} {_user_frame(error)}: {error}") from error
+        return as_loss(out, rows_of(batch))
+
+
+def _user_frame(error) -> str:
+    """Where in the user's own code an exception came from: the innermost frame outside of libraries."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<frozen")]
+    frame = (own or frames or [None])[-1]
+    return f"in {frame.name} at {frame.filename}:{frame.lineno}" if frame else "in loss_fn"
+
+
+# ---------------------------------------------------------------------------------------------- the two halves
+
+
+def value_and_grad(loss_fn: Callable, *, remat: Callable | bool | None = None) -> Callable:
+    """The first half of a step: `f(state, batch, *, at=None, **extra) -> (Loss, grads)`.
+
+    In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that are trained.
+    `grads` has the structure of `trainable(state)`. `at=` evaluates at other trained parameters (SAM, line
+    searches). `remat` is `True` or a policy of `jax.checkpoint_policies`: recompute instead of store.
+
+    Raises LossError, before anything is compiled, for a loss_fn that cannot be used; see `train_step`.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
+    >>> loss, grads = value_and_grad(lambda params, x: jnp.sum(params["w"] * x))(state, jnp.array([3.0, 4.0]))
+    >>> float(loss.compute()), grads["w"]
+    (11.0, Array([3., 4.], dtype=float32))
+    """
+    fn = _LossFn.of(loss_fn)
+
+    def f(state: TrainState, batch, *, at=None, **extra):
+        _check_state(state)
+        trained = trainable(state) if at is None else at
+        objective = _objective(fn, state, batch, extra)
+        if remat:
+            objective = jax.checkpoint(objective, policy=None if remat is True else remat)
+        (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained)
+        return loss, grads
+
+    return f
+
+
+def _objective(fn: _LossFn, state: TrainState, batch, extra) -> Callable:
+    """`trained params -> (mean loss, Loss)`; what is not trained is an argument that nobody differentiates."""
+    keywords = fn.keywords(state, batch, extra, train=True)
+
+    def objective(trained):
+        loss = fn(_with_rest(state, trained), batch, keywords)
+        return loss.compute(), loss
+
+    return objective
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("loss", "weight", "grad_norm", "update_norm", "verdict", "metrics", "step", "numbers"),
+    meta_fields=(),
+)
+@dataclass(frozen=True, eq=False)
+class StepInfo:
+    """What an observer may want to know of one step. Reading a value waits for the device; having it does not."""
+
+    loss: Any  # f32, the mean
+    weight: Any  # f32: the rows or tokens behind it
+    grad_norm: Any  # f32, L2 over what is trained and not frozen, before the rule. None without norms
+    update_norm: Any  # f32, L2 of what the rule would add to params. None without norms
+    verdict: Any  # int32: 0 for an applied step, else the place of the first value that was not finite
+    metrics: Any  # {name: f32 or what the metric's compute() gives}
+    step: Any  # int32: the clock when the step was taken, the first one has 0
+    numbers: Any
+
+    @property
+    def applied(self):
+        """Whether the state took the step."""
+        return self.verdict == 0
+
+    @property
+    def hyperparams(self) -> dict[str, Any]:
+        """The live hyperparameters that the step used, by flat name."""
+        return self.numbers.named(self.step) if self.numbers is not None else {}
+
+
+def update(
+    state: TrainState,
+    grads,
+    *,
+    loss=None,
+    model_state=None,
+    on_nonfinite: str = "skip",
+    norms: bool = True,
+    **extra,
+) -> tuple[TrainState, StepInfo]:
+    """The second half of a step: verdict, rule, frozen leaves, clock.
+
+    In plain JAX: `updates, opt_state = rule.update(grads, opt_state, params)` and
+    `params = optax.apply_updates(params, updates)`. Pure: call it inside your own jit.
+
+    Args:
+      grads: of the structure of `trainable(state)`, or of the full tree.
+      loss: the `Loss` or scalar that they are the gradient of: part of the verdict, and `value` for the rules
+        that ask for it.
+      model_state: what replaces `state.model_state` if the step is applied; by default the one in `loss`.
+      on_nonfinite: what to do where the loss, a gradient or a rule's report is not finite. "skip" rejects the
+        step: every array of the state but `calls` stays bit-identical. "raise" rejects too, and a compiled step
+        then waits and raises. "ignore" applies it.
+      norms: whether info has `grad_norm` and `update_norm`.
+      extra: goes to the rule, if it takes extra arguments.
+
+    Raises StateError if grads do not fit the state, naming the first path.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
+    >>> state, info = update(state, {"w": jnp.array([3.0, 4.0])})
+    >>> state.params["w"], float(info.grad_norm), bool(info.applied)
+    (Array([0.7, 1.6], dtype=float32), 5.0, True)
+    """
+    _check_state(state)
+    _check_policy(on_nonfinite)
+    params = trainable(state)
+    grads = _fitting(state, grads, params)
+    loss = loss if isinstance(loss, Loss) else Loss(loss, jnp.float32(1), mean_value=loss)
+    value = None if loss.total is None else loss.compute()
+
+    thawed = _thawed(state, params)
+    grads = _without_frozen(grads, thawed)
+    squares = _tree.square_sums(grads) if norms or on_nonfinite != "ignore" else []
+    given = {"grad": grads, "step": state.step, **extra} | ({} if value is None else {"value": value})
+    opt_state = _live.lower(state.opt_state, state.numbers)
+    updates, opt_state = state.plan.update(grads, opt_state, params, **given)
+    opt_state, _ = _live.hoist(opt_state)
+    verdict = jnp.int32(0)
+    if on_nonfinite != "ignore":
+        verdict = guard.judge(0.0 if value is None else value, squares, opt_state)
+    new = TrainState(
+        step=optax.safe_increment(state.step),
+        calls=optax.safe_increment(state.calls),
+        params=optax.apply_updates(params, updates),
+        opt_state=opt_state,
+        model_state=_first(model_state, loss.model_state, state.model_state),
+        key=state.key, numbers=state.numbers, frozen=state.frozen, plan=state.plan,
+    )  # fmt: skip
+    new = _transact(state, new, params, thawed, verdict if on_nonfinite != "ignore" else None)
+    info = StepInfo(
+        loss=None if value is None else jnp.asarray(value, jnp.float32),
+        weight=loss.weight,
+        grad_norm=_norm(squares) if norms else None,
+        update_norm=_tree.global_norm(updates) if norms else None,
+        verdict=verdict,
+        metrics={name: m.compute() for name, m in loss.metrics.items()},
+        step=state.step,
+        numbers=state.numbers,
+    )
+    return new, info
+
+
+def _fitting(state: TrainState, grads, params):
+    """Gradients as a tree like `params`, whether they came so or for the full tree. Raises StateError."""
+    if jax.tree.structure(grads) == jax.tree.structure(params):
+        pass
+    elif state.plan.selected and jax.tree.structure(grads) == jax.tree.structure(state.params):
+        grads = _tree.partition(grads, state.plan.selected)[0]
+    else:
+        raise StateError(f"grads do not fit trainable(state): {_tree.first_difference(grads, params)}")
+    for (path, g), p in zip(jax.tree_util.tree_flatten_with_path(grads)[0], jax.tree.leaves(params), strict=True):
+        if jnp.shape(g) != jnp.shape(p):
+            raise StateError(message("grads", _tree.access_str("grads", path), f"shape {jnp.shape(g)}", f"{jnp.shape(p)}"))
+    return grads
+
+
+def _thawed(state: TrainState, params) -> list | None:
+    """One scalar bool per trained leaf, false where it is frozen; None where nothing can be."""
+    if state.frozen is None:
+        return None
+    n = len(jax.tree.leaves(params))
+    return [(state.frozen[k // 32] >> (k % 32)) & 1 == 0 for k in range(n)]
+
+
+def _without_frozen(grads, thawed):
+    """Zero gradients where frozen, so that norms and clipping are over what is trained."""
+    if thawed is None:
+        return grads
+    leaves, treedef = jax.tree.flatten(grads)
+    return treedef.unflatten([jnp.where(on, g, jnp.zeros_like(g)) for on, g in zip(thawed, leaves, strict=True)])
+
+
+def _transact(old: TrainState, new: TrainState, params, thawed, verdict) -> TrainState:
+    """`new` where the step is applied and the leaf is not frozen, else `old`: one select per leaf."""
+    if verdict is not None or thawed is not None:
+        applied = jnp.bool_(True) if verdict is None else verdict == 0
+        leaves = [applied & on for on in thawed or [True] * len(jax.tree.leaves(params))]
+        owners = [None] * len(jax.tree.leaves(new.opt_state))
+        if thawed is not None:
+            owners = _live.owners_of(old.plan.init, old.opt_state, params)
+        new = dataclasses.replace(
+            new,
+            step=jnp.where(applied, new.step, old.step),
+            params=guard.choose(leaves, new.params, params),
+            opt_state=guard.choose([applied if o is None else leaves[o] for o in owners], new.opt_state, old.opt_state),
+            model_state=guard.choose(applied, new.model_state, old.model_state),
+        )
+    return dataclasses.replace(new, params=_with_rest(old, new.params))
+
+
+def _with_rest(state: TrainState, trained):
+    """The full tree again: what is trained, and what is not from the state."""
+    if state.plan.selected is None:
+        return trained
+    return _tree.merge(trained, _tree.partition(state.params, state.plan.selected)[1])
+
+
+def _first(*options):
+    return next((x for x in options if x is not None), None)
+
+
+def _norm(squares):
+    return jnp.sqrt(sum(squares))
+
+
+def _check_state(state) -> None:
+    if not isinstance(state, TrainState):
+        raise WrongTypeError(
+            message("state", "step()", type(state).__name__, "a TrainState", "Make one: ts.setup(rule, params).")
+        )
+
+
+def _check_policy(on_nonfinite) -> None:
+    if on_nonfinite not in guard.POLICIES:
+        raise WrongTypeError(
+            message("on_nonfinite", "step", repr(on_nonfinite), " or ".join(map(repr, guard.POLICIES)))
+        )
+
+
+# ------------------------------------------------------------------------------------------------ the whole step
+
+_Tracer = jax.core.Tracer
+_DONATED = (
+    "state was donated to an earlier step, and its buffers are gone. Use the state that the step returned: "
+    "`state, info = step(state, batch)`, or train_step(..., donate=False)."
+)
+
+
+def _moving(state: TrainState) -> tuple:
+    """What a step changes: donated, and returned by the program."""
+    return state.step, state.calls, trainable(state), state.opt_state, state.model_state, state.key
+
+
+def _still(state: TrainState) -> tuple:
+    """What a step only reads: neither donated nor returned, put back outside."""
+    selected = state.plan.selected
+    rest = None if selected is None else _tree.partition(state.params, selected)[1]
+    return state.numbers, state.frozen, rest
+
+
+def _assemble(plan, moving: tuple, still: tuple) -> TrainState:
+    step, calls, params, opt_state, model_state, key = moving
+    numbers, frozen, rest = still
+    if rest is not None:
+        params = _tree.merge(params, rest)
+    return TrainState(step, calls, params, opt_state, model_state, key, numbers, frozen, plan)
+
+
+def _value_fn(loss_fn, state: TrainState, batch, extra) -> Callable:
+    """The loss at other trained parameters, for rules that search along a line.
+
+    optax hands every extra argument that its line search does not know to this function, by the names of its
+    signature, and fails on the others: so it names them all and reads none.
+    """
+    objective = _objective(_LossFn.of(loss_fn), state, batch, extra)
+
+    def value_fn(params, **_):
+        return objective(params)[0]
+
+    names = ["step", *extra]
+    keyword = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    value_fn.__signature__ = inspect.Signature([first, *keyword])  # type: ignore[attr-defined]
+    return value_fn
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """What `train_step` returns: a function `(state, batch, **extra) -> (state, info)` that is also a value.
+
+    `step.lower(state, batch)` is its program, `step.pure(state, batch, extra)` the function behind it, and
+    `dataclasses.replace(step, donate=False)` the same step otherwise.
+    """
+
+    loss_fn: Callable
+    on_nonfinite: str = "skip"
+    donate: bool = True
+    remat: Any = None
+    norms: bool = True
+
+    def __post_init__(self):
+        _check_policy(self.on_nonfinite)
+        value_and_grad(self.loss_fn)  # its errors belong here, not into the first call
+
+    def pure(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
+        """The step without compilation and donation."""
+        loss, grads = value_and_grad(self.loss_fn, remat=self.remat)(state, batch, **extra)
+        search = {"value_fn": _value_fn(self.loss_fn, state, batch, extra)}
+        return update(
+            state, grads, loss=loss, on_nonfinite=self.on_nonfinite, norms=self.norms, **search, **extra
+        )
+
+    @functools.cached_property
+    def _traced(self) -> Callable:
+        return jax.jit(self.pure)
+
+    @functools.cached_property
+    def _compiled(self) -> Callable:
+        def train_step(plan, moving, still, batch, extra):
+            state, info = self.pure(_assemble(plan, moving, still), batch, extra)
+            return _moving(state), dataclasses.replace(info, numbers=None)
+
+        return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else ())
+
+    def __call__(self, state: TrainState, batch, **extra) -> tuple[TrainState, StepInfo]:
+        _check_state(state)
+        if isinstance(state.step, _Tracer):
+            return self._traced(state, batch, extra)
+        if state.step.is_deleted():
+            raise StateError(_DONATED)
+        still = _still(state)
+        moving, info = self._compiled(state.plan, _moving(state), still, batch, extra)
+        state = _assemble(state.plan, moving, still)
+        info = dataclasses.replace(info, numbers=state.numbers)
+        if self.on_nonfinite == "raise":
+            _raise_if_rejected(state, info)
+        return state, info
+
+    def lower(self, state: TrainState, batch, **extra) -> jax.stages.Lowered:
+        """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is compiled."""
+        return self._compiled.lower(state.plan, _moving(state), _still(state), batch, extra)
+
+
+def train_step(
+    loss_fn: Callable,
+    *,
+    on_nonfinite: str = "skip",
+    donate: bool = True,
+    remat: Any = None,
+    norms: bool = True,
+) -> TrainStep:
+    """The compiled step of a loss function: `step(state, batch, **extra) -> (state, info)`.
+
+    In plain JAX, jitted with the state donated:
+
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = rule.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+
+    Args:
+      loss_fn: `loss_fn(params, batch, ...)` returns a scalar (a mean over its rows) or a `Loss`. It may name, as
+        further parameters, `key` (new at every call), `model_state`, `train` (True), `mask` (f32 of shape
+        (rows,), 1 for real rows), `step`, and the names given to the step as `extra`; it gets what it names.
+      on_nonfinite: "skip", "raise" or "ignore" a step with a loss or gradient that is not finite; see `update`.
+      donate: whether the state given is consumed. Where the state is traced (inside jit, scan, vmap, grad)
+        nothing is.
+      remat: `True` or a policy of `jax.checkpoint_policies`: recompute activations instead of storing them.
+      norms: whether info has `grad_norm` and `update_norm`.
+
+    `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host arrays.
+
+    Raises, before anything is compiled: WrongTypeError, LossError (what loss_fn returned, raised or asks for).
+    When called: StateError for a donated state, NonFiniteError under "raise".
+
+    >>> import tsunax as ts
+    >>> step = train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
+    >>> for _ in range(3):
+    ...     state, info = step(state, jnp.eye(2))
+    ...     print(f"{info.loss:.4f}")
+    2.5000
+    2.0250
+    1.6403
+    """
+    return TrainStep(loss_fn, on_nonfinite, donate, remat, norms)
+
+
+def _raise_if_rejected(state: TrainState, info: StepInfo) -> None:
+    verdict = int(info.verdict)
+    if verdict:
+        raise NonFiniteError(
+            f"step {int(info.step)} (call {int(state.calls)}) was rejected: "
+            f"{guard.explain(verdict, trainable(state), state.opt_state)}. The state is as before; it is "
+            "`error.state`.",
+            state,
+            info,
+        )
+
+
+def eval_step(loss_fn: Callable) -> Callable:
+    """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
+
+    `train` is False, there is no `key`, and `model_state` is read only. Results of several batches merge:
+    `a.merge(b).compute()` is the mean over all rows of both.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
+    >>> f = eval_step(lambda params, x: jnp.mean(x @ params["w"]))
+    >>> float(f(state, jnp.eye(2)).merge(f(state, jnp.ones((1, 2)))).compute())
+    2.0
+    """
+    fn = _LossFn.of(loss_fn)
+
+    @jax.jit
+    def evaluate(state, batch, extra) -> Loss:
+        loss = fn(state.params, batch, fn.keywords(state, batch, extra, train=False))
+        return dataclasses.replace(loss, model_state=None)
+
+    def call(state: TrainState, batch, **extra) -> Loss:
+        _check_state(state)
+        if not isinstance(state.step, _Tracer) and state.step.is_deleted():
+            raise StateError(_DONATED)
+        return evaluate(state, batch, extra)
+
+    return call
