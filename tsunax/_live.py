@@ -16,7 +16,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -279,17 +279,22 @@ def _same(a, b) -> bool:
     data_fields=("table", "inner", "extra", "count"),
     meta_fields=("live", "paths", "cut"),
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class LiveState:
     """State of a live rule."""
 
     table: Any  # (3, groups, columns): value, complement, held. None where a TrainState keeps it
     inner: Any  # the optax state, with group 0's counters
-    extra: tuple = ()  # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
-    count: Any = None  # own clock, for schedules where nobody passes `step=`
-    live: Live = field(kw_only=True)
-    paths: tuple = field(kw_only=True)  # key path of each leaf that this rule sees
-    cut: Cut | None = field(default=None, kw_only=True)
+    extra: tuple  # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
+    count: Any  # own clock, for schedules where nobody passes `step=`
+    live: Live
+    paths: tuple  # key path of each leaf that this rule sees
+    cut: Cut | None
+
+    def __init__(self, table, inner, extra=(), count=None, *, live, paths, cut=None):
+        fields = self.__dict__  # made at every step; see TrainState
+        fields["table"], fields["inner"], fields["extra"], fields["count"] = table, inner, extra, count
+        fields["live"], fields["paths"], fields["cut"] = live, paths, cut
 
     @property
     def groups(self) -> int:
@@ -648,6 +653,10 @@ class Numbers:
 
     values: Any  # (3, n): value, complement, held against its schedule
     layout: tuple  # per live state: (live, flat names by group)
+
+    @property
+    def scheduled(self) -> bool:
+        return any(schedule for live, _ in self.layout for schedule in live.schedules)
 
     def named(self, step) -> dict[str, Any]:
         """Every number in force at `step`, by flat name: Python floats where they are concrete."""

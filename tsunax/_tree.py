@@ -293,11 +293,11 @@ def _by_predicate(predicate: Callable[..., Any], tree: Any) -> tuple[bool, ...]:
 
 
 def _by_mask(mask: Any, tree: Any) -> tuple[bool, ...]:
-    if difference := first_difference(mask, _unmark(tree)):
+    if difference := first_difference(mask, tree):
         fix = "Make it with jax.tree.map over the tree that it selects from."
         raise PatternError(f"bool tree {difference}. {fix}")
-    marked = leaves_with_names(mask)
-    return tuple(_as_flag("leaf of the bool tree", name, leaf) for name, _, leaf in marked)
+    named = leaves_with_names(mask)
+    return tuple(_as_flag("leaf of the bool tree", name, leaf) for name, _, leaf in named)
 
 
 _LISTS = (list, tuple)  # exactly: a NamedTuple is a tree
@@ -416,12 +416,7 @@ def _describe(x: Any) -> str:
     return f"{type(x).__name__} with {inside}" if inside else type(x).__name__
 
 
-def first_difference(got: Any, expected: Any, path: tuple = ()) -> str | None:
-    """Where two trees first differ, "at encoder/bias: got nothing, expected float32[3]"; or None.
-
-    Container types, keys, `None`s and static fields count, shapes and dtypes do not: what
-    `jax.tree.map` asks for.
-    """
+def _difference(got: Any, expected: Any, path: tuple) -> str | None:
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None
     if type(got) is not type(expected):
@@ -429,7 +424,7 @@ def first_difference(got: Any, expected: Any, path: tuple = ()) -> str | None:
     ours, theirs = dict(_children(got)), dict(_children(expected))
     for key in theirs | ours:
         if key in ours and key in theirs:
-            if difference := first_difference(ours[key], theirs[key], path + key):
+            if difference := _difference(ours[key], theirs[key], path + key):
                 return difference
         else:
             found = _describe(ours[key]) if key in ours else "nothing"
@@ -438,6 +433,17 @@ def first_difference(got: Any, expected: Any, path: tuple = ()) -> str | None:
     return (
         f"at {show(path)}: got {type(got).__name__} with other static fields, expected equal ones"
     )
+
+
+def first_difference(got: Any, expected: Any) -> str | None:
+    """Where two trees first differ, "at encoder/bias: got nothing, expected float32[3]"; or None.
+
+    Container types, keys, `None`s and static fields count, shapes and dtypes do not: what
+    `jax.tree.map` asks for. Marks do not count.
+    """
+    if jax.tree.structure(got) == jax.tree.structure(expected):
+        return None  # without a walk: the usual case
+    return _difference(_unmark(got), _unmark(expected), ())
 
 
 # Checks

@@ -1,8 +1,10 @@
 """One verdict per step: was everything finite, and if not, what was not.
 
 A verdict is one int32 computed inside the step: 0 if the step is applied, else the place of the first value
-that is not finite (loss, gradient leaf, or what a rule reported). It travels with the info, so that nobody has
-to wait for the device to be told, and `explain` turns it into words on the host.
+that is not finite (the loss, the gradient's norm, or what a rule reported). It travels with the info, so that
+nobody has to wait for the device to be told, and `explain` turns it into words on the host. Which gradient leaf
+it was is not in it: a map of 200 leaves would cost every step what only a bad one needs. `locate` finds it by
+looking at the gradients again.
 """
 
 from __future__ import annotations
@@ -36,30 +38,33 @@ def reports(opt_state) -> list[Report]:
     return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_report) if _is_report(x)]
 
 
-def judge(loss, squares: list, opt_state):
-    """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradients, reports."""
-    values = [loss, *squares, *(v for r in reports(opt_state) for v in r.values)]
+def judge(loss, norm, opt_state):
+    """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradient norm, reports."""
+    values = [loss, norm, *(v for r in reports(opt_state) for v in r.values)]
     verdict = jnp.int32(0)
     for place, value in reversed(list(enumerate(values, start=1))):
-        found = 2 * place + jnp.isnan(value).astype(jnp.int32)
-        verdict = jnp.where(jnp.isfinite(value), verdict, found)
+        if value is not None:
+            found = 2 * place + jnp.isnan(value).astype(jnp.int32)
+            verdict = jnp.where(jnp.isfinite(value), verdict, found)
     return verdict
 
 
-def explain(verdict: int, params, opt_state) -> str:
-    """What a verdict says, for the params and optimizer state of the same setup."""
+def explain(verdict: int, opt_state, grads=None) -> str:
+    """What a verdict says, for an optimizer state of the same setup; with the gradients, which leaf it was."""
     if verdict == 0:
         return "applied"
     place, is_nan = divmod(int(verdict), 2)
-    places = [
-        "loss",
-        *(
-            f"gradient norm of {_tree.access_str('params', path)}, shape {jnp.shape(leaf)}"
-            for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
-        ),
-        *(what for r in reports(opt_state) for what in r.whats),
-    ]
+    norm = "gradient norm" if grads is None else locate(grads)
+    places = ["loss", norm, *(what for r in reports(opt_state) for what in r.whats)]
     return f"{places[place - 1]}: got {'nan' if is_nan else 'inf'}"
+
+
+def locate(grads) -> str:
+    """The first gradient leaf that is not finite, or overflows when squared."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
+        if not bool(jnp.isfinite(jnp.sum(jnp.abs(leaf.astype(jnp.float32)) ** 2))):
+            return f"gradient of {_tree.access_str('params', path)}, shape {jnp.shape(leaf)}"
+    return "gradient norm"
 
 
 def choose(take, new, old):

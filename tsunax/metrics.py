@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsunax import _tree
 from tsunax.errors import LossError, message
@@ -50,7 +51,7 @@ def weighted_sum(values, where=None):
     """(Σ where · values, Σ where) in float32; what `where` leaves out may be NaN, in value and gradient."""
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if where is None:
-        return jnp.sum(values), jnp.float32(values.size)
+        return jnp.sum(values), np.float32(values.size)
     where = jnp.asarray(where)
     if where.ndim > values.ndim or any(w not in (1, v) for w, v in zip(where.shape, values.shape, strict=False)):
         raise LossError(
@@ -132,10 +133,12 @@ def as_loss(out, rows) -> Loss:
         _check_scalar("result", out, fix + " For per-row losses: ts.Loss.mean(values), or values.mean().")
         out = Loss(out, mean_value=out)
     _check_scalar("total", out.total, fix)
-    weight = jnp.float32(rows) if out.weight is None else jnp.asarray(out.weight, jnp.float32)
+    # a NumPy scalar where it is known from the shapes: then no program has to return it
+    weight = np.float32(rows) if out.weight is None else out.weight
+    weight = weight.astype(np.float32) if _tree.is_array(weight) else np.float32(weight)
     if weight.ndim:
         raise LossError(message("weight", "loss_fn", f"an array of shape {weight.shape}", "a scalar"))
-    weight = jax.lax.stop_gradient(weight)
+    weight = jax.lax.stop_gradient(weight) if _tree.is_traced(weight) else weight
     total = out.total if out.mean_value is None else out.mean_value * weight
     metrics = {name: _as_metric(name, m, weight) for name, m in out.metrics.items()}
     return Loss(total, weight, metrics, out.model_state, out.mean_value)

@@ -57,35 +57,55 @@ class Plan:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("step", "calls", "params", "opt_state", "model_state", "key", "numbers", "frozen"),
+    data_fields=("clock", "params", "opt_state", "model_state", "key", "numbers", "frozen"),
     meta_fields=("plan",),
 )
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class TrainState:
     """What a step carries to the next one. Made by `setup`; edited by `adjust`, `freeze`, `replace`."""
 
-    step: Any  # int32: updates applied. The clock of schedules, averages and logs
-    calls: Any  # int32: every call, rejected ones too. Never rolls back; keys come from it
+    clock: Any  # int32 (2,): `step` and `calls`. One array, because a step pays for each that it returns
     params: Any  # the full tree, as given to setup
     opt_state: Any  # the rule's own state, of the trained leaves
     model_state: Any  # what the model carries without a gradient (batch statistics)
-    key: Any  # typed PRNG key, never advanced: fold in `calls`
+    key: Any  # PRNG key, never advanced: fold in `calls`
     numbers: Any  # the live hyperparameters (`_live.Numbers`); None where the rule has none
     frozen: Any  # uint32 words, one bit per trained leaf; None until the first freeze
     plan: Plan
+
+    def __init__(self, clock, params, opt_state, model_state, key, numbers, frozen, plan):
+        fields = self.__dict__  # a frozen dataclass's own __init__ takes three times as long, at every step
+        fields["clock"], fields["params"], fields["opt_state"] = clock, params, opt_state
+        fields["model_state"], fields["key"], fields["numbers"] = model_state, key, numbers
+        fields["frozen"], fields["plan"] = frozen, plan
+
+    @property
+    def step(self):
+        """int32: updates applied. The clock of schedules, averages and logs."""
+        return self.clock[..., 0]
+
+    @property
+    def calls(self):
+        """int32: every call, rejected ones too. Never rolls back; keys come from it."""
+        return self.clock[..., 1]
 
     def replace(self, **fields) -> TrainState:
         """The state with some fields exchanged. Arrays given are copied, so that yours survive donation.
 
         Raises StateError for unknown fields, and for params of another structure, shape or dtype.
         """
-        known = [f.name for f in dataclasses.fields(self) if f.name != "plan"]
+        known = ["step", "calls", "params", "opt_state", "model_state", "key", "numbers", "frozen"]
         for name in fields:
             if name not in known:
                 raise StateError(f"TrainState has no field {name!r}: {_tree.did_you_mean(name, known)}")
         if "params" in fields:
             check_like("params", fields["params"], self.params)
-        return dataclasses.replace(self, **{k: jax.tree.map(own, v) for k, v in fields.items()})
+        clock = self.clock
+        for at, name in enumerate(("step", "calls")):
+            if name in fields:
+                clock = clock.at[..., at].set(fields.pop(name))
+        fields = {name: jax.tree.map(own, value) for name, value in fields.items()}
+        return dataclasses.replace(self, clock=clock, **fields)
 
     def __repr__(self) -> str:
         return describe(self)
@@ -169,8 +189,7 @@ def setup(
     place = functools.partial(beside, trained)
     words = np.zeros(-(-sum(flags) // 32), np.uint32) if freezable else None
     return TrainState(
-        step=place(np.int32(0)),
-        calls=place(np.int32(0)),
+        clock=place(np.zeros(2, np.int32)),
         params=params,
         opt_state=opt_state if device is None else jax.device_put(opt_state, device),
         model_state=jax.tree.map(take, model_state),
@@ -303,7 +322,7 @@ def describe(state: TrainState) -> str:
         what = "traced" if any(_tree.is_traced(x) for x in leaves) else "donated"
         return f"TrainState({what}, {len(leaves)} arrays)"
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-    head = "TrainState(abstract)" if abstract or jnp.ndim(state.step) else f"TrainState(step={int(state.step)}, calls={int(state.calls)})"
+    head = "TrainState(abstract)" if abstract or jnp.ndim(state.clock) > 1 else f"TrainState(step={int(state.step)}, calls={int(state.calls)})"
     selected = state.plan.selected or [True] * len(jax.tree.leaves(state.params))
     flags = iter([False] * sum(selected) if abstract else frozen_flags(state))
     rows = []

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from tsunax import _live, _tree, guard
@@ -164,31 +165,44 @@ def _objective(fn: _LossFn, state: TrainState, batch, extra) -> Callable:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("loss", "weight", "grad_norm", "update_norm", "verdict", "metrics", "step", "numbers"),
-    meta_fields=(),
+    data_fields=("loss", "counted", "grad_norm", "update_norm", "verdict", "metrics", "step", "numbers"),
+    meta_fields=("rows",),
 )
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class StepInfo:
     """What an observer may want to know of one step. Reading a value waits for the device; having it does not."""
 
     loss: Any  # f32, the mean
-    weight: Any  # f32: the rows or tokens behind it
+    counted: Any  # f32: the weight behind it, where the program has to count it
     grad_norm: Any  # f32, L2 over what is trained and not frozen, before the rule. None without norms
     update_norm: Any  # f32, L2 of what the rule would add to params. None without norms
-    verdict: Any  # int32: 0 for an applied step, else the place of the first value that was not finite
-    metrics: Any  # {name: f32 or what the metric's compute() gives}
-    step: Any  # int32: the clock when the step was taken, the first one has 0
-    numbers: Any
+    verdict: Any  # int32: 0 applied, else the place of the first value that was not finite. None under "ignore"
+    metrics: Any  # {name: f32, or what the metric's compute() gives}
+    step: Any  # int32: the clock that the schedules saw, where the rule has any
+    numbers: Any  # the live hyperparameters that it used
+    # No array: a constant that a program returns costs XLA:CPU a copy on another thread, 15 us a step
+    rows: float | None  # the weight, where it is known from the shapes
+
+    def __init__(self, loss, counted, grad_norm, update_norm, verdict, metrics, step, numbers, rows):
+        fields = self.__dict__  # made at every step; see TrainState
+        fields["loss"], fields["counted"], fields["grad_norm"] = loss, counted, grad_norm
+        fields["update_norm"], fields["verdict"], fields["metrics"] = update_norm, verdict, metrics
+        fields["step"], fields["numbers"], fields["rows"] = step, numbers, rows
+
+    @property
+    def weight(self):
+        """Rows or tokens behind the loss."""
+        return self.counted if self.rows is None else np.full(np.shape(self.loss), self.rows, np.float32)
 
     @property
     def applied(self):
         """Whether the state took the step."""
-        return self.verdict == 0
+        return np.ones(np.shape(self.loss), bool) if self.verdict is None else self.verdict == 0
 
     @property
     def hyperparams(self) -> dict[str, Any]:
         """The live hyperparameters that the step used, by flat name."""
-        return self.numbers.named(self.step) if self.numbers is not None else {}
+        return {} if self.numbers is None else self.numbers.named(self.step)
 
 
 def update(
@@ -229,37 +243,35 @@ def update(
     _check_policy(on_nonfinite)
     params = trainable(state)
     grads = _fitting(state, grads, params)
-    loss = loss if isinstance(loss, Loss) else Loss(loss, jnp.float32(1), mean_value=loss)
+    loss = loss if isinstance(loss, Loss) else Loss(loss, mean_value=loss)
     value = None if loss.total is None else loss.compute()
 
     thawed = _thawed(state, params)
     grads = _without_frozen(grads, thawed)
-    squares = _tree.square_sums(grads) if norms or on_nonfinite != "ignore" else []
+    grad_norm = _tree.global_norm(grads) if norms or on_nonfinite != "ignore" else None
     given = {"grad": grads, "step": state.step, **extra} | ({} if value is None else {"value": value})
     opt_state = _live.lower(state.opt_state, state.numbers)
     updates, opt_state = state.plan.update(grads, opt_state, params, **given)
     opt_state, _ = _live.hoist(opt_state)
-    verdict = jnp.int32(0)
-    if on_nonfinite != "ignore":
-        verdict = guard.judge(0.0 if value is None else value, squares, opt_state)
+    verdict = None if on_nonfinite == "ignore" else guard.judge(value, grad_norm, opt_state)
     new = TrainState(
-        step=optax.safe_increment(state.step),
-        calls=optax.safe_increment(state.calls),
+        clock=optax.safe_increment(state.clock),
         params=optax.apply_updates(params, updates),
         opt_state=opt_state,
         model_state=_first(model_state, loss.model_state, state.model_state),
         key=state.key, numbers=state.numbers, frozen=state.frozen, plan=state.plan,
     )  # fmt: skip
-    new = _transact(state, new, params, thawed, verdict if on_nonfinite != "ignore" else None)
+    new = _transact(state, new, params, thawed, verdict)
     info = StepInfo(
         loss=None if value is None else jnp.asarray(value, jnp.float32),
-        weight=loss.weight,
-        grad_norm=_norm(squares) if norms else None,
+        counted=None if isinstance(loss.weight, np.ndarray | np.generic) else loss.weight,
+        grad_norm=grad_norm if norms else None,
         update_norm=_tree.global_norm(updates) if norms else None,
         verdict=verdict,
         metrics={name: m.compute() for name, m in loss.metrics.items()},
-        step=state.step,
+        step=state.step if state.numbers is not None and state.numbers.scheduled else None,
         numbers=state.numbers,
+        rows=float(loss.weight) if isinstance(loss.weight, np.ndarray | np.generic) else None,
     )
     return new, info
 
@@ -304,7 +316,7 @@ def _transact(old: TrainState, new: TrainState, params, thawed, verdict) -> Trai
             owners = _live.owners_of(old.plan.init, old.opt_state, params)
         new = dataclasses.replace(
             new,
-            step=jnp.where(applied, new.step, old.step),
+            clock=jnp.where(jnp.stack([applied, True]), new.clock, old.clock) if verdict is not None else new.clock,
             params=guard.choose(leaves, new.params, params),
             opt_state=guard.choose([applied if o is None else leaves[o] for o in owners], new.opt_state, old.opt_state),
             model_state=guard.choose(applied, new.model_state, old.model_state),
@@ -321,10 +333,6 @@ def _with_rest(state: TrainState, trained):
 
 def _first(*options):
     return next((x for x in options if x is not None), None)
-
-
-def _norm(squares):
-    return jnp.sqrt(sum(squares))
 
 
 def _check_state(state) -> None:
@@ -352,7 +360,7 @@ _DONATED = (
 
 def _moving(state: TrainState) -> tuple:
     """What a step changes: donated, and returned by the program."""
-    return state.step, state.calls, trainable(state), state.opt_state, state.model_state, state.key
+    return state.clock, trainable(state), state.opt_state, state.model_state, state.key
 
 
 def _still(state: TrainState) -> tuple:
@@ -363,11 +371,19 @@ def _still(state: TrainState) -> tuple:
 
 
 def _assemble(plan, moving: tuple, still: tuple) -> TrainState:
-    step, calls, params, opt_state, model_state, key = moving
+    clock, params, opt_state, model_state, key = moving
     numbers, frozen, rest = still
     if rest is not None:
         params = _tree.merge(params, rest)
-    return TrainState(step, calls, params, opt_state, model_state, key, numbers, frozen, plan)
+    return TrainState(clock, params, opt_state, model_state, key, numbers, frozen, plan)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Rows:
+    """The static part of an info, on its way out of a program."""
+
+    rows: float | None
 
 
 def _value_fn(loss_fn, state: TrainState, batch, extra) -> Callable:
@@ -422,23 +438,37 @@ class TrainStep:
     def _compiled(self) -> Callable:
         def train_step(plan, moving, still, batch, extra):
             state, info = self.pure(_assemble(plan, moving, still), batch, extra)
-            return _moving(state), dataclasses.replace(info, numbers=None)
+            arrays = info.loss, info.counted, info.grad_norm, info.update_norm, info.verdict, info.metrics, info.step
+            return _moving(state), arrays, _Rows(info.rows)
 
         return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else ())
 
     def __call__(self, state: TrainState, batch, **extra) -> tuple[TrainState, StepInfo]:
         _check_state(state)
-        if isinstance(state.step, _Tracer):
+        if isinstance(state.clock, _Tracer):
             return self._traced(state, batch, extra)
-        if state.step.is_deleted():
+        if state.clock.is_deleted():
             raise StateError(_DONATED)
         still = _still(state)
-        moving, info = self._compiled(state.plan, _moving(state), still, batch, extra)
+        moving, arrays, static = self._compiled(state.plan, _moving(state), still, batch, extra)
         state = _assemble(state.plan, moving, still)
-        info = dataclasses.replace(info, numbers=state.numbers)
+        info = StepInfo(*arrays, state.numbers, static.rows)
         if self.on_nonfinite == "raise":
-            _raise_if_rejected(state, info)
+            self._raise_if_rejected(state, info, batch, extra)
         return state, info
+
+    def _raise_if_rejected(self, state: TrainState, info: StepInfo, batch, extra) -> None:
+        verdict, calls = int(info.verdict), int(state.calls)
+        if verdict == 0:
+            return
+        # the state is as it was: the gradients that were rejected can be had again
+        _, grads = value_and_grad(self.loss_fn)(state.replace(calls=calls - 1), batch, **extra)
+        what = guard.explain(verdict, state.opt_state, grads)
+        raise NonFiniteError(
+            f"step {int(state.step)} (call {calls - 1}) was rejected: {what}. `error.state` is the state before it.",
+            state,
+            info,
+        )
 
     def lower(self, state: TrainState, batch, **extra) -> jax.stages.Lowered:
         """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is compiled."""
@@ -489,18 +519,6 @@ def train_step(
     return TrainStep(loss_fn, on_nonfinite, donate, remat, norms)
 
 
-def _raise_if_rejected(state: TrainState, info: StepInfo) -> None:
-    verdict = int(info.verdict)
-    if verdict:
-        raise NonFiniteError(
-            f"step {int(info.step)} (call {int(state.calls)}) was rejected: "
-            f"{guard.explain(verdict, trainable(state), state.opt_state)}. The state is as before; it is "
-            "`error.state`.",
-            state,
-            info,
-        )
-
-
 def eval_step(loss_fn: Callable) -> Callable:
     """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
 
@@ -522,7 +540,7 @@ def eval_step(loss_fn: Callable) -> Callable:
 
     def call(state: TrainState, batch, **extra) -> Loss:
         _check_state(state)
-        if not isinstance(state.step, _Tracer) and state.step.is_deleted():
+        if not isinstance(state.clock, _Tracer) and state.clock.is_deleted():
             raise StateError(_DONATED)
         return evaluate(state, batch, extra)
 
