@@ -106,8 +106,7 @@ def _compare(a, b, same) -> None:
         if len(bad):
             at = tuple(bad[0].tolist())
             raise AssertionError(
-                f"{path}: {len(bad)} of {x.size} elements differ, "
-                f"first {list(at)}: {x[at]!r} != {y[at]!r}"
+                f"{path}: {len(bad)} of {x.size} elements differ, first {list(at)}: {x[at]!r} != {y[at]!r}"
             )
 
 

@@ -19,9 +19,8 @@ PACKAGE = ROOT / "tsunax"
 
 # A new module is entered here before it is written. `__init__` is above all: nothing imports it.
 TIERS = {
-    0: "_types _tree _convolutions errors",
-    1: "_live rules schedules losses regularize metrics precision accumulation guard averages "
-    "reproduce",
+    0: "_types _tree _where _checks _convolutions errors",
+    1: "_number _live rules schedules losses regularize metrics precision accumulation guard averages reproduce",
     2: "state step hyper",
     3: "hardware sharding distributed data models",
     4: "loggers display checkpoint exchange callbacks loop figures",
@@ -31,9 +30,7 @@ TIERS = {
 TIER = {module: tier for tier, modules in TIERS.items() for module in modules.split()}
 
 # What costs seconds to import, or is an extra. Loaded by the function that needs it.
-LAZY = (
-    "flax rich orbax grain matplotlib tensorboardX optuna ray torch safetensors sklearn"
-).split()
+LAZY = ("flax rich orbax grain matplotlib tensorboardX optuna ray torch safetensors sklearn").split()
 
 
 # --- (a) imports go down, never in a circle ---------------------------------------------------
@@ -241,9 +238,7 @@ def unmentioned(seen: dict, root: Path) -> list[str]:
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     pages += sorted((root / "docs").rglob("*.rst"))
     # docs/decisions.md is a record, and the build's copies are no pages.
-    pages = [
-        p for p in pages if p.is_file() and p.name != "decisions.md" and "_build" not in p.parts
-    ]
+    pages = [p for p in pages if p.is_file() and p.name != "decisions.md" and "_build" not in p.parts]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     return [
         f"tsunax.{name} is mentioned neither in README.md nor in docs/. Write `{name}` there."
@@ -254,8 +249,7 @@ def unmentioned(seen: dict, root: Path) -> list[str]:
 
 def shadowing_problems(seen: dict) -> list[str]:
     return [
-        f"tsunax.{name} is not the module tsunax.{name}: importing that module replaces it. "
-        f"Rename one of them."
+        f"tsunax.{name} is not the module tsunax.{name}: importing that module replaces it. Rename one of them."
         for name in sorted(set(seen["all"]) & set(seen["modules"]))
         if seen["names"][name]["kind"] != "submodule"
     ]

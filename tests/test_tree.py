@@ -24,7 +24,7 @@ from flax.core import meta
 from flax.core.frozen_dict import freeze as frozen_dict
 from hypothesis import given, settings
 
-from tsunax import _tree, errors
+from tsunax import _checks, _tree, _where, errors
 from tsunax.errors import ParamsError, PatternError, StateError, WrongTypeError
 
 # jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
@@ -98,9 +98,7 @@ CONTAINERS = {
     "frozen dict": lambda: frozen_dict({"dense": {"kernel": leaf(), "bias": leaf()}}),
     "linen params": linen_params,
     "linen boxes": lambda: linen_params(nn.with_partitioning(nn.initializers.ones, ("x", "y"))),
-    "linen logical boxes": lambda: linen_params(
-        nn.with_logical_partitioning(nn.initializers.ones, ("x", "y"))
-    ),
+    "linen logical boxes": lambda: linen_params(nn.with_logical_partitioning(nn.initializers.ones, ("x", "y"))),
     "nnx split": lambda: nnx.split(Net())[1],
     "nnx state": lambda: nnx.state(Net(), nnx.Param),
     "nnx module": Net,
@@ -120,7 +118,7 @@ def paths(tree):
 
 
 def chosen(where, tree, **options):
-    flags = _tree.select(where, tree, **options)
+    flags = _where.select(where, tree, **options)
     return {path for path, flag in zip(paths(tree), flags, strict=True) if flag}
 
 
@@ -330,27 +328,27 @@ def test_what_does_each_form_of_where_select(where, expected):
 
 
 def test_a_selection_is_a_tuple_of_bools_and_the_same_under_compile_where():
-    flags = _tree.select("**/bias", NET)
+    flags = _where.select("**/bias", NET)
     assert isinstance(flags, tuple) and all(type(flag) is bool for flag in flags)
-    assert _tree.compile_where("**/bias")(NET) == flags
-    assert all(type(f) is bool for f in _tree.select(lambda p, x: np.bool_(True), NET))
+    assert _where.compile_where("**/bias")(NET) == flags
+    assert all(type(f) is bool for f in _where.select(lambda p, x: np.bool_(True), NET))
 
 
 def test_does_everything_select_every_leaf(tree):
-    assert all(_tree.select("**", tree))
-    assert all(_tree.select(lambda path, x: True, tree))
-    assert all(_tree.select(jax.tree.map(lambda _: True, tree), tree))
+    assert all(_where.select("**", tree))
+    assert all(_where.select(lambda path, x: True, tree))
+    assert all(_where.select(jax.tree.map(lambda _: True, tree), tree))
 
 
 def test_does_the_name_of_a_leaf_select_just_that_leaf(tree):
     for i, path in enumerate(paths(tree)):
-        flags = _tree.select(path or "**", tree)
+        flags = _where.select(path or "**", tree)
         assert [j for j, flag in enumerate(flags) if flag] == [i]
 
 
 def test_is_a_key_with_a_slash_one_component():
     tree = {"a/b": 1.0, "a": {"b": 2.0}}
-    both = _tree.select(lambda p, x: p == "a/b", tree)
+    both = _where.select(lambda p, x: p == "a/b", tree)
     assert both == (True, True)
     for pattern, expected in {
         "a/b": [2.0],
@@ -359,14 +357,14 @@ def test_is_a_key_with_a_slash_one_component():
         "a/*": [2.0],
         "**/a*": [1.0],
     }.items():
-        assert _tree.take(tree, _tree.select(pattern, tree)) == expected, pattern
+        assert _tree.take(tree, _where.select(pattern, tree)) == expected, pattern
 
 
 def test_are_components_matched_with_case_and_in_full():
-    assert _tree.select("Bias", {"Bias": 1.0, "bias": 2.0, "bias2": 3.0}) == (True, False, False)
-    assert _tree.select("[[]w]", {"[w]": 1.0, "w": 2.0}) == (True, False)
-    assert _tree.select("a.b+", {"a.b+": 1.0, "aXbb": 2.0}) == (True, False)
-    assert _tree.select("*a", {"a\n": 1.0, "x\na": 2.0}) == (False, True)
+    assert _where.select("Bias", {"Bias": 1.0, "bias": 2.0, "bias2": 3.0}) == (True, False, False)
+    assert _where.select("[[]w]", {"[w]": 1.0, "w": 2.0}) == (True, False)
+    assert _where.select("a.b+", {"a.b+": 1.0, "aXbb": 2.0}) == (True, False)
+    assert _where.select("*a", {"a\n": 1.0, "x\na": 2.0}) == (False, True)
 
 
 COMPONENTS = st.sampled_from(["a", "b", "ab", "0", "a/b", "A", "b\n"])
@@ -386,7 +384,7 @@ def naive_match(parts, name):
 @settings(max_examples=400)
 @given(PATTERNS, st.lists(st.lists(COMPONENTS, max_size=6), min_size=1, max_size=6))
 def test_does_a_pattern_match_what_its_definition_says(parts, some_names):
-    glob = _tree._glob("/".join(parts))
+    glob = _where._glob("/".join(parts))
     for name in some_names:
         assert glob.matches(tuple(name)) == naive_match(parts, name), (parts, name)
 
@@ -417,13 +415,13 @@ def test_where_is_a_pattern_malformed(pattern, column, got):
     )
     for where in (pattern, ["**", pattern]):
         with pytest.raises(PatternError, match=re.escape(expected)):
-            _tree.compile_where(where)
+            _where.compile_where(where)
 
 
 @pytest.mark.parametrize("where", ["!**/bias", ["!a"], ("!a", "!**")])
 def test_are_exclusions_alone_refused(where):
     with pytest.raises(PatternError, match=r"where: got only exclusions .*Start with '\*\*'\."):
-        _tree.select(where, NET)
+        _where.select(where, NET)
 
 
 @pytest.mark.parametrize(
@@ -439,28 +437,24 @@ def test_are_exclusions_alone_refused(where):
 def test_does_a_pattern_without_a_match_name_the_nearest_paths(where, quoted, near):
     text = rf"pattern {re.escape(quoted)}: got no match among 7 leaves, expected at least one\."
     with pytest.raises(PatternError, match=text) as error:
-        _tree.select(where, NET, allow_empty=True)
+        _where.select(where, NET, allow_empty=True)
     listed = str(error.value).partition("Nearest: ")[2]
     assert near in listed and len(listed.split(", ")) == 3
 
 
-@pytest.mark.parametrize(
-    "where", [["**", "!**"], lambda path, x: False, jax.tree.map(lambda x: False, NET), []]
-)
+@pytest.mark.parametrize("where", [["**", "!**"], lambda path, x: False, jax.tree.map(lambda x: False, NET), []])
 def test_is_an_empty_selection_an_error_unless_allowed(where):
-    with pytest.raises(
-        PatternError, match=r"where: got .*, which selects nothing, expected at least one leaf\."
-    ):
-        _tree.select(where, NET)
-    assert _tree.select(where, NET, allow_empty=True) == (False,) * 7
+    with pytest.raises(PatternError, match=r"where: got .*, which selects nothing, expected at least one leaf\."):
+        _where.select(where, NET)
+    assert _where.select(where, NET, allow_empty=True) == (False,) * 7
 
 
 @pytest.mark.parametrize("empty", [{}, [], None, {"a": [None, {}]}])
 @pytest.mark.parametrize("where", ["**", "a/*", lambda path, x: True])
 def test_is_a_tree_without_leaves_an_error_unless_allowed(empty, where):
     with pytest.raises(ParamsError, match=r"no parameters at params: got \w+ without leaves"):
-        _tree.select(where, empty)
-    assert _tree.select(where, empty, allow_empty=True) == ()
+        _where.select(where, empty)
+    assert _where.select(where, empty, allow_empty=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -470,39 +464,37 @@ def test_is_a_tree_without_leaves_an_error_unless_allowed(empty, where):
 def test_must_a_predicate_return_a_bool(result, kind):
     text = rf"result of the predicate at decoder/bias: got {kind}, expected a bool\."
     with pytest.raises(PatternError, match=text):
-        _tree.select(lambda path, x: result, NET)
+        _where.select(lambda path, x: result, NET)
 
 
 def test_is_the_path_of_a_bare_array_empty_for_a_predicate():
-    assert _tree.select(lambda path, x: path == "" and x is not None, leaf()) == (True,)
+    assert _where.select(lambda path, x: path == "" and x is not None, leaf()) == (True,)
     with pytest.raises(PatternError, match="at <root>: got int"):
-        _tree.select(lambda path, x: 1, leaf())
+        _where.select(lambda path, x: 1, leaf())
 
 
 def test_does_an_exception_of_the_predicate_come_through():
     with pytest.raises(ZeroDivisionError):
-        _tree.select(lambda path, x: 1 / 0, NET)
+        _where.select(lambda path, x: 1 / 0, NET)
 
 
 def test_may_a_mask_be_a_list_a_bare_bool_or_a_callable_module():
-    assert _tree.select([True, False], [1.0, 2.0]) == (True, False)
-    assert _tree.select(Pair(False, True), Pair(1.0, 2.0)) == (False, True)
+    assert _where.select([True, False], [1.0, 2.0]) == (True, False)
+    assert _where.select(Pair(False, True), Pair(1.0, 2.0)) == (False, True)
     with pytest.raises(PatternError, match="leaf of the bool tree at w: got str"):
-        _tree.select(Pair("w", "b"), Pair(1.0, 2.0))  # a tree, not a list of patterns
-    assert _tree.select(True, leaf()) == _tree.select(np.bool_(True), leaf()) == (True,)
+        _where.select(Pair("w", "b"), Pair(1.0, 2.0))  # a tree, not a list of patterns
+    assert _where.select(True, leaf()) == _where.select(np.bool_(True), leaf()) == (True,)
     linear = equinox.nn.Linear(2, 2, key=jax.random.key(0))
     mask = jax.tree.map(lambda x: x.ndim > 1, linear)
-    assert callable(mask) and _tree.select(mask, linear) == (True, False)
+    assert callable(mask) and _where.select(mask, linear) == (True, False)
 
 
 def test_is_a_none_of_the_mask_aligned_with_a_none_of_the_tree():
-    assert _tree.select({"a": True, "b": None}, {"a": 1.0, "b": None}) == (True,)
-    with pytest.raises(
-        PatternError, match=r"bool tree at b: got None, expected float32\[\]\. Make it"
-    ):
-        _tree.select({"a": True, "b": None}, {"a": 1.0, "b": 2.0})
+    assert _where.select({"a": True, "b": None}, {"a": 1.0, "b": None}) == (True,)
+    with pytest.raises(PatternError, match=r"bool tree at b: got None, expected float32\[\]\. Make it"):
+        _where.select({"a": True, "b": None}, {"a": 1.0, "b": 2.0})
     with pytest.raises(PatternError, match=r"bool tree at b: got bool\[\], expected None"):
-        _tree.select({"a": True, "b": True}, {"a": 1.0, "b": None})
+        _where.select({"a": True, "b": True}, {"a": 1.0, "b": None})
 
 
 @pytest.mark.parametrize(
@@ -521,15 +513,13 @@ def test_is_a_none_of_the_mask_aligned_with_a_none_of_the_tree():
 )
 def test_where_does_a_mask_differ_from_its_tree(mask, text):
     with pytest.raises(PatternError, match=f"bool tree {text}"):
-        _tree.select(mask, CONTAINERS["dict"]())
+        _where.select(mask, CONTAINERS["dict"]())
 
 
 @pytest.mark.parametrize(("bad", "kind"), [(1, "int"), ("yes", "str"), (np.ones(()), "ndarray")])
 def test_are_leaves_of_a_mask_bools(bad, kind):
-    with pytest.raises(
-        PatternError, match=rf"leaf of the bool tree at b/d: got {kind}, expected a bool\."
-    ):
-        _tree.select({"a": True, "b": {"c": True, "d": bad}}, CONTAINERS["dict"]())
+    with pytest.raises(PatternError, match=rf"leaf of the bool tree at b/d: got {kind}, expected a bool\."):
+        _where.select({"a": True, "b": {"c": True, "d": bad}}, CONTAINERS["dict"]())
 
 
 @pytest.mark.parametrize(
@@ -549,15 +539,13 @@ def test_is_anything_else_refused_with_the_four_forms(where, kind):
     forms = "('encoder/**'), a list of patterns, a predicate f(path, leaf) or a bool tree."
     text = rf"where: got .*\({kind}\), expected a pattern {re.escape(forms)}"
     with pytest.raises(WrongTypeError, match=text):
-        _tree.compile_where(where)
+        _where.compile_where(where)
 
 
 def test_can_flags_be_selected_under_tracing():
-    assert (
-        jax.jit(lambda t: _tree.partition(t, _tree.select("**/bias", t))[0])(NET)["scale"] is None
-    )
+    assert jax.jit(lambda t: _tree.partition(t, _where.select("**/bias", t))[0])(NET)["scale"] is None
     shapes = jax.eval_shape(lambda: NET)
-    assert _tree.select(["**", "!scale"], shapes) == _tree.select(["**", "!scale"], NET)
+    assert _where.select(["**", "!scale"], shapes) == _where.select(["**", "!scale"], NET)
 
 
 # Near names
@@ -565,18 +553,18 @@ def test_can_flags_be_selected_under_tracing():
 
 def test_which_names_are_nearest():
     known = ["encoder/0/kernel", "encoder/0/bias", "decoder/kernel", "scale"]
-    assert _tree.nearest("**/kernal", known)[:2] == ["decoder/kernel", "encoder/0/kernel"]
-    assert _tree.nearest("scal", known, 1) == ["scale"]
-    assert _tree.nearest("anything", known, 9) and _tree.nearest("anything", []) == []
+    assert _where.nearest("**/kernal", known)[:2] == ["decoder/kernel", "encoder/0/kernel"]
+    assert _where.nearest("scal", known, 1) == ["scale"]
+    assert _where.nearest("anything", known, 9) and _where.nearest("anything", []) == []
 
 
 def test_what_is_said_of_an_unknown_name():
     known = ["learning_rate", "b1", "b2"]
     hint = "did you mean 'learning_rate'? known: learning_rate, b1, b2"
-    assert _tree.did_you_mean("learning_rat", known) == hint
-    assert _tree.did_you_mean("momentum", known) == "known: learning_rate, b1, b2"
-    assert _tree.did_you_mean("x", []) == "known: none"
-    assert _tree.did_you_mean("zz", [f"n{i}" for i in range(30)]).endswith("n19, and 10 more")
+    assert _where.did_you_mean("learning_rat", known) == hint
+    assert _where.did_you_mean("momentum", known) == "known: learning_rate, b1, b2"
+    assert _where.did_you_mean("x", []) == "known: none"
+    assert _where.did_you_mean("zz", [f"n{i}" for i in range(30)]).endswith("n19, and 10 more")
 
 
 # Parts
@@ -610,7 +598,7 @@ def test_does_put_back_replace_only_what_is_selected(tree):
 
 def test_can_a_jitted_step_change_the_selected_part_only():
     params = {"a": jnp.ones(2), "b": None, "c": [jnp.ones(3), "a string"]}
-    selected, rest = _tree.partition(params, _tree.select("a", params))
+    selected, rest = _tree.partition(params, _where.select("a", params))
     stepped = jax.jit(lambda part: jax.tree.map(lambda x: x + 1, part))(selected)
     whole = _tree.merge(stepped, rest)
     np.testing.assert_array_equal(whole["a"], [2, 2])
@@ -623,10 +611,7 @@ def test_can_the_parts_be_merged_inside_jit_and_grad(tree):
 
     def total(part):
         leaves = jax.tree.leaves(_tree.merge(part, rest))
-        return sum(
-            jnp.sum(x.astype(jnp.float32))
-            for x in map(jnp.asarray, filter(_tree.is_inexact, leaves))
-        )
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in map(jnp.asarray, filter(_tree.is_inexact, leaves)))
 
     grads = jax.jit(jax.grad(total))(selected)
     assert _tree.first_difference(grads, selected) is None
@@ -658,17 +643,11 @@ def test_are_partition_and_merge_inverse_on_any_tree(tree, data):
 
 
 def test_are_parts_that_do_not_belong_together_refused():
-    with pytest.raises(
-        StateError, match=r"parts of two different trees at b: got nothing, expected int32\[\]"
-    ):
+    with pytest.raises(StateError, match=r"parts of two different trees at b: got nothing, expected int32\[\]"):
         _tree.merge({"a": 1.0}, {"a": None, "b": 1.0})
-    with pytest.raises(
-        StateError, match="parts of a tree: got a leaf that both have, expected no overlap"
-    ):
+    with pytest.raises(StateError, match="parts of a tree: got a leaf that both have, expected no overlap"):
         _tree.merge({"a": 1.0}, {"a": 2.0})
-    with pytest.raises(
-        StateError, match="leaves to put back: got 1, expected 2, one for each selected leaf"
-    ):
+    with pytest.raises(StateError, match="leaves to put back: got 1, expected 2, one for each selected leaf"):
         _tree.put_back([1.0, 2.0], (True, True), [3.0])
     for wrong in (_tree.take, _tree.partition):
         with pytest.raises(ValueError, match="zip"):
@@ -723,9 +702,9 @@ def good(tree):
 
 def test_are_good_parameters_let_through(tree):
     tree = jax.tree.map(lambda x: np.float32(x) if isinstance(x, np.ndarray) else x, tree)
-    _tree.check_keys(tree)
-    _tree.check_params(tree, good(tree))
-    _tree.check_aliases(tree, good(tree))
+    _checks.check_keys(tree)
+    _checks.check_params(tree, good(tree))
+    _checks.check_aliases(tree, good(tree))
 
 
 FAULTS = {
@@ -758,32 +737,28 @@ def test_is_a_leaf_that_cannot_be_trained_named(fault):
     text, bad = FAULTS[fault]
     params = {"a": [leaf(), {"w": bad}]}
     with pytest.raises(ParamsError, match=re.escape(text.format("params['a'][1]['w']"))) as error:
-        _tree.check_params(params, every(params))
+        _checks.check_params(params, every(params))
     assert isinstance(error.value, ValueError) and isinstance(error.value, errors.TsunaxError)
     with pytest.raises(ParamsError, match=re.escape(text.format("teacher"))):
-        _tree.check_params(bad, (True,), root="teacher")
-    _tree.check_params(params, (True, False))  # unselected leaves may be anything
+        _checks.check_params(bad, (True,), root="teacher")
+    _checks.check_params(params, (True, False))  # unselected leaves may be anything
 
 
 @pytest.mark.parametrize("fault", ["int", "bool", "str", "object"])
 def test_is_it_said_where_else_such_a_leaf_can_live(fault):
-    with pytest.raises(
-        ParamsError, match=r"Leave it out with trainable=, or keep it in model_state\."
-    ):
-        _tree.check_params([FAULTS[fault][1]], (True,))
+    with pytest.raises(ParamsError, match=r"Leave it out with trainable=, or keep it in model_state\."):
+        _checks.check_params([FAULTS[fault][1]], (True,))
 
 
 def test_is_float64_fine_with_x64():
     with enable_x64(True):
-        _tree.check_params([np.ones(2), np.ones(2, complex), 1.0], (True,) * 3)
+        _checks.check_params([np.ones(2), np.ones(2, complex), 1.0], (True,) * 3)
 
 
 @pytest.mark.parametrize("empty", [{}, [], None, {"a": None}])
 def test_are_no_parameters_an_error(empty):
-    with pytest.raises(
-        ParamsError, match=r"no parameters at params: got \w+ without leaves, expected at least one"
-    ):
-        _tree.check_params(empty, ())
+    with pytest.raises(ParamsError, match=r"no parameters at params: got \w+ without leaves, expected at least one"):
+        _checks.check_params(empty, ())
 
 
 @pytest.mark.parametrize(
@@ -800,17 +775,17 @@ def test_are_no_parameters_an_error(empty):
 def test_are_names_that_collide_shown_both(params, text):
     for flags in ((True, True), (True, False), (False, True)):
         with pytest.raises(ParamsError, match="names that collide at " + re.escape(text)):
-            _tree.check_params(params, flags)
-    _tree.check_params({**params, "z": 1.0}, (False, False, True))
+            _checks.check_params(params, flags)
+    _checks.check_params({**params, "z": 1.0}, (False, False, True))
 
 
 def test_are_values_looked_at_only_where_there_are_some():
     bad = {"w": jnp.full(2, jnp.nan)}
-    jax.jit(lambda p: _tree.check_params(p, (True,)) or p)(bad)
-    jax.vmap(lambda p: _tree.check_params(p, (True,)) or p)(bad)
-    _tree.check_params(jax.eval_shape(lambda: bad), (True,))
+    jax.jit(lambda p: _checks.check_params(p, (True,)) or p)(bad)
+    jax.vmap(lambda p: _checks.check_params(p, (True,)) or p)(bad)
+    _checks.check_params(jax.eval_shape(lambda: bad), (True,))
     with pytest.raises(ParamsError, match="dtype int32"):
-        jax.eval_shape(lambda p: _tree.check_params(p, (True,)), jnp.arange(2))
+        jax.eval_shape(lambda p: _checks.check_params(p, (True,)), jnp.arange(2))
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -823,22 +798,20 @@ def test_is_a_nan_found_in_arrays_that_are_spread_over_devices(traced):
         "b": jax.device_put(jnp.ones(4).at[1].set(jnp.inf), two),
         "c": jax.device_put(jnp.ones(16), spread),
     }
-    check = lambda _: _tree.check_params(params, (True,) * 3)
+    check = lambda _: _checks.check_params(params, (True,) * 3)
     with pytest.raises(ParamsError, match=r"NaN or inf at params\['b'\]: got 1 of 4 not finite"):
         jax.eval_shape(check, 0) if traced else check(0)
-    _tree.check_params(params, (True, False, True))
+    _checks.check_params(params, (True, False, True))
 
 
 def test_can_a_checked_leaf_still_be_donated():
     x = jnp.ones(1000)
     where = x.unsafe_buffer_pointer()
-    _tree.check_params([x], (True,))
+    _checks.check_params([x], (True,))
     y = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
     assert y.unsafe_buffer_pointer() == where and x.is_deleted()
-    with pytest.raises(
-        ParamsError, match=r"leaf without a buffer at params\[0\]: got a deleted array"
-    ):
-        _tree.check_params([x], (True,))
+    with pytest.raises(ParamsError, match=r"leaf without a buffer at params\[0\]: got a deleted array"):
+        _checks.check_params([x], (True,))
 
 
 @pytest.mark.parametrize(
@@ -862,7 +835,7 @@ def test_can_a_checked_leaf_still_be_donated():
 )
 def test_where_are_dict_keys_that_do_not_sort(params, text):
     with pytest.raises(ParamsError, match=re.escape(text)):
-        _tree.check_keys(params)
+        _checks.check_keys(params)
 
 
 def test_are_shared_arrays_shown_with_both_paths():
@@ -873,12 +846,10 @@ def test_are_shared_arrays_shown_with_both_paths():
         (True, False, False, False, False),
         (False, False, True, False, False),
     ):
-        text = (
-            "leaves at params['embed'] and params['head'][1]: got one array for both, expected an"
-        )
+        text = "leaves at params['embed'] and params['head'][1]: got one array for both, expected an"
         with pytest.raises(ParamsError, match=re.escape(text)):
-            _tree.check_aliases(params, flags)
-    _tree.check_aliases(params, (False, True, False, True, True))
+            _checks.check_aliases(params, flags)
+    _checks.check_aliases(params, (False, True, False, True, True))
 
 
 # Norms
@@ -1034,13 +1005,10 @@ def test_do_owners_work_under_jit_and_inside_each_other():
 def test_do_our_own_patterns_work_in_an_init_under_marks():
     mask = {"w": True, "bias": False}
     for where in ("w", ["**", "!bias"], lambda path, x: path == "w", mask):
-        assert _tree.select(where, _tree._mark(BIAS)) == _tree.select(where, BIAS) == (False, True)
+        assert _where.select(where, _tree._mark(BIAS)) == _where.select(where, BIAS) == (False, True)
     assert paths(_tree._mark(BIAS)) == paths(BIAS)
     assert _tree.first_difference(mask, _tree._mark(BIAS)) is None
-    assert (
-        _tree.first_difference(_tree._mark(BIAS), {"w": 1.0})
-        == "at bias: got float32[3], expected nothing"
-    )
+    assert _tree.first_difference(_tree._mark(BIAS), {"w": 1.0}) == "at bias: got float32[3], expected nothing"
     marked_path = _tree.leaves_with_names(_tree._mark(BIAS))[0][1]
     assert _tree.access_str("params", marked_path) == "params['bias']"
 
@@ -1056,14 +1024,10 @@ def deeper(params):
 
 
 def failing(params):
-    return {
-        "v": jax.tree.map(lambda x: jnp.zeros((2, *x.shape)), {k: params[k] + 0 for k in params})
-    }
+    return {"v": jax.tree.map(lambda x: jnp.zeros((2, *x.shape)), {k: params[k] + 0 for k in params})}
 
 
-@pytest.mark.parametrize(
-    ("init", "expected"), [(by_hand, [0, 1, N]), (deeper, [0, 1]), (failing, [N, N])]
-)
+@pytest.mark.parametrize(("init", "expected"), [(by_hand, [0, 1, N]), (deeper, [0, 1]), (failing, [N, N])])
 def test_is_the_end_of_the_path_asked_where_marks_do_not_work(init, expected):
     # BIAS in order: bias, w; `by_hand` in order: m/bias, m/w, n; the last one has other shapes
     assert _tree.owners(init, BIAS)[2] == expected

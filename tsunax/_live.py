@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,184 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax import _tree
+from tsunax import _number, _tree, _where
 from tsunax.errors import HyperparameterError, RuleError, WrongTypeError, message
-
-# --------------------------------------------------------------------------------------- one number
-
-
-def _weak(x):
-    """`x` as a weakly typed scalar, which promotes like a Python float."""
-    return jax.lax.full_like(jnp.asarray(0.0), x)
-
-
-@jax.tree_util.register_pytree_node_class
-class Number:
-    """A traced float32 that behaves like the Python float it came from.
-
-    It carries its complement, rounded once from the user's float: `1 - f32(0.999)` is 1.3e-5 away from
-    `f32(1 - 0.999)`, enough to leave optax's trajectory by 10⁵ ulps in 200 steps. In products it takes the other
-    side's dtype, as a Python float does. A pytree, because optax passes betas into functions that it jits.
-    """
-
-    def __init__(self, value, complement):
-        self.value, self.complement = value, complement
-
-    def tree_flatten(self):
-        return (self.value, self.complement), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
-    def __jax_array__(self):
-        return _weak(self.value)
-
-    def __neg__(self):
-        return Number(-self.value, 1 + self.value)
-
-    def __pos__(self):
-        return self
-
-    def __abs__(self):
-        return abs(_weak(self.value))
-
-    def __rsub__(self, other):
-        if isinstance(other, (int, float)) and other == 1:
-            return Number(self.complement, self.value)
-        return other - _weak(self.value)
-
-    def astype(self, dtype):
-        return _weak(self.value).astype(dtype)
-
-    @property
-    def dtype(self):
-        return self.value.dtype
-
-    shape = ()
-    ndim = 0
-    size = 1
-
-
-def as_scalar(x):
-    """A live number as a weakly typed scalar; a Python number as it is."""
-    return _weak(x.value) if isinstance(x, Number) else x
-
-
-def _forward(name, reflected=False):
-    op = getattr(operator, name)
-
-    def method(self, other):
-        a, b = as_scalar(self), as_scalar(other)
-        return op(b, a) if reflected else op(a, b)
-
-    return method
-
-
-for _name in ("add", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Number, f"__{_name}__", _forward(_name))
-    setattr(Number, f"__r{_name}__", _forward(_name, reflected=True))
-for _name in ("sub", "lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Number, f"__{_name}__", _forward(_name))
-
-
-# ------------------------------------------------------------------------------------ what a user gave
-
-
-@dataclass(frozen=True)
-class _Schedule:
-    """A schedule without its numbers: `leaves` holds `None` where a number of the table goes."""
-
-    treedef: Any
-    leaves: tuple
-
-    @property
-    def size(self) -> int:
-        return sum(leaf is None for leaf in self.leaves)
-
-    def at(self, step, numbers):
-        numbers = iter(numbers)
-        leaves = [next(numbers) if leaf is None else leaf for leaf in self.leaves]
-        return jax.tree.unflatten(self.treedef, leaves)(step)
-
-
-def _split_schedule(schedule) -> tuple[_Schedule, list]:
-    leaves, treedef = jax.tree.flatten(schedule)
-    fixed = tuple(leaf if callable(leaf) else None for leaf in leaves)
-    return _Schedule(treedef, fixed), [leaf for leaf in leaves if not callable(leaf)]
-
-
-_NEVER_NUMBERS = {"key", "seed", "mask", "mu_dtype"}
-
-
-_NUMBER_WORDS = ("float", "Scalar", "ArrayLike", "Schedule")
-
-
-def _takes_number(parameter: inspect.Parameter, value) -> bool:
-    """Does this parameter of a factory hold a number, or a schedule of one, given this value?
-
-    Counts, flags, masks, dtypes and keys do not: they are part of the program.
-    """
-    default, annotation = parameter.default, str(parameter.annotation)
-    if parameter.name in _NEVER_NUMBERS or "Mask" in annotation or isinstance(default, (bool, int, str)):
-        return False
-    expected = (
-        isinstance(default, float)
-        or parameter.name in ("learning_rate", "lr")
-        or any(word in annotation for word in _NUMBER_WORDS)
-    )
-    if value is None:
-        return expected and default is not None
-    if isinstance(value, (float, np.floating)) or _tree.is_traced(value):
-        return True
-    return expected and not isinstance(value, tuple)
-
-
-# `None` is open: (at least, at least is allowed, below)
-_RANGES = {
-    "learning_rate": (0, True, None),
-    "max_learning_rate": (0, True, None),
-    **dict.fromkeys(("b1", "b2", "b3", "rho", "momentum", "decay", "beta1", "beta2"), (0, True, 1)),
-    **dict.fromkeys(("eps", "eps_root", "weight_decay", "sign_decay"), (0, True, None)),
-    **dict.fromkeys(("max", "max_norm", "max_delta"), (0, False, None)),
-}
-
-
-def check_number(rule: str, name: str, value) -> None:
-    """Raise unless `value` is one finite number in the range of its name. Traced numbers pass."""
-    where = f"{rule}({name}=)"
-    if isinstance(value, (str, bytes, bool, np.bool_)) or value is None:
-        raise WrongTypeError(
-            message("hyperparameter", where, f"{value!r} ({type(value).__name__})", "a number or a schedule")
-        )
-    if _tree.is_traced(value):
-        return
-    array = np.asarray(value)
-    if array.ndim:
-        raise HyperparameterError(
-            message("hyperparameter", where, f"an array of shape {array.shape}", "one number")
-        )
-    number = float(array)
-    if not np.isfinite(number):
-        raise HyperparameterError(message("hyperparameter", where, f"{number}", "a finite number"))
-    low, closed, high = _RANGES.get(name, (None, True, None))
-    too_low = low is not None and (number < low or (number == low and not closed))
-    if too_low or (high is not None and number >= high):
-        bounds = f"{'≥' if closed else '>'} {low}" + (f" and < {high}" if high is not None else "")
-        raise HyperparameterError(message("hyperparameter", where, f"{value}", bounds))
-
-
-def _check_schedule(rule: str, name: str, schedule) -> None:
-    """Probe a schedule at steps 0, 1 and 10⁶: a scalar, finite, in the range of its name."""
-    for step in (0, 1, 10**6):
-        value = schedule(step)
-        if _tree.is_traced(value):
-            return
-        try:
-            check_number(rule, name, value)
-        except (HyperparameterError, WrongTypeError) as error:
-            raise type(error)(f"schedule of {name} at step {step}: {error}") from None
-
 
 # ------------------------------------------------------------------------------------------ the rule
 
@@ -216,7 +39,7 @@ class Live:
     factory: Callable
     statics: Mapping[str, Any]
     names: tuple[str, ...]
-    schedules: tuple[_Schedule | None, ...]
+    schedules: tuple[_number.ScheduleShape | None, ...]
 
     @property
     def title(self) -> str:
@@ -239,7 +62,7 @@ class Live:
     def __hash__(self):
         return hash((self.factory, self.names))
 
-    def read(self, table, step) -> dict[str, Number]:
+    def read(self, table, step) -> dict[str, _number.Number]:
         """The numbers in force at `step`, from one group's `table` of shape (3, columns)."""
         out, at = {}, len(self.names)
         for i, (name, schedule) in enumerate(zip(self.names, self.schedules, strict=True)):
@@ -249,7 +72,7 @@ class Live:
                 value = jnp.where(held > 0, value, now)
                 complement = jnp.where(held > 0, complement, 1 - now)
                 at += schedule.size
-            out[name] = Number(value, complement)
+            out[name] = _number.Number(value, complement)
         return out
 
     def build(self, numbers: Mapping[str, Any]):
@@ -309,7 +132,7 @@ class Cut:
     labels: tuple[str, ...]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def interned(static):
     """One object for equal static parts, so that comparing two states compares identities."""
     return static
@@ -325,18 +148,8 @@ def table_of(live: Live, values: tuple) -> Any:
     for value, schedule in zip(values, live.schedules, strict=True):
         numbers.append(0.0 if schedule else value)
         if schedule:
-            inner += _split_schedule(value)[1]
-    return as_rows(numbers + inner)[:, None, :]
-
-
-def as_rows(values) -> Any:
-    """(3, n): the values, their complements rounded once from float64 where they are concrete, and zeros."""
-    dtype = jax.dtypes.canonicalize_dtype(float)
-    if any(_tree.is_traced(v) for v in values):
-        row = jnp.stack([jnp.asarray(v, dtype) for v in values])
-        return jnp.stack([row, 1 - row, jnp.zeros_like(row)])
-    exact = np.asarray([float(v) for v in values], np.float64)
-    return jnp.asarray(np.stack([exact, 1 - exact, np.zeros_like(exact)]).astype(dtype))
+            inner += _number.split_schedule(value)[1]
+    return _number.as_rows(numbers + inner)[:, None, :]
 
 
 @dataclass(frozen=True)
@@ -351,7 +164,7 @@ class LiveInit:
         numbers = {}
         for name, value, schedule in zip(live.names, self.values, live.schedules, strict=True):
             value = value(0) if schedule else value
-            numbers[name] = Number(value, 1 - value) if _tree.is_traced(value) else float(value)
+            numbers[name] = _number.Number(value, 1 - value) if _tree.is_traced(value) else float(value)
         paths = tuple(path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0])
         return LiveState(
             table=table_of(live, self.values),
@@ -360,7 +173,6 @@ class LiveInit:
             live=interned(live),
             paths=interned(paths),
         )
-
 
     def blank(self) -> Callable:
         return BlankInit(self.live)
@@ -390,11 +202,16 @@ class _PlainUpdate:
         return self.update(updates, state, params)
 
 
+def as_rule(init: Any, update: Any) -> optax.GradientTransformationExtraArgs:
+    """The optax rule of these two halves."""
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """The rule as one that takes extra arguments; equal rules stay equal."""
     if isinstance(rule, optax.GradientTransformationExtraArgs):
         return rule
-    return optax.GradientTransformationExtraArgs(rule.init, _PlainUpdate(rule.update))
+    return as_rule(rule.init, _PlainUpdate(rule.update))
 
 
 def check_rule(rule, where: str) -> None:
@@ -408,7 +225,7 @@ def check_rule(rule, where: str) -> None:
     raise WrongTypeError(message("rule", where, got, "an optax.GradientTransformation", fix))
 
 
-def blank(init: Callable) -> Callable:
+def blank(init: Any) -> Callable:
     """The init half of any rule with the numbers of its live parts left out, so that it compares by value."""
     return init.blank() if hasattr(init, "blank") else init
 
@@ -421,9 +238,7 @@ class LiveUpdate:
 
     def __call__(self, updates, state: LiveState, params=None, *, step=None, **extra):
         if state.table is None:
-            raise RuleError(
-                f"{self.live.title}: the numbers of this state are kept by its TrainState. Use ts.update."
-            )
+            raise RuleError(f"{self.live.title}: the numbers of this state are kept by its TrainState. Use ts.update.")
         clock = state.count if step is None else step
         runs = [
             _run(self.live, state.table[:, i], clock, updates, inner, params, {**extra, "step": step})
@@ -453,14 +268,14 @@ def _run(live: Live, table, clock, updates, inner, params, extra):
     if full and live.factory.__module__.partition(".")[0] in ("optax", "tsunax"):
         return run(exact, updates, inner, params)
     try:  # some rules turn an exact complement into a strong float32 and would promote bfloat16 state
-        exact_is_fine = full or avals(exact) == avals(as_scalar)
+        exact_is_fine = full or avals(exact) == avals(_number.as_scalar)
         if exact_is_fine:
             return run(exact, updates, inner, params)
     except jax.errors.TracerBoolConversionError as error:
         raise RuleError(_BRANCHES.format(live.title)) from error
     except (TypeError, AttributeError):  # a function that wants an array, not an object like one
         pass
-    return run(as_scalar, updates, inner, params)
+    return run(_number.as_scalar, updates, inner, params)
 
 
 def _owners(live: Live, params) -> list[int | None]:
@@ -477,11 +292,7 @@ def _inners(live: Live, state: LiveState, params) -> list:
     out = [state.inner]
     for counters in state.extra:
         own = iter(counters)
-        out.append(
-            treedef.unflatten(
-                [next(own) if o is None else x for x, o in zip(leaves, owners, strict=True)]
-            )
-        )
+        out.append(treedef.unflatten([next(own) if o is None else x for x, o in zip(leaves, owners, strict=True)]))
     return out
 
 
@@ -492,17 +303,13 @@ def _collect(live: Live, state: LiveState, params, runs):
     assert state.cut is not None
     of, owners = state.cut.of, _owners(live, params)
     per_run = [jax.tree.leaves(u) for u, _ in runs]
-    updates = jax.tree.unflatten(
-        jax.tree.structure(runs[0][0]), [per_run[g][k] for k, g in enumerate(of)]
-    )
+    updates = jax.tree.unflatten(jax.tree.structure(runs[0][0]), [per_run[g][k] for k, g in enumerate(of)])
     inners = [jax.tree.leaves(inner) for _, inner in runs]
     inner = jax.tree.unflatten(
         jax.tree.structure(runs[0][1]),
         [inners[0 if o is None else of[o]][j] for j, o in enumerate(owners)],
     )
-    counters = tuple(
-        tuple(x for x, o in zip(leaves, owners, strict=True) if o is None) for leaves in inners[1:]
-    )
+    counters = tuple(tuple(x for x, o in zip(leaves, owners, strict=True) if o is None) for leaves in inners[1:])
     return updates, inner, counters
 
 
@@ -516,9 +323,14 @@ def recut(state: LiveState, cut: Cut, parents: tuple[int, ...], params) -> LiveS
     # copies: two groups must not donate one buffer
     extra = tuple(tuple(jnp.array(x, copy=True) for x in counters[p]) for p in parents[1:])
     return LiveState(
-        table, state.inner, extra, state.count,
-        live=state.live, paths=state.paths, cut=interned(cut),
-    )  # fmt: skip
+        table,
+        state.inner,
+        extra,
+        state.count,
+        live=state.live,
+        paths=state.paths,
+        cut=interned(cut),
+    )
 
 
 # --------------------------------------------------------------------------------------------- live()
@@ -543,25 +355,25 @@ class LiveFactory:
         statics, names, values, schedules = {}, [], [], []
         for name, value in arguments.items():
             parameter = self.__signature__.parameters[name]
-            if name in self.static or not _takes_number(parameter, value):
+            if name in self.static or not _number.takes_number(parameter, value):
                 statics[name] = value
                 continue
             if callable(value):
-                _check_schedule(self.__name__, name, value)
-                schedule = _split_schedule(value)[0]
+                _number.check_schedule(self.__name__, name, value)
+                schedule = _number.split_schedule(value)[0]
             else:
-                check_number(self.__name__, name, value)
+                _number.check_number(self.__name__, name, value)
                 schedule = None
             names.append(name), values.append(value), schedules.append(schedule)
         live = Live(self.factory, statics, tuple(names), tuple(schedules))
-        return optax.GradientTransformationExtraArgs(LiveInit(live, tuple(values)), LiveUpdate(live))
+        return as_rule(LiveInit(live, tuple(values)), LiveUpdate(live))
 
     def _bind(self, args, kwargs) -> dict[str, Any]:
         known = list(self.__signature__.parameters)
         for name in kwargs:
             if name not in known:
                 raise HyperparameterError(
-                    f"{self.__name__} has no parameter {name!r}: {_tree.did_you_mean(name, known)}"
+                    f"{self.__name__} has no parameter {name!r}: {_where.did_you_mean(name, known)}"
                 )
         try:
             bound = self.__signature__.bind(*args, **kwargs)
@@ -596,9 +408,12 @@ def live(factory: Callable, *, static: tuple[str, ...] = ()) -> LiveFactory:
     if isinstance(factory, optax.GradientTransformation) or not callable(factory):
         raise WrongTypeError(
             message(
-                "factory", "live()", type(factory).__name__, "a function that returns an optax rule",
+                "factory",
+                "live()",
+                type(factory).__name__,
+                "a function that returns an optax rule",
                 "Pass optax.adam, not optax.adam(1e-3).",
-            )  # fmt: skip
+            )
         )
     return LiveFactory(factory, static)
 
@@ -672,7 +487,7 @@ class Numbers:
                         now = schedule.at(step, [table[..., 0, at + j] for j in range(schedule.size)])
                         at += schedule.size
                         value, complement = jnp.where(table[..., 2, i] > 0, value, now), None
-                    out[flat] = _as_float(value, complement)
+                    out[flat] = _number.as_float(value, complement)
         return out
 
 
@@ -740,18 +555,5 @@ def labels(opt_state) -> tuple:
         groups = out.setdefault(at, {})
         groups[g] = (*groups.get(g, ()), flat)
     return tuple(
-        tuple(out.get(at, {}).get(g, ()) for g in range(s.groups))
-        for at, (_, s) in enumerate(live_states(opt_state))
+        tuple(out.get(at, {}).get(g, ()) for g in range(s.groups)) for at, (_, s) in enumerate(live_states(opt_state))
     )
-
-
-def _as_float(value, complement):
-    """The shortest Python float that would give this value and this complement: 0.999, not 0.9990000129."""
-    if _tree.is_traced(value) or np.ndim(value):
-        return value
-    value = np.asarray(value)
-    short = float(str(value))
-    if complement is None or value.dtype.type(1 - short) == complement:
-        return short
-    exact = 1 - float(complement)
-    return exact if value.dtype.type(exact) == value else float(value)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _live, _tree
+from tsunax import _live, _number, _tree, _where
 from tsunax.errors import HyperparameterError, PatternError, message
 from tsunax.state import TrainState, beside, trainable
 
@@ -78,7 +78,7 @@ def freeze(state: TrainState, where: Any) -> TrainState:
       body  float32[2]  frozen
       head  float32[2]
       learning_rate=0.1
-      params 16 B, optimizer 0 B, on TFRT_CPU_0
+      params 16 B, optimizer 0 B, on ...
     """
     return _set_frozen(state, where, True)
 
@@ -99,18 +99,21 @@ def thaw(state: TrainState, where: Any = "**") -> TrainState:
 
 
 def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
-    flags = _tree.select(where, state.params)
+    flags = _where.select(where, state.params)
     selected = state.plan.selected or (True,) * len(flags)
     outside = [i for i, (flag, s) in enumerate(zip(flags, selected, strict=True)) if flag and not s]
     everything = isinstance(where, str) and where == "**"
     trained = [flag for flag, s in zip(flags, selected, strict=True) if s]
     if outside and not everything and (not on or not any(trained)):
-        name, path, _ = _tree.leaves_with_names(state.params)[outside[0]]
+        path = jax.tree_util.tree_flatten_with_path(state.params)[0][outside[0]][0]
         raise PatternError(
             message(
-                "leaf", _tree.access_str("params", path), "one that setup(trainable=...) left out",
-                "a trained leaf", "Only ts.migrate can add it to a run." if not on else "It never trains anyway.",
-            )  # fmt: skip
+                "leaf",
+                _tree.access_str("params", path),
+                "one that setup(trainable=...) left out",
+                "a trained leaf",
+                "Only ts.migrate can add it to a run." if not on else "It never trains anyway.",
+            )
         )
     words = np.zeros(-(-len(trained) // 32), np.uint32)
     for k in np.flatnonzero(trained):
@@ -134,7 +137,7 @@ def _is_names(where) -> bool:
 
 def _matched(state: TrainState, where) -> frozenset:
     """Key paths of the leaves that `where` matches."""
-    flags = _tree.select(where, state.params)
+    flags = _where.select(where, state.params)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state.params)[0]]
     return frozenset(path for path, flag in zip(paths, flags, strict=True) if flag)
 
@@ -160,11 +163,15 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
             for b in found[k + 1 :]:
                 if hit[a][2] & hit[b][2]:
                     both = [f"{hit[x][0]}.{name}" for x in (a, b)]
-                    raise HyperparameterError(f"{given!r} stands for both {both[0]!r} and {both[1]!r}: name one of them")
+                    raise HyperparameterError(
+                        f"{given!r} stands for both {both[0]!r} and {both[1]!r}: name one of them"
+                    )
         if not found:
             known = _known(state)
             elsewhere = " among the leaves that this pattern matches" if given in known else ""
-            raise HyperparameterError(f"no live hyperparameter {given!r}{elsewhere}: {_tree.did_you_mean(given, known)}")
+            raise HyperparameterError(
+                f"no live hyperparameter {given!r}{elsewhere}: {_where.did_you_mean(given, known)}"
+            )
         for at in found:
             targets.setdefault(at, {})[given] = name
     return targets
@@ -193,7 +200,8 @@ def _cut(state: TrainState, where, matched, targets) -> TrainState:
             return s
         seen = frozenset(s.paths)
         flags = [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-        return _live.recut(s, *cuts[at], _tree.partition(params, flags)[0])
+        cut, parents = cuts[at]
+        return _live.recut(s, cut, parents, _tree.partition(params, flags)[0])
 
     opt_state = _live.map_live(recut, state.opt_state)
     numbers = _live.Numbers(state.numbers.values[..., np.asarray(columns)], _live.layout(opt_state))
@@ -249,7 +257,7 @@ def _by_flat_name(state: TrainState, values) -> dict[int, tuple]:
             start += live.columns
     for name in values:
         if name not in columns:
-            raise HyperparameterError(f"no live hyperparameter {name!r}: {_tree.did_you_mean(name, list(columns))}")
+            raise HyperparameterError(f"no live hyperparameter {name!r}: {_where.did_you_mean(name, list(columns))}")
     return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
 
 
@@ -265,7 +273,7 @@ def _assign(state: TrainState, cells: dict[int, tuple]) -> TrainState:
             rows[column] = None
             continue
         if not (np.ndim(value) and values.ndim > 2):  # a population takes one value per member
-            _live.check_number(live.title, name, value)
+            _number.check_number(live.title, name, value)
         rows[column] = value
     concrete = not _tree.is_traced(values) and all(v is None or not _tree.is_traced(v) for v in rows.values())
     if concrete:

@@ -55,9 +55,7 @@ def weighted_sum(values, where=None):
     where = jnp.asarray(where)
     if where.ndim > values.ndim or any(w not in (1, v) for w, v in zip(where.shape, values.shape, strict=False)):
         raise LossError(
-            message(
-                "where", "Loss.mean()", f"shape {where.shape}", f"the leading axes of values, {values.shape}"
-            )
+            message("where", "Loss.mean()", f"shape {where.shape}", f"the leading axes of values, {values.shape}")
         )
     where = where.astype(values.dtype).reshape(*where.shape, *(1,) * (values.ndim - where.ndim))
     where = jnp.broadcast_to(where, values.shape)
@@ -126,9 +124,12 @@ def as_loss(out, rows) -> Loss:
         if isinstance(out, tuple):
             raise LossError(
                 message(
-                    "result", "loss_fn", f"a tuple of {len(out)}", "a scalar or a ts.Loss",
+                    "result",
+                    "loss_fn",
+                    f"a tuple of {len(out)}",
+                    "a scalar or a ts.Loss",
                     "There is no has_aux: return ts.Loss.mean(values, metrics={...}, model_state=...).",
-                )  # fmt: skip
+                )
             )
         _check_scalar("result", out, fix + " For per-row losses: ts.Loss.mean(values), or values.mean().")
         out = Loss(out, mean_value=out)
@@ -159,9 +160,11 @@ def _as_metric(name, m, weight):
     if jnp.shape(m) != ():
         raise LossError(
             message(
-                f"metric {name!r}", "loss_fn", f"an array of shape {jnp.shape(m)}",
+                f"metric {name!r}",
+                "loss_fn",
+                f"an array of shape {jnp.shape(m)}",
                 "a scalar, an array of the loss's shape in Loss.mean, or an object with merge and compute",
-            )  # fmt: skip
+            )
         )
     m = jnp.asarray(m, jnp.float32)
     return jax.lax.stop_gradient(Mean(jnp.where(weight != 0, m * weight, 0), weight))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from tsunax import _live, _tree
+from tsunax import _live, _number, _tree, _where
 from tsunax._live import live
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
 from tsunax.guard import Report
@@ -90,9 +90,7 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
     for rule in rules:
         _live.check_rule(rule, "chain()")
     rules = tuple(map(_live.with_extra, rules))
-    return optax.GradientTransformationExtraArgs(
-        _ChainInit(tuple(r.init for r in rules)), _ChainUpdate(tuple(r.update for r in rules))
-    )
+    return _live.as_rule(_ChainInit(tuple(r.init for r in rules)), _ChainUpdate(tuple(r.update for r in rules)))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("inner",), meta_fields=())
@@ -117,13 +115,18 @@ class _Assign:
             owner = self._by_label(params, named)
         else:
             for pattern in self.patterns:
-                flags = _tree.select(pattern, params)
+                flags = _where.select(pattern, params)
                 owner = [o or (pattern if flag else None) for o, flag in zip(owner, flags, strict=True)]
         for o, (_, path, _) in zip(owner, named, strict=True):
             if o is None:
                 raise PatternError(
-                    message("leaf", _tree.access_str("params", path), "no group for it",
-                            f"one of {', '.join(map(repr, self.patterns))}", "End with '**' for the rest.")  # fmt: skip
+                    message(
+                        "leaf",
+                        _tree.access_str("params", path),
+                        "no group for it",
+                        f"one of {', '.join(map(repr, self.patterns))}",
+                        "End with '**' for the rest.",
+                    )
                 )
         for pattern in self.patterns:
             if pattern not in owner:
@@ -141,8 +144,12 @@ class _Assign:
         for label, (_, path, _) in zip(labels, named, strict=True):
             if label not in self.patterns:
                 raise PatternError(
-                    message("label", _tree.access_str("params", path), repr(label),
-                            f"one of {', '.join(map(repr, self.patterns))}")  # fmt: skip
+                    message(
+                        "label",
+                        _tree.access_str("params", path),
+                        repr(label),
+                        f"one of {', '.join(map(repr, self.patterns))}",
+                    )
                 )
         return labels
 
@@ -218,7 +225,7 @@ def groups(
         _live.check_rule(rule, f"groups({{{pattern!r}: ...}})")
     assign = _Assign(tuple(rules), labels)
     parts = [_live.with_extra(rule) for rule in rules.values()]
-    return optax.GradientTransformationExtraArgs(
+    return _live.as_rule(
         _GroupsInit(assign, tuple(r.init for r in parts)),
         _GroupsUpdate(assign, tuple(r.update for r in parts)),
     )
@@ -233,12 +240,12 @@ def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
     def update(updates, state, params=None, **extra):
         return f(updates, params, **extra), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return _live.as_rule(lambda params: optax.EmptyState(), update)
 
 
 def clip_value(max: float = 10.0):
     """Clamp every component of the gradient to [-max, max]; NaN stays NaN. It changes the direction."""
-    bound = _live.as_scalar(max)
+    bound = _number.as_scalar(max)
     return _stateless(lambda updates, params, **_: jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates))
 
 
@@ -248,7 +255,7 @@ def clip_global_norm(max: float = 1.0):
     One f32 norm over everything that is trained and not frozen, across `groups` too. Where it is not finite the
     step is rejected by its verdict; in plain optax code it is as in `optax.clip_by_global_norm`.
     """
-    bound = _live.as_scalar(max)
+    bound = _number.as_scalar(max)
 
     def clip(updates, params, *, outside=0.0, **_):
         norm = jnp.sqrt(sum(_tree.square_sums(updates)) + outside)
@@ -267,7 +274,7 @@ def clip_array_norm(max: float = 10.0, p: float = 2, throw: bool = True):
     """
     if isinstance(p, (str, bool)) or p is None or p != p:
         raise WrongTypeError(message("p", "clip_array_norm()", repr(p), "a real number, ±inf or 0"))
-    bound = _live.as_scalar(max)
+    bound = _number.as_scalar(max)
 
     def report(params, values):
         leaves = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -284,7 +291,7 @@ def clip_array_norm(max: float = 10.0, p: float = 2, throw: bool = True):
         scaled = [g * jnp.minimum(bound / n, 1).astype(g.dtype) for g, n in zip(leaves, norms, strict=True)]
         return treedef.unflatten(scaled), report(updates, jnp.stack(norms)) if throw else state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return _live.as_rule(init, update)
 
 
 def array_norm(x, p: float):
@@ -307,31 +314,31 @@ def weight_decay(weight_decay: float = 5e-4, where: Any = "**"):
     First in a chain it is the gradient of `weight_decay / 2 · Σ params²` added to the loss; after an adaptive
     rule, decoupled decay.
     """
-    rate = _live.as_scalar(weight_decay)
+    rate = _number.as_scalar(weight_decay)
     return _decay(where, lambda g, p: g + rate * p)
 
 
 def sign_decay(sign_decay: float = 1e-3, where: Any = "**"):
     """Add `sign_decay · sign(params)` to the gradient: first in a chain, `sign_decay · Σ|params|` in the loss."""
-    rate = _live.as_scalar(sign_decay)
+    rate = _number.as_scalar(sign_decay)
     return _decay(where, lambda g, p: g + rate * jnp.sign(p))
 
 
 def _decay(where, f):
     def init(params):
-        _tree.select(where, params)  # raises now for a pattern that matches nothing
+        _where.select(where, params)  # raises now for a pattern that matches nothing
         return optax.EmptyState()
 
     def update(updates, state, params=None, **_):
         if params is None:
             raise RuleError("decay: update() needs params")
-        flags = _tree.select(where, params)
+        flags = _where.select(where, params)
         leaves, treedef = jax.tree.flatten(updates)
         params = jax.tree.leaves(params)
         new = [f(g, p) if flag else g for g, p, flag in zip(leaves, params, flags, strict=True)]
         return treedef.unflatten(new), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return _live.as_rule(init, update)
 
 
 clip_value = live(clip_value)
@@ -340,7 +347,7 @@ clip_array_norm = live(clip_array_norm, static=("p", "throw"))
 weight_decay = live(weight_decay)
 sign_decay = live(sign_decay)
 
-__all__ = sorted([  # noqa: PLE0605
+__all__ = sorted([
     *(n for n in (*OPTAX, *CONTRIB) if n in globals()),
     "chain", "clip_array_norm", "clip_global_norm", "clip_value", "groups", "live", "sign_decay", "weight_decay",
 ])  # fmt: skip

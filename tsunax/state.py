@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsunax import _live, _tree
+from tsunax import _checks, _live, _tree, _where
 from tsunax.errors import ParamsError, RuleError, StateError, message
 
 _PLANS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
@@ -97,7 +97,7 @@ class TrainState:
         known = ["step", "calls", "params", "opt_state", "model_state", "key", "numbers", "frozen"]
         for name in fields:
             if name not in known:
-                raise StateError(f"TrainState has no field {name!r}: {_tree.did_you_mean(name, known)}")
+                raise StateError(f"TrainState has no field {name!r}: {_where.did_you_mean(name, known)}")
         if "params" in fields:
             check_like("params", fields["params"], self.params)
         clock = self.clock
@@ -167,11 +167,11 @@ def setup(
     """
     _live.check_rule(rule, "setup()")
     rule = _live.with_extra(rule)
-    _tree.check_keys(params)
+    _checks.check_keys(params)
     flags = _select(trainable, params)
-    _tree.check_params(params, flags)
+    _checks.check_params(params, flags)
     if not copy:
-        _tree.check_aliases(params, flags)
+        _checks.check_aliases(params, flags)
     if device is not None:
         params, model_state = jax.device_put((params, model_state), device)
 
@@ -227,20 +227,20 @@ def check_like(what: str, new, old) -> None:
         if got != expected:
             raise StateError(
                 message(
-                    what, _tree.access_str(what, path), f"{got[1]}{list(got[0])}",
+                    what,
+                    _tree.access_str(what, path),
+                    f"{got[1]}{list(got[0])}",
                     f"{expected[1]}{list(expected[0])}",
-                )  # fmt: skip
+                )
             )
 
 
 def _select(where, params) -> tuple[bool, ...]:
     if not jax.tree.leaves(params):
         raise ParamsError(message("params", "setup()", "no parameters at all", "a pytree with arrays"))
-    flags = _tree.select(where, params, allow_empty=True)
+    flags = _where.select(where, params, allow_empty=True)
     if not any(flags):
-        raise ParamsError(
-            message("trainable", "setup()", "a selection of nothing", "at least one leaf to train")
-        )
+        raise ParamsError(message("trainable", "setup()", "a selection of nothing", "at least one leaf to train"))
     return flags
 
 
@@ -260,10 +260,12 @@ def _check_complex(rule, trained) -> None:
         ):
             raise RuleError(
                 message(
-                    "rule", _tree.access_str("params", path), f"dtype {leaf.dtype}",
+                    "rule",
+                    _tree.access_str("params", path),
+                    f"dtype {leaf.dtype}",
                     "a rule that takes complex numbers",
                     "Wrap it in optax.contrib.split_real_and_imaginary.",
-                )  # fmt: skip
+                )
             ) from cause
         return
 
@@ -316,13 +318,15 @@ def frozen_flags(state: TrainState) -> np.ndarray:
 def describe(state: TrainState) -> str:
     """The text of `repr(state)`: tree, counts, hyperparameters, frozen parts, bytes, placement."""
     leaves = [x for x in jax.tree.leaves(state) if _tree.is_array(x)]
-    if any(_tree.is_traced(x) for x in leaves) or any(
-        isinstance(x, jax.Array) and x.is_deleted() for x in leaves
-    ):
+    if any(_tree.is_traced(x) for x in leaves) or any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
         what = "traced" if any(_tree.is_traced(x) for x in leaves) else "donated"
         return f"TrainState({what}, {len(leaves)} arrays)"
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-    head = "TrainState(abstract)" if abstract or jnp.ndim(state.clock) > 1 else f"TrainState(step={int(state.step)}, calls={int(state.calls)})"
+    head = (
+        "TrainState(abstract)"
+        if abstract or jnp.ndim(state.clock) > 1
+        else f"TrainState(step={int(state.step)}, calls={int(state.calls)})"
+    )
     selected = state.plan.selected or [True] * len(jax.tree.leaves(state.params))
     flags = iter([False] * sum(selected) if abstract else frozen_flags(state))
     rows = []
@@ -336,15 +340,16 @@ def describe(state: TrainState) -> str:
     if state.numbers is not None and not abstract:
         named = state.numbers.named(state.step)
         lines.append("  " + ", ".join(f"{k}={v:.6g}" for k, v in named.items() if np.ndim(v) == 0))
-    size = lambda tree: sum(np.prod(jnp.shape(x)) * _tree.dtype_of(x).itemsize for x in jax.tree.leaves(tree) if _tree.is_array(x))  # fmt: skip
     lines.append(
-        f"  params {_bytes(size(state.params))}, optimizer {_bytes(size(state.opt_state))}"
+        f"  params {_bytes(state.params)}, optimizer {_bytes(state.opt_state)}"
         + ("" if abstract else f", on {_devices(leaves)}")
     )
     return "\n".join([head, *lines])
 
 
-def _bytes(n) -> str:
+def _bytes(tree) -> str:
+    arrays = [x for x in jax.tree.leaves(tree) if _tree.dtype_of(x) is not None]
+    n = float(sum(np.prod(jnp.shape(x)) * _tree.dtype_of(x).itemsize for x in arrays))
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"

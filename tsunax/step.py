@@ -15,18 +15,19 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
-from tsunax import _live, _tree, guard
+from tsunax import _live, _tree, _where, guard
 from tsunax.errors import LossError, NonFiniteError, StateError, WrongTypeError, message
 from tsunax.metrics import Loss, as_loss, rows_of
-from tsunax.state import TrainState, check_like, trainable
+from tsunax.state import TrainState, trainable
 
 # ------------------------------------------------------------------------------------------- calling loss_fn
 
@@ -45,9 +46,7 @@ class _LossFn:
     @classmethod
     def of(cls, fn) -> _LossFn:
         if not callable(fn):
-            raise WrongTypeError(
-                message("loss_fn", "train_step()", f"{type(fn).__name__}, not callable", "a function")
-            )
+            raise WrongTypeError(message("loss_fn", "train_step()", f"{type(fn).__name__}, not callable", "a function"))
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except (ValueError, TypeError):  # builtins without a signature
@@ -58,9 +57,12 @@ class _LossFn:
         if len(positional) < 2 and not starred:
             raise LossError(
                 message(
-                    "signature", "loss_fn", f"{getattr(fn, '__name__', 'loss_fn')}{inspect.signature(fn)}",
-                    "loss_fn(params, batch, ...)", f"Further keywords it may name: {', '.join(_OFFERED)}.",
-                )  # fmt: skip
+                    "signature",
+                    "loss_fn",
+                    f"{getattr(fn, '__name__', 'loss_fn')}{inspect.signature(fn)}",
+                    "loss_fn(params, batch, ...)",
+                    f"Further keywords it may name: {', '.join(_OFFERED)}.",
+                )
             )
         rest = positional[2:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
         return cls(
@@ -88,18 +90,27 @@ class _LossFn:
         unread = [name for name in extra if name not in out]
         if unread:
             raise LossError(
-                message("keyword", "loss_fn", f"{unread[0]!r} given to the step", "a keyword that loss_fn names",
-                        _tree.did_you_mean(unread[0], self.names))  # fmt: skip
+                message(
+                    "keyword",
+                    "loss_fn",
+                    f"{unread[0]!r} given to the step",
+                    "a keyword that loss_fn names",
+                    _where.did_you_mean(unread[0], self.names),
+                )
             )
         return out
 
     def _missing(self, name, train, extra) -> str:
         fixes = {
-            "key": "Give setup(..., key=jax.random.key(0))." if train else "Evaluation has no key: give it a default, key=None.",
+            "key": "Give setup(..., key=jax.random.key(0))."
+            if train
+            else "Evaluation has no key: give it a default, key=None.",
             "model_state": "Give setup(..., model_state=...).",
         }
         known = [*_OFFERED, *extra]
-        fix = fixes.get(name, f"Pass it to the step: step(state, batch, {name}=...); {_tree.did_you_mean(name, known)}.")
+        fix = fixes.get(
+            name, f"Pass it to the step: step(state, batch, {name}=...); {_where.did_you_mean(name, known)}."
+        )
         return message("keyword", "loss_fn", f"{name!r}, which is not there", "one that is", fix)
 
     def __call__(self, params, batch, keywords) -> Loss:
@@ -259,8 +270,11 @@ def update(
         params=optax.apply_updates(params, updates),
         opt_state=opt_state,
         model_state=_first(model_state, loss.model_state, state.model_state),
-        key=state.key, numbers=state.numbers, frozen=state.frozen, plan=state.plan,
-    )  # fmt: skip
+        key=state.key,
+        numbers=state.numbers,
+        frozen=state.frozen,
+        plan=state.plan,
+    )
     new = _transact(state, new, params, thawed, verdict)
     info = StepInfo(
         loss=None if value is None else jnp.asarray(value, jnp.float32),
@@ -286,7 +300,9 @@ def _fitting(state: TrainState, grads, params):
         raise StateError(f"grads do not fit trainable(state): {_tree.first_difference(grads, params)}")
     for (path, g), p in zip(jax.tree_util.tree_flatten_with_path(grads)[0], jax.tree.leaves(params), strict=True):
         if jnp.shape(g) != jnp.shape(p):
-            raise StateError(message("grads", _tree.access_str("grads", path), f"shape {jnp.shape(g)}", f"{jnp.shape(p)}"))
+            raise StateError(
+                message("grads", _tree.access_str("grads", path), f"shape {jnp.shape(g)}", f"{jnp.shape(p)}")
+            )
     return grads
 
 
@@ -351,7 +367,6 @@ def _check_policy(on_nonfinite) -> None:
 
 # ------------------------------------------------------------------------------------------------ the whole step
 
-_Tracer = jax.core.Tracer
 _DONATED = (
     "state was donated to an earlier step, and its buffers are gone. Use the state that the step returned: "
     "`state, info = step(state, batch)`, or train_step(..., donate=False)."
@@ -426,33 +441,39 @@ class TrainStep:
         """The step without compilation and donation."""
         loss, grads = value_and_grad(self.loss_fn, remat=self.remat)(state, batch, **extra)
         search = {"value_fn": _value_fn(self.loss_fn, state, batch, extra)}
-        return update(
-            state, grads, loss=loss, on_nonfinite=self.on_nonfinite, norms=self.norms, **search, **extra
-        )
+        return update(state, grads, loss=loss, on_nonfinite=self.on_nonfinite, norms=self.norms, **search, **extra)
 
     @functools.cached_property
-    def _traced(self) -> Callable:
+    def _traced(self) -> Any:
         return jax.jit(self.pure)
 
     @functools.cached_property
-    def _compiled(self) -> Callable:
+    def _compiled(self) -> Any:
         def train_step(plan, moving, still, batch, extra):
             state, info = self.pure(_assemble(plan, moving, still), batch, extra)
-            arrays = info.loss, info.counted, info.grad_norm, info.update_norm, info.verdict, info.metrics, info.step
+            arrays = (
+                info.loss,
+                info.counted,
+                info.grad_norm,
+                info.update_norm,
+                info.verdict,
+                info.metrics,
+                info.step,
+            )
             return _moving(state), arrays, _Rows(info.rows)
 
         return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else ())
 
     def __call__(self, state: TrainState, batch, **extra) -> tuple[TrainState, StepInfo]:
         _check_state(state)
-        if isinstance(state.clock, _Tracer):
+        if isinstance(state.clock, Tracer):
             return self._traced(state, batch, extra)
         if state.clock.is_deleted():
             raise StateError(_DONATED)
         still = _still(state)
         moving, arrays, static = self._compiled(state.plan, _moving(state), still, batch, extra)
         state = _assemble(state.plan, moving, still)
-        info = StepInfo(*arrays, state.numbers, static.rows)
+        info = StepInfo(*arrays, numbers=state.numbers, rows=static.rows)
         if self.on_nonfinite == "raise":
             self._raise_if_rejected(state, info, batch, extra)
         return state, info
@@ -514,7 +535,7 @@ def train_step(
     ...     print(f"{info.loss:.4f}")
     2.5000
     2.0250
-    1.6403
+    1.6402
     """
     return TrainStep(loss_fn, on_nonfinite, donate, remat, norms)
 
@@ -540,7 +561,7 @@ def eval_step(loss_fn: Callable) -> Callable:
 
     def call(state: TrainState, batch, **extra) -> Loss:
         _check_state(state)
-        if not isinstance(state.clock, _Tracer) and state.clock.is_deleted():
+        if not isinstance(state.clock, Tracer) and state.clock.is_deleted():
             raise StateError(_DONATED)
         return evaluate(state, batch, extra)
 

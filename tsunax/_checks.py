@@ -1,0 +1,121 @@
+"""What params must be: checked once, at setup, before anything is compiled, on concrete arrays only."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from tsunax import _tree
+from tsunax.errors import ParamsError, message
+
+
+def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
+    """Raise `ParamsError` for a dict whose keys are neither str nor int, or both.
+
+    To be called before anything that flattens: JAX's own error does not say where.
+    """
+    if isinstance(params, Mapping) and not jtu.all_leaves([params]):
+        odd = [key for key in params if not isinstance(key, (str, int))]
+        text = [key for key in params if isinstance(key, str)]
+        if odd or 0 < len(text) < len(params):
+            mixed = [*text[:1], *(key for key in params if key not in text)]
+            got = ", ".join(f"{key!r} ({type(key).__name__})" for key in odd[:1] or mixed[:2])
+            where = _tree.access_str(root, path)
+            raise ParamsError(message("dict keys", where, got, "all str or all int, so that they sort"))
+    for key, child in _tree._children(params):
+        check_keys(child, root, path + key)
+
+
+_ASIDE = "Leave it out with trainable=, or keep it in model_state."
+
+
+def _leaf_fault(leaf: Any) -> tuple[str, str, str, str] | None:
+    """What makes a leaf impossible to train, as `what, got, expected, fix`."""
+    dtype, floats = _tree.dtype_of(leaf), "a float or complex array"
+    if dtype is None:
+        return "leaf that is no number", type(leaf).__name__, floats, _ASIDE
+    if not _tree.is_inexact(leaf):
+        return "leaf that cannot be trained", f"dtype {dtype}", floats, _ASIDE
+    canonical = jax.dtypes.canonicalize_dtype(dtype)
+    if canonical != dtype:
+        fix = f"It would be cut to {canonical}: cast it yourself, or set jax_enable_x64."
+        return "leaf too wide for JAX", f"dtype {dtype}", str(canonical), fix
+    if 0 in np.shape(leaf):
+        return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", _ASIDE
+    if isinstance(leaf, jax.Array) and not _tree.is_traced(leaf) and leaf.is_deleted():
+        fix = "A step that it was donated to took it: use what the step returned."
+        return "leaf without a buffer", "a deleted array", "a live one", fix
+    return None
+
+
+def _repeat(keys: Iterable[Any], flags: _tree.Flags) -> tuple[int, int] | None:
+    """The first two places with the same key, at least one of them selected."""
+    seen: dict[Any, int] = {}
+    for i, key in enumerate(keys):
+        j = seen.setdefault(key, i)
+        if i != j and (flags[i] or flags[j]):
+            return j, i
+    return None
+
+
+@jax.jit
+def _count_nonfinite(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.sum(~jnp.isfinite(leaf)) for leaf in leaves]
+
+
+def _nonfinite(leaves: list[Any]) -> list[int]:
+    """For each leaf the number of elements that are NaN or inf; 0 where there are no values yet."""
+    counts = [0] * len(leaves)
+    elsewhere: dict[frozenset, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if _tree.is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            continue
+        devices = leaf.devices() if isinstance(leaf, jax.Array) else set()
+        if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
+            elsewhere.setdefault(frozenset(devices), []).append(i)
+        else:  # a view that is gone at once: one that stays would keep the leaf from being donated
+            counts[i] = np.size(leaf) - int(np.count_nonzero(np.isfinite(np.asarray(leaf))))
+    for group in elsewhere.values():  # one program for each set of devices
+        with jax.ensure_compile_time_eval():
+            found = jax.device_get(_count_nonfinite([leaves[i] for i in group]))
+        for i, count in zip(group, found, strict=True):
+            counts[i] = int(count)
+    return counts
+
+
+def check_params(params: Any, flags: _tree.Flags, root: str = "params") -> None:
+    """Raise `ParamsError` for a selected leaf that cannot be trained, or shares its name.
+
+    Unselected leaves may be anything. Values are looked at only where there are some, so not under
+    jit or `eval_shape`.
+    """
+    named = _tree.leaves_with_names(params)
+    if not named:
+        raise _tree.no_parameters(root, params)
+    chosen = [(path, leaf) for (_, path, leaf), flag in zip(named, flags, strict=True) if flag]
+    for path, leaf in chosen:
+        if fault := _leaf_fault(leaf):
+            what, *rest = fault
+            raise ParamsError(message(what, _tree.access_str(root, path), *rest))
+    for joint in "/.":
+        if pair := _repeat([joint.join(name) for name, _, _ in named], flags):
+            where = " and ".join(_tree.access_str(root, named[i][1]) for i in pair)
+            got = f"{joint.join(named[pair[0]][0])!r} for both"
+            raise ParamsError(message("names that collide", where, got, "different names"))
+    for (path, leaf), count in zip(chosen, _nonfinite([leaf for _, leaf in chosen]), strict=True):
+        if count:
+            got = f"{count} of {np.size(leaf)} not finite"
+            where = _tree.access_str(root, path)
+            raise ParamsError(message("leaf with NaN or inf", where, got, "finite numbers"))
+
+
+def check_aliases(params: Any, flags: _tree.Flags, root: str = "params") -> None:
+    """Raise `ParamsError` where one array is two leaves, one selected: donation would free both."""
+    keyed = jtu.tree_flatten_with_path(params)[0]
+    if pair := _repeat([id(x) if _tree.is_array(x) else -1 - i for i, (_, x) in enumerate(keyed)], flags):
+        where = " and ".join(_tree.access_str(root, keyed[i][0]) for i in pair)
+        fix = "Copy one of them, or let setup copy (copy=True)."
+        raise ParamsError(message("leaves", where, "one array for both", "an array for each", fix))
