@@ -100,7 +100,7 @@ def _same(a, b) -> bool:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("table", "inner", "extra", "count"),
-    meta_fields=("live", "paths", "cut"),
+    meta_fields=("live", "paths", "cut", "one_clock"),
 )
 @dataclass(frozen=True, init=False)
 class LiveState:
@@ -114,10 +114,12 @@ class LiveState:
     paths: tuple  # key path of each leaf that this rule sees
     cut: Cut | None
 
-    def __init__(self, table, inner, extra=(), count=None, *, live, paths, cut=None):
-        fields = self.__dict__  # made at every step; see TrainState
+    one_clock: bool  # whether `step=` is sure to come and to be the count of updates of the inner state, too
+
+    def __init__(self, table, inner, extra=(), count=None, *, live, paths, cut=None, one_clock=False):
+        fields = self.__dict__
         fields["table"], fields["inner"], fields["extra"], fields["count"] = table, inner, extra, count
-        fields["live"], fields["paths"], fields["cut"] = live, paths, cut
+        fields["live"], fields["paths"], fields["cut"], fields["one_clock"] = live, paths, cut, one_clock
 
     @property
     def groups(self) -> int:
@@ -136,6 +138,11 @@ class Cut:
 def interned(static):
     """One object for equal static parts, so that comparing two states compares identities."""
     return static
+
+
+def on_one_clock(update: Any, state):
+    """The state of a new run without own counts, where the rule is known to hand `step=` on to its parts."""
+    return update.on_one_clock(state) if hasattr(update, "on_one_clock") else state
 
 
 def is_live(x) -> bool:
@@ -236,6 +243,9 @@ class LiveUpdate:
 
     live: Live
 
+    def on_one_clock(self, state: LiveState) -> LiveState:
+        return dataclasses.replace(state, count=None, one_clock=True)
+
     def __call__(self, updates, state: LiveState, params=None, *, step=None, **extra):
         if state.table is None:
             raise RuleError(f"{self.live.title}: the numbers of this state are kept by its TrainState. Use ts.update.")
@@ -247,7 +257,14 @@ class LiveUpdate:
         updates, inner, counters = _collect(self.live, state, updates, runs)
         count = None if state.count is None else optax.safe_increment(state.count)
         return updates, LiveState(
-            state.table, inner, counters, count, live=state.live, paths=state.paths, cut=state.cut
+            state.table,
+            inner,
+            counters,
+            count,
+            live=state.live,
+            paths=state.paths,
+            cut=state.cut,
+            one_clock=state.one_clock,
         )
 
 
@@ -319,18 +336,10 @@ def recut(state: LiveState, cut: Cut, parents: tuple[int, ...], params) -> LiveS
     owners = _owners(state.live, params)
     first = tuple(x for x, o in zip(leaves, owners, strict=True) if o is None)
     counters = (first, *state.extra)
-    table = None if state.table is None else state.table[..., np.asarray(parents), :]
+    table = state.table[..., np.asarray(parents), :]
     # copies: two groups must not donate one buffer
     extra = tuple(tuple(jnp.array(x, copy=True) for x in counters[p]) for p in parents[1:])
-    return LiveState(
-        table,
-        state.inner,
-        extra,
-        state.count,
-        live=state.live,
-        paths=state.paths,
-        cut=interned(cut),
-    )
+    return dataclasses.replace(state, table=table, extra=extra, cut=interned(cut))
 
 
 # --------------------------------------------------------------------------------------------- live()
@@ -416,144 +425,3 @@ def live(factory: Callable, *, static: tuple[str, ...] = ()) -> LiveFactory:
             )
         )
     return LiveFactory(factory, static)
-
-
-# --------------------------------------------------------------- numbers outside of the optimizer state
-
-
-def map_live(f: Callable[[LiveState], LiveState], opt_state):
-    """Apply `f` to every live state of an optimizer state, nested ones first."""
-
-    def visit(x):
-        if not is_live(x):
-            return x
-        return f(dataclasses.replace(x, inner=map_live(f, x.inner)))
-
-    return jax.tree.map(visit, opt_state, is_leaf=is_live)
-
-
-def live_states(opt_state) -> list[tuple[tuple, LiveState]]:
-    """Every live state with its key path, in the order of `map_live`."""
-    out = []
-    for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_live)[0]:
-        if is_live(x):
-            out += [(path + inner, s) for inner, s in live_states(x.inner)] + [(path, x)]
-    return out
-
-
-def owners_of(init: Callable, opt_state, params) -> list[int | None]:
-    """For each leaf of an optimizer state, cut or not, the index of the parameter that it belongs to."""
-    shapes, _, owners = _tree.owners(init, params)
-    fresh = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if o is None else o for o in owners])
-
-    def align(fresh, actual):
-        if not is_live(actual):
-            return fresh
-        inner = jax.tree.map(align, fresh.inner, actual.inner, is_leaf=is_live)
-        extra, count = jax.tree.map(lambda _: -1, (actual.extra, actual.count))
-        return dataclasses.replace(actual, table=None, inner=inner, extra=extra, count=count)
-
-    aligned = jax.tree.map(align, fresh, opt_state, is_leaf=is_live)
-    return [None if o < 0 else o for o in jax.tree.leaves(aligned)]
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("layout",))
-@dataclass(frozen=True)
-class Numbers:
-    """All tables of an optimizer state in one array, beside it.
-
-    There the numbers are an argument that a step never returns: they cost one leaf, are never donated, and
-    reading or changing them waits for no step that is still running.
-    """
-
-    values: Any  # (3, n): value, complement, held against its schedule
-    layout: tuple  # per live state: (live, flat names by group)
-
-    @property
-    def scheduled(self) -> bool:
-        return any(schedule for live, _ in self.layout for schedule in live.schedules)
-
-    def named(self, step) -> dict[str, Any]:
-        """Every number in force at `step`, by flat name: Python floats where they are concrete."""
-        out, start = {}, 0
-        for live, groups in self.layout:
-            for names in groups:
-                table = self.values[..., start : start + live.columns]
-                start += live.columns
-                at = len(names)
-                for i, (flat, schedule) in enumerate(zip(names, live.schedules, strict=True)):
-                    value, complement = table[..., 0, i], table[..., 1, i]
-                    if schedule:
-                        now = schedule.at(step, [table[..., 0, at + j] for j in range(schedule.size)])
-                        at += schedule.size
-                        value, complement = jnp.where(table[..., 2, i] > 0, value, now), None
-                    out[flat] = _number.as_float(value, complement)
-        return out
-
-
-def hoist(opt_state):
-    """Take the tables out: (the state without them, its `Numbers` or None)."""
-    tables = []
-
-    def take(s: LiveState) -> LiveState:
-        tables.append(s.table.reshape(*s.table.shape[:-2], -1))
-        return dataclasses.replace(s, table=None)
-
-    opt_state = map_live(take, opt_state)
-    if not tables:
-        return opt_state, None
-    return opt_state, Numbers(jnp.concatenate(tables, axis=-1), layout(opt_state))
-
-
-def lower(opt_state, numbers: Numbers | None):
-    """Put the tables back: the inverse of `hoist`."""
-    at = 0
-
-    def fill(s: LiveState) -> LiveState:
-        nonlocal at
-        assert numbers is not None
-        size, values = s.groups * s.live.columns, numbers.values
-        table = values[..., at : at + size].reshape(*values.shape[:-1], s.groups, s.live.columns)
-        at += size
-        return dataclasses.replace(s, table=table)
-
-    return opt_state if numbers is None else map_live(fill, opt_state)
-
-
-def chain_index(path) -> str:
-    """Where in chains a live state stands: "0", or "1.0" in a chain within a chain."""
-    return ".".join(str(k.idx) for k in path if isinstance(k, jax.tree_util.SequenceKey))
-
-
-def layout(opt_state) -> tuple:
-    """What `Numbers` says of its columns, from the live states of an optimizer state."""
-    lives = (s.live for _, s in live_states(opt_state))
-    return interned(tuple(zip(lives, labels(opt_state), strict=True)))
-
-
-def labels(opt_state) -> tuple:
-    """The flat name of every number: per live state, per group, per name.
-
-    A name alone where it is the only one; `name@pattern` in a group of rules or a cut subtree; `i.name` where a
-    chain repeats it.
-    """
-    rows = []  # live state, group, name, chain index, patterns
-    for at, (path, s) in enumerate(live_states(opt_state)):
-        index = chain_index(path)
-        outer = [str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)]
-        for g in range(s.groups):
-            cut = [s.cut.labels[g]] if s.cut and s.cut.labels[g] else []
-            rows += [(at, g, name, index, tuple(outer + cut)) for name in s.live.names]
-    names = [name for _, _, name, _, _ in rows]
-    with_patterns = ["@".join((name, *patterns)) for _, _, name, _, patterns in rows]
-    out: dict[int, dict[int, tuple[str, ...]]] = {}
-    for (at, g, name, index, _), flat in zip(rows, with_patterns, strict=True):
-        if names.count(name) == 1:
-            flat = name
-        elif with_patterns.count(flat) > 1 and index:
-            flat = f"{index}.{flat}"
-        groups = out.setdefault(at, {})
-        groups[g] = (*groups.get(g, ()), flat)
-    return tuple(
-        tuple(out.get(at, {}).get(g, ()) for g in range(s.groups)) for at, (_, s) in enumerate(live_states(opt_state))
-    )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _live, _number, _tree, _where
+from tsunax import _hoist, _live, _number, _tree, _where
 from tsunax.errors import HyperparameterError, PatternError, message
 from tsunax.state import TrainState, beside, trainable
 
@@ -143,16 +143,16 @@ def _matched(state: TrainState, where) -> frozenset:
 
 
 def _known(state: TrainState) -> list[str]:
-    return [name for _, groups in state.numbers.layout for names in groups for name in names]
+    return [name for groups in state.numbers.layout.names for names in groups for name in names]
 
 
 def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
     """The live states that this adjust is for: {place: {name given: name there}}; all of them without values."""
     hit = {}
-    for at, (path, s) in enumerate(_live.live_states(state.opt_state)):
+    for at, (path, s) in enumerate(state.numbers.layout.lives):
         leaves = matched.intersection(s.paths)
         if leaves:
-            hit[at] = (_live.chain_index(path), s.live.names, leaves)
+            hit[at] = (_hoist.chain_index(path), s.live.names, leaves)
     if not values:
         return {at: {} for at in hit}
     targets: dict[int, dict[str, str]] = {}
@@ -180,31 +180,22 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
 def _cut(state: TrainState, where, matched, targets) -> TrainState:
     """Give the matched leaves groups of values of their own in the targeted live states, where they have none."""
     params = trainable(state)
-    cuts, columns, start = {}, [], 0
-    for at, (_, s) in enumerate(_live.live_states(state.opt_state)):
+    cuts = {}
+    for at, (_, s) in enumerate(state.numbers.layout.lives):
         cut, parents = _refined(s, [path in matched for path in s.paths], _label(where))
-        if at not in targets or cut is None:
-            parents = tuple(range(s.groups))
-        else:
+        if at in targets and cut is not None:
             cuts[at] = cut, parents
-        width = s.live.columns
-        columns += [start + p * width + i for p in parents for i in range(width)]
-        start += s.groups * width
     if not cuts:
         return state
-    places = iter(range(len(state.numbers.layout)))
 
-    def recut(s):
-        at = next(places)
-        if at not in cuts:
+    def recut(place, s):
+        if place not in cuts:
             return s
         seen = frozenset(s.paths)
         flags = [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-        cut, parents = cuts[at]
-        return _live.recut(s, cut, parents, _tree.partition(params, flags)[0])
+        return _live.recut(s, *cuts[place], _tree.partition(params, flags)[0])
 
-    opt_state = _live.map_live(recut, state.opt_state)
-    numbers = _live.Numbers(state.numbers.values[..., np.asarray(columns)], _live.layout(opt_state))
+    opt_state, numbers = _hoist.hoist(_hoist.map_live(recut, _hoist.lower(state.opt_state, state.numbers, state.step)))
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers)
 
 
@@ -236,25 +227,22 @@ def _refined(s: _live.LiveState, hits, label) -> tuple[_live.Cut | None, tuple[i
 
 def _by_leaf(state: TrainState, matched, targets, values) -> dict[int, tuple]:
     """{column of the numbers: (live, name, has a schedule, value)} for the groups of the matched leaves."""
-    out, start = {}, 0
-    for at, (_, s) in enumerate(_live.live_states(state.opt_state)):
+    out = {}
+    for at, s, group, start in state.numbers.columns():
         of = s.cut.of if s.cut else (0,) * len(s.paths)
-        groups = {g for g, path in zip(of, s.paths, strict=True) if path in matched}
-        for given, name in targets.get(at, {}).items():
-            i = s.live.names.index(name)
-            for g in groups:
-                out[start + g * s.live.columns + i] = (s.live, i, values[given])
-        start += s.groups * s.live.columns
+        if any(g == group and path in matched for g, path in zip(of, s.paths, strict=True)):
+            for given, name in targets.get(at, {}).items():
+                i = s.live.names.index(name)
+                out[start + i] = (s.live, i, values[given])
     return out
 
 
 def _by_flat_name(state: TrainState, values) -> dict[int, tuple]:
     """The same for flat names, as `hyperparams` gives them."""
-    columns, start = {}, 0
-    for live, groups in state.numbers.layout:
-        for names in groups:
-            columns |= {name: (start + i, live, i) for i, name in enumerate(names)}
-            start += live.columns
+    columns = {}
+    for at, s, group, start in state.numbers.columns():
+        names = state.numbers.layout.names[at][group]
+        columns |= {name: (start + i, s.live, i) for i, name in enumerate(names)}
     for name in values:
         if name not in columns:
             raise HyperparameterError(f"no live hyperparameter {name!r}: {_where.did_you_mean(name, list(columns))}")

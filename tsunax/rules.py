@@ -68,6 +68,9 @@ class _ChainInit:
 class _ChainUpdate:
     updates: tuple[Callable, ...]
 
+    def on_one_clock(self, states):
+        return tuple(_live.on_one_clock(update, s) for update, s in zip(self.updates, states, strict=True))
+
     def __call__(self, grads, states, params=None, **extra):
         new = []
         for update, state in zip(self.updates, states, strict=True):
@@ -172,6 +175,10 @@ class _GroupsInit:
 class _GroupsUpdate:
     assign: _Assign
     updates: tuple[Callable, ...]
+
+    def on_one_clock(self, state):
+        parts = zip(self.assign.patterns, self.updates, strict=True)
+        return GroupsState({p: _live.on_one_clock(update, state.inner[p]) for p, update in parts})
 
     def __call__(self, grads, state, params=None, *, value_fn=None, grad=None, outside=0.0, **extra):
         flags = self.assign(grads)

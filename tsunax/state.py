@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsunax import _checks, _live, _tree, _where
+from tsunax import _checks, _hoist, _live, _tree, _where
 from tsunax.errors import ParamsError, RuleError, StateError, message
 
 _PLANS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
@@ -69,7 +69,7 @@ class TrainState:
     opt_state: Any  # the rule's own state, of the trained leaves
     model_state: Any  # what the model carries without a gradient (batch statistics)
     key: Any  # PRNG key, never advanced: fold in `calls`
-    numbers: Any  # the live hyperparameters (`_live.Numbers`); None where the rule has none
+    numbers: Any  # the live hyperparameters (`_hoist.Numbers`); None where the rule has none
     frozen: Any  # uint32 words, one bit per trained leaf; None until the first freeze
     plan: Plan
 
@@ -101,6 +101,9 @@ class TrainState:
         if "params" in fields:
             check_like("params", fields["params"], self.params)
         clock = self.clock
+        if "step" in fields and self.numbers is not None and self.numbers.layout.clocks:
+            opt_state, numbers = _hoist.on_own_clocks(self.opt_state, self.numbers, self.step)
+            fields = {"opt_state": opt_state, "numbers": numbers, **fields}
         for at, name in enumerate(("step", "calls")):
             if name in fields:
                 clock = clock.at[..., at].set(fields.pop(name))
@@ -182,8 +185,8 @@ def setup(
     trained = params if selected is None else _tree.partition(params, selected)[0]
 
     _check_complex(rule, trained)
-    opt_state = _unalias(rule.init(trained), trained)
-    opt_state, numbers = _live.hoist(opt_state)
+    opt_state = _unalias(_live.on_one_clock(rule.update, rule.init(trained)), trained)
+    opt_state, numbers = _hoist.hoist(opt_state)
     if isinstance(key, int):
         key = jax.random.key(key)
     place = functools.partial(beside, trained)

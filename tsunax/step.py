@@ -16,7 +16,7 @@ import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from tsunax import _live, _tree, _where, guard
+from tsunax import _hoist, _tree, _where, guard
 from tsunax.errors import LossError, NonFiniteError, StateError, WrongTypeError, message
 from tsunax.metrics import Loss, as_loss, rows_of
 from tsunax.state import TrainState, trainable
@@ -174,13 +174,18 @@ def _objective(fn: _LossFn, state: TrainState, batch, extra) -> Callable:
     return objective
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("loss", "counted", "grad_norm", "update_norm", "verdict", "metrics", "step", "numbers"),
-    meta_fields=("rows",),
-)
-@dataclass(frozen=True, eq=False, init=False)
-class StepInfo:
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Rows:
+    """The weight of a loss where it is known from the shapes.
+
+    No array: a constant that a program returns costs XLA:CPU a copy on another thread, 15 us a step.
+    """
+
+    weight: float | None
+
+
+class StepInfo(NamedTuple):
     """What an observer may want to know of one step. Reading a value waits for the device; having it does not."""
 
     loss: Any  # f32, the mean
@@ -190,20 +195,13 @@ class StepInfo:
     verdict: Any  # int32: 0 applied, else the place of the first value that was not finite. None under "ignore"
     metrics: Any  # {name: f32, or what the metric's compute() gives}
     step: Any  # int32: the clock that the schedules saw, where the rule has any
+    rows: _Rows  # the weight, where nobody has to count
     numbers: Any  # the live hyperparameters that it used
-    # No array: a constant that a program returns costs XLA:CPU a copy on another thread, 15 us a step
-    rows: float | None  # the weight, where it is known from the shapes
-
-    def __init__(self, loss, counted, grad_norm, update_norm, verdict, metrics, step, numbers, rows):
-        fields = self.__dict__  # made at every step; see TrainState
-        fields["loss"], fields["counted"], fields["grad_norm"] = loss, counted, grad_norm
-        fields["update_norm"], fields["verdict"], fields["metrics"] = update_norm, verdict, metrics
-        fields["step"], fields["numbers"], fields["rows"] = step, numbers, rows
 
     @property
     def weight(self):
         """Rows or tokens behind the loss."""
-        return self.counted if self.rows is None else np.full(np.shape(self.loss), self.rows, np.float32)
+        return self.counted if self.rows.weight is None else np.full(np.shape(self.loss), self.rows.weight, np.float32)
 
     @property
     def applied(self):
@@ -261,9 +259,9 @@ def update(
     grads = _without_frozen(grads, thawed)
     grad_norm = _tree.global_norm(grads) if norms or on_nonfinite != "ignore" else None
     given = {"grad": grads, "step": state.step, **extra} | ({} if value is None else {"value": value})
-    opt_state = _live.lower(state.opt_state, state.numbers)
+    opt_state = _hoist.lower(state.opt_state, state.numbers, state.step)
     updates, opt_state = state.plan.update(grads, opt_state, params, **given)
-    opt_state, _ = _live.hoist(opt_state)
+    opt_state = _hoist.hoist_like(opt_state, state.numbers)
     verdict = None if on_nonfinite == "ignore" else guard.judge(value, grad_norm, opt_state)
     new = TrainState(
         clock=optax.safe_increment(state.clock),
@@ -276,16 +274,17 @@ def update(
         plan=state.plan,
     )
     new = _transact(state, new, params, thawed, verdict)
+    fixed = isinstance(loss.weight, np.ndarray | np.generic)
     info = StepInfo(
         loss=None if value is None else jnp.asarray(value, jnp.float32),
-        counted=None if isinstance(loss.weight, np.ndarray | np.generic) else loss.weight,
+        counted=None if fixed else loss.weight,
         grad_norm=grad_norm if norms else None,
         update_norm=_tree.global_norm(updates) if norms else None,
         verdict=verdict,
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         step=state.step if state.numbers is not None and state.numbers.scheduled else None,
+        rows=_Rows(float(loss.weight) if fixed else None),
         numbers=state.numbers,
-        rows=float(loss.weight) if isinstance(loss.weight, np.ndarray | np.generic) else None,
     )
     return new, info
 
@@ -329,7 +328,7 @@ def _transact(old: TrainState, new: TrainState, params, thawed, verdict) -> Trai
         leaves = [applied & on for on in thawed or [True] * len(jax.tree.leaves(params))]
         owners = [None] * len(jax.tree.leaves(new.opt_state))
         if thawed is not None:
-            owners = _live.owners_of(old.plan.init, old.opt_state, params)
+            owners = _hoist.owners_of(old.plan.init, old.opt_state, old.numbers, params)
         new = dataclasses.replace(
             new,
             clock=jnp.where(jnp.stack([applied, True]), new.clock, old.clock) if verdict is not None else new.clock,
@@ -393,14 +392,6 @@ def _assemble(plan, moving: tuple, still: tuple) -> TrainState:
     return TrainState(clock, params, opt_state, model_state, key, numbers, frozen, plan)
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Rows:
-    """The static part of an info, on its way out of a program."""
-
-    rows: float | None
-
-
 def _value_fn(loss_fn, state: TrainState, batch, extra) -> Callable:
     """The loss at other trained parameters, for rules that search along a line.
 
@@ -451,29 +442,21 @@ class TrainStep:
     def _compiled(self) -> Any:
         def train_step(plan, moving, still, batch, extra):
             state, info = self.pure(_assemble(plan, moving, still), batch, extra)
-            arrays = (
-                info.loss,
-                info.counted,
-                info.grad_norm,
-                info.update_norm,
-                info.verdict,
-                info.metrics,
-                info.step,
-            )
-            return _moving(state), arrays, _Rows(info.rows)
+            return _moving(state), tuple(info)[:-1]  # numbers are put back outside, and info made there: faster
 
         return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else ())
 
     def __call__(self, state: TrainState, batch, **extra) -> tuple[TrainState, StepInfo]:
         _check_state(state)
-        if isinstance(state.clock, Tracer):
+        clock, plan = state.clock, state.plan
+        if isinstance(clock, Tracer):
             return self._traced(state, batch, extra)
-        if state.clock.is_deleted():
+        if clock.is_deleted():
             raise StateError(_DONATED)
         still = _still(state)
-        moving, arrays, static = self._compiled(state.plan, _moving(state), still, batch, extra)
-        state = _assemble(state.plan, moving, still)
-        info = StepInfo(*arrays, numbers=state.numbers, rows=static.rows)
+        moving, seen = self._compiled(plan, _moving(state), still, batch, extra)
+        state = _assemble(plan, moving, still)
+        info = tuple.__new__(StepInfo, (*seen, still[0]))
         if self.on_nonfinite == "raise":
             self._raise_if_rejected(state, info, batch, extra)
         return state, info

@@ -1,0 +1,245 @@
+"""Numbers beside the optimizer state: what `TrainState` carries instead of live states.
+
+`hoist` takes the tables of all live states of an optimizer state out, into one array, and leaves plain optax
+states behind; `lower` puts them back for an update. What counts updates, as Adam's `count` does, is left out too: it
+is the state's own clock. Outside, the numbers are an argument that a step never returns:
+they cost one leaf, are never donated, and reading or changing them waits for no step that is still running.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tsunax import _number, _tree
+from tsunax._live import LiveState, interned, is_live
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where in an optimizer state the live states are: the static part of `Numbers`. Interned."""
+
+    full: Any  # structure with live states and their tables
+    plain: Any  # structure as a TrainState carries it
+    tables: tuple[int, ...]  # which leaves of `full` are tables
+    clocks: tuple[int, ...]  # and which are the clock
+    names: tuple  # flat names, per live state and group
+
+    @functools.cached_property
+    def skeleton(self):
+        """The optimizer state with its live states, an int for each array."""
+        return jax.tree.unflatten(self.full, range(self.full.num_leaves))
+
+    @functools.cached_property
+    def lives(self) -> list[tuple[tuple, LiveState]]:
+        return live_states(self.skeleton)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("layout",))
+@dataclass(frozen=True)
+class Numbers:
+    """All live numbers of an optimizer state."""
+
+    values: Any  # (3, n): value, complement, held against its schedule
+    layout: Layout
+
+    @property
+    def scheduled(self) -> bool:
+        return any(schedule for _, s in self.layout.lives for schedule in s.live.schedules)
+
+    def columns(self):
+        """(live state, group, first column) in the order of the columns."""
+        start = 0
+        for at, (_, s) in enumerate(self.layout.lives):
+            for group in range(s.groups):
+                yield at, s, group, start
+                start += s.live.columns
+
+    def named(self, step) -> dict[str, Any]:
+        """Every number in force at `step`, by flat name: Python floats where they are concrete."""
+        out = {}
+        for at, s, group, start in self.columns():
+            table = self.values[..., start : start + s.live.columns]
+            inner = len(s.live.names)
+            names = self.layout.names[at][group]
+            for i, (flat, schedule) in enumerate(zip(names, s.live.schedules, strict=True)):
+                value, complement = table[..., 0, i], table[..., 1, i]
+                if schedule:
+                    now = schedule.at(step, [table[..., 0, inner + j] for j in range(schedule.size)])
+                    inner += schedule.size
+                    value, complement = jnp.where(table[..., 2, i] > 0, value, now), None
+                out[flat] = _number.as_float(value, complement)
+        return out
+
+
+# Their `count` is the number of updates; one int32 less that enters and leaves every step.
+_COUNTED = (
+    optax.EmaState,
+    optax.ScaleByAdamState,
+    optax.ScaleByAmsgradState,
+    optax.ScaleByBeliefState,
+    optax.ScaleByLionState,
+    optax.ScaleByNovogradState,
+)
+
+
+def hoist(opt_state) -> tuple[Any, Numbers | None]:
+    """Take tables and clocks out: (plain state, numbers)."""
+    leaves, full = jax.tree.flatten(opt_state)
+    lives = [s for _, s in live_states(opt_state)]
+    tables = _places(leaves, [s.table for s in lives])
+    if not tables:
+        return opt_state, None
+    clocks = _places(leaves, [c for s in lives if s.one_clock for c in _counts(s.inner)])
+    plain = jax.tree.structure(_plain(opt_state))
+    layout = interned(Layout(full, plain, tables, clocks, labels(opt_state)))
+    rows = [leaves[i].reshape(*leaves[i].shape[:-2], -1) for i in tables]
+    return _without(layout, leaves), Numbers(jnp.concatenate(rows, axis=-1), layout)
+
+
+def lower(opt_state, numbers: Numbers | None, step):
+    """Put them back: the inverse of `hoist`."""
+    if numbers is None:
+        return opt_state
+    layout, values, at, out = numbers.layout, numbers.values, 0, []
+    leaves, lives = iter(jax.tree.leaves(opt_state)), iter(layout.lives)
+    for place in range(layout.full.num_leaves):
+        if place in layout.tables:
+            _, s = next(lives)
+            size = s.groups * s.live.columns
+            table = values[..., at : at + size]
+            out.append(table.reshape(*table.shape[:-1], s.groups, s.live.columns))
+            at += size
+        else:
+            out.append(step if place in layout.clocks else next(leaves))
+    return layout.full.unflatten(out)
+
+
+def hoist_like(opt_state, numbers: Numbers | None):
+    """The plain state again, after an update that changed no number."""
+    leaves, full = jax.tree.flatten(opt_state)
+    if numbers is None or full != numbers.layout.full:
+        return hoist(opt_state)[0]
+    return _without(numbers.layout, leaves)
+
+
+def on_own_clocks(opt_state, numbers: Numbers | None, step) -> tuple[Any, Numbers | None]:
+    """The same state with the counts that it left to the clock, before that is set to something else."""
+    apart = map_live(lambda _, s: dataclasses.replace(s, one_clock=False), lower(opt_state, numbers, step))
+    return hoist(jax.tree.map(lambda x: jnp.array(x, copy=True), apart))
+
+
+def _places(leaves, among) -> tuple[int, ...]:
+    ids = {id(x) for x in among}
+    return tuple(i for i, x in enumerate(leaves) if id(x) in ids)
+
+
+def _counts(inner) -> list:
+    """The counts of updates at the top of an optax state, or of a chain of them."""
+    if isinstance(inner, _COUNTED):
+        return [inner.count]
+    return [c for part in inner for c in _counts(part)] if type(inner) is tuple else []
+
+
+def _without(layout: Layout, leaves):
+    gone = {*layout.tables, *layout.clocks}
+    return layout.plain.unflatten([x for i, x in enumerate(leaves) if i not in gone])
+
+
+def _plain(opt_state):
+    """A live state as the optax state that it keeps; with the counters of further groups, if it has any."""
+
+    def one(s):
+        if not is_live(s):
+            return s
+        inner = _uncounted(_plain(s.inner)) if s.one_clock else _plain(s.inner)
+        return inner if not s.extra and s.count is None else (inner, s.extra, s.count)
+
+    return jax.tree.map(one, opt_state, is_leaf=is_live)
+
+
+def _uncounted(inner):
+    if isinstance(inner, _COUNTED):
+        return inner._replace(count=None)
+    return tuple(map(_uncounted, inner)) if type(inner) is tuple else inner
+
+
+def live_states(opt_state) -> list[tuple[tuple, LiveState]]:
+    """Every live state with its key path, outer ones first: the order of their tables among the leaves."""
+    out = []
+    for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_live)[0]:
+        if is_live(x):
+            out += [(path, x), *((path + inner, s) for inner, s in live_states(x.inner))]
+    return out
+
+
+def map_live(f: Callable[[int, LiveState], LiveState], opt_state):
+    """Apply `f(place, state)` to every live state, in the order of `live_states`."""
+    places = iter(range(len(live_states(opt_state))))
+
+    def visit(x):
+        if not is_live(x):
+            return x
+        place = next(places)
+        return f(place, dataclasses.replace(x, inner=jax.tree.map(visit, x.inner, is_leaf=is_live)))
+
+    return jax.tree.map(visit, opt_state, is_leaf=is_live)
+
+
+def owners_of(init: Callable, opt_state, numbers: Numbers | None, params) -> list[int | None]:
+    """For each leaf of a plain optimizer state the index of the parameter that it belongs to, or None."""
+    shapes, _, owners = _tree.owners(init, params)
+    if numbers is None:
+        return owners
+    fresh = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if o is None else o for o in owners])
+
+    def align(fresh, actual):
+        if not is_live(actual):
+            return fresh
+        inner = jax.tree.map(align, fresh.inner, actual.inner, is_leaf=is_live)
+        table, extra, count = jax.tree.map(lambda _: -1, (actual.table, actual.extra, actual.count))
+        return dataclasses.replace(actual, table=table, inner=inner, extra=extra, count=count)
+
+    gone = {*numbers.layout.tables, *numbers.layout.clocks}
+    aligned = jax.tree.leaves(jax.tree.map(align, fresh, numbers.layout.skeleton, is_leaf=is_live))
+    return [None if o < 0 else o for i, o in enumerate(aligned) if i not in gone]
+
+
+# ------------------------------------------------------------------------------------------------------- names
+
+
+def chain_index(path) -> str:
+    """Where in chains a live state stands: "0", or "1.0" in a chain within a chain."""
+    return ".".join(str(k.idx) for k in path if isinstance(k, jax.tree_util.SequenceKey))
+
+
+def labels(opt_state) -> tuple:
+    """The flat name of every number: per live state, per group, per name.
+
+    A name alone where it is the only one; `name@pattern` in a group of rules or a cut subtree; `i.name` where a
+    chain repeats it.
+    """
+    lives = live_states(opt_state)
+    rows = []  # live state, group, name, chain index, patterns
+    for at, (path, s) in enumerate(lives):
+        outer = [str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)]
+        for g in range(s.groups):
+            cut = [s.cut.labels[g]] if s.cut and s.cut.labels[g] else []
+            rows += [(at, g, name, chain_index(path), tuple(outer + cut)) for name in s.live.names]
+    names = [name for _, _, name, _, _ in rows]
+    with_patterns = ["@".join((name, *patterns)) for _, _, name, _, patterns in rows]
+    out: dict[tuple[int, int], tuple[str, ...]] = {}
+    for (at, g, name, index, _), flat in zip(rows, with_patterns, strict=True):
+        if names.count(name) == 1:
+            flat = name
+        elif with_patterns.count(flat) > 1 and index:
+            flat = f"{index}.{flat}"
+        out[at, g] = (*out.get((at, g), ()), flat)
+    return tuple(tuple(out.get((at, g), ()) for g in range(s.groups)) for at, (_, s) in enumerate(lives))
