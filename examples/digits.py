@@ -29,8 +29,8 @@ class Net(nnx.Module):
     def __init__(self, rngs):
         block = lambda i, o: (nnx.Conv(i, o, (3, 3), rngs=rngs), nnx.GroupNorm(o, 8, rngs=rngs), nnx.relu)
         pool = functools.partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2))
-        self.features = nnx.Sequential(*block(1, 32), *block(32, 32), pool, *block(32, 64), pool)
-        self.dropout = nnx.Dropout(0.2)
+        self.features = nnx.Sequential(*block(1, 16), *block(16, 32), pool, *block(32, 64), pool)
+        self.dropout = nnx.Dropout(0.4)
         self.head = nnx.Linear(2 * 2 * 64, 10, rngs=rngs)
 
     def __call__(self, images, key=None):
@@ -82,9 +82,10 @@ def main(seed, epochs, target):
 
     thaw, join, last = epochs // 5, 2 * epochs // 5, 4 * epochs // 5
     state, phase = ts.freeze(state, "features/**"), "head alone"
-    print(state, "\n\n          training  validation   learning rate of")
-    print("   epoch      loss    accuracy      head  features   phase")
+    print(state, "\n")
+    header = f"{'epoch':>5}{'loss':>9}{'validation':>12}{'head rate':>12}{'feature rate':>14}   phase"
     rng, table = np.random.default_rng(seed), {}
+    print(header)
     for epoch in range(epochs):
         if epoch == thaw:
             state, phase = ts.thaw(state, "features/**"), "features follow"
@@ -92,23 +93,22 @@ def main(seed, epochs, target):
         if epoch == join:
             state, phase = ts.adjust(state, learning_rate=None), "one schedule"  # given back to it
         if epoch == last:
-            state, phase = ts.adjust(state, learning_rate=1e-4), "last epochs"
+            state, phase = ts.adjust(state, learning_rate=1e-4), "by hand"
 
         infos = []
         for batch in batches(train, rng):
             state, info = step(state, batch)
             infos.append(info)
         loss, rates = np.mean([info.loss for info in infos]), info.hyperparams
-        head = f"{rates['learning_rate']:.1e}"
-        features = f"{rates.get('learning_rate@features/**', 0):.1e}" if epoch >= thaw else "frozen"
-        line = f"{loss:10.4f}{accuracy(validation):12.4f}{head:>10}{features:>10}"
-        print(f"{epoch + 1:8d}{line}   {phase}")
-        table[phase] = f"{epoch + 1:8d}{line}   {phase}"
+        head, features = rates["learning_rate"], rates.get("learning_rate@features/**")
+        features = "frozen" if features is None else f"{features:.1e}"
+        line = f"{epoch + 1:5}{loss:9.4f}{accuracy(validation):12.4f}{head:12.1e}{features:>14}   {phase}"
+        print(line)
+        table[phase] = line
 
-    print("\nat the end of each phase")
-    print(*table.values(), sep="\n")
+    print("\nAt the end of each phase:", header, *table.values(), sep="\n")
     result = accuracy(test)
-    print(f"\n{epochs * steps} steps, {time.perf_counter() - began:.0f} s")
+    print(f"\n{int(state.step)} steps, {time.perf_counter() - began:.0f} s")
     print(f"test accuracy: {result:.4f}")
     assert result >= target, f"expected at least {target}"
 

@@ -1,6 +1,6 @@
 """What params must be: checked once, at setup, before anything is compiled, on concrete arrays only."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -9,14 +9,17 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax import _tree
-from tsunax.errors import ParamsError, message
+from tsunax.errors import ParamsError, StateError, WrongTypeError, message
 
 
 def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
-    """Raise `ParamsError` for a dict whose keys are neither str nor int, or both.
+    """Raise `ParamsError` for a dict whose keys are neither str nor int, or both, and for a generator.
 
     To be called before anything that flattens: JAX's own error does not say where.
     """
+    if isinstance(params, Iterator):
+        where, got = _tree.access_str(root, path), _tree.describe(params)
+        raise ParamsError(message("leaf", where, got, "a list, tuple or dict", "Make it one, with list(...)."))
     if isinstance(params, Mapping) and not jtu.all_leaves([params]):
         odd = [key for key in params if not isinstance(key, (str, int))]
         text = [key for key in params if isinstance(key, str)]
@@ -29,6 +32,27 @@ def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
         check_keys(child, root, path + key)
 
 
+def check_arrays(tree: Any, root: str, fix: str = "") -> None:
+    """Raise for a leaf that no program can take: `WrongTypeError`, or `StateError` for a buffer that is gone."""
+    try:
+        check_keys(tree, root)
+    except ParamsError as error:
+        raise WrongTypeError(str(error)) from None
+    for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+        dtype, where = _tree.dtype_of(leaf), _tree.access_str(root, path)
+        numeric = dtype is not None and any(
+            jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.prng_key)
+        )
+        if not numeric:
+            raise WrongTypeError(message("leaf", where, _tree.describe(leaf), "an array of numbers", fix))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            got = f"a ShapeDtypeStruct, {_tree.describe(leaf)}"
+            raise WrongTypeError(message("leaf", where, got, "an array"))
+        if isinstance(leaf, jax.Array) and not _tree.is_traced(leaf) and leaf.is_deleted():
+            fix = "A step that it was donated to took it: use what the step returned."
+            raise StateError(message("leaf", where, "a deleted array", "a live one", fix))
+
+
 _ASIDE = "Leave it out with trainable=, or keep it in model_state."
 
 
@@ -39,7 +63,8 @@ def _leaf_fault(leaf: Any) -> tuple[str, str, str, str] | None:
         return "leaf that is no number", type(leaf).__name__, floats, _ASIDE
     if not _tree.is_inexact(leaf):
         return "leaf that cannot be trained", f"dtype {dtype}", floats, _ASIDE
-    canonical = jax.dtypes.canonicalize_dtype(dtype)
+    wide = {"g": "float32", "G": "complex64"}.get(getattr(dtype, "char", ""))  # NumPy's longdouble
+    canonical = jax.dtypes.canonicalize_dtype(wide or dtype)
     if canonical != dtype:
         fix = f"It would be cut to {canonical}: cast it yourself, or set jax_enable_x64."
         return "leaf too wide for JAX", f"dtype {dtype}", str(canonical), fix
@@ -112,10 +137,15 @@ def check_params(params: Any, flags: _tree.Flags, root: str = "params") -> None:
             raise ParamsError(message("leaf with NaN or inf", where, got, "finite numbers"))
 
 
-def check_aliases(params: Any, flags: _tree.Flags, root: str = "params") -> None:
-    """Raise `ParamsError` where one array is two leaves, one selected: donation would free both."""
-    keyed = jtu.tree_flatten_with_path(params)[0]
-    if pair := _repeat([id(x) if _tree.is_array(x) else -1 - i for i, (_, x) in enumerate(keyed)], flags):
-        where = " and ".join(_tree.access_str(root, keyed[i][0]) for i in pair)
+def check_aliases(params: Any, flags: _tree.Flags, root: str = "params", **donated: Any) -> None:
+    """Raise `ParamsError` where one array is two leaves, one selected: donation would free both.
+
+    `donated` are trees by name that share the fate of the selected leaves.
+    """
+    named = {root: params, **donated}
+    keyed = [(name, *found) for name, tree in named.items() for found in jtu.tree_flatten_with_path(tree)[0]]
+    flags = [*flags, *[True] * (len(keyed) - len(flags))]
+    if pair := _repeat([id(x) if _tree.is_array(x) else -1 - i for i, (_, _, x) in enumerate(keyed)], flags):
+        where = " and ".join(_tree.access_str(*keyed[i][:2]) for i in pair)
         fix = "Copy one of them, or let setup copy (copy=True)."
         raise ParamsError(message("leaves", where, "one array for both", "an array for each", fix))

@@ -221,15 +221,27 @@ def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformati
     return as_rule(rule.init, _PlainUpdate(rule.update))
 
 
-def check_rule(rule, where: str) -> None:
+def check_rule(rule, where: str, fix: str = "") -> None:
     """Raise WrongTypeError unless this is an optax rule, guessing what was meant."""
+    expected, got = "an optax.GradientTransformation", _tree.describe(rule)
     if isinstance(rule, optax.GradientTransformation):
-        return
-    fix = ""
+        if callable(rule.init) and callable(rule.update):
+            return
+        got = f"one with init {_tree.describe(rule.init)}, update {_tree.describe(rule.update)}"
+        raise WrongTypeError(message("rule", where, got, "two functions"))
+    raise WrongTypeError(message("rule", where, got, expected, fix or _meant(rule)))
+
+
+def _meant(rule) -> str:
+    is_rule = lambda x: isinstance(x, optax.GradientTransformation)
     if isinstance(rule, LiveFactory) or (callable(rule) and not isinstance(rule, type)):
-        fix = f"Call it: {getattr(rule, '__name__', 'rule')}(learning_rate=...)."
-    got = f"the class {rule.__name__}" if isinstance(rule, type) else f"{rule!r:.60} ({type(rule).__name__})"
-    raise WrongTypeError(message("rule", where, got, "an optax.GradientTransformation", fix))
+        first = next(iter(inspect.signature(rule).parameters), "")
+        return f"Call it: {getattr(rule, '__name__', 'rule')}({first and first + '=...'})."
+    if isinstance(rule, (list, tuple)) and rule and all(map(is_rule, rule)):
+        return "Join them: ts.rules.chain(*rules)."
+    if isinstance(rule, Mapping) and rule and all(map(is_rule, rule.values())):
+        return "Give each its part: ts.rules.groups({pattern: rule})."
+    return "For example ts.rules.adam(1e-3)."
 
 
 def blank(init: Any) -> Callable:
@@ -348,6 +360,8 @@ def recut(state: LiveState, cut: Cut, parents: tuple[int, ...], params) -> LiveS
 class LiveFactory:
     """What `live(factory)` returns: call it like the factory."""
 
+    advice = ""  # what an error about its arguments ends with
+
     def __init__(self, factory: Callable, static: tuple[str, ...] = ()):
         self.factory, self.static = factory, frozenset(static)
         self.__name__ = factory.__name__.strip("_")
@@ -368,10 +382,10 @@ class LiveFactory:
                 statics[name] = value
                 continue
             if callable(value):
-                _number.check_schedule(self.__name__, name, value)
+                _number.check_schedule(f"{self.__name__}()", name, value)
                 schedule = _number.split_schedule(value)[0]
             else:
-                _number.check_number(self.__name__, name, value)
+                _number.check_number(f"{self.__name__}()", name, value)
                 schedule = None
             names.append(name), values.append(value), schedules.append(schedule)
         live = Live(self.factory, statics, tuple(names), tuple(schedules))
@@ -382,12 +396,13 @@ class LiveFactory:
         for name in kwargs:
             if name not in known:
                 raise HyperparameterError(
-                    f"{self.__name__} has no parameter {name!r}: {_where.did_you_mean(name, known)}"
+                    _where.unknown("parameter", f"{self.__name__}()", name, known, self.advice)
                 )
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
-            raise WrongTypeError(f"{self.__name__}{self.__signature__}: {error}") from None
+            names = f"{self.__name__}({_tree.listed(known, 12)})"
+            raise WrongTypeError(message("arguments", f"{self.__name__}()", error, names, self.advice)) from None
         bound.apply_defaults()
         return dict(bound.arguments)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import _tree
-from tsunax.errors import HyperparameterError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, WrongTypeError, message, told
 
 # --------------------------------------------------------------------------------------- one number
 
@@ -145,7 +145,7 @@ def takes_number(parameter: inspect.Parameter, value) -> bool:
         return expected and default is not None
     if isinstance(value, (float, np.floating)) or _tree.is_traced(value):
         return True
-    return expected and not isinstance(value, tuple)
+    return expected and not (isinstance(value, tuple) and "uple" in annotation)
 
 
 # `None` is open: (at least, at least is allowed, below)
@@ -158,48 +158,58 @@ _RANGES = {
 }
 
 
-def check_number(rule: str, name: str, value) -> None:
+_FIXES = {"max": "To clip nothing, leave the rule out."}
+
+
+def check_number(where: str, name: str, value, expected: str = "a number or a schedule") -> None:
     """Raise unless `value` is one finite number in the range of its name. Traced numbers pass."""
-    where = f"{rule}({name}=)"
-    if isinstance(value, (str, bytes, bool, np.bool_)) or value is None:
-        raise WrongTypeError(
-            message("hyperparameter", where, f"{value!r} ({type(value).__name__})", "a number or a schedule")
-        )
+    dtype = None if isinstance(value, (bool, np.bool_)) else _tree.dtype_of(value)
+    real = dtype is not None and (jnp.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, np.integer))
+    if not real:
+        raise WrongTypeError(message(name, where, _tree.describe(value), expected))
     if _tree.is_traced(value):
         return
-    array = np.asarray(value)
-    if array.ndim:
-        raise HyperparameterError(message("hyperparameter", where, f"an array of shape {array.shape}", "one number"))
-    number = float(array)
+    if np.ndim(value):
+        raise HyperparameterError(message(name, where, f"an array of shape {np.shape(value)}", "one number"))
+    number, fix = float(np.asarray(value)), _FIXES.get(name, "")
     if not np.isfinite(number):
-        raise HyperparameterError(message("hyperparameter", where, f"{number}", "a finite number"))
+        raise HyperparameterError(message(name, where, f"{number}", "a finite number", fix))
     low, closed, high = _RANGES.get(name, (None, True, None))
     too_low = low is not None and (number < low or (number == low and not closed))
     if too_low or (high is not None and number >= high):
         bounds = f"{'≥' if closed else '>'} {low}" + (f" and < {high}" if high is not None else "")
-        raise HyperparameterError(message("hyperparameter", where, f"{value}", bounds))
+        raise HyperparameterError(message(name, where, f"{value}", bounds, fix))
 
 
-def check_schedule(rule: str, name: str, schedule) -> None:
-    """Probe a schedule at steps 0, 1 and 10⁶: a scalar, finite, in the range of its name."""
+def check_schedule(where: str, name: str, schedule) -> None:
+    """Probe a schedule at steps 0, 1 and 10⁶, and traced: a scalar, finite, in the range of its name."""
     for step in (0, 1, 10**6):
-        value = schedule(step)
+        value = _at(where, name, schedule, step, "a number")
         if _tree.is_traced(value):
             return
-        try:
-            check_number(rule, name, value)
-        except (HyperparameterError, WrongTypeError) as error:
-            raise type(error)(f"schedule of {name} at step {step}: {error}") from None
+        check_number(f"{where}, step {step} of its schedule", name, value, "a number")
+    _at(where, name, lambda step: jax.eval_shape(schedule, step), jax.ShapeDtypeStruct((), np.int32), "JAX operations")
+
+
+def _at(where: str, name: str, schedule, step, expected: str):
+    try:
+        return schedule(step)
+    except Exception as error:
+        which = step if isinstance(step, int) else "t"
+        got = message(name, f"{where}, step {which} of its schedule", told(error), expected)
+        raise HyperparameterError(got) from error
 
 
 def as_rows(values) -> Any:
-    """(3, n): the values, their complements rounded once from float64 where they are concrete, and zeros."""
+    """(3, n): values, their complements rounded once from float64 where they are concrete, and zeros."""
     dtype = jax.dtypes.canonicalize_dtype(float)
-    if any(_tree.is_traced(v) for v in values):
-        row = jnp.stack([jnp.asarray(v, dtype) for v in values])
-        return jnp.stack([row, 1 - row, jnp.zeros_like(row)])
-    exact = np.asarray([float(v) for v in values], np.float64)
-    return jnp.asarray(np.stack([exact, 1 - exact, np.zeros_like(exact)]).astype(dtype))
+    exact = np.asarray([0.0 if _tree.is_traced(v) else float(v) for v in values], np.float64)
+    rows = jnp.asarray(np.stack([exact, 1 - exact, np.zeros_like(exact)]).astype(dtype))
+    for i, value in enumerate(values):
+        if _tree.is_traced(value):
+            value = jnp.asarray(value, dtype)
+            rows = rows.at[:, i].set(jnp.stack([value, 1 - value, jnp.zeros_like(value)]))
+    return rows
 
 
 def as_float(value, complement):

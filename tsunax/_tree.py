@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -217,30 +217,48 @@ def _children(node: Any) -> list[tuple[tuple, Any]]:
     return [(key, child) for key, child in keyed if key]
 
 
-def _describe(x: Any) -> str:
+def describe(x: Any) -> str:
+    """What a message says of a value.
+
+    >>> [describe(x) for x in (np.ones((2, 3)), "relu", describe, dict, {"a": 1, "b": 2}, [1, 2])]
+    ['float64[2,3]', "'relu' (str)", 'the function describe', 'the class dict', 'dict with a, b', 'list of 2']
+    """
+    kind = type(x).__name__
     if x is None:
         return "None"
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
+    if isinstance(x, (bool, int, float, complex, str, bytes, np.generic)):
+        return f"{str(x) if isinstance(x, np.generic) else repr(x):.60} ({kind})"
     if (dtype := dtype_of(x)) is not None:
         return f"{dtype}[{','.join(map(str, np.shape(x)))}]"
-    inside = listed([path_str(key) for key, _ in _children(x)], 6)
-    return f"{type(x).__name__} with {inside}" if inside else type(x).__name__
+    if isinstance(x, Iterator):  # JAX warns of a tree with one, and a look inside would use it up
+        return f"a {kind}"
+    if type(x) in (list, tuple):
+        return f"{kind} of {len(x)}" if x else f"an empty {kind}"
+    if isinstance(x, Mapping):  # its keys need not sort
+        return f"{kind} with {listed([str(key) for key in x], 6)}" if x else f"an empty {kind}"
+    if inside := listed([path_str(key) for key, _ in _children(x)], 6):
+        return f"{kind} with {inside}"
+    return f"the function {x.__name__}" if callable(x) and hasattr(x, "__name__") else kind
 
 
-def _difference(got: Any, expected: Any, path: tuple) -> str | None:
+def _difference(got: Any, expected: Any, path: tuple, place: Callable[[tuple], str], leaf: str) -> str | None:
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None
+    say = lambda x: leaf if leaf and jtu.all_leaves([x]) and x is not None else describe(x)
     if type(got) is not type(expected):
-        return f"at {show(path)}: got {_describe(got)}, expected {_describe(expected)}"
+        return f"at {place(path)}: got {describe(got)}, expected {say(expected)}"
     ours, theirs = dict(_children(got)), dict(_children(expected))
     for key in theirs | ours:
         if key in ours and key in theirs:
-            if difference := _difference(ours[key], theirs[key], path + key):
+            if difference := _difference(ours[key], theirs[key], path + key, place, leaf):
                 return difference
         else:
-            found = _describe(ours[key]) if key in ours else "nothing"
-            wanted = _describe(theirs[key]) if key in theirs else "nothing"
-            return f"at {show(path + key)}: got {found}, expected {wanted}"
-    return f"at {show(path)}: got {type(got).__name__} with other static fields, expected equal ones"
+            found = describe(ours[key]) if key in ours else "nothing"
+            wanted = say(theirs[key]) if key in theirs else "nothing"
+            return f"at {place(path + key)}: got {found}, expected {wanted}"
+    return f"at {place(path)}: got {type(got).__name__} with other static fields, expected equal ones"
 
 
 def listed(items: Sequence[str], most: int) -> str:
@@ -253,15 +271,17 @@ def no_parameters(root: str, tree: Any) -> ParamsError:
     return ParamsError(message("no parameters", root, got, "at least one array"))
 
 
-def first_difference(got: Any, expected: Any) -> str | None:
+def first_difference(got: Any, expected: Any, root: str = "", leaf: str = "") -> str | None:
     """Where two trees first differ, "at encoder/bias: got nothing, expected float32[3]"; or None.
 
     Container types, keys, `None`s and static fields count, shapes and dtypes do not: what
-    `jax.tree.map` asks for. Marks do not count.
+    `jax.tree.map` asks for. Marks do not count. With `root` the place is "params['encoder']['bias']";
+    `leaf` is what to call an expected leaf instead.
     """
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None  # without a walk: the usual case
-    return _difference(_unmark(got), _unmark(expected), ())
+    place = functools.partial(access_str, root) if root else show
+    return _difference(_unmark(got), _unmark(expected), (), place, leaf)
 
 
 # Norms

@@ -9,6 +9,7 @@ import difflib
 import fnmatch
 import functools
 import heapq
+import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -38,12 +39,18 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
     return heapq.nlargest(n, known, key=lambda other: _closeness(name, other))
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint for an unknown name: "did you mean 'kernel'? known: bias, kernel"."""
+def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "") -> str:
+    """The message for a name that is not among the known ones, with the one that was probably meant.
+
+    >>> unknown("parameter", "adam()", "lr", ["learning_rate", "b1"])
+    "parameter at adam(): got 'lr', expected one of learning_rate, b1. Did you mean 'learning_rate'?"
+    """
     known = list(known)
-    listed = f"known: {_tree.listed(known, 20) or 'none'}"
+    initials = [other for other in known if "".join(part[:1] for part in other.split("_")) == name]
     close = [other for other in nearest(name, known, 1) if _closeness(name, other)[0] > 0.6]
-    return f"did you mean {close[0]!r}? {listed}" if close else listed
+    hint = [f"Did you mean {other!r}?" for other in (initials + close)[:1]]
+    expected = f"one of {_tree.listed(known, 20)}" if len(known) > 1 else "".join(known) or "none"
+    return message(what, where, repr(name), expected, " ".join([*hint, fix]).strip())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,23 +129,34 @@ def _by_globs(globs: Sequence[_Glob], tree: Any) -> tuple[bool, ...]:
 
 def _as_flag(what: str, path: Sequence[Any], value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise PatternError(message(what, _tree.show(path), type(value).__name__, "a bool"))
+        where = _tree.access_str("params", path)
+        raise PatternError(message(what, where, _tree.describe(value), "True or False"))
     return bool(value)
 
 
 def _by_predicate(predicate: Callable[..., Any], tree: Any) -> tuple[bool, ...]:
     return tuple(
-        _as_flag("result of the predicate", name, predicate(_tree.path_str(name), leaf))
-        for name, _, leaf in _tree.leaves_with_names(tree)
+        _as_flag("result of the predicate", path, predicate(_tree.path_str(name), leaf))
+        for name, path, leaf in _tree.leaves_with_names(tree)
     )
 
 
 def _by_mask(mask: Any, tree: Any) -> tuple[bool, ...]:
-    if difference := _tree.first_difference(mask, tree):
+    if difference := _tree.first_difference(mask, tree, "params", "True or False"):
         fix = "Make it with jax.tree.map over the tree that it selects from."
         raise PatternError(f"bool tree {difference}. {fix}")
     named = _tree.leaves_with_names(mask)
-    return tuple(_as_flag("leaf of the bool tree", name, leaf) for name, _, leaf in named)
+    return tuple(_as_flag("leaf of the bool tree", path, leaf) for _, path, leaf in named)
+
+
+def _check_predicate(predicate: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(predicate).bind("path", None)
+    except ValueError:  # a builtin without a signature
+        return
+    except TypeError:
+        got = f"{_tree.describe(predicate)}{inspect.signature(predicate)}"
+        raise WrongTypeError(message("predicate", "", got, "f(path, leaf) -> bool")) from None
 
 
 _LISTS = (list, tuple)  # exactly: a NamedTuple is a tree
@@ -161,11 +179,19 @@ def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
         return functools.partial(_by_globs, globs)
     is_node = where is not None and not jtu.all_leaves([where])
     if callable(where) and (isinstance(where, jtu.Partial) or not is_node):
+        _check_predicate(where)
         return functools.partial(_by_predicate, where)  # a callable module is a tree of bools
     if isinstance(where, (bool, np.bool_)) or (is_node and not texts):
         return functools.partial(_by_mask, where)
     forms = "a pattern ('encoder/**'), a list of patterns, a predicate f(path, leaf) or a bool tree"
-    raise WrongTypeError(message("where", "", f"{where!r:.80} ({type(where).__name__})", forms))
+    raise WrongTypeError(message("where", "", f"{show(where)} ({type(where).__name__})", forms))
+
+
+def show(where: Any) -> str:
+    """What a message says of a selection."""
+    if callable(where) or _tree.is_array(where):
+        return _tree.describe(where)
+    return re.sub(r" at 0x\w+", "", " ".join(repr(where).split()))[:80]
 
 
 def select(where: Any, tree: Any, *, allow_empty: bool = False) -> tuple[bool, ...]:
@@ -194,6 +220,6 @@ def select(where: Any, tree: Any, *, allow_empty: bool = False) -> tuple[bool, .
         return ()
     flags = flags_of(tree)
     if not any(flags) and not allow_empty:
-        got = f"{where!r:.80}, which selects nothing"
+        got = f"{show(where)}, which selects nothing"
         raise PatternError(message("where", "", got, "at least one leaf"))
     return flags

@@ -5,6 +5,7 @@ that `except ts.errors.TsunaxError` and `except ValueError` both catch it. All m
 form that `message` makes: `<what> at <where>: got <got>, expected <expected>. <fix>`.
 """
 
+import re
 from typing import Any
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "TsunaxError",
     "WrongTypeError",
     "message",
+    "told",
 ]
 
 
@@ -70,3 +72,16 @@ def message(what: str, where: str, got: object, expected: object, fix: str = "")
     """
     place = f" at {where}" if where else ""
     return f"{what}{place}: got {got}, expected {expected}. {fix}".rstrip()
+
+
+def told(error: BaseException) -> str:
+    """An exception of other code in one line, for the `got` of a message; the exception itself is the cause.
+
+    >>> told(KeyError("kernel"))
+    "KeyError 'kernel'"
+    """
+    kind = type(error).__name__
+    if "Concret" in kind or (kind.startswith("Tracer") and kind.endswith("ConversionError")):
+        return "a Python or NumPy operation on a traced value (for if: jnp.where, jax.lax.cond; for np: jnp)"
+    text = re.sub(r"\w*Tracer\b|<class '([\w.]+)'>", r"\1", " ".join(str(error).split()))
+    return f"{kind} {text[:160]}".rstrip(" .")

@@ -16,7 +16,7 @@ import numpy as np
 
 from tsunax import _hoist, _live, _number, _tree, _where
 from tsunax.errors import HyperparameterError, PatternError, message
-from tsunax.state import TrainState, beside, trainable
+from tsunax.state import TrainState, beside, check_state, trainable
 
 
 def hyperparams(state: TrainState) -> dict[str, Any]:
@@ -30,6 +30,7 @@ def hyperparams(state: TrainState) -> dict[str, Any]:
     >>> ts.hyperparams(ts.setup(ts.rules.sgd(0.1, momentum=0.9), {"w": jnp.ones(2)}))
     {'learning_rate': 0.1, 'momentum': 0.9}
     """
+    check_state(state, "hyperparams()")
     return {} if state.numbers is None else state.numbers.named(state.step)
 
 
@@ -49,11 +50,11 @@ def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState
     >>> {k: v for k, v in hyperparams(state).items() if "rate" in k}
     {'learning_rate': 0.001, 'learning_rate@head': 0.01}
     """
+    check_state(state, "adjust()", where)
     if state.numbers is None:
-        raise HyperparameterError(
-            "the rule of this state has no live numbers. Use one of tsunax.rules, or ts.rules.live(factory)."
-        )
-    if _is_names(where):
+        fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
+        raise HyperparameterError(message("rule", "adjust()", "one without live numbers", "a live rule", fix))
+    if _is_names(where, _known(state)):
         return _assign(state, _by_flat_name(state, {**where, **values}))
     matched = _matched(state, where)
     targets = _targets(state, matched, values)
@@ -99,22 +100,15 @@ def thaw(state: TrainState, where: Any = "**") -> TrainState:
 
 
 def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
+    check_state(state, "freeze()" if on else "thaw()", where)
     flags = _where.select(where, state.params)
     selected = state.plan.selected or (True,) * len(flags)
     outside = [i for i, (flag, s) in enumerate(zip(flags, selected, strict=True)) if flag and not s]
     everything = isinstance(where, str) and where == "**"
     trained = [flag for flag, s in zip(flags, selected, strict=True) if s]
     if outside and not everything and (not on or not any(trained)):
-        path = jax.tree_util.tree_flatten_with_path(state.params)[0][outside[0]][0]
-        raise PatternError(
-            message(
-                "leaf",
-                _tree.access_str("params", path),
-                "one that setup(trainable=...) left out",
-                "a trained leaf",
-                "Only ts.migrate can add it to a run." if not on else "It never trains anyway.",
-            )
-        )
+        fix = "It never trains anyway." if on else "Only ts.migrate can add it to a run."
+        raise _left_out(state, outside[0], fix)
     words = np.zeros(-(-len(trained) // 32), np.uint32)
     for k in np.flatnonzero(trained):
         words[k // 32] |= np.uint32(1 << (k % 32))
@@ -126,11 +120,18 @@ def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
     return dataclasses.replace(state, frozen=frozen)
 
 
+def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
+    where = _tree.access_str("params", jax.tree_util.tree_flatten_with_path(state.params)[0][i][0])
+    return PatternError(message("leaf", where, "one that setup(trainable=...) left out", "a trained leaf", fix))
+
+
 # --------------------------------------------------------------------------------------------- hyperparameters
 
 
-def _is_names(where) -> bool:
+def _is_names(where, known) -> bool:
     """A mapping of hyperparameter names, as `hyperparams` gives it, rather than a tree of bools."""
+    if isinstance(where, Mapping) and any(name in known for name in where):
+        return True
     number = lambda v: v is None or (not isinstance(v, (bool, np.bool_)) and (_tree.dtype_of(v) not in (None, bool)))
     return isinstance(where, Mapping) and all(number(v) for v in where.values())
 
@@ -163,15 +164,18 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
             for b in found[k + 1 :]:
                 if hit[a][2] & hit[b][2]:
                     both = [f"{hit[x][0]}.{name}" for x in (a, b)]
-                    raise HyperparameterError(
-                        f"{given!r} stands for both {both[0]!r} and {both[1]!r}: name one of them"
-                    )
+                    fix = f"Write adjust(state, **{{{both[0]!r}: ...}})."
+                    got = f"{given!r}, which two rules of a chain have"
+                    raise HyperparameterError(message("hyperparameter", "adjust()", got, " or ".join(map(repr, both)), fix))
         if not found:
             known = _known(state)
-            elsewhere = " among the leaves that this pattern matches" if given in known else ""
-            raise HyperparameterError(
-                f"no live hyperparameter {given!r}{elsewhere}: {_where.did_you_mean(given, known)}"
-            )
+            if any(given in (label, label.partition("@")[0].rpartition(".")[2]) for label in known):
+                known = sorted({name for _, names, _ in hit.values() for name in names})
+                fix = "It belongs to the rule of other leaves."
+                raise HyperparameterError(
+                    message("hyperparameter", "adjust()", f"{given!r}", f"one of {', '.join(known)} for these leaves", fix)
+                )
+            raise HyperparameterError(_where.unknown("hyperparameter", "adjust()", given, known))
         for at in found:
             targets.setdefault(at, {})[given] = name
     return targets
@@ -193,7 +197,8 @@ def _cut(state: TrainState, where, matched, targets) -> TrainState:
             return s
         seen = frozenset(s.paths)
         flags = [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-        return _live.recut(s, *cuts[place], _tree.partition(params, flags)[0])
+        cut, parents = cuts[place]
+        return _live.recut(s, cut, parents, _tree.partition(params, flags)[0])
 
     opt_state, numbers = _hoist.hoist(_hoist.map_live(recut, _hoist.lower(state.opt_state, state.numbers, state.step)))
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers)
@@ -245,7 +250,7 @@ def _by_flat_name(state: TrainState, values) -> dict[int, tuple]:
         columns |= {name: (start + i, s.live, i) for i, name in enumerate(names)}
     for name in values:
         if name not in columns:
-            raise HyperparameterError(f"no live hyperparameter {name!r}: {_where.did_you_mean(name, list(columns))}")
+            raise HyperparameterError(_where.unknown("hyperparameter", "adjust()", name, columns))
     return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
 
 
@@ -257,11 +262,12 @@ def _assign(state: TrainState, cells: dict[int, tuple]) -> TrainState:
         name, scheduled = live.names[i], live.schedules[i] is not None
         if value is None:
             if not scheduled:
-                raise HyperparameterError(f"{live.title}: {name} has no schedule to give it back to")
+                expected = "a number: it has no schedule to go back to"
+                raise HyperparameterError(message(name, f"{live.title}()", "None", expected))
             rows[column] = None
             continue
         if not (np.ndim(value) and values.ndim > 2):  # a population takes one value per member
-            _number.check_number(live.title, name, value)
+            _number.check_number(f"{live.title}()", name, value, "a number")
         rows[column] = value
     concrete = not _tree.is_traced(values) and all(v is None or not _tree.is_traced(v) for v in rows.values())
     if concrete:

@@ -52,7 +52,7 @@ def weighted_sum(values, where=None):
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if where is None:
         return jnp.sum(values), np.float32(values.size)
-    where = jnp.asarray(where)
+    where = _as_array("where", where)
     if where.ndim > values.ndim or any(w not in (1, v) for w, v in zip(where.shape, values.shape, strict=False)):
         raise LossError(
             message("where", "Loss.mean()", f"shape {where.shape}", f"the leading axes of values, {values.shape}")
@@ -95,9 +95,13 @@ class Loss:
         >>> float(loss.compute()), float(loss.weight)
         (2.0, 2.0)
         """
-        values = jnp.asarray(values)
-        if not jnp.issubdtype(values.dtype, jnp.inexact):
-            raise LossError(message("values", "Loss.mean()", f"dtype {values.dtype}", "floats"))
+        values = _as_array("values", values)
+        if not jnp.issubdtype(values.dtype, jnp.floating):
+            raise LossError(message("values", "Loss.mean()", f"dtype {values.dtype}", "real floats"))
+        if values.size == 0:
+            fix = "A mean over nothing is NaN: leave empty batches out."
+            raise LossError(message("values", "Loss.mean()", f"shape {values.shape}", "at least one element", fix))
+        _check_metrics(metrics or {}, "Loss.mean()")
         if values.ndim == 0 and where is None:
             return cls(values, None, dict(metrics or {}), model_state, mean_value=values)
         total, weight = weighted_sum(values, where)
@@ -109,6 +113,9 @@ class Loss:
 
     def merge(self, other: Loss) -> Loss:
         """The loss of both batches together; the model state is the later one's."""
+        if self.metrics.keys() != other.metrics.keys():
+            got, expected = (f"metrics {', '.join(loss.metrics) or 'none'}" for loss in (other, self))
+            raise LossError(message("other", "Loss.merge()", got, expected))
         metrics = {name: m.merge(other.metrics[name]) for name, m in self.metrics.items()}
         return Loss(self.total + other.total, self.weight + other.weight, metrics, other.model_state)
 
@@ -119,53 +126,73 @@ class Loss:
 
 def as_loss(out, rows) -> Loss:
     """The `Loss` behind what a loss function returned, its weight and metrics filled in. Raises LossError."""
-    fix = "Return a scalar (a mean over its rows) or ts.Loss."
     if not isinstance(out, Loss):
-        if isinstance(out, tuple):
-            raise LossError(
-                message(
-                    "result",
-                    "loss_fn",
-                    f"a tuple of {len(out)}",
-                    "a scalar or a ts.Loss",
-                    "There is no has_aux: return ts.Loss.mean(values, metrics={...}, model_state=...).",
-                )
-            )
-        _check_scalar("result", out, fix + " For per-row losses: ts.Loss.mean(values), or values.mean().")
+        check_scalar("result", "loss_fn", out)
         out = Loss(out, mean_value=out)
-    _check_scalar("total", out.total, fix)
+    check_scalar("total", "loss_fn", out.total)
+    if out.weight is None and not rows:
+        raise LossError(message("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN."))
+    if out.weight is not None:
+        _check_weight(out.weight)
+    _check_metrics(out.metrics, "loss_fn")
     # a NumPy scalar where it is known from the shapes: then no program has to return it
     weight = np.float32(rows) if out.weight is None else out.weight
     weight = weight.astype(np.float32) if _tree.is_array(weight) else np.float32(weight)
-    if weight.ndim:
-        raise LossError(message("weight", "loss_fn", f"an array of shape {weight.shape}", "a scalar"))
     weight = jax.lax.stop_gradient(weight) if _tree.is_traced(weight) else weight
     total = out.total if out.mean_value is None else out.mean_value * weight
     metrics = {name: _as_metric(name, m, weight) for name, m in out.metrics.items()}
     return Loss(total, weight, metrics, out.model_state, out.mean_value)
 
 
-def _check_scalar(what, x, fix):
-    if not _tree.is_array(x) and not isinstance(x, float):
-        raise LossError(message(what, "loss_fn", type(x).__name__, "a scalar array", fix))
-    if jnp.shape(x) != ():
-        raise LossError(message(what, "loss_fn", f"an array of shape {jnp.shape(x)}", "a scalar", fix))
-    if not jnp.issubdtype(_tree.dtype_of(x), jnp.floating):
-        raise LossError(message(what, "loss_fn", f"dtype {_tree.dtype_of(x)}", "a float", fix))
+def check_scalar(what: str, where: str, x: Any) -> None:
+    """Raise LossError unless `x` is one float, with a way to make it one."""
+    dtype, expected = _tree.dtype_of(x), "a scalar or a ts.Loss"
+    if isinstance(x, tuple):
+        fix = "There is no has_aux: return ts.Loss.mean(values, metrics={...}, model_state=...)."
+        raise LossError(message(what, where, f"a tuple of {len(x)}", expected, fix))
+    if dtype is None:
+        fix = "Is there no return?" if x is None else ""
+        raise LossError(message(what, where, _tree.describe(x), expected, fix))
+    if np.shape(x) != ():
+        fix = "Average it: values.mean(), or ts.Loss.mean(values)."
+        raise LossError(message(what, where, f"an array of shape {np.shape(x)}", expected, fix))
+    if not jnp.issubdtype(dtype, jnp.floating):
+        got = f"dtype {dtype}" if _tree.is_array(x) else _tree.describe(x)
+        raise LossError(message(what, where, got, "a real float", "Only floats have gradients."))
+
+
+def _check_weight(weight) -> None:
+    """Raise LossError unless it is one number; where its value is known, a finite one above 0."""
+    dtype = _tree.dtype_of(weight)
+    if dtype is None or np.shape(weight) != () or not jnp.issubdtype(dtype, np.number):
+        raise LossError(message("weight", "loss_fn", _tree.describe(weight), "one number"))
+    if not isinstance(weight, jax.Array) and not 0 < weight < float("inf"):
+        fix = "The loss is total / weight."
+        raise LossError(message("weight", "loss_fn", weight, "a finite number > 0", fix))
+
+
+def _check_metrics(metrics, where: str) -> None:
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise LossError(message("metrics", where, _tree.describe(metrics), "{name: value}, with str names"))
+
+
+def _as_array(what: str, x) -> Any:
+    """`x` as an array. Raises LossError for what is none."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise LossError(message(what, "Loss.mean()", _tree.describe(x), "an array")) from None
 
 
 def _as_metric(name, m, weight):
     if hasattr(m, "merge") and hasattr(m, "compute"):
         return jax.lax.stop_gradient(m)
-    if jnp.shape(m) != ():
-        raise LossError(
-            message(
-                f"metric {name!r}",
-                "loss_fn",
-                f"an array of shape {jnp.shape(m)}",
-                "a scalar, an array of the loss's shape in Loss.mean, or an object with merge and compute",
-            )
-        )
+    dtype = _tree.dtype_of(m)
+    numeric = dtype is not None and (jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
+    if not numeric or np.shape(m) != ():
+        expected = "a scalar, or an object with merge and compute"
+        fix = "Arrays of the loss's shape are averaged by ts.Loss.mean(values, metrics={...})."
+        raise LossError(message(f"metric {name!r}", "loss_fn", _tree.describe(m), expected, fix))
     m = jnp.asarray(m, jnp.float32)
     return jax.lax.stop_gradient(Mean(jnp.where(weight != 0, m * weight, 0), weight))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import optax
 import optax.contrib
 
 from tsunax import _live, _number, _tree, _where
-from tsunax._live import live
+from tsunax._live import LiveFactory, live
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
 from tsunax.guard import Report
 
@@ -36,9 +36,12 @@ CONTRIB = (
 )  # fmt: skip
 
 
-def _alias(module, name: str):
-    factory = getattr(module, name)
-    rule = live(factory)
+# numbers that a factory checks in Python, so that they cannot be live
+_STATIC = {"reduce_on_plateau": ("factor", "rtol", "atol")}
+
+
+def _alias(module, name: str) -> LiveFactory:
+    rule = live(getattr(module, name), static=_STATIC.get(name, ()))
     rule.__doc__ = f"`{module.__name__}.{name}` with live numbers: the same arguments, defaults and trajectory."
     return rule
 
@@ -48,6 +51,10 @@ for _name in OPTAX:
 for _name in CONTRIB:
     if hasattr(optax.contrib, _name):
         globals()[_name] = _alias(optax.contrib, _name)
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> LiveFactory: ...
 
 
 # ----------------------------------------------------------------------------------------------------- composition

@@ -21,7 +21,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax import _checks, _hoist, _live, _tree, _where
-from tsunax.errors import ParamsError, RuleError, StateError, message
+from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, message, told
 
 _PLANS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
@@ -80,26 +80,29 @@ class TrainState:
         fields["frozen"], fields["plan"] = frozen, plan
 
     @property
-    def step(self):
+    def step(self) -> Any:
         """int32: updates applied. The clock of schedules, averages and logs."""
-        return self.clock[..., 0]
+        return _tick(self.clock, 0)
 
     @property
-    def calls(self):
+    def calls(self) -> Any:
         """int32: every call, rejected ones too. Never rolls back; keys come from it."""
-        return self.clock[..., 1]
+        return _tick(self.clock, 1)
 
     def replace(self, **fields) -> TrainState:
         """The state with some fields exchanged. Arrays given are copied, so that yours survive donation.
 
-        Raises StateError for unknown fields, and for params of another structure, shape or dtype.
+        Raises StateError for unknown fields, for params or an optimizer state of another structure, shape or
+        dtype, and for a state that was donated.
         """
         known = ["step", "calls", "params", "opt_state", "model_state", "key", "numbers", "frozen"]
-        for name in fields:
+        for name, value in fields.items():
             if name not in known:
-                raise StateError(f"TrainState has no field {name!r}: {_where.did_you_mean(name, known)}")
-        if "params" in fields:
-            check_like("params", fields["params"], self.params)
+                raise StateError(_where.unknown("field", "replace()", name, known))
+            _check_field(self, name, value)
+        check_state(self, "replace()")
+        if "key" in fields:
+            fields["key"] = as_key(fields["key"], "replace()")
         clock = self.clock
         if "step" in fields and self.numbers is not None and self.numbers.layout.clocks:
             opt_state, numbers = _hoist.on_own_clocks(self.opt_state, self.numbers, self.step)
@@ -114,6 +117,14 @@ class TrainState:
         return describe(self)
 
 
+def _tick(clock, i):
+    if isinstance(clock, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(clock.shape[:-1], clock.dtype)
+    if is_gone(clock):
+        raise StateError(donated("its " + ("step", "calls")[i]))
+    return clock[..., i]
+
+
 def trainable(state: TrainState):
     """The part of `state.params` that is trained: the same containers, `None` where a leaf is not selected.
 
@@ -125,6 +136,12 @@ def trainable(state: TrainState):
     >>> ts.trainable(state)
     {'encoder': None, 'head': Array([1.], dtype=float32)}
     """
+    check_state(state, "trainable()")
+    return trained_part(state)
+
+
+def trained_part(state: TrainState):
+    """`trainable` without a look at the state: every step asks for it."""
     if state.plan.selected is None:
         return state.params
     return _tree.partition(state.params, state.plan.selected)[0]
@@ -168,13 +185,17 @@ def setup(
     >>> int(state.step), ts.hyperparams(state)["learning_rate"]
     (0, 0.001)
     """
-    _live.check_rule(rule, "setup()")
+    swapped = isinstance(params, optax.GradientTransformation)
+    _live.check_rule(rule, "setup()", "The order is setup(rule, params)." if swapped else "")
     rule = _live.with_extra(rule)
-    _checks.check_keys(params)
+    _check_setup(params, device, freezable=freezable, copy=copy)
+    key = as_key(key, "setup()")
+    _checks.check_arrays(model_state, "model_state")
     flags = _select(trainable, params)
     _checks.check_params(params, flags)
+    _check_concrete(params, flags)
     if not copy:
-        _checks.check_aliases(params, flags)
+        _checks.check_aliases(params, flags, model_state=model_state)
     if device is not None:
         params, model_state = jax.device_put((params, model_state), device)
 
@@ -185,10 +206,8 @@ def setup(
     trained = params if selected is None else _tree.partition(params, selected)[0]
 
     _check_complex(rule, trained)
-    opt_state = _unalias(_live.on_one_clock(rule.update, rule.init(trained)), trained)
+    opt_state = _unalias(_live.on_one_clock(rule.update, _start(rule, trained)), trained)
     opt_state, numbers = _hoist.hoist(opt_state)
-    if isinstance(key, int):
-        key = jax.random.key(key)
     place = functools.partial(beside, trained)
     words = np.zeros(-(-sum(flags) // 32), np.uint32) if freezable else None
     return TrainState(
@@ -220,40 +239,133 @@ def _is_number(x) -> bool:
     return _tree.is_array(x) or isinstance(x, (bool, int, float, complex))
 
 
-def check_like(what: str, new, old) -> None:
+def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
     """Raise StateError unless two trees agree in structure, shape and dtype."""
-    difference = _tree.first_difference(new, old)
-    if difference:
-        raise StateError(f"{what} do not fit this state: {difference}")
+    if difference := _tree.first_difference(new, old, root):
+        raise StateError(f"{what} {difference}. {fix}".rstrip())
     for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True):
-        got, expected = (jnp.shape(a), _tree.dtype_of(a)), (jnp.shape(b), _tree.dtype_of(b))
-        if got != expected:
-            raise StateError(
-                message(
-                    what,
-                    _tree.access_str(what, path),
-                    f"{got[1]}{list(got[0])}",
-                    f"{expected[1]}{list(expected[0])}",
-                )
-            )
+        dtypes = _tree.dtype_of(a), _tree.dtype_of(b)
+        if None in dtypes or dtypes[0] != dtypes[1] or np.shape(a) != np.shape(b):
+            got, expected = (f"{d}[{','.join(map(str, np.shape(x)))}]" for d, x in zip(dtypes, (a, b), strict=True))
+            got = got if dtypes[0] is not None else _tree.describe(a)
+            raise StateError(message(what, _tree.access_str(root, path), got, expected, fix))
+
+
+def is_gone(x) -> bool:
+    """Whether an array's buffer was donated or deleted."""
+    return isinstance(x, jax.Array) and not _tree.is_traced(x) and x.is_deleted()
+
+
+def donated(where: str) -> str:
+    fix = "Go on with what that step returned, or keep it with train_step(..., donate=False)."
+    return message("state", where, "one that was donated to an earlier step", "one whose buffers are there", fix)
+
+
+def check_state(state, where: str, second=None) -> None:
+    """Raise unless `state` is a TrainState that was not donated; `second` is what was given after it."""
+    if isinstance(state, TrainState):
+        if is_gone(state.clock):
+            raise StateError(donated(where))
+        return
+    fix = "Make one: ts.setup(rule, params)."
+    if isinstance(second, TrainState):
+        fix = "The state comes first."
+    elif isinstance(state, tuple) and state and isinstance(state[0], TrainState):
+        fix = "A step returns two things: state, info = step(state, batch)."
+    raise WrongTypeError(message("state", where, _tree.describe(state), "a TrainState", fix))
+
+
+def check_flags(where: str, **flags) -> None:
+    """Raise for what is not True or False: "no" would count as true."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise WrongTypeError(message(name, where, _tree.describe(value), "True or False"))
+
+
+def as_key(key, where: str):
+    """The PRNG key that a user gave, as it is, or from an int seed."""
+    expected = "an int seed or a key, as jax.random.key(0)"
+    if key is None or _tree.is_traced(key) or isinstance(key, jax.ShapeDtypeStruct):
+        return key
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        try:
+            return jax.random.key(int(key))
+        except OverflowError:
+            raise StateError(message("key", where, key, "a seed of at most 64 bits")) from None
+    if isinstance(key, jax.Array):
+        if key.is_deleted():
+            raise StateError(message("key", where, "a deleted array", expected))
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if (typed and key.ndim == 0) or (key.dtype == np.uint32 and key.ndim == 1):
+            return key
+        if typed or key.dtype == np.uint32:
+            raise StateError(message("key", where, _tree.describe(key), "one key", "Pick one of them: keys[0]."))
+    raise WrongTypeError(message("key", where, _tree.describe(key), expected))
+
+
+def _check_field(state: TrainState, name: str, value) -> None:
+    """Raise for a value that `replace` cannot put into this field."""
+    if name in ("params", "opt_state", "numbers"):
+        check_like(name, value, getattr(state, name))
+        _checks.check_arrays(value, name)
+    elif name in ("step", "calls"):
+        is_int = _tree.dtype_of(value) is not None and jnp.issubdtype(_tree.dtype_of(value), np.integer)
+        fits = is_int and np.shape(value) in ((), np.shape(state.clock)[:-1])
+        if not fits or (not _tree.is_traced(value) and np.min(value) < 0):
+            raise StateError(message(name, "replace()", _tree.describe(value), "an int ≥ 0"))
+    elif name == "model_state":
+        _checks.check_arrays(value, name)
+    elif name == "frozen" and value is not None:
+        words = np.empty(-(-len(jax.tree.leaves(trained_part(state))) // 32), np.uint32)
+        check_like(name, value, words if state.frozen is None else state.frozen, "Use ts.freeze and ts.thaw.")
+
+
+def _check_setup(params, device, **flags) -> None:
+    check_flags("setup()", **flags)
+    if isinstance(params, TrainState):
+        raise WrongTypeError(message("params", "setup()", "a TrainState", "a pytree of arrays", "Give state.params."))
+    _checks.check_keys(params)
+    if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
+        fix = "For example jax.devices()[0]."
+        raise WrongTypeError(message("device", "setup()", _tree.describe(device), "a jax.Device or Sharding", fix))
+
+
+def _check_concrete(params, flags) -> None:
+    for (path, leaf), flag in zip(jax.tree_util.tree_flatten_with_path(params)[0], flags, strict=True):
+        if flag and isinstance(leaf, jax.ShapeDtypeStruct):
+            got = f"a ShapeDtypeStruct, {_tree.describe(leaf)}"
+            fix = "For shapes alone: jax.eval_shape(lambda p: ts.setup(rule, p), params)."
+            raise ParamsError(message("leaf", _tree.access_str("params", path), got, "an array", fix))
 
 
 def _select(where, params) -> tuple[bool, ...]:
     if not jax.tree.leaves(params):
-        raise ParamsError(message("params", "setup()", "no parameters at all", "a pytree with arrays"))
+        raise _tree.no_parameters("params", params)
     flags = _where.select(where, params, allow_empty=True)
     if not any(flags):
-        raise ParamsError(message("trainable", "setup()", "a selection of nothing", "at least one leaf to train"))
+        got = f"{_where.show(where)}, which selects nothing"
+        raise ParamsError(message("trainable", "setup()", got, "at least one leaf to train"))
     return flags
+
+
+def _start(rule, trained):
+    """`rule.init(trained)`; what it raises becomes a RuleError, with the cause."""
+    try:
+        return rule.init(trained)
+    except TsunaxError:
+        raise
+    except Exception as error:
+        raise RuleError(message("rule", "setup()", told(error), "one that can start from these params")) from error
 
 
 def _check_complex(rule, trained) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(trained)[0]:
         if not jnp.issubdtype(_tree.dtype_of(leaf), jnp.complexfloating):
             continue
+        value_fn = lambda p, step=None: sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(p))
+        run = lambda g, s: rule.update(g, s, g, step=0, value=0.0, grad=g, value_fn=value_fn)
         try:
-            state = jax.eval_shape(rule.init, trained)
-            updates, _ = jax.eval_shape(lambda g, s: rule.update(g, s, g, step=0, value=0.0), trained, state)
+            updates, _ = jax.eval_shape(run, trained, jax.eval_shape(rule.init, trained))
         except Exception as error:
             updates, cause = None, error
         else:
@@ -263,11 +375,11 @@ def _check_complex(rule, trained) -> None:
         ):
             raise RuleError(
                 message(
-                    "rule",
+                    "leaf",
                     _tree.access_str("params", path),
                     f"dtype {leaf.dtype}",
-                    "a rule that takes complex numbers",
-                    "Wrap it in optax.contrib.split_real_and_imaginary.",
+                    "real numbers for this rule",
+                    "Wrap the rule: optax.contrib.split_real_and_imaginary(rule).",
                 )
             ) from cause
         return
@@ -320,34 +432,35 @@ def frozen_flags(state: TrainState) -> np.ndarray:
 
 def describe(state: TrainState) -> str:
     """The text of `repr(state)`: tree, counts, hyperparameters, frozen parts, bytes, placement."""
-    leaves = [x for x in jax.tree.leaves(state) if _tree.is_array(x)]
-    if any(_tree.is_traced(x) for x in leaves) or any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
-        what = "traced" if any(_tree.is_traced(x) for x in leaves) else "donated"
-        return f"TrainState({what}, {len(leaves)} arrays)"
-    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-    head = (
-        "TrainState(abstract)"
-        if abstract or jnp.ndim(state.clock) > 1
-        else f"TrainState(step={int(state.step)}, calls={int(state.calls)})"
-    )
-    selected = state.plan.selected or [True] * len(jax.tree.leaves(state.params))
-    flags = iter([False] * sum(selected) if abstract else frozen_flags(state))
+    leaves = jax.tree.leaves(state)
+    if any(map(_tree.is_traced, leaves)):
+        return f"TrainState(traced, {len(leaves)} arrays)"
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+        return f"TrainState(donated, {len(leaves)} arrays)"
+    concrete = all(map(_tree.is_array, leaves)) and jnp.ndim(state.clock) == 1
+    head = f"step={int(state.step)}, calls={int(state.calls)}" if concrete else "abstract"
+    if jnp.ndim(state.clock) > 1:
+        head = f"stacked {jnp.shape(state.clock)[:-1]}"
+    lines = [f"TrainState({head})", *_tree_rows(state, concrete)]
+    if concrete and state.numbers is not None:
+        lines.append("  " + ", ".join(f"{k}={v:.6g}" for k, v in state.numbers.named(state.step).items()))
+    place = f", on {_devices(leaves)}" if all(map(_tree.is_array, leaves)) else ""
+    return "\n".join([*lines, f"  params {_bytes(state.params)}, optimizer {_bytes(state.opt_state)}{place}"])
+
+
+def _tree_rows(state: TrainState, concrete: bool) -> list[str]:
+    """A line per leaf of params: path, type, whether it is trained."""
+    named = _tree.leaves_with_names(state.params)
+    selected = state.plan.selected or (True,) * len(named)
+    frozen = iter(frozen_flags(state) if concrete else [False] * len(named))
     rows = []
-    for (name, _, leaf), on in zip(_tree.leaves_with_names(state.params), selected, strict=True):
-        note = "not trained" if not on else "frozen" if next(flags) else ""
+    for (name, _, leaf), on in zip(named, selected, strict=True):
+        note = "not trained" if not on else "frozen" if next(frozen) else ""
         rows.append(("/".join(name) or "<root>", f"{_tree.dtype_of(leaf)}{list(jnp.shape(leaf))}", note))
     if len(rows) > 24:
         rows = [*rows[:12], (f"... {len(rows) - 20} more", "", ""), *rows[-8:]]
-    width = [max((len(r[i]) for r in rows), default=0) for i in (0, 1)]
-    lines = [f"  {a:<{width[0]}}  {b:<{width[1]}}  {c}".rstrip() for a, b, c in rows]
-    if state.numbers is not None and not abstract:
-        named = state.numbers.named(state.step)
-        lines.append("  " + ", ".join(f"{k}={v:.6g}" for k, v in named.items() if np.ndim(v) == 0))
-    lines.append(
-        f"  params {_bytes(state.params)}, optimizer {_bytes(state.opt_state)}"
-        + ("" if abstract else f", on {_devices(leaves)}")
-    )
-    return "\n".join([head, *lines])
+    a, b = (max(len(row[i]) for row in rows) for i in (0, 1))
+    return [f"  {name:<{a}}  {kind:<{b}}  {note}".rstrip() for name, kind, note in rows]
 
 
 def _bytes(tree) -> str:

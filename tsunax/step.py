@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,14 +25,19 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from tsunax import _hoist, _tree, _where, guard
-from tsunax.errors import LossError, NonFiniteError, StateError, WrongTypeError, message
-from tsunax.metrics import Loss, as_loss, rows_of
-from tsunax.state import TrainState, trainable
+from tsunax import _checks, _hoist, _tree, _where, guard
+from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message, told
+from tsunax.metrics import Loss, as_loss, check_scalar, rows_of
+from tsunax.state import TrainState, check_flags, check_like, check_state, donated, is_gone, trained_part
 
 # ------------------------------------------------------------------------------------------- calling loss_fn
 
 _OFFERED = ("key", "model_state", "train", "mask", "step")
+# what the step gives to loss_fn or to the rule itself: no name for what a user gives
+_TAKEN = (
+    *("model_state", "train", "step", "state", "params", "batch", "at", "grads", "loss", "on_nonfinite", "norms"),
+    *("value", "grad", "value_fn", "updates", "outside"),
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,10 @@ class _LossFn:
     takes_any: bool
 
     @classmethod
-    def of(cls, fn) -> _LossFn:
-        if not callable(fn):
-            raise WrongTypeError(message("loss_fn", "train_step()", f"{type(fn).__name__}, not callable", "a function"))
+    def of(cls, fn, where: str = "train_step()") -> _LossFn:
+        if not callable(fn) or isinstance(fn, type):
+            got = f"{_tree.describe(fn)}, not callable" if not callable(fn) else _tree.describe(fn)
+            raise WrongTypeError(message("loss_fn", where, got, "a function loss_fn(params, batch, ...)"))
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except (ValueError, TypeError):  # builtins without a signature
@@ -54,16 +61,10 @@ class _LossFn:
         kinds = inspect.Parameter
         positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
         starred = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
-        if len(positional) < 2 and not starred:
-            raise LossError(
-                message(
-                    "signature",
-                    "loss_fn",
-                    f"{getattr(fn, '__name__', 'loss_fn')}{inspect.signature(fn)}",
-                    "loss_fn(params, batch, ...)",
-                    f"Further keywords it may name: {', '.join(_OFFERED)}.",
-                )
-            )
+        if (len(positional) < 2 and not starred) or [p.name for p in positional[:2]] == ["batch", "params"]:
+            got = f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn)}"
+            fix = f"After these two it may name {', '.join(_OFFERED)}."
+            raise LossError(message("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix))
         rest = positional[2:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
         return cls(
             fn,
@@ -74,6 +75,7 @@ class _LossFn:
 
     def keywords(self, state: TrainState, batch, extra, *, train: bool) -> dict[str, Any]:
         """What this function names, from the state and `extra`. Raises LossError for what is not there."""
+        _check_extra(state, extra, train)
         offered = {"train": train, "step": state.step, "mask": None, **extra}
         if train and state.key is not None:
             offered["key"] = jax.random.fold_in(state.key, state.calls)
@@ -89,29 +91,20 @@ class _LossFn:
                 raise LossError(self._missing(name, train, extra))
         unread = [name for name in extra if name not in out]
         if unread:
-            raise LossError(
-                message(
-                    "keyword",
-                    "loss_fn",
-                    f"{unread[0]!r} given to the step",
-                    "a keyword that loss_fn names",
-                    _where.did_you_mean(unread[0], self.names),
-                )
-            )
+            fix = "loss_fn does not name it: add it to its signature, or leave it out."
+            raise LossError(_where.unknown("keyword", "the step", unread[0], self.names, fix))
         return out
 
     def _missing(self, name, train, extra) -> str:
-        fixes = {
-            "key": "Give setup(..., key=jax.random.key(0))."
-            if train
-            else "Evaluation has no key: give it a default, key=None.",
-            "model_state": "Give setup(..., model_state=...).",
-        }
-        known = [*_OFFERED, *extra]
-        fix = fixes.get(
-            name, f"Pass it to the step: step(state, batch, {name}=...); {_where.did_you_mean(name, known)}."
-        )
-        return message("keyword", "loss_fn", f"{name!r}, which is not there", "one that is", fix)
+        what = f"keyword {name!r}"
+        if name == "key" and not train:
+            fix = "Write key=None in its signature."
+            return message(what, "loss_fn", "an evaluation, which has no key", "a default", fix)
+        if name in ("key", "model_state"):
+            value = "jax.random.key(0)" if name == "key" else "..."
+            return message(what, "loss_fn", "a state without one", "one", f"Give it: setup(..., {name}={value}).")
+        fix = f"Or give it yourself, step(state, batch, {name}=...), or take it out of batch."
+        return _where.unknown("keyword", "loss_fn", name, [*_OFFERED, *extra], fix)
 
     def __call__(self, params, batch, keywords) -> Loss:
         try:
@@ -119,16 +112,26 @@ class _LossFn:
         except Exception as error:
             if isinstance(error, LossError):
                 raise
-            raise LossError(f"loss_fn raised {type(error).__name__} {_user_frame(error)}: {error}") from error
+            raise LossError(message("loss_fn", _user_frame(error), told(error), "a scalar or a ts.Loss")) from error
         return as_loss(out, rows_of(batch))
+
+
+def _check_extra(state: TrainState, extra, train: bool) -> None:
+    for name in extra:
+        if name in _TAKEN or (name == "key" and train and state.key is not None):
+            fix = "The step gives this one itself."
+            raise LossError(message("keyword", "the step", repr(name), "another name for what you give it", fix))
+
+
+_LIBRARIES = ("<frozen", os.path.dirname(os.__file__), os.path.dirname(__file__))
 
 
 def _user_frame(error) -> str:
     """Where in the user's own code an exception came from: the innermost frame outside of libraries."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<frozen")]
-    frame = (own or frames or [None])[-1]
-    return f"in {frame.name} at {frame.filename}:{frame.lineno}" if frame else "in loss_fn"
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(_LIBRARIES)]
+    frame = [*frames[:1], *own][-1] if frames else None
+    return f"{frame.name} ({frame.filename}:{frame.lineno})" if frame else "its call"
 
 
 # ---------------------------------------------------------------------------------------------- the two halves
@@ -149,11 +152,14 @@ def value_and_grad(loss_fn: Callable, *, remat: Callable | bool | None = None) -
     >>> float(loss.compute()), grads["w"]
     (11.0, Array([3., 4.], dtype=float32))
     """
-    fn = _LossFn.of(loss_fn)
+    fn = _LossFn.of(loss_fn, "value_and_grad()")
+    _check_remat(remat, "value_and_grad()")
 
     def f(state: TrainState, batch, *, at=None, **extra):
-        _check_state(state)
-        trained = trainable(state) if at is None else at
+        check_state(state, "value_and_grad()", batch)
+        trained = trained_part(state) if at is None else at
+        if at is not None:
+            check_like("at", at, trained_part(state), "It has the structure of ts.trainable(state).")
         objective = _objective(fn, state, batch, extra)
         if remat:
             objective = jax.checkpoint(objective, policy=None if remat is True else remat)
@@ -248,11 +254,16 @@ def update(
     >>> state.params["w"], float(info.grad_norm), bool(info.applied)
     (Array([0.7, 1.6], dtype=float32), 5.0, True)
     """
-    _check_state(state)
-    _check_policy(on_nonfinite)
-    params = trainable(state)
+    check_state(state, "update()", grads)
+    _check_policy(on_nonfinite, "update()")
+    check_flags("update()", norms=norms)
+    params = trained_part(state)
     grads = _fitting(state, grads, params)
-    loss = loss if isinstance(loss, Loss) else Loss(loss, mean_value=loss)
+    loss = _finished(loss)
+    model_state = _first(model_state, loss.model_state)
+    if model_state is not None:
+        fix = "Give setup(..., model_state=...)." if state.model_state is None else "A step keeps its structure."
+        check_like("model_state", model_state, state.model_state, fix)
     value = None if loss.total is None else loss.compute()
 
     thawed = _thawed(state, params)
@@ -267,7 +278,7 @@ def update(
         clock=optax.safe_increment(state.clock),
         params=optax.apply_updates(params, updates),
         opt_state=opt_state,
-        model_state=_first(model_state, loss.model_state, state.model_state),
+        model_state=_first(model_state, state.model_state),
         key=state.key,
         numbers=state.numbers,
         frozen=state.frozen,
@@ -296,13 +307,34 @@ def _fitting(state: TrainState, grads, params):
     elif state.plan.selected and jax.tree.structure(grads) == jax.tree.structure(state.params):
         grads = _tree.partition(grads, state.plan.selected)[0]
     else:
-        raise StateError(f"grads do not fit trainable(state): {_tree.first_difference(grads, params)}")
+        fix = "Gradients have the structure of ts.trainable(state)."
+        if isinstance(grads, tuple) and any(isinstance(part, Loss) for part in grads):
+            fix = "Take it apart: loss, grads = ts.value_and_grad(loss_fn)(state, batch)."
+        raise StateError(f"gradient {_tree.first_difference(grads, params, 'grads')}. {fix}")
     for (path, g), p in zip(jax.tree_util.tree_flatten_with_path(grads)[0], jax.tree.leaves(params), strict=True):
-        if jnp.shape(g) != jnp.shape(p):
-            raise StateError(
-                message("grads", _tree.access_str("grads", path), f"shape {jnp.shape(g)}", f"{jnp.shape(p)}")
-            )
+        faults = (
+            (not _tree.is_inexact(g), _tree.describe(g), "floats"),
+            (np.shape(g) != np.shape(p), f"shape {np.shape(g)}", f"{np.shape(p)}, as in params"),
+            (jnp.iscomplexobj(g) and not jnp.iscomplexobj(p), f"dtype {_tree.dtype_of(g)}", f"{p.dtype}, as in params"),
+            (is_gone(g), "a deleted array", "a live one"),
+        )
+        for fault, got, expected in faults:
+            if fault:
+                raise StateError(message("gradient", _tree.access_str("grads", path), got, expected))
     return grads
+
+
+def _finished(loss) -> Loss:
+    """The loss that a user gave to `update`, as `value_and_grad` would give it."""
+    if not isinstance(loss, Loss):
+        if loss is not None:
+            check_scalar("loss", "update()", loss)
+        return Loss(loss, mean_value=loss)
+    if loss.weight is None and loss.mean_value is None:
+        raise LossError(message("loss", "update()", "a Loss without a weight", "one with", "Give ts.Loss(total, weight)."))
+    if all(hasattr(m, "compute") for m in loss.metrics.values()) and (loss.weight is None or _tree.is_array(loss.weight)):
+        return loss
+    return dataclasses.replace(as_loss(loss, 1), **({"weight": None} if loss.weight is None else {}))
 
 
 def _thawed(state: TrainState, params) -> list | None:
@@ -350,31 +382,39 @@ def _first(*options):
     return next((x for x in options if x is not None), None)
 
 
-def _check_state(state) -> None:
-    if not isinstance(state, TrainState):
-        raise WrongTypeError(
-            message("state", "step()", type(state).__name__, "a TrainState", "Make one: ts.setup(rule, params).")
-        )
-
-
-def _check_policy(on_nonfinite) -> None:
+def _check_policy(on_nonfinite, where: str) -> None:
     if on_nonfinite not in guard.POLICIES:
-        raise WrongTypeError(
-            message("on_nonfinite", "step", repr(on_nonfinite), " or ".join(map(repr, guard.POLICIES)))
-        )
+        expected = " or ".join(map(repr, guard.POLICIES))
+        raise WrongTypeError(message("on_nonfinite", where, _tree.describe(on_nonfinite), expected))
+
+
+def _check_remat(remat, where: str) -> None:
+    if remat is not None and not isinstance(remat, bool) and not callable(remat):
+        expected = "True, or a policy of jax.checkpoint_policies"
+        raise WrongTypeError(message("remat", where, _tree.describe(remat), expected))
 
 
 # ------------------------------------------------------------------------------------------------ the whole step
 
-_DONATED = (
-    "state was donated to an earlier step, and its buffers are gone. Use the state that the step returned: "
-    "`state, info = step(state, batch)`, or train_step(..., donate=False)."
-)
+
+def _blame(error: Exception, state: TrainState, batch, extra) -> None:
+    """After a program did not take its arguments: raise what is wrong with them, where that can be seen."""
+    if isinstance(error, TsunaxError):
+        return
+    one = "Give one batch at a time: for batch in data." if not _tree.is_array(batch) else ""
+    _checks.check_arrays(batch, "batch", one)
+    for name, tree in extra.items():
+        _checks.check_arrays(tree, name, f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...).")
+    _checks.check_arrays(state, "state")
+
+
+def _any_traced(tree) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def _moving(state: TrainState) -> tuple:
     """What a step changes: donated, and returned by the program."""
-    return state.clock, trainable(state), state.opt_state, state.model_state, state.key
+    return state.clock, trained_part(state), state.opt_state, state.model_state, state.key
 
 
 def _still(state: TrainState) -> tuple:
@@ -425,11 +465,14 @@ class TrainStep:
     norms: bool = True
 
     def __post_init__(self):
-        _check_policy(self.on_nonfinite)
-        value_and_grad(self.loss_fn)  # its errors belong here, not into the first call
+        _LossFn.of(self.loss_fn)  # its errors belong here, not into the first call
+        _check_policy(self.on_nonfinite, "train_step()")
+        _check_remat(self.remat, "train_step()")
+        check_flags("train_step()", donate=self.donate, norms=self.norms)
 
     def pure(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
         """The step without compilation and donation."""
+        _check_extra(state, extra, train=True)
         loss, grads = value_and_grad(self.loss_fn, remat=self.remat)(state, batch, **extra)
         search = {"value_fn": _value_fn(self.loss_fn, state, batch, extra)}
         return update(state, grads, loss=loss, on_nonfinite=self.on_nonfinite, norms=self.norms, **search, **extra)
@@ -447,15 +490,25 @@ class TrainStep:
         return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else ())
 
     def __call__(self, state: TrainState, batch, **extra) -> tuple[TrainState, StepInfo]:
-        _check_state(state)
-        clock, plan = state.clock, state.plan
-        if isinstance(clock, Tracer):
-            return self._traced(state, batch, extra)
-        if clock.is_deleted():
-            raise StateError(_DONATED)
-        still = _still(state)
-        moving, seen = self._compiled(plan, _moving(state), still, batch, extra)
+        if not isinstance(state, TrainState):
+            check_state(state, "step()", batch)
+        try:
+            if state.__dict__.get("concrete"):
+                gone = state.clock.is_deleted()
+            # eager grad and vmap trace some arrays only, and would donate the others under the user's feet
+            elif _any_traced((state, batch, extra)):
+                return self._traced(state, batch, extra)
+            else:
+                gone = is_gone(state.clock)
+            if gone:
+                raise StateError(donated("step()"))
+            plan, still = state.plan, _still(state)
+            moving, seen = self._compiled(plan, _moving(state), still, batch, extra)
+        except Exception as error:
+            _blame(error, state, batch, extra)
+            raise
         state = _assemble(plan, moving, still)
+        state.__dict__["concrete"] = True  # no field: a state that was edited is looked at again
         info = tuple.__new__(StepInfo, (*seen, still[0]))
         if self.on_nonfinite == "raise":
             self._raise_if_rejected(state, info, batch, extra)
@@ -476,6 +529,7 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch, **extra) -> jax.stages.Lowered:
         """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is compiled."""
+        check_state(state, "lower()", batch)
         return self._compiled.lower(state.plan, _moving(state), _still(state), batch, extra)
 
 
@@ -535,7 +589,7 @@ def eval_step(loss_fn: Callable) -> Callable:
     >>> float(f(state, jnp.eye(2)).merge(f(state, jnp.ones((1, 2)))).compute())
     2.0
     """
-    fn = _LossFn.of(loss_fn)
+    fn = _LossFn.of(loss_fn, "eval_step()")
 
     @jax.jit
     def evaluate(state, batch, extra) -> Loss:
@@ -543,9 +597,11 @@ def eval_step(loss_fn: Callable) -> Callable:
         return dataclasses.replace(loss, model_state=None)
 
     def call(state: TrainState, batch, **extra) -> Loss:
-        _check_state(state)
-        if not isinstance(state.clock, Tracer) and state.clock.is_deleted():
-            raise StateError(_DONATED)
-        return evaluate(state, batch, extra)
+        check_state(state, "eval_step()", batch)
+        try:
+            return evaluate(state, batch, extra)
+        except Exception as error:
+            _blame(error, state, batch, extra)
+            raise
 
     return call

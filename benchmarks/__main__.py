@@ -1,0 +1,14 @@
+"""Run the benchmarks named on the command line, or all of them."""
+
+import importlib
+import sys
+
+ALL = ("recompiles", "selection", "step", "importing")
+
+if __name__ == "__main__":
+    names = sys.argv[1:] or ALL
+    for name in names:
+        if name not in ALL:
+            sys.exit(f"benchmarks: got {name!r}, expected one of {', '.join(ALL)}")
+    for name in names:
+        importlib.import_module(f"benchmarks.{name}").main()

@@ -1,0 +1,124 @@
+"""A step of tsunax over the hand-written, jitted, donated optax loop: tiny MLP, and a model of 200 leaves.
+
+`same info` also computes both norms, the finite check and the select; `bare` neither.
+"""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import tsunax as ts
+from benchmarks._common import batch_of, copied, interleave, mlp, mlp_loss, ratio, save, table
+
+CASES = {  # sizes, rows of a batch, steps of a burst, rounds
+    "tiny MLP 64-64-10": ([64, 64, 10], 32, 300, 80),
+    "200 leaves": ([32] * 100 + [10], 8, 15, 40),
+}
+TX = optax.adam(1e-3)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def bare(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(mlp_loss)(params, batch)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def same_info(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(mlp_loss)(params, batch)
+    grad_norm = optax.tree.norm(grads)
+    updates, new_opt_state = TX.update(grads, opt_state, params)
+    applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    new = optax.apply_updates(params, updates), new_opt_state
+    params, opt_state = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, (params, opt_state))
+    info = {"loss": loss, "grad_norm": grad_norm, "update_norm": optax.tree.norm(updates), "applied": applied}
+    return params, opt_state, info
+
+
+def by_hand(step, params, batch):
+    state = [copied(params)]
+    state.append(TX.init(state[0]))
+
+    def burst(n):
+        params, opt_state = state
+        for _ in range(n):
+            params, opt_state, _ = step(params, opt_state, batch)
+        jax.block_until_ready(params)
+        state[:] = params, opt_state
+
+    return burst
+
+
+def by_tsunax(step, state, batch):
+    held = [state]
+
+    def burst(n):
+        state = held[0]
+        for _ in range(n):
+            state, _ = step(state, batch)
+        jax.block_until_ready(state.params)
+        held[0] = state
+
+    return burst
+
+
+def compile_seconds(lowered, tries=3) -> float:
+    best = float("inf")
+    for _ in range(tries):
+        jax.clear_caches()
+        start = time.perf_counter()
+        lowered().compile()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def main() -> None:
+    step = ts.train_step(mlp_loss)
+    plain_step = ts.train_step(mlp_loss, norms=False, on_nonfinite="ignore")
+    results: dict = {}
+    for name, (sizes, rows, steps, rounds) in CASES.items():
+        params, batch = mlp(sizes), batch_of(rows, sizes[0])
+        live, plain = ts.setup(ts.rules.adam(1e-3), params), ts.setup(TX, params)
+        times = interleave(
+            {
+                "by hand, bare": by_hand(bare, params, batch),
+                "tsunax, bare, live adam": by_tsunax(plain_step, live, batch),
+                "tsunax, bare, optax.adam": by_tsunax(plain_step, plain, batch),
+                "by hand, same info": by_hand(same_info, params, batch),
+                "tsunax, live adam": by_tsunax(step, ts.setup(ts.rules.adam(1e-3), params), batch),
+                "tsunax, optax.adam": by_tsunax(step, ts.setup(TX, params), batch),
+                "tsunax, live, one leaf frozen": by_tsunax(
+                    step, ts.freeze(ts.setup(ts.rules.adam(1e-3), params), "0/1"), batch
+                ),
+            },
+            rounds=rounds,
+            steps=steps,
+        )
+        found = {}
+        for contender in times:
+            floor = "by hand, bare" if "bare" in contender else "by hand, same info"
+            found[contender] = (sorted(times[contender])[len(times[contender]) // 2], *ratio(times, contender, floor))
+        table(name, [(k, *v) for k, v in found.items()], ("contender", "us/step", "x low", "x median", "x high"))
+        results[name] = found
+
+    params, batch = mlp(CASES["200 leaves"][0]), batch_of(8, 32)
+    fresh = lambda: ts.setup(ts.rules.adam(1e-3), params)
+    compiles = {
+        "by hand, bare": compile_seconds(lambda: bare.lower(params, TX.init(params), batch)),
+        "tsunax, bare, live adam": compile_seconds(
+            lambda: ts.train_step(mlp_loss, norms=False, on_nonfinite="ignore").lower(fresh(), batch)
+        ),
+        "by hand, same info": compile_seconds(lambda: same_info.lower(params, TX.init(params), batch)),
+        "tsunax, live adam": compile_seconds(lambda: ts.train_step(mlp_loss).lower(fresh(), batch)),
+        "tsunax, live, freezable": compile_seconds(
+            lambda: ts.train_step(mlp_loss).lower(ts.setup(ts.rules.adam(1e-3), params, freezable=True), batch)
+        ),
+    }
+    rows = [(k, v, v / compiles["by hand, bare" if "bare" in k else "by hand, same info"]) for k, v in compiles.items()]
+    table("trace and compile, 200 leaves", rows, ("contender", "seconds", "x"))
+    results["compile, 200 leaves"] = compiles
+    save("step", results)

@@ -1,0 +1,58 @@
+"""A small network on scikit-learn's digits, trained with tsunax. `plain_optax.py` is its twin.
+
+    python examples/with_tsunax.py
+
+Device: any. A few seconds on a CPU. It ends in `loss after 200 steps: 0.06`, and fails above 0.1.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import tsunax as ts
+
+STEPS, BATCH = 200, 64
+
+
+def init(key):
+    k1, k2 = jax.random.split(key)
+    return {
+        "hidden": {"kernel": jax.random.normal(k1, (64, 64)) / 8, "bias": jnp.zeros(64)},
+        "out": {"kernel": jax.random.normal(k2, (64, 10)) / 8, "bias": jnp.zeros(10)},
+    }
+
+
+def loss_fn(params, batch):
+    images, labels = batch
+    x = jax.nn.relu(images @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+    logits = x @ params["out"]["kernel"] + params["out"]["bias"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def train():
+    """The loss of every step, and the params after the last."""
+    digits = load_digits()
+    images, labels = (digits.data / 16).astype(np.float32), digits.target
+    rng = np.random.default_rng(0)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 20, STEPS)
+
+    params = init(jax.random.key(0))
+    rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adam(schedule))
+    state = ts.setup(rule, params)
+
+    step = ts.train_step(loss_fn)
+
+    losses = []
+    for _ in range(STEPS):
+        rows = rng.choice(len(labels), BATCH, replace=False)
+        state, info = step(state, (images[rows], labels[rows]))
+        losses.append(info.loss)
+    return losses, state.params
+
+
+if __name__ == "__main__":
+    losses, _ = train()
+    print(f"loss after {STEPS} steps: {losses[-1]:.4f}")
+    assert losses[-1] < 0.1
