@@ -53,23 +53,24 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
             raise StateError(message("leaf", where, "a deleted array", "a live one", fix))
 
 
-_ASIDE = "Leave it out with trainable=, or keep it in model_state."
-
-
-def _leaf_fault(leaf: Any) -> tuple[str, str, str, str] | None:
+def _leaf_fault(leaf: Any, name: _tree.Names) -> tuple[str, str, str, str] | None:
     """What makes a leaf impossible to train, as `what, got, expected, fix`."""
     dtype, floats = _tree.dtype_of(leaf), "a float or complex array"
+    aside = f"Leave it out, trainable=['**', '!{'/'.join(name)}'], or keep it in model_state."
     if dtype is None:
-        return "leaf that is no number", type(leaf).__name__, floats, _ASIDE
+        fix = aside if name else "Give the tree of arrays: what a model's init returns, or nnx.state(model, nnx.Param)."
+        return "leaf that is no number", _tree.describe(leaf), floats, fix
     if not _tree.is_inexact(leaf):
-        return "leaf that cannot be trained", f"dtype {dtype}", floats, _ASIDE
+        is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+        fix = "A key belongs to setup(..., key=...)." if is_key else aside if name else ""
+        return "leaf that cannot be trained", f"dtype {dtype}", floats, fix
     wide = {"g": "float32", "G": "complex64"}.get(getattr(dtype, "char", ""))  # NumPy's longdouble
     canonical = jax.dtypes.canonicalize_dtype(wide or dtype)
     if canonical != dtype:
         fix = f"It would be cut to {canonical}: cast it yourself, or set jax_enable_x64."
         return "leaf too wide for JAX", f"dtype {dtype}", str(canonical), fix
     if 0 in np.shape(leaf):
-        return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", _ASIDE
+        return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", aside
     if isinstance(leaf, jax.Array) and not _tree.is_traced(leaf) and leaf.is_deleted():
         fix = "A step that it was donated to took it: use what the step returned."
         return "leaf without a buffer", "a deleted array", "a live one", fix
@@ -121,15 +122,16 @@ def check_params(params: Any, flags: _tree.Flags, root: str = "params") -> None:
     if not named:
         raise _tree.no_parameters(root, params)
     chosen = [(path, leaf) for (_, path, leaf), flag in zip(named, flags, strict=True) if flag]
-    for path, leaf in chosen:
-        if fault := _leaf_fault(leaf):
+    for name, path, leaf in (found for found, flag in zip(named, flags, strict=True) if flag):
+        if fault := _leaf_fault(leaf, name):
             what, *rest = fault
             raise ParamsError(message(what, _tree.access_str(root, path), *rest))
     for joint in "/.":
         if pair := _repeat([joint.join(name) for name, _, _ in named], flags):
             where = " and ".join(_tree.access_str(root, named[i][1]) for i in pair)
             got = f"{joint.join(named[pair[0]][0])!r} for both"
-            raise ParamsError(message("names that collide", where, got, "different names"))
+            fix = f"Rename one: names are joined with {joint!r}."
+            raise ParamsError(message("names that collide", where, got, "different names", fix))
     for (path, leaf), count in zip(chosen, _nonfinite([leaf for _, leaf in chosen]), strict=True):
         if count:
             got = f"{count} of {np.size(leaf)} not finite"

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from tsunax import _number, _tree, _where
-from tsunax.errors import HyperparameterError, RuleError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, RuleError, TsunaxError, WrongTypeError, message, told
 
 # ------------------------------------------------------------------------------------------ the rule
 
@@ -43,7 +43,7 @@ class Live:
 
     @property
     def title(self) -> str:
-        return self.factory.__name__.strip("_")
+        return name_of(self.factory)
 
     @functools.cached_property
     def columns(self) -> int:
@@ -81,13 +81,20 @@ class Live:
             tx = self.factory(**self.statics, **numbers)
         except jax.errors.TracerBoolConversionError as error:
             raise RuleError(_BRANCHES.format(self.title)) from error
+        if not isinstance(tx, optax.GradientTransformation):
+            expected = "an optax.GradientTransformation"
+            raise WrongTypeError(message("result", f"{self.title}()", _tree.describe(tx), expected))
         return optax.with_extra_args_support(tx)
 
 
 _BRANCHES = (
-    "{0} decides by the value of one of its numbers, which a live number cannot answer. "
-    "Name that parameter: live({0}, static=('name',))."
+    "number at {0}(): got a Python decision on its value, expected none on a live number. "
+    "Keep that parameter fixed: live({0}, static=('name',))."
 )
+
+
+def name_of(factory) -> str:
+    return getattr(factory, "__name__", type(factory).__name__).strip("_")
 
 
 def _same(a, b) -> bool:
@@ -166,16 +173,20 @@ class LiveInit:
     live: Live
     values: tuple
 
-    def __call__(self, params) -> LiveState:
-        live = self.live
+    def plain(self):
+        """The optax rule of the first step."""
         numbers = {}
-        for name, value, schedule in zip(live.names, self.values, live.schedules, strict=True):
+        for name, value, schedule in zip(self.live.names, self.values, self.live.schedules, strict=True):
             value = value(0) if schedule else value
             numbers[name] = _number.Number(value, 1 - value) if _tree.is_traced(value) else float(value)
+        return self.live.build(numbers)
+
+    def __call__(self, params) -> LiveState:
+        live = self.live
         paths = tuple(path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0])
         return LiveState(
             table=table_of(live, self.values),
-            inner=live.build(numbers).init(params),
+            inner=self.plain().init(params),
             count=jnp.zeros([], jnp.int32) if any(live.schedules) else None,
             live=interned(live),
             paths=interned(paths),
@@ -239,6 +250,8 @@ def _meant(rule) -> str:
         return f"Call it: {getattr(rule, '__name__', 'rule')}({first and first + '=...'})."
     if isinstance(rule, (list, tuple)) and rule and all(map(is_rule, rule)):
         return "Join them: ts.rules.chain(*rules)."
+    if type(rule) is tuple and len(rule) == 2 and all(map(callable, rule)):
+        return "Name the two: optax.GradientTransformation(init, update)."
     if isinstance(rule, Mapping) and rule and all(map(is_rule, rule.values())):
         return "Give each its part: ts.rules.groups({pattern: rule})."
     return "For example ts.rules.adam(1e-3)."
@@ -259,8 +272,9 @@ class LiveUpdate:
         return dataclasses.replace(state, count=None, one_clock=True)
 
     def __call__(self, updates, state: LiveState, params=None, *, step=None, **extra):
-        if state.table is None:
-            raise RuleError(f"{self.live.title}: the numbers of this state are kept by its TrainState. Use ts.update.")
+        if not is_live(state) or state.table is None:
+            fix = "The state of a TrainState is another one: use ts.update."
+            raise RuleError(message("state", f"{self.live.title}()", _tree.describe(state), "what its init made", fix))
         clock = state.count if step is None else step
         runs = [
             _run(self.live, state.table[:, i], clock, updates, inner, params, {**extra, "step": step})
@@ -363,21 +377,24 @@ class LiveFactory:
     advice = ""  # what an error about its arguments ends with
 
     def __init__(self, factory: Callable, static: tuple[str, ...] = ()):
+        self.__signature__ = _signature(factory)
+        if isinstance(factory, functools.partial) and not factory.args:
+            factory = factory.func  # its keywords are defaults of the signature, and this one compares by value
         self.factory, self.static = factory, frozenset(static)
-        self.__name__ = factory.__name__.strip("_")
-        self.__qualname__ = self.__name__
+        self.__name__ = self.__qualname__ = name_of(factory)
         self.__module__ = "tsunax.rules"
-        self.__signature__ = inspect.signature(factory)
         self.__doc__ = factory.__doc__
 
     def __repr__(self):
-        return f"live({self.factory.__module__}.{self.factory.__name__})"
+        return f"live({self.factory.__module__}.{name_of(self.factory)})"
 
     def __call__(self, *args, **kwargs) -> optax.GradientTransformationExtraArgs:
         arguments = self._bind(args, kwargs)
         statics, names, values, schedules = {}, [], [], []
         for name, value in arguments.items():
             parameter = self.__signature__.parameters[name]
+            if isinstance(parameter.default, bool) and not isinstance(value, (bool, np.bool_)) and "mask" not in name:
+                raise WrongTypeError(message(name, f"{self.__name__}()", _tree.describe(value), "True or False"))
             if name in self.static or not _number.takes_number(parameter, value):
                 statics[name] = value
                 continue
@@ -389,7 +406,19 @@ class LiveFactory:
                 schedule = None
             names.append(name), values.append(value), schedules.append(schedule)
         live = Live(self.factory, statics, tuple(names), tuple(schedules))
-        return as_rule(LiveInit(live, tuple(values)), LiveUpdate(live))
+        init = LiveInit(live, tuple(values))
+        self._try(init)
+        return as_rule(init, LiveUpdate(live))
+
+    def _try(self, init: LiveInit) -> None:
+        """Build the plain rule once: what its factory does not take is told where it was written."""
+        where = f"{self.__name__}()"
+        try:
+            init.plain()
+        except TsunaxError:
+            raise
+        except Exception as error:
+            raise RuleError(message("rule", where, told(error), "arguments that make a rule")) from error
 
     def _bind(self, args, kwargs) -> dict[str, Any]:
         known = list(self.__signature__.parameters)
@@ -405,6 +434,28 @@ class LiveFactory:
             raise WrongTypeError(message("arguments", f"{self.__name__}()", error, names, self.advice)) from None
         bound.apply_defaults()
         return dict(bound.arguments)
+
+
+def _signature(factory: Callable) -> inspect.Signature:
+    """Raise WrongTypeError for parameters that have no name of their own: each number needs one."""
+    expected = "a function with named parameters"
+    try:
+        signature = inspect.signature(factory)
+    except (ValueError, TypeError):
+        raise WrongTypeError(message("factory", "live()", _tree.describe(factory), expected)) from None
+    for p in signature.parameters.values():
+        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            raise WrongTypeError(message("factory", "live()", f"{name_of(factory)}(..., {p}, ...)", expected))
+    return signature
+
+
+def _check_static(static: Any, factory: Callable) -> None:
+    known = list(_signature(factory).parameters)
+    if isinstance(static, str) or not all(isinstance(name, str) for name in static):
+        raise WrongTypeError(message("static", "live()", _tree.describe(static), "a tuple of names"))
+    for name in static:
+        if name not in known:
+            raise HyperparameterError(_where.unknown("static", "live()", name, known))
 
 
 def live(factory: Callable, *, static: tuple[str, ...] = ()) -> LiveFactory:
@@ -429,14 +480,12 @@ def live(factory: Callable, *, static: tuple[str, ...] = ()) -> LiveFactory:
     >>> ts.hyperparams(state)
     {'learning_rate': 0.1, 'momentum': 0.9}
     """
+    expected = "a function that makes an optax rule"
     if isinstance(factory, optax.GradientTransformation) or not callable(factory):
-        raise WrongTypeError(
-            message(
-                "factory",
-                "live()",
-                type(factory).__name__,
-                "a function that returns an optax rule",
-                "Pass optax.adam, not optax.adam(1e-3).",
-            )
-        )
+        is_rule = isinstance(factory, optax.GradientTransformation)
+        got, fix = ("a rule", "Call live(...) first: live(optax.adam)(1e-3).") if is_rule else (_tree.describe(factory), "")
+        raise WrongTypeError(message("factory", "live()", got, expected, fix))
+    if isinstance(factory, LiveFactory):
+        raise WrongTypeError(message("factory", "live()", f"{factory.__name__}, live already", expected, "Use it as it is."))
+    _check_static(static, factory)
     return LiveFactory(factory, static)

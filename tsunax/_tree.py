@@ -204,7 +204,7 @@ def merge(selected: Any, rest: Any) -> Any:
     theirs, other = jax.tree.flatten(rest, is_leaf=lambda x: x is None)
     if treedef != other:
         filled = [treedef.unflatten([0] * len(ours)), other.unflatten([0] * len(theirs))]
-        raise StateError(f"parts of two different trees {first_difference(*filled)}.")
+        raise StateError(f"parts of two different trees {first_difference(*filled, leaf='a leaf')}.")
     pairs = list(zip(ours, theirs, strict=True))
     if any(a is not None and b is not None for a, b in pairs):
         raise StateError(message("parts of a tree", "", "a leaf that both have", "no overlap"))

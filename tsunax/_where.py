@@ -11,7 +11,7 @@ import functools
 import heapq
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -189,7 +189,7 @@ def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
 
 def show(where: Any) -> str:
     """What a message says of a selection."""
-    if callable(where) or _tree.is_array(where):
+    if callable(where) or _tree.is_array(where) or isinstance(where, Mapping):
         return _tree.describe(where)
     return re.sub(r" at 0x\w+", "", " ".join(repr(where).split()))[:80]
 

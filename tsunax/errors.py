@@ -6,6 +6,7 @@ form that `message` makes: `<what> at <where>: got <got>, expected <expected>. <
 """
 
 import re
+import textwrap
 from typing import Any
 
 __all__ = [
@@ -83,5 +84,5 @@ def told(error: BaseException) -> str:
     kind = type(error).__name__
     if "Concret" in kind or (kind.startswith("Tracer") and kind.endswith("ConversionError")):
         return "a Python or NumPy operation on a traced value (for if: jnp.where, jax.lax.cond; for np: jnp)"
-    text = re.sub(r"\w*Tracer\b|<class '([\w.]+)'>", r"\1", " ".join(str(error).split()))
-    return f"{kind} {text[:160]}".rstrip(" .")
+    text = re.sub(r"\w*Tracer\b", "a traced array", re.sub(r"<class '([\w.]+)'>", r"\1", str(error)))
+    return f"{kind} {textwrap.shorten(text, 160, placeholder=' …')}".rstrip(" .")

@@ -139,6 +139,8 @@ def _is_names(where, known) -> bool:
 def _matched(state: TrainState, where) -> frozenset:
     """Key paths of the leaves that `where` matches."""
     flags = _where.select(where, state.params)
+    if state.plan.selected and not any(map(min, flags, state.plan.selected)):
+        raise _left_out(state, flags.index(True), "It has no hyperparameters.")
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state.params)[0]]
     return frozenset(path for path, flag in zip(paths, flags, strict=True) if flag)
 

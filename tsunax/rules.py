@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 
@@ -25,9 +26,9 @@ from tsunax.guard import Report
 
 OPTAX = (
     "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw", "adan", "amsgrad",
-    "fromage", "lamb", "lars", "lbfgs", "lion", "noisy_sgd", "novograd", "optimistic_adam", "optimistic_adam_v2",
-    "optimistic_gradient_descent", "polyak_sgd", "radam", "rmsprop", "rprop", "sgd", "sign_sgd", "signum", "sm3",
-    "yogi",
+    "fromage", "lamb", "lars", "lbfgs", "lion", "nadam", "nadamw", "noisy_sgd", "novograd", "optimistic_adam",
+    "optimistic_adam_v2", "optimistic_gradient_descent", "polyak_sgd", "radam", "rmsprop", "rprop", "sgd", "sign_sgd",
+    "signum", "sm3", "yogi",
 )  # fmt: skip
 CONTRIB = (
     "acprop", "ademamix", "adopt", "cocob", "dadapt_adamw", "dog", "dowg", "galore", "madgrad", "momo",
@@ -42,6 +43,7 @@ _STATIC = {"reduce_on_plateau": ("factor", "rtol", "atol")}
 
 def _alias(module, name: str) -> LiveFactory:
     rule = live(getattr(module, name), static=_STATIC.get(name, ()))
+    rule.__name__ = rule.__qualname__ = name
     rule.__doc__ = f"`{module.__name__}.{name}` with live numbers: the same arguments, defaults and trajectory."
     return rule
 
@@ -133,34 +135,30 @@ class _Assign:
                     message(
                         "leaf",
                         _tree.access_str("params", path),
-                        "no group for it",
-                        f"one of {', '.join(map(repr, self.patterns))}",
-                        "End with '**' for the rest.",
+                        "no pattern that matches it",
+                        f"a match by one of {', '.join(map(repr, self.patterns))}",
+                        "Add a last pattern '**' for the rest.",
                     )
                 )
         for pattern in self.patterns:
             if pattern not in owner:
-                raise PatternError(f"group {pattern!r} gets no leaf: the patterns before it take all that it matches")
+                by_label = self.labels is not None
+                fix = "No label names it." if by_label else "The patterns before it take all of its leaves."
+                raise PatternError(message(f"group {pattern!r}", "groups()", "no leaf", "at least one", fix))
         return {pattern: tuple(o == pattern for o in owner) for pattern in self.patterns}
 
     def _by_label(self, params, named) -> list:
         if callable(self.labels):
             labels = [self.labels("/".join(names), leaf) for names, _, leaf in named]
         else:
-            difference = _tree.first_difference(self.labels, params)
-            if difference:
-                raise PatternError(f"labels do not fit the params: {difference}")
+            if difference := _tree.first_difference(self.labels, params, "params", "a label"):
+                raise PatternError(f"labels {difference}. Make them with jax.tree.map over the params.")
             labels = jax.tree.leaves(self.labels)
         for label, (_, path, _) in zip(labels, named, strict=True):
-            if label not in self.patterns:
-                raise PatternError(
-                    message(
-                        "label",
-                        _tree.access_str("params", path),
-                        repr(label),
-                        f"one of {', '.join(map(repr, self.patterns))}",
-                    )
-                )
+            if not isinstance(label, str) or label not in self.patterns:
+                known, got = ", ".join(map(repr, self.patterns)), _tree.describe(label)
+                got = repr(label) if isinstance(label, str) else got
+                raise PatternError(message("label", _tree.access_str("params", path), got, f"one of {known}"))
         return labels
 
 
@@ -233,9 +231,14 @@ def groups(
     >>> {k: v for k, v in ts.hyperparams(state).items() if "rate" in k}
     {'learning_rate@**': 0.001, 'learning_rate@head/**': 0.1}
     """
-    if not rules:
-        raise RuleError("groups(): got no rules, expected {pattern: rule}")
+    if not isinstance(rules, Mapping) or not rules:
+        kind = RuleError if isinstance(rules, Mapping) else WrongTypeError
+        raise kind(message("rules", "groups()", _tree.describe(rules), "{pattern: rule}"))
     for pattern, rule in rules.items():
+        if not isinstance(pattern, str):
+            raise WrongTypeError(message("pattern", "groups()", _tree.describe(pattern), "a str"))
+        if labels is None:
+            _where.compile_where(pattern)
         _live.check_rule(rule, f"groups({{{pattern!r}: ...}})")
     assign = _Assign(tuple(rules), labels)
     parts = [_live.with_extra(rule) for rule in rules.values()]
@@ -286,8 +289,8 @@ def clip_array_norm(max: float = 10.0, p: float = 2, throw: bool = True):
     is not finite rejects the step, and its verdict names p, the norm, the path and the shape; without, it flows
     on, as does NaN.
     """
-    if isinstance(p, (str, bool)) or p is None or p != p:
-        raise WrongTypeError(message("p", "clip_array_norm()", repr(p), "a real number, ±inf or 0"))
+    if isinstance(p, bool) or not isinstance(p, (int, float, np.integer, np.floating)) or p != p:
+        raise WrongTypeError(message("p", "clip_array_norm()", _tree.describe(p), "a real number, ±inf or 0"))
     bound = _number.as_scalar(max)
 
     def report(params, values):
@@ -339,13 +342,15 @@ def sign_decay(sign_decay: float = 1e-3, where: Any = "**"):
 
 
 def _decay(where, f):
+    _where.compile_where(where)  # raises now for a pattern that is malformed
+
     def init(params):
         _where.select(where, params)  # raises now for a pattern that matches nothing
         return optax.EmptyState()
 
     def update(updates, state, params=None, **_):
         if params is None:
-            raise RuleError("decay: update() needs params")
+            raise RuleError(message("params", "update()", "None", "the params, to decay them"))
         flags = _where.select(where, params)
         leaves, treedef = jax.tree.flatten(updates)
         params = jax.tree.leaves(params)
@@ -358,6 +363,8 @@ def _decay(where, f):
 clip_value = live(clip_value)
 clip_global_norm = live(clip_global_norm)
 clip_array_norm = live(clip_array_norm, static=("p", "throw"))
+for _clip in (clip_value, clip_global_norm, clip_array_norm):
+    _clip.advice = "Choose one of clip_global_norm, clip_array_norm, clip_value."
 weight_decay = live(weight_decay)
 sign_decay = live(sign_decay)
 

@@ -121,7 +121,7 @@ def _tick(clock, i):
     if isinstance(clock, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(clock.shape[:-1], clock.dtype)
     if is_gone(clock):
-        raise StateError(donated("its " + ("step", "calls")[i]))
+        raise StateError(donated("TrainState." + ("step", "calls")[i]))
     return clock[..., i]
 
 
@@ -215,7 +215,7 @@ def setup(
         params=params,
         opt_state=opt_state if device is None else jax.device_put(opt_state, device),
         model_state=jax.tree.map(take, model_state),
-        key=place(own(key)),
+        key=place(key),
         numbers=place(numbers),
         frozen=place(words),
         plan=Plan(_live.blank(rule.init), rule.update, selected),
@@ -246,9 +246,7 @@ def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
     for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True):
         dtypes = _tree.dtype_of(a), _tree.dtype_of(b)
         if None in dtypes or dtypes[0] != dtypes[1] or np.shape(a) != np.shape(b):
-            got, expected = (f"{d}[{','.join(map(str, np.shape(x)))}]" for d, x in zip(dtypes, (a, b), strict=True))
-            got = got if dtypes[0] is not None else _tree.describe(a)
-            raise StateError(message(what, _tree.access_str(root, path), got, expected, fix))
+            raise StateError(message(what, _tree.access_str(root, path), *map(_tree.describe, (a, b)), fix))
 
 
 def is_gone(x) -> bool:

@@ -15,7 +15,7 @@ import functools
 import inspect
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -159,11 +159,13 @@ def value_and_grad(loss_fn: Callable, *, remat: Callable | bool | None = None) -
         check_state(state, "value_and_grad()", batch)
         trained = trained_part(state) if at is None else at
         if at is not None:
-            check_like("at", at, trained_part(state), "It has the structure of ts.trainable(state).")
+            check_like("(at=)", at, trained_part(state), "It has the structure of ts.trainable(state).")
         objective = _objective(fn, state, batch, extra)
         if remat:
             objective = jax.checkpoint(objective, policy=None if remat is True else remat)
         (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained)
+        # jax.checkpoint hands constants out in a class of its own (jax 0.7)
+        loss = jax.tree.map(lambda x: x if _tree.is_array(x) else np.asarray(x), loss)
         return loss, grads
 
     return f
@@ -331,8 +333,12 @@ def _finished(loss) -> Loss:
             check_scalar("loss", "update()", loss)
         return Loss(loss, mean_value=loss)
     if loss.weight is None and loss.mean_value is None:
-        raise LossError(message("loss", "update()", "a Loss without a weight", "one with", "Give ts.Loss(total, weight)."))
-    if all(hasattr(m, "compute") for m in loss.metrics.values()) and (loss.weight is None or _tree.is_array(loss.weight)):
+        raise LossError(
+            message("loss", "update()", "a Loss without a weight", "one with", "Give ts.Loss(total, weight).")
+        )
+    if all(hasattr(m, "compute") for m in loss.metrics.values()) and (
+        loss.weight is None or _tree.is_array(loss.weight)
+    ):
         return loss
     return dataclasses.replace(as_loss(loss, 1), **({"weight": None} if loss.weight is None else {}))
 
@@ -401,8 +407,11 @@ def _blame(error: Exception, state: TrainState, batch, extra) -> None:
     """After a program did not take its arguments: raise what is wrong with them, where that can be seen."""
     if isinstance(error, TsunaxError):
         return
-    one = "Give one batch at a time: for batch in data." if not _tree.is_array(batch) else ""
-    _checks.check_arrays(batch, "batch", one)
+    is_data = isinstance(batch, Iterator) or (hasattr(batch, "__iter__") and jax.tree_util.all_leaves([batch]))
+    if is_data and not _tree.is_array(batch):
+        fix = "A step takes one batch: for batch in data."
+        raise WrongTypeError(message("batch", "step()", _tree.describe(batch), "a tree of arrays", fix))
+    _checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
     for name, tree in extra.items():
         _checks.check_arrays(tree, name, f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...).")
     _checks.check_arrays(state, "state")
@@ -414,19 +423,19 @@ def _any_traced(tree) -> bool:
 
 def _moving(state: TrainState) -> tuple:
     """What a step changes: donated, and returned by the program."""
-    return state.clock, trained_part(state), state.opt_state, state.model_state, state.key
+    return state.clock, trained_part(state), state.opt_state, state.model_state
 
 
 def _still(state: TrainState) -> tuple:
     """What a step only reads: neither donated nor returned, put back outside."""
     selected = state.plan.selected
     rest = None if selected is None else _tree.partition(state.params, selected)[1]
-    return state.numbers, state.frozen, rest
+    return state.numbers, state.frozen, state.key, rest
 
 
 def _assemble(plan, moving: tuple, still: tuple) -> TrainState:
-    clock, params, opt_state, model_state, key = moving
-    numbers, frozen, rest = still
+    clock, params, opt_state, model_state = moving
+    numbers, frozen, key, rest = still
     if rest is not None:
         params = _tree.merge(params, rest)
     return TrainState(clock, params, opt_state, model_state, key, numbers, frozen, plan)

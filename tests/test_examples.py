@@ -1,0 +1,116 @@
+"""The examples run and reach their numbers; the pages of docs/ do what they print; README's diff is the examples'."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import assert_trees_equal
+from test_readme import broken_promises
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "```python" in page.read_text(encoding="utf-8")]
+
+
+def example(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_digits(*options: str) -> list[str]:
+    run = subprocess.run(
+        [sys.executable, ROOT / "examples" / "digits.py", *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},  # one device, as a user has
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout.splitlines()
+
+
+def accuracy_of(line: str) -> float:
+    match = re.fullmatch(r"test accuracy: (0\.\d{4}|1\.0000)", line)
+    assert match, f"last line: {line!r}"
+    return float(match[1])
+
+
+def test_twins_agree_to_the_last_bit():
+    with jax.numpy_rank_promotion("allow"):  # examples write `x @ w + b`
+        (plain, params), (ours, same) = (example(name).train() for name in ("plain_optax", "with_tsunax"))
+    assert len(plain) == 200 and plain[-1] < 0.2
+    np.testing.assert_array_equal(np.array(ours), np.array(plain))
+    assert_trees_equal(same, params)
+
+
+def test_digits_in_short():
+    lines = run_digits("--epochs", "5", "--target", "0.9")
+    assert accuracy_of(lines[-1]) >= 0.9
+    table = [line for line in lines if re.match(r" +\d+ +\d", line)]
+    phases = ["head alone", "features follow", "one schedule", "by hand"]
+    assert len(table) == 5 + len(phases)
+    assert [line.split("   ")[-1] for line in table[5:]] == phases
+    assert [("frozen" in line) for line in table] == [True] + [False] * 4 + [True] + [False] * 3
+
+
+def test_digits_fails_below_its_target():
+    with pytest.raises(AssertionError, match=r"expected at least 1\.1"):
+        run_digits("--epochs", "1", "--target", "1.1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_digits(seed):
+    assert accuracy_of(run_digits("--seed", str(seed))[-1]) >= 0.98
+
+
+# --------------------------------------------------------------------------------------------------------- pages
+
+
+def as_one_block(page: str) -> str:
+    """The page with all of its ```python blocks as one, every line where it was.
+
+    A comment alone on the line after `print(...)` says what it prints, as one behind it does.
+    """
+    lines, inside = ["```python"], False  # in place of the title
+    for line in page.splitlines()[1:]:
+        if line.startswith("```"):
+            inside, line = line.strip() == "```python", ""
+        lines.append(line if inside else "")
+    block = "\n".join(lines) + "\n```\n"
+    return re.sub(r"^(print\(.*\))\n# (.*)$", r"\1  # \2\n", block, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_do_what_they_print(page, tmp_path):
+    copy = tmp_path / page.name
+    copy.write_text(as_one_block(page.read_text(encoding="utf-8")), encoding="utf-8")
+    problems = broken_promises(copy, tmp_path)
+    if problems:
+        pytest.fail("\n".join(problems), pytrace=False)
+
+
+def test_pages_are_read_block_by_block(tmp_path):
+    page = "# Title\n```bash\nfalse\n```\n```python\nx = 1\n```\ntext\n```python\nprint(x)\n# 2\nprint(x)  # 1\n```\n"
+    copy = tmp_path / "page.md"
+    copy.write_text(as_one_block(page))
+    assert broken_promises(copy, tmp_path) == ["page.md:10: printed ['1'], expected ['2']"]
+
+
+def test_the_readme_shows_the_twins():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    match = re.search(r"^```diff\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert match, "README.md has no ```diff block"
+    twins = {name: (ROOT / "examples" / f"{name}.py").read_text() for name in ("plain_optax", "with_tsunax")}
+    sides = {"plain_optax": " -", "with_tsunax": " +"}
+    for name, marks in sides.items():
+        shown = [line[1:].rstrip() for line in match[1].splitlines() if line[:1] in marks or not line]
+        assert "\n".join(shown) in twins[name], f"examples/{name}.py does not have these lines in this order"
