@@ -82,7 +82,7 @@ def main(seed, epochs, target):
 
     thaw, join, last = epochs // 5, 2 * epochs // 5, 4 * epochs // 5
     state, phase = ts.freeze(state, "features/**"), "head alone"
-    print(state, "\n")
+    print(state, end="\n\n")
     header = f"{'epoch':>5}{'loss':>9}{'validation':>12}{'head rate':>12}{'feature rate':>14}   phase"
     rng, table = np.random.default_rng(seed), {}
     print(header)

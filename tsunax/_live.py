@@ -11,6 +11,7 @@ This module knows optax and trees. It must not know `TrainState`.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -77,15 +78,21 @@ class Live:
 
     def build(self, numbers: Mapping[str, Any]):
         """The optax rule for these numbers."""
+        outer = _building.set(True)
         try:
             tx = self.factory(**self.statics, **numbers)
         except jax.errors.TracerBoolConversionError as error:
             raise RuleError(_BRANCHES.format(self.title)) from error
+        finally:
+            _building.reset(outer)
         if not isinstance(tx, optax.GradientTransformation):
             expected = "an optax.GradientTransformation"
             raise WrongTypeError(message("result", f"{self.title}()", _tree.describe(tx), expected))
         return optax.with_extra_args_support(tx)
 
+
+# Inside a live factory every rule is the plain one: the factory's own numbers are the live ones
+_building: contextvars.ContextVar[bool] = contextvars.ContextVar("_building", default=False)
 
 _BRANCHES = (
     "number at {0}(): got a Python decision on its value, expected none on a live number. "
@@ -371,6 +378,23 @@ def recut(state: LiveState, cut: Cut, parents: tuple[int, ...], params) -> LiveS
 # --------------------------------------------------------------------------------------------- live()
 
 
+@dataclass(frozen=True)
+class PatternMask:
+    """optax's `mask=` from a pattern: the function that it takes. (To optax a str is a tree that is true.)"""
+
+    where: Any
+
+    def __post_init__(self):
+        _where.compile_where(self.where)
+
+    def __call__(self, params):
+        return jax.tree.unflatten(jax.tree.structure(params), _where.select(self.where, params))
+
+
+def _is_pattern(x) -> bool:
+    return isinstance(x, str) or (type(x) in (list, tuple) and bool(x) and all(isinstance(p, str) for p in x))
+
+
 class LiveFactory:
     """What `live(factory)` returns: call it like the factory."""
 
@@ -395,8 +419,8 @@ class LiveFactory:
             parameter = self.__signature__.parameters[name]
             if isinstance(parameter.default, bool) and not isinstance(value, (bool, np.bool_)) and "mask" not in name:
                 raise WrongTypeError(message(name, f"{self.__name__}()", _tree.describe(value), "True or False"))
-            if name in self.static or not _number.takes_number(parameter, value):
-                statics[name] = value
+            if _building.get() or name in self.static or not _number.takes_number(parameter, value):
+                statics[name] = PatternMask(value) if "mask" in name and _is_pattern(value) else value
                 continue
             if callable(value):
                 _number.check_schedule(f"{self.__name__}()", name, value)
@@ -405,6 +429,8 @@ class LiveFactory:
                 _number.check_number(f"{self.__name__}()", name, value)
                 schedule = None
             names.append(name), values.append(value), schedules.append(schedule)
+        if _building.get():
+            return with_extra(self.factory(**statics))
         live = Live(self.factory, statics, tuple(names), tuple(schedules))
         init = LiveInit(live, tuple(values))
         self._try(init)
@@ -445,7 +471,7 @@ def _signature(factory: Callable) -> inspect.Signature:
         raise WrongTypeError(message("factory", "live()", _tree.describe(factory), expected)) from None
     for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            raise WrongTypeError(message("factory", "live()", f"{name_of(factory)}(..., {p}, ...)", expected))
+            raise WrongTypeError(message("factory", "live()", f"{name_of(factory)}(..., {p.replace(annotation=p.empty)}, ...)", expected))
     return signature
 
 

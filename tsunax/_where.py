@@ -121,7 +121,9 @@ def _by_globs(globs: Sequence[_Glob], tree: Any) -> tuple[bool, ...]:
         if not any(hits):
             near = ", ".join(map(repr, nearest(glob.text, map(_tree.show, leaf_names))))
             got = f"no match among {len(hits)} leaves"
-            fix = f"Nearest: {near or 'none'}."
+            below = glob.text + "/**"
+            is_subtree = not glob.text.endswith("**") and any(map(_glob(below).matches, leaf_names))
+            fix = f"For all below it: {below!r}." if is_subtree else f"Nearest: {near or 'none'}."
             raise PatternError(message(f"pattern {glob.text!r}", "", got, "at least one", fix))
         flags = [not glob.excludes if hit else flag for hit, flag in zip(hits, flags, strict=True)]
     return tuple(flags)

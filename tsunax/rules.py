@@ -91,8 +91,10 @@ class _ChainUpdate:
 def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Apply rules one after the other, each on the updates of the one before: `optax.chain`, compared by value.
 
-    Order is meaning: `chain(weight_decay(1e-4), adam(1e-3))` is an L2 penalty, `chain(adam(1e-3),
-    weight_decay(1e-4))` decays whatever the rate. A chain of none passes gradients on.
+    Order is meaning: `chain(weight_decay(1e-4), adam(1e-3))` is an L2 penalty. Behind `adam`, whose updates point
+    downhill already, decay would make weights grow: the decoupled kind is `adamw`, or
+    `chain(live(optax.scale_by_adam)(), weight_decay(1e-4), live(optax.scale_by_learning_rate)(1e-3))`.
+    A chain of none passes gradients on.
 
     >>> import tsunax as ts
     >>> rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.sgd(0.1))
@@ -260,13 +262,13 @@ def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
     return _live.as_rule(lambda params: optax.EmptyState(), update)
 
 
-def clip_value(max: float = 10.0):
+def _clip_value(max: float = 10.0):
     """Clamp every component of the gradient to [-max, max]; NaN stays NaN. It changes the direction."""
     bound = _number.as_scalar(max)
     return _stateless(lambda updates, params, **_: jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates))
 
 
-def clip_global_norm(max: float = 1.0):
+def _clip_global_norm(max: float = 1.0):
     """Scale the whole gradient to an L2 norm of at most `max`.
 
     One f32 norm over everything that is trained and not frozen, across `groups` too. Where it is not finite the
@@ -282,7 +284,7 @@ def clip_global_norm(max: float = 1.0):
     return _stateless(clip)
 
 
-def clip_array_norm(max: float = 10.0, p: float = 2, throw: bool = True):
+def _clip_array_norm(max: float = 10.0, p: float = 2, throw: bool = True):
     """Scale each array by itself to a p-norm of at most `max` (Optimisers.jl's `ClipNorm`).
 
     `p` is any real number, ±inf, or 0 (the count of nonzeros). Norms are taken in f32. With `throw`, a norm that
@@ -325,17 +327,17 @@ def array_norm(x, p: float):
     return jnp.sum(x**p) ** (1 / p)
 
 
-def weight_decay(weight_decay: float = 5e-4, where: Any = "**"):
+def _weight_decay(weight_decay: float = 5e-4, where: Any = "**"):
     """Add `weight_decay · params` to the gradient of the leaves that `where` matches.
 
-    First in a chain it is the gradient of `weight_decay / 2 · Σ params²` added to the loss; after an adaptive
-    rule, decoupled decay.
+    First in a chain it is the gradient of `weight_decay / 2 · Σ params²` added to the loss; between an adaptive
+    scaling and the learning rate, decoupled decay (see `chain`).
     """
     rate = _number.as_scalar(weight_decay)
     return _decay(where, lambda g, p: g + rate * p)
 
 
-def sign_decay(sign_decay: float = 1e-3, where: Any = "**"):
+def _sign_decay(sign_decay: float = 1e-3, where: Any = "**"):
     """Add `sign_decay · sign(params)` to the gradient: first in a chain, `sign_decay · Σ|params|` in the loss."""
     rate = _number.as_scalar(sign_decay)
     return _decay(where, lambda g, p: g + rate * jnp.sign(p))
@@ -360,13 +362,13 @@ def _decay(where, f):
     return _live.as_rule(init, update)
 
 
-clip_value = live(clip_value)
-clip_global_norm = live(clip_global_norm)
-clip_array_norm = live(clip_array_norm, static=("p", "throw"))
+clip_value = live(_clip_value)
+clip_global_norm = live(_clip_global_norm)
+clip_array_norm = live(_clip_array_norm, static=("p", "throw"))
 for _clip in (clip_value, clip_global_norm, clip_array_norm):
     _clip.advice = "Choose one of clip_global_norm, clip_array_norm, clip_value."
-weight_decay = live(weight_decay)
-sign_decay = live(sign_decay)
+weight_decay = live(_weight_decay)
+sign_decay = live(_sign_decay)
 
 __all__ = sorted([
     *(n for n in (*OPTAX, *CONTRIB) if n in globals()),

@@ -403,10 +403,19 @@ def _check_remat(remat, where: str) -> None:
 # ------------------------------------------------------------------------------------------------ the whole step
 
 
-def _blame(error: Exception, state: TrainState, batch, extra) -> None:
-    """After a program did not take its arguments: raise what is wrong with them, where that can be seen."""
+def _fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
+    """After a program did not take its arguments: what is wrong with them, where that can be seen."""
     if isinstance(error, TsunaxError):
-        return
+        error.__dict__.pop("__notes__", None)  # JAX's, on the frames that it has hidden
+        return None
+    try:
+        _check_arguments(state, batch, extra)
+    except TsunaxError as found:
+        return found
+    return None
+
+
+def _check_arguments(state: TrainState, batch, extra) -> None:
     is_data = isinstance(batch, Iterator) or (hasattr(batch, "__iter__") and jax.tree_util.all_leaves([batch]))
     if is_data and not _tree.is_array(batch):
         fix = "A step takes one batch: for batch in data."
@@ -508,13 +517,16 @@ class TrainStep:
             elif _any_traced((state, batch, extra)):
                 return self._traced(state, batch, extra)
             else:
-                gone = is_gone(state.clock)
+                gone = any(map(is_gone, jax.tree.leaves(state)))
+                if isinstance(state.clock, jax.ShapeDtypeStruct):
+                    _checks.check_arrays(state, "state")
             if gone:
                 raise StateError(donated("step()"))
             plan, still = state.plan, _still(state)
             moving, seen = self._compiled(plan, _moving(state), still, batch, extra)
         except Exception as error:
-            _blame(error, state, batch, extra)
+            if fault := _fault(error, state, batch, extra):
+                raise fault from None
             raise
         state = _assemble(plan, moving, still)
         state.__dict__["concrete"] = True  # no field: a state that was edited is looked at again
@@ -610,7 +622,8 @@ def eval_step(loss_fn: Callable) -> Callable:
         try:
             return evaluate(state, batch, extra)
         except Exception as error:
-            _blame(error, state, batch, extra)
+            if fault := _fault(error, state, batch, extra):
+                raise fault from None
             raise
 
     return call

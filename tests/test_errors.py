@@ -1,0 +1,812 @@
+"""The battery of bad inputs: each is refused before its step is compiled, in one line that says what, where and how on.
+
+A row is an input: its number in the list of bad inputs that this package was designed against (0: found later), what it is,
+how to make it, what is raised, and what the message must say. `python tests/test_errors.py` prints all messages.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from helpers import assert_trees_equal, count_compiles
+
+import tsunax as ts
+from tsunax.errors import (
+    HyperparameterError,
+    LossError,
+    ParamsError,
+    PatternError,
+    RuleError,
+    StateError,
+    TsunaxError,
+    WrongTypeError,
+)
+
+# ------------------------------------------------------------------------------------------------------ the material
+
+X = np.ones((8, 4), np.float32)
+rules, live = ts.rules, ts.rules.live
+NAN, INF = float("nan"), float("inf")
+
+
+def make_params() -> dict[str, Any]:
+    return {
+        "encoder": {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3)},
+        "head": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)},
+    }
+
+
+def tree(encoder_bias, rest=True):
+    """A tree like the params, with one leaf of its own."""
+    return {"encoder": {"kernel": rest, "bias": encoder_bias}, "head": {"kernel": rest, "bias": rest}}
+
+
+def other_model():
+    return {"encoder": {"kernel": jnp.ones((4, 3))}, "head": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}}
+
+
+def wider():
+    return make_params() | {"head": {"kernel": jnp.ones((3, 5)), "bias": jnp.zeros(2)}}
+
+
+def cast(dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), make_params())
+
+
+def apply(params, x):
+    hidden = x @ params["encoder"]["kernel"] + params["encoder"]["bias"][None]
+    return hidden @ params["head"]["kernel"] + params["head"]["bias"][None]
+
+
+def loss_fn(params, batch):
+    return jnp.mean(apply(params, batch) ** 2)
+
+
+PARAMS, GRADS = make_params(), make_params()
+adam, sgd = rules.adam(1e-3), rules.sgd(0.1)
+
+
+def setup(params=PARAMS, rule=adam, **arguments):
+    return ts.setup(rule, params, **arguments)
+
+
+@functools.cache
+def good() -> ts.TrainState:
+    """A state that nobody may donate: every use of it is refused."""
+    return setup()
+
+
+@functools.cache
+def donated() -> ts.TrainState:
+    state = setup(rule=rules.adam(optax.constant_schedule(1e-3)))
+    ts.train_step(loss_fn)(state, X)
+    return state
+
+
+def step(loss=loss_fn, state=None, /, batch=X, **extra):
+    return ts.train_step(loss)(good() if state is None else state, batch, **extra)
+
+
+def returns(value: Callable, where=ts.train_step):
+    """A step whose loss function returns this function of the values that it should have averaged."""
+    return where(lambda params, batch: value(apply(params, batch) ** 2))(good(), X)
+
+
+def raising(params, batch):
+    return jnp.mean(batch @ params["encoder"]["kernl"])
+
+
+def branching(params, batch):
+    if jnp.mean(batch) > 0:
+        return loss_fn(params, batch)
+
+
+def misusing(params, batch):
+    return ts.Loss.mean("per-row losses")
+
+
+def wrong_shapes(params, batch):
+    return jnp.mean(batch @ params["head"]["kernel"])
+
+
+class Loss:
+    def __call__(self, params):
+        return 0.0
+
+
+def tied(where="params"):
+    w = jnp.ones(3)
+    if where == "params":
+        return ts.setup(adam, {"embed": {"table": w}, "out": {"table": w}}, copy=False)
+    return ts.setup(adam, {"embed": w}, model_state={"ema": w}, copy=False)
+
+
+@functools.cache
+def sibling() -> ts.TrainState:
+    """A state that shares its arrays with one that was donated."""
+    state = setup()
+    other = state.replace(calls=3)
+    ts.train_step(loss_fn)(state, X)
+    return other
+
+
+def two_groups(labels):
+    return setup(rule=rules.groups({"a": adam, "b": sgd}, labels=labels))
+
+
+# ----------------------------------------------------------------------------------------------------------- the rows
+
+
+@dataclass(frozen=True)
+class Row:
+    number: int
+    title: str
+    call: Callable[[], Any]
+    error: type[TsunaxError]
+    says: tuple[str, ...]
+    cause: type[Exception] | None = None  # what the error comes from, where that is somebody else's exception
+    compiles: bool = False  # only running the program shows it
+
+    def __str__(self):
+        return f"{self.number}-{self.title}".replace(" ", "-")
+
+
+def row(number, title, call, error, *says, **more):
+    return Row(number, title, call, error, says, **more)
+
+
+LOSS = [
+    row(1, "loss is a number", lambda: ts.train_step(3), WrongTypeError, "loss_fn at train_step()", "3 (int), not callable"),
+    row(1, "loss is None", lambda: ts.train_step(None), WrongTypeError, "None, not callable"),
+    row(1, "loss is a str, eval", lambda: ts.eval_step("mse"), WrongTypeError, "eval_step()", "'mse' (str)"),
+    row(1, "loss is a dict", lambda: ts.value_and_grad({"a": 1}), WrongTypeError, "value_and_grad()", "dict with a"),
+    row(1, "loss was called", lambda: ts.train_step(jnp.float32(3)), WrongTypeError, "float32[], not callable"),
+    row(1, "loss is a rule", lambda: ts.train_step(adam), WrongTypeError, "GradientTransformationExtraArgs", "not callable"),
+    row(1, "loss is a state", lambda: ts.train_step(good()), WrongTypeError, "TrainState", "not callable"),
+    row(1, "loss is a class", lambda: ts.train_step(Loss), WrongTypeError, "the class Loss", "loss_fn(params, batch, ...)"),
+    row(2, "loss per row", lambda: returns(lambda v: v), LossError, "result at loss_fn", "shape (8, 2)", "values.mean()"),
+    row(2, "loss per row, eval", lambda: returns(lambda v: v, ts.eval_step), LossError, "shape (8, 2)", "values.mean()"),
+    row(2, "loss per row, value_and_grad", lambda: returns(lambda v: v, ts.value_and_grad), LossError, "shape (8, 2)"),
+    row(2, "loss of shape (1,)", lambda: returns(lambda v: v.mean().reshape(1)), LossError, "shape (1,)", "a scalar"),
+    row(2, "total per row", lambda: returns(lambda v: ts.Loss(v, 3)), LossError, "total at loss_fn", "shape (8, 2)"),
+    row(3, "loss is int32", lambda: returns(lambda v: (v > 0).sum()), LossError, "got dtype int32", "a real float"),
+    row(3, "loss is an int", lambda: returns(lambda v: 3), LossError, "got 3 (int)", "a real float"),
+    row(3, "loss is a bool", lambda: returns(lambda v: True), LossError, "got True (bool)"),
+    row(3, "loss is complex", lambda: returns(lambda v: v.mean() * 1j), LossError, "got dtype complex64", "a real float"),
+    row(4, "loss is None", lambda: returns(lambda v: None), LossError, "got None", "Is there no return?"),
+    row(4, "loss is a str", lambda: returns(lambda v: "low"), LossError, "got 'low' (str)", "a scalar or a ts.Loss"),
+    row(4, "loss is a dict", lambda: returns(lambda v: {"loss": v.mean()}), LossError, "got dict with loss"),
+    row(4, "loss is a list", lambda: returns(lambda v: [v.mean()]), LossError, "got list of 1"),
+    row(4, "loss is a class", lambda: returns(lambda v: ts.Loss), LossError, "got the class Loss"),
+    row(5, "aux", lambda: returns(lambda v: (v.mean(), {"acc": 1.0})), LossError, "a tuple of 2", "no has_aux", "metrics={...}"),
+    row(5, "aux, eval", lambda: returns(lambda v: (v.mean(), {}), ts.eval_step), LossError, "a tuple of 2", "no has_aux"),
+    row(5, "value_and_grad as loss", lambda: step(jax.value_and_grad(loss_fn)), LossError, "a tuple of 2"),
+    row(5, "grad as loss", lambda: step(jax.grad(loss_fn)), LossError, "dict with encoder, head"),
+    row(6, "one argument", lambda: ts.train_step(lambda p: 0.0), LossError, "<lambda>(p)", "loss_fn(params, batch, ...)"),
+    row(6, "no argument, eval", lambda: ts.eval_step(lambda: 0.0), LossError, "eval_step()", "<lambda>()", "it may name key,"),
+    row(6, "method", lambda: ts.train_step(Loss().__call__), LossError, "__call__(params)"),
+    row(6, "callable object", lambda: ts.train_step(Loss()), LossError, "Loss(params)"),
+    row(6, "keyword only", lambda: ts.train_step(lambda *, params, batch: 0.0), LossError, "(*, params, batch)"),
+    row(6, "batch first", lambda: ts.train_step(lambda batch, params: 0.0), LossError, "<lambda>(batch, params)"),
+    row(6, "linen module", lambda: ts.train_step(linen.Dense(3)), LossError, "Dense(inputs", "loss_fn(params, batch, ...)"),
+    row(6, "x and y", lambda: step(lambda params, x, y: 0.0), LossError, "got 'y'", "step(state, batch, y=...)", "out of batch"),
+    row(7, "KeyError", lambda: step(raising), LossError, "raising (", "test_errors.py:", "KeyError 'kernl'", cause=KeyError),
+    row(7, "KeyError, eval", lambda: ts.eval_step(raising)(good(), X), LossError, "KeyError 'kernl'", cause=KeyError),
+    row(7, "shapes", lambda: step(wrong_shapes), LossError, "wrong_shapes (", "(4,) and (3,)", cause=TypeError),
+    row(7, "no batch", lambda: step(batch=None), LossError, "apply (", "'NoneType' and 'a traced array'", cause=TypeError),
+    row(7, "if on an array", lambda: step(branching), LossError, "branching (", "jnp.where", cause=jax.errors.JAXTypeError),
+    row(7, "float()", lambda: returns(lambda v: float(v.mean())), LossError, "traced value", cause=jax.errors.JAXTypeError),
+    row(7, "np.mean", lambda: returns(lambda v: np.asarray(v)), LossError, "traced value", cause=jax.errors.JAXTypeError),
+    row(7, "Loss.mean of a str", lambda: step(misusing), LossError, "values at Loss.mean()", "'per-row losses' (str)"),
+    row(7, "Loss without total", lambda: returns(lambda v: ts.Loss()), LossError, "'total'", cause=TypeError),
+    row(0, "key without one", lambda: step(lambda p, b, key: 0.0), LossError, "'key'", "setup(..., key=jax.random.key(0))"),
+    row(0, "key, eval", lambda: ts.eval_step(lambda p, b, key: 0.0)(setup(key=0), X), LossError, "'key'", "key=None"),
+    row(0, "model_state without one", lambda: step(lambda p, b, model_state: 0.0), LossError, "setup(..., model_state=...)"),
+    row(0, "keyword misspelled", lambda: step(lambda p, b, trian: 0.0), LossError, "'trian'", "Did you mean 'train'?"),
+    row(0, "keyword of old", lambda: step(lambda p, b, *, modelstate: 0.0), LossError, "Did you mean 'model_state'?"),
+    row(0, "extra unread", lambda: step(teacher=3.0), LossError, "'teacher'", "expected none", "does not name it"),
+    row(0, "extra misspelled", lambda: step(lambda p, b, teacher=None: 0.0, techer=1.0), LossError, "'techer'", "mean 'teacher'?"),
+    *(
+        row(0, f"extra {name}", lambda name=name: step(lambda p, b, **any: 0.0, **{name: 1.0}), LossError, repr(name), "itself")
+        for name in "step train model_state value grad loss at norms on_nonfinite outside updates params".split()
+    ),
+    row(0, "extra key", lambda: step(lambda p, b, key: 0.0, setup(key=0), key=1), LossError, "'key'", "itself"),
+    row(0, "extra is text", lambda: step(lambda p, b, mode: 0.0, mode="fast"), WrongTypeError, "leaf at mode", "'fast'", "partial"),
+    row(0, "extra is code", lambda: step(lambda p, b, net: 0.0, net=jnp.tanh), WrongTypeError, "at net", "the function tanh"),
+    row(0, "mean of ints", lambda: ts.Loss.mean(jnp.arange(3)), LossError, "values at Loss.mean()", "int32", "real floats"),
+    row(0, "mean of nothing", lambda: ts.Loss.mean(jnp.ones((0, 2))), LossError, "shape (0, 2)", "at least one element"),
+    row(0, "mean of None", lambda: ts.Loss.mean(None), LossError, "values at Loss.mean()", "got None"),
+    row(0, "mean of a tuple", lambda: ts.Loss.mean((X, 1.0)), LossError, "values at Loss.mean()", "got tuple of 2"),
+    row(0, "mask of other shape", lambda: ts.Loss.mean(X, np.ones(3)), LossError, "where at Loss.mean()", "(3,)", "(8, 4)"),
+    row(0, "mask is text", lambda: ts.Loss.mean(X, "mask"), LossError, "where at Loss.mean()", "'mask' (str)"),
+    row(0, "weight per row", lambda: returns(lambda v: ts.Loss(v.sum(), v)), LossError, "weight", "float32[8,2]", "one number"),
+    row(0, "weight is text", lambda: returns(lambda v: ts.Loss(v.sum(), "8")), LossError, "weight", "'8' (str)"),
+    row(0, "weight 0", lambda: returns(lambda v: ts.Loss(v.sum(), 0)), LossError, "weight", "got 0", "> 0", "total / weight"),
+    row(0, "weight -1", lambda: returns(lambda v: ts.Loss(v.sum(), -1.0)), LossError, "weight", "got -1.0"),
+    row(0, "metric per class", lambda: returns(lambda v: ts.Loss.mean(v, metrics={"f1": v[0]})), LossError, "'f1'", "float32[2]"),
+    row(0, "metric is text", lambda: returns(lambda v: ts.Loss.mean(v, metrics={"f1": "x"})), LossError, "'f1'", "'x' (str)"),
+    row(0, "metric is None", lambda: returns(lambda v: ts.Loss.mean(v, metrics={"f1": None})), LossError, "'f1'", "got None"),
+    row(0, "metrics is a list", lambda: ts.Loss.mean(X, metrics=[1.0]), LossError, "metrics", "list of 1", "{name: value}"),
+    row(0, "metrics by number", lambda: returns(lambda v: ts.Loss.mean(v, metrics={1: 1.0})), LossError, "dict with 1", "str names"),
+    row(0, "metrics is None", lambda: returns(lambda v: ts.Loss(v.sum(), 1, None)), LossError, "metrics at loss_fn", "got None"),
+    row(
+        0, "merge of other metrics", lambda: ts.Loss.mean(X, metrics={"a": X}).merge(ts.Loss.mean(X)), LossError,
+        "other at Loss.merge()", "metrics none", "metrics a",
+    ),
+]  # fmt: skip
+
+LEAVES = {"w": jnp.ones(2)}
+
+
+def with_leaf(leaf, name="bad", **arguments):
+    return ts.setup(adam, {**LEAVES, "deep": {name: leaf}}, **arguments)
+
+
+PARAMETERS = [
+    row(8, "no params", lambda: setup({}), ParamsError, "no parameters at params", "dict without leaves"),
+    row(8, "params None", lambda: setup(None), ParamsError, "no parameters at params", "NoneType", "at least one array"),
+    row(8, "params of None", lambda: setup({"a": None, "b": []}), ParamsError, "dict without leaves"),
+    row(9, "int leaf", lambda: with_leaf(jnp.arange(3)), ParamsError, "params['deep']['bad']", "dtype int32", "'!deep/bad'"),
+    row(9, "Python int", lambda: with_leaf(3), ParamsError, "params['deep']['bad']", "dtype int32", "model_state"),
+    row(9, "int4", lambda: with_leaf(jnp.ones(2, jnp.int4)), ParamsError, "dtype int4"),
+    row(9, "int leaf under jit", lambda: jax.jit(with_leaf)(jnp.arange(3)), ParamsError, "params['deep']['bad']", "dtype int32"),
+    row(9, "raw key", lambda: with_leaf(jax.random.PRNGKey(0)), ParamsError, "params['deep']['bad']", "dtype uint32"),
+    row(9, "typed key", lambda: with_leaf(jax.random.key(0)), ParamsError, "params['deep']['bad']", "setup(..., key=...)"),
+    row(10, "bool leaf", lambda: with_leaf(np.ones(3, bool)), ParamsError, "params['deep']['bad']", "dtype bool", "trainable="),
+    row(11, "text", lambda: with_leaf("relu"), ParamsError, "params['deep']['bad']", "'relu' (str)", "'!deep/bad'"),
+    row(11, "object", lambda: with_leaf(object()), ParamsError, "params['deep']['bad']", "got object"),
+    row(11, "function", lambda: with_leaf(jnp.tanh), ParamsError, "params['deep']['bad']", "the function tanh"),
+    row(11, "object array", lambda: with_leaf(np.array([None, 1])), ParamsError, "params['deep']['bad']", "dtype object"),
+    row(11, "text array", lambda: with_leaf(np.array(["a"])), ParamsError, "params['deep']['bad']", "dtype <U1"),
+    row(11, "dates", lambda: with_leaf(np.array(["2020-01-01"], "M8[D]")), ParamsError, "dtype datetime64[D]"),
+    row(11, "the model itself", lambda: setup(linen.Dense(3)), ParamsError, "at params: got Dense", "what a model's init returns"),
+    row(11, "a function", lambda: setup(loss_fn), ParamsError, "at params: got the function loss_fn"),
+    row(11, "a generator", lambda: setup(x for x in [1.0]), ParamsError, "at params: got a generator", "list(...)"),
+    row(11, "a generator inside", lambda: with_leaf(x for x in [1.0]), ParamsError, "params['deep']['bad']: got a generator"),
+    row(11, "a state", lambda: setup(good()), WrongTypeError, "a TrainState", "Give state.params."),
+    row(11, "shapes only", lambda: setup(jax.eval_shape(make_params)), ParamsError, "params['encoder']['bias']", "jax.eval_shape"),
+    row(12, "zero size", lambda: with_leaf(jnp.ones((0, 3))), ParamsError, "params['deep']['bad']", "shape (0, 3)", "no 0"),
+    row(13, "NaN and inf", lambda: with_leaf(jnp.array([1, NAN, INF])), ParamsError, "params['deep']['bad']", "2 of 3 not finite"),
+    row(13, "NaN in NumPy", lambda: with_leaf(np.float32([NAN, 1])), ParamsError, "params['deep']['bad']", "1 of 2 not finite"),
+    row(13, "Python inf", lambda: with_leaf(INF), ParamsError, "params['deep']['bad']", "1 of 1 not finite"),
+    row(14, "float64", lambda: with_leaf(np.ones(2)), ParamsError, "params['deep']['bad']", "float64", "cut to float32", "x64"),
+    row(14, "complex128", lambda: with_leaf(np.ones(2, complex)), ParamsError, "complex128", "cut to complex64"),
+    row(14, "longdouble", lambda: with_leaf(np.ones(2, np.longdouble)), ParamsError, "cut to float32"),
+    row(15, "a.b", lambda: setup({"a.b": 1.0, "a": {"b": 1.0}}), ParamsError, "params['a']['b'] and params['a.b']", "'.'"),
+    row(15, "a/b", lambda: setup({"a/b": 1.0, "a": {"b": 1.0}}), ParamsError, "params['a']['b'] and params['a/b']", "'/'"),
+    row(16, "mixed keys", lambda: with_leaf({1: 1.0, "a": 1.0}), ParamsError, "params['deep']['bad']", "'a' (str), 1 (int)", "sort"),
+    row(16, "tuple keys", lambda: with_leaf({(1, 2): 1.0}), ParamsError, "params['deep']['bad']", "(1, 2) (tuple)"),
+    row(16, "None keys", lambda: with_leaf({None: 1.0}), ParamsError, "params['deep']['bad']", "None (NoneType)"),
+    row(16, "float keys", lambda: with_leaf({1.5: 1.0}), ParamsError, "params['deep']['bad']", "1.5 (float)"),
+    row(16, "model_state", lambda: setup(model_state={"m": {1: 1.0, "a": 1.0}}), WrongTypeError, "model_state['m']", "1 (int)"),
+    row(17, "tied", tied, ParamsError, "params['embed']['table'] and params['out']['table']", "one array", "copy=True"),
+    row(17, "tied to model_state", lambda: tied("both"), ParamsError, "params['embed'] and model_state['ema']", "one array"),
+    row(
+        18, "complex", lambda: ts.setup(rules.rprop(0.1), {"a": 1.0, "c": jnp.ones(2, jnp.complex64)}), RuleError,
+        "params['c']", "dtype complex64", "split_real_and_imaginary", cause=Exception,
+    ),
+    row(0, "model_state has code", lambda: setup(model_state={"f": jnp.tanh}), WrongTypeError, "model_state['f']", "function tanh"),
+    row(0, "model_state has text", lambda: setup(model_state={"f": "x"}), WrongTypeError, "model_state['f']", "'x' (str)"),
+    row(0, "model_state has shapes", lambda: setup(model_state=jax.eval_shape(make_params)), WrongTypeError, "ShapeDtypeStruct"),
+    row(0, "key is text", lambda: setup(key="0"), WrongTypeError, "key at setup()", "'0' (str)", "jax.random.key(0)"),
+    row(0, "key is a float", lambda: setup(key=0.5), WrongTypeError, "key at setup()", "0.5 (float)"),
+    row(0, "key is a bool", lambda: setup(key=True), WrongTypeError, "key at setup()", "True (bool)"),
+    row(0, "key is floats", lambda: setup(key=jnp.ones(2)), WrongTypeError, "key at setup()", "float32[2]"),
+    row(0, "three keys", lambda: setup(key=jax.random.split(jax.random.key(0), 3)), StateError, "[3]", "keys[0]"),
+    row(0, "seed of 70 bits", lambda: setup(key=2**70), StateError, "key at setup()", str(2**70), "64 bits"),
+    row(0, "device by name", lambda: setup(device="cpu"), WrongTypeError, "'cpu' (str)", "jax.devices()[0]"),
+    row(0, "all devices", lambda: setup(device=jax.devices()), WrongTypeError, "list of 8", "a jax.Device or Sharding"),
+    row(0, "copy is text", lambda: setup(copy="no"), WrongTypeError, "copy at setup()", "'no' (str)", "True or False"),
+    row(0, "freezable is text", lambda: setup(freezable="no"), WrongTypeError, "freezable at setup()", "True or False"),
+]  # fmt: skip
+
+RULE = [
+    row(19, "None", lambda: ts.setup(None, PARAMS), WrongTypeError, "rule at setup()", "None", "optax.GradientTransformation"),
+    row(19, "class", lambda: ts.setup(optax.GradientTransformation, PARAMS), WrongTypeError, "class GradientTransformation"),
+    row(19, "name", lambda: ts.setup("adam", PARAMS), WrongTypeError, "'adam' (str)", "ts.rules.adam(1e-3)"),
+    row(19, "number", lambda: ts.setup(1e-3, PARAMS), WrongTypeError, "0.001 (float)"),
+    row(19, "not called", lambda: ts.setup(rules.adam, PARAMS), WrongTypeError, "function adam", "Call it: adam(learning_rate=...)"),
+    row(19, "optax's, not called", lambda: ts.setup(optax.adam, PARAMS), WrongTypeError, "Call it: adam(learning_rate=...)"),
+    row(19, "params first", lambda: ts.setup(PARAMS, adam), WrongTypeError, "dict with encoder, head", "setup(rule, params)"),
+    row(19, "list", lambda: ts.setup([sgd, adam], PARAMS), WrongTypeError, "list of 2", "ts.rules.chain"),
+    row(19, "dict", lambda: ts.setup({"**": adam}, PARAMS), WrongTypeError, "dict with **", "ts.rules.groups"),
+    row(19, "bare halves", lambda: ts.setup((adam.init, adam.update), PARAMS), WrongTypeError, "tuple of 2", "(init, update)"),
+    row(19, "empty halves", lambda: ts.setup(optax.GradientTransformation(None, None), PARAMS), WrongTypeError, "init None"),
+    row(19, "in a chain", lambda: rules.chain([sgd, adam]), WrongTypeError, "rule at chain()", "chain(*rules)"),
+    row(19, "in a chain, not called", lambda: rules.chain(rules.clip_value, adam), WrongTypeError, "clip_value(max=...)"),
+    row(19, "in groups", lambda: rules.groups({"**": rules.sgd}), WrongTypeError, "groups({'**': ...})", "sgd(learning_rate=...)"),
+    row(19, "groups of a list", lambda: rules.groups([adam]), WrongTypeError, "rules at groups()", "list of 1", "{pattern: rule}"),
+    row(19, "groups of a rule", lambda: rules.groups(adam), WrongTypeError, "rules at groups()", "{pattern: rule}"),
+    row(19, "groups of nothing", lambda: rules.groups({}), RuleError, "rules at groups()", "an empty dict"),
+    row(19, "groups by number", lambda: rules.groups({1: adam}), WrongTypeError, "pattern at groups()", "1 (int)"),
+    row(19, "live of a rule", lambda: live(optax.adam(1e-3)), WrongTypeError, "factory at live()", "a rule", "live(optax.adam)(1e-3)"),
+    row(19, "live of None", lambda: live(None), WrongTypeError, "factory at live()", "None"),
+    row(19, "live twice", lambda: live(rules.adam), WrongTypeError, "adam, live already", "Use it as it is."),
+    row(19, "live of dict", lambda: live(dict), WrongTypeError, "the class dict", "named parameters"),
+    row(19, "live of *args", lambda: live(optax.chain), WrongTypeError, "chain(..., *args, ...)", "named parameters"),
+    row(19, "live returns no rule", lambda: live(lambda rate: rate)(0.1), WrongTypeError, "<lambda>()", "0.1 (float)"),
+    row(19, "static unknown", lambda: live(optax.adam, static=("esp",)), HyperparameterError, "'esp'", "Did you mean 'eps'?"),
+    row(19, "static is a str", lambda: live(optax.adam, static="eps"), WrongTypeError, "static at live()", "'eps' (str)", "tuple"),
+    *(
+        made
+        for rule, name in [(rules.adam, "adam"), (rules.sgd, "sgd")]
+        for made in [
+            row(20, f"{name} -1", lambda rule=rule: rule(-1), HyperparameterError, f"learning_rate at {name}()", "got -1,", "≥ 0"),
+            row(21, f"{name} NaN", lambda rule=rule: rule(NAN), HyperparameterError, f"{name}()", "got nan", "a finite number"),
+            row(21, f"{name} inf", lambda rule=rule: rule(np.inf), HyperparameterError, f"{name}()", "got inf", "a finite number"),
+            row(21, f"{name} NaN in jax", lambda rule=rule: rule(jnp.float32(NAN)), HyperparameterError, "got nan"),
+            row(22, f"{name} str", lambda rule=rule: rule("1e-3"), WrongTypeError, f"learning_rate at {name}()", "'1e-3' (str)"),
+            row(22, f"{name} None", lambda rule=rule: rule(None), WrongTypeError, "got None", "a number or a schedule"),
+            row(22, f"{name} bool", lambda rule=rule: rule(True), WrongTypeError, "got True (bool)"),
+            row(22, f"{name} dict", lambda rule=rule: rule({"lr": 1}), WrongTypeError, "got dict with lr"),
+            row(22, f"{name} list", lambda rule=rule: rule([1e-3]), WrongTypeError, "got list of 1"),
+            row(22, f"{name} tuple", lambda rule=rule: rule((1e-3, 1e-4)), WrongTypeError, "got tuple of 2"),
+            row(22, f"{name} complex", lambda rule=rule: rule(1j), WrongTypeError, "got 1j (complex)"),
+            row(22, f"{name} array", lambda rule=rule: rule(jnp.ones(2)), HyperparameterError, "shape (2,)", "one number"),
+            row(22, f"{name} text array", lambda rule=rule: rule(np.array("x")), WrongTypeError, "got <U1[]"),
+            row(22, f"{name} missing", lambda rule=rule: rule(), WrongTypeError, "'learning_rate'", f"{name}(learning_rate, "),
+            row(22, f"{name} twice", lambda rule=rule: rule(1.0, learning_rate=1.0), WrongTypeError, "multiple values"),
+            row(22, f"{name} too many", lambda rule=rule: rule(*range(1, 30)), WrongTypeError, "too many", f"{name}(learning_rate"),
+            row(22, f"{name} misspelled", lambda rule=rule: rule(learnin_rate=1), HyperparameterError, "mean 'learning_rate'?"),
+            row(22, f"{name} lr", lambda rule=rule: rule(lr=1), HyperparameterError, "'lr'", "Did you mean 'learning_rate'?"),
+        ]
+    ),
+    row(22, "adafactor str", lambda: rules.adafactor("1e-3"), WrongTypeError, "learning_rate at adafactor()", "'1e-3' (str)"),
+    row(22, "lbfgs str", lambda: rules.lbfgs("1e-3"), WrongTypeError, "learning_rate at lbfgs()", "'1e-3' (str)"),
+    row(22, "polyak_sgd str", lambda: rules.polyak_sgd("1"), WrongTypeError, "max_learning_rate at polyak_sgd()", "'1' (str)"),
+    row(22, "momentum str", lambda: rules.sgd(0.1, momentum="0.9"), WrongTypeError, "momentum at sgd()", "'0.9' (str)"),
+    row(22, "momentum bool", lambda: rules.sgd(0.1, momentum=True), WrongTypeError, "momentum at sgd()", "True (bool)"),
+    row(22, "b1 None", lambda: rules.adam(1e-3, b1=None), WrongTypeError, "b1 at adam()", "got None"),
+    row(0, "momentum 1.5", lambda: rules.sgd(0.1, momentum=1.5), HyperparameterError, "momentum at sgd()", "1.5", "< 1"),
+    row(0, "b1 = 1", lambda: rules.adam(1e-3, b1=1.0), HyperparameterError, "b1 at adam()", "got 1.0", "≥ 0 and < 1"),
+    row(0, "b2 = 1.1", lambda: rules.adam(1e-3, b2=1.1), HyperparameterError, "b2 at adam()", "got 1.1"),
+    row(0, "b1 = -0.1", lambda: rules.lion(1e-3, b1=-0.1), HyperparameterError, "b1 at lion()", "got -0.1"),
+    row(0, "eps = -1", lambda: rules.adam(1e-3, eps=-1.0), HyperparameterError, "eps at adam()", "got -1.0"),
+    row(0, "decay = 1", lambda: rules.rmsprop(1e-3, decay=1.0), HyperparameterError, "decay at rmsprop()", "< 1"),
+    row(0, "negative weight decay", lambda: rules.adamw(1e-3, weight_decay=-1), HyperparameterError, "weight_decay at adamw()", "-1"),
+    row(0, "weight_decay -1", lambda: rules.weight_decay(-1.0), HyperparameterError, "weight_decay()", "got -1.0", "≥ 0"),
+    row(0, "weight_decay str", lambda: rules.weight_decay("0.1"), WrongTypeError, "weight_decay()", "'0.1' (str)"),
+    row(0, "sign_decay -1", lambda: rules.sign_decay(-1.0), HyperparameterError, "sign_decay()", "got -1.0", "≥ 0"),
+    row(0, "betas of torch", lambda: rules.adam(1e-3, betas=(0.9, 0.99)), HyperparameterError, "'betas'", "b1, b2"),
+    row(0, "nesterov is text", lambda: rules.sgd(0.1, nesterov="no"), WrongTypeError, "nesterov at sgd()", "True or False"),
+    row(0, "dtype unknown", lambda: rules.adam(1e-3, mu_dtype="flot32"), RuleError, "adam()", "'flot32'", cause=TypeError),
+    row(0, "mask matches nothing", lambda: setup(rule=rules.adamw(1e-3, mask="**/kernal")), PatternError, "'**/kernal'", "Nearest"),
+    row(0, "mask malformed", lambda: rules.adamw(1e-3, mask="a//b"), PatternError, "'a//b'", "an empty component"),
+    row(23, "array", lambda: rules.adam(lambda s: jnp.ones(2) * s), HyperparameterError, "step 0 of its schedule", "shape (2,)"),
+    row(23, "NaN", lambda: rules.adam(lambda s: NAN), HyperparameterError, "learning_rate at adam()", "step 0", "got nan"),
+    row(23, "NaN at 1", lambda: rules.sgd(lambda s: jnp.where(s == 1, NAN, 1.0)), HyperparameterError, "step 1 of", "got nan"),
+    row(23, "negative", lambda: rules.adam(optax.cosine_decay_schedule(-1.0, 10)), HyperparameterError, "step 0", "got -1.0", "≥ 0"),
+    row(23, "negative later", lambda: rules.adam(lambda s: 1 - 1e-3 * s), HyperparameterError, "step 1000000", "got -999.0"),
+    row(23, "ends in NaN", lambda: rules.adam(optax.linear_schedule(1.0, NAN, 10)), HyperparameterError, "got nan"),
+    row(23, "None", lambda: rules.adam(lambda s: None), WrongTypeError, "step 0", "got None", "expected a number."),
+    row(23, "text", lambda: rules.adam(lambda s: "1"), WrongTypeError, "step 0", "got '1' (str)"),
+    row(23, "b1 of 1", lambda: rules.adam(1e-3, b1=lambda s: 1.0), HyperparameterError, "b1 at adam()", "step 0", "< 1"),
+    row(23, "raises", lambda: rules.adam(lambda s: 1 / 0), HyperparameterError, "ZeroDivisionError", cause=ZeroDivisionError),
+    row(23, "two arguments", lambda: rules.adam(lambda s, epoch: 1.0), HyperparameterError, "'epoch'", cause=TypeError),
+    row(23, "a Python if", lambda: rules.adam(lambda s: 1.0 if s < 9 else 0.1), HyperparameterError, "jnp.where", cause=TypeError),
+    row(23, "a Python float", lambda: rules.adam(float), HyperparameterError, "a traced value", cause=TypeError),
+    *(
+        row(30, f"{name} {bad}", lambda name=name, bad=bad: getattr(rules, name)(bad), HyperparameterError, f"max at {name}()", says)
+        for name in ("clip_global_norm", "clip_array_norm", "clip_value")
+        for bad, says in [(0, "got 0, expected > 0. To clip nothing, leave"), (-1.0, "got -1.0, expected > 0"), (NAN, "got nan")]
+    ),
+    row(30, "inf", lambda: rules.clip_value(INF), HyperparameterError, "max at clip_value()", "inf", "To clip nothing"),
+    row(30, "None", lambda: rules.clip_global_norm(None), WrongTypeError, "max at clip_global_norm()", "got None"),
+    row(30, "p is text", lambda: rules.clip_array_norm(1.0, p="2"), WrongTypeError, "p at clip_array_norm()", "'2' (str)"),
+    row(30, "p is NaN", lambda: rules.clip_array_norm(1.0, p=NAN), WrongTypeError, "p at clip_array_norm()", "nan (float)"),
+    row(30, "p is complex", lambda: rules.clip_array_norm(1.0, p=1j), WrongTypeError, "p at clip_array_norm()", "1j (complex)"),
+    row(30, "throw is text", lambda: rules.clip_array_norm(1.0, throw="no"), WrongTypeError, "throw", "True or False"),
+    row(
+        31, "norm and value", lambda: rules.clip_global_norm(1.0, value=0.5), HyperparameterError,
+        "'value'", "one of clip_global_norm, clip_array_norm, clip_value",
+    ),
+    row(
+        31, "value and norm", lambda: rules.clip_value(5.0, norm=1.0), HyperparameterError,
+        "'norm'", "one of clip_global_norm, clip_array_norm, clip_value",
+    ),
+    row(31, "optax's name", lambda: rules.clip_global_norm(max_norm=1.0), HyperparameterError, "'max_norm'", "expected max"),
+    row(31, "two numbers", lambda: rules.clip_global_norm(1.0, 2.0), WrongTypeError, "clip_global_norm(max)", "Choose one of"),
+    row(36, "optax's mask", lambda: setup(rule=rules.adamw(1e-3, mask={"encoder": True})), RuleError, "setup()", cause=ValueError),
+    row(38, "optax's labels", lambda: setup(rule=optax.multi_transform({"a": sgd}, tree("a", "c"))), RuleError, "'c'", cause=ValueError),
+]  # fmt: skip
+
+NEAREST = "Nearest: 'encoder/bias', 'encoder/kernel', 'head/bias'."
+SELECTION = [
+    row(33, "freeze", lambda: ts.freeze(good(), "encodr/**"), PatternError, "'encodr/**'", "no match among 4 leaves", NEAREST),
+    row(33, "thaw", lambda: ts.thaw(good(), "encodr/**"), PatternError, "'encodr/**'", NEAREST),
+    row(33, "adjust", lambda: ts.adjust(good(), "encodr/**", b1=0.5), PatternError, "'encodr/**'", NEAREST),
+    row(33, "trainable", lambda: setup(trainable="encodr/**"), PatternError, "'encodr/**'", NEAREST),
+    row(33, "groups", lambda: setup(rule=rules.groups({"encodr/**": sgd, "**": adam})), PatternError, "'encodr/**'", NEAREST),
+    row(33, "weight_decay", lambda: setup(rule=rules.weight_decay(0.1, "encodr/**")), PatternError, "'encodr/**'", NEAREST),
+    row(33, "in a list", lambda: ts.freeze(good(), ["encoder/**", "!haed/**"]), PatternError, "'!haed/**'", "'head/bias'"),
+    row(33, "dots", lambda: ts.freeze(good(), "encoder.kernel"), PatternError, "Nearest: 'encoder/kernel'"),
+    row(33, "case", lambda: ts.freeze(good(), "Encoder/**"), PatternError, "Nearest: 'encoder/bias'"),
+    row(33, "a regex", lambda: ts.freeze(good(), "encoder/(kernel|bias)"), PatternError, "Nearest: 'encoder/kernel'"),
+    row(33, "a subtree", lambda: ts.freeze(good(), "encoder"), PatternError, "'encoder'", "For all below it: 'encoder/**'."),
+    row(33, "under jit", lambda: jax.jit(lambda s: ts.freeze(s, "encodr"))(good()), PatternError, "'encodr'", "Nearest"),
+    row(33, "predicate", lambda: ts.freeze(good(), lambda path, leaf: False), PatternError, "the function <lambda>, which selects nothing"),
+    row(33, "empty list", lambda: ts.freeze(good(), []), PatternError, "[], which selects nothing"),
+    row(33, "unselected", lambda: ts.freeze(setup(trainable="head/**"), "encoder/**"), PatternError, "params['encoder']['bias']"),
+    row(
+        33, "thaw unselected", lambda: ts.thaw(setup(trainable="head/**"), "encoder/**"), PatternError,
+        "params['encoder']['bias']", "setup(trainable=...) left out", "ts.migrate",
+    ),
+    row(
+        33, "adjust unselected", lambda: ts.adjust(setup(trainable="head/**"), "encoder/**", b1=0.5), PatternError,
+        "params['encoder']['bias']", "setup(trainable=...) left out", "no hyperparameters",
+    ),
+    row(34, "open bracket", lambda: setup(trainable="enc[/kernel"), PatternError, "'enc[/kernel' at column 3", "'[' that is not closed"),
+    row(34, "empty component", lambda: ts.freeze(good(), "encoder//kernel"), PatternError, "column 8", "an empty component"),
+    row(34, "slash at the end", lambda: ts.freeze(good(), "encoder/"), PatternError, "column 8", "an empty component"),
+    row(34, "slash in front", lambda: ts.freeze(good(), "/encoder"), PatternError, "column 0", "an empty component"),
+    row(34, "empty", lambda: ts.freeze(good(), ""), PatternError, "pattern '' at column 0"),
+    row(34, "** inside", lambda: ts.adjust(good(), "enc**/kernel", b1=0.5), PatternError, "column 3", "'**' inside of 'enc**'"),
+    row(34, "only exclusions", lambda: setup(trainable=["!**/bias"]), PatternError, "only exclusions ['!**/bias']", "'**'"),
+    row(34, "groups", lambda: rules.groups({"a//b": adam, "**": sgd}), PatternError, "'a//b' at column 2"),
+    row(34, "weight_decay", lambda: rules.weight_decay(0.1, where="a//b"), PatternError, "'a//b' at column 2"),
+    row(34, "None", lambda: ts.freeze(good(), None), WrongTypeError, "None", "a pattern ('encoder/**')", "a bool tree"),
+    row(34, "a number", lambda: setup(trainable=3), WrongTypeError, "3 (int)", "a pattern ('encoder/**')"),
+    row(34, "a compiled regex", lambda: setup(trainable=re.compile("x")), WrongTypeError, "re.compile('x') (Pattern)"),
+    row(34, "mixed list", lambda: setup(trainable=["**", 3]), WrongTypeError, "['**', 3] (list)"),
+    row(34, "predicate of one", lambda: setup(trainable=lambda path: True), WrongTypeError, "<lambda>(path)", "f(path, leaf)"),
+    row(35, "all taken away", lambda: setup(trainable=["**", "!**"]), ParamsError, "trainable", "['**', '!**']", "leaf to train"),
+    row(35, "predicate", lambda: setup(trainable=lambda path, leaf: False), ParamsError, "<lambda>, which selects nothing"),
+    row(35, "bool tree", lambda: setup(trainable=tree(False, False)), ParamsError, "trainable", "which selects nothing"),
+    row(35, "empty list", lambda: setup(trainable=[]), ParamsError, "trainable at setup()", "[], which selects nothing"),
+    row(36, "one missing", lambda: setup(trainable=other_model()), PatternError, "params['encoder']['bias']", "got nothing"),
+    row(36, "one too many", lambda: setup(trainable=tree(True) | {"x": True}), PatternError, "params['x']", "expected nothing"),
+    row(36, "a prefix", lambda: ts.freeze(good(), {"encoder": True, "head": True}), PatternError, "params['encoder']: got True (bool)"),
+    row(36, "a bool", lambda: setup(trainable=True), PatternError, "bool tree at params: got True (bool)", "jax.tree.map"),
+    row(36, "weight_decay", lambda: setup(rule=rules.weight_decay(0.1, {"encoder": True})), PatternError, "params['encoder']"),
+    row(37, "int", lambda: setup(trainable=tree(1)), PatternError, "params['encoder']['bias']", "1 (int)", "True or False"),
+    row(37, "text", lambda: ts.freeze(good(), tree("yes")), PatternError, "params['encoder']['bias']", "'yes' (str)"),
+    row(37, "None", lambda: setup(trainable=tree(None)), PatternError, "params['encoder']['bias']", "got None"),
+    row(37, "array", lambda: setup(trainable=tree(jnp.ones(3, bool))), PatternError, "params['encoder']['bias']", "bool[3]"),
+    row(37, "predicate", lambda: setup(trainable=lambda path, leaf: path), PatternError, "'encoder/bias' (str)", "True or False"),
+    row(38, "unknown label", lambda: two_groups(tree("c", "a")), PatternError, "params['encoder']['bias']", "'c'", "one of 'a', 'b'"),
+    row(38, "label is None", lambda: two_groups(lambda path, leaf: None), PatternError, "params['encoder']['bias']", "None", "'a', 'b'"),
+    row(38, "label is an array", lambda: two_groups(tree(jnp.ones(2), "a")), PatternError, "['bias']", "float32[2]", "'a', 'b'"),
+    row(38, "labels of other shape", lambda: two_groups({"encoder": "a", "head": "b"}), PatternError, "params['encoder']", "'a' (str)"),
+    row(38, "one label for all", lambda: two_groups("a"), PatternError, "labels at params: got 'a' (str)", "dict with encoder, head"),
+    row(38, "unused label", lambda: two_groups(tree("a", "a")), PatternError, "group 'b'", "no leaf", "No label names it."),
+    row(0, "leaf without group", lambda: setup(rule=rules.groups({"encoder/**": adam})), PatternError, "params['head']['bias']", "'**'"),
+    row(0, "group in the shade", lambda: setup(rule=rules.groups({"**": adam, "head/**": sgd})), PatternError, "'head/**'", "before it"),
+]  # fmt: skip
+
+STATE = [
+    row(89, "step", lambda: step(loss_fn, donated()), StateError, "state at step()", "was donated", "what that step returned", "donate=False"),
+    *(
+        row(89, name, lambda use=use: use(donated()), StateError, f"state at {name}", "was donated", "donate=False")
+        for name, use in {
+            "eval_step()": lambda s: ts.eval_step(loss_fn)(s, X),
+            "value_and_grad()": lambda s: ts.value_and_grad(loss_fn)(s, X),
+            "update()": lambda s: ts.update(s, GRADS),
+            "lower()": lambda s: ts.train_step(loss_fn).lower(s, X),
+            "adjust()": lambda s: ts.adjust(s, b1=0.5),
+            "freeze()": lambda s: ts.freeze(s, "head/**"),
+            "thaw()": lambda s: ts.thaw(s),
+            "hyperparams()": lambda s: ts.hyperparams(s),
+            "trainable()": lambda s: ts.trainable(s),
+            "replace()": lambda s: s.replace(key=0),
+            "TrainState.step": lambda s: s.step,
+            "TrainState.calls": lambda s: s.calls,
+        }.items()
+    ),
+    row(89, "params of it", lambda: setup(donated().params), ParamsError, "params['encoder']['bias']", "a deleted array"),
+    row(89, "model state of it", lambda: setup(model_state=donated().params), StateError, "model_state['encoder']['bias']", "deleted"),
+    row(89, "grads of it", lambda: ts.update(good(), donated().params), StateError, "grads['encoder']['bias']", "a deleted array"),
+    row(89, "sibling", lambda: step(loss_fn, sibling()), StateError, "state at step()", "was donated", "donate=False"),
+    row(
+        89, "sibling, eval", lambda: ts.eval_step(loss_fn)(sibling(), X), StateError,
+        "state.params['encoder']['bias']", "a deleted array", compiles=True,
+    ),
+    row(
+        89, "batch of it", lambda: step(lambda p, b: jnp.sum(b["x"]), batch={"x": donated().params["head"]["bias"]}), StateError,
+        "batch['x']", "a deleted array", compiles=True,
+    ),
+    row(90, "other grads", lambda: ts.update(good(), other_model()), StateError, "grads['encoder']['bias']", "nothing", "float32[3]"),
+    row(90, "more grads", lambda: ts.update(setup(other_model()), GRADS), StateError, "grads['encoder']['bias']", "expected nothing"),
+    row(90, "grads under jit", lambda: jax.jit(ts.update)(good(), other_model()), StateError, "grads['encoder']['bias']", "trainable"),
+    row(90, "grads of other shape", lambda: ts.update(good(), wider()), StateError, "grads['head']['kernel']", "(3, 5)", "(3, 2)"),
+    row(90, "grads None", lambda: ts.update(good(), None), StateError, "gradient at grads", "None", "dict with encoder, head"),
+    row(90, "grads and loss", lambda: ts.update(good(), (ts.Loss(1.0, 1.0), GRADS)), StateError, "tuple of 2", "loss, grads ="),
+    row(90, "grads int", lambda: ts.update(good(), cast(int)), StateError, "grads['encoder']['bias']", "int32[3]", "floats"),
+    row(90, "grads bool", lambda: ts.update(good(), cast(bool)), StateError, "grads['encoder']['bias']", "bool[3]", "floats"),
+    row(90, "grads complex", lambda: ts.update(good(), cast(jnp.complex64)), StateError, "grads['encoder']['bias']", "complex64"),
+    row(90, "grads text", lambda: ts.update(good(), tree("x", 1.0)), StateError, "grads['encoder']['bias']", "'x' (str)"),
+    row(90, "at of other model", lambda: ts.value_and_grad(loss_fn)(good(), X, at=other_model()), StateError, "['encoder']['bias']"),
+    row(90, "at of other shape", lambda: ts.value_and_grad(loss_fn)(good(), X, at=wider()), StateError, "float32[3,5]", "trainable"),
+    row(90, "params of other model", lambda: good().replace(params=other_model()), StateError, "params['encoder']['bias']", "nothing"),
+    row(90, "params of other shape", lambda: good().replace(params=wider()), StateError, "params['head']['kernel']", "float32[3,5]"),
+    row(90, "params of other dtype", lambda: good().replace(params=cast(jnp.bfloat16)), StateError, "bfloat16[3]", "float32[3]"),
+    row(90, "opt_state of other rule", lambda: good().replace(opt_state=setup(rule=sgd).opt_state), StateError, "opt_state", "mu, nu"),
+    row(90, "opt_state of other model", lambda: good().replace(opt_state=setup(other_model()).opt_state), StateError, "['bias']"),
+    row(90, "numbers of other rule", lambda: good().replace(numbers=setup(rule=sgd).numbers), StateError, "numbers"),
+    row(90, "numbers None", lambda: good().replace(numbers=None), StateError, "numbers", "got None"),
+    row(90, "frozen True", lambda: good().replace(frozen=True), StateError, "frozen", "True (bool)", "ts.freeze and ts.thaw"),
+    row(90, "field unknown", lambda: good().replace(parms=PARAMS), StateError, "'parms'", "Did you mean 'params'?"),
+    row(90, "step is text", lambda: good().replace(step="3"), StateError, "step at replace()", "'3' (str)", "an int ≥ 0"),
+    row(90, "step is a float", lambda: good().replace(step=3.5), StateError, "step at replace()", "3.5 (float)"),
+    row(90, "step is negative", lambda: good().replace(calls=-3), StateError, "calls at replace()", "-3 (int)"),
+    row(90, "key is text", lambda: good().replace(key="x"), WrongTypeError, "key at replace()", "'x' (str)"),
+    row(90, "model_state unknown", lambda: ts.update(good(), GRADS, model_state={"m": X}), StateError, "model_state", "setup(..."),
+    row(
+        90, "model_state of loss", lambda: step(
+            lambda p, b, model_state: ts.Loss.mean(apply(p, b), model_state={"n": jnp.ones(2)}), setup(model_state={"m": jnp.ones(2)})
+        ), StateError, "model_state['m']", "got nothing", "float32[2]",
+    ),
+    row(
+        90, "model_state of other dtype", lambda: step(
+            lambda p, b, model_state: ts.Loss.mean(apply(p, b), model_state={"m": jnp.ones(2, jnp.bfloat16)}),
+            setup(model_state={"m": jnp.ones(2)}),
+        ), StateError, "model_state['m']", "bfloat16[2]", "float32[2]",
+    ),
+    row(0, "loss per row to update", lambda: ts.update(good(), GRADS, loss=jnp.ones(3)), LossError, "loss at update()", "(3,)"),
+    row(0, "loss text to update", lambda: ts.update(good(), GRADS, loss="x"), LossError, "loss at update()", "'x' (str)"),
+    row(0, "loss without weight", lambda: ts.update(good(), GRADS, loss=ts.Loss(1.0)), LossError, "without a weight", "(total, weight)"),
+    row(0, "rule on a TrainState", lambda: adam.update(GRADS, good().opt_state, PARAMS), RuleError, "adam()", "use ts.update"),
+    row(91, "params to step", lambda: step(loss_fn, PARAMS), WrongTypeError, "dict with encoder, head", "a TrainState", "ts.setup("),
+    row(91, "batch first", lambda: step(loss_fn, X, batch=good()), WrongTypeError, "float32[8,4]", "The state comes first."),
+    row(91, "what step returned", lambda: step(loss_fn, (good(), None)), WrongTypeError, "tuple of 2", "state, info = step(state, batch)"),
+    *(
+        row(91, f"params to {name}", lambda use=use: use(PARAMS), WrongTypeError, f"state at {name}()", "dict with encoder, head")
+        for name, use in {
+            "eval_step": lambda s: ts.eval_step(loss_fn)(s, X),
+            "value_and_grad": lambda s: ts.value_and_grad(loss_fn)(s, X),
+            "update": lambda s: ts.update(s, GRADS),
+            "lower": lambda s: ts.train_step(loss_fn).lower(s, X),
+            "adjust": lambda s: ts.adjust(s, b1=0.5),
+            "freeze": lambda s: ts.freeze(s, "head/**"),
+            "thaw": lambda s: ts.thaw(s),
+            "hyperparams": lambda s: ts.hyperparams(s),
+            "trainable": lambda s: ts.trainable(s),
+        }.items()
+    ),
+    row(91, "pattern first", lambda: ts.freeze("head/**", good()), WrongTypeError, "'head/**' (str)", "The state comes first."),
+    row(91, "grads first", lambda: ts.update(GRADS, good()), WrongTypeError, "state at update()", "The state comes first."),
+    row(91, "a rule", lambda: ts.hyperparams(adam), WrongTypeError, "GradientTransformationExtraArgs", "a TrainState"),
+    row(91, "an abstract state", lambda: step(loss_fn, jax.eval_shape(setup)), WrongTypeError, "state.clock", "a ShapeDtypeStruct"),
+    row(0, "policy unknown", lambda: ts.train_step(loss_fn, on_nonfinite="Skip"), WrongTypeError, "train_step()", "'Skip'", "'skip'"),
+    row(0, "policy None", lambda: ts.update(good(), GRADS, on_nonfinite=None), WrongTypeError, "update()", "None", "'raise'"),
+    row(0, "donate is text", lambda: ts.train_step(loss_fn, donate="no"), WrongTypeError, "donate", "'no' (str)", "True or False"),
+    row(0, "norms is text", lambda: ts.train_step(loss_fn, norms="no"), WrongTypeError, "norms at train_step()", "'no' (str)"),
+    row(0, "remat is a name", lambda: ts.train_step(loss_fn, remat="dots"), WrongTypeError, "remat", "jax.checkpoint_policies"),
+    row(0, "remat is a number", lambda: ts.value_and_grad(loss_fn, remat=3), WrongTypeError, "value_and_grad()", "3 (int)"),
+    row(0, "adjust misspelled", lambda: ts.adjust(good(), learning_rat=1.0), HyperparameterError, "mean 'learning_rate'?"),
+    row(0, "adjust lr", lambda: ts.adjust(good(), lr=1.0), HyperparameterError, "'lr'", "Did you mean 'learning_rate'?"),
+    row(0, "adjust lr under jit", lambda: jax.jit(lambda s: ts.adjust(s, lr=1.0))(good()), HyperparameterError, "'learning_rate'?"),
+    row(0, "adjust dict", lambda: ts.adjust(good(), {"learning_rat": 1.0}), HyperparameterError, "mean 'learning_rate'?"),
+    row(0, "adjust -1", lambda: ts.adjust(good(), learning_rate=-1.0), HyperparameterError, "learning_rate at adam()", "-1.0", "≥ 0"),
+    row(0, "adjust NaN", lambda: ts.adjust(good(), learning_rate=NAN), HyperparameterError, "got nan", "a finite number"),
+    row(0, "adjust b1 = 1", lambda: ts.adjust(good(), b1=1), HyperparameterError, "b1 at adam()", "got 1,", "< 1"),
+    row(0, "adjust text", lambda: ts.adjust(good(), learning_rate="1"), WrongTypeError, "'1' (str)", "expected a number."),
+    row(0, "adjust text in dict", lambda: ts.adjust(good(), {"b1": "1"}), WrongTypeError, "b1 at adam()", "'1' (str)"),
+    row(0, "adjust bool", lambda: ts.adjust(good(), learning_rate=True), WrongTypeError, "True (bool)"),
+    row(0, "adjust array", lambda: ts.adjust(good(), learning_rate=X[0]), HyperparameterError, "shape (4,)", "one number"),
+    row(0, "adjust schedule", lambda: ts.adjust(good(), b1=lambda s: 0.5), WrongTypeError, "b1 at adam()", "the function <lambda>"),
+    row(0, "adjust None", lambda: ts.adjust(good(), b1=None), HyperparameterError, "b1 at adam()", "None", "no schedule"),
+    row(0, "adjust a number", lambda: ts.adjust(good(), 1e-3), WrongTypeError, "0.001 (float)", "a pattern"),
+    row(0, "adjust optax's", lambda: ts.adjust(setup(rule=optax.adam(1e-3)), b1=0.5), HyperparameterError, "live", "ts.rules.live("),
+    row(
+        0, "adjust of others", lambda: ts.adjust(
+            setup(rule=rules.groups({"head/**": rules.sgd(1.0, momentum=0.9), "**": adam})), "encoder/**", momentum=0.5
+        ), HyperparameterError, "'momentum'", "b1, b2, eps, eps_root, learning_rate for these leaves", "other leaves",
+    ),
+    row(
+        0, "adjust of two", lambda: ts.adjust(setup(rule=rules.chain(rules.weight_decay(0.1), rules.adamw(1.0))), weight_decay=0.5),
+        HyperparameterError, "'weight_decay'", "'0.weight_decay' or '1.weight_decay'",
+    ),
+    row(0, "no rows", lambda: step(batch=X[:0]), LossError, "batch at loss_fn", "0 rows", "at least one", "NaN"),
+    row(0, "no rows, eval", lambda: ts.eval_step(loss_fn)(good(), X[:0]), LossError, "batch at loss_fn", "0 rows"),
+    row(0, "no rows, mean", lambda: step(lambda p, b: ts.Loss.mean(apply(p, b)), batch=X[:0]), LossError, "shape (0, 2)"),
+    row(0, "text batch", lambda: step(batch="x"), WrongTypeError, "batch at step()", "'x' (str)", "for batch in data"),
+    row(0, "generator batch", lambda: step(batch=(x for x in [X])), WrongTypeError, "a generator", "for batch in data"),
+    row(0, "text in batch", lambda: step(batch={"x": X, "t": ["a"]}), WrongTypeError, "batch['t'][0]", "'a' (str)", "numbers"),
+    row(0, "objects in batch", lambda: step(batch={"x": X, "t": np.array([None])}), WrongTypeError, "batch['t']", "object[1]"),
+    row(0, "text array, eval", lambda: ts.eval_step(loss_fn)(good(), np.array(["a"])), WrongTypeError, "at batch", "<U1[1]"),
+    row(0, "mixed keys in batch", lambda: step(batch={1: X, "a": X}), WrongTypeError, "dict keys at batch", "'a' (str), 1 (int)"),
+]  # fmt: skip
+
+ROWS = [*LOSS, *PARAMETERS, *RULE, *SELECTION, *STATE]
+
+
+# ---------------------------------------------------------------------------------------------------------- the tests
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm():
+    donated(), good(), sibling()
+
+
+def error_of(row: Row) -> tuple[BaseException | None, list[str]]:
+    """What a row raises, and the steps that it compiled."""
+    with count_compiles() as counts:
+        try:
+            row.call()
+        except Exception as error:
+            found = error
+        else:
+            found = None
+    return found, [name for name in counts.compiled if name in ("train_step", "pure", "evaluate")]
+
+
+def lint(text: str) -> list[str]:
+    """What is wrong with the form of a message."""
+    names = re.findall(r"\bts\.(rules\.)?(\w+)", text)
+    known = lambda in_rules, name: hasattr(rules if in_rules else ts, name) or name == "migrate"
+    return [
+        fault
+        for fault, is_bad in {
+            "more than one line": "\n" in text,
+            "too long": len(text) > 330,
+            "no `: got ..., expected ...`": not re.search(r": got .+, expected .", text),
+            "no sentence": not re.match(r"[a-z_]", text) or not text.endswith((".", "?")),
+            "internals": re.search(r"Tracer|<function|<class|\b0x|object at|ArrayImpl|PjitFunction|\.\.\.\.", text),
+            "spaces": "  " in text,
+            "a name that tsunax has not": not all(known(*name) for name in names),
+        }.items()
+        if is_bad
+    ]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_what_is_said_of_a_bad_input(row):
+    error, compiled = error_of(row)
+    assert error is not None, "accepted"
+    assert type(error) is row.error, repr(error)
+    assert isinstance(error, (ValueError, TypeError))
+    assert not compiled or row.compiles
+    text = str(error)
+    assert [part for part in row.says if part not in text] == [], text
+    assert lint(text) == [], text
+    if row.cause:
+        assert isinstance(error.__cause__, row.cause)
+    else:  # nothing of JAX or optax above our error in the traceback
+        assert error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
+
+
+def test_is_every_promised_input_there():
+    promised = {*range(1, 24), 30, 31, *range(33, 39), 89, 90, 91}
+    assert {row.number for row in ROWS} - {0} == promised
+    titles = [str(row) for row in ROWS]
+    assert len(set(titles)) == len(titles)
+
+
+def test_does_every_row_ask_for_something():
+    assert all(row.says for row in ROWS)
+
+
+def test_is_the_form_of_a_message_checked():
+    bad = {
+        "more than one line": "leaf at a: got 1,\n expected 2.",
+        "too long": f"leaf at a: got {'1' * 400}, expected 2.",
+        "no `: got ..., expected ...`": "leaf at a is not 2.",
+        "no sentence": "Leaf at a: got 1, expected 2",
+        "internals": "leaf at a: got <function f at 0x7f>, expected 2.",
+        "spaces": "leaf at a: got 1, expected one of  for these.",
+        "a name that tsunax has not": "leaf at a: got 1, expected 2. Use ts.fit or ts.rules.accumulate.",
+    }
+    for fault, text in bad.items():
+        assert fault in lint(text)
+    assert lint("leaf at a: got 1, expected 2. Use ts.rules.adam, later ts.migrate.") == []
+
+
+def test_does_the_frame_named_belong_to_the_user():
+    with pytest.raises(LossError) as caught:
+        step(raising)
+    line = raising.__code__.co_firstlineno + 1
+    assert f"raising ({__file__}:{line})" in str(caught.value)
+    with pytest.raises(LossError) as caught:  # deep inside of a library: the last line of the user's
+        step(lambda params, batch: optax.losses.softmax_cross_entropy(apply(params, batch), jnp.ones(3)))
+    assert "<lambda> (" in str(caught.value) and f"{__file__}:" in str(caught.value)
+
+
+def test_is_a_state_usable_after_its_step_was_refused():
+    state = setup()
+    for bad in ("x", {"x": X, "t": ["a"]}, X[:, :3], X[:0]):
+        with pytest.raises(TsunaxError):
+            step(loss_fn, state, batch=bad)
+    new, info = step(loss_fn, state)
+    assert int(new.step) == 1 and bool(info.applied)
+
+
+def test_is_an_interrupt_of_loss_fn_left_alone():
+    def loss(params, batch):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        step(loss)
+
+
+# ------------------------------------------------------------------------------------- what only looks like a mistake
+
+
+def decayed(mask):
+    """The weight decay that each leaf gets."""
+    state = setup(rule=rules.adamw(1.0, weight_decay=0.5, mask=mask))
+    new, _ = ts.update(state, jax.tree.map(jnp.zeros_like, PARAMS))
+    return new.params
+
+
+ACCEPTED = {
+    "tied arrays, copied": lambda: ts.setup(adam, {"embed": X, "out": X}),
+    "tied arrays of different trees": lambda: setup(model_state=PARAMS, copy=True),
+    "None is no leaf": lambda: with_leaf(None),
+    "an int that is not selected": lambda: with_leaf(3, trainable="w"),
+    "text that is not selected": lambda: with_leaf("relu", trainable="w"),
+    "NaN that is not selected": lambda: with_leaf(jnp.full(2, NAN), trainable="w"),
+    "names that collide, not selected": lambda: setup({"a/b": 1.0, "a": {"b": 1.0}, "c": 1.0}, trainable="c"),
+    "int keys": lambda: with_leaf({1: 1.0, 2: 1.0}),
+    "a model of NNX": lambda: setup(nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)),
+    "complex leaves": lambda: [
+        ts.setup(rule, {"c": jnp.ones(2, jnp.complex64)}) for rule in (adam, sgd, rules.lbfgs())
+    ],
+    "shapes under eval_shape": lambda: jax.eval_shape(setup, jax.eval_shape(make_params)),
+    "a repr of shapes": lambda: repr(jax.eval_shape(setup)),
+    "a repr of a donated state": lambda: repr(donated()),
+    "float64 under x64": lambda: with_leaf(np.ones(2)) if jax.config.jax_enable_x64 else None,
+    "seeds and keys": lambda: [
+        setup(key=key) for key in (None, 0, -1, np.int64(3), jax.random.key(0), jax.random.PRNGKey(0))
+    ],
+    "a rate of 0": lambda: rules.adam(0),
+    "a rate as an int, a NumPy and a jax scalar": lambda: [rules.sgd(x) for x in (1, np.float32(1), jnp.float32(1))],
+    "no momentum": lambda: rules.sgd(0.1, momentum=None),
+    "lbfgs without a rate": lambda: [rules.lbfgs(), rules.lbfgs(None)],
+    "a decay above 1": lambda: rules.adamw(1e-3, weight_decay=2.0),
+    "a schedule that is a class of its own": lambda: setup(rule=rules.adam(optax.linear_schedule(0.1, 0.0, 9))),
+    "a factory with keywords bound": lambda: setup(rule=live(functools.partial(optax.adam, b1=0.5))(0.1)),
+    "p of 0, -inf, 1.5": lambda: [rules.clip_array_norm(1.0, p) for p in (0, -INF, 1.5, np.float32(2))],
+    "a chain of none": lambda: setup(rule=rules.chain()),
+    "everything frozen": lambda: ts.freeze(setup(), "**"),
+    "thaw of what was never frozen": lambda: ts.thaw(good()),
+    "adjust of nothing": lambda: ts.adjust(good()),
+    "grads in bfloat16": lambda: ts.update(setup(), cast(jnp.bfloat16)),
+    "grads of the full tree": lambda: ts.update(setup(trainable="head/**"), GRADS),
+    "a loss with raw metrics": lambda: ts.update(setup(), GRADS, loss=ts.Loss(3.0, 2, {"acc": 0.5})),
+    "a loss that is a float": lambda: ts.update(setup(), GRADS, loss=1.0),
+    "no batch": lambda: ts.value_and_grad(lambda p, b: jnp.sum(p["head"]["bias"]))(good(), None),
+    "a default for a name that nobody gives": lambda: ts.value_and_grad(lambda p, b, scale=2.0: loss_fn(p, b))(good(), X),
+    "a batch with an empty part": lambda: ts.value_and_grad(lambda p, b: loss_fn(p, b["x"]))(
+        good(), {"x": X, "z": X[:0]}
+    ),
+    "a state on the host": lambda: step(loss_fn, jax.device_get(setup())),
+    "a new model_state": lambda: setup(model_state={"m": X}).replace(model_state={"n": X}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_is_what_only_looks_wrong_accepted(name):
+    ACCEPTED[name]()
+
+
+def test_do_tied_arrays_that_were_copied_train():
+    w = jnp.ones((4, 3))
+    state = ts.setup(sgd, {"embed": w, "out": w})
+    state, info = step(lambda p, b: jnp.mean(b @ p["embed"]) + jnp.sum(p["out"]), state)
+    assert bool(info.applied) and not w.is_deleted()
+
+
+def test_is_a_pattern_a_mask_of_optax():
+    mask = {"encoder": {"kernel": True, "bias": False}, "head": {"kernel": True, "bias": False}}
+    assert_trees_equal(decayed("**/kernel"), decayed(mask))
+    assert_trees_equal(decayed(["**", "!**/bias"]), decayed(mask))
+    assert float(decayed(mask)["head"]["kernel"][0, 0]) == 0.5 == float(decayed(None)["head"]["kernel"][0, 0])
+
+
+def print_messages() -> None:
+    _ = donated(), good()
+    for row in ROWS:
+        error, _ = error_of(row)
+        print(f"{row.number or '-':>3}  {row.title}\n     {type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    print_messages()
