@@ -82,26 +82,26 @@ def main() -> None:
     results: dict = {}
     for name, (sizes, rows, steps, rounds) in CASES.items():
         params, batch = mlp(sizes), batch_of(rows, sizes[0])
-        live, plain = ts.setup(ts.rules.adam(1e-3), params), ts.setup(TX, params)
-        times = interleave(
-            {
+        tsunax = lambda step, rule, params=params, batch=batch: by_tsunax(step, ts.setup(rule, params), batch)
+        frozen = ts.freeze(ts.setup(ts.rules.adam(1e-3), params), "0/1")
+        floors = {
+            "by hand, bare": {
                 "by hand, bare": by_hand(bare, params, batch),
-                "tsunax, bare, live adam": by_tsunax(plain_step, live, batch),
-                "tsunax, bare, optax.adam": by_tsunax(plain_step, plain, batch),
-                "by hand, same info": by_hand(same_info, params, batch),
-                "tsunax, live adam": by_tsunax(step, ts.setup(ts.rules.adam(1e-3), params), batch),
-                "tsunax, optax.adam": by_tsunax(step, ts.setup(TX, params), batch),
-                "tsunax, live, one leaf frozen": by_tsunax(
-                    step, ts.freeze(ts.setup(ts.rules.adam(1e-3), params), "0/1"), batch
-                ),
+                "tsunax, bare, live adam": tsunax(plain_step, ts.rules.adam(1e-3)),
+                "tsunax, bare, optax.adam": tsunax(plain_step, TX),
             },
-            rounds=rounds,
-            steps=steps,
-        )
+            "by hand, same info": {
+                "by hand, same info": by_hand(same_info, params, batch),
+                "tsunax, live adam": tsunax(step, ts.rules.adam(1e-3)),
+                "tsunax, optax.adam": tsunax(step, TX),
+                "tsunax, live, one leaf frozen": by_tsunax(step, frozen, batch),
+            },
+        }
         found = {}
-        for contender in times:
-            floor = "by hand, bare" if "bare" in contender else "by hand, same info"
-            found[contender] = (sorted(times[contender])[len(times[contender]) // 2], *ratio(times, contender, floor))
+        for floor, contenders in floors.items():
+            times = interleave(contenders, rounds=rounds, steps=steps)
+            for contender, values in times.items():
+                found[contender] = (sorted(values)[len(values) // 2], *ratio(times, contender, floor))
         table(name, [(k, *v) for k, v in found.items()], ("contender", "us/step", "x low", "x median", "x high"))
         results[name] = found
 

@@ -1,8 +1,9 @@
-"""The battery of bad inputs: each is refused before its step is compiled, in one line that says what, where and how on.
+"""The battery of bad inputs: each is refused before its step is compiled, in one line with what, where and a way out.
 
-A row is an input: its number in the list of bad inputs that this package was designed against (0: found later), what it is,
-how to make it, what is raised, and what the message must say. `python tests/test_errors.py` prints all messages.
+A row is an input: its number in the list of bad inputs that this package was designed against (0: found later), what it
+is, how to make it, what is raised, and what the message must say. `python tests/test_errors.py` prints all messages.
 """
+# ruff: noqa: E501, a row is a line
 
 import functools
 import re

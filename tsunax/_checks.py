@@ -41,7 +41,7 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
         dtype, where = _tree.dtype_of(leaf), _tree.access_str(root, path)
         numeric = dtype is not None and any(
-            jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.prng_key)
+            jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.prng_key)
         )
         if not numeric:
             raise WrongTypeError(message("leaf", where, _tree.describe(leaf), "an array of numbers", fix))
@@ -61,7 +61,7 @@ def _leaf_fault(leaf: Any, name: _tree.Names) -> tuple[str, str, str, str] | Non
         fix = aside if name else "Give the tree of arrays: what a model's init returns, or nnx.state(model, nnx.Param)."
         return "leaf that is no number", _tree.describe(leaf), floats, fix
     if not _tree.is_inexact(leaf):
-        is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
         fix = "A key belongs to setup(..., key=...)." if is_key else aside if name else ""
         return "leaf that cannot be trained", f"dtype {dtype}", floats, fix
     wide = {"g": "float32", "G": "complex64"}.get(getattr(dtype, "char", ""))  # NumPy's longdouble

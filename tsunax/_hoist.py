@@ -216,8 +216,9 @@ def owners_of(init: Callable, opt_state, numbers: Numbers | None, params) -> lis
 
 
 def chain_index(path) -> str:
-    """Where in chains a live state stands: "0", or "1.0" in a chain within a chain."""
-    return ".".join(str(k.idx) for k in path if isinstance(k, jax.tree_util.SequenceKey))
+    """Where a live state stands: "0", "1.0" in a chain within a chain, "" for the outermost rule."""
+    fields = (getattr(k, "idx", getattr(k, "name", "inner")) for k in path)
+    return ".".join(str(field) for field in fields if field != "inner")
 
 
 def labels(opt_state) -> tuple:

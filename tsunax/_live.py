@@ -450,9 +450,7 @@ class LiveFactory:
         known = list(self.__signature__.parameters)
         for name in kwargs:
             if name not in known:
-                raise HyperparameterError(
-                    _where.unknown("parameter", f"{self.__name__}()", name, known, self.advice)
-                )
+                raise HyperparameterError(_where.unknown("parameter", f"{self.__name__}()", name, known, self.advice))
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
@@ -471,8 +469,13 @@ def _signature(factory: Callable) -> inspect.Signature:
         raise WrongTypeError(message("factory", "live()", _tree.describe(factory), expected)) from None
     for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            raise WrongTypeError(message("factory", "live()", f"{name_of(factory)}(..., {p.replace(annotation=p.empty)}, ...)", expected))
+            got = f"{name_of(factory)}(..., {p.replace(annotation=p.empty)}, ...)"
+            raise WrongTypeError(message("factory", "live()", got, expected))
     return signature
+
+
+def _no_factory(got: str, fix: str = "") -> WrongTypeError:
+    return WrongTypeError(message("factory", "live()", got, "a function that makes an optax rule", fix))
 
 
 def _check_static(static: Any, factory: Callable) -> None:
@@ -506,12 +509,11 @@ def live(factory: Callable, *, static: tuple[str, ...] = ()) -> LiveFactory:
     >>> ts.hyperparams(state)
     {'learning_rate': 0.1, 'momentum': 0.9}
     """
-    expected = "a function that makes an optax rule"
-    if isinstance(factory, optax.GradientTransformation) or not callable(factory):
-        is_rule = isinstance(factory, optax.GradientTransformation)
-        got, fix = ("a rule", "Call live(...) first: live(optax.adam)(1e-3).") if is_rule else (_tree.describe(factory), "")
-        raise WrongTypeError(message("factory", "live()", got, expected, fix))
+    if isinstance(factory, optax.GradientTransformation):
+        raise _no_factory("a rule", "Call live(...) first: live(optax.adam)(1e-3).")
     if isinstance(factory, LiveFactory):
-        raise WrongTypeError(message("factory", "live()", f"{factory.__name__}, live already", expected, "Use it as it is."))
+        raise _no_factory(f"{factory.__name__}, live already", "Use it as it is.")
+    if not callable(factory):
+        raise _no_factory(_tree.describe(factory))
     _check_static(static, factory)
     return LiveFactory(factory, static)

@@ -54,6 +54,8 @@ def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState
     if state.numbers is None:
         fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
         raise HyperparameterError(message("rule", "adjust()", "one without live numbers", "a live rule", fix))
+    if isinstance(where, str) and where == "**" and any("@" in name for name in values):
+        where = {}
     if _is_names(where, _known(state)):
         return _assign(state, _by_flat_name(state, {**where, **values}))
     matched = _matched(state, where)
@@ -130,7 +132,8 @@ def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
 
 def _is_names(where, known) -> bool:
     """A mapping of hyperparameter names, as `hyperparams` gives it, rather than a tree of bools."""
-    if isinstance(where, Mapping) and any(name in known for name in where):
+    is_mask = all(isinstance(x, (bool, np.bool_)) for x in jax.tree.leaves(where))
+    if isinstance(where, Mapping) and any(name in known for name in where) and not is_mask:
         return True
     number = lambda v: v is None or (not isinstance(v, (bool, np.bool_)) and (_tree.dtype_of(v) not in (None, bool)))
     return isinstance(where, Mapping) and all(number(v) for v in where.values())
@@ -162,21 +165,22 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
     for given in values:
         index, _, name = given.rpartition(".")
         found = [at for at, (i, names, _) in hit.items() if name in names and (not index or i == index)]
+        if not index:  # of a rule around another one, the plain name is the outer one's
+            outer = [leaves for i, names, leaves in hit.values() if not i and name in names]
+            found = [at for at in found if not hit[at][0] or not any(hit[at][2] & leaves for leaves in outer)]
         for k, a in enumerate(found):
             for b in found[k + 1 :]:
                 if hit[a][2] & hit[b][2]:
                     both = [f"{hit[x][0]}.{name}" for x in (a, b)]
                     fix = f"Write adjust(state, **{{{both[0]!r}: ...}})."
-                    got = f"{given!r}, which two rules of a chain have"
-                    raise HyperparameterError(message("hyperparameter", "adjust()", got, " or ".join(map(repr, both)), fix))
+                    got, expected = f"{given!r}, which two rules of a chain have", " or ".join(map(repr, both))
+                    raise HyperparameterError(message("hyperparameter", "adjust()", got, expected, fix))
         if not found:
             known = _known(state)
             if any(given in (label, label.partition("@")[0].rpartition(".")[2]) for label in known):
                 known = sorted({name for _, names, _ in hit.values() for name in names})
-                fix = "It belongs to the rule of other leaves."
-                raise HyperparameterError(
-                    message("hyperparameter", "adjust()", f"{given!r}", f"one of {', '.join(known)} for these leaves", fix)
-                )
+                expected, fix = f"one of {', '.join(known)} for these leaves", "It belongs to the rule of other leaves."
+                raise HyperparameterError(message("hyperparameter", "adjust()", repr(given), expected, fix))
             raise HyperparameterError(_where.unknown("hyperparameter", "adjust()", given, known))
         for at in found:
             targets.setdefault(at, {})[given] = name

@@ -7,6 +7,7 @@ here works in plain optax code, and any optax rule works in tsunax.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -211,9 +212,13 @@ def _for_part(value_fn, params, mine):
     rest = _tree.partition(params, mine)[1]
 
     @functools.wraps(value_fn)
-    def of_part(part, **extra):
+    def of_part(part, outside=None, **extra):
         return value_fn(_tree.merge(part, rest), **extra)
 
+    # optax's line searches fail on an argument that the function does not name
+    parameters = list(inspect.signature(value_fn).parameters.values())
+    outside = inspect.Parameter("outside", inspect.Parameter.KEYWORD_ONLY, default=None)
+    of_part.__signature__ = inspect.Signature([*(p for p in parameters if p.name != "outside"), outside])
     return of_part
 
 

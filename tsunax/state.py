@@ -246,7 +246,7 @@ def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
     for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True):
         dtypes = _tree.dtype_of(a), _tree.dtype_of(b)
         if None in dtypes or dtypes[0] != dtypes[1] or np.shape(a) != np.shape(b):
-            raise StateError(message(what, _tree.access_str(root, path), *map(_tree.describe, (a, b)), fix))
+            raise StateError(message(what, _tree.access_str(root, path), _tree.describe(a), _tree.describe(b), fix))
 
 
 def is_gone(x) -> bool:
@@ -356,12 +356,15 @@ def _start(rule, trained):
         raise RuleError(message("rule", "setup()", told(error), "one that can start from these params")) from error
 
 
+def _some_loss(params, step=None):
+    return sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(params))
+
+
 def _check_complex(rule, trained) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(trained)[0]:
         if not jnp.issubdtype(_tree.dtype_of(leaf), jnp.complexfloating):
             continue
-        value_fn = lambda p, step=None: sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(p))
-        run = lambda g, s: rule.update(g, s, g, step=0, value=0.0, grad=g, value_fn=value_fn)
+        run = lambda g, s: rule.update(g, s, g, step=0, value=0.0, grad=g, value_fn=_some_loss)
         try:
             updates, _ = jax.eval_shape(run, trained, jax.eval_shape(rule.init, trained))
         except Exception as error:

@@ -314,16 +314,21 @@ def _fitting(state: TrainState, grads, params):
             fix = "Take it apart: loss, grads = ts.value_and_grad(loss_fn)(state, batch)."
         raise StateError(f"gradient {_tree.first_difference(grads, params, 'grads')}. {fix}")
     for (path, g), p in zip(jax.tree_util.tree_flatten_with_path(grads)[0], jax.tree.leaves(params), strict=True):
+        got, expected = _tree.dtype_of(g), _tree.dtype_of(p)
         faults = (
             (not _tree.is_inexact(g), _tree.describe(g), "floats"),
             (np.shape(g) != np.shape(p), f"shape {np.shape(g)}", f"{np.shape(p)}, as in params"),
-            (jnp.iscomplexobj(g) and not jnp.iscomplexobj(p), f"dtype {_tree.dtype_of(g)}", f"{p.dtype}, as in params"),
+            (_is_complex(got) and not _is_complex(expected), f"dtype {got}", f"{expected}, as in params"),
             (is_gone(g), "a deleted array", "a live one"),
         )
         for fault, got, expected in faults:
             if fault:
                 raise StateError(message("gradient", _tree.access_str("grads", path), got, expected))
     return grads
+
+
+def _is_complex(dtype) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, np.complexfloating)
 
 
 def _finished(loss) -> Loss:
