@@ -321,7 +321,6 @@ ALL = KERNELS | BIASES | {"scale"}
         (jax.tree.map(lambda x: x > 5, NET), {"decoder/bias", "scale"}),
         (jax.tree.map(lambda x: np.bool_(x < 2), NET), {"encoder/0/kernel"}),
     ],
-    ids=str,
 )
 def test_what_does_each_form_of_where_select(where, expected):
     assert chosen(where, NET) == expected
