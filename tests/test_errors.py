@@ -123,6 +123,11 @@ class Loss:
         return 0.0
 
 
+def three() -> ts.TrainState:
+    """A population of three."""
+    return jax.vmap(lambda rate: setup(rule=rules.adam(rate)))(jnp.ones(3))
+
+
 def tied(where="params"):
     w = jnp.ones(3)
     if where == "params":
@@ -198,13 +203,14 @@ LOSS = [
     row(6, "keyword only", lambda: ts.train_step(lambda *, params, batch: 0.0), LossError, "(*, params, batch)"),
     row(6, "batch first", lambda: ts.train_step(lambda batch, params: 0.0), LossError, "<lambda>(batch, params)"),
     row(6, "linen module", lambda: ts.train_step(linen.Dense(3)), LossError, "Dense(inputs", "loss_fn(params, batch, ...)"),
+    row(6, "defaults that are objects", lambda: ts.train_step(lambda p=step: 0.0), LossError, "<lambda>(p)"),
     row(6, "x and y", lambda: step(lambda params, x, y: 0.0), LossError, "got 'y'", "step(state, batch, y=...)", "out of batch"),
     row(7, "KeyError", lambda: step(raising), LossError, "raising (", "test_errors.py:", "KeyError 'kernl'", cause=KeyError),
     row(7, "KeyError, eval", lambda: ts.eval_step(raising)(good(), X), LossError, "KeyError 'kernl'", cause=KeyError),
     row(7, "shapes", lambda: step(wrong_shapes), LossError, "wrong_shapes (", "(4,) and (3,)", cause=TypeError),
     row(7, "no batch", lambda: step(batch=None), LossError, "apply (", "'NoneType' and 'a traced array'", cause=TypeError),
     row(7, "if on an array", lambda: step(branching), LossError, "branching (", "jnp.where", cause=jax.errors.JAXTypeError),
-    row(7, "float()", lambda: returns(lambda v: float(v.mean())), LossError, "traced value", cause=jax.errors.JAXTypeError),
+    row(7, "float()", lambda: returns(lambda v: float(v.mean())), LossError, "(if, float, np)", cause=jax.errors.JAXTypeError),
     row(7, "np.mean", lambda: returns(lambda v: np.asarray(v)), LossError, "traced value", cause=jax.errors.JAXTypeError),
     row(7, "Loss.mean of a str", lambda: step(misusing), LossError, "values at Loss.mean()", "'per-row losses' (str)"),
     row(7, "Loss without total", lambda: returns(lambda v: ts.Loss()), LossError, "'total'", cause=TypeError),
@@ -219,6 +225,8 @@ LOSS = [
         row(0, f"extra {name}", lambda name=name: step(lambda p, b, **any: 0.0, **{name: 1.0}), LossError, repr(name), "itself")
         for name in "step train model_state value grad loss at norms on_nonfinite outside updates params".split()
     ),
+    row(0, "extra step, eval", lambda: ts.eval_step(lambda p, b, step: 0.0)(good(), X, step=1), LossError, "'step'", "itself"),
+    row(0, "extra step, value_and_grad", lambda: ts.value_and_grad(lambda p, b, **any: 0.0)(good(), X, step=1), LossError, "'step'"),
     row(0, "extra key", lambda: step(lambda p, b, key: 0.0, setup(key=0), key=1), LossError, "'key'", "itself"),
     row(0, "extra is text", lambda: step(lambda p, b, mode: 0.0, mode="fast"), WrongTypeError, "leaf at mode", "'fast'", "partial"),
     row(0, "extra is code", lambda: step(lambda p, b, net: 0.0, net=jnp.tanh), WrongTypeError, "at net", "the function tanh"),
@@ -263,6 +271,7 @@ PARAMETERS = [
     row(9, "typed key", lambda: with_leaf(jax.random.key(0)), ParamsError, "params['deep']['bad']", "setup(..., key=...)"),
     row(10, "bool leaf", lambda: with_leaf(np.ones(3, bool)), ParamsError, "params['deep']['bad']", "dtype bool", "trainable="),
     row(11, "text", lambda: with_leaf("relu"), ParamsError, "params['deep']['bad']", "'relu' (str)", "'!deep/bad'"),
+    row(11, "an odd name", lambda: with_leaf("relu", "it's\nodd"), ParamsError, "params['deep']", "odd"),
     row(11, "object", lambda: with_leaf(object()), ParamsError, "params['deep']['bad']", "got object"),
     row(11, "function", lambda: with_leaf(jnp.tanh), ParamsError, "params['deep']['bad']", "the function tanh"),
     row(11, "object array", lambda: with_leaf(np.array([None, 1])), ParamsError, "params['deep']['bad']", "dtype object"),
@@ -360,6 +369,8 @@ RULE = [
             row(22, f"{name} lr", lambda rule=rule: rule(lr=1), HyperparameterError, "'lr'", "Did you mean 'learning_rate'?"),
         ]
     ),
+    row(21, "too big for float32", lambda: rules.adam(1e39), HyperparameterError, "got 1e+39", "within ±3.4e+38"),
+    row(21, "a huge int", lambda: rules.adam(10**400), HyperparameterError, "many digits", "within ±3.4e+38"),
     row(22, "adafactor str", lambda: rules.adafactor("1e-3"), WrongTypeError, "learning_rate at adafactor()", "'1e-3' (str)"),
     row(22, "lbfgs str", lambda: rules.lbfgs("1e-3"), WrongTypeError, "learning_rate at lbfgs()", "'1e-3' (str)"),
     row(22, "polyak_sgd str", lambda: rules.polyak_sgd("1"), WrongTypeError, "max_learning_rate at polyak_sgd()", "'1' (str)"),
@@ -392,7 +403,7 @@ RULE = [
     row(23, "b1 of 1", lambda: rules.adam(1e-3, b1=lambda s: 1.0), HyperparameterError, "b1 at adam()", "step 0", "< 1"),
     row(23, "raises", lambda: rules.adam(lambda s: 1 / 0), HyperparameterError, "ZeroDivisionError", cause=ZeroDivisionError),
     row(23, "two arguments", lambda: rules.adam(lambda s, epoch: 1.0), HyperparameterError, "'epoch'", cause=TypeError),
-    row(23, "a Python if", lambda: rules.adam(lambda s: 1.0 if s < 9 else 0.1), HyperparameterError, "jnp.where", cause=TypeError),
+    row(23, "a Python if", lambda: rules.adam(lambda s: 1.0 if s < 9 else 0.1), HyperparameterError, "under jit", "jnp.where", cause=TypeError),
     row(23, "a Python float", lambda: rules.adam(float), HyperparameterError, "a traced value", cause=TypeError),
     *(
         row(30, f"{name} {bad}", lambda name=name, bad=bad: getattr(rules, name)(bad), HyperparameterError, f"max at {name}()", says)
@@ -592,6 +603,9 @@ STATE = [
     row(0, "adjust text in dict", lambda: ts.adjust(good(), {"b1": "1"}), WrongTypeError, "b1 at adam()", "'1' (str)"),
     row(0, "adjust bool", lambda: ts.adjust(good(), learning_rate=True), WrongTypeError, "True (bool)"),
     row(0, "adjust array", lambda: ts.adjust(good(), learning_rate=X[0]), HyperparameterError, "shape (4,)", "one number"),
+    row(0, "adjust beyond float32", lambda: ts.adjust(good(), learning_rate=1e39), HyperparameterError, "got 1e+39"),
+    row(0, "adjust two of three", lambda: ts.adjust(three(), b1=X[0, :2]), HyperparameterError, "shape (2,)", "shape (3,)"),
+    row(0, "adjust one of three to NaN", lambda: ts.adjust(three(), b1=np.array([0, NAN, 0])), HyperparameterError, "got nan"),
     row(0, "adjust schedule", lambda: ts.adjust(good(), b1=lambda s: 0.5), WrongTypeError, "b1 at adam()", "the function <lambda>"),
     row(0, "adjust None", lambda: ts.adjust(good(), b1=None), HyperparameterError, "b1 at adam()", "None", "no schedule"),
     row(0, "adjust a number", lambda: ts.adjust(good(), 1e-3), WrongTypeError, "0.001 (float)", "a pattern"),

@@ -19,6 +19,7 @@ import optax
 import pytest
 
 import tsunax as ts
+from tests import test_rules
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import rules
 
@@ -39,6 +40,10 @@ def loss_fn(params, batch):
 
 # One for all tests: what they compile of it is what they need of it. It keeps the states that it is given.
 STEP = ts.train_step(loss_fn, donate=False)
+
+
+# The same without LLVM's freedom to contract a·b + c, which it takes otherwise in otherwise equal programs.
+EXACT = functools.partial(jax.jit(STEP.pure, compiler_options={"xla_backend_optimization_level": 0}), extra={})
 
 
 def train(state, batches=BATCHES[:3], step=STEP):
@@ -300,10 +305,27 @@ CUT_EQUAL = {
 )
 def test_a_cut_with_equal_values_changes_no_bit(name):
     """Even of what looks at all leaves together: a global norm stays global."""
-    state = train(ts.setup(CUT_EQUAL[name](), PARAMS), BATCHES[:2])
-    cut = train(ts.adjust(state, "head/**"), BATCHES)
+    state = train(ts.setup(CUT_EQUAL[name](), PARAMS), BATCHES[:2], EXACT)
+    cut = train(ts.adjust(state, "head/**"), BATCHES, EXACT)
     assert len(ts.hyperparams(cut)) == 2 * len(ts.hyperparams(state))
-    assert_trees_equal(cut.params, train(state, BATCHES).params)
+    assert_trees_equal(cut.params, train(state, BATCHES, EXACT).params)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.optimistic_adam. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("row", [r for r in test_rules.ROWS if not r.obj_fn], ids=lambda r: r.name)
+def test_every_rule_can_be_cut_and_frozen(row):
+    rule = row.live(**row.needs | row.arguments)
+    step = ts.train_step(test_rules.loss_fn, donate=False)
+    exact = functools.partial(jax.jit(step.pure, compiler_options={"xla_backend_optimization_level": 0}), extra={})
+    data = test_rules.BATCHES
+    state = train(ts.setup(rule, test_rules.PARAMS, freezable=True), data[:3], exact)
+    assert_trees_equal(train(ts.adjust(state, "kernel"), data, exact).params, train(state, data, exact).params)
+    frozen = train(ts.freeze(state, "kernel"), data[3:], exact)
+    for tree in ("params", "opt_state"):
+        before, after = (select(getattr(s, tree), "kernel") for s in (state, frozen))
+        assert_trees_equal(list(before.values()), list(after.values()))
+    assert moved(select(state.params, "bias"), select(frozen.params, "bias"))
 
 
 def test_a_schedule_can_be_overridden_and_given_back():
@@ -483,8 +505,8 @@ def test_with_room_made_at_setup_not_even_the_first_freeze_compiles():
     with count_compiles() as c:
         state = train(ts.thaw(train(ts.freeze(state, "head/**")), "**/w"))
     assert steps_compiled(c) == 0
-    never = train(ts.setup(rules.adam(0.01), PARAMS))
-    assert_trees_equal(train(ts.setup(rules.adam(0.01), PARAMS, freezable=True)).params, never.params)
+    room, none = (train(ts.setup(rules.adam(0.01), PARAMS, freezable=f), step=EXACT).params for f in (True, False))
+    assert_trees_equal(room, none)
 
 
 @pytest.mark.parametrize("sequence", range(5))
@@ -500,9 +522,9 @@ def test_a_leaf_is_frozen_if_the_last_word_on_it_was_freeze(sequence):
 
 
 def test_more_leaves_than_bits_in_a_word():
-    params = [np.ones(1, np.float32) for _ in range(70)]
+    params = [np.ones(1, np.float32) for _ in range(40)]
     state = ts.setup(rules.sgd(1.0), params)
-    mask = [bool(i % 3 == 0 or i in (31, 32, 63, 64, 69)) for i in range(70)]
+    mask = [bool(i % 3 == 0 or i in (31, 32, 39)) for i in range(40)]
     state, _ = jax.jit(ts.update)(ts.freeze(state, mask), params)
     assert [float(x[0]) for x in state.params] == [float(on) for on in mask]
 
@@ -573,12 +595,9 @@ def test_a_whole_population_is_frozen_at_once():
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
 def test_frozen_is_as_if_closed_over(name):
     """The other leaves train as in a run that selected only them."""
-    selected = train(ts.setup(FREEZABLE[name](), PARAMS, trainable="head/**"), BATCHES)
-    frozen = train(ts.freeze(freezable(name), "encoder/**"), BATCHES)
-    if name == "momentum":
-        assert_trees_equal(frozen.params, selected.params)
-    else:
-        assert_trees_close(frozen.params, selected.params, rtol=1e-6, atol=1e-7)
+    selected = train(ts.setup(FREEZABLE[name](), PARAMS, trainable="head/**"), BATCHES, EXACT)
+    frozen = train(ts.freeze(freezable(name), "encoder/**"), BATCHES, EXACT)
+    assert_trees_equal(frozen.params, selected.params)
 
 
 def test_what_setup_left_out_cannot_be_thawed():
@@ -616,10 +635,12 @@ print(ts.hyperparams(state))
 """
 
 
+_SCHEDULE = optax.linear_schedule(0.1, 0.0, 20)  # compares by identity
+
+
 def shaped():
     """The state of this run before it has numbers: the same setup and the same cuts, without their values."""
-    schedule = optax.linear_schedule(0.1, 0.0, 20)
-    rule = rules.chain(rules.clip_global_norm(1.0), rules.adamw(schedule, weight_decay=0.1))
+    rule = rules.chain(rules.clip_global_norm(1.0), rules.adamw(_SCHEDULE, weight_decay=0.1))
     state = ts.setup(rule, PARAMS, freezable=True)
     return ts.adjust(ts.adjust(state, "head/**"), "**/b")
 
@@ -700,7 +721,7 @@ def test_footgun_21_there_is_one_position_of_all_schedules():
     state, _ = ts.update(state, ONES)
     bad = jax.tree.map(lambda x: np.full_like(x, np.inf), ONES)
     state, _ = ts.update(state, bad)  # rejected: no schedule moves
-    assert set(ts.hyperparams(state).values()) == {np.float32(0.9)}
+    assert list(ts.hyperparams(state).values()) == pytest.approx([0.9, 0.9])
     state = state.replace(step=5)
     assert ts.hyperparams(state) == {"learning_rate@head/**": 0.5, "learning_rate@**": 0.5}
 

@@ -56,7 +56,7 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
 def _leaf_fault(leaf: Any, name: _tree.Names) -> tuple[str, str, str, str] | None:
     """What makes a leaf impossible to train, as `what, got, expected, fix`."""
     dtype, floats = _tree.dtype_of(leaf), "a float or complex array"
-    aside = f"Leave it out, trainable=['**', '!{'/'.join(name)}'], or keep it in model_state."
+    aside = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
     if dtype is None:
         fix = aside if name else "Give the tree of arrays: what a model's init returns, or nnx.state(model, nnx.Param)."
         return "leaf that is no number", _tree.describe(leaf), floats, fix

@@ -455,7 +455,8 @@ class LiveFactory:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
             names = f"{self.__name__}({_tree.listed(known, 12)})"
-            raise WrongTypeError(message("arguments", f"{self.__name__}()", error, names, self.advice)) from None
+            got = str(error).replace("missing a required argument:", "none for")
+            raise WrongTypeError(message("arguments", f"{self.__name__}()", got, names, self.advice)) from None
         bound.apply_defaults()
         return dict(bound.arguments)
 

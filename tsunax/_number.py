@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import _tree
-from tsunax.errors import HyperparameterError, WrongTypeError, message, told
+from tsunax.errors import HyperparameterError, WrongTypeError, message, remedy, told
 
 # --------------------------------------------------------------------------------------- one number
 
@@ -171,9 +171,12 @@ def check_number(where: str, name: str, value, expected: str = "a number or a sc
         return
     if np.ndim(value):
         raise HyperparameterError(message(name, where, f"an array of shape {np.shape(value)}", "one number"))
-    number, fix = float(np.asarray(value)), _FIXES.get(name, "")
-    if not np.isfinite(number):
-        raise HyperparameterError(message(name, where, f"{number}", "a finite number", fix))
+    fix, most = _FIXES.get(name, ""), float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max)
+    number = value if isinstance(value, int) else float(np.asarray(value))
+    if not -most <= number <= most:  # NaN too
+        got = f"{number}" if isinstance(number, float) else "an int of many digits"
+        expected = "a finite number" if got in ("nan", "inf", "-inf") else f"one within ±{most:.2g}"
+        raise HyperparameterError(message(name, where, got, expected, fix))
     low, closed, high = _RANGES.get(name, (None, True, None))
     too_low = low is not None and (number < low or (number == low and not closed))
     if too_low or (high is not None and number >= high):
@@ -184,20 +187,20 @@ def check_number(where: str, name: str, value, expected: str = "a number or a sc
 def check_schedule(where: str, name: str, schedule) -> None:
     """Probe a schedule at steps 0, 1 and 10⁶, and traced: a scalar, finite, in the range of its name."""
     for step in (0, 1, 10**6):
-        value = _at(where, name, schedule, step, "a number")
+        here = f"{where}, step {step} of its schedule"
+        value = _at(here, name, schedule, step)
         if _tree.is_traced(value):
             return
-        check_number(f"{where}, step {step} of its schedule", name, value, "a number")
-    _at(where, name, lambda step: jax.eval_shape(schedule, step), jax.ShapeDtypeStruct((), np.int32), "JAX operations")
+        check_number(here, name, value, "a number")
+    traced = lambda step: jax.eval_shape(schedule, step)
+    _at(f"{where}, its schedule under jit", name, traced, jax.ShapeDtypeStruct((), np.int32))
 
 
-def _at(where: str, name: str, schedule, step, expected: str):
+def _at(where: str, name: str, schedule, step):
     try:
         return schedule(step)
     except Exception as error:
-        which = step if isinstance(step, int) else "t"
-        got = message(name, f"{where}, step {which} of its schedule", told(error), expected)
-        raise HyperparameterError(got) from error
+        raise HyperparameterError(message(name, where, told(error), "a number", remedy(error))) from error
 
 
 def as_rows(values) -> Any:

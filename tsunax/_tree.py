@@ -11,6 +11,7 @@ class, so flax is not imported; and nothing touches a device at import.
 
 import dataclasses
 import functools
+import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -241,6 +242,12 @@ def describe(x: Any) -> str:
     if inside := listed([path_str(key) for key, _ in _children(x)], 6):
         return f"{kind} with {inside}"
     return f"the function {x.__name__}" if callable(x) and hasattr(x, "__name__") else kind
+
+
+def describe_call(f: Callable[..., Any]) -> str:
+    """A function with the names of its parameters: "loss(params, batch, *, key)"."""
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in inspect.signature(f).parameters.values()]
+    return f"{getattr(f, '__name__', type(f).__name__)}{inspect.Signature(bare)}"
 
 
 def _difference(got: Any, expected: Any, path: tuple, place: Callable[[tuple], str], leaf: str) -> str | None:

@@ -157,8 +157,8 @@ def _check_predicate(predicate: Callable[..., Any]) -> None:
     except ValueError:  # a builtin without a signature
         return
     except TypeError:
-        got = f"{_tree.describe(predicate)}{inspect.signature(predicate)}"
-        raise WrongTypeError(message("predicate", "", got, "f(path, leaf) -> bool")) from None
+        got = _tree.describe_call(predicate)
+        raise WrongTypeError(message("predicate", "", got, "f(path, leaf)")) from None
 
 
 _LISTS = (list, tuple)  # exactly: a NamedTuple is a tree

@@ -20,6 +20,7 @@ __all__ = [
     "TsunaxError",
     "WrongTypeError",
     "message",
+    "remedy",
     "told",
 ]
 
@@ -81,8 +82,19 @@ def told(error: BaseException) -> str:
     >>> told(KeyError("kernel"))
     "KeyError 'kernel'"
     """
+    if _is_conversion(error):
+        return "a Python or NumPy operation (if, float, np) on a traced value"
     kind = type(error).__name__
-    if "Concret" in kind or (kind.startswith("Tracer") and kind.endswith("ConversionError")):
-        return "a Python or NumPy operation on a traced value (for if: jnp.where, jax.lax.cond; for np: jnp)"
     text = re.sub(r"\w*Tracer\b", "a traced array", re.sub(r"<class '([\w.]+)'>", r"\1", str(error)))
     return f"{kind} {textwrap.shorten(text, 160, placeholder=' …')}".rstrip(" .")
+
+
+def remedy(error: BaseException) -> str:
+    """The way out of an exception of JAX's that everybody meets."""
+    return "For if use jnp.where or jax.lax.cond, for np use jnp." if _is_conversion(error) else ""
+
+
+def _is_conversion(error: BaseException) -> bool:
+    """Whether JAX was asked for the value of a traced array: by `if`, `float`, NumPy, or as an index."""
+    kind = type(error).__name__
+    return "Concret" in kind or (kind.startswith("Tracer") and kind.endswith("ConversionError"))

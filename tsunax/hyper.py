@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -55,9 +55,9 @@ def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState
         fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
         raise HyperparameterError(message("rule", "adjust()", "one without live numbers", "a live rule", fix))
     if isinstance(where, str) and where == "**" and any("@" in name for name in values):
-        where = {}
+        return _assign(state, _by_flat_name(state, values))
     if _is_names(where, _known(state)):
-        return _assign(state, _by_flat_name(state, {**where, **values}))
+        return _assign(state, _by_flat_name(state, {**cast(Mapping, where), **values}))
     matched = _matched(state, where)
     targets = _targets(state, matched, values)
     state = _cut(state, where, matched, targets)
@@ -117,7 +117,10 @@ def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
     if state.frozen is None:
         if not on:
             return state
-        state = dataclasses.replace(state, frozen=beside(trainable(state), jnp.zeros_like(words)))
+        members = jnp.shape(state.clock)[:-1]  # of a population
+        none = jnp.zeros((*members, *words.shape), words.dtype)
+        state = dataclasses.replace(state, frozen=beside(trainable(state), none))
+    words = np.broadcast_to(words, state.frozen.shape)
     frozen = state.frozen | words if on else state.frozen & ~words
     return dataclasses.replace(state, frozen=frozen)
 
@@ -272,8 +275,16 @@ def _assign(state: TrainState, cells: dict[int, tuple]) -> TrainState:
                 raise HyperparameterError(message(name, f"{live.title}()", "None", expected))
             rows[column] = None
             continue
-        if not (np.ndim(value) and values.ndim > 2):  # a population takes one value per member
-            _number.check_number(f"{live.title}()", name, value, "a number")
+        members = np.shape(values)[:-2]
+        if np.ndim(value) and members:  # a population takes one value per member
+            if np.shape(value) != members:
+                expected = f"one number, or shape {members}: one for each member"
+                raise HyperparameterError(message(name, f"{live.title}()", f"shape {np.shape(value)}", expected))
+            each = [value] if _tree.is_traced(value) else np.ravel(np.asarray(value)).tolist()
+        else:
+            each = [value]
+        for number in each:
+            _number.check_number(f"{live.title}()", name, number, "a number")
         rows[column] = value
     concrete = not _tree.is_traced(values) and all(v is None or not _tree.is_traced(v) for v in rows.values())
     if concrete:

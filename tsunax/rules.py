@@ -218,7 +218,8 @@ def _for_part(value_fn, params, mine):
     # optax's line searches fail on an argument that the function does not name
     parameters = list(inspect.signature(value_fn).parameters.values())
     outside = inspect.Parameter("outside", inspect.Parameter.KEYWORD_ONLY, default=None)
-    of_part.__signature__ = inspect.Signature([*(p for p in parameters if p.name != "outside"), outside])
+    signature = inspect.Signature([*(p for p in parameters if p.name != "outside"), outside])
+    of_part.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     return of_part
 
 

@@ -26,7 +26,7 @@ import optax
 from jax.core import Tracer
 
 from tsunax import _checks, _hoist, _tree, _where, guard
-from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message, told
+from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message, remedy, told
 from tsunax.metrics import Loss, as_loss, check_scalar, rows_of
 from tsunax.state import TrainState, check_flags, check_like, check_state, donated, is_gone, trained_part
 
@@ -62,8 +62,7 @@ class _LossFn:
         positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
         starred = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
         if (len(positional) < 2 and not starred) or [p.name for p in positional[:2]] == ["batch", "params"]:
-            got = f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn)}"
-            fix = f"After these two it may name {', '.join(_OFFERED)}."
+            got, fix = _tree.describe_call(fn), f"After these two it may name {', '.join(_OFFERED)}."
             raise LossError(message("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix))
         rest = positional[2:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
         return cls(
@@ -112,7 +111,8 @@ class _LossFn:
         except Exception as error:
             if isinstance(error, LossError):
                 raise
-            raise LossError(message("loss_fn", _user_frame(error), told(error), "a scalar or a ts.Loss")) from error
+            expected = "a scalar or a ts.Loss"
+            raise LossError(message("loss_fn", _user_frame(error), told(error), expected, remedy(error))) from error
         return as_loss(out, rows_of(batch))
 
 
