@@ -315,17 +315,15 @@ def test_a_cut_with_equal_values_changes_no_bit(name):
 @pytest.mark.filterwarnings("ignore:.optimistic_adam. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("row", [r for r in test_rules.ROWS if not r.obj_fn], ids=lambda r: r.name)
 def test_every_rule_can_be_cut_and_frozen(row):
-    rule = row.live(**row.needs | row.arguments)
-    step = ts.train_step(test_rules.loss_fn, donate=False)
-    exact = functools.partial(jax.jit(step.pure, compiler_options={"xla_backend_optimization_level": 0}), extra={})
-    data = test_rules.BATCHES
-    state = train(ts.setup(rule, test_rules.PARAMS, freezable=True), data[:3], exact)
-    assert_trees_equal(train(ts.adjust(state, "kernel"), data, exact).params, train(state, data, exact).params)
-    frozen = train(ts.freeze(state, "kernel"), data[3:], exact)
+    """A subtree of one leaf could differ in a bit: XLA turns the division by what only it uses into a product."""
+    state = train(ts.setup(row.live(**row.needs | row.arguments), PARAMS, freezable=True), step=EXACT)
+    cut, whole = (train(s, BATCHES, EXACT) for s in (ts.adjust(state, "head/**"), state))
+    assert_trees_equal(cut.params, whole.params)
+    frozen = train(ts.freeze(state, "head/**"), BATCHES, EXACT)
     for tree in ("params", "opt_state"):
-        before, after = (select(getattr(s, tree), "kernel") for s in (state, frozen))
+        before, after = (select(getattr(s, tree), "['head']") for s in (state, frozen))
         assert_trees_equal(list(before.values()), list(after.values()))
-    assert moved(select(state.params, "bias"), select(frozen.params, "bias"))
+    assert moved(select(state.params, "['encoder']"), select(frozen.params, "['encoder']"))
 
 
 def test_a_schedule_can_be_overridden_and_given_back():

@@ -91,7 +91,7 @@ def thaw(state: TrainState, where: Any = "**") -> TrainState:
 
     Rules with one count for all leaves (Adam's bias correction) have gone on counting meanwhile: leaves frozen
     from the start take larger first steps after a late thaw, up to 6 × the rate at step 2000 with Adam's
-    defaults. A subtree of its own rule in `groups`, or a warm-up of its rate, avoids that.
+    defaults, in a rule of its own in `groups` too. A warm-up of their rate avoids that.
 
     Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments to go on with.
     """
