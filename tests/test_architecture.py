@@ -21,7 +21,7 @@ PACKAGE = ROOT / "tsunax"
 TIERS = {
     0: "_types _tree _where _checks _convolutions errors",
     1: "_number _live _hoist rules schedules losses regularize metrics precision accumulation guard averages reproduce",
-    2: "state step hyper",
+    2: "state _loss_fn step hyper",
     3: "hardware sharding distributed data models",
     4: "loggers display checkpoint exchange callbacks loop figures",
     5: "search sweep insight testing ray",

@@ -13,8 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,114 +23,11 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from tsunax import _checks, _hoist, _tree, _where, guard
-from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message, remedy, told
-from tsunax.metrics import Loss, as_loss, check_scalar, rows_of
+from tsunax import _checks, _hoist, _tree, guard
+from tsunax._loss_fn import LossFn, check_extra
+from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message
+from tsunax.metrics import Loss, as_loss, check_scalar
 from tsunax.state import TrainState, check_flags, check_like, check_state, donated, is_gone, trained_part
-
-# ------------------------------------------------------------------------------------------- calling loss_fn
-
-_OFFERED = ("key", "model_state", "train", "mask", "step")
-# what the step gives to loss_fn or to the rule itself: no name for what a user gives
-_TAKEN = (
-    *("model_state", "train", "step", "state", "params", "batch", "at", "grads", "loss", "on_nonfinite", "norms"),
-    *("value", "grad", "value_fn", "updates", "outside"),
-)
-
-
-@dataclass(frozen=True)
-class _LossFn:
-    """A loss function and the keywords that it names; it is given what it names and nothing else."""
-
-    fn: Callable
-    names: tuple[str, ...]
-    optional: frozenset[str]
-    takes_any: bool
-
-    @classmethod
-    def of(cls, fn, where: str = "train_step()") -> _LossFn:
-        if not callable(fn) or isinstance(fn, type):
-            got = f"{_tree.describe(fn)}, not callable" if not callable(fn) else _tree.describe(fn)
-            raise WrongTypeError(message("loss_fn", where, got, "a function loss_fn(params, batch, ...)"))
-        try:
-            parameters = list(inspect.signature(fn).parameters.values())
-        except (ValueError, TypeError):  # builtins without a signature
-            return cls(fn, (), frozenset(), False)
-        kinds = inspect.Parameter
-        positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-        starred = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
-        if (len(positional) < 2 and not starred) or [p.name for p in positional[:2]] == ["batch", "params"]:
-            got, fix = _tree.describe_call(fn), f"After these two it may name {', '.join(_OFFERED)}."
-            raise LossError(message("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix))
-        rest = positional[2:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
-        return cls(
-            fn,
-            tuple(p.name for p in rest),
-            frozenset(p.name for p in rest if p.default is not kinds.empty),
-            any(p.kind is kinds.VAR_KEYWORD for p in parameters),
-        )
-
-    def keywords(self, state: TrainState, batch, extra, *, train: bool) -> dict[str, Any]:
-        """What this function names, from the state and `extra`. Raises LossError for what is not there."""
-        _check_extra(state, extra, train)
-        offered = {"train": train, "step": state.step, "mask": None, **extra}
-        if train and state.key is not None:
-            offered["key"] = jax.random.fold_in(state.key, state.calls)
-        if state.model_state is not None:
-            offered["model_state"] = state.model_state
-        out = dict(extra) if self.takes_any else {}
-        for name in self.names:
-            if name == "mask" and "mask" not in extra:
-                out[name] = jnp.ones(rows_of(batch), jnp.float32)
-            elif name in offered:
-                out[name] = offered[name]
-            elif name not in self.optional:
-                raise LossError(self._missing(name, train, extra))
-        unread = [name for name in extra if name not in out]
-        if unread:
-            fix = "loss_fn does not name it: add it to its signature, or leave it out."
-            raise LossError(_where.unknown("keyword", "the step", unread[0], self.names, fix))
-        return out
-
-    def _missing(self, name, train, extra) -> str:
-        what = f"keyword {name!r}"
-        if name == "key" and not train:
-            fix = "Write key=None in its signature."
-            return message(what, "loss_fn", "an evaluation, which has no key", "a default", fix)
-        if name in ("key", "model_state"):
-            value = "jax.random.key(0)" if name == "key" else "..."
-            return message(what, "loss_fn", "a state without one", "one", f"Give it: setup(..., {name}={value}).")
-        fix = f"Or give it yourself, step(state, batch, {name}=...), or take it out of batch."
-        return _where.unknown("keyword", "loss_fn", name, [*_OFFERED, *extra], fix)
-
-    def __call__(self, params, batch, keywords) -> Loss:
-        try:
-            out = self.fn(params, batch, **keywords)
-        except Exception as error:
-            if isinstance(error, LossError):
-                raise
-            expected = "a scalar or a ts.Loss"
-            raise LossError(message("loss_fn", _user_frame(error), told(error), expected, remedy(error))) from error
-        return as_loss(out, rows_of(batch))
-
-
-def _check_extra(state: TrainState, extra, train: bool) -> None:
-    for name in extra:
-        if name in _TAKEN or (name == "key" and train and state.key is not None):
-            fix = "The step gives this one itself."
-            raise LossError(message("keyword", "the step", repr(name), "another name for what you give it", fix))
-
-
-_LIBRARIES = ("<frozen", os.path.dirname(os.__file__), os.path.dirname(__file__))
-
-
-def _user_frame(error) -> str:
-    """Where in the user's own code an exception came from: the innermost frame outside of libraries."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(_LIBRARIES)]
-    frame = [*frames[:1], *own][-1] if frames else None
-    return f"{frame.name} ({frame.filename}:{frame.lineno})" if frame else "its call"
-
 
 # ---------------------------------------------------------------------------------------------- the two halves
 
@@ -152,7 +47,7 @@ def value_and_grad(loss_fn: Callable, *, remat: Callable | bool | None = None) -
     >>> float(loss.compute()), grads["w"]
     (11.0, Array([3., 4.], dtype=float32))
     """
-    fn = _LossFn.of(loss_fn, "value_and_grad()")
+    fn = LossFn.of(loss_fn, "value_and_grad()")
     _check_remat(remat, "value_and_grad()")
 
     def f(state: TrainState, batch, *, at=None, **extra):
@@ -171,7 +66,7 @@ def value_and_grad(loss_fn: Callable, *, remat: Callable | bool | None = None) -
     return f
 
 
-def _objective(fn: _LossFn, state: TrainState, batch, extra) -> Callable:
+def _objective(fn: LossFn, state: TrainState, batch, extra) -> Callable:
     """`trained params -> (mean loss, Loss)`; what is not trained is an argument that nobody differentiates."""
     keywords = fn.keywords(state, batch, extra, train=True)
 
@@ -461,7 +356,7 @@ def _value_fn(loss_fn, state: TrainState, batch, extra) -> Callable:
     optax hands every extra argument that its line search does not know to this function, by the names of its
     signature, and fails on the others: so it names them all and reads none.
     """
-    objective = _objective(_LossFn.of(loss_fn), state, batch, extra)
+    objective = _objective(LossFn.of(loss_fn), state, batch, extra)
 
     def value_fn(params, **_):
         return objective(params)[0]
@@ -488,14 +383,14 @@ class TrainStep:
     norms: bool = True
 
     def __post_init__(self):
-        _LossFn.of(self.loss_fn)  # its errors belong here, not into the first call
+        LossFn.of(self.loss_fn)  # its errors belong here, not into the first call
         _check_policy(self.on_nonfinite, "train_step()")
         _check_remat(self.remat, "train_step()")
         check_flags("train_step()", donate=self.donate, norms=self.norms)
 
     def pure(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
         """The step without compilation and donation."""
-        _check_extra(state, extra, train=True)
+        check_extra(state, extra, train=True)
         loss, grads = value_and_grad(self.loss_fn, remat=self.remat)(state, batch, **extra)
         search = {"value_fn": _value_fn(self.loss_fn, state, batch, extra)}
         return update(state, grads, loss=loss, on_nonfinite=self.on_nonfinite, norms=self.norms, **search, **extra)
@@ -615,7 +510,7 @@ def eval_step(loss_fn: Callable) -> Callable:
     >>> float(f(state, jnp.eye(2)).merge(f(state, jnp.ones((1, 2)))).compute())
     2.0
     """
-    fn = _LossFn.of(loss_fn, "eval_step()")
+    fn = LossFn.of(loss_fn, "eval_step()")
 
     @jax.jit
     def evaluate(state, batch, extra) -> Loss:

@@ -1,0 +1,123 @@
+"""Calling a loss function: it is given the keywords that it names, and answers with a `Loss`.
+
+Here is what a loss function may ask for, and what is said when it asks for something else, fails, or returns
+something else. It knows nothing of gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tsunax import _tree, _where
+from tsunax.errors import LossError, WrongTypeError, message, remedy, told
+from tsunax.metrics import Loss, as_loss, rows_of
+from tsunax.state import TrainState
+
+_OFFERED = ("key", "model_state", "train", "mask", "step")
+# what the step gives to loss_fn or to the rule itself: no name for what a user gives
+_TAKEN = (
+    *("model_state", "train", "step", "state", "params", "batch", "at", "grads", "loss", "on_nonfinite", "norms"),
+    *("value", "grad", "value_fn", "updates", "outside"),
+)
+
+
+@dataclass(frozen=True)
+class LossFn:
+    """A loss function and the keywords that it names; it is given what it names and nothing else."""
+
+    fn: Callable
+    names: tuple[str, ...]
+    optional: frozenset[str]
+    takes_any: bool
+
+    @classmethod
+    def of(cls, fn, where: str = "train_step()") -> LossFn:
+        if not callable(fn) or isinstance(fn, type):
+            got = f"{_tree.describe(fn)}, not callable" if not callable(fn) else _tree.describe(fn)
+            raise WrongTypeError(message("loss_fn", where, got, "a function loss_fn(params, batch, ...)"))
+        try:
+            parameters = list(inspect.signature(fn).parameters.values())
+        except (ValueError, TypeError):  # builtins without a signature
+            return cls(fn, (), frozenset(), False)
+        kinds = inspect.Parameter
+        positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+        starred = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
+        if (len(positional) < 2 and not starred) or [p.name for p in positional[:2]] == ["batch", "params"]:
+            got, fix = _tree.describe_call(fn), f"After these two it may name {', '.join(_OFFERED)}."
+            raise LossError(message("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix))
+        rest = positional[2:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
+        return cls(
+            fn,
+            tuple(p.name for p in rest),
+            frozenset(p.name for p in rest if p.default is not kinds.empty),
+            any(p.kind is kinds.VAR_KEYWORD for p in parameters),
+        )
+
+    def keywords(self, state: TrainState, batch, extra, *, train: bool) -> dict[str, Any]:
+        """What this function names, from the state and `extra`. Raises LossError for what is not there."""
+        check_extra(state, extra, train)
+        offered = {"train": train, "step": state.step, "mask": None, **extra}
+        if train and state.key is not None:
+            offered["key"] = jax.random.fold_in(state.key, state.calls)
+        if state.model_state is not None:
+            offered["model_state"] = state.model_state
+        out = dict(extra) if self.takes_any else {}
+        for name in self.names:
+            if name == "mask" and "mask" not in extra:
+                out[name] = jnp.ones(rows_of(batch), jnp.float32)
+            elif name in offered:
+                out[name] = offered[name]
+            elif name not in self.optional:
+                raise LossError(self._missing(name, train, extra))
+        unread = [name for name in extra if name not in out]
+        if unread:
+            fix = "loss_fn does not name it: add it to its signature, or leave it out."
+            raise LossError(_where.unknown("keyword", "the step", unread[0], self.names, fix))
+        return out
+
+    def _missing(self, name, train, extra) -> str:
+        what = f"keyword {name!r}"
+        if name == "key" and not train:
+            fix = "Write key=None in its signature."
+            return message(what, "loss_fn", "an evaluation, which has no key", "a default", fix)
+        if name in ("key", "model_state"):
+            value = "jax.random.key(0)" if name == "key" else "..."
+            return message(what, "loss_fn", "a state without one", "one", f"Give it: setup(..., {name}={value}).")
+        fix = f"Or give it yourself, step(state, batch, {name}=...), or take it out of batch."
+        return _where.unknown("keyword", "loss_fn", name, [*_OFFERED, *extra], fix)
+
+    def __call__(self, params, batch, keywords) -> Loss:
+        try:
+            out = self.fn(params, batch, **keywords)
+        except Exception as error:
+            if isinstance(error, LossError):
+                raise
+            expected = "a scalar or a ts.Loss"
+            raise LossError(message("loss_fn", _user_frame(error), told(error), expected, remedy(error))) from error
+        return as_loss(out, rows_of(batch))
+
+
+def check_extra(state: TrainState, extra, train: bool) -> None:
+    for name in extra:
+        if name in _TAKEN or (name == "key" and train and state.key is not None):
+            fix = "The step gives this one itself."
+            raise LossError(message("keyword", "the step", repr(name), "another name for what you give it", fix))
+
+
+_LIBRARIES = ("<frozen", os.path.dirname(os.__file__), os.path.dirname(__file__))
+
+
+def _user_frame(error) -> str:
+    """Where in the user's own code an exception came from: the innermost frame outside of libraries."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(_LIBRARIES)]
+    frame = [*frames[:1], *own][-1] if frames else None
+    return f"{frame.name} ({frame.filename}:{frame.lineno})" if frame else "its call"
