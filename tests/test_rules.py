@@ -221,7 +221,6 @@ REWRITTEN = {
     "adafactor": 5e-7,
     "dog": 5e-7,
     "fromage": 2e-5,
-    "muon": 5e-6,
     "polyak_sgd": 2e-6,
     "prodigy": 2e-5,
     "radam": 2e-6,
