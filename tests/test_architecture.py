@@ -20,7 +20,10 @@ PACKAGE = ROOT / "tsunax"
 # A new module is entered here before it is written. `__init__` is above all: nothing imports it.
 TIERS = {
     0: "_types _tree _where _checks _convolutions errors",
-    1: "_number _live _hoist rules schedules losses regularize metrics precision accumulation guard averages reproduce",
+    1: (
+        "_number _live _hoist _parity rules schedules losses regularize metrics precision accumulation guard averages "
+        "reproduce"
+    ),
     2: "state _loss_fn step hyper",
     3: "hardware sharding distributed data models",
     4: "loggers display checkpoint exchange callbacks loop figures",

@@ -18,10 +18,10 @@ import numpy as np
 import optax
 import optax.contrib
 
-from tsunax import _live, _number, _tree, _where
+from tsunax import _hoist, _live, _number, _parity, _tree, _where
 from tsunax._live import LiveFactory, live
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
-from tsunax.guard import Report
+from tsunax.guard import Report, choose
 
 # ---------------------------------------------------------------------------------------------- optax's, made live
 
@@ -54,6 +54,8 @@ for _name in OPTAX:
 for _name in CONTRIB:
     if hasattr(optax.contrib, _name):
         globals()[_name] = _alias(optax.contrib, _name)
+for _name in _parity.__all__:
+    globals()[_name] = live(getattr(_parity, _name))
 
 if TYPE_CHECKING:
 
@@ -256,6 +258,45 @@ def groups(
     )
 
 
+@dataclass(frozen=True)
+class _SkipZeroUpdate:
+    init: Callable  # without its numbers: it only tells which leaf of the state belongs to which parameter
+    update: Callable
+
+    def on_one_clock(self, state):
+        return _live.on_one_clock(self.update, state)
+
+    def __call__(self, grads, state, params=None, **extra):
+        moves = [jnp.any(g != 0) for g in jax.tree.leaves(grads)]  # NaN is not 0
+        updates, new = self.update(grads, state, params, **extra)
+        updates = choose(moves, updates, jax.tree.map(jnp.zeros_like, updates))
+        nothing_hoisted = _hoist.Numbers(None, _hoist.Layout(jax.tree.structure(state), None, (), (), ()))
+        owners = _hoist.owners_of(self.init, state, nothing_hoisted, grads)
+        leaves, treedef = jax.tree.flatten(new)
+        old = [n if o is None else x for n, o, x in zip(leaves, owners, treedef.flatten_up_to(state), strict=True)]
+        return updates, choose([o is None or moves[o] for o in owners], new, treedef.unflatten(old))
+
+
+def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Leave alone every leaf whose gradient is exactly zero: no update, no decay, and its moments stay as they are.
+
+    JAX gives zeros to leaves that took no part in the loss (another task's head, the other player of a GAN), and
+    most rules go on moving them. This cannot tell them from a gradient that is zero by itself: a leaf whose units
+    are all dead is left alone too. Counts that leaves share go on, as for frozen ones. Put it outermost: behind
+    `weight_decay` no gradient is zero.
+
+    >>> import tsunax as ts
+    >>> rule = skip_zero(chain(ts.rules.weight_decay(0.5), ts.rules.sgd(0.5)))
+    >>> state = ts.setup(rule, {"a": jnp.ones(1), "b": jnp.ones(1)})
+    >>> state, _ = ts.update(state, {"a": jnp.ones(1), "b": jnp.zeros(1)})
+    >>> state.params
+    {'a': Array([0.25], dtype=float32), 'b': Array([1.], dtype=float32)}
+    """
+    _live.check_rule(rule, "skip_zero()")
+    rule = _live.with_extra(rule)
+    return _live.as_rule(rule.init, _SkipZeroUpdate(_live.blank(rule.init), rule.update))
+
+
 # ------------------------------------------------------------------------------------------------- clipping, decay
 
 
@@ -377,6 +418,7 @@ weight_decay = live(_weight_decay)
 sign_decay = live(_sign_decay)
 
 __all__ = sorted([
-    *(n for n in (*OPTAX, *CONTRIB) if n in globals()),
-    "chain", "clip_array_norm", "clip_global_norm", "clip_value", "groups", "live", "sign_decay", "weight_decay",
+    *(n for n in (*OPTAX, *CONTRIB) if n in globals()), *_parity.__all__,
+    "chain", "clip_array_norm", "clip_global_norm", "clip_value", "groups", "live", "sign_decay", "skip_zero",
+    "weight_decay",
 ])  # fmt: skip

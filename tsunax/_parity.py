@@ -1,0 +1,136 @@
+"""Rules of Optimisers.jl (Flux) that optax's namesakes do not reproduce under any arguments.
+
+Plain optax factories with optax's names for numbers; `tsunax.rules` makes them live. Where arguments of optax's rule
+are enough there is nothing here but a line in docs/rules.md.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+
+__all__ = ["flux_adagrad", "flux_adamw", "flux_amsgrad", "flux_momentum", "flux_oadam", "flux_rprop"]
+
+
+def flux_momentum(learning_rate, momentum=0.9, nesterov=False):
+    """`Momentum` and `Nesterov` of Optimisers.jl: the rate is inside the velocity, so old steps keep the old rate.
+
+    v ← momentum·v + learning_rate·g, params ← params − v; with `nesterov`, params ← params − (momentum·v +
+    learning_rate·g). `sgd` has the rate outside, where a new one applies to the whole history. At a constant rate
+    both are the same (Sutskever et al. 2013, whose "classical momentum" this is).
+
+    >>> rule = flux_momentum(0.1)
+    >>> updates, state = rule.update(jnp.ones(1), rule.init(jnp.ones(1)))
+    >>> rule.update(jnp.ones(1), state)[0]
+    Array([-0.19], dtype=float32)
+    """
+    return optax.chain(optax.scale_by_learning_rate(learning_rate), optax.trace(momentum, nesterov=nesterov))
+
+
+def flux_rprop(learning_rate, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, max_step_size=50.0):
+    """`Rprop` of Optimisers.jl (and of PyTorch): each number has a step size of its own, only signs of gradients count.
+
+    Same sign as before: the size grows, times `eta_plus`. Other sign: it shrinks, times `eta_minus`, and the number
+    rests for one step. params ← params − size·sign(g). The sizes start at `learning_rate` and live in the state:
+    changing it later changes nothing. (`optax.rprop` makes each of these moves one step late.) iRprop⁻ of Igel and
+    Hüsken 2000.
+
+    >>> rule = flux_rprop(0.1)
+    >>> updates, state = rule.update(jnp.ones(1), rule.init(jnp.ones(1)))
+    >>> updates, rule.update(jnp.ones(1), state)[0]
+    (Array([-0.1], dtype=float32), Array([-0.12], dtype=float32))
+    """
+
+    def init(params):
+        return optax.ScaleByRpropState(optax.tree.full_like(params, learning_rate), optax.tree.zeros_like(params))
+
+    def update(grads, state, params=None):
+        del params
+        signs = jax.tree.map(jnp.sign, grads)
+        # of signs: the product of two small gradients underflows
+        turns = jax.tree.map(jnp.multiply, signs, state.prev_updates)
+
+        def resize(turn, size):
+            grown = jnp.minimum(size * eta_plus, max_step_size)
+            return jnp.where(turn > 0, grown, jnp.where(turn < 0, jnp.maximum(size * eta_minus, min_step_size), size))
+
+        sizes = jax.tree.map(resize, turns, state.step_sizes)
+        signs = jax.tree.map(lambda turn, sign: jnp.where(turn < 0, jnp.zeros_like(sign), sign), turns, signs)
+        return jax.tree.map(lambda size, sign: -size * sign, sizes, signs), optax.ScaleByRpropState(sizes, signs)
+
+    return optax.GradientTransformation(init, update)
+
+
+def flux_adagrad(learning_rate, eps=1e-8):
+    """`AdaGrad` of Optimisers.jl: params ← params − learning_rate·g / (√s + eps), s = eps + Σg².
+
+    `adagrad` has eps inside the root, and starts s at 0.1 by default. Duchi et al. 2011.
+
+    >>> rule = flux_adagrad(1.0)
+    >>> rule.update(jnp.array([1e-4]), rule.init(jnp.ones(1)))[0]  # g² = eps: 1/√2
+    Array([-0.7070...], dtype=float32)
+    """
+    inner = optax.scale_by_rss(eps)
+
+    def update(grads, state, params=None):
+        _, state = inner.update(grads, state, params)
+        return jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), grads, state.sum_of_squares), state
+
+    scaled = optax.GradientTransformation(inner.init, update)
+    return optax.chain(scaled, optax.scale_by_learning_rate(learning_rate))
+
+
+def flux_amsgrad(learning_rate, b1=0.9, b2=0.999, eps=1e-8):
+    """`AMSGrad` of Optimisers.jl: no bias correction, and both moments and the maximum start at `eps`.
+
+    m ← b1·m + (1 − b1)·g, v ← b2·v + (1 − b2)·g², v̂ ← max(v̂, v), params ← params − learning_rate·m / (√v̂ + eps).
+    `amsgrad(..., bias_correction_mu=False, bias_correction_nu=False)` starts at 0 (as do Reddi et al. 2018), which
+    tells where |g| is below √(eps / (1 − b2)).
+
+    >>> rule = flux_amsgrad(1.0)
+    >>> rule.update(jnp.array([1e-4]), rule.init(jnp.ones(1)))[0]
+    Array([-0.10...], dtype=float32)
+    """
+    inner = optax.scale_by_amsgrad(b1, b2, eps, bias_correction_mu=False, bias_correction_nu=False)
+
+    def init(params):
+        start = [optax.tree.full_like(params, eps) for _ in range(3)]
+        return optax.ScaleByAmsgradState(jnp.zeros([], jnp.int32), *start)
+
+    scaled = optax.GradientTransformation(init, inner.update)
+    return optax.chain(scaled, optax.scale_by_learning_rate(learning_rate))
+
+
+def flux_adamw(learning_rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, couple=True):
+    """`AdamW` of Optimisers.jl, whose decay need not follow the rate.
+
+    params ← params − learning_rate·(u + weight_decay·params) with u of Adam, which is `adamw`; with `couple=False`,
+    params ← params − learning_rate·u − weight_decay·params (Loshchilov and Hutter 2019, without their schedule).
+
+    >>> rule = flux_adamw(0.1, weight_decay=0.5, couple=False)
+    >>> rule.update(jnp.zeros(1), rule.init(jnp.ones(1)), jnp.ones(1))[0]
+    Array([-0.5], dtype=float32)
+    """
+    rate = optax.scale_by_learning_rate(learning_rate)
+    decay = optax.add_decayed_weights(weight_decay if couple else -weight_decay)
+    return optax.chain(optax.scale_by_adam(b1, b2, eps), *((decay, rate) if couple else (rate, decay)))
+
+
+def flux_oadam(learning_rate, b1=0.5, b2=0.9, eps=1e-8):
+    """`OAdam` of Optimisers.jl: with uₜ = learning_rate·(what Adam gives), params ← params − 2uₜ + uₜ₋₁, where u₀ = 0.
+
+    `optimistic_adam_v2` starts from u₀ = u₁, uses Nesterov's momentum by default, and has the rate outside, where a
+    new one applies to uₜ₋₁ too. Daskalakis et al. 2018.
+
+    >>> rule = flux_oadam(0.1)
+    >>> rule.update(jnp.ones(1), rule.init(jnp.ones(1)))[0]
+    Array([-0.2...], dtype=float32)
+    """
+
+    def look_ahead(updates, before, params=None):
+        del params
+        return jax.tree.map(lambda u, b: 2 * u - b, updates, before), updates
+
+    optimism = optax.GradientTransformation(optax.tree.zeros_like, look_ahead)
+    return optax.chain(optax.scale_by_adam(b1, b2, eps), optax.scale_by_learning_rate(learning_rate), optimism)
