@@ -21,7 +21,7 @@ from tsunax.errors import HyperparameterError, WrongTypeError, message, remedy, 
 # --------------------------------------------------------------------------------------- one number
 
 
-def _weak(x):
+def weak(x):
     """`x` as a weakly typed scalar, which promotes like a Python float."""
     return jax.lax.full_like(jnp.asarray(0.0), x)
 
@@ -46,7 +46,7 @@ class Number:
         return cls(*children)
 
     def __jax_array__(self):
-        return _weak(self.value)
+        return weak(self.value)
 
     def __neg__(self):
         return Number(-self.value, 1 + self.value)
@@ -55,15 +55,15 @@ class Number:
         return self
 
     def __abs__(self):
-        return abs(_weak(self.value))
+        return abs(weak(self.value))
 
     def __rsub__(self, other):
         if isinstance(other, (int, float)) and other == 1:
             return Number(self.complement, self.value)
-        return other - _weak(self.value)
+        return other - weak(self.value)
 
     def astype(self, dtype):
-        return _weak(self.value).astype(dtype)
+        return weak(self.value).astype(dtype)
 
     @property
     def dtype(self):
@@ -76,7 +76,7 @@ class Number:
 
 def as_scalar(x):
     """A live number as a weakly typed scalar; a Python number as it is."""
-    return _weak(x.value) if isinstance(x, Number) else x
+    return weak(x.value) if isinstance(x, Number) else x
 
 
 def _forward(name, reflected=False):
