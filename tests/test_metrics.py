@@ -1,0 +1,436 @@
+"""Metrics: merged over unequal batches they are scikit-learn's on all rows, alone and inside of a step."""
+
+import dataclasses
+import importlib
+import itertools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn import metrics as sk
+
+import tsunax as ts
+from tests.helpers import assert_trees_close, assert_trees_equal
+from tsunax import metrics
+from tsunax.errors import LossError
+
+CLASSES, CUTS = 4, (1, 7, 24)  # rows of the batches; f32 sums of so few are good to 1e-6
+ROWS = sum(CUTS)
+AVERAGES = ("macro", "micro", "weighted", None)
+
+
+def make_rows(seed, weighting="mask"):
+    """Rows as NumPy arrays; what has weight 0 is garbage."""
+    rng = np.random.default_rng(seed)
+    where = {
+        "none": np.ones(ROWS),
+        "mask": (rng.random(ROWS) < 0.6) * 1.0,
+        "weights": rng.random(ROWS) * (rng.random(ROWS) < 0.8),
+    }[weighting]
+    where[-1] = 1.0
+    rows = {
+        "scores": rng.normal(size=(ROWS, CLASSES)) * 2,
+        "labels": rng.integers(0, CLASSES - 1 if seed % 2 else CLASSES, ROWS),  # a class may be missing
+        "binary": rng.integers(0, 2, ROWS),
+        "guess": rng.integers(0, 2, ROWS),
+        "y": rng.normal(size=(ROWS, 2)) * [1.0, 3.0] + [5.0, -2.0],
+        "where": where,
+    }
+    rows["yhat"] = rows["y"] + rng.normal(size=(ROWS, 2))
+    for name in ("scores", "yhat", "y"):
+        rows[name][where == 0] = np.nan
+    rows["labels"][where == 0] = -1
+    return {k: v.astype(np.int32 if v.dtype.kind == "i" else np.float32) for k, v in rows.items()}
+
+
+def ours(r):
+    """Every metric on some rows."""
+    w = r["where"]
+    scored, binary = (r["scores"], r["labels"], w), (r["guess"], r["binary"], w)
+    by_class = {
+        f"{kind.__name__} {average}": kind.of(*scored, average=average)
+        for kind in (metrics.Precision, metrics.Recall, metrics.F1)
+        for average in AVERAGES
+    }
+    return by_class | {
+        "mean": metrics.Mean.of(r["y"], w),
+        "accuracy": metrics.Accuracy.of(*scored),
+        "accuracy of ids": metrics.Accuracy.of(*binary),
+        "top 2": metrics.TopK.of(*scored, k=2),
+        "perplexity": metrics.Perplexity.of(*scored),
+        "confusion": metrics.ConfusionMatrix.of(*scored),
+        "confusion of ids": metrics.ConfusionMatrix.of(*binary, classes=2),
+        "Precision binary": metrics.Precision.of(*binary),
+        "Recall binary": metrics.Recall.of(*binary),
+        "F1 binary": metrics.F1.of(*binary),
+        "mse": metrics.MeanSquaredError.of(r["yhat"], r["y"], w),
+        "r2": metrics.R2.of(r["yhat"], r["y"], w),
+    }
+
+
+EMPTY = lambda: (
+    {
+        f"{kind.__name__} {average}": kind.empty(CLASSES, average=average)
+        for kind in (metrics.Precision, metrics.Recall, metrics.F1)
+        for average in AVERAGES
+    }
+    | {f"{kind.__name__} binary": kind.empty() for kind in (metrics.Precision, metrics.Recall, metrics.F1)}
+    | {
+        "mean": metrics.Mean.empty(),
+        "accuracy": metrics.Accuracy.empty(),
+        "accuracy of ids": metrics.Accuracy.empty(),
+        "top 2": metrics.TopK.empty(k=2),
+        "perplexity": metrics.Perplexity.empty(),
+        "confusion": metrics.ConfusionMatrix.empty(CLASSES),
+        "confusion of ids": metrics.ConfusionMatrix.empty(2),
+        "mse": metrics.MeanSquaredError.empty(),
+        "r2": metrics.R2.empty((2,)),
+    }
+)
+
+
+def reference(r):
+    """The same by scikit-learn in float64, on the rows that count."""
+    on = r["where"] != 0
+    r = {name: x[on].astype(np.float64 if x.dtype.kind == "f" else int) for name, x in r.items()}
+    w, labels, ids = r["where"], r["labels"], r["scores"].argmax(-1)
+    weigh = {"sample_weight": w}
+    every = np.arange(CLASSES)
+    odds = np.exp(r["scores"]) / np.exp(r["scores"]).sum(-1, keepdims=True)
+    out = {
+        "mean": np.average(r["y"].mean(-1), weights=w),
+        "accuracy": sk.accuracy_score(labels, ids, **weigh),
+        "accuracy of ids": sk.accuracy_score(r["binary"], r["guess"], **weigh),
+        "top 2": sk.top_k_accuracy_score(labels, r["scores"], k=2, labels=every, **weigh),
+        "perplexity": np.exp(sk.log_loss(labels, odds, labels=every, **weigh)),
+        "confusion": sk.confusion_matrix(labels, ids, labels=every, **weigh),
+        "confusion of ids": sk.confusion_matrix(r["binary"], r["guess"], labels=[0, 1], **weigh),
+        "mse": sk.mean_squared_error(r["y"], r["yhat"], **weigh),
+        "r2": sk.r2_score(r["y"], r["yhat"], force_finite=False, **weigh),
+    }
+    for average in AVERAGES:
+        which = {"labels": every} if average is None else {}
+        found = sk.precision_recall_fscore_support(labels, ids, average=average, zero_division=0, **which, **weigh)
+        out |= {f"{n} {average}": x for n, x in zip(("Precision", "Recall", "F1"), found, strict=False)}
+    found = sk.precision_recall_fscore_support(r["binary"], r["guess"], average="binary", zero_division=0, **weigh)
+    return out | {f"{n} binary": x for n, x in zip(("Precision", "Recall", "F1"), found, strict=False)}
+
+
+of = jax.jit(ours)
+merge = jax.jit(lambda a, b: {name: a[name].merge(b[name]) for name in a})
+compute = jax.jit(lambda m: {name: x.compute() for name, x in m.items()})
+
+
+def cut(rows):
+    ends = [0, *itertools.accumulate(CUTS)]
+    return [{k: v[a:b] for k, v in rows.items()} for a, b in itertools.pairwise(ends)]
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from(["none", "mask", "weights"]), st.permutations(range(3)), st.booleans()
+)
+def test_merged_over_unequal_batches_is_scikit_learn_on_all_rows(seed, weighting, order, left_first):
+    rows = make_rows(seed, weighting)
+    a, b, c = (of(cut(rows)[i]) for i in order)
+    merged = merge(merge(a, b), c) if left_first else merge(a, merge(b, c))
+    expected = reference(rows)
+    if rows["where"].astype(bool).sum() == 1:
+        del expected["r2"]  # of one row: not defined
+    found = {name: x for name, x in compute(merged).items() if name in expected}
+    assert_trees_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_the_battery_has_every_metric():
+    public = {name for name in metrics.__all__ if name != "Loss"}
+    assert {type(m).__name__ for m in EMPTY().values()} == public
+
+
+def test_empty_is_neutral():
+    m, empty = of(cut(make_rows(3))[2]), EMPTY()
+    for merged in (merge(empty, m), merge(m, empty)):
+        assert_trees_equal(merged, m)
+
+
+def test_a_metric_is_a_carry_of_scan():
+    rows = make_rows(4)
+    stacked = {k: v[: ROWS // 4 * 4].reshape(4, ROWS // 4, *v.shape[1:]) for k, v in rows.items()}
+    carried, _ = jax.jit(lambda xs: jax.lax.scan(lambda m, r: (merge(m, ours(r)), None), EMPTY(), xs))(stacked)
+    expected = reference({k: v[: ROWS // 4 * 4] for k, v in rows.items()})
+    assert_trees_close(compute(carried), expected, rtol=2e-5, atol=2e-5)
+
+
+# ----------------------------------------------------------------------------------------------- inside of a step
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """A user's own: three verbs and nothing of tsunax."""
+
+    low: jax.Array
+    high: jax.Array
+
+    @classmethod
+    def empty(cls):
+        return cls(jnp.float32(np.inf), jnp.float32(-np.inf))
+
+    def merge(self, other):
+        return Extent(jnp.minimum(self.low, other.low), jnp.maximum(self.high, other.high))
+
+    def compute(self):
+        return self.high - self.low
+
+
+def loss_fn(params, batch, mask):
+    scores = batch["x"] @ params["w"]
+    values = -jnp.take_along_axis(jax.nn.log_softmax(scores), batch["y"][:, None], 1)[:, 0]
+    found = {
+        "acc": metrics.Accuracy.of(scores, batch["y"], mask),
+        "f1": metrics.F1.of(scores, batch["y"], mask, average="macro"),
+        "ppl": metrics.Perplexity(metrics.Mean.of(values, mask)),
+        "extent": Extent(jnp.min(scores), jnp.max(scores)),
+        "values": values,
+    }
+    return ts.Loss.mean(values, mask, metrics=found)
+
+
+def step_rows(seed=0):
+    rng = np.random.default_rng(seed)
+    params = {"w": rng.normal(size=(3, CLASSES)).astype(np.float32)}
+    x = rng.normal(size=(ROWS, 3)).astype(np.float32)
+    y = rng.integers(0, CLASSES, ROWS).astype(np.int32)
+    return params, {"x": x, "y": y}, (rng.random(ROWS) < 0.7).astype(np.float32)
+
+
+def step_reference(params, batch, mask):
+    scores = batch["x"].astype(np.float64) @ params["w"].astype(np.float64)
+    odds = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    loss = sk.log_loss(batch["y"], odds, labels=np.arange(CLASSES), sample_weight=mask)
+    on = mask != 0
+    return loss, {
+        "acc": sk.accuracy_score(batch["y"], scores.argmax(-1), sample_weight=mask),
+        "f1": sk.f1_score(batch["y"][on], scores.argmax(-1)[on], average="macro"),
+        "ppl": np.exp(loss),
+        "extent": np.ptp(scores),
+        "values": loss,
+    }
+
+
+def test_through_the_steps_it_is_the_metric_of_all_rows():
+    params, batch, mask = step_rows()
+    expected, found = step_reference(params, batch, mask)
+    state = ts.setup(ts.rules.sgd(0.1), params)
+
+    evaluate, merged = ts.eval_step(loss_fn), None
+    for part in cut({**batch, "mask": mask}):
+        weights = part.pop("mask")
+        loss = evaluate(state, part, mask=weights)
+        merged = loss if merged is None else merged.merge(loss)
+    assert_trees_close(merged.compute(), expected, rtol=1e-5, atol=1e-6)
+    assert_trees_close({name: m.compute() for name, m in merged.metrics.items()}, found, rtol=1e-5, atol=1e-5)
+
+    _, info = ts.train_step(loss_fn)(state, batch, mask=mask)
+    assert_trees_close(info.metrics, found, rtol=1e-5, atol=1e-5)
+
+
+def test_metrics_have_no_part_in_the_gradient():
+    params, batch, mask = step_rows()
+    plain = lambda params, batch, mask: dataclasses.replace(loss_fn(params, batch, mask), metrics={})
+    state = ts.setup(ts.rules.sgd(0.1), params)
+    with_metrics, without = (ts.value_and_grad(f)(state, batch, mask=mask)[1] for f in (loss_fn, plain))
+    assert_trees_close(with_metrics, without, rtol=1e-6, atol=1e-7)
+
+
+def need(name: str):
+    """A library that only some environments have. TSUNAX_REQUIRE=metrax,... makes its absence a failure."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        reason = f"{name} cannot be imported ({error}); it is not among the test dependencies"
+    wanted = os.environ.get("TSUNAX_REQUIRE", "").replace(",", " ").split()
+    (pytest.fail if name.partition(".")[0] in wanted else pytest.skip)(reason)
+
+
+def test_metrics_of_clu_plug_in():
+    clu = need("clu.metrics")
+
+    def loss_fn(params, batch):
+        scores = batch["x"] @ params["w"]
+        found = {"acc": clu.Accuracy.from_model_output(logits=scores, labels=batch["y"])}
+        return ts.Loss.mean(-jax.nn.log_softmax(scores)[:, 0], metrics=found)
+
+    plugs_in(loss_fn, lambda y, scores: sk.accuracy_score(y, scores.argmax(-1)))
+
+
+def test_metrics_of_metrax_plug_in():
+    metrax = need("metrax")
+
+    def loss_fn(params, batch):
+        scores = batch["x"] @ params["w"]
+        found = {"acc": metrax.MSE.from_model_output(predictions=scores[:, 0], labels=batch["y"])}
+        return ts.Loss.mean(-jax.nn.log_softmax(scores)[:, 0], metrics=found)
+
+    plugs_in(loss_fn, lambda y, scores: sk.mean_squared_error(y, scores[:, 0]))
+
+
+def plugs_in(loss_fn, score):
+    params, batch, _ = step_rows()
+    expected = {"acc": score(batch["y"], batch["x"] @ params["w"])}
+    state, evaluate = ts.setup(ts.rules.sgd(0.1), params), ts.eval_step(loss_fn)
+    a, b, c = (evaluate(state, part) for part in cut(batch))
+    assert_trees_close({"acc": a.merge(b).merge(c).metrics["acc"].compute()}, expected, rtol=1e-5, atol=1e-6)
+    _, info = ts.train_step(loss_fn)(state, batch)
+    assert_trees_close(info.metrics, expected, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------- numbers
+
+
+def test_r2_keeps_its_digits_where_the_mean_is_large():
+    rng = np.random.default_rng(0)
+    y = (rng.normal(size=(50, 20)) + 1e4).astype(np.float32)
+    yhat = (y + rng.normal(size=y.shape) * 0.3).astype(np.float32)
+    batches = jax.jit(jax.vmap(metrics.R2.of))(yhat, y)
+    merge = jax.jit(metrics.R2.merge)
+    total = metrics.R2.empty()
+    for i in range(len(y)):
+        total = merge(total, jax.tree.map(lambda x, i=i: x[i], batches))
+    expected = sk.r2_score(y.ravel().astype(np.float64), yhat.ravel().astype(np.float64))
+    assert abs(float(total.compute()) - expected) < 1e-5
+    squares = np.sum(y * y, dtype=np.float32) - np.float32(y.size) * np.mean(y, dtype=np.float32) ** 2
+    assert abs(squares / (y.size * np.var(y.astype(np.float64))) - 1) > 0.5  # what the plain formula makes of them
+
+
+def test_r2_of_equal_targets_is_not_finite():
+    ones = np.ones(3, np.float32)
+    assert np.isneginf(metrics.R2.of(ones + 1, ones).compute()) and np.isnan(metrics.R2.of(ones, ones).compute())
+
+
+def test_counts_are_exact_to_2_24_and_then_rounded():
+    near = metrics.Mean(jnp.float32(0), jnp.float32(2**24 - 1))
+    one, batch = metrics.Mean.of(np.ones(1)), metrics.Mean.of(np.ones(1023))
+    assert float(near.merge(one).weight) == 2**24
+    assert float(near.merge(one).merge(one).weight) == 2**24  # the limit that the module's docstring tells
+    far = near.merge(batch).weight
+    assert abs(float(far) - (2**24 + 1022)) <= 6e-8 * 2**24
+
+
+def test_low_precision_counts_and_sums_in_f32():
+    n = 4096  # bfloat16 counts to 256
+    y = jnp.asarray(np.arange(n) % 3 == 0, jnp.bfloat16)
+    mse = metrics.MeanSquaredError.of(jnp.zeros(n, jnp.bfloat16), y)
+    acc = metrics.Accuracy.of(jnp.stack([1 - y, y], -1), jnp.ones(n, jnp.int32))
+    expected = np.float32(np.mean(np.arange(n) % 3 == 0))
+    for m in (mse, acc, metrics.Mean.of(y)):
+        assert {x.dtype for x in jax.tree.leaves(m)} == {np.dtype(np.float32)}
+        assert m.compute() == expected
+
+
+def test_of_equal_scores_the_first_counts():
+    rng = np.random.default_rng(0)
+    scores = rng.integers(0, 3, (200, 5)).astype(np.float32)
+    labels = rng.integers(0, 5, 200).astype(np.int32)
+    assert_trees_close(
+        metrics.Accuracy.of(scores, labels).compute(), np.mean(scores.argmax(-1) == labels), rtol=1e-6, atol=0
+    )
+    best = np.argsort(-scores, axis=-1, kind="stable")
+    for k in (1, 3, 5):
+        hits = (best[:, :k] == labels[:, None]).any(-1)
+        assert_trees_close(metrics.TopK.of(scores, labels, k=k).compute(), hits.mean(), rtol=1e-6, atol=0)
+
+
+def test_masks_are_taken_from_the_left():
+    scores = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(np.float32)
+    labels = scores.argmax(-1).astype(np.int32)
+    labels[1:] = (labels[1:] + 1) % 5
+    rows, tokens = np.array([1, 1, 0, 0], bool), np.zeros((4, 3))
+    tokens[0], tokens[1, 0] = 1, 1
+    for where, share, n in ((rows, 0.5, 6), (tokens, 0.75, 4), (None, 0.25, 12)):
+        acc = metrics.Accuracy.of(scores, labels, where)
+        assert (float(acc.compute()), float(acc.mean.weight)) == (share, n)
+        assert float(metrics.F1.of(scores, labels, where, average="micro").compute()) == share
+        assert float(jnp.sum(metrics.ConfusionMatrix.of(scores, labels, where).compute())) == n
+
+
+def spoiled(name, value):
+    """Rows that all count, one number of them spoiled."""
+    rows = make_rows(0, "none")
+    rows[name].reshape(-1)[3] = value
+    return rows
+
+
+@pytest.mark.parametrize("value", [-1, CLASSES])
+def test_an_unknown_target_is_nan_and_not_a_guess(value):
+    found, clean = compute(of(spoiled("labels", value))), compute(of(make_rows(0, "none")))
+    others = {"mean", "accuracy of ids", "confusion of ids", "mse", "r2", *(k for k in found if "binary" in k)}
+    for name, x in found.items():
+        if name in others:
+            assert_trees_equal(x, clean[name])
+        else:
+            assert np.isnan(x).all(), name
+
+
+@pytest.mark.parametrize(("name", "touched"), [("scores", 16), ("y", 3), ("yhat", 2)])
+def test_nan_that_counts_is_nan(name, touched):
+    found = compute(of(spoiled(name, np.nan)))
+    nan = [k for k, x in found.items() if np.isnan(x).any()]
+    assert len(nan) == touched and all(np.isnan(found[k]).all() for k in nan)
+
+
+def test_ids_beyond_the_classes_are_nan():
+    for guess, target in (([0, 2], [0, 1]), ([0, 1], [0, 2]), ([0, -1], [0, 1])):
+        guess, target = np.array(guess), np.array(target)
+        assert np.isnan(metrics.ConfusionMatrix.of(guess, target, classes=2).compute()).all()
+        assert np.isnan(metrics.F1.of(guess, target).compute())
+
+
+def test_over_nothing():
+    nan = {"mean", "accuracy", "accuracy of ids", "top 2", "perplexity", "mse", "r2"}
+    for name, x in compute(EMPTY()).items():
+        assert np.isnan(x).all() if name in nan else (x == 0).all(), name
+
+
+# -------------------------------------------------------------------------------------------------------- errors
+
+SCORES, IDS = np.zeros((6, 3), np.float32), np.zeros(6, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "texts"),
+    [
+        (lambda: metrics.Accuracy.of(SCORES, SCORES), ("targets at Accuracy.of()", "float32[6,3]", "argmax(-1)")),
+        (lambda: metrics.Accuracy.of(SCORES[:, 0], IDS), ("predictions", "float32[6]", "logits > 0")),
+        (lambda: metrics.Accuracy.of(SCORES[:5], IDS), ("predictions", "shape (5, 3)", "(6, 'classes')")),
+        (lambda: metrics.Accuracy.of(SCORES[None], IDS), ("predictions", "(1, 6, 3)")),
+        (lambda: metrics.Accuracy.of("scores", IDS), ("predictions at Accuracy.of()", "'scores' (str)", "an array")),
+        (lambda: metrics.Accuracy.of(SCORES, IDS, np.ones(5)), ("where at Accuracy.of()", "(5,)", "(6,)")),
+        (lambda: metrics.Mean.of(SCORES, np.ones(5)), ("where at Mean.of()", "(5,)", "(6, 3)")),
+        (lambda: metrics.F1.of(IDS, IDS, np.ones((6, 1)), average="micro"), ("where at F1.of()", "(6, 1)")),
+        (lambda: metrics.TopK.of(SCORES, IDS), ("k at TopK.of()", "5 with", "(6, 3)")),
+        (lambda: metrics.TopK.of(SCORES, IDS, k=0), ("k", "got 0")),
+        (lambda: metrics.TopK.of(IDS, IDS, k=1), ("k", "(6,)", "scores")),
+        (lambda: metrics.Perplexity.of(IDS, IDS), ("predictions at Perplexity.of()", "(6, 'classes')")),
+        (lambda: metrics.ConfusionMatrix.of(IDS, IDS), ("classes at ConfusionMatrix.of()", "number of classes")),
+        (lambda: metrics.ConfusionMatrix.of(SCORES, IDS, classes=4), ("classes", "got 4", "expected 3")),
+        (lambda: metrics.F1.of(SCORES, IDS), ("average at F1.of()", "'binary' with 3 classes", "'macro'")),
+        (lambda: metrics.Recall.of(SCORES, IDS, average="mean"), ("average at Recall.of()", "'mean'", "'weighted'")),
+        (lambda: metrics.Precision.empty(3), ("average at Precision.empty()", "3 classes")),
+        (lambda: metrics.R2.of(SCORES, IDS), ("predictions at R2.of()", "(6, 3)", "(6,), as targets", "each with")),
+        (lambda: metrics.MeanSquaredError.of(SCORES + 1j, SCORES), ("dtype complex64", "real numbers")),
+        (lambda: metrics.Accuracy.empty().merge(metrics.Mean.empty()), ("other at Accuracy.merge()", "Mean", "alike")),
+        (lambda: metrics.TopK.empty(k=1).merge(metrics.TopK.empty(k=2)), ("other at TopK.merge()",)),
+        (lambda: metrics.ConfusionMatrix.empty(2).merge(metrics.ConfusionMatrix.empty(3)), ("at ConfusionMatrix",)),
+        (lambda: metrics.F1.empty().merge(metrics.F1.empty(average="micro")), ("other at F1.merge()",)),
+        (lambda: metrics.R2.empty().merge(metrics.R2.empty((2,))), ("other at R2.merge()",)),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told(wrong, texts):
+    with pytest.raises(LossError) as caught:
+        wrong()
+    for text in texts:
+        assert text in str(caught.value)
