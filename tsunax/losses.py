@@ -71,7 +71,8 @@ def absolute_error(predictions: ArrayLike, targets: ArrayLike) -> jax.Array:
     [0.0, 1.0, 0.5]
     """
     predictions, targets = _pair("absolute_error", predictions=predictions, targets=targets)
-    return jnp.abs(predictions - targets)
+    errors = predictions - targets
+    return jnp.abs(jnp.where(errors == 0, 0, errors))  # JAX's own slope of |0| is 1
 
 
 def squared_logarithmic_error(
@@ -118,7 +119,7 @@ def euclidean_distance(
     loss = "euclidean_distance"
     predictions, targets = _pair(loss, predictions=predictions, targets=targets)
     axes = _axes(loss, axis, predictions.ndim)
-    predictions, targets = _included(loss, where, axes, predictions, targets)
+    predictions, targets = _included(loss, where, axes, predictions, targets, fill=0)
     squares = jnp.sum(jnp.square(predictions - targets), axes)
     return jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
 
