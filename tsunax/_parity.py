@@ -6,6 +6,8 @@ are enough there is nothing here but a line in docs/rules.md.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -45,9 +47,9 @@ def flux_rprop(learning_rate, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, m
     def init(params):
         return optax.ScaleByRpropState(optax.tree.full_like(params, learning_rate), optax.tree.zeros_like(params))
 
-    def update(grads, state, params=None):
+    def update(updates, state: Any, params=None):
         del params
-        signs = jax.tree.map(jnp.sign, grads)
+        signs = jax.tree.map(jnp.sign, updates)
         # of signs: the product of two small gradients underflows
         turns = jax.tree.map(jnp.multiply, signs, state.prev_updates)
 
@@ -73,9 +75,9 @@ def flux_adagrad(learning_rate, eps=1e-8):
     """
     inner = optax.scale_by_rss(eps)
 
-    def update(grads, state, params=None):
-        _, state = inner.update(grads, state, params)
-        return jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), grads, state.sum_of_squares), state
+    def update(updates, state, params=None):
+        new: Any = inner.update(updates, state, params)[1]
+        return jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, new.sum_of_squares), new
 
     scaled = optax.GradientTransformation(inner.init, update)
     return optax.chain(scaled, optax.scale_by_learning_rate(learning_rate))
@@ -128,9 +130,12 @@ def flux_oadam(learning_rate, b1=0.5, b2=0.9, eps=1e-8):
     Array([-0.2...], dtype=float32)
     """
 
-    def look_ahead(updates, before, params=None):
-        del params
-        return jax.tree.map(lambda u, b: 2 * u - b, updates, before), updates
+    def init(params):
+        return optax.tree.zeros_like(params)
 
-    optimism = optax.GradientTransformation(optax.tree.zeros_like, look_ahead)
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda now, before: 2 * now - before, updates, state), updates
+
+    optimism = optax.GradientTransformation(init, update)
     return optax.chain(optax.scale_by_adam(b1, b2, eps), optax.scale_by_learning_rate(learning_rate), optimism)

@@ -272,9 +272,7 @@ class _SkipZeroUpdate:
         updates = choose(moves, updates, jax.tree.map(jnp.zeros_like, updates))
         nothing_hoisted = _hoist.Numbers(None, _hoist.Layout(jax.tree.structure(state), None, (), (), ()))
         owners = _hoist.owners_of(self.init, state, nothing_hoisted, grads)
-        leaves, treedef = jax.tree.flatten(new)
-        old = [n if o is None else x for n, o, x in zip(leaves, owners, treedef.flatten_up_to(state), strict=True)]
-        return updates, choose([o is None or moves[o] for o in owners], new, treedef.unflatten(old))
+        return updates, choose([o is None or moves[o] for o in owners], new, state)
 
 
 def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
