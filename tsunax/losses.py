@@ -414,11 +414,8 @@ def _pair(loss: str, classes: int | None = None, **named: ArrayLike) -> tuple[ja
     x, y = _real(loss, given, x, floats=True), _real(loss, wanted, y)
     if x.shape != y.shape:
         fix = "Nothing is broadcast."
-        if (
-            classes is not None
-            and jnp.issubdtype(y.dtype, np.integer)
-            and y.shape == tuple(np.delete(x.shape, classes))
-        ):
+        indices = jnp.issubdtype(y.dtype, np.integer) and y.ndim == x.ndim - 1
+        if classes is not None and indices and y.shape == tuple(np.delete(x.shape, classes)):
             axis = "" if classes in (-1, x.ndim - 1) else f", axis={classes}"
             fix = f"For class indices: jax.nn.one_hot({wanted}, {x.shape[classes]}{axis})."
         elif x.size == y.size and x.ndim != y.ndim:
