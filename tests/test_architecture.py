@@ -24,7 +24,7 @@ TIERS = {
         "_number _live _hoist _parity rules schedules losses regularize metrics precision accumulation guard averages "
         "reproduce"
     ),
-    2: "state _loss_fn step hyper",
+    2: "state _loss_fn step program hyper",
     3: "hardware sharding distributed data models",
     4: "loggers display checkpoint exchange callbacks loop figures",
     5: "search sweep insight testing ray",

@@ -19,6 +19,7 @@ import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import _live, rules
 from tsunax._number import Number
+from tsunax.errors import RuleError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.optimistic_adam. is deprecated:DeprecationWarning")
 
@@ -984,3 +985,35 @@ def test_footgun_33_the_adam_part_of_muon_has_a_rate_of_its_own():
     after, _ = jax.jit(ts.update)(state, PARAMS)
     np.testing.assert_allclose(after.params["bias"] - PARAMS["bias"], -0.5 * np.sign(PARAMS["bias"]), rtol=1e-5)
     assert np.abs(after.params["kernel"] - PARAMS["kernel"]).max() < 0.05
+
+
+@pytest.mark.parametrize("decide", [bool, float, lambda x: np.sqrt(x)], ids=["bool", "float", "numpy"])
+def test_a_factory_that_decides_by_a_live_number_is_told_to_fix_it(decide):
+    def factory(learning_rate, clip=0.0):
+        return optax.chain(
+            optax.clip_by_global_norm(clip) if decide(clip) else optax.identity(), optax.sgd(learning_rate)
+        )
+
+    with pytest.raises(RuleError, match=r"a Python decision on its value.*static=\('name',\)"):
+        jax.jit(ts.update)(ts.setup(rules.live(factory)(0.1), {"w": jnp.ones(2)}), {"w": jnp.ones(2)})
+    state = ts.setup(rules.live(factory, static=("clip",))(0.1), {"w": jnp.ones(2)})
+    np.testing.assert_allclose(ts.update(state, {"w": jnp.ones(2)})[0].params["w"], 0.9, rtol=1e-6)
+
+
+def test_a_count_of_a_users_own_factory_is_its_own():
+    def late(learning_rate, b1=0.9):
+        adam = optax.adam(learning_rate, b1)
+        add = lambda x: x + 1000 if x.dtype == np.int32 else x
+        return optax.GradientTransformation(lambda params: jax.tree.map(add, adam.init(params)), adam.update)
+
+    params = {"w": jnp.ones(2)}
+    updates, _ = late(0.1).update(params, late(0.1).init(params))
+    state, _ = ts.update(ts.setup(rules.live(late)(0.1), params), params)
+    np.testing.assert_allclose(state.params["w"], 1 + updates["w"], rtol=1e-6)
+
+
+def test_a_mask_that_changes_after_setup_changes_no_rule():
+    mask = {"a": True, "b": False}
+    rule = rules.adamw(0.1, mask=mask)
+    mask["b"] = True
+    assert rule.update == rules.adamw(0.1, mask={"a": True, "b": False}).update != rules.adamw(0.1, mask=mask).update

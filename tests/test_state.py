@@ -202,3 +202,21 @@ def test_printing_never_fails(capsys):
     print(ts.setup(ts.rules.adam(1e-3), {f"layer{i:03}": jnp.ones(1) for i in range(60)}))
     out = capsys.readouterr().out
     assert "traced" in out and "donated" in out and "40 more" in out
+
+
+def test_fields_given_together_with_the_step_all_count():
+    params = {"w": jnp.ones(2)}
+    a, b = (ts.setup(ts.rules.adam(rate), params) for rate in (0.1, 0.5))
+    b, _ = ts.update(b, params)
+    restored = a.replace(step=b.step, calls=b.calls, params=b.params, opt_state=b.opt_state, numbers=b.numbers)
+    for _ in range(2):
+        b, _ = ts.update(b, params)
+        restored, _ = ts.update(restored, params)
+    assert_trees_equal(restored.params, b.params)
+    assert ts.hyperparams(restored) == ts.hyperparams(b)
+
+
+def test_what_is_not_trained_is_on_the_device_after_setup():
+    frozen = np.ones((4, 4), np.float32)
+    state = ts.setup(ts.rules.sgd(0.1), {"a": jnp.ones(2), "b": frozen}, trainable="a")
+    assert isinstance(state.params["b"], jax.Array)

@@ -1,6 +1,7 @@
 """value_and_grad, update, train_step, eval_step: against the same lines of plain JAX and optax."""
 
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax.errors import NonFiniteError
+from tsunax.errors import NonFiniteError, StateError
 
 KEY = jax.random.key(0)
 ROWS, FEATURES, CLASSES = 16, 5, 3
@@ -264,14 +265,20 @@ def test_a_loss_of_sums_and_weights_averages_under_a_mask():
     assert float(info.metrics["scalar"]) == 3.0 and float(info.weight) == float(keep.sum())
 
 
-def test_a_masked_nan_is_harmless_in_value_and_gradient():
+def test_a_masked_nan_is_harmless():
     def fn(params, batch):
-        values = jnp.where(batch["bad"], jnp.log(params["w"] * 0.0 - 1.0), params["w"] * 2.0)
-        return ts.Loss.mean(values, ~batch["bad"])
+        return ts.Loss.mean(params["w"] * batch["x"], batch["x"] == batch["x"])
 
-    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(4)})
-    loss, _ = ts.value_and_grad(fn)(state, {"bad": jnp.array([True, False, False, False])})
-    assert float(loss.compute()) == 2.0
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.float32(2.0)})
+    loss, grads = ts.value_and_grad(fn)(state, {"x": jnp.array([np.nan, 1.0, 2.0, 6.0])})
+    assert float(loss.compute()) == 6.0 and np.isnan(grads["w"])  # 0 · NaN: what makes the NaN is to be masked too
+
+    def safe(params, batch):
+        x = jnp.where(batch["x"] == batch["x"], batch["x"], 0)
+        return ts.Loss.mean(params["w"] * x, batch["x"] == batch["x"])
+
+    loss, grads = ts.value_and_grad(safe)(state, {"x": jnp.array([np.nan, 1.0, 2.0, 6.0])})
+    assert float(loss.compute()) == 6.0 and float(grads["w"]) == 3.0
 
 
 def test_the_raw_loss_is_a_sum_and_a_weight():
@@ -314,7 +321,8 @@ def test_a_rejected_step_changes_nothing_but_the_tally(bad):
     after, info = step(before, {**make_batch(), "factor": np.float32(bad)})
     assert not bool(info.applied)
     assert int(after.step) == int(before.step) == 1 and int(after.calls) == 2
-    assert_trees_equal(after.replace(calls=1), before)
+    assert int(after.rejected) == int(after.rejected_in_a_row) == 1
+    assert_trees_equal(after.replace(calls=1, rejected=0, rejected_in_a_row=0), before)
     good, info = step(after, {**make_batch(), "factor": np.float32(1)})
     assert bool(info.applied) and int(good.step) == 2
 
@@ -367,6 +375,68 @@ def test_the_step_works_inside_jit_scan_vmap_and_grad_and_donates_nothing_there(
     slope = jax.grad(after_two)(0.1)
     numeric = (after_two(0.1 + 1e-2) - after_two(0.1 - 1e-2)) / 2e-2
     np.testing.assert_allclose(slope, numeric, rtol=1e-2)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jit", "jit of two"])
+def test_under_a_transformation_of_the_batch_the_state_outside_survives(transform, stepped):
+    step = ts.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))
+    state = ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(3)})
+    if stepped:
+        state, _ = step(state, jnp.ones((2, 3)))
+    params, x = np.asarray(state.params["w"]), jnp.arange(6.0).reshape(2, 3)
+    if transform == "grad":
+        got = jax.grad(lambda b: step(state, b)[1].loss)(x)
+        np.testing.assert_allclose(got, np.outer(x @ params, params), rtol=1e-6)
+    elif transform == "vmap":
+        got = jax.vmap(lambda b: step(state, b)[1].loss)(x[:, None])
+        np.testing.assert_allclose(got, (x @ params) ** 2, rtol=1e-6)
+    elif transform == "jit":
+        assert int(jax.jit(lambda b: step(state, b)[0].calls)(x)) == stepped + 1
+    else:
+        assert int(jax.jit(lambda b: step(step(state, b)[0], b)[0].calls)(x)) == stepped + 2
+    np.testing.assert_array_equal(state.params["w"], params)
+    step(state, x)
+
+
+def test_what_fails_while_it_runs_keeps_its_own_error():
+    def fail(x):
+        raise RuntimeError("the disk is full")
+
+    def fn(params, batch):
+        return jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.float32), batch) + params["w"]
+
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.float32(1.0)})
+    with pytest.raises(Exception, match="the disk is full"):
+        ts.train_step(fn)(state, jnp.float32(1.0))[1].loss.block_until_ready()
+
+
+def test_an_extra_argument_that_is_the_state_itself_is_refused():
+    def fn(params, batch, teacher):
+        return jnp.mean((batch @ (params["w"] - teacher["w"])) ** 2)
+
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)})
+    with pytest.raises(StateError, match=r"argument 'teacher' at step\(\): got arrays of the state itself"):
+        ts.train_step(fn)(state, jnp.ones((2, 3)), teacher=state.params)
+    ts.train_step(fn, donate=False)(state, jnp.ones((2, 3)), teacher=state.params)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "a device", "device_put"])
+def test_params_that_were_put_on_a_device_compile_one_step(where):
+    device, params = jax.devices()[0], {"w": jnp.ones((3, 2))}
+    params = jax.device_put(params, device) if where == "device_put" else params
+    state = ts.setup(ts.rules.adam(0.1), params, key=0, device=device if where == "a device" else None)
+    step = ts.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))
+    with count_compiles() as c:
+        for _ in range(3):
+            state, _ = step(state, np.ones((2, 3), np.float32))
+    assert c.compiled.count("train_step") == 1
+
+
+def test_a_step_that_was_called_can_still_be_pickled():
+    step = ts.train_step(loss_fn)
+    step(ts.setup(ts.rules.sgd(0.1), make_params()), make_batch())
+    assert pickle.loads(pickle.dumps(step)) == step
 
 
 def test_a_vmapped_setup_over_traced_rates_is_one_trace_and_the_single_runs():

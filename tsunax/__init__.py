@@ -10,25 +10,30 @@
 Read `state.py` (what is carried), `step.py` (how it changes), and you have understood it.
 """
 
-from tsunax import errors, metrics, rules
+from tsunax import averages, errors, metrics, precision, rules
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.metrics import Loss
-from tsunax.state import TrainState, setup, trainable
-from tsunax.step import StepInfo, TrainStep, eval_step, train_step, update, value_and_grad
+from tsunax.program import EvalStep, TrainStep, eval_step, train_step
+from tsunax.state import TrainState, averaged, setup, trainable
+from tsunax.step import StepInfo, update, value_and_grad
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "EvalStep",
     "Loss",
     "StepInfo",
     "TrainState",
     "TrainStep",
     "adjust",
+    "averaged",
+    "averages",
     "errors",
     "eval_step",
     "freeze",
     "hyperparams",
     "metrics",
+    "precision",
     "rules",
     "setup",
     "thaw",

@@ -1,4 +1,4 @@
-"""What params must be: checked once, at setup, before anything is compiled, on concrete arrays only."""
+"""What params and other trees must be: checked before anything is compiled, on concrete arrays only."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -151,3 +151,13 @@ def check_aliases(params: Any, flags: _tree.Flags, root: str = "params", **donat
         where = " and ".join(_tree.access_str(*keyed[i][:2]) for i in pair)
         fix = "Copy one of them, or let setup copy (copy=True)."
         raise ParamsError(message("leaves", where, "one array for both", "an array for each", fix))
+
+
+def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
+    """Raise StateError unless two trees agree in structure, shape and dtype."""
+    if difference := _tree.first_difference(new, old, root):
+        raise StateError(f"{what} {difference}. {fix}".rstrip())
+    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True):
+        dtypes = _tree.dtype_of(a), _tree.dtype_of(b)
+        if None in dtypes or dtypes[0] != dtypes[1] or np.shape(a) != np.shape(b):
+            raise StateError(message(what, _tree.access_str(root, path), _tree.describe(a), _tree.describe(b), fix))

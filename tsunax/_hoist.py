@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from tsunax import _number, _tree
@@ -65,8 +66,9 @@ class Numbers:
     def named(self, step) -> dict[str, Any]:
         """Every number in force at `step`, by flat name: Python floats where they are concrete."""
         out = {}
+        values = self.values if _tree.is_traced(self.values) else np.asarray(self.values)  # one wait, not one each
         for at, s, group, start in self.columns():
-            table = self.values[..., start : start + s.live.columns]
+            table = values[..., start : start + s.live.columns]
             inner = len(s.live.names)
             names = self.layout.names[at][group]
             for i, (flat, schedule) in enumerate(zip(names, s.live.schedules, strict=True)):
@@ -97,7 +99,7 @@ def hoist(opt_state) -> tuple[Any, Numbers | None]:
     tables = _places(leaves, [s.table for s in lives])
     if not tables:
         return opt_state, None
-    clocks = _places(leaves, [c for s in lives if s.one_clock for c in _counts(s.inner)])
+    clocks = _places(leaves, [c for s in lives if _on_the_clock(s) for c in _counts(s.inner)])
     plain = jax.tree.structure(_plain(opt_state))
     layout = interned(Layout(full, plain, tables, clocks, labels(opt_state)))
     rows = [leaves[i].reshape(*leaves[i].shape[:-2], -1) for i in tables]
@@ -141,6 +143,11 @@ def _places(leaves, among) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(leaves) if id(x) in ids)
 
 
+def _on_the_clock(s: LiveState) -> bool:
+    """Whether its count starts at 0 and counts updates: of a factory that is not optax's nobody knows."""
+    return s.one_clock and getattr(s.live.factory, "__module__", "").startswith("optax")
+
+
 def _counts(inner) -> list:
     """The counts of updates at the top of an optax state, or of a chain of them."""
     if isinstance(inner, _COUNTED):
@@ -159,7 +166,7 @@ def _plain(opt_state):
     def one(s):
         if not is_live(s):
             return s
-        inner = _uncounted(_plain(s.inner)) if s.one_clock else _plain(s.inner)
+        inner = _uncounted(_plain(s.inner)) if _on_the_clock(s) else _plain(s.inner)
         return inner if not s.extra and s.count is None else (inner, s.extra, s.count)
 
     return jax.tree.map(one, opt_state, is_leaf=is_live)

@@ -81,7 +81,7 @@ class Live:
         outer = _building.set(True)
         try:
             tx = self.factory(**self.statics, **numbers)
-        except jax.errors.TracerBoolConversionError as error:
+        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
             raise RuleError(_BRANCHES.format(self.title)) from error
         finally:
             _building.reset(outer)
@@ -148,7 +148,7 @@ class Cut:
     labels: tuple[str, ...]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # what falls out costs time, not truth: these compare by value
 def interned(static):
     """One object for equal static parts, so that comparing two states compares identities."""
     return static
@@ -321,7 +321,7 @@ def _run(live: Live, table, clock, updates, inner, params, extra):
         exact_is_fine = full or avals(exact) == avals(_number.as_scalar)
         if exact_is_fine:
             return run(exact, updates, inner, params)
-    except jax.errors.TracerBoolConversionError as error:
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise RuleError(_BRANCHES.format(live.title)) from error
     except (TypeError, AttributeError):  # a function that wants an array, not an object like one
         pass
@@ -420,7 +420,9 @@ class LiveFactory:
             if isinstance(parameter.default, bool) and not isinstance(value, (bool, np.bool_)) and "mask" not in name:
                 raise WrongTypeError(message(name, f"{self.__name__}()", _tree.describe(value), "True or False"))
             if _building.get() or name in self.static or not _number.takes_number(parameter, value):
-                statics[name] = PatternMask(value) if "mask" in name and _is_pattern(value) else value
+                value = PatternMask(value) if "mask" in name and _is_pattern(value) else value
+                # a copy: statics are part of what rules are compared by, and must not change under them
+                statics[name] = jax.tree.map(lambda x: x, value) if isinstance(value, (dict, list)) else value
                 continue
             if callable(value):
                 _number.check_schedule(f"{self.__name__}()", name, value)

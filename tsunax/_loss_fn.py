@@ -6,6 +6,7 @@ something else. It knows nothing of gradients.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import traceback
@@ -15,17 +16,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsunax import _tree, _where
 from tsunax.errors import LossError, WrongTypeError, message, remedy, told
-from tsunax.metrics import Loss, as_loss, rows_of
-from tsunax.state import TrainState
+from tsunax.metrics import Loss, as_loss, check_scalar, rows_of
+from tsunax.state import TrainState, averaged_params
 
-_OFFERED = ("key", "model_state", "train", "mask", "step")
+_OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
 # what the step gives to loss_fn or to the rule itself: no name for what a user gives
 _TAKEN = (
-    *("model_state", "train", "step", "state", "params", "batch", "at", "grads", "loss", "on_nonfinite", "norms"),
-    *("value", "grad", "value_fn", "updates", "outside"),
+    *(
+        "model_state",
+        "train",
+        "step",
+        "state",
+        "params",
+        "batch",
+        "at",
+        "grads",
+        "loss",
+        "on_nonfinite",
+        "norms",
+        "weight",
+    ),
+    *("value", "grad", "value_fn", "obj_fn", "updates", "outside"),
 )
 
 
@@ -69,10 +84,12 @@ class LossFn:
             offered["key"] = jax.random.fold_in(state.key, state.calls)
         if state.model_state is not None:
             offered["model_state"] = state.model_state
+        if state.average is not None and "ema" in self.names:
+            offered["ema"] = averaged_params(state, "loss_fn")
         out = dict(extra) if self.takes_any else {}
         for name in self.names:
             if name == "mask" and "mask" not in extra:
-                out[name] = jnp.ones(rows_of(batch), jnp.float32)
+                out[name] = np.ones(rows_of(batch), np.float32)  # NumPy's: known to let every row through
             elif name in offered:
                 out[name] = offered[name]
             elif name not in self.optional:
@@ -88,13 +105,17 @@ class LossFn:
         if name == "key" and not train:
             fix = "Write key=None in its signature."
             return message(what, "loss_fn", "an evaluation, which has no key", "a default", fix)
-        if name in ("key", "model_state"):
-            value = "jax.random.key(0)" if name == "key" else "..."
+        if name in ("key", "model_state", "ema"):
+            value = {"key": "jax.random.key(0)", "ema": "0.999"}.get(name, "...")
             return message(what, "loss_fn", "a state without one", "one", f"Give it: setup(..., {name}={value}).")
         fix = f"Or give it yourself, step(state, batch, {name}=...), or take it out of batch."
         return _where.unknown("keyword", "loss_fn", name, [*_OFFERED, *extra], fix)
 
     def __call__(self, params, batch, keywords) -> Loss:
+        """The `Loss` of one batch; a scalar weighs its rows, those that `mask` lets through where it is given."""
+        mask, rows = keywords.get("mask"), rows_of(batch)
+        if isinstance(mask, np.ndarray):
+            keywords = keywords | {"mask": jnp.asarray(mask)}
         try:
             out = self.fn(params, batch, **keywords)
         except Exception as error:
@@ -102,7 +123,17 @@ class LossFn:
                 raise
             expected = "a scalar or a ts.Loss"
             raise LossError(message("loss_fn", _user_frame(error), told(error), expected, remedy(error))) from error
-        return as_loss(out, rows_of(batch))
+        if isinstance(mask, jax.Array) and np.shape(mask) == (rows,):
+            out = _weighed(out, jnp.sum(mask))
+        return as_loss(out, rows)
+
+
+def _weighed(out, weight):
+    """What a loss function returned under a mask, weighing the rows that it lets through."""
+    if isinstance(out, Loss):
+        return out if out.weight is not None else dataclasses.replace(out, weight=weight)
+    check_scalar("result", "loss_fn", out)
+    return Loss(out, weight, mean_value=out)
 
 
 def check_extra(state: TrainState, extra, train: bool) -> None:

@@ -48,6 +48,12 @@ class Number:
     def __jax_array__(self):
         return weak(self.value)
 
+    def __bool__(self):
+        return bool(weak(self.value))
+
+    def __float__(self):
+        return float(weak(self.value))
+
     def __neg__(self):
         return Number(-self.value, 1 + self.value)
 

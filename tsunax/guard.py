@@ -15,10 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsunax import _tree
 
-POLICIES = ("skip", "raise", "ignore")
+POLICIES = ("skip", "raise", "ignore", "drop")
+LIMIT = np.iinfo(np.int32).max
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("whats",))
@@ -38,9 +40,10 @@ def reports(opt_state) -> list[Report]:
     return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_report) if _is_report(x)]
 
 
-def judge(loss, norm, opt_state):
-    """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradient norm, reports."""
-    values = [loss, norm, *(v for r in reports(opt_state) for v in r.values)]
+def judge(loss, norm, calls, opt_state):
+    """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradient norm, the clock, reports."""
+    clock = jnp.where(calls < LIMIT, 0, jnp.inf)
+    values = [loss, norm, clock, *(v for r in reports(opt_state) for v in r.values)]
     verdict = jnp.int32(0)
     for place, value in reversed(list(enumerate(values, start=1))):
         if value is not None:
@@ -49,13 +52,35 @@ def judge(loss, norm, opt_state):
     return verdict
 
 
+def overflowed(verdict):
+    """Whether it was the loss or the gradient, and not what a rule reported."""
+    return (verdict > 0) & (verdict < 6)
+
+
+def with_gathered(verdict, emitted):
+    """The verdict, -1 where the call was taken but its gradient only gathered."""
+    if emitted is None:
+        return verdict
+    taken = jnp.int32(0) if verdict is None else verdict
+    return jnp.where((taken == 0) & ~emitted, -1, taken)
+
+
+def count(clock, verdict, emitted):
+    """The clock after this call: applied updates, calls, rejected ones, rejected ones in a row."""
+    taken = jnp.bool_(True) if verdict is None else verdict == 0
+    applied = taken if emitted is None else taken & emitted
+    ticks = jnp.stack([applied, jnp.bool_(True), ~taken, ~taken]).astype(clock.dtype)
+    return jnp.where(jnp.stack([True, True, True, ~taken]), jnp.minimum(clock, LIMIT - 1) + ticks, 0)
+
+
 def explain(verdict: int, opt_state, grads=None) -> str:
     """What a verdict says, for an optimizer state of the same setup; with the gradients, which leaf it was."""
     if verdict == 0:
         return "applied"
     place, is_nan = divmod(int(verdict), 2)
     norm = "gradient norm" if grads is None else locate(grads)
-    places = ["loss", norm, *(what for r in reports(opt_state) for what in r.whats)]
+    clock = f"clock, at its limit of {LIMIT} calls"
+    places = ["loss", norm, clock, *(what for r in reports(opt_state) for what in r.whats)]
     return f"{places[place - 1]}: got {'nan' if is_nan else 'inf'}"
 
 

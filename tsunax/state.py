@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +22,16 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax import _checks, _hoist, _live, _tree, _where
+from tsunax.averages import as_average
 from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, message, told
+from tsunax.precision import Policy, as_loss_scale, as_policy, cast, cast_like
 
 _PLANS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+_LOCK = threading.Lock()
 
 
 class Plan:
-    """The static part of a state: the rule without its numbers, and which leaves it trains.
+    """The static part of a state: the rule without its numbers, which leaves it trains, in which precision.
 
     Interned: equal plans are one object, so that jit compares identities when it looks for its program.
     """
@@ -35,18 +39,20 @@ class Plan:
     init: Callable  # the rule's init, its numbers left out: only ever traced for shapes
     update: Callable
     selected: tuple[bool, ...] | None  # one flag per leaf of params; None: all of them
+    precision: Policy | None
 
-    def __new__(cls, init, update, selected):
-        key = init, update, selected
-        plan = _PLANS.get(key)
-        if plan is None:
-            plan = object.__new__(cls)
-            plan.init, plan.update, plan.selected = key
-            _PLANS[key] = plan
+    def __new__(cls, init, update, selected, precision=None):
+        key = init, update, selected, precision
+        with _LOCK:
+            plan = _PLANS.get(key)
+            if plan is None:
+                plan = object.__new__(cls)
+                plan.init, plan.update, plan.selected, plan.precision = key
+                _PLANS[key] = plan
         return plan
 
     def __reduce__(self):
-        return Plan, (self.init, self.update, self.selected)
+        return Plan, (self.init, self.update, self.selected, self.precision)
 
     def __copy__(self):
         return self
@@ -57,27 +63,34 @@ class Plan:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("clock", "params", "opt_state", "model_state", "key", "numbers", "frozen"),
+    data_fields=(
+        *("clock", "params", "opt_state", "model_state", "key", "numbers", "frozen"),
+        *("masters", "average", "loss_scale"),
+    ),
     meta_fields=("plan",),
 )
 @dataclass(frozen=True, eq=False, init=False)
 class TrainState:
     """What a step carries to the next one. Made by `setup`; edited by `adjust`, `freeze`, `replace`."""
 
-    clock: Any  # int32 (2,): `step` and `calls`. One array, because a step pays for each that it returns
+    clock: Any  # int32 (4,): the counts below. One array, because a step pays for each that it returns
     params: Any  # the full tree, as given to setup
     opt_state: Any  # the rule's own state, of the trained leaves
     model_state: Any  # what the model carries without a gradient (batch statistics)
     key: Any  # PRNG key, never advanced: fold in `calls`
     numbers: Any  # the live hyperparameters (`_hoist.Numbers`); None where the rule has none
     frozen: Any  # uint32 words, one bit per trained leaf; None until the first freeze
+    masters: Any  # f32, like the trained leaves, where `params` are stored rounded; else None
+    average: Any  # `averages.Average` of the trained leaves, or None
+    loss_scale: Any  # `precision.LossScale`, or None
     plan: Plan
 
-    def __init__(self, clock, params, opt_state, model_state, key, numbers, frozen, plan):
+    def __init__(self, clock, params, opt_state, model_state, key, numbers, frozen, masters, average, loss_scale, plan):
         fields = self.__dict__  # a frozen dataclass's own __init__ takes three times as long, at every step
         fields["clock"], fields["params"], fields["opt_state"] = clock, params, opt_state
         fields["model_state"], fields["key"], fields["numbers"] = model_state, key, numbers
-        fields["frozen"], fields["plan"] = frozen, plan
+        fields["frozen"], fields["masters"], fields["average"] = frozen, masters, average
+        fields["loss_scale"], fields["plan"] = loss_scale, plan
 
     @property
     def step(self) -> Any:
@@ -89,13 +102,23 @@ class TrainState:
         """int32: every call, rejected ones too. Never rolls back; keys come from it."""
         return _tick(self.clock, 1)
 
+    @property
+    def rejected(self) -> Any:
+        """int32: calls whose step was rejected by its verdict."""
+        return _tick(self.clock, 2)
+
+    @property
+    def rejected_in_a_row(self) -> Any:
+        """int32: how many of them since the last call that was not."""
+        return _tick(self.clock, 3)
+
     def replace(self, **fields) -> TrainState:
         """The state with some fields exchanged. Arrays given are copied, so that yours survive donation.
 
         Raises StateError for unknown fields, for params or an optimizer state of another structure, shape or
         dtype, and for a state that was donated.
         """
-        known = ["step", "calls", "params", "opt_state", "model_state", "key", "numbers", "frozen"]
+        known = [*COUNTS, *(f.name for f in dataclasses.fields(self) if f.name not in ("clock", "plan"))]
         for name, value in fields.items():
             if name not in known:
                 raise StateError(_where.unknown("field", "replace()", name, known))
@@ -104,10 +127,14 @@ class TrainState:
         if "key" in fields:
             fields["key"] = as_key(fields["key"], "replace()")
         clock = self.clock
-        if "step" in fields and self.numbers is not None and self.numbers.layout.clocks:
-            opt_state, numbers = _hoist.on_own_clocks(self.opt_state, self.numbers, self.step)
-            fields = {"opt_state": opt_state, "numbers": numbers, **fields}
-        for at, name in enumerate(("step", "calls")):
+        # counts that the optimizer state leaves to the clock stay what they are, unless its own one comes with it
+        clocks = self.numbers is not None and self.numbers.layout.clocks
+        if "step" in fields and "opt_state" not in fields and clocks:
+            numbers = fields.get("numbers", self.numbers)
+            fields["opt_state"], fields["numbers"] = _hoist.on_own_clocks(self.opt_state, numbers, self.step)
+        if "params" in fields and self.masters is not None:
+            fields["masters"] = cast_like(_trained(fields["params"], self.plan), self.masters)
+        for at, name in enumerate(COUNTS):
             if name in fields:
                 clock = clock.at[..., at].set(fields.pop(name))
         fields = {name: jax.tree.map(own, value) for name, value in fields.items()}
@@ -117,11 +144,14 @@ class TrainState:
         return describe(self)
 
 
+COUNTS = ("step", "calls", "rejected", "rejected_in_a_row")
+
+
 def _tick(clock, i):
     if isinstance(clock, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(clock.shape[:-1], clock.dtype)
     if is_gone(clock):
-        raise StateError(donated("TrainState." + ("step", "calls")[i]))
+        raise StateError(donated("TrainState." + COUNTS[i]))
     return clock[..., i]
 
 
@@ -142,9 +172,52 @@ def trainable(state: TrainState):
 
 def trained_part(state: TrainState):
     """`trainable` without a look at the state: every step asks for it."""
+    return _trained(state.params, state.plan)
+
+
+def _trained(params, plan: Plan):
+    return params if plan.selected is None else _tree.partition(params, plan.selected)[0]
+
+
+def base(state: TrainState):
+    """The trained part in the precision in which the rule sees it: float32 where params are stored rounded."""
+    return _seen(trained_part(state), state.masters, state.plan.precision)
+
+
+def _seen(trained, masters, policy):
+    if masters is not None:
+        return masters
+    return cast(trained, "float32") if policy is not None and policy.stochastic else trained
+
+
+def averaged(state: TrainState) -> TrainState:
+    """The state with the averaged parameters in the place of the trained ones: what evaluates may take it.
+
+    Raises StateError for a state without an average.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(2)}, ema=0.75)
+    >>> state, _ = ts.update(state, {"w": -jnp.ones(2)})
+    >>> ts.averaged(state).params["w"]
+    Array([0.25, 0.25], dtype=float32)
+    """
+    check_state(state, "averaged()")
+    return dataclasses.replace(state, params=averaged_params(state, "averaged()"))
+
+
+def averaged_params(state: TrainState, where: str):
+    """The full tree with the average in it, in the dtypes of the params."""
+    if state.average is None:
+        raise StateError(message("average", where, "a state without one", "one", "Give setup(..., ema=0.999)."))
+    mine = cast_like(state.average.params, trained_part(state))
+    return with_rest(state, mine)
+
+
+def with_rest(state: TrainState, trained):
+    """The full tree again: what is trained, and what is not from the state."""
     if state.plan.selected is None:
-        return state.params
-    return _tree.partition(state.params, state.plan.selected)[0]
+        return trained
+    return _tree.merge(trained, _tree.partition(state.params, state.plan.selected)[1])
 
 
 def setup(
@@ -155,6 +228,9 @@ def setup(
     model_state=None,
     trainable="**",
     freezable: bool = False,
+    ema=None,
+    precision=None,
+    loss_scale=None,
     device=None,
     copy: bool = True,
 ) -> TrainState:
@@ -172,6 +248,10 @@ def setup(
         predicate `f(path, leaf)`, or a tree of bools. What it leaves out has no gradient, moment, copy or
         donation.
       freezable: make room for run-time freezing now, so that not even the first `freeze` compiles.
+      ema: an average of the trained leaves that every applied step moves, for `averaged(state)`: a decay, or one of
+        `averages.ema`, `polyak`, `swa`.
+      precision: what the loss function computes in, "bfloat16", "float16", "float32" or a `precision.Policy`.
+      loss_scale: "dynamic", a number or a `precision.LossScale`; float16 has a dynamic one if none is given.
       device: a `jax.Device` or `Sharding` to put the state on; by default it stays where params are.
       copy: False hands the arrays over: the first step donates them, and your own references die.
 
@@ -199,26 +279,45 @@ def setup(
     if device is not None:
         params, model_state = jax.device_put((params, model_state), device)
 
+    policy = as_policy(precision, "setup()")
+    average = as_average(ema, "setup()")
+    scale = as_loss_scale(loss_scale, policy, "setup()")
+
     leaves, treedef = jax.tree.flatten(params)
     take = own if copy else strong
-    params = treedef.unflatten([take(x) if flag else x for x, flag in zip(leaves, flags, strict=True)])
+    # what is not trained is no copy, but a NumPy array would be moved to the device by every step
+    params = treedef.unflatten([take(x) if flag else strong(x) for x, flag in zip(leaves, flags, strict=True)])
     selected = None if all(flags) else flags
-    trained = params if selected is None else _tree.partition(params, selected)[0]
+    plan = Plan(_live.blank(rule.init), rule.update, selected, policy)
+    trained = _trained(params, plan)
+    masters = None
+    if policy is not None:
+        if policy.stochastic and key is None:
+            fix = "Rounding draws random numbers: setup(..., key=0)."
+            raise StateError(message("key", "setup(precision=...)", "None", "a key", fix))
+        if policy.masters:
+            masters = jax.tree.map(own, cast(trained, "float32"))
+        trained = policy.to_param(trained)
+        params = trained if selected is None else _tree.merge(trained, _tree.partition(params, selected)[1])
+    seen = _seen(trained, masters, policy)
 
-    _check_complex(rule, trained)
-    opt_state = _unalias(_live.on_one_clock(rule.update, _start(rule, trained)), trained)
+    _check_complex(rule, seen)
+    opt_state = _unalias(_live.on_one_clock(rule.update, _start(rule, seen)), (trained, masters))
     opt_state, numbers = _hoist.hoist(opt_state)
     place = functools.partial(beside, trained)
     words = np.zeros(-(-sum(flags) // 32), np.uint32) if freezable else None
     return TrainState(
-        clock=place(np.zeros(2, np.int32)),
+        clock=place(np.zeros(len(COUNTS), np.int32)),
         params=params,
-        opt_state=opt_state if device is None else jax.device_put(opt_state, device),
-        model_state=jax.tree.map(take, model_state),
+        opt_state=place(opt_state) if device is None else jax.device_put(opt_state, device),
+        model_state=place(jax.tree.map(take, model_state)),
         key=place(key),
         numbers=place(numbers),
         frozen=place(words),
-        plan=Plan(_live.blank(rule.init), rule.update, selected),
+        masters=masters,
+        average=None if average is None else average.of(seen),
+        loss_scale=place(scale),
+        plan=plan,
     )
 
 
@@ -237,16 +336,6 @@ def strong(x):
 
 def _is_number(x) -> bool:
     return _tree.is_array(x) or isinstance(x, (bool, int, float, complex))
-
-
-def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
-    """Raise StateError unless two trees agree in structure, shape and dtype."""
-    if difference := _tree.first_difference(new, old, root):
-        raise StateError(f"{what} {difference}. {fix}".rstrip())
-    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True):
-        dtypes = _tree.dtype_of(a), _tree.dtype_of(b)
-        if None in dtypes or dtypes[0] != dtypes[1] or np.shape(a) != np.shape(b):
-            raise StateError(message(what, _tree.access_str(root, path), _tree.describe(a), _tree.describe(b), fix))
 
 
 def is_gone(x) -> bool:
@@ -304,7 +393,7 @@ def as_key(key, where: str):
 def _check_field(state: TrainState, name: str, value) -> None:
     """Raise for a value that `replace` cannot put into this field."""
     if name in ("params", "opt_state", "numbers"):
-        check_like(name, value, getattr(state, name))
+        _checks.check_like(name, value, getattr(state, name))
         _checks.check_arrays(value, name)
     elif name in ("step", "calls"):
         is_int = _tree.dtype_of(value) is not None and jnp.issubdtype(_tree.dtype_of(value), np.integer)
@@ -315,7 +404,7 @@ def _check_field(state: TrainState, name: str, value) -> None:
         _checks.check_arrays(value, name)
     elif name == "frozen" and value is not None:
         words = np.empty(-(-len(jax.tree.leaves(trained_part(state))) // 32), np.uint32)
-        check_like(name, value, words if state.frozen is None else state.frozen, "Use ts.freeze and ts.thaw.")
+        _checks.check_like(name, value, words if state.frozen is None else state.frozen, "Use ts.freeze and ts.thaw.")
 
 
 def _check_setup(params, device, **flags) -> None:
@@ -405,15 +494,19 @@ def _unalias(opt_state, params):
 
 
 def beside(params, tree):
-    """Put small arrays on the devices where the params live, whole on each of them."""
+    """Put arrays that are not there yet on the devices where the params live, whole on each of them."""
     placed = (p for p in jax.tree.leaves(params) if isinstance(p, jax.Array) and not _tree.is_traced(p))
-    sharding = next((p.sharding for p in placed), None)
+    first = next(placed, None)
+    sharding, committed = (None, False) if first is None else (first.sharding, first.committed)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
 
     def put(x):
         x = x if _tree.is_traced(x) else jnp.asarray(x)
-        here = sharding is None or _tree.is_traced(x) or sharding.device_set == x.sharding.device_set
+        if sharding is None or _tree.is_traced(x):
+            return x
+        # an uncommitted array comes back from the first step committed, and would compile the second one anew
+        here = sharding.device_set == x.sharding.device_set and x.committed >= committed
         return x if here else jax.device_put(x, sharding)
 
     return jax.tree.map(put, tree)

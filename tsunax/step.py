@@ -4,40 +4,43 @@
 
     loss_fn -> loss, grads -> frozen leaves cut out -> verdict -> rule -> params' -> (state', info)
 
-All of it is one compiled program. Every capability is one named call in `value_and_grad` or `update`; deleting
-that line removes the capability. What is carried is in `state.py`; who calls it is up to you.
+All of it is one compiled program (`program.py`). What is carried is in `state.py`; who calls it is up to you.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
-from tsunax import _checks, _hoist, _tree, guard
-from tsunax._loss_fn import LossFn, check_extra
-from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message
+from tsunax import _checks, _hoist, _tree, _where, accumulation, guard
+from tsunax._loss_fn import LossFn
+from tsunax.errors import LossError, StateError, WrongTypeError, message
 from tsunax.metrics import Loss, as_loss, check_scalar
-from tsunax.state import TrainState, check_flags, check_like, check_state, donated, is_gone, trained_part
+from tsunax.precision import cast_like, round_stochastically
+from tsunax.state import TrainState, base, check_flags, check_state, is_gone, trained_part, with_rest
 
-# ---------------------------------------------------------------------------------------------- the two halves
 
-
-def value_and_grad(loss_fn: Callable, *, remat: Callable | bool | None = None) -> Callable:
+def value_and_grad(
+    loss_fn: Callable,
+    *,
+    accumulate: int = 1,
+    remat: Any = None,
+    on_nonfinite: str = "skip",
+    where: str = "value_and_grad()",
+) -> Callable:
     """The first half of a step: `f(state, batch, *, at=None, **extra) -> (Loss, grads)`.
 
-    In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that are trained.
-    `grads` has the structure of `trainable(state)`. `at=` evaluates at other trained parameters (SAM, line
-    searches). `remat` is `True` or a policy of `jax.checkpoint_policies`: recompute instead of store.
+    In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that are trained, in
+    the precision of the state, over `accumulate` micro-batches. `grads` has the structure of `trainable(state)`.
+    `at=` evaluates at other trained parameters (SAM, line searches). The other arguments are those of `train_step`;
+    of the policies for what is not finite only "drop" is for this half.
 
     Raises LossError, before anything is compiled, for a loss_fn that cannot be used; see `train_step`.
 
@@ -47,68 +50,75 @@ def value_and_grad(loss_fn: Callable, *, remat: Callable | bool | None = None) -
     >>> float(loss.compute()), grads["w"]
     (11.0, Array([3., 4.], dtype=float32))
     """
-    fn = LossFn.of(loss_fn, "value_and_grad()")
-    _check_remat(remat, "value_and_grad()")
+    fn = LossFn.of(loss_fn, where)
+    accumulation.check_count(accumulate, where)
+    _check_policy(on_nonfinite, where)
+    checkpoint = _checkpoint(remat, where)
 
     def f(state: TrainState, batch, *, at=None, **extra):
         check_state(state, "value_and_grad()", batch)
         trained = trained_part(state) if at is None else at
         if at is not None:
-            check_like("(at=)", at, trained_part(state), "It has the structure of ts.trainable(state).")
-        objective = _objective(fn, state, batch, extra)
-        if remat:
-            objective = jax.checkpoint(objective, policy=None if remat is True else remat)
-        (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained)
-        # jax.checkpoint hands constants out in a class of its own (jax 0.7)
-        loss = jax.tree.map(lambda x: x if _tree.is_array(x) else np.asarray(x), loss)
-        return loss, grads
+            _checks.check_like("(at=)", at, trained_part(state), "It has the structure of ts.trainable(state).")
+        keywords = fn.keywords(state, batch, extra, train=True)
+
+        def gradient(batch, keywords):
+            objective = checkpoint(objective_of(fn, state, batch, keywords))
+            (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained)
+            # jax.checkpoint hands constants out in a class of its own (jax 0.7)
+            return jax.tree.map(lambda x: x if _tree.is_array(x) else np.asarray(x), loss), grads
+
+        if accumulate == 1:
+            loss, grads = gradient(batch, keywords)
+        else:
+            drop = on_nonfinite == "drop"
+            loss, grads = accumulation.over_micro_batches(gradient, accumulate, batch, keywords, trained, drop=drop)
+        return loss, _unscaled(state, grads)
 
     return f
 
 
-def _objective(fn: LossFn, state: TrainState, batch, extra) -> Callable:
-    """`trained params -> (mean loss, Loss)`; what is not trained is an argument that nobody differentiates."""
-    keywords = fn.keywords(state, batch, extra, train=True)
+def objective_of(fn: LossFn, state: TrainState, batch, keywords) -> Callable:
+    """`trained params -> (scaled mean loss, Loss)`; what is not trained is an argument that nobody differentiates."""
 
     def objective(trained):
-        loss = fn(_with_rest(state, trained), batch, keywords)
-        return loss.compute(), loss
+        loss = fn(*in_precision(state, with_rest(state, trained), batch), keywords)
+        mean = loss.compute()
+        if state.loss_scale is not None:
+            mean = mean.astype(jnp.float32) * state.loss_scale.scale
+        return mean, loss
 
     return objective
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Rows:
-    """The weight of a loss where it is known from the shapes.
+def in_precision(state: TrainState, params, batch) -> tuple[Any, Any]:
+    """What the loss function sees of params and batch."""
+    policy = state.plan.precision
+    return (params, batch) if policy is None else (policy.to_compute(params), policy.batch_to_compute(batch))
 
-    No array: a constant that a program returns costs XLA:CPU a copy on another thread, 15 us a step.
-    """
 
-    weight: float | None
+def _unscaled(state: TrainState, grads):
+    if state.loss_scale is None:
+        return grads
+    return jax.tree.map(lambda g: (g / state.loss_scale.scale).astype(g.dtype), grads)
 
 
 class StepInfo(NamedTuple):
     """What an observer may want to know of one step. Reading a value waits for the device; having it does not."""
 
     loss: Any  # f32, the mean
-    counted: Any  # f32: the weight behind it, where the program has to count it
+    weight: Any  # f32: rows or tokens behind it
     grad_norm: Any  # f32, L2 over what is trained and not frozen, before the rule. None without norms
     update_norm: Any  # f32, L2 of what the rule would add to params. None without norms
-    verdict: Any  # int32: 0 applied, else the place of the first value that was not finite. None under "ignore"
+    verdict: Any  # int32: 0 taken, -1 gathered, else what was not finite (`guard`). None where nobody judged
     metrics: Any  # {name: f32, or what the metric's compute() gives}
+    dropped: Any  # f32: the weight of micro-batches that were left out, under "drop"
     step: Any  # int32: the clock that the schedules saw, where the rule has any
-    rows: _Rows  # the weight, where nobody has to count
     numbers: Any  # the live hyperparameters that it used
 
     @property
-    def weight(self):
-        """Rows or tokens behind the loss."""
-        return self.counted if self.rows.weight is None else np.full(np.shape(self.loss), self.rows.weight, np.float32)
-
-    @property
     def applied(self):
-        """Whether the state took the step."""
+        """Whether the step moved the parameters: it was neither rejected nor only gathered by `rules.accumulate`."""
         return np.ones(np.shape(self.loss), bool) if self.verdict is None else self.verdict == 0
 
     @property
@@ -154,44 +164,56 @@ def update(
     check_state(state, "update()", grads)
     _check_policy(on_nonfinite, "update()")
     check_flags("update()", norms=norms)
+    if state.loss_scale is not None and on_nonfinite == "ignore":
+        fix = "A loss scale lives from rejected steps."
+        raise StateError(message("on_nonfinite", "update()", "'ignore'", "another policy under a loss scale", fix))
     params = trained_part(state)
     grads = _fitting(state, grads, params)
     loss = _finished(loss)
     model_state = _first(model_state, loss.model_state)
     if model_state is not None:
         fix = "Give setup(..., model_state=...)." if state.model_state is None else "A step keeps its structure."
-        check_like("model_state", model_state, state.model_state, fix)
+        _checks.check_like("model_state", model_state, state.model_state, fix)
     value = None if loss.total is None else loss.compute()
 
     thawed = _thawed(state, params)
     grads = _without_frozen(grads, thawed)
     grad_norm = _tree.global_norm(grads) if norms or on_nonfinite != "ignore" else None
-    given = {"grad": grads, "step": state.step, **extra} | ({} if value is None else {"value": value})
+    seen = base(state)
+    grads = grads if seen is params else cast_like(grads, seen)
+    given = {"grad": grads, "step": state.step, "weight": loss.weight, **extra}
+    given |= {} if value is None else {"value": value}
     opt_state = _hoist.lower(state.opt_state, state.numbers, state.step)
-    updates, opt_state = state.plan.update(grads, opt_state, params, **given)
+    updates, opt_state = state.plan.update(grads, opt_state, seen, **given)
     opt_state = _hoist.hoist_like(opt_state, state.numbers)
-    verdict = None if on_nonfinite == "ignore" else guard.judge(value, grad_norm, opt_state)
+    verdict = None if on_nonfinite == "ignore" else guard.judge(value, grad_norm, state.calls, opt_state)
+    emitted = accumulation.emitted(opt_state)
     new = TrainState(
-        clock=optax.safe_increment(state.clock),
-        params=optax.apply_updates(params, updates),
+        clock=guard.count(state.clock, verdict, emitted),
+        params=params,
         opt_state=opt_state,
         model_state=_first(model_state, state.model_state),
         key=state.key,
         numbers=state.numbers,
         frozen=state.frozen,
+        masters=state.masters,
+        average=state.average,
+        loss_scale=state.loss_scale,
         plan=state.plan,
     )
-    new = _transact(state, new, params, thawed, verdict)
-    fixed = isinstance(loss.weight, np.ndarray | np.generic)
+    new = _with_params(new, optax.apply_updates(seen, updates))
+    new = _averaged(new)
+    new = _transact(state, new, thawed, verdict, emitted)
+    new = _rescaled(new, verdict)
     info = StepInfo(
         loss=None if value is None else jnp.asarray(value, jnp.float32),
-        counted=None if fixed else loss.weight,
+        weight=loss.weight,
         grad_norm=grad_norm if norms else None,
         update_norm=_tree.global_norm(updates) if norms else None,
-        verdict=verdict,
+        verdict=guard.with_gathered(verdict, emitted),
         metrics={name: m.compute() for name, m in loss.metrics.items()},
+        dropped=loss.dropped,
         step=state.step if state.numbers is not None and state.numbers.scheduled else None,
-        rows=_Rows(float(loss.weight) if fixed else None),
         numbers=state.numbers,
     )
     return new, info
@@ -259,29 +281,58 @@ def _without_frozen(grads, thawed):
     return treedef.unflatten([jnp.where(on, g, jnp.zeros_like(g)) for on, g in zip(thawed, leaves, strict=True)])
 
 
-def _transact(old: TrainState, new: TrainState, params, thawed, verdict) -> TrainState:
+def _with_params(state: TrainState, seen) -> TrainState:
+    """The state with new trained params, rounded to the precision in which it stores them."""
+    policy = state.plan.precision
+    if state.masters is not None:
+        params = cast_like(seen, state.params)
+        return dataclasses.replace(state, params=params, masters=seen)
+    if policy is not None and policy.stochastic:
+        key = jax.random.fold_in(jax.random.fold_in(state.key, state.calls), _ROUNDING)
+        return dataclasses.replace(state, params=round_stochastically(seen, key))
+    return dataclasses.replace(state, params=seen)
+
+
+_ROUNDING = 0x726E64  # keys of this step are folded with the index of a micro-batch; this one is none
+
+
+def _averaged(state: TrainState) -> TrainState:
+    if state.average is None:
+        return state
+    seen = state.params if state.masters is None else state.masters
+    return dataclasses.replace(state, average=state.average.moved(seen, state.step))
+
+
+def _rescaled(state: TrainState, verdict) -> TrainState:
+    """The guard's own record: it moves whether the step was applied or not."""
+    if state.loss_scale is None:
+        return state
+    return dataclasses.replace(state, loss_scale=state.loss_scale.grown(verdict == 0, guard.overflowed(verdict)))
+
+
+def _transact(old: TrainState, new: TrainState, thawed, verdict, emitted) -> TrainState:
     """`new` where the step is applied and the leaf is not frozen, else `old`: one select per leaf."""
-    if verdict is not None or thawed is not None:
-        applied = jnp.bool_(True) if verdict is None else verdict == 0
-        leaves = [applied & on for on in thawed or [True] * len(jax.tree.leaves(params))]
+    params = trained_part(old)
+    if verdict is not None or thawed is not None or emitted is not None:
+        n = len(jax.tree.leaves(params))
+        taken = jnp.bool_(True) if verdict is None else verdict == 0
+        moved = taken if emitted is None else taken & emitted  # a call that only gathers moves no parameter
+        on = thawed or [True] * n
         owners = [None] * len(jax.tree.leaves(new.opt_state))
         if thawed is not None:
-            owners = _hoist.owners_of(old.plan.init, old.opt_state, old.numbers, params)
+            owners = _hoist.owners_of(old.plan.init, old.opt_state, old.numbers, base(old))
+        leaves = [moved & flag for flag in on]
+        kept = [taken if o is None else taken & on[o] for o in owners]
+        choose = lambda flags, name: guard.choose(flags, getattr(new, name), getattr(old, name))
         new = dataclasses.replace(
             new,
-            clock=jnp.where(jnp.stack([applied, True]), new.clock, old.clock) if verdict is not None else new.clock,
             params=guard.choose(leaves, new.params, params),
-            opt_state=guard.choose([applied if o is None else leaves[o] for o in owners], new.opt_state, old.opt_state),
-            model_state=guard.choose(applied, new.model_state, old.model_state),
+            opt_state=choose(kept, "opt_state"),
+            model_state=choose(taken, "model_state"),
+            masters=None if old.masters is None else choose(leaves, "masters"),
+            average=None if old.average is None else choose([*leaves, moved, True], "average"),
         )
-    return dataclasses.replace(new, params=_with_rest(old, new.params))
-
-
-def _with_rest(state: TrainState, trained):
-    """The full tree again: what is trained, and what is not from the state."""
-    if state.plan.selected is None:
-        return trained
-    return _tree.merge(trained, _tree.partition(state.params, state.plan.selected)[1])
+    return dataclasses.replace(new, params=with_rest(old, new.params))
 
 
 def _first(*options):
@@ -294,236 +345,17 @@ def _check_policy(on_nonfinite, where: str) -> None:
         raise WrongTypeError(message("on_nonfinite", where, _tree.describe(on_nonfinite), expected))
 
 
-def _check_remat(remat, where: str) -> None:
-    if remat is not None and not isinstance(remat, bool) and not callable(remat):
-        expected = "True, or a policy of jax.checkpoint_policies"
+def _checkpoint(remat: Any, where: str) -> Callable:
+    """`jax.checkpoint` under a policy, or what leaves a function as it is."""
+    if isinstance(remat, str):
+        known = [name for name in dir(jax.checkpoint_policies) if not name.startswith(("_", "save_", "offload"))]
+        if remat not in known:
+            raise WrongTypeError(_where.unknown("remat", where, remat, known))
+        remat = getattr(jax.checkpoint_policies, remat)
+    if remat is None or remat is False:
+        return lambda f: f
+    if remat is not True and not callable(remat):
+        expected = "True, or a policy of jax.checkpoint_policies, or its name"
         raise WrongTypeError(message("remat", where, _tree.describe(remat), expected))
-
-
-# ------------------------------------------------------------------------------------------------ the whole step
-
-
-def _fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
-    """After a program did not take its arguments: what is wrong with them, where that can be seen."""
-    if isinstance(error, TsunaxError):
-        error.__dict__.pop("__notes__", None)  # JAX's, on the frames that it has hidden
-        return None
-    try:
-        _check_arguments(state, batch, extra)
-    except TsunaxError as found:
-        return found
-    return None
-
-
-def _check_arguments(state: TrainState, batch, extra) -> None:
-    is_data = isinstance(batch, Iterator) or (hasattr(batch, "__iter__") and jax.tree_util.all_leaves([batch]))
-    if is_data and not _tree.is_array(batch):
-        fix = "A step takes one batch: for batch in data."
-        raise WrongTypeError(message("batch", "step()", _tree.describe(batch), "a tree of arrays", fix))
-    _checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
-    for name, tree in extra.items():
-        _checks.check_arrays(tree, name, f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...).")
-    _checks.check_arrays(state, "state")
-
-
-def _any_traced(tree) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
-
-
-def _moving(state: TrainState) -> tuple:
-    """What a step changes: donated, and returned by the program."""
-    return state.clock, trained_part(state), state.opt_state, state.model_state
-
-
-def _still(state: TrainState) -> tuple:
-    """What a step only reads: neither donated nor returned, put back outside."""
-    selected = state.plan.selected
-    rest = None if selected is None else _tree.partition(state.params, selected)[1]
-    return state.numbers, state.frozen, state.key, rest
-
-
-def _assemble(plan, moving: tuple, still: tuple) -> TrainState:
-    clock, params, opt_state, model_state = moving
-    numbers, frozen, key, rest = still
-    if rest is not None:
-        params = _tree.merge(params, rest)
-    return TrainState(clock, params, opt_state, model_state, key, numbers, frozen, plan)
-
-
-def _value_fn(loss_fn, state: TrainState, batch, extra) -> Callable:
-    """The loss at other trained parameters, for rules that search along a line.
-
-    optax hands every extra argument that its line search does not know to this function, by the names of its
-    signature, and fails on the others: so it names them all and reads none.
-    """
-    objective = _objective(LossFn.of(loss_fn), state, batch, extra)
-
-    def value_fn(params, **_):
-        return objective(params)[0]
-
-    names = ["step", *extra]
-    keyword = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    value_fn.__signature__ = inspect.Signature([first, *keyword])  # type: ignore[attr-defined]
-    return value_fn
-
-
-@dataclass(frozen=True)
-class TrainStep:
-    """What `train_step` returns: a function `(state, batch, **extra) -> (state, info)` that is also a value.
-
-    `step.lower(state, batch)` is its program, `step.pure(state, batch, extra)` the function behind it, and
-    `dataclasses.replace(step, donate=False)` the same step otherwise.
-    """
-
-    loss_fn: Callable
-    on_nonfinite: str = "skip"
-    donate: bool = True
-    remat: Any = None
-    norms: bool = True
-
-    def __post_init__(self):
-        LossFn.of(self.loss_fn)  # its errors belong here, not into the first call
-        _check_policy(self.on_nonfinite, "train_step()")
-        _check_remat(self.remat, "train_step()")
-        check_flags("train_step()", donate=self.donate, norms=self.norms)
-
-    def pure(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
-        """The step without compilation and donation."""
-        check_extra(state, extra, train=True)
-        loss, grads = value_and_grad(self.loss_fn, remat=self.remat)(state, batch, **extra)
-        search = {"value_fn": _value_fn(self.loss_fn, state, batch, extra)}
-        return update(state, grads, loss=loss, on_nonfinite=self.on_nonfinite, norms=self.norms, **search, **extra)
-
-    @functools.cached_property
-    def _traced(self) -> Any:
-        return jax.jit(self.pure)
-
-    @functools.cached_property
-    def _compiled(self) -> Any:
-        def train_step(plan, moving, still, batch, extra):
-            state, info = self.pure(_assemble(plan, moving, still), batch, extra)
-            return _moving(state), tuple(info)[:-1]  # numbers are put back outside, and info made there: faster
-
-        return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else ())
-
-    def __call__(self, state: TrainState, batch, **extra) -> tuple[TrainState, StepInfo]:
-        if not isinstance(state, TrainState):
-            check_state(state, "step()", batch)
-        try:
-            if state.__dict__.get("concrete"):
-                gone = state.clock.is_deleted()
-            # eager grad and vmap trace some arrays only, and would donate the others under the user's feet
-            elif _any_traced((state, batch, extra)):
-                return self._traced(state, batch, extra)
-            else:
-                gone = any(map(is_gone, jax.tree.leaves(state)))
-                if isinstance(state.clock, jax.ShapeDtypeStruct):
-                    _checks.check_arrays(state, "state")
-            if gone:
-                raise StateError(donated("step()"))
-            plan, still = state.plan, _still(state)
-            moving, seen = self._compiled(plan, _moving(state), still, batch, extra)
-        except Exception as error:
-            if fault := _fault(error, state, batch, extra):
-                raise fault from None
-            raise
-        state = _assemble(plan, moving, still)
-        state.__dict__["concrete"] = True  # no field: a state that was edited is looked at again
-        info = tuple.__new__(StepInfo, (*seen, still[0]))
-        if self.on_nonfinite == "raise":
-            self._raise_if_rejected(state, info, batch, extra)
-        return state, info
-
-    def _raise_if_rejected(self, state: TrainState, info: StepInfo, batch, extra) -> None:
-        verdict, calls = int(info.verdict), int(state.calls)
-        if verdict == 0:
-            return
-        # the state is as it was: the gradients that were rejected can be had again
-        _, grads = value_and_grad(self.loss_fn)(state.replace(calls=calls - 1), batch, **extra)
-        what = guard.explain(verdict, state.opt_state, grads)
-        raise NonFiniteError(
-            f"step {int(state.step)} (call {calls - 1}) was rejected: {what}. `error.state` is the state before it.",
-            state,
-            info,
-        )
-
-    def lower(self, state: TrainState, batch, **extra) -> jax.stages.Lowered:
-        """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is compiled."""
-        check_state(state, "lower()", batch)
-        return self._compiled.lower(state.plan, _moving(state), _still(state), batch, extra)
-
-
-def train_step(
-    loss_fn: Callable,
-    *,
-    on_nonfinite: str = "skip",
-    donate: bool = True,
-    remat: Any = None,
-    norms: bool = True,
-) -> TrainStep:
-    """The compiled step of a loss function: `step(state, batch, **extra) -> (state, info)`.
-
-    In plain JAX, jitted with the state donated:
-
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = rule.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-
-    Args:
-      loss_fn: `loss_fn(params, batch, ...)` returns a scalar (a mean over its rows) or a `Loss`. It may name, as
-        further parameters, `key` (new at every call), `model_state`, `train` (True), `mask` (f32 of shape
-        (rows,), 1 for real rows), `step`, and the names given to the step as `extra`; it gets what it names.
-      on_nonfinite: "skip", "raise" or "ignore" a step with a loss or gradient that is not finite; see `update`.
-      donate: whether the state given is consumed. Where the state is traced (inside jit, scan, vmap, grad)
-        nothing is.
-      remat: `True` or a policy of `jax.checkpoint_policies`: recompute activations instead of storing them.
-      norms: whether info has `grad_norm` and `update_norm`.
-
-    `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host arrays.
-
-    Raises, before anything is compiled: WrongTypeError, LossError (what loss_fn returned, raised or asks for).
-    When called: StateError for a donated state, NonFiniteError under "raise".
-
-    >>> import tsunax as ts
-    >>> step = train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
-    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
-    >>> for _ in range(3):
-    ...     state, info = step(state, jnp.eye(2))
-    ...     print(f"{info.loss:.4f}")
-    2.5000
-    2.0250
-    1.6402
-    """
-    return TrainStep(loss_fn, on_nonfinite, donate, remat, norms)
-
-
-def eval_step(loss_fn: Callable) -> Callable:
-    """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
-
-    `train` is False, there is no `key`, and `model_state` is read only. Results of several batches merge:
-    `a.merge(b).compute()` is the mean over all rows of both.
-
-    >>> import tsunax as ts
-    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
-    >>> f = eval_step(lambda params, x: jnp.mean(x @ params["w"]))
-    >>> float(f(state, jnp.eye(2)).merge(f(state, jnp.ones((1, 2)))).compute())
-    2.0
-    """
-    fn = LossFn.of(loss_fn, "eval_step()")
-
-    @jax.jit
-    def evaluate(state, batch, extra) -> Loss:
-        loss = fn(state.params, batch, fn.keywords(state, batch, extra, train=False))
-        return dataclasses.replace(loss, model_state=None)
-
-    def call(state: TrainState, batch, **extra) -> Loss:
-        check_state(state, "eval_step()", batch)
-        try:
-            return evaluate(state, batch, extra)
-        except Exception as error:
-            if fault := _fault(error, state, batch, extra):
-                raise fault from None
-            raise
-
-    return call
+    policy: Any = None if remat is True else remat
+    return functools.partial(jax.checkpoint, policy=policy)

@@ -1,0 +1,138 @@
+"""One gradient from many micro-batches, inside a step (`over_micro_batches`) or across calls (`accumulate`).
+
+Sums of weight times gradient and of weight, in float32, divided once: the result does not depend on how a batch is
+cut, whatever the masks. A micro-batch that weighs nothing adds nothing, NaN included. Everything here selects and
+never multiplies by a flag: 0 · NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax import _checks, _tree, guard
+from tsunax.errors import LossError, WrongTypeError, message
+from tsunax.metrics import Loss
+
+
+def check_count(accumulate, where: str) -> None:
+    """Raise WrongTypeError unless it is an int ≥ 1."""
+    if not isinstance(accumulate, (int, np.integer)) or isinstance(accumulate, bool) or accumulate < 1:
+        raise WrongTypeError(message("accumulate", where, _tree.describe(accumulate), "an int ≥ 1"))
+
+
+def cut(batch, n: int, mask):
+    """`(batch, mask)` with a leading axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
+
+    Strided, so that on many devices each one keeps its rows, and padding is spread evenly. A batch that does not
+    divide is padded with copies of its last row where there is a `mask` (f32 of shape (rows,)) to say so. Raises
+    LossError otherwise, and for leaves that have no rows or another number of them.
+    """
+    named = jax.tree_util.tree_flatten_with_path(batch)[0]
+    for path, leaf in named:
+        if not np.shape(leaf):
+            fix = "It has no rows to cut. Give it as an extra argument: step(state, batch, name=...)."
+            raise LossError(message("leaf", _tree.access_str("batch", path), "a scalar", "an array of rows", fix))
+    counts = [np.shape(leaf)[0] for _, leaf in named]
+    if len(set(counts)) != 1:
+        where = ", ".join(f"{_tree.access_str('batch', path)} {np.shape(leaf)}" for path, leaf in named[:4])
+        raise LossError(message("rows", "batch", where or "no arrays", "the same number in every leaf"))
+    rows = counts[0]
+    padding = -rows % n
+    if mask is not None and np.shape(mask)[:1] != (rows,):
+        raise LossError(message("mask", "the step", _tree.describe(mask), f"f32 of shape ({rows},)"))
+    if padding and mask is None:
+        fix = "Name `mask` in loss_fn, and the batch is padded."
+        raise LossError(message("batch", "train_step()", f"{rows} rows", f"a multiple of accumulate={n}", fix))
+
+    def apart(x, fill):
+        x = jnp.asarray(x)
+        x = jnp.concatenate([x, fill(x, padding)]) if padding else x
+        return jnp.swapaxes(x.reshape(-1, n, *x.shape[1:]), 0, 1)
+
+    last = lambda x, k: jnp.broadcast_to(x[-1:], (k, *x.shape[1:]))
+    nothing = lambda x, k: jnp.zeros((k, *x.shape[1:]), x.dtype)
+    batch = jax.tree.map(lambda x: apart(x, last), batch)
+    if mask is None or (isinstance(mask, np.ndarray) and not padding):  # all rows, and no array to say so
+        return batch, None
+    return batch, apart(mask, nothing)
+
+
+def over_micro_batches(
+    gradient: Callable[[Any, dict], tuple[Loss, Any]], n: int, batch, keywords: dict, like, *, drop: bool = False
+) -> tuple[Loss, Any]:
+    """`(loss, grads)` of the whole batch from `gradient(micro-batch, keywords) -> (Loss, grads of its mean)`.
+
+    A scan of value-and-grad, never the gradient of a scan, which would store every micro-batch. Each one gets its
+    rows of `mask`, a key of its own, and the model state that the one before it left. Gradients have the structure
+    and dtypes of `like`. With `drop`, a micro-batch whose loss or gradient is not finite is left out with its weight
+    and its model state; `loss.dropped` says how much that was.
+    """
+    batch, mask = cut(batch, n, keywords.get("mask"))
+    if "mask" in keywords and mask is None:
+        keywords = keywords | {"mask": keywords["mask"][::n]}
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), like)
+    known = None  # the weight of a micro-batch, where it follows from the shapes
+
+    def one(carry, micro):
+        nonlocal known
+        sums, model_state = carry
+        i, rows, mask = micro
+        given = {"mask": mask, "model_state": model_state}
+        if "key" in keywords:
+            given["key"] = jax.random.fold_in(keywords["key"], i)
+        loss, grads = gradient(rows, keywords | {k: v for k, v in given.items() if v is not None})
+        known = loss.weight if isinstance(loss.weight, np.generic | np.ndarray) else None
+        weight = jnp.float32(loss.weight)
+        take = weight != 0
+        if drop:
+            take &= jnp.isfinite(loss.total) & jnp.isfinite(_tree.global_norm(grads))
+        after = _next_state(loss.model_state, model_state)
+        if drop and after is not None:
+            after = guard.choose(take, after, model_state)
+        add = lambda sum, g: jnp.where(take, sum + weight.astype(sum.dtype) * g.astype(sum.dtype), sum)
+        loss = dataclasses.replace(loss, weight=weight, mean_value=None, model_state=None)
+        return (jax.tree.map(add, sums, grads), after), (take, loss)
+
+    carry = start, keywords.get("model_state")
+    (sums, model_state), (take, losses) = jax.lax.scan(one, carry, (np.arange(n), batch, mask))
+    loss = _merged(take, losses)
+    grads = jax.tree.map(lambda sum, x: (sum / loss.weight.astype(sum.dtype)).astype(x.dtype), sums, like)
+    if known is not None and not drop:
+        loss = dataclasses.replace(loss, weight=np.float32(n * known))
+    dropped = jnp.sum(jnp.where(take, 0, losses.weight)) if drop else None
+    return dataclasses.replace(loss, model_state=model_state, dropped=dropped), grads
+
+
+def _next_state(new, old):
+    """The model state for the next micro-batch: what the loss function returned, else what it was."""
+    if new is None or old is None:
+        return old
+    _checks.check_like("model_state", new, old, "A step keeps its structure.")
+    return new
+
+
+def _merged(take, losses: Loss) -> Loss:
+    """All losses of a stack that are taken, merged."""
+    at = lambda i: jax.tree.map(lambda x: x[i], (take, losses))
+    rest = jax.tree.map(lambda x: x[1:], (take, losses))
+
+    def fold(carry, other):
+        have, loss = carry
+        ok, new = other
+        both = guard.choose(have & ok, loss.merge(new), guard.choose(ok, new, loss))
+        return (have | ok, both), None
+
+    return jax.lax.scan(fold, at(0), rest)[0][1]
+
+
+# ------------------------------------------------------------------------------------------------ across calls
+
+
+def emitted(opt_state):
+    return None

@@ -1,0 +1,104 @@
+"""Averages of the parameters over training: exponential, or uniform (Polyak, stochastic weight averaging).
+
+An average is a float32 tree beside the parameters, moved once per applied step and never swapped in: what evaluates
+takes `averaged(state)`. It knows nothing of states.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tsunax import _tree
+from tsunax.errors import HyperparameterError, WrongTypeError, message
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("params", "count", "rate"),
+    meta_fields=("uniform", "warmup", "start", "every"),
+)
+@dataclass(frozen=True)
+class Average:
+    """An average under way; made by `ema`, `polyak` and `swa`, for `setup(..., ema=...)`."""
+
+    params: Any  # f32, like the trained params. None before setup
+    count: Any  # int32: how many were averaged
+    rate: Any  # f32: 1 - decay. Not read by a uniform average
+    uniform: bool
+    warmup: bool
+    start: int
+    every: int
+
+    def of(self, params) -> Average:
+        """The average of a run that begins at these params."""
+        wide = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params)
+        return self._with(wide, jnp.int32(0), jnp.asarray(self.rate, jnp.float32))
+
+    def moved(self, params, step) -> Average:
+        """The average after `step` updates led to these params: `a + rate · (params - a)`."""
+        rate = 1 / (self.count + 1).astype(jnp.float32) if self.uniform else self.rate
+        if self.warmup:
+            rate = jnp.maximum(rate, 9 / (10 + self.count.astype(jnp.float32)))  # decay at most (1 + n) / (10 + n)
+        counted = (step > self.start) & ((step - self.start) % self.every == 0)
+        rate = jnp.where(step > self.start, rate, 1)  # until it starts, an average is the params
+        move = lambda a, p: jnp.where(counted | (step <= self.start), a + rate.astype(a.dtype) * (p - a), a)
+        return self._with(jax.tree.map(move, self.params, params), self.count + counted.astype(jnp.int32), self.rate)
+
+    def _with(self, params, count, rate) -> Average:
+        return Average(params, count, rate, self.uniform, self.warmup, self.start, self.every)
+
+
+def ema(decay: Any = 0.999, *, warmup: bool = False, start: int = 0, every: int = 1) -> Average:
+    """`a ← decay · a + (1 - decay) · params` after every `every`-th applied update beyond `start`.
+
+    With `warmup` the decay is at most (1 + n) / (10 + n) after n averaged params, so that a young average does not
+    remember the initial ones (as in TensorFlow's ExponentialMovingAverage).
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(2)}, ema=0.9)
+    >>> state, _ = ts.update(state, {"w": -jnp.ones(2)})
+    >>> state.params["w"], ts.averaged(state).params["w"]
+    (Array([1., 1.], dtype=float32), Array([0.1, 0.1], dtype=float32))
+    """
+    if not _tree.is_traced(decay):
+        if isinstance(decay, bool) or (not isinstance(decay, (int, float)) and jnp.ndim(decay)):
+            raise WrongTypeError(message("decay", "ema()", _tree.describe(decay), "a number in [0, 1)"))
+        if not 0 <= float(decay) < 1:
+            raise HyperparameterError(message("decay", "ema()", decay, "a number in [0, 1)"))
+    _check_counts("ema()", start, every)
+    return Average(None, 0, 1 - decay, False, warmup, start, every)
+
+
+def polyak(*, start: int = 0, every: int = 1) -> Average:
+    """The plain mean of the params after every `every`-th applied update beyond `start` (Polyak and Juditsky 1992)."""
+    _check_counts("polyak()", start, every)
+    return Average(None, 0, 0.0, True, False, start, every)
+
+
+def swa(start: int, every: int) -> Average:
+    """Stochastic weight averaging: the mean of the params at the end of every cycle (Izmailov et al. 2018)."""
+    _check_counts("swa()", start, every)
+    return Average(None, 0, 0.0, True, False, start, every)
+
+
+def as_average(given, where: str) -> Average | None:
+    """What a user gave to `setup(ema=...)`: None, a decay, or one of the functions here."""
+    if given is None or isinstance(given, Average):
+        return given
+    if isinstance(given, bool) or _tree.dtype_of(given) is None:
+        raise WrongTypeError(message("ema", where, _tree.describe(given), "a decay in [0, 1), or ts.averages.ema(...)"))
+    return ema(given)
+
+
+def _check_counts(where: str, start, every) -> None:
+    for name, value, low in (("start", start, 0), ("every", every, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise WrongTypeError(message(name, where, _tree.describe(value), f"an int ≥ {low}"))
+
+
+__all__ = ["ema", "polyak", "swa"]

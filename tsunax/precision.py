@@ -1,0 +1,181 @@
+"""Which numbers are computed in which dtype, and how float16 gradients are kept in range.
+
+Parameters, optimizer state, norms, losses and averages stay float32; a policy says what the loss function sees. It
+is part of the state, so that training and evaluation agree.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tsunax import _tree, _where
+from tsunax.errors import StateError, WrongTypeError, message
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Dtypes of a training run: `setup(..., precision=Policy(compute="bfloat16"))`, or the name alone.
+
+    >>> Policy(compute="bfloat16").to_compute({"w": jnp.ones(2), "n": 3})["w"].dtype
+    dtype(bfloat16)
+    """
+
+    param: str = "float32"  # how parameters are stored; below float32 they get a float32 master copy
+    compute: str = "float32"  # what loss_fn sees: params, and the float leaves of the batch
+    output: str = "float32"  # for `to_output`, which a model's last line may call
+    batch: Any = "**"  # which leaves of the batch are cast: a pattern over its paths
+    rounding: str = "nearest"  # "stochastic": params of bfloat16 without a master copy, unbiased
+
+    def __post_init__(self):
+        for name in ("param", "compute", "output"):
+            value = getattr(self, name)
+            try:
+                known = jnp.dtype(value).name in DTYPES
+            except TypeError:
+                known = False
+            if not known:
+                raise WrongTypeError(message(name, "Policy()", _tree.describe(value), f"one of {', '.join(DTYPES)}"))
+            object.__setattr__(self, name, jnp.dtype(value).name)
+        if self.rounding not in ("nearest", "stochastic"):
+            expected = "'nearest' or 'stochastic'"
+            raise WrongTypeError(message("rounding", "Policy()", _tree.describe(self.rounding), expected))
+        if self.rounding == "stochastic" and self.param != "bfloat16":
+            fix = "Stochastic rounding cuts float32 to bfloat16."
+            raise WrongTypeError(message("param", "Policy(rounding='stochastic')", self.param, "'bfloat16'", fix))
+        _where.compile_where(self.batch)
+
+    def to_param(self, tree):
+        return cast(tree, self.param)
+
+    def to_compute(self, tree):
+        return cast(tree, self.compute)
+
+    def to_output(self, tree):
+        return cast(tree, self.output)
+
+    def batch_to_compute(self, batch):
+        """The batch with its float leaves, of those that `batch` matches, in the compute dtype."""
+        flags = _where.select(self.batch, batch)
+        leaves, treedef = jax.tree.flatten(batch)
+        return treedef.unflatten([cast(x, self.compute) if on else x for x, on in zip(leaves, flags, strict=True)])
+
+    @property
+    def masters(self) -> bool:
+        """Whether params are stored rounded, with their true values beside them."""
+        return jnp.dtype(self.param).itemsize < 4 and not self.stochastic
+
+    @property
+    def stochastic(self) -> bool:
+        return self.rounding == "stochastic"
+
+
+def as_policy(precision, where: str) -> Policy | None:
+    """The policy behind what a user gave: None, a dtype's name, or a `Policy`."""
+    if precision is None or isinstance(precision, Policy):
+        return precision
+    if isinstance(precision, str) and precision in DTYPES:
+        return Policy(compute=precision)
+    expected = f"{', '.join(map(repr, DTYPES))}, or a Policy"
+    raise WrongTypeError(message("precision", where, _tree.describe(precision), expected))
+
+
+def cast(tree, dtype):
+    """The real float leaves of a tree in another dtype; all others as they are."""
+
+    def one(x):
+        is_float = _tree.dtype_of(x) is not None and jnp.issubdtype(_tree.dtype_of(x), jnp.floating)
+        return jnp.asarray(x, dtype) if is_float and not isinstance(x, jax.ShapeDtypeStruct) else x
+
+    return jax.tree.map(one, tree)
+
+
+def cast_like(tree, like):
+    """Each leaf in the dtype of its place in `like`."""
+    return jax.tree.map(lambda x, y: jnp.asarray(x, _tree.dtype_of(y)), tree, like)
+
+
+def round_stochastically(tree, key):
+    """float32 leaves as bfloat16, up or down with the probability that keeps the mean.
+
+    Random bits are added below the last bit that is kept, and cut off (Zamirai et al. 2020, arXiv:2010.06192).
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def one(x, key):
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+        noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+        cut = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+        return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)
+
+    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+    return treedef.unflatten([one(x, k) for x, k in zip(leaves, keys, strict=True)])
+
+
+# ------------------------------------------------------------------------------------------------- the loss scale
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("scale", "good"),
+    meta_fields=("dynamic", "interval", "factor", "floor", "ceiling"),
+)
+@dataclass(frozen=True)
+class LossScale:
+    """A factor on the loss that keeps small float16 gradients from becoming zero (Micikevicius et al. 2018).
+
+    Twice as large after `interval` applied steps in a row, half as large after one that overflowed, within
+    [floor, ceiling]. `dynamic=False` never changes it.
+    """
+
+    scale: Any = 2.0**16  # f32
+    good: Any = 0  # int32: applied steps since the scale last changed
+    dynamic: bool = True
+    interval: int = 2000
+    factor: float = 2.0
+    floor: float = 1.0
+    ceiling: float = 2.0**24
+
+    def grown(self, applied, overflowed) -> LossScale:
+        """The scale after a step that was applied, or that overflowed, or neither (rejected for another reason)."""
+        if not self.dynamic:
+            return self
+        due = applied & (self.good + 1 >= self.interval)
+        up = jnp.minimum(self.scale * self.factor, self.ceiling)
+        down = jnp.maximum(self.scale / self.factor, self.floor)
+        scale = jnp.where(overflowed, down, jnp.where(due, up, self.scale))
+        good = jnp.where(overflowed | due, 0, self.good + applied.astype(jnp.int32))
+        return LossScale(scale, good, self.dynamic, self.interval, self.factor, self.floor, self.ceiling)
+
+
+def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | None:
+    """The loss scale behind what a user gave: None, "dynamic", a number, or a `LossScale`.
+
+    float16 gets a dynamic one by default: without it, training in float16 stands still without a word.
+    """
+    if given is None:
+        given = "dynamic" if precision is not None and precision.compute == "float16" else None
+    if given is None:
+        return None
+    if isinstance(given, str) and given == "dynamic":
+        given = LossScale()
+    elif isinstance(given, (int, float)) and not isinstance(given, bool):
+        given = LossScale(float(given), dynamic=False)
+    if not isinstance(given, LossScale):
+        raise WrongTypeError(message("loss_scale", where, _tree.describe(given), "'dynamic', a number or a LossScale"))
+    low, high = (given.floor, given.ceiling) if given.dynamic else (0.0, float("inf"))
+    bad = not _tree.is_traced(given.scale) and not (0 < given.scale < float("inf") and low <= given.scale <= high)
+    if bad or not (0 < given.floor <= given.ceiling < float("inf")) or given.factor <= 1 or given.interval < 1:
+        expected = "0 < floor ≤ scale ≤ ceiling, factor > 1, interval ≥ 1"
+        raise StateError(message("loss_scale", where, given, expected))
+    scale, good = jnp.asarray(given.scale, jnp.float32), jnp.asarray(given.good, jnp.int32)
+    return LossScale(scale, good, given.dynamic, given.interval, given.factor, given.floor, given.ceiling)
+
+
+__all__ = ["LossScale", "Policy"]

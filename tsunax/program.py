@@ -1,0 +1,316 @@
+"""The step as one compiled program: what is donated, what is put back outside, and what is said when it fails.
+
+    train_step(loss_fn)(state, batch)  =  jit(update ∘ value_and_grad)(state, batch)
+
+The formula is in `step.py`; here is only how it is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from tsunax import _checks, _tree, guard
+from tsunax._loss_fn import LossFn, check_extra
+from tsunax.errors import NonFiniteError, StateError, TsunaxError, WrongTypeError, message
+from tsunax.metrics import Loss
+from tsunax.state import TrainState, check_flags, check_state, donated, is_gone
+from tsunax.step import StepInfo, in_precision, objective_of, update, value_and_grad
+
+
+def _fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
+    """After a program did not take its arguments: what is wrong with them, where that can be seen."""
+    if isinstance(error, TsunaxError):
+        error.__dict__.pop("__notes__", None)  # JAX's, on the frames that it has hidden
+        return None
+    if is_gone(state.clock):  # the program did take them, and failed afterwards
+        return None
+    try:
+        _check_arguments(state, batch, extra)
+    except TsunaxError as found:
+        return found
+    return None
+
+
+def _check_arguments(state: TrainState, batch, extra) -> None:
+    is_data = isinstance(batch, Iterator) or (hasattr(batch, "__iter__") and jax.tree_util.all_leaves([batch]))
+    if is_data and not _tree.is_array(batch):
+        fix = "A step takes one batch: for batch in data."
+        raise WrongTypeError(message("batch", "step()", _tree.describe(batch), "a tree of arrays", fix))
+    _checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
+    donated = {id(x) for x in jax.tree.leaves(_apart(state)[0])}
+    for name, tree in {"batch": batch, **extra}.items():
+        if name != "batch":
+            _checks.check_arrays(tree, name, f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...).")
+        if any(id(x) in donated for x in jax.tree.leaves(tree)):
+            fix = "The step donates them: copy, or train_step(..., donate=False)."
+            raise StateError(message(f"argument {name!r}", "step()", "arrays of the state itself", "others", fix))
+    _checks.check_arrays(state, "state")
+
+
+def _any_traced(tree) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
+
+
+def _apart(state: TrainState) -> tuple[tuple, tuple]:
+    """What a step changes (donated, and returned by the program), and what it only reads and is put back outside."""
+    trained, rest = state.params, None
+    if state.plan.selected is not None:
+        trained, rest = _tree.partition(state.params, state.plan.selected)
+    kept = state.masters, state.average, state.loss_scale
+    moving = state.clock, trained, state.opt_state, state.model_state, kept
+    return moving, (state.numbers, state.frozen, state.key, rest)
+
+
+def _assemble(plan, moving: tuple, still: tuple) -> TrainState:
+    clock, params, opt_state, model_state, (masters, average, loss_scale) = moving
+    numbers, frozen, key, rest = still
+    if rest is not None:
+        params = _tree.merge(params, rest)
+    return TrainState(clock, params, opt_state, model_state, key, numbers, frozen, masters, average, loss_scale, plan)
+
+
+def _search(loss_fn, state: TrainState, batch, extra) -> dict[str, Callable]:
+    """The loss at other trained parameters, under the names by which rules ask for it.
+
+    optax hands every extra argument that its line search does not know to this function, by the names of its
+    signature, and fails on the others: so it names them all and reads none.
+    """
+    fn = LossFn.of(loss_fn)
+    keywords = fn.keywords(state, batch, extra, train=True)
+
+    def value_fn(params, **_):
+        return objective_of(fn, state, batch, keywords)(params)[1].compute()
+
+    names = ["step", "weight", "obj_fn", *extra]
+    keyword = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    value_fn.__signature__ = inspect.Signature([first, *keyword])  # type: ignore[attr-defined]
+    return {"value_fn": value_fn, "obj_fn": value_fn}
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Known:
+    """A weight that follows from the shapes, on its way out of the program.
+
+    No array: a constant that a program returns costs XLA:CPU a copy on another thread, 15 us a step.
+    """
+
+    weight: np.ndarray | np.generic
+
+    def __hash__(self):
+        return hash(float(self.weight))
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """What `train_step` returns: a function `(state, batch, **extra) -> (state, info)` that is also a value.
+
+    `step.lower(state, batch)` is its program, `step.pure(state, batch, extra)` the function behind it, and
+    `dataclasses.replace(step, accumulate=4)` the same step otherwise.
+    """
+
+    loss_fn: Callable
+    accumulate: int = 1
+    on_nonfinite: str = "skip"
+    donate: bool = True
+    remat: Any = None
+    norms: bool = True
+
+    def __post_init__(self):
+        check_flags("train_step()", donate=self.donate, norms=self.norms)
+        _ = self._gradient  # the errors of all others belong here, not into the first call
+
+    @functools.cached_property
+    def _gradient(self) -> Callable:
+        given = {"accumulate": self.accumulate, "remat": self.remat, "on_nonfinite": self.on_nonfinite}
+        return value_and_grad(self.loss_fn, **given, where="train_step()")
+
+    def pure(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
+        """The step without compilation and donation."""
+        check_extra(state, extra, train=True)
+        loss, grads = self._gradient(state, batch, **extra)
+        search = _search(self.loss_fn, state, batch, extra)
+        return update(state, grads, loss=loss, on_nonfinite=self.on_nonfinite, norms=self.norms, **search, **extra)
+
+    @functools.cached_property
+    def _traced(self) -> Any:
+        return jax.jit(self.pure)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        def train_step(plan, moving, still, batch, extra):
+            state, (loss, weight, *seen, _) = self.pure(_assemble(plan, moving, still), batch, extra)
+            weight = _Known(weight) if isinstance(weight, np.ndarray | np.generic) else weight
+            return _apart(state)[0], (loss, weight, *seen)  # numbers are put back outside, and info made there: faster
+
+        return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else ())
+
+    def __call__(self, state: TrainState, batch, **extra) -> tuple[TrainState, StepInfo]:
+        if not isinstance(state, TrainState):
+            check_state(state, "step()", batch)
+        try:
+            known = state.__dict__.get("concrete")
+            # eager grad and vmap trace some arrays only, and would donate the others under the user's feet
+            if _any_traced((batch, extra) if known else (state, batch, extra)):
+                return self._traced(state, batch, extra)
+            if known:
+                gone = state.clock.is_deleted()
+            else:
+                gone = any(map(is_gone, jax.tree.leaves(state)))
+                if isinstance(state.clock, jax.ShapeDtypeStruct):
+                    _checks.check_arrays(state, "state")
+            if gone:
+                raise StateError(donated("step()"))
+            plan, (moving, still) = state.plan, _apart(state)
+            moving, (loss, weight, *seen) = self._compiled(plan, moving, still, batch, extra)
+        except Exception as error:
+            if fault := _fault(error, state, batch, extra):
+                raise fault from None
+            raise
+        state = _assemble(plan, moving, still)
+        if not isinstance(state.clock, Tracer):  # a jit around us traces all that it computes
+            state.__dict__["concrete"] = True  # no field: a state that was edited is looked at again
+        weight = weight.weight if type(weight) is _Known else weight
+        info = tuple.__new__(StepInfo, (loss, weight, *seen, still[0]))
+        if self.on_nonfinite == "raise":
+            self._raise_if_rejected(state, info, batch, extra)
+        return state, info
+
+    def _raise_if_rejected(self, state: TrainState, info: StepInfo, batch, extra) -> None:
+        verdict, calls = int(info.verdict), int(state.calls)
+        if verdict <= 0 or not _is_fault(state, verdict):
+            return
+        # the state is as it was: the gradients that were rejected can be had again
+        _, grads = jax.jit(self._gradient)(state.replace(calls=calls - 1), batch, **extra)
+        what = guard.explain(verdict, state.opt_state, grads)
+        raise NonFiniteError(
+            f"step {int(state.step)} (call {calls - 1}) was rejected: {what}. `error.state` is the state before it.",
+            state,
+            info,
+        )
+
+    def lower(self, state: TrainState, batch, **extra) -> jax.stages.Lowered:
+        """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is compiled."""
+        check_state(state, "lower()", batch)
+        return self._compiled.lower(state.plan, *_apart(state), batch, extra)
+
+    def __getstate__(self):
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def _is_fault(state: TrainState, verdict: int) -> bool:
+    """Whether a rejection is one to raise: a loss scale that can still be lowered is looking for its value."""
+    scale = state.loss_scale
+    searching = scale is not None and scale.dynamic and float(scale.scale) > scale.floor
+    return not (searching and guard.overflowed(verdict))
+
+
+def train_step(
+    loss_fn: Callable,
+    *,
+    accumulate: int = 1,
+    on_nonfinite: str = "skip",
+    donate: bool = True,
+    remat: Any = None,
+    norms: bool = True,
+) -> TrainStep:
+    """The compiled step of a loss function: `step(state, batch, **extra) -> (state, info)`.
+
+    In plain JAX, jitted with the state donated:
+
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = rule.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+
+    Args:
+      loss_fn: `loss_fn(params, batch, ...)` returns a scalar (a mean over its rows) or a `Loss`. It may name, as
+        further parameters, `key` (new at every call), `model_state`, `train` (True), `mask` (f32 of shape
+        (rows,), 1 for real rows), `step`, and the names given to the step as `extra`; it gets what it names.
+      accumulate: cut the batch into so many micro-batches, one after another, for the memory of one: same loss and
+        gradients, whatever the masks. A batch that does not divide is padded if loss_fn names `mask`.
+      on_nonfinite: "skip", "raise" or "ignore" a step with a loss or gradient that is not finite, see `update`; or
+        "drop" the micro-batch that it comes from, and skip where none is left.
+      donate: whether the state given is consumed. Where the state is traced (inside jit, scan, vmap, grad)
+        nothing is.
+      remat: `True`, or a policy of `jax.checkpoint_policies` or its name ("dots_saveable"): recompute activations
+        instead of storing them.
+      norms: whether info has `grad_norm` and `update_norm`.
+
+    `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host arrays.
+
+    Raises, before anything is compiled: WrongTypeError, LossError (what loss_fn returned, raised or asks for).
+    When called: StateError for a donated state, NonFiniteError under "raise" (not where the state is traced: nothing
+    can wait there, and the step is skipped; nor while a dynamic loss scale is still coming down).
+
+    >>> import jax.numpy as jnp
+    >>> import tsunax as ts
+    >>> step = train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
+    >>> for _ in range(3):
+    ...     state, info = step(state, jnp.eye(2))
+    ...     print(f"{info.loss:.4f}")
+    2.5000
+    2.0250
+    1.6402
+    """
+    return TrainStep(loss_fn, accumulate, on_nonfinite, donate, remat, norms)
+
+
+@dataclass(frozen=True)
+class EvalStep:
+    """What `eval_step` returns: a function `(state, batch, **extra) -> Loss` that is also a value."""
+
+    loss_fn: Callable
+
+    def __post_init__(self):
+        LossFn.of(self.loss_fn, "eval_step()")
+
+    def pure(self, state: TrainState, batch, extra) -> Loss:
+        fn = LossFn.of(self.loss_fn)
+        keywords = fn.keywords(state, batch, extra, train=False)
+        loss = fn(*in_precision(state, state.params, batch), keywords)
+        return dataclasses.replace(loss, model_state=None)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(self.pure)
+
+    def __call__(self, state: TrainState, batch, **extra) -> Loss:
+        check_state(state, "eval_step()", batch)
+        try:
+            return self._compiled(state, batch, extra)
+        except Exception as error:
+            if fault := _fault(error, state, batch, extra):
+                raise fault from None
+            raise
+
+    def __getstate__(self):
+        return {"loss_fn": self.loss_fn}
+
+
+def eval_step(loss_fn: Callable) -> EvalStep:
+    """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
+
+    `train` is False, there is no `key`, and `model_state` is read only; the precision is that of the state. Results
+    of several batches merge: `a.merge(b).compute()` is the mean over all rows of both.
+
+    Raises LossError for a loss_fn that cannot be used, as `train_step` does.
+
+    >>> import jax.numpy as jnp
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
+    >>> f = eval_step(lambda params, x: jnp.mean(x @ params["w"]))
+    >>> float(f(state, jnp.eye(2)).merge(f(state, jnp.ones((1, 2)))).compute())
+    2.0
+    """
+    return EvalStep(loss_fn)
