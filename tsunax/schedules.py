@@ -66,7 +66,8 @@ class Schedule:
         >>> linear_schedule(1.0, 0.0, transition_steps=4).values(6)
         array([1.  , 0.75, 0.5 , 0.25, 0.  , 0.  ], dtype=float32)
         """
-        return np.asarray(jax.vmap(self)(jnp.arange(_whole_number(0)("values()", "n", n), dtype=jnp.int32)))
+        steps = np.arange(_whole_number(0)("values()", "n", n), dtype=np.int32)
+        return np.asarray(_evaluate_all(jax.tree.map(_as_float, self), steps))
 
     def __eq__(self, other):
         if not isinstance(other, Schedule):
@@ -75,8 +76,8 @@ class Schedule:
         return shape == other_shape and all(map(_same, mine, others))
 
     def __hash__(self):
-        leaves, shape = jax.tree.flatten(self)
-        return hash((shape, *(float(x) for x in leaves if not _tree.is_traced(x) and not np.ndim(x))))
+        numbers = (float(x) for x in jax.tree.leaves(self) if not _tree.is_traced(x) and not np.ndim(x))
+        return hash((self.factory, self.static, *numbers))
 
     def __repr__(self):
         given = {**self.arguments, **dict(self.static)}
@@ -104,7 +105,9 @@ def _as_step(step, title: str):
         raise WrongTypeError(message("step", f"{title}()", _tree.describe(step), "a whole number, or an array of them"))
     if isinstance(step, jax.Array):
         return jnp.clip(step.astype(jnp.promote_types(dtype, jnp.int32)), 0, _LAST).astype(jnp.int32)
-    return np.clip(np.asarray(step, np.int64), 0, _LAST).astype(np.int32)
+    if isinstance(step, int):  # of any size
+        return np.int32(min(max(step, 0), _LAST))
+    return np.clip(step.astype(np.int64), 0, _LAST).astype(np.int32)
 
 
 @jax.jit
@@ -118,6 +121,12 @@ def _evaluate(schedule: Schedule, step):
     value = schedule.factory.__wrapped__(step, **arguments, **dict(schedule.static))
     value = jnp.asarray(value, jax.dtypes.canonicalize_dtype(float))
     return value if value.ndim else _number.weak(value)
+
+
+@jax.jit
+def _evaluate_all(schedule: Schedule, steps):
+    """One step after the other: the bits of single calls, which a vectorised division has not."""
+    return jax.lax.map(schedule, steps)
 
 
 def _at(piece, step):
@@ -394,12 +403,7 @@ def linear_schedule(step, init_value: Value, end_value: Value, transition_steps:
 
 @schedule
 def polynomial_schedule(
-    step,
-    init_value: Value,
-    end_value: Value,
-    power: NotNegative,
-    transition_steps: Length,
-    transition_begin: Wait = 0,
+    step, init_value: Value, end_value: Value, power: NotNegative, transition_steps: Length, transition_begin: Wait = 0
 ):
     """`end + (init - end) · (1 - u)^power`, u from 0 to 1 in `transition_steps`, after `transition_begin`."""
     return _between(end_value, init_value, (1 - _ramp(step, transition_begin, transition_steps)) ** power)
@@ -454,8 +458,8 @@ def linear_onecycle_schedule(
     """
     start = peak_value / div_factor
     top, bottom = _part(pct_start, transition_steps), _part(pct_final, transition_steps)
-    points = [(0, start), (top, peak_value), (bottom, start), (transition_steps, start / final_div_factor)]
-    return _through(step, points)
+    end = peak_value / (div_factor * final_div_factor)
+    return _through(step, [(0, start), (top, peak_value), (bottom, start), (transition_steps, end)])
 
 
 @schedule
@@ -472,12 +476,13 @@ def cosine_onecycle_schedule(
     The peak is at `pct_start` of `transition_steps`, rounded down. (Smith, arXiv:1708.07120.)
     """
     start, top = peak_value / div_factor, _part(pct_start, transition_steps)
-    return _through(step, [(0, start), (top, peak_value), (transition_steps, start / final_div_factor)], "cosine")
+    end = peak_value / (div_factor * final_div_factor)
+    return _through(step, [(0, start), (top, peak_value), (transition_steps, end)], "cosine")
 
 
 def _part(fraction, steps):
-    """So much of a length, rounded down; what misses a whole number by float32's rounding counts as that."""
-    return jnp.floor(fraction * steps * (1 + 2e-7))
+    """So much of a length, rounded down; what misses a whole number by one float32 counts as that."""
+    return jnp.floor(fraction * steps * (1 + 2.0**-23))
 
 
 @schedule
@@ -552,9 +557,13 @@ def join_schedules(schedules: Any, boundaries: Any) -> Schedule:
 
     Raises HyperparameterError for boundaries that are negative, not sorted, or not one less than the pieces.
     """
-    where, bounds = "join_schedules()", [0, *boundaries]
-    if not isinstance(schedules, (list, tuple)) or len(schedules) != len(bounds):
-        got = f"{len(bounds) - 1} for {_tree.describe(schedules)}"
+    where = "join_schedules()"
+    for name, given in (("schedules", schedules), ("boundaries", boundaries)):
+        if not isinstance(given, (list, tuple, np.ndarray)):
+            raise WrongTypeError(message(name, where, _tree.describe(given), "a list"))
+    bounds = [0, *boundaries]
+    if len(schedules) != len(bounds):
+        got = f"{len(boundaries)} for {len(schedules)} schedules"
         raise HyperparameterError(message("boundaries", where, got, "one less than the schedules"))
     for n in bounds:
         _any_number(where, "boundaries", n)
@@ -670,8 +679,8 @@ def sine_exponential(step, low: Value, high: Value, period: Length, decay_rate: 
 def cosine_annealing(step, low: Value, high: Value, period: Length, restart: Flag = True):
     """Half a cosine from `high` towards `low` in `period` steps, again and again, or once without `restart`.
 
-    With restarts `low` itself is never reached: the last step of a period is 1/period before it. (Loshchilov and Hutter,
-    SGDR, arXiv:1608.03983.)
+    With restarts `low` itself is never reached: the last step of a period is 1/period before it.
+    (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)
     """
     return _between(low, high, _cosine(_cycle(step, period)[0] if restart else _ramp(step, 0, period)))
 
