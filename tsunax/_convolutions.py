@@ -149,8 +149,6 @@ def _kernel_layout(ndim: int) -> jax.lax.ConvDimensionNumbers:
 def _is_slow(x_shape, w_shape, params) -> bool:
     """Whether XLA would run it in scalar loops, and the kernel is faster."""
     dims = params["dimension_numbers"]
-    if params["batch_group_count"] > 1:
-        return True
     if params["feature_group_count"] > 1 and w_shape[dims.rhs_spec[1]] <= _NARROW:
         return False
     return dims != _kernel_layout(len(x_shape))
