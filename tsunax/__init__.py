@@ -10,12 +10,12 @@
 Read `state.py` (what is carried), `step.py` (how it changes), and you have understood it.
 """
 
-from tsunax import averages, errors, metrics, precision, rules
+from tsunax import averages, errors, losses, metrics, precision, regularize, rules, schedules
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.metrics import Loss
 from tsunax.program import EvalStep, TrainStep, eval_step, train_step
 from tsunax.state import TrainState, averaged, setup, trainable
-from tsunax.step import StepInfo, update, value_and_grad
+from tsunax.step import StepInfo, flush, update, value_and_grad
 
 __version__ = "0.1.0.dev0"
 
@@ -30,11 +30,15 @@ __all__ = [
     "averages",
     "errors",
     "eval_step",
+    "flush",
     "freeze",
     "hyperparams",
+    "losses",
     "metrics",
     "precision",
+    "regularize",
     "rules",
+    "schedules",
     "setup",
     "thaw",
     "train_step",

@@ -58,7 +58,9 @@ def _leaf_fault(leaf: Any, name: _tree.Names) -> tuple[str, str, str, str] | Non
     dtype, floats = _tree.dtype_of(leaf), "a float or complex array"
     aside = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
     if dtype is None:
-        fix = aside if name else "Give the tree of arrays: what a model's init returns, or nnx.state(model, nnx.Param)."
+        fix = "Give the tree of arrays: what a model's init returns, or nnx.state(model, nnx.Param)."
+        if name:
+            fix = "Keep it outside of params; for equinox, params, rest = eqx.partition(model, eqx.is_array)."
         return "leaf that is no number", _tree.describe(leaf), floats, fix
     if not _tree.is_inexact(leaf):
         is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -115,15 +117,15 @@ def _nonfinite(leaves: list[Any]) -> list[int]:
 def check_params(params: Any, flags: _tree.Flags, root: str = "params") -> None:
     """Raise `ParamsError` for a selected leaf that cannot be trained, or shares its name.
 
-    Unselected leaves may be anything. Values are looked at only where there are some, so not under
+    Unselected leaves may be any arrays of numbers. Values are looked at only where there are some, so not under
     jit or `eval_shape`.
     """
     named = _tree.leaves_with_names(params)
     if not named:
         raise _tree.no_parameters(root, params)
     chosen = [(path, leaf) for (_, path, leaf), flag in zip(named, flags, strict=True) if flag]
-    for name, path, leaf in (found for found, flag in zip(named, flags, strict=True) if flag):
-        if fault := _leaf_fault(leaf, name):
+    for (name, path, leaf), flag in zip(named, flags, strict=True):
+        if (flag or _tree.dtype_of(leaf) is None) and (fault := _leaf_fault(leaf, name)):
             what, *rest = fault
             raise ParamsError(message(what, _tree.access_str(root, path), *rest))
     for joint in "/.":

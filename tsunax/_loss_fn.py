@@ -111,8 +111,12 @@ class LossFn:
         fix = f"Or give it yourself, step(state, batch, {name}=...), or take it out of batch."
         return _where.unknown("keyword", "loss_fn", name, [*_OFFERED, *extra], fix)
 
-    def __call__(self, params, batch, keywords) -> Loss:
-        """The `Loss` of one batch; a scalar weighs its rows, those that `mask` lets through where it is given."""
+    def __call__(self, params, batch, keywords, *, merges: bool = False) -> Loss:
+        """The `Loss` of one batch; a scalar weighs its rows, those that `mask` lets through where it is given.
+
+        Where leaves of the batch differ in rows nobody knows how many there are: it weighs 1, and raises where it
+        `merges` with others.
+        """
         mask, rows = keywords.get("mask"), rows_of(batch)
         if isinstance(mask, np.ndarray):
             keywords = keywords | {"mask": jnp.asarray(mask)}
@@ -125,7 +129,20 @@ class LossFn:
             raise LossError(message("loss_fn", _user_frame(error), told(error), expected, remedy(error))) from error
         if isinstance(mask, jax.Array) and np.shape(mask) == (rows,):
             out = _weighed(out, jnp.sum(mask))
+        if (mask is not None or not isinstance(out, Loss) or out.weight is None) and (uneven := _uneven(batch)):
+            if merges or mask is not None:
+                fix = "Return ts.Loss.mean(values) or ts.Loss(total, weight)."
+                raise LossError(message("rows", "batch", uneven, "the same number in every leaf", fix))
+            rows = 1
         return as_loss(out, rows)
+
+
+def _uneven(batch) -> str:
+    """The leaves of a batch that differ in their number of rows; "" where all agree."""
+    arrays = [(path, np.shape(x)) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0] if np.shape(x)]
+    if len({shape[0] for _, shape in arrays}) < 2:
+        return ""
+    return ", ".join(f"{_tree.access_str('batch', path)} {shape}" for path, shape in arrays[:4])
 
 
 def _weighed(out, weight):

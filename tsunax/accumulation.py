@@ -8,22 +8,26 @@ never multiplies by a flag: 0 · NaN is NaN.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from tsunax import _checks, _tree, guard
+from tsunax import _checks, _live, _tree, guard
 from tsunax.errors import LossError, WrongTypeError, message
 from tsunax.metrics import Loss
 
 
-def check_count(accumulate, where: str) -> None:
+def check_count(n, where: str, name: str = "accumulate") -> None:
     """Raise WrongTypeError unless it is an int ≥ 1."""
-    if not isinstance(accumulate, (int, np.integer)) or isinstance(accumulate, bool) or accumulate < 1:
-        raise WrongTypeError(message("accumulate", where, _tree.describe(accumulate), "an int ≥ 1"))
+    if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
+        raise WrongTypeError(message(name, where, _tree.describe(n), "an int ≥ 1"))
 
 
 def cut(batch, n: int, mask):
@@ -134,5 +138,98 @@ def _merged(take, losses: Loss) -> Loss:
 # ------------------------------------------------------------------------------------------------ across calls
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Window:
+    """State of `accumulate`."""
+
+    inner: Any  # the rule's own
+    sums: Any  # f32, like params: Σ weight · gradient of the calls gathered so far
+    value: Any  # f32: Σ weight · loss
+    weight: Any  # f32: Σ weight
+    calls: Any  # int32: how many
+    count: Any  # int32: windows that were applied. The clock of `every` where nobody passes `step=`
+    emitted: Any  # bool: whether the last call was the last one of its window
+
+
+def _is_window(x) -> bool:
+    return isinstance(x, Window)
+
+
 def emitted(opt_state):
-    return None
+    """Whether any window was applied by the call that left this state; None where no rule has one."""
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_window) if _is_window(x)]
+    return functools.reduce(operator.or_, [x.emitted for x in found]) if found else None
+
+
+@dataclass(frozen=True)
+class _Init:
+    init: Callable
+
+    def __call__(self, params) -> Window:
+        zero = jnp.float32(0)
+        sums = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), params)
+        return Window(self.init(params), sums, zero, zero, jnp.int32(0), jnp.int32(0), jnp.bool_(False))
+
+    def blank(self) -> _Init:
+        return _Init(_live.blank(self.init))
+
+
+@dataclass(frozen=True)
+class _Update:
+    update: Callable
+    every: Any  # int, or a schedule
+
+    def __call__(self, grads, state: Window, params=None, *, weight=None, flush: bool = False, **extra):
+        weight = jnp.float32(1 if weight is None else weight)
+        value = jnp.float32(extra.get("value", 0))
+        take = (weight > 0) & jnp.isfinite(_tree.global_norm(grads)) & jnp.isfinite(value)
+        add = lambda sum, x: jnp.where(take, sum + weight.astype(sum.dtype) * x.astype(sum.dtype), sum)
+        sums = jax.tree.map(add, state.sums, grads)
+        total, value = add(state.weight, jnp.float32(1)), add(state.value, value)
+        calls = state.calls + take.astype(jnp.int32)
+        n = self.every
+        if callable(n):
+            now: Any = n(extra.get("step", state.count))
+            n = jnp.maximum(jnp.round(now).astype(jnp.int32), 1)
+        due = (total > 0) & ((calls >= n) | flush)
+
+        def apply():
+            mean = jax.tree.map(lambda sum, g: (sum / total.astype(sum.dtype)).astype(g.dtype), sums, grads)
+            given = extra | {name: x for name, x in (("grad", mean), ("value", value / total)) if name in extra}
+            return self.update(mean, state.inner, params, weight=total, **given)
+
+        def gather():
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(apply)[0]), state.inner
+
+        updates, inner = jax.lax.cond(due, apply, gather)
+        begin = lambda x: jnp.where(due, jnp.zeros_like(x), x)
+        sums, value, total, calls = jax.tree.map(begin, (sums, value, total, calls))
+        return updates, Window(inner, sums, value, total, calls, state.count + due.astype(jnp.int32), due)
+
+
+def accumulate(rule: optax.GradientTransformation, every: Any) -> optax.GradientTransformationExtraArgs:
+    """Gather the gradients of `every` calls and give the rule their weighted mean: `Σ weight · g / Σ weight`.
+
+    The other calls change no parameter and no state of the rule; `state.step` and schedules wait, `state.calls` counts
+    on, and `info.applied` says which it was. Weights are those of the losses (in plain optax code, `weight=`). A call
+    whose gradient is not finite is left out and not counted. `every` is an int, or a schedule of `step`. What the
+    last, short window holds is applied by `ts.flush(state)`. Rules before it in a chain see every call.
+
+    The rule runs on the last call of a window only (`lax.cond`); under `vmap` that becomes a select, so that it runs
+    on every call: same numbers, more work. In memory it costs one f32 gradient in the state; `train_step(...,
+    accumulate=n)` needs it only during the step.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=2), {"w": jnp.zeros(2)})
+    >>> for g in (1.0, 3.0):
+    ...     state, info = ts.update(state, {"w": jnp.full(2, g)})
+    ...     print(info.applied, state.params["w"])
+    False [0. 0.]
+    True [-0.2 -0.2]
+    """
+    _live.check_rule(rule, "accumulate()")
+    if not callable(every):
+        check_count(every, "accumulate()", "every")
+    rule = _live.with_extra(rule)
+    return _live.as_rule(_Init(rule.init), _Update(rule.update, every))

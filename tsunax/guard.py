@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _tree
+from tsunax import _live, _number, _tree
 
 POLICIES = ("skip", "raise", "ignore", "drop")
 LIMIT = np.iinfo(np.int32).max
+GOT = "got {}"
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("whats",))
@@ -29,7 +30,7 @@ class Report:
     """Numbers that a rule leaves in its state for the verdict: a step where one is not finite is rejected."""
 
     values: Any  # f32 of shape (n,)
-    whats: tuple[str, ...]  # what each of them is, with path and shape
+    whats: tuple[str, ...]  # what each of them is, with path and shape; "{}" stands for "nan" or "inf"
 
 
 def _is_report(x) -> bool:
@@ -80,15 +81,16 @@ def explain(verdict: int, opt_state, grads=None) -> str:
     place, is_nan = divmod(int(verdict), 2)
     norm = "gradient norm" if grads is None else locate(grads)
     clock = f"clock, at its limit of {LIMIT} calls"
-    places = ["loss", norm, clock, *(what for r in reports(opt_state) for what in r.whats)]
-    return f"{places[place - 1]}: got {'nan' if is_nan else 'inf'}"
+    places = [f"loss: {GOT}", f"{norm}: {GOT}", clock, *(what for r in reports(opt_state) for what in r.whats)]
+    return places[place - 1].replace(GOT, f"got {'nan' if is_nan else 'inf'}")
 
 
 def locate(grads) -> str:
     """The first gradient leaf that is not finite, or overflows when squared."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
         if not bool(jnp.isfinite(jnp.sum(jnp.abs(leaf.astype(jnp.float32)) ** 2))):
-            return f"gradient of {_tree.access_str('params', path)}, shape {jnp.shape(leaf)}"
+            what = "norm of the gradient" if bool(jnp.all(jnp.isfinite(leaf))) else "gradient"
+            return f"{what} of {_tree.access_str('params', path)}, shape {jnp.shape(leaf)}"
     return "gradient norm"
 
 
@@ -109,3 +111,54 @@ def choose(take, new, old):
         return jnp.where(flag, n, o)
 
     return treedef.unflatten([one(f, n, o) for f, n, o in zip(take, new, old, strict=True)])
+
+
+# ------------------------------------------------------------------------------------------------------- spikes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class SpikeState:
+    """State of `reject_spikes`: running statistics of the steps that were applied."""
+
+    centre: Any  # f32[2]: of the log of the gradient norm, of the loss
+    spread: Any  # f32[2]: mean distances from it
+    seen: Any  # int32: steps
+    report: Report
+
+
+_SPIKES = ("gradient norm: a spike, above its running band", "loss: a spike, above its running band")
+
+
+def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
+    """Reject a step whose gradient norm or loss is far above what it was lately; for the head of a chain.
+
+    The band of the last steps, about `1 / (1 - decay)` of them, reaches `factor` mean distances above the mean (of a
+    Gaussian 4.8 standard deviations at 6: one step in a million), and at least to the double, so that a quiet run is
+    not cut short by a ripple. The norm is looked at on a log scale. Nothing is rejected in the first `warmup` steps:
+    norms are wild at the start of a run. Rejected steps change no statistics. A level that has risen for good is
+    rejected for good: watch `state.rejected_in_a_row`.
+    """
+    reach, rate = _number.as_scalar(factor), 1 - decay
+
+    def init(params):
+        zeros = jnp.zeros(2, jnp.float32)
+        return SpikeState(zeros, zeros, jnp.int32(0), Report(zeros, _SPIKES))
+
+    def update(updates, state, params=None, *, value=0.0, outside=0.0, **_):
+        norm = jnp.sqrt(sum(_tree.square_sums(updates)) + outside)
+        now = jnp.stack([jnp.log(jnp.maximum(norm, 1e-30)), jnp.asarray(value, jnp.float32)])
+        room = jnp.stack([jnp.float32(np.log(2)), jnp.abs(state.centre[1])])
+        above = now > state.centre + jnp.maximum(reach * state.spread, room)
+        spike = above & (state.seen >= warmup)
+        first = state.seen == 0
+        centre = jnp.where(first, now, state.centre + jnp.float32(rate) * (now - state.centre))
+        distance = jnp.abs(now - state.centre)
+        spread = jnp.where(first, 0, state.spread + jnp.float32(rate) * (distance - state.spread))
+        report = Report(jnp.where(spike, jnp.inf, 0).astype(jnp.float32), _SPIKES)
+        return updates, SpikeState(centre, spread, state.seen + 1, report)
+
+    return _live.as_rule(init, update)
+
+
+reject_spikes = _live.live(_reject_spikes, static=("warmup",))

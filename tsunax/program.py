@@ -22,7 +22,7 @@ from tsunax import _checks, _tree, guard
 from tsunax._loss_fn import LossFn, check_extra
 from tsunax.errors import NonFiniteError, StateError, TsunaxError, WrongTypeError, message
 from tsunax.metrics import Loss
-from tsunax.state import TrainState, check_flags, check_state, donated, is_gone
+from tsunax.state import Plan, TrainState, check_flags, check_state, donated, is_gone
 from tsunax.step import StepInfo, in_precision, objective_of, update, value_and_grad
 
 
@@ -278,17 +278,25 @@ class EvalStep:
     def pure(self, state: TrainState, batch, extra) -> Loss:
         fn = LossFn.of(self.loss_fn)
         keywords = fn.keywords(state, batch, extra, train=False)
-        loss = fn(*in_precision(state, state.params, batch), keywords)
+        loss = fn(*in_precision(state, state.params, batch), keywords, merges=True)
         return dataclasses.replace(loss, model_state=None)
 
     @functools.cached_property
     def _compiled(self) -> Any:
         return jax.jit(self.pure)
 
+    def _read(self, state: TrainState) -> TrainState:
+        """What an evaluation reads of the state: neither another rule nor a freeze compiles it anew."""
+        average = state.average if "ema" in LossFn.of(self.loss_fn).names else None
+        plan = Plan(None, None, None if average is None else state.plan.selected, state.plan.precision)
+        return TrainState(
+            state.clock, state.params, None, state.model_state, None, None, None, None, average, None, plan
+        )
+
     def __call__(self, state: TrainState, batch, **extra) -> Loss:
         check_state(state, "eval_step()", batch)
         try:
-            return self._compiled(state, batch, extra)
+            return self._compiled(self._read(state), batch, extra)
         except Exception as error:
             if fault := _fault(error, state, batch, extra):
                 raise fault from None

@@ -18,10 +18,10 @@ import numpy as np
 import optax
 import optax.contrib
 
-from tsunax import _hoist, _live, _number, _parity, _tree, _where
+from tsunax import _hoist, _live, _number, _parity, _tree, _where, accumulation, guard
 from tsunax._live import LiveFactory, live
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
-from tsunax.guard import Report, choose
+from tsunax.guard import GOT, Report, choose
 
 # ---------------------------------------------------------------------------------------------- optax's, made live
 
@@ -88,6 +88,7 @@ class _ChainUpdate:
         for update, state in zip(self.updates, states, strict=True):
             grads, state = update(grads, state, params, **extra)
             new.append(state)
+            extra.pop("outside", None)  # the norm of what the other groups received: no measure for other rules' output
         return grads, tuple(new)
 
 
@@ -190,8 +191,8 @@ class _GroupsUpdate:
         parts = zip(self.assign.patterns, self.updates, strict=True)
         return GroupsState({p: _live.on_one_clock(update, state.inner[p]) for p, update in parts})
 
-    def __call__(self, grads, state, params=None, *, value_fn=None, grad=None, outside=0.0, **extra):
-        flags = self.assign(grads)
+    def __call__(self, grads, state, params=None, *, value_fn=None, obj_fn=None, grad=None, outside=0.0, **extra):
+        flags = self.assign(grads if params is None else params)
         squares = _tree.square_sums(grads)
         out, inner = list(jax.tree.leaves(grads)), {}
         for pattern, update in zip(self.assign.patterns, self.updates, strict=True):
@@ -201,8 +202,8 @@ class _GroupsUpdate:
             given = {"outside": others, **extra}
             if grad is not None:
                 given["grad"] = part(grad)
-            if value_fn is not None:
-                given["value_fn"] = _for_part(value_fn, params, mine)
+            searches = {"value_fn": value_fn, "obj_fn": obj_fn}
+            given |= {name: _for_part(f, params, mine) for name, f in searches.items() if f is not None}
             updates, inner[pattern] = update(part(grads), state.inner[pattern], part(params), **given)
             new = iter(jax.tree.leaves(updates))
             out = [next(new) if own else u for own, u in zip(mine, out, strict=True)]
@@ -230,7 +231,7 @@ def groups(
 ) -> optax.GradientTransformationExtraArgs:
     """A rule for each part of the params: `{pattern: rule}`; the first pattern that matches a leaf takes it.
 
-    Each rule sees its own leaves only, but `clip_global_norm` inside a group is over the norm of all groups.
+    Each rule sees its own leaves only, but `clip_global_norm` at the head of a group is over the norm of all groups.
     With `labels` (a tree of strings like params, or `f(path, leaf) -> str`) the keys are labels instead.
 
     Raises PatternError, at setup, for a leaf without a group, a group without a leaf, an unknown label.
@@ -316,7 +317,8 @@ def _clip_value(max: float = 10.0):
 def _clip_global_norm(max: float = 1.0):
     """Scale the whole gradient to an L2 norm of at most `max`.
 
-    One f32 norm over everything that is trained and not frozen, across `groups` too. Where it is not finite the
+    One f32 norm over everything that is trained and not frozen; at the head of a group's chain it is across all
+    `groups`, behind another rule over its own group. Where it is not finite the
     step is rejected by its verdict; in plain optax code it is as in `optax.clip_by_global_norm`.
     """
     bound = _number.as_scalar(max)
@@ -342,7 +344,8 @@ def _clip_array_norm(max: float = 10.0, p: float = 2, throw: bool = True):
 
     def report(params, values):
         leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-        whats = (f"clip_array_norm, p={p}, of {_tree.access_str('grads', k)}, shape {x.shape}" for k, x in leaves)
+        name = lambda path: f"clip_array_norm, p={p}, of {_tree.access_str('grads', path)}"
+        whats = (f"{name(path)}, shape {x.shape}: {GOT}" for path, x in leaves)
         return Report(values, tuple(whats))
 
     def init(params):
@@ -413,10 +416,11 @@ clip_array_norm = live(_clip_array_norm, static=("p", "throw"))
 for _clip in (clip_value, clip_global_norm, clip_array_norm):
     _clip.advice = "Choose one of clip_global_norm, clip_array_norm, clip_value."
 weight_decay = live(_weight_decay)
+accumulate, reject_spikes = accumulation.accumulate, guard.reject_spikes
 sign_decay = live(_sign_decay)
 
 __all__ = sorted([
     *(n for n in (*OPTAX, *CONTRIB) if n in globals()), *_parity.__all__,
-    "chain", "clip_array_norm", "clip_global_norm", "clip_value", "groups", "live", "sign_decay", "skip_zero",
-    "weight_decay",
+    "accumulate", "chain", "clip_array_norm", "clip_global_norm", "clip_value", "groups", "live", "reject_spikes",
+    "sign_decay", "skip_zero", "weight_decay",
 ])  # fmt: skip

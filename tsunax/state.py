@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +35,8 @@ class Plan:
     Interned: equal plans are one object, so that jit compares identities when it looks for its program.
     """
 
-    init: Callable  # the rule's init, its numbers left out: only ever traced for shapes
-    update: Callable
+    init: Any  # the rule's init, its numbers left out: only ever traced for shapes
+    update: Any
     selected: tuple[bool, ...] | None  # one flag per leaf of params; None: all of them
     precision: Policy | None
 
@@ -136,7 +135,8 @@ class TrainState:
             fields["masters"] = cast_like(_trained(fields["params"], self.plan), self.masters)
         for at, name in enumerate(COUNTS):
             if name in fields:
-                clock = clock.at[..., at].set(fields.pop(name))
+                # no scatter: on a mesh with explicit axes that wants the sharding of the value spelled out
+                clock = jnp.where(np.arange(len(COUNTS)) == at, jnp.asarray(fields.pop(name))[..., None], clock)
         fields = {name: jax.tree.map(own, value) for name, value in fields.items()}
         return dataclasses.replace(self, clock=clock, **fields)
 
@@ -569,4 +569,6 @@ def _bytes(tree) -> str:
 
 def _devices(leaves) -> str:
     devices = sorted({d for x in leaves if isinstance(x, jax.Array) for d in x.devices()}, key=lambda d: d.id)
+    if not devices:
+        return "the host"
     return str(devices[0]) if len(devices) == 1 else f"{len(devices)} devices ({devices[0]} ...)"

@@ -21,7 +21,7 @@ import optax
 
 from tsunax import _checks, _hoist, _tree, _where, accumulation, guard
 from tsunax._loss_fn import LossFn
-from tsunax.errors import LossError, StateError, WrongTypeError, message
+from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
 from tsunax.metrics import Loss, as_loss, check_scalar
 from tsunax.precision import cast_like, round_stochastically
 from tsunax.state import TrainState, base, check_flags, check_state, is_gone, trained_part, with_rest
@@ -121,6 +121,13 @@ class StepInfo(NamedTuple):
         """Whether the step moved the parameters: it was neither rejected nor only gathered by `rules.accumulate`."""
         return np.ones(np.shape(self.loss), bool) if self.verdict is None else self.verdict == 0
 
+    def __repr__(self) -> str:
+        parts = {"loss": self.loss, "weight": self.weight, "grad_norm": self.grad_norm}
+        parts |= {"update_norm": self.update_norm, "applied": self.applied, **(self.metrics or {}), **self.hyperparams}
+        short = lambda x: f"{float(x):.6g}" if _tree.is_array(x) and not _tree.is_traced(x) and not np.ndim(x) else x
+        shown = (f"{k}={bool(v) if k == 'applied' and not np.ndim(v) else short(v)}" for k, v in parts.items())
+        return f"StepInfo({', '.join(shown)})"
+
     @property
     def hyperparams(self) -> dict[str, Any]:
         """The live hyperparameters that the step used, by flat name."""
@@ -184,7 +191,7 @@ def update(
     given = {"grad": grads, "step": state.step, "weight": loss.weight, **extra}
     given |= {} if value is None else {"value": value}
     opt_state = _hoist.lower(state.opt_state, state.numbers, state.step)
-    updates, opt_state = state.plan.update(grads, opt_state, seen, **given)
+    updates, opt_state = _ruled(state.plan.update, grads, opt_state, seen, given)
     opt_state = _hoist.hoist_like(opt_state, state.numbers)
     verdict = None if on_nonfinite == "ignore" else guard.judge(value, grad_norm, state.calls, opt_state)
     emitted = accumulation.emitted(opt_state)
@@ -209,7 +216,7 @@ def update(
         loss=None if value is None else jnp.asarray(value, jnp.float32),
         weight=loss.weight,
         grad_norm=grad_norm if norms else None,
-        update_norm=_tree.global_norm(updates) if norms else None,
+        update_norm=_tree.global_norm(_without_frozen(updates, thawed)) if norms else None,
         verdict=guard.with_gathered(verdict, emitted),
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=loss.dropped,
@@ -217,6 +224,23 @@ def update(
         numbers=state.numbers,
     )
     return new, info
+
+
+def flush(state: TrainState) -> TrainState:
+    """Apply what an unfinished window of `rules.accumulate` holds, at the end of an epoch or a run.
+
+    It is divided by the weight that it has, not by that of a full window. A state whose windows are empty stays as
+    it is, but for `calls`.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=4), {"w": jnp.zeros(2)})
+    >>> state, _ = ts.update(state, {"w": jnp.ones(2)})
+    >>> ts.flush(state).params["w"]
+    Array([-0.1, -0.1], dtype=float32)
+    """
+    check_state(state, "flush()")
+    nothing = jax.tree.map(jnp.zeros_like, trained_part(state))
+    return update(state, nothing, weight=0.0, flush=True)[0]
 
 
 def _fitting(state: TrainState, grads, params):
@@ -279,6 +303,22 @@ def _without_frozen(grads, thawed):
         return grads
     leaves, treedef = jax.tree.flatten(grads)
     return treedef.unflatten([jnp.where(on, g, jnp.zeros_like(g)) for on, g in zip(thawed, leaves, strict=True)])
+
+
+def _ruled(rule: Callable, grads, opt_state, params, given) -> tuple[Any, Any]:
+    """What the rule makes of the gradients. Raises RuleError for one that wants the loss, or returns other shapes."""
+    try:
+        updates, opt_state = rule(grads, opt_state, params, **given)
+    except TypeError as error:
+        if "value" in given or "'value" not in str(error):
+            raise
+        fix = "Give update(state, grads, loss=loss); train_step gives it by itself."
+        raise RuleError(message("loss", "update()", "None", "the loss, which this rule asks for", fix)) from error
+    for (path, u), p in zip(jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(params), strict=True):
+        if np.shape(u) != np.shape(p):
+            where = _tree.access_str("params", path)
+            raise RuleError(message("update", where, f"shape {np.shape(u)}", f"{np.shape(p)}", "The rule changes it."))
+    return updates, opt_state
 
 
 def _with_params(state: TrainState, seen) -> TrainState:
