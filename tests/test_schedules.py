@@ -593,6 +593,16 @@ def test_traced_numbers_compare_by_identity():
     assert a == b == S.triangle(0.1, 1.0, 10)(3)
 
 
+def test_all_numbers_may_be_traced():
+    @jax.jit
+    def traced(n, x):
+        milestones = S.piecewise_constant_schedule(x, [(n, x), (2 * n, x)])
+        return milestones(9), S.join_schedules([x, x / 2], [n])(9), S.warmup_constant_schedule(0.0, x, n)(1)
+
+    assert [float(value) for value in traced(5, 0.5)] == [0.25, 0.25, F32(0.1)]
+    assert [float(value) for value in traced(4, 0.5)] == [0.125, 0.25, 0.125]
+
+
 def test_steps_of_every_kind():
     schedule = S.linear_schedule(0.0, 1.0, 10)
     for step in (3, np.int64(3), np.uint8(3), np.array(3), jnp.int32(3), jnp.uint8(3)):
@@ -803,6 +813,8 @@ WRONG = [
     bad("no length", lambda: S.sequence([UP, UP]), Bad, "pieces[0]", "without a length", "(schedule, length)"),
     bad("no pieces", lambda: S.sequence([]), Wrong, "pieces", "an empty list"),
     bad("not a list", lambda: S.sequence(UP), Wrong, "pieces", "a list of (schedule, length)"),
+    bad("a length that moves", lambda: S.sequence([(UP, UP), UP]), Wrong, "pieces[0][1]", "Schedule", "a number"),
+    bad("a list of numbers", lambda: S.sgdr_schedule([0.1, 0.2]), Wrong, "cosine_kwargs at sgdr_schedule()", "0.1 (float)"),
     # numbers
     bad("NaN", lambda: S.linear_schedule(NAN, 0.0, 5), Bad, "init_value", "got nan", "finite"),
     bad("inf", lambda: S.cosine_decay_schedule(1.0, 5, alpha=INF), Bad, "alpha", "got inf", "finite"),

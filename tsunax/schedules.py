@@ -49,7 +49,7 @@ class Schedule:
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
 
-    factory: Callable  # the function that makes such schedules; the formula is what it wraps
+    factory: Any  # the function that makes such schedules; the formula is what it wraps
     arguments: dict[str, Any]  # numbers, schedules, tuples of them
     static: tuple[tuple[str, Any], ...]  # flags and names
 
@@ -57,7 +57,7 @@ class Schedule:
         return _evaluate(jax.tree.map(_as_float, self), _as_step(step, self.factory.__name__))
 
     def __iter__(self) -> Iterator[float]:
-        return (_number.as_float(self(step), None) for step in itertools.count())
+        return (float(_number.as_float(self(step), None)) for step in itertools.count())
 
     def values(self, n: int) -> np.ndarray:
         """The values of the first `n` steps, float32 of shape (n,), in one call: to look at, to plot.
@@ -66,7 +66,7 @@ class Schedule:
         >>> linear_schedule(1.0, 0.0, transition_steps=4).values(6)
         array([1.  , 0.75, 0.5 , 0.25, 0.  , 0.  ], dtype=float32)
         """
-        steps = np.arange(_whole_number(0)("values()", "n", n), dtype=np.int32)
+        steps = np.arange(_steps("values()", "n", n), dtype=np.int32)
         return np.asarray(_evaluate_all(jax.tree.map(_as_float, self), steps))
 
     def __eq__(self, other):
@@ -153,14 +153,12 @@ class _Function:
         return getattr(self.call, "__name__", repr(self.call))
 
 
-def _in_range(low=None, high=None, *, above=None, whole: bool = False):
-    """The check of a number (or a schedule of one): at least `low`, at most `high`, more than `above`."""
+def _in_range(low=None, high=None, *, above=None, whole: bool = False) -> Callable:
+    """The check of a number: at least `low`, at most `high`, more than `above`."""
     bounds = [f"{sign} {x}" for sign, x in (("≥", low), (">", above), ("≤", high)) if x is not None]
     expected = f"a {'whole ' if whole else ''}number {' and '.join(bounds)}".rstrip()
 
     def check(where, name, value):
-        if callable(value):
-            return _piece(where, name, value)
         _number.check_number(where, name, value)
         if _tree.is_traced(value):
             return value
@@ -175,21 +173,24 @@ def _in_range(low=None, high=None, *, above=None, whole: bool = False):
     return check
 
 
-def _whole_number(least):
-    return _in_range(above=0, whole=True) if least == 1 else _in_range(least, whole=True)
+_finite_number = _in_range()
+_not_negative = _in_range(0)
+_steps = _in_range(0, whole=True)
 
 
 def _piece(where, name, value):
     """A schedule, any other function of the step, or a number, which stands for a constant."""
     if not callable(value):
-        return _any_number(where, name, value)
+        return _finite_number(where, name, value)
     if isinstance(value, Schedule):
         return value
     try:
         out = jax.eval_shape(value, jax.ShapeDtypeStruct((), np.int32))
     except Exception as error:
         raise HyperparameterError(message(name, where, told(error), "a number", remedy(error))) from error
-    if not isinstance(out, jax.ShapeDtypeStruct) or out.shape or not jnp.issubdtype(out.dtype, np.number):
+    dtype = _tree.dtype_of(out)
+    real = dtype is not None and (jnp.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, np.integer))
+    if not real or out.shape:
         got = f"{_tree.describe(out)} from the function"
         raise HyperparameterError(message(name, where, got, "one number for a step"))
     return _Function(value) if jax.tree_util.all_leaves([value]) else value
@@ -200,17 +201,16 @@ def _pieces(where, name, value):
     if not isinstance(value, (list, tuple)) or not value:
         expected = "a list of (schedule, length); the last one may be a schedule alone"
         raise WrongTypeError(message(name, where, _tree.describe(value), expected))
-    pairs = [x if isinstance(x, (list, tuple)) and len(x) == 2 else (x, None) for x in value]
-    for i, (_, length) in enumerate(pairs[:-1]):
-        if length is None:
-            fix = "Only the last piece goes on without end."
-            raise HyperparameterError(
-                message(f"{name}[{i}]", where, "a piece without a length", "(schedule, length)", fix)
-            )
-    lengths = [None if n is None else _whole_number(0)(where, f"{name}[{i}][1]", n) for i, (_, n) in enumerate(pairs)]
-    return tuple(
-        (_piece(where, f"{name}[{i}][0]", x), n) for i, ((x, _), n) in enumerate(zip(pairs, lengths, strict=True))
-    )
+    out = []
+    for i, item in enumerate(value):
+        piece, length = item if isinstance(item, (list, tuple)) and len(item) == 2 else (item, None)
+        if length is not None:
+            length = _steps(where, f"{name}[{i}][1]", length)
+        elif i < len(value) - 1:
+            got, fix = "a piece without a length", "Only the last piece goes on without end."
+            raise HyperparameterError(message(f"{name}[{i}]", where, got, "(schedule, length)", fix))
+        out.append((_piece(where, f"{name}[{i}][0]", piece), length))
+    return tuple(out)
 
 
 def _milestones(where, name, value):
@@ -221,19 +221,16 @@ def _milestones(where, name, value):
         pairs = [(step, scale) for step, scale in (value.items() if isinstance(value, Mapping) else value)]
     except (TypeError, ValueError):
         raise WrongTypeError(message(name, where, _tree.describe(value), "{step: scale}")) from None
-    for step, scale in pairs:
-        _whole_number(0)(where, f"a step of {name}", step)
-        _in_range(0)(where, f"{name}[{step}]", scale)
+    pairs = [
+        (_steps(where, f"a step of {name}", step), _not_negative(where, f"{name}[{step}]", scale))
+        for step, scale in pairs
+    ]
     steps = [step for step, _ in pairs]
-    if len(set(steps)) < len(steps) and not any(map(_tree.is_traced, steps)):
+    if any(map(_tree.is_traced, steps)):
+        return tuple(pairs)
+    if len(set(steps)) < len(steps):
         raise HyperparameterError(message(name, where, f"the steps {steps}", "each step once"))
-    plain = lambda x: x.item() if _tree.is_array(x) and not _tree.is_traced(x) else x
-    pairs = [(plain(step), plain(scale)) for step, scale in pairs]
-    return tuple(pairs if any(map(_tree.is_traced, steps)) else sorted(pairs))
-
-
-def _number_or_none(where, name, value):
-    return None if value is None else _any_number(where, name, value)
+    return tuple(sorted(pairs, key=lambda pair: pair[0]))
 
 
 def _flag(where, name, value):
@@ -248,18 +245,22 @@ def _curve(where, name, value):
     return value
 
 
-_any_number = _in_range()
+def _or_schedule(check):
+    return lambda where, name, value: (_piece if callable(value) else check)(where, name, value)
+
+
+_any_number = _or_schedule(_finite_number)
 
 # The annotations of a formula say what its arguments may be. A schedule may stand for any number.
 Value = Annotated[Any, _any_number]
-OptionalValue = Annotated[Any, _number_or_none]
-Positive = Annotated[Any, _in_range(above=0)]
-NotNegative = Annotated[Any, _in_range(0)]
-Fraction = Annotated[Any, _in_range(0, 1)]
-Decay = Annotated[Any, _in_range(high=1, above=0)]
-Length = Annotated[Any, _whole_number(1)]
-Wait = Annotated[Any, _whole_number(0)]  # a length that may be 0
-Offset = Annotated[Any, _in_range(whole=True)]
+OptionalValue = Annotated[Any, lambda where, name, value: None if value is None else _any_number(where, name, value)]
+Positive = Annotated[Any, _or_schedule(_in_range(above=0))]
+NotNegative = Annotated[Any, _or_schedule(_not_negative)]
+Fraction = Annotated[Any, _or_schedule(_in_range(0, 1))]
+Decay = Annotated[Any, _or_schedule(_in_range(high=1, above=0))]
+Length = Annotated[Any, _or_schedule(_in_range(above=0, whole=True))]
+Wait = Annotated[Any, _or_schedule(_steps)]  # a length that may be 0
+Offset = Annotated[Any, _or_schedule(_in_range(whole=True))]
 Flag = Annotated[Any, _flag]
 Curve = Annotated[Any, _curve]
 Milestones = Annotated[Any, _milestones]
@@ -268,9 +269,9 @@ Pieces = Annotated[Any, _pieces]
 
 
 @functools.cache
-def _kinds(factory: Callable) -> dict[str, Callable]:
+def _kinds(factory: Any) -> dict[str, Callable]:
     """The check of each argument."""
-    hints = typing.get_type_hints(factory.__wrapped__, include_extras=True)  # pyright: ignore
+    hints = typing.get_type_hints(factory.__wrapped__, include_extras=True)
     kinds = {}
     for p in inspect.signature(factory).parameters.values():
         checks = [check for check in getattr(hints.get(p.name), "__metadata__", ()) if callable(check)]
@@ -566,7 +567,7 @@ def join_schedules(schedules: Any, boundaries: Any) -> Schedule:
         got = f"{len(boundaries)} for {len(schedules)} schedules"
         raise HyperparameterError(message("boundaries", where, got, "one less than the schedules"))
     for n in bounds:
-        _any_number(where, "boundaries", n)
+        _finite_number(where, "boundaries", n)
     known = [n for n in bounds if not _tree.is_traced(n)]
     if known != sorted(known):
         raise HyperparameterError(message("boundaries", where, list(boundaries), "steps ≥ 0 in ascending order"))
@@ -579,7 +580,12 @@ def sgdr_schedule(cosine_kwargs: Any) -> Schedule:
 
     (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)
     """
-    return sequence([(warmup_cosine_decay_schedule(**kwargs), kwargs["decay_steps"]) for kwargs in cosine_kwargs])
+    cycles = list(cosine_kwargs) if hasattr(cosine_kwargs, "__iter__") else [cosine_kwargs]
+    for kwargs in cycles:
+        if not isinstance(kwargs, Mapping):
+            expected = "arguments of warmup_cosine_decay_schedule, by name"
+            raise WrongTypeError(message("cosine_kwargs", "sgdr_schedule()", _tree.describe(kwargs), expected))
+    return sequence([(warmup_cosine_decay_schedule(**kwargs), kwargs["decay_steps"]) for kwargs in cycles])
 
 
 # ---------------------------------------------------------------------------------------------- what optax has not
