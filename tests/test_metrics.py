@@ -40,6 +40,7 @@ def make_rows(seed, weighting="mask"):
         "y": rng.normal(size=(ROWS, 2)) * [1.0, 3.0] + [5.0, -2.0],
         "where": where,
     }
+    rows["scores"][:, -1] -= 20 * (seed % 2)  # and not be predicted either
     rows["yhat"] = rows["y"] + rng.normal(size=(ROWS, 2))
     for name in ("scores", "yhat", "y"):
         rows[name][where == 0] = np.nan

@@ -77,7 +77,7 @@ def of_nnx(rate):
         out = net(x, key)
         return *out, nnx.state(net, nnx.BatchStat)
 
-    stats_of = lambda stats: tuple(dict(nnx.to_flat_state(stats))["norm", name].get_value() for name in ("mean", "var"))
+    stats_of = lambda stats: tuple(jax.tree.leaves(stats))  # by name: mean, var
     return Model(params, stats, apply, stats_of)
 
 

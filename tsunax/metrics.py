@@ -600,10 +600,10 @@ class R2:
         weights = _weights(where, targets, "R2.of()")
         predictions, targets = (jnp.where(weights != 0, x, 0) for x in (predictions, targets))
         weight = jnp.sum(weights, axis=0)
-        rough = _ratio(jnp.sum(weights * targets, axis=0), weight)
-        drift = _ratio(jnp.sum(weights * (targets - rough[None]), axis=0), weight)  # what rounding left in it
-        scatter = jnp.sum(weights * jnp.square(targets - rough[None] - drift[None]), axis=0)
-        return cls(jnp.sum(weights * jnp.square(predictions - targets), axis=0), weight, rough + drift, scatter)
+        mean = _ratio(jnp.sum(weights * targets, axis=0), weight)
+        mean += _ratio(jnp.sum(weights * (targets - mean[None]), axis=0), weight)  # what rounding took from it
+        scatter = jnp.sum(weights * jnp.square(targets - mean[None]), axis=0)
+        return cls(jnp.sum(weights * jnp.square(predictions - targets), axis=0), weight, mean, scatter)
 
     def merge(self, other: R2) -> R2:
         """The metric of both batches together. Raises LossError for one of another kind or shape."""
