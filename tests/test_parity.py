@@ -566,7 +566,7 @@ def test_accum_grad_with_decay_and_descent():
     state, _ = ts.update(ts.setup(rule, params), jax.tree.map(lambda a, b: (a + b) / 2, *grads))
     assert_trees_close(state.params, expected, rtol=1e-6, atol=0)
 
-    state = ts.setup(optax.MultiSteps(rule, 2).gradient_transformation(), params)
+    state = ts.setup(rules.accumulate(rule, every=2), params)
     state, _ = ts.update(state, grads[0])
     assert_trees_equal(state.params, params)
     assert_trees_close(ts.update(state, grads[1])[0].params, expected, rtol=1e-6, atol=0)
@@ -780,6 +780,15 @@ def test_skip_zero_in_plain_optax_and_on_a_subtree_with_a_rate_of_its_own():
     for b, expected in ((0.0, 1.0), (1.0, 1 - 0.5 * (0.1 / 0.19) / np.sqrt(0.001 / 0.001999))):
         state, _ = step(state, {"a": jnp.ones(1), "b": jnp.full(1, b)})
         np.testing.assert_allclose(state.params["b"], expected, rtol=1e-5)
+
+
+def test_inside_accumulate_a_leaf_moves_that_took_part_in_any_call():
+    state = ts.setup(rules.accumulate(rules.skip_zero(rules.sgd(1.0)), every=2), {n: jnp.zeros(1) for n in "abc"})
+    step = jax.jit(ts.update)
+    for a, b in ((1.0, 0.0), (0.0, 2.0)):
+        state, _ = step(state, {"a": jnp.full(1, a), "b": jnp.full(1, b), "c": jnp.zeros(1)})
+    expected = {"a": np.float32([-0.5]), "b": np.float32([-1.0]), "c": np.float32([0.0])}
+    assert_trees_equal(state.params, expected)
 
 
 def test_skip_zero_takes_nan_for_a_gradient():
