@@ -105,8 +105,9 @@ def test_join_schedules_has_optax_s_numbers():
 
 
 def test_where_optax_s_own_arithmetic_is_off():
-    # int(0.29 * 100) is 28, and a rise that begins at 1e-7 of its height begins at 1.19e-7 in float32
-    assert np.argmax(S.linear_onecycle_schedule(100, 1.0, pct_start=0.29).values(100)) == 29
+    # 0.13 * 900 is 116.99999 in float32, int(0.29 * 100) is 28, and a rise that begins at 1e-7 of its height begins at 1.19e-7 in float32
+    assert np.argmax(S.linear_onecycle_schedule(900, 1.0, pct_start=0.13).values(200)) == 117
+    assert np.argmax(S.linear_onecycle_schedule(100, 1.0, pct_start=0.29).values(200)) == 29
     assert S.linear_schedule(1e-7, 1.0, 10).values(1)[0] == F32(1e-7)
     # zero steps of warm-up is none, not one for ever
     assert (
