@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import importlib
+import os
 import re
 
 import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 
 @dataclasses.dataclass(eq=False)
@@ -146,3 +149,13 @@ def assert_trees_close(a, b, rtol, atol) -> None:
         return np.isclose(x.astype(wide), y.astype(wide), rtol=rtol, atol=atol)
 
     _compare(a, b, close)
+
+
+def need(name: str):
+    """A library that only some environments have. TSUNAX_REQUIRE=metrax,... makes its absence a failure."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        reason = f"{name} cannot be imported ({error}); it is not among the test dependencies"
+    wanted = os.environ.get("TSUNAX_REQUIRE", "").replace(",", " ").split()
+    (pytest.fail if name.partition(".")[0] in wanted else pytest.skip)(reason)

@@ -1,9 +1,7 @@
 """Metrics: merged over unequal batches they are scikit-learn's on all rows, alone and inside of a step."""
 
 import dataclasses
-import importlib
 import itertools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 import tsunax as ts
-from tests.helpers import assert_trees_close, assert_trees_equal
+from tests.helpers import assert_trees_close, assert_trees_equal, need
 from tsunax import metrics
 from tsunax.errors import LossError
 
@@ -245,16 +243,6 @@ def test_metrics_have_no_part_in_the_gradient():
     state = ts.setup(ts.rules.sgd(0.1), params)
     with_metrics, without = (ts.value_and_grad(f)(state, batch, mask=mask)[1] for f in (loss_fn, plain))
     assert_trees_close(with_metrics, without, rtol=1e-6, atol=1e-7)
-
-
-def need(name: str):
-    """A library that only some environments have. TSUNAX_REQUIRE=metrax,... makes its absence a failure."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        reason = f"{name} cannot be imported ({error}); it is not among the test dependencies"
-    wanted = os.environ.get("TSUNAX_REQUIRE", "").replace(",", " ").split()
-    (pytest.fail if name.partition(".")[0] in wanted else pytest.skip)(reason)
 
 
 def test_metrics_of_clu_plug_in():

@@ -72,7 +72,7 @@ def of_nnx(rate):
     graphdef, params, stats = nnx.split(NNXNet(rate), nnx.Param, nnx.BatchStat)
 
     def apply(params, stats, x, key, train):
-        net = nnx.merge(graphdef, params, stats, copy=True)  # else it cannot be changed inside of grad
+        net = nnx.merge(graphdef, params, stats)
         net.train() if train else net.eval()
         out = net(x, key)
         return *out, nnx.state(net, nnx.BatchStat)
@@ -242,7 +242,7 @@ def test_a_single_layer_in_eval_mode():
     graphdef, params, stats = nnx.split(NNXNet(0.5), nnx.Param, nnx.BatchStat)
 
     def loss_fn(params, batch, model_state, key):
-        net = nnx.merge(graphdef, params, model_state, copy=True)
+        net = nnx.merge(graphdef, params, model_state)
         net.train()
         net.norm.eval()
         dropped, out = net(batch, key)

@@ -118,8 +118,10 @@ class LossFn:
         `merges` with others.
         """
         mask, rows = keywords.get("mask"), rows_of(batch)
+        # containers of its own: flax NNX refuses to merge what was made in an outer trace
+        keywords = jax.tree.map(lambda x: x, keywords)
         if isinstance(mask, np.ndarray):
-            keywords = keywords | {"mask": jnp.asarray(mask)}
+            keywords["mask"] = jnp.asarray(mask)
         try:
             out = self.fn(params, batch, **keywords)
         except Exception as error:

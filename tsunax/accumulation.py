@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax import _checks, _live, _tree, guard
+from tsunax import _checks, _convolutions, _live, _tree, guard
 from tsunax.errors import LossError, WrongTypeError, message
 from tsunax.metrics import Loss
 
@@ -31,7 +31,7 @@ def check_count(n, where: str, name: str = "accumulate") -> None:
 
 
 def cut(batch, n: int, mask):
-    """`(batch, mask)` with a leading axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
+    """`(batch, mask)` with a second axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
 
     Strided, so that on many devices each one keeps its rows, and padding is spread evenly. A batch that does not
     divide is padded with copies of its last row where there is a `mask` (f32 of shape (rows,)) to say so. Raises
@@ -57,7 +57,7 @@ def cut(batch, n: int, mask):
     def apart(x, fill):
         x = jnp.asarray(x)
         x = jnp.concatenate([x, fill(x, padding)]) if padding else x
-        return jnp.swapaxes(x.reshape(-1, n, *x.shape[1:]), 0, 1)
+        return x.reshape(-1, n, *x.shape[1:])
 
     last = lambda x, k: jnp.broadcast_to(x[-1:], (k, *x.shape[1:]))
     nothing = lambda x, k: jnp.zeros((k, *x.shape[1:]), x.dtype)
@@ -83,16 +83,22 @@ def over_micro_batches(
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), like)
     known = None  # the weight of a micro-batch, where it follows from the shapes
 
-    def one(carry, micro):
-        nonlocal known
+    def one(carry, i):
         sums, model_state = carry
-        i, rows, mask = micro
-        given = {"mask": mask, "model_state": model_state}
+        # sliced here, and not by the scan: that would need the whole batch a second time, transposed
+        rows, part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), (batch, mask))
+        given = {"mask": part, "model_state": model_state}
         if "key" in keywords:
             given["key"] = jax.random.fold_in(keywords["key"], i)
-        loss, grads = gradient(rows, keywords | {k: v for k, v in given.items() if v is not None})
-        known = loss.weight if isinstance(loss.weight, np.generic | np.ndarray) else None
-        weight = jnp.float32(loss.weight)
+
+        def traced(rows, given):
+            nonlocal known
+            loss, grads = gradient(rows, keywords | given)
+            known = loss.weight if isinstance(loss.weight, np.generic | np.ndarray) else None
+            return loss if known is None else dataclasses.replace(loss, weight=None), grads
+
+        loss, grads = _convolutions.fast(traced)(rows, {k: v for k, v in given.items() if v is not None})
+        weight = jnp.float32(loss.weight if known is None else known)
         take = weight != 0
         if drop:
             take &= jnp.isfinite(loss.total) & jnp.isfinite(_tree.global_norm(grads))
@@ -104,7 +110,7 @@ def over_micro_batches(
         return (jax.tree.map(add, sums, grads), after), (take, loss)
 
     carry = start, keywords.get("model_state")
-    (sums, model_state), (take, losses) = jax.lax.scan(one, carry, (np.arange(n), batch, mask))
+    (sums, model_state), (take, losses) = jax.lax.scan(one, carry, np.arange(n))
     loss = _merged(take, losses)
     grads = jax.tree.map(lambda sum, x: (sum / loss.weight.astype(sum.dtype)).astype(x.dtype), sums, like)
     if known is not None and not drop:
@@ -132,7 +138,8 @@ def _merged(take, losses: Loss) -> Loss:
         both = guard.choose(have & ok, loss.merge(new), guard.choose(ok, new, loss))
         return (have | ok, both), None
 
-    return jax.lax.scan(fold, at(0), rest)[0][1]
+    have, loss = jax.lax.scan(fold, at(0), rest)[0]
+    return dataclasses.replace(loss, weight=jnp.where(have, loss.weight, 0))  # a mean over nothing is NaN
 
 
 # ------------------------------------------------------------------------------------------------ across calls

@@ -20,7 +20,7 @@ from jax.core import Tracer
 
 from tsunax import _checks, _tree, guard
 from tsunax._loss_fn import LossFn, check_extra
-from tsunax.errors import NonFiniteError, StateError, TsunaxError, WrongTypeError, message
+from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message
 from tsunax.metrics import Loss
 from tsunax.state import Plan, TrainState, check_flags, check_state, donated, is_gone
 from tsunax.step import StepInfo, in_precision, objective_of, update, value_and_grad
@@ -322,3 +322,26 @@ def eval_step(loss_fn: Callable) -> EvalStep:
     2.0
     """
     return EvalStep(loss_fn)
+
+
+def refresh(loss_fn: Callable) -> Callable:
+    """The compiled forward pass in training mode: `f(state, batch, **extra) -> state` with another `model_state` only.
+
+    For batch statistics that belong to averaged parameters: `state = refresh(loss_fn)(averaged(state), batch)`, for
+    some batches. Raises LossError for a loss_fn that returns no model state.
+    """
+    fn = LossFn.of(loss_fn, "refresh()")
+
+    @jax.jit
+    def run(state: TrainState, batch, extra) -> TrainState:
+        loss = fn(*in_precision(state, state.params, batch), fn.keywords(state, batch, extra, train=True))
+        if loss.model_state is None:
+            raise LossError(message("model_state", "refresh()", "None", "ts.Loss.mean(values, model_state=...)"))
+        _checks.check_like("model_state", loss.model_state, state.model_state, "A step keeps its structure.")
+        return state.replace(model_state=loss.model_state, calls=state.calls + 1)
+
+    def call(state: TrainState, batch, **extra) -> TrainState:
+        check_state(state, "refresh()", batch)
+        return run(state, batch, extra)
+
+    return call

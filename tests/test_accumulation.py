@@ -1,0 +1,324 @@
+"""One gradient from many micro-batches: in a step and across calls, against the whole batch and plain optax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tsunax as ts
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
+from tsunax.errors import LossError, WrongTypeError
+
+FEATURES, CLASSES = 5, 3
+
+
+def make_params(seed=0):
+    a, b = jax.random.split(jax.random.key(seed))
+    return {"body": jax.random.normal(a, (FEATURES, 8)), "head": jax.random.normal(b, (8, CLASSES))}
+
+
+def make_batch(rows=32, seed=1):
+    rng = np.random.default_rng(seed)
+    # unequal masks: a mean of means is far off
+    keep = np.arange(rows) % 7 < rng.integers(1, 7, rows)
+    return {
+        "x": rng.normal(size=(rows, FEATURES)).astype(np.float32),
+        "y": rng.integers(0, CLASSES, rows),
+        "keep": keep.astype(np.float32) * rng.uniform(0.1, 2, rows).astype(np.float32),
+    }
+
+
+def losses(params, batch):
+    logits = jnp.tanh(batch["x"] @ params["body"]) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+
+def masked(params, batch, mask):
+    values = losses(params, batch)
+    return ts.Loss.mean(values, batch["keep"] * mask, metrics={"loss": values, "rows": ts.metrics.Mean.of(values)})
+
+
+def plain(params, batch):
+    return losses(params, batch).mean()
+
+
+def exact(params, batch):
+    """In float64, by NumPy."""
+    x, w, v = (np.asarray(a, np.float64) for a in (batch["x"], params["body"], params["head"]))
+    hidden = np.tanh(x @ w)
+    logits = hidden @ v
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    rows = np.arange(len(x))
+    weights = np.asarray(batch["keep"], np.float64)
+    slope = p.copy()
+    slope[rows, batch["y"]] -= 1
+    slope *= (weights / weights.sum())[:, None]
+    grads = {"body": x.T @ (slope @ v.T * (1 - hidden**2)), "head": hidden.T @ slope}
+    return -(np.log(p[rows, batch["y"]]) * weights).sum() / weights.sum(), grads
+
+
+def relative(a, b):
+    wide = lambda tree: np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
+    return np.linalg.norm(wide(a) - wide(b)) / np.linalg.norm(wide(b))
+
+
+# --------------------------------------------------------------------------------------------------- within a step
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 16])
+def test_micro_batches_with_unequal_masks_are_the_whole_batch(n):
+    state, batch = ts.setup(ts.rules.sgd(0.1), make_params()), make_batch(33)  # 33: only 3 divides it
+    loss, grads = ts.value_and_grad(masked, accumulate=n)(state, batch)
+    value, expected = exact(state.params, batch)
+    assert relative(grads, expected) <= 1e-6
+    np.testing.assert_allclose(loss.compute(), value, rtol=1e-6)
+    np.testing.assert_allclose(loss.weight, batch["keep"].sum(), rtol=1e-6)
+    whole, _ = ts.value_and_grad(masked)(state, batch)
+    np.testing.assert_allclose(loss.metrics["loss"].compute(), whole.metrics["loss"].compute(), rtol=1e-6)
+    parts = [jax.tree.map(lambda x, i=i: x[i::n], batch) for i in range(n)]
+    means = [exact(state.params, part) for part in parts if part["keep"].sum() > 0]
+    mean_of_means = jax.tree.map(lambda *xs: sum(xs) / len(xs), *[g for _, g in means])
+    assert relative(mean_of_means, expected) > 1e-2  # the test can tell
+
+
+def test_a_scalar_loss_weighs_its_rows():
+    state, batch = ts.setup(ts.rules.sgd(0.1), make_params()), make_batch(24)
+    whole, expected = ts.value_and_grad(plain)(state, batch)
+    loss, grads = ts.value_and_grad(plain, accumulate=4)(state, batch)
+    assert relative(grads, expected) <= 1e-6 and float(loss.weight) == float(whole.weight) == 24
+
+    def padded(params, batch, mask):
+        return jnp.sum(losses(params, batch) * mask) / jnp.sum(mask)
+
+    loss, grads = ts.value_and_grad(padded, accumulate=5)(state, batch)
+    assert relative(grads, expected) <= 1e-6 and float(loss.weight) == 24
+
+
+def test_a_fully_masked_micro_batch_is_harmless():
+    batch = make_batch(12)
+    batch["keep"][1::4] = 0
+    batch["x"][1::4] = np.nan
+
+    def fn(params, batch):
+        values = losses(params, batch)
+        return jnp.sum(values * batch["keep"]) / jnp.sum(batch["keep"])  # 0 / 0 in one of four
+
+    def weighed(params, batch):
+        return ts.Loss(fn(params, batch) * jnp.sum(batch["keep"]), jnp.sum(batch["keep"]))
+
+    state = ts.setup(ts.rules.sgd(0.1), make_params())
+    rest = jax.tree.map(lambda x: np.delete(x, slice(1, None, 4), axis=0), batch)
+    value, expected = exact(state.params, rest)
+    loss, grads = ts.value_and_grad(weighed, accumulate=4)(state, batch)
+    np.testing.assert_allclose(loss.compute(), value, rtol=1e-6)
+    assert relative(grads, expected) <= 1e-6
+
+
+def test_each_micro_batch_has_its_key_and_the_model_state_of_the_one_before():
+    def fn(params, batch, key, model_state):
+        n = model_state["n"]
+        noise = model_state["noise"].at[n % 4].set(jax.random.uniform(key))
+        return ts.Loss.mean(batch @ params["w"], model_state={"n": n + 1, "last": batch[0, 0], "noise": noise})
+
+    start = {"n": jnp.int32(0), "last": jnp.float32(0), "noise": jnp.zeros(4)}
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}, key=0, model_state=start)
+    batch, step = jnp.arange(16.0).reshape(8, 2), ts.train_step(fn, accumulate=4, donate=False)
+    after, _ = step(state, batch)
+    assert int(after.model_state["n"]) == 4 and float(after.model_state["last"]) == batch[3, 0]
+    assert len(set(np.asarray(after.model_state["noise"]).tolist())) == 4
+    again, _ = step(after, batch)
+    assert not np.intersect1d(again.model_state["noise"], after.model_state["noise"]).size
+
+
+@pytest.mark.parametrize("where", range(4))
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_bad_micro_batch_is_dropped_with_its_weight(what, where):
+    def fn(params, batch, mask):
+        out = masked(params, batch, mask)
+        here = jnp.max(jnp.where(batch["bad"], 1.0, 0.0))
+        bad = here * jnp.sqrt((1 - here) * params["head"][0, 0] ** 2)  # 0, and at 0 the slope is infinite, times 0
+        bad = jnp.where(here > 0, jnp.nan, 0) if what == "loss" else bad
+        return ts.Loss(out.total + bad, out.weight)
+
+    batch = make_batch(12) | {"bad": np.arange(12) % 4 == where}
+    state = ts.setup(ts.rules.sgd(0.1), make_params())
+    good = jax.tree.map(lambda x: np.delete(x, slice(where, None, 4), axis=0), batch)
+    value, expected = exact(state.params, good)
+    loss, grads = ts.value_and_grad(fn, accumulate=4, on_nonfinite="drop")(state, batch)
+    assert relative(grads, expected) <= 1e-6
+    np.testing.assert_allclose([loss.compute(), loss.weight], [value, good["keep"].sum()], rtol=1e-6)
+    np.testing.assert_allclose(loss.dropped, batch["keep"][where::4].sum(), rtol=1e-6)
+    after, info = ts.train_step(fn, accumulate=4, on_nonfinite="drop", donate=False)(state, batch)
+    assert bool(info.applied) and float(info.dropped) > 0
+    _, info = ts.train_step(fn, accumulate=4, donate=False)(state, batch)
+    assert not bool(info.applied)
+    after, info = ts.train_step(fn, accumulate=4, on_nonfinite="drop")(state, batch | {"bad": np.ones(12, bool)})
+    assert not bool(info.applied) and int(after.rejected) == 1
+
+
+def test_one_program_serves_all_batches_and_memory_is_that_of_one_micro_batch():
+    step = ts.train_step(masked, accumulate=4)
+    state = ts.setup(ts.rules.adam(0.1), make_params())
+    state, _ = step(state, make_batch(32))
+    with count_compiles() as c:
+        for seed in range(3):
+            state, _ = step(state, make_batch(32, seed))
+    assert c.compiled.count("train_step") == 0
+
+    wide = {"a": jnp.zeros((256, 2048)), "b": jnp.zeros((2048, 256))}
+    fn = lambda params, x: jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
+    bytes_of = lambda step, rows: step.lower(ts.setup(ts.rules.sgd(0.1), wide), jnp.zeros((rows, 256))).compile()
+    temp = lambda *args: bytes_of(*args).memory_analysis().temp_size_in_bytes
+    gradient = sum(x.nbytes for x in jax.tree.leaves(wide))
+    assert temp(ts.train_step(fn, accumulate=8), 8192) <= 1.1 * (temp(ts.train_step(fn), 1024) + gradient)
+    assert temp(ts.train_step(fn), 8192) > 4 * temp(ts.train_step(fn, accumulate=8), 8192)
+
+
+@pytest.mark.parametrize("n", [0, -2, 2.5, True, "4", None])
+def test_only_counts_are_taken(n):
+    with pytest.raises(WrongTypeError, match=r"accumulate at train_step\(\): got .*expected an int ≥ 1"):
+        ts.train_step(plain, accumulate=n)
+    if not callable(n):
+        with pytest.raises(WrongTypeError, match=r"every at accumulate\(\): got .*expected an int ≥ 1"):
+            ts.rules.accumulate(ts.rules.sgd(0.1), every=n)
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (make_batch(30), ["30 rows", "accumulate=4", "mask"]),
+        ({**make_batch(32), "scale": np.float32(1)}, ["batch['scale']", "a scalar", "extra argument"]),
+        ({**make_batch(32), "x": np.ones((28, FEATURES), np.float32)}, ["batch['x'] (28, 5)", "batch['y'] (32,)"]),
+        ({}, ["rows at batch", "no arrays"]),
+    ],
+    ids=["does not divide", "a scalar", "uneven", "empty"],
+)
+def test_what_cannot_be_cut_is_told(batch, says):
+    with pytest.raises(LossError) as caught:
+        ts.train_step(lambda params, batch: jnp.float32(0) * params["body"].sum(), accumulate=4)(
+            ts.setup(ts.rules.sgd(0.1), make_params()), batch
+        )
+    assert [part for part in says if part not in str(caught.value)] == []
+
+
+# ------------------------------------------------------------------------------------------------------ across calls
+
+
+def cut(batch, n):
+    size = len(batch["x"]) // n
+    return [jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], batch) for i in range(n)]
+
+
+def by_calls(rule, batches, n, loss_fn=masked):
+    state, step = ts.setup(ts.rules.accumulate(rule, every=n), make_params()), ts.train_step(loss_fn)
+    for batch in batches:
+        for part in cut(batch, n):
+            state, _ = step(state, part)
+    return state
+
+
+# lbfgs searches along a line, across calls on the last batch alone; galore's projections come from an SVD, which
+# amplifies rounding; noisy_sgd wants a key, and optimistic_adam is deprecated
+OTHERS = ("lbfgs", "galore", "noisy_sgd", "optimistic_adam")
+
+
+@pytest.mark.parametrize("name", [name for name in (*ts.rules.OPTAX, *ts.rules.CONTRIB) if name not in OTHERS])
+def test_both_ways_give_every_rule_the_same_numbers(name):
+    """Across calls, in a step, and the whole batch at once: ten updates of every rule."""
+    factory = getattr(ts.rules, name)
+    rate = factory.__signature__.parameters.get("learning_rate")
+    rule = factory(0.01) if rate is not None and rate.default is rate.empty else factory()
+    batches = [make_batch(32, seed) for seed in range(6)]
+    whole, step = ts.setup(rule, make_params()), ts.train_step(masked, accumulate=4)
+    for batch in batches:
+        whole, _ = step(whole, batch)
+    gathered = by_calls(rule, batches, 4)
+    assert int(gathered.step) == 6 and int(gathered.calls) == 24
+    assert_trees_close(gathered.params, whole.params, rtol=2e-3, atol=2e-4)
+
+
+def test_the_rule_inside_sees_the_mean_of_its_window_and_nothing_in_between():
+    """Optimisers.jl's documented example: AccumGrad(2), WeightDecay(0.01), Descent(0.1)."""
+    rule = ts.rules.accumulate(ts.rules.chain(ts.rules.weight_decay(0.01), ts.rules.sgd(0.1)), every=2)
+    state = ts.setup(rule, {"x": jnp.float32(1), "y": jnp.float32(2)})
+    before = state.params
+    state, info = ts.update(state, {"x": jnp.float32(33), "y": jnp.float32(0)})
+    assert_trees_equal(state.params, before)
+    assert not bool(info.applied) and int(info.verdict) == -1 and int(state.step) == 0
+    state, info = ts.update(state, {"x": jnp.float32(0), "y": jnp.float32(444)})
+    np.testing.assert_allclose([state.params["x"], state.params["y"]], [-0.651, -20.202], rtol=1e-6)
+    assert bool(info.applied) and int(state.step) == 1 and int(state.calls) == 2
+
+
+def test_schedules_and_averages_wait_for_the_window():
+    schedule = ts.schedules.linear_schedule(1.0, 0.0, 10)
+    state = ts.setup(ts.rules.accumulate(ts.rules.sgd(schedule), every=3), {"w": jnp.zeros(1)}, ema=0.5)
+    moved = []
+    for _ in range(9):
+        before = float(state.params["w"][0])
+        state, _ = ts.update(state, {"w": -jnp.ones(1)})
+        moved.append(float(state.params["w"][0]) - before)
+    np.testing.assert_allclose(moved, [0, 0, 1, 0, 0, 0.9, 0, 0, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(ts.averaged(state).params["w"], [0.5 * (0.5 * 0.5 + 0.5 * 1.9) + 0.5 * 2.7], rtol=1e-6)
+
+
+def test_a_window_may_follow_a_schedule():
+    every = ts.schedules.piecewise_constant_schedule(1.0, {2: 3.0})
+    state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=every), {"w": jnp.zeros(1)})
+    applied = []
+    for _ in range(8):
+        state, info = ts.update(state, {"w": jnp.ones(1)})
+        applied.append(bool(info.applied))
+    assert applied == [True, True, False, False, True, False, False, True]
+
+
+def test_flush_divides_by_what_the_window_holds():
+    state = ts.setup(ts.rules.accumulate(ts.rules.sgd(1.0), every=4), {"w": jnp.zeros(1)})
+    for g in (1.0, 5.0):
+        state, _ = ts.update(state, {"w": jnp.full(1, g)})
+    state = ts.flush(state)
+    assert float(state.params["w"][0]) == -3.0 and int(state.step) == 1
+    again = ts.flush(state)
+    assert_trees_equal(again.params, state.params)
+    assert int(again.step) == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_call_leaves_the_window_as_it_was(bad):
+    def run(gradients, update):
+        state = ts.setup(ts.rules.accumulate(ts.rules.adam(0.1), every=2), {"w": jnp.ones(2)})
+        for g in gradients:
+            state, _ = update(state, {"w": jnp.full(2, g, jnp.float32)})
+        return state
+
+    expected = run([1.0, 3.0], ts.update)
+    assert_trees_equal(run([1.0, bad, 3.0], ts.update).params, expected.params)
+    rule = ts.rules.accumulate(ts.rules.adam(0.1), every=2)
+    params, opt_state = {"w": jnp.ones(2)}, rule.init({"w": jnp.ones(2)})
+    for g in (1.0, bad, 3.0):  # in plain optax code nobody guards
+        updates, opt_state = rule.update({"w": jnp.full(2, g, jnp.float32)}, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert_trees_close(params, expected.params, rtol=1e-6, atol=1e-7)
+
+
+def test_under_vmap_and_in_groups_and_frozen():
+    def run(rate):
+        state = ts.setup(ts.rules.accumulate(ts.rules.sgd(rate), every=2), {"w": jnp.zeros(1)})
+        for g in (1.0, 3.0):
+            state, _ = ts.update(state, {"w": jnp.full(1, g)})
+        return state.params["w"]
+
+    np.testing.assert_allclose(jax.vmap(run)(jnp.array([0.1, 1.0])), [[-0.2], [-2.0]], rtol=1e-6)
+    rule = ts.rules.groups({"a": ts.rules.accumulate(ts.rules.sgd(1.0), every=2), "b": ts.rules.sgd(1.0)})
+    state = ts.setup(ts.rules.accumulate(ts.rules.adam(1.0), every=2), {"a": jnp.zeros(1), "b": jnp.zeros(1)})
+    state, _ = ts.update(state, {"a": jnp.ones(1), "b": jnp.ones(1)})
+    state = ts.freeze(state, "a")
+    before = [x for x in jax.tree.leaves(state.opt_state)]
+    state, _ = ts.update(state, {"a": jnp.ones(1), "b": jnp.ones(1)})
+    assert float(state.params["a"][0]) == 0 and float(state.params["b"][0]) != 0 and before
+    state = ts.setup(rule, {"a": jnp.zeros(1), "b": jnp.zeros(1)})
+    for _ in range(2):
+        state, _ = ts.update(state, {"a": jnp.ones(1), "b": jnp.ones(1)})
+    assert float(state.params["a"][0]) == -1.0
