@@ -136,6 +136,79 @@ def test_a_cut_in_a_group_has_both_patterns():
     }
 
 
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """A state without named fields, as users write them."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def tree_flatten(self):
+        return self.parts, None
+
+    @classmethod
+    def tree_unflatten(cls, _, parts):
+        return cls(*parts)
+
+
+def _pair(a, b):
+    def update(updates, state, params=None, **extra):
+        updates, one = a.update(updates, state.parts[0], params, **extra)
+        updates, two = b.update(updates, state.parts[1], params, **extra)
+        return updates, Pair(one, two)
+
+    return optax.GradientTransformationExtraArgs(lambda p: Pair(a.init(p), b.init(p)), update)
+
+
+def _around(rule, learning_rate):
+    """A rule of the same state as the one that it scales."""
+    return optax.GradientTransformationExtraArgs(
+        rule.init,
+        lambda u, s, p=None, **extra: rule.update(jax.tree.map(lambda x: learning_rate * x, u), s, p, **extra),
+    )
+
+
+@pytest.mark.parametrize(
+    "rule, before, cut",
+    [
+        (
+            rules.chain(rules.weight_decay(0.1), rules.clip_value(2.0), rules.weight_decay(0.3)),
+            ["0.weight_decay", "max", "2.weight_decay"],
+            ["0.weight_decay@head/**", "max@head/**", "2.weight_decay@head/**"],
+        ),
+        (
+            rules.groups({"head/**": rules.sgd(0.1), "**": rules.sgd(0.2, momentum=0.5)}),
+            ["learning_rate@**", "momentum", "learning_rate@head/**"],
+            [],
+        ),
+        (
+            rules.chain(rules.sgd(0.1), rules.groups({"head/**": rules.sgd(0.2), "**": rules.sgd(0.3)})),
+            ["learning_rate", "learning_rate@**", "learning_rate@head/**"],
+            ["learning_rate@head/**'"],
+        ),
+        (_pair(rules.sgd(0.1), rules.sgd(0.2)), ["0.learning_rate", "1.learning_rate"], None),
+        (rules.live(_around)(rules.sgd(0.1), 0.2), ["learning_rate", "inner.learning_rate"], None),
+    ],
+    ids=["chain", "groups", "chain of groups", "no names", "one in the other"],
+)
+def test_no_two_numbers_have_one_name_and_no_cut_renames_one(rule, before, cut):
+    state = ts.setup(rule, PARAMS)
+    values = [(i + 1) / 8 for i in range(len(before))]
+    state = ts.adjust(state, dict(zip(before, values, strict=True)))
+    assert ts.hyperparams(state) == dict(zip(before, values, strict=True))
+    after = ts.hyperparams(ts.adjust(state, "head/**"))
+    assert {name: after[name] for name in before} == ts.hyperparams(state)
+    expected = [f"{name}@head/**" for name in before] if cut is None else cut
+    assert sorted(after) == sorted([*before, *expected])
+
+
+def test_a_cut_of_one_of_two_rules_keeps_its_place_in_the_name():
+    state = ts.setup(rules.chain(rules.weight_decay(0.1), rules.weight_decay(0.2), rules.sgd(1.0)), PARAMS)
+    state = ts.adjust(state, "head/**", **{"1.weight_decay": 0.3})
+    decays = {"0.weight_decay": 0.1, "1.weight_decay": 0.2, "1.weight_decay@head/**": 0.3}
+    assert ts.hyperparams(state) == decays | {"learning_rate": 1.0}
+
+
 @hypothesis.given(some.integers(1, 10**6), some.integers(-12, 3))
 def test_a_number_of_six_digits_reads_as_it_was_given(digits, exponent):
     given = float(f"{digits}e{exponent - 6}")
@@ -164,6 +237,45 @@ def test_a_scheduled_number_reads_as_the_next_step_will_have_it():
 def test_under_tracing_they_are_arrays():
     state = ts.setup(rules.sgd(optax.linear_schedule(1.0, 0.0, 10)), PARAMS)
     assert jax.jit(lambda s: ts.hyperparams(s)["learning_rate"])(state) == 1.0
+
+
+def _hands_nothing_on(rule):
+    return optax.GradientTransformation(rule.init, lambda u, s, p: rule.update(u, s, p))
+
+
+OWN_COUNT = {
+    "multi_steps": lambda rule: optax.MultiSteps(rule, 2).gradient_transformation(),
+    "of a user": _hands_nothing_on,
+    "in a chain": lambda rule: rules.chain(rules.clip_value(9.0), _hands_nothing_on(rule)),
+    "in a group": lambda rule: rules.groups({"**": _hands_nothing_on(rule)}),
+    "twice": lambda rule: _hands_nothing_on(rules.chain(rule, rules.clip_value(9.0))),
+}
+
+
+@pytest.mark.parametrize("name", OWN_COUNT)
+def test_a_schedule_that_the_step_does_not_reach_reads_as_the_next_update_will_have_it(name):
+    """By what it does: a gradient of one moves a leaf by the rate."""
+    every = 2 if name == "multi_steps" else 1
+    state = ts.setup(OWN_COUNT[name](rules.sgd(optax.linear_schedule(1.0, 0.0, 10))), PARAMS).replace(step=5)
+    for i in range(4):
+        says = ts.hyperparams(state)["learning_rate"]
+        before = state
+        for _ in range(every):
+            state, info = ts.update(state, ONES)
+        moved_by = before.params["head"]["b"][0] - state.params["head"]["b"][0]
+        np.testing.assert_allclose([says, moved_by], [1 - i / 10] * 2, rtol=1e-6)
+        assert "learning_rate" not in info.hyperparams  # its count is in no info
+    state = ts.adjust(state, "head/**", learning_rate=0.25)
+    assert [v for k, v in ts.hyperparams(state).items() if "rate" in k] == pytest.approx([0.6, 0.25])
+
+
+@pytest.mark.parametrize("wrap", [optax.chain, lambda rule: optax.apply_if_finite(rule, 3)])
+def test_a_schedule_in_a_wrapper_that_hands_the_step_on_is_read_there(wrap):
+    state = ts.setup(wrap(rules.sgd(optax.linear_schedule(1.0, 0.0, 10))), PARAMS).replace(step=5)
+    assert ts.hyperparams(state) == {"learning_rate": 0.5}
+    assert ts.update(state, ONES)[1].hyperparams == {"learning_rate": 0.5}
+    state = ts.setup(rules.adam(optax.linear_schedule(1.0, 0.0, 10)), PARAMS).replace(step=5)
+    assert ts.hyperparams(state)["learning_rate"] == 0.5  # its moments have a count of their own from here on
 
 
 # ------------------------------------------------------------------------------------------------------------- adjust
@@ -242,6 +354,58 @@ def test_the_last_adjust_of_a_leaf_wins_however_cuts_overlap(name, adjusts):
     names = ts.hyperparams(state)
     assert set(names.values()) >= set(map(float, expected.values()))
     assert_trees_equal(rates(ts.adjust(state, names)), rates_of(**expected))
+
+
+def test_a_state_on_a_mesh_is_adjusted_where_it_is():
+    """The axes that `jax.make_mesh` gives are explicit from jax 0.9 on."""
+    mesh = jax.make_mesh((4,), ("data",))
+    whole, parts = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*p)) for p in ((), ("data",)))
+    state = ts.setup(rules.sgd(0.25), jax.device_put(PARAMS, whole))
+    for where in ("**", "head/**", "encoder/**"):
+        state = ts.adjust(state, where, learning_rate=2.0)
+        assert state.numbers.values.sharding == whole and state.numbers.values.committed
+    state = ts.adjust(state, "head/w", learning_rate=3.0)
+    assert_trees_equal(rates(state), rates_of(ew=2, eb=2, hw=3, hb=2))
+    traced = jax.jit(lambda s, rate: ts.adjust(s, "head/b", learning_rate=rate))(state, 4.0)
+    assert_trees_equal(rates(traced), rates_of(ew=2, eb=2, hw=3, hb=4))
+
+    many = jax.vmap(lambda rate: ts.setup(rules.sgd(rate), PARAMS))(jnp.arange(4.0))
+    many = ts.adjust(jax.device_put(many, parts), "head/**", learning_rate=np.arange(4.0) + 0.5)
+    assert many.numbers.values.sharding.spec[0] == "data"
+    names = {k: v.tolist() for k, v in ts.hyperparams(many).items()}
+    assert names == {"learning_rate": [0, 1, 2, 3], "learning_rate@head/**": [0.5, 1.5, 2.5, 3.5]}
+
+
+def test_an_adjusted_state_shares_its_arrays():
+    state = ts.setup(rules.sgd(0.5), {"w": np.ones(2, np.float32)}, freezable=True)
+    same = [ts.adjust(state, learning_rate=1.0), ts.freeze(state, "w"), ts.thaw(state, "w")]
+    ts.train_step(lambda params, x: jnp.sum(params["w"]) * x)(state, 1.0)
+    for other in same:
+        with pytest.raises(ts.errors.StateError, match="donated"):
+            ts.hyperparams(other)
+
+
+COMPLEX = {"z": np.ones(3, np.complex64), "w": np.ones((2, 2), np.float32)}
+
+
+@pytest.mark.parametrize(
+    "wrap, params", [(optax.flatten, PARAMS), (optax.contrib.split_real_and_imaginary, COMPLEX)], ids=["flat", "split"]
+)
+def test_where_a_wrapper_hides_the_leaves_the_whole_is_adjusted(wrap, params):
+    state = ts.setup(wrap(rules.sgd(0.5)), params)
+    for adjusted in (ts.adjust(state, learning_rate=2.0), ts.adjust(state, ["**"], learning_rate=2.0)):
+        assert ts.hyperparams(adjusted) == {"learning_rate": 2.0}
+        after, _ = ts.update(adjusted, jax.tree.map(np.ones_like, params))
+        assert_trees_close(after.params, jax.tree.map(lambda p: p - 2, params), rtol=1e-6, atol=1e-7)
+    for values in ({"learning_rate": 2.0}, {}):
+        with pytest.raises(ts.errors.HyperparameterError, match=r"none with live numbers.*hides its leaves"):
+            ts.adjust(state, "**/w", **values)
+
+
+def test_leaves_without_a_live_rule_are_told():
+    state = ts.setup(rules.groups({"head/**": optax.sgd(0.1), "**": rules.sgd(0.1)}), PARAMS)
+    with pytest.raises(ts.errors.HyperparameterError, match=r"none with live numbers for these leaves"):
+        ts.adjust(state, "head/**", learning_rate=2.0)
 
 
 def test_where_may_be_a_predicate_a_mask_or_a_list():
@@ -355,6 +519,27 @@ def test_copying_hyperparameters_copies_them_exactly():
     assert_trees_equal(ts.adjust(a, **ts.hyperparams(b)).numbers, copy.numbers)
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda: rules.chain(rules.clip_value(1.0), rules.clip_value(2.0), rules.sgd(0.1)),
+        lambda: rules.groups({"head/**": rules.sgd(0.1), "**": rules.sgd(0.2, momentum=0.5)}),
+    ],
+    ids=["chain", "groups"],
+)
+def test_hyperparameters_of_a_cut_are_copied_into_the_same_cut(rule):
+    a, b = ts.setup(rule(), PARAMS), ts.adjust(ts.setup(rule(), PARAMS), "**/b", learning_rate=3.0)
+    with pytest.raises(ts.errors.HyperparameterError, match=r"@\*\*/b'.*Cut it first: ts\.adjust\(state, '\*\*/b'\)"):
+        ts.adjust(a, ts.hyperparams(b))
+    copy = ts.hyperparams(ts.adjust(ts.adjust(a, "**/b"), ts.hyperparams(b)))
+    assert {name: copy[name] for name in ts.hyperparams(b)} == ts.hyperparams(b)
+    if "momentum" in ts.hyperparams(a):
+        with pytest.raises(ts.errors.HyperparameterError, match=r"Did you mean 'momentum'"):
+            ts.adjust(a, {"momentum@**": 0.5})
+    with pytest.raises(ts.errors.HyperparameterError, match=r"Did you mean '(0\.max|learning_rate@head/\*\*)'"):
+        ts.adjust(a, {"learning_rate@haed/**": 1.0} if "momentum" in ts.hyperparams(a) else {"0.mx": 1.0})
+
+
 def test_names_that_are_not_there_are_refused_with_those_that_are():
     state = ts.setup(rules.chain(rules.clip_value(1.0), rules.clip_value(2.0), rules.sgd(0.1)), PARAMS)
     with pytest.raises(ts.errors.HyperparameterError, match=r"learning_rat.*learning_rate"):
@@ -390,6 +575,17 @@ def test_a_hundred_adjusts_compile_no_step_and_a_cut_compiles_one():
             state, _ = STEP(ts.adjust(state, where, learning_rate=kinds[i % len(kinds)](1)), BATCHES[i % 10])
     assert steps_compiled(c) == 0
     assert len(ts.hyperparams(state)) == 10
+
+
+def test_a_further_cut_is_work_on_the_host():
+    params = [np.ones(2, np.float32) for _ in range(7)]
+    state = ts.adjust(ts.setup(rules.adam(0.01), params), "0", learning_rate=0.5)
+    with count_compiles() as c:
+        for i in range(1, 6):
+            state = ts.adjust(state, str(i), learning_rate=0.5 + i)
+    assert (c.compiles, c.traces) == (0, 0)
+    found = {k: v for k, v in ts.hyperparams(state).items() if "rate@" in k}
+    assert found == {f"learning_rate@{i}": 0.5 + i for i in range(6)}
 
 
 def test_adjust_in_a_scan_is_adjust_in_a_loop():
@@ -673,6 +869,65 @@ def test_a_cut_state_goes_on_in_a_new_process(tmp_path):
     expected = jax.tree.leaves(train(state, BATCHES[5:]))
     with np.load(tmp_path / "after.npz") as after:
         assert_trees_equal([after[f"arr_{i}"] for i in range(len(expected))], expected)
+
+
+# ---------------------------------------------------------------------------------------- what rules may be made of
+
+FACTORY = "def nameless(learning_rate=0.1):\n    return optax.chain(optax.trace(0.5), optax.scale(-learning_rate))"
+
+
+@pytest.mark.parametrize("module", ["missing", None, ""])
+def test_a_factory_may_have_no_module(module):
+    made = {"optax": optax}
+    exec(FACTORY, made)
+    factory = made["nameless"]
+    if module != "missing":
+        factory.__module__ = module
+    rule = rules.live(factory)(0.25)
+    state = ts.adjust(ts.setup(rule, PARAMS), "head/**", learning_rate=0.5)
+    assert_trees_equal(rates(state), rates_of(ew=0.25, eb=0.25, hw=0.5, hb=0.5))
+    assert "nameless" in repr(rules.live(factory))
+
+
+def test_a_rule_can_be_hashed_whatever_its_numbers_are():
+    assert hash(rules.adam(jnp.float32(1e-3))) == hash(rules.adam(1e-3))
+    assert len({rules.sgd(0.5), rules.sgd(0.5), rules.sgd(0.25)}) == 2
+    jax.eval_shape(lambda rate: {rules.chain(rules.sgd(rate)): rate}.popitem()[1], 0.5)
+
+
+@pytest.mark.slow
+def test_rules_leave_the_interpreter_in_silence():
+    """Plans are looked up to the very end, when modules have lost their names."""
+    script = "import numpy as np, optax, tsunax as ts; p = np.ones(2, np.float32)\n"
+    script += "states = [ts.setup(ts.rules.sgd(r, nesterov=n), p) for n in (0, 1) for r in (0.1, optax.constant_schedule(0.1))]"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    script = script.replace("(0, 1)", "(False, True)")
+    out = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert out.stderr == ""
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, updates, state=None, params=None):
+        return updates, state
+
+
+@pytest.mark.parametrize("make", [ts.setup, lambda rule, _: rules.chain(rule)], ids=["setup", "chain"])
+def test_a_rule_that_cannot_be_hashed_is_refused(make):
+    for halves in ((Unhashable(), optax.identity().update), (optax.identity().init, Unhashable())):
+        with pytest.raises(ts.errors.RuleError, match=r"Unhashable.*expected one that can be hashed"):
+            make(optax.GradientTransformation(*halves), PARAMS)
+
+
+def test_states_compare_without_looking_at_their_arrays():
+    """Equality by value would ask arrays whether they are true."""
+    rule = rules.adam(0.1)
+    state = ts.setup(rule, PARAMS)
+    other = ts.adjust(state, learning_rate=0.2)
+    assert state.numbers == state.numbers and state.numbers != other.numbers
+    assert rule.init(PARAMS) != rule.init(PARAMS)
+    assert jax.tree.structure(state) == jax.tree.structure(other)
 
 
 # --------------------------------------------------------------------------- footguns of optax, by their known numbers

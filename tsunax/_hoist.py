@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import DictKey
 
 from tsunax import _number, _tree
-from tsunax._live import LiveState, interned, is_live
+from tsunax._live import LiveState, interned, is_live, module_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Layout:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("layout",))
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Numbers:
     """All live numbers of an optimizer state."""
 
@@ -63,19 +65,26 @@ class Numbers:
                 yield at, s, group, start
                 start += s.live.columns
 
-    def named(self, step) -> dict[str, Any]:
-        """Every number in force at `step`, by flat name: Python floats where they are concrete."""
+    def named(self, step, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
+        """Every number in force at `step`, by flat name: Python floats where they are concrete.
+
+        Schedules that `step` does not reach are read at their own counts, see `own_counts`, or left out.
+        """
         out = {}
         values = self.values if _tree.is_traced(self.values) else np.asarray(self.values)  # one wait, not one each
         for at, s, group, start in self.columns():
             table = values[..., start : start + s.live.columns]
             inner = len(s.live.names)
             names = self.layout.names[at][group]
+            clock = (counts or {}).get(at) if s.one_clock is False else step
             for i, (flat, schedule) in enumerate(zip(names, s.live.schedules, strict=True)):
                 value, complement = table[..., 0, i], table[..., 1, i]
                 if schedule:
-                    now = schedule.at(step, [table[..., 0, inner + j] for j in range(schedule.size)])
+                    given = [table[..., 0, inner + j] for j in range(schedule.size)]
                     inner += schedule.size
+                    if clock is None:
+                        continue
+                    now = schedule.at(clock, given)
                     value, complement = jnp.where(table[..., 2, i] > 0, value, now), None
                 out[flat] = _number.as_float(value, complement)
         return out
@@ -103,7 +112,8 @@ def hoist(opt_state) -> tuple[Any, Numbers | None]:
     plain = jax.tree.structure(_plain(opt_state))
     layout = interned(Layout(full, plain, tables, clocks, labels(opt_state)))
     rows = [leaves[i].reshape(*leaves[i].shape[:-2], -1) for i in tables]
-    return _without(layout, leaves), Numbers(jnp.concatenate(rows, axis=-1), layout)
+    on_host = all(isinstance(row, np.ndarray) for row in rows)
+    return _without(layout, leaves), Numbers((np if on_host else jnp).concatenate(rows, axis=-1), layout)
 
 
 def lower(opt_state, numbers: Numbers | None, step):
@@ -134,8 +144,18 @@ def hoist_like(opt_state, numbers: Numbers | None):
 
 def on_own_clocks(opt_state, numbers: Numbers | None, step) -> tuple[Any, Numbers | None]:
     """The same state with the counts that it left to the clock, before that is set to something else."""
-    apart = map_live(lambda _, s: dataclasses.replace(s, one_clock=False), lower(opt_state, numbers, step))
+    own = lambda _, s: dataclasses.replace(s, one_clock=s.one_clock and None)
+    apart = map_live(own, lower(opt_state, numbers, step))
     return hoist(jax.tree.map(lambda x: jnp.array(x, copy=True), apart))
+
+
+def own_counts(opt_state, numbers: Numbers) -> dict[int, Any]:
+    """{live state: its count} of a plain optimizer state, where schedules run on that and not on the clock."""
+    layout = numbers.layout
+    kept = (i for i in range(layout.full.num_leaves) if i not in layout.tables and i not in layout.clocks)
+    leaves = dict(zip(kept, jax.tree.leaves(opt_state), strict=True))
+    own = [(at, s.count) for at, (_, s) in enumerate(layout.lives) if s.one_clock is False]
+    return {at: leaves[count] for at, count in own if count is not None}
 
 
 def _places(leaves, among) -> tuple[int, ...]:
@@ -145,7 +165,7 @@ def _places(leaves, among) -> tuple[int, ...]:
 
 def _on_the_clock(s: LiveState) -> bool:
     """Whether its count starts at 0 and counts updates: of a factory that is not optax's nobody knows."""
-    return s.one_clock and getattr(s.live.factory, "__module__", "").startswith("optax")
+    return bool(s.one_clock) and module_of(s.live.factory).startswith("optax")
 
 
 def _counts(inner) -> list:
@@ -222,32 +242,44 @@ def owners_of(init: Callable, opt_state, numbers: Numbers | None, params) -> lis
 # ------------------------------------------------------------------------------------------------------- names
 
 
-def chain_index(path) -> str:
-    """Where a live state stands: "0", "1.0" in a chain within a chain, "" for the outermost rule."""
-    fields = (getattr(k, "idx", getattr(k, "name", "inner")) for k in path)
-    return ".".join(str(field) for field in fields if field != "inner")
+def patterns(path) -> tuple[str, ...]:
+    """The groups of rules in which a live state stands, by their patterns."""
+    return tuple(str(k.key) for k in path if isinstance(k, DictKey))
+
+
+def chain_indices(lives) -> list[str]:
+    """Where each live state stands: "0", "1.0" in a chain within a chain, "" for the outermost rule."""
+    places = []
+    for path, _ in lives:
+        fields = (
+            getattr(k, "idx", getattr(k, "name", getattr(k, "key", ""))) for k in path if not isinstance(k, DictKey)
+        )
+        index = ".".join(str(field) for field in fields if field != "inner")
+        while (index, patterns(path)) in places:  # a rule right inside of another one
+            index = f"{index}.inner".lstrip(".")
+        places.append((index, patterns(path)))
+    return [index for index, _ in places]
 
 
 def labels(opt_state) -> tuple:
-    """The flat name of every number: per live state, per group, per name.
+    """The flat name of every number: per live state, per group, per name. No two are equal.
 
-    A name alone where it is the only one; `name@pattern` in a group of rules or a cut subtree; `i.name` where a
-    chain repeats it.
+    A name alone where one rule has it; `name@pattern` in a group of rules; `i.name` where a chain repeats it. In a cut
+    subtree that, and `@pattern`.
     """
     lives = live_states(opt_state)
-    rows = []  # live state, group, name, chain index, patterns
-    for at, (path, s) in enumerate(lives):
-        outer = [str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)]
-        for g in range(s.groups):
-            cut = [s.cut.labels[g]] if s.cut and s.cut.labels[g] else []
-            rows += [(at, g, name, chain_index(path), tuple(outer + cut)) for name in s.live.names]
-    names = [name for _, _, name, _, _ in rows]
-    with_patterns = ["@".join((name, *patterns)) for _, _, name, _, patterns in rows]
-    out: dict[tuple[int, int], tuple[str, ...]] = {}
-    for (at, g, name, index, _), flat in zip(rows, with_patterns, strict=True):
-        if names.count(name) == 1:
-            flat = name
-        elif with_patterns.count(flat) > 1 and index:
-            flat = f"{index}.{flat}"
-        out[at, g] = (*out.get((at, g), ()), flat)
-    return tuple(tuple(out.get((at, g), ()) for g in range(s.groups)) for at, (_, s) in enumerate(lives))
+    indices, outer = chain_indices(lives), [patterns(path) for path, _ in lives]
+    owned = [(name, outer[at]) for at, (_, s) in enumerate(lives) for name in s.live.names]
+    rules, rules_there = Counter(name for name, _ in owned), Counter(owned)
+    cuts = [s.cut.labels if s.cut else ("",) for _, s in lives]
+    out: dict[str, tuple[int, int]] = {}
+    for g, at in sorted((g, at) for at, labels in enumerate(cuts) for g in range(len(labels))):
+        for name in lives[at][1].live.names:
+            index = indices[at] if rules_there[name, outer[at]] > 1 else ""
+            groups = outer[at] if rules[name] > 1 else ()
+            flat = ".".join(filter(None, (index, "@".join(filter(None, (name, *groups, cuts[at][g]))))))
+            while flat in out:  # a cut like a group of rules beside it
+                flat += "'"
+            out[flat] = at, g
+    names = lambda at, g: tuple(flat for flat, place in out.items() if place == (at, g))
+    return tuple(tuple(names(at, g) for g in range(len(labels))) for at, labels in enumerate(cuts))

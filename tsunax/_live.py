@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -51,17 +51,24 @@ class Live:
         return len(self.names) + sum(s.size for s in self.schedules if s)
 
     def __eq__(self, other):
-        return self is other or (
-            isinstance(other, Live)
+        return self is other or (  # without a global name: the interpreter's last comparisons find none
+            type(other) is type(self)
             and self.factory == other.factory
             and self.names == other.names
             and self.schedules == other.schedules
             and self.statics.keys() == other.statics.keys()
-            and all(_same(v, other.statics[k]) for k, v in self.statics.items())
+            and all(self._same(v, other.statics[k]) for k, v in self.statics.items())
         )
 
     def __hash__(self):
         return hash((self.factory, self.names))
+
+    @staticmethod
+    def _same(a, b) -> bool:
+        try:
+            return bool(a is b or (type(a) is type(b) and a == b))
+        except (ValueError, TypeError):  # arrays in a mask: equal only if they are the same object
+            return False
 
     def read(self, table, step) -> dict[str, _number.Number]:
         """The numbers in force at `step`, from one group's `table` of shape (3, columns)."""
@@ -101,14 +108,12 @@ _BRANCHES = (
 
 
 def name_of(factory) -> str:
-    return getattr(factory, "__name__", type(factory).__name__).strip("_")
+    return (getattr(factory, "__name__", None) or type(factory).__name__).strip("_")
 
 
-def _same(a, b) -> bool:
-    try:
-        return bool(a is b or (type(a) is type(b) and a == b))
-    except (ValueError, TypeError):  # arrays in a mask: equal only if they are the same object
-        return False
+def module_of(factory) -> str:
+    """The module of a factory; "" for one that has none, as what `exec` made."""
+    return getattr(factory, "__module__", None) or ""
 
 
 @functools.partial(
@@ -116,7 +121,7 @@ def _same(a, b) -> bool:
     data_fields=("table", "inner", "extra", "count"),
     meta_fields=("live", "paths", "cut", "one_clock"),
 )
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, eq=False, init=False)
 class LiveState:
     """State of a live rule."""
 
@@ -128,9 +133,10 @@ class LiveState:
     paths: tuple  # key path of each leaf that this rule sees
     cut: Cut | None
 
-    one_clock: bool  # whether `step=` is sure to come and to be the count of updates of the inner state, too
+    # whether `step=` comes: True, sure, and the inner state's count of updates is the same; False, never; None, unknown
+    one_clock: bool | None
 
-    def __init__(self, table, inner, extra=(), count=None, *, live, paths, cut=None, one_clock=False):
+    def __init__(self, table, inner, extra=(), count=None, *, live, paths, cut=None, one_clock=None):
         fields = self.__dict__
         fields["table"], fields["inner"], fields["extra"], fields["count"] = table, inner, extra, count
         fields["live"], fields["paths"], fields["cut"], fields["one_clock"] = live, paths, cut, one_clock
@@ -159,6 +165,15 @@ def on_one_clock(update: Any, state):
     return update.on_one_clock(state) if hasattr(update, "on_one_clock") else state
 
 
+def _on_own_counts(state):
+    """The same, where nothing that is given to an update comes to the live rules within."""
+
+    def mark(x):
+        return dataclasses.replace(x, inner=_on_own_counts(x.inner), one_clock=False) if is_live(x) else x
+
+    return jax.tree.map(mark, state, is_leaf=is_live)
+
+
 def is_live(x) -> bool:
     return isinstance(x, LiveState)
 
@@ -178,7 +193,7 @@ class LiveInit:
     """The init half; it knows the numbers."""
 
     live: Live
-    values: tuple
+    values: tuple = field(hash=False)
 
     def plain(self):
         """The optax rule of the first step."""
@@ -222,6 +237,9 @@ class _PlainUpdate:
 
     update: Callable
 
+    def on_one_clock(self, state):
+        return _on_own_counts(state)
+
     def __call__(self, updates, state, params=None, **extra):
         del extra
         return self.update(updates, state, params)
@@ -243,10 +261,15 @@ def check_rule(rule, where: str, fix: str = "") -> None:
     """Raise WrongTypeError unless this is an optax rule, guessing what was meant."""
     expected, got = "an optax.GradientTransformation", _tree.describe(rule)
     if isinstance(rule, optax.GradientTransformation):
-        if callable(rule.init) and callable(rule.update):
-            return
-        got = f"one with init {_tree.describe(rule.init)}, update {_tree.describe(rule.update)}"
-        raise WrongTypeError(message("rule", where, got, "two functions"))
+        if not (callable(rule.init) and callable(rule.update)):
+            got = f"one with init {_tree.describe(rule.init)}, update {_tree.describe(rule.update)}"
+            raise WrongTypeError(message("rule", where, got, "two functions"))
+        try:
+            hash(rule)
+        except TypeError as error:
+            expected = "one that can be hashed, as functions can: jit looks it up"
+            raise RuleError(message("rule", where, told(error), expected)) from None
+        return
     raise WrongTypeError(message("rule", where, got, expected, fix or _meant(rule)))
 
 
@@ -315,7 +338,7 @@ def _run(live: Live, table, clock, updates, inner, params, extra):
 
     exact = lambda x: x
     full = all(_tree.dtype_of(x) == table.dtype for x in jax.tree.leaves(updates))
-    if full and live.factory.__module__.partition(".")[0] in ("optax", "tsunax"):
+    if full and module_of(live.factory).partition(".")[0] in ("optax", "tsunax"):
         return run(exact, updates, inner, params)
     try:  # some rules turn an exact complement into a strong float32 and would promote bfloat16 state
         exact_is_fine = full or avals(exact) == avals(_number.as_scalar)
@@ -329,8 +352,14 @@ def _run(live: Live, table, clock, updates, inner, params, extra):
 
 
 def _owners(live: Live, params) -> list[int | None]:
+    leaves, treedef = jax.tree.flatten(params)
+    return _owners_like(live, treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
+
+
+@functools.lru_cache(maxsize=128)  # a trace of `init` each: every cut asks, and every trace of a cut rule
+def _owners_like(live: Live, treedef, shapes: tuple) -> list[int | None]:
     halves = dict.fromkeys(live.names, 0.5)
-    return _tree.owners(live.build(halves).init, params)[-1]
+    return _tree.owners(live.build(halves).init, treedef.unflatten(shapes))[-1]
 
 
 def _inners(live: Live, state: LiveState, params) -> list:
@@ -410,7 +439,7 @@ class LiveFactory:
         self.__doc__ = factory.__doc__
 
     def __repr__(self):
-        return f"live({self.factory.__module__}.{name_of(self.factory)})"
+        return f"live({'.'.join(filter(None, (module_of(self.factory), name_of(self.factory))))})"
 
     def __call__(self, *args, **kwargs) -> optax.GradientTransformationExtraArgs:
         arguments = self._bind(args, kwargs)

@@ -24,22 +24,27 @@ def hyperparams(state: TrainState) -> dict[str, Any]:
 
     `learning_rate` where the name is unique; `learning_rate@encoder/**` in a group of rules or a subtree that
     `adjust` cut; `0.max` where a chain repeats it. Python floats, as they were given; arrays under tracing.
-    Waits for the device only where a schedule needs the step.
+    Waits for the device only where a schedule needs the step. A schedule in a wrapper that does not pass it on
+    (`optax.MultiSteps`) runs on its own count and is read there; `info.hyperparams` has none of those.
 
     >>> import tsunax as ts
     >>> ts.hyperparams(ts.setup(ts.rules.sgd(0.1, momentum=0.9), {"w": jnp.ones(2)}))
     {'learning_rate': 0.1, 'momentum': 0.9}
     """
     check_state(state, "hyperparams()")
-    return {} if state.numbers is None else state.numbers.named(state.step)
+    if state.numbers is None:
+        return {}
+    return state.numbers.named(state.step, _hoist.own_counts(state.opt_state, state.numbers))
 
 
 def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState:
     """Set hyperparameters on the whole tree or on the leaves that `where` matches. Moments are kept.
 
     A value is a number (float, int, numpy or jax scalar, traced or not); `None` gives a scheduled one back to
-    its schedule. `adjust(a, hyperparams(b))` copies. A value never compiles the step again; cutting a subtree
-    off for the first time does, once, and `adjust(state, where)` without values is that cut alone.
+    its schedule. A value never compiles the step again; cutting a subtree off for the first time does, once, and
+    `adjust(state, where)` without values is that cut alone. `adjust(a, hyperparams(b))` copies, into cuts that are
+    there: where only b has one, first `a = adjust(a, where)`. The result shares its arrays with `state`: a step that
+    is given one of them donates both.
 
     Raises HyperparameterError for an unknown name (with the known ones), a value out of range, or a name that a
     chain repeats; PatternError if `where` matches nothing.
@@ -55,13 +60,13 @@ def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState
         fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
         raise HyperparameterError(message("rule", "adjust()", "one without live numbers", "a live rule", fix))
     if isinstance(where, str) and where == "**" and any("@" in name for name in values):
-        return _assign(state, _by_flat_name(state, values))
+        return _assign(state, _by_flat_name(state, values), state.numbers.values)
     if _is_names(where, _known(state)):
-        return _assign(state, _by_flat_name(state, {**cast(Mapping, where), **values}))
+        return _assign(state, _by_flat_name(state, {**cast(Mapping, where), **values}), state.numbers.values)
     matched = _matched(state, where)
     targets = _targets(state, matched, values)
-    state = _cut(state, where, matched, targets)
-    return _assign(state, _by_leaf(state, matched, targets, values))
+    cut = _cut(state, where, matched, targets)
+    return _assign(cut, _by_leaf(cut, matched, targets, values), state.numbers.values)
 
 
 def freeze(state: TrainState, where: Any) -> TrainState:
@@ -70,7 +75,8 @@ def freeze(state: TrainState, where: Any) -> TrainState:
     Their gradients count as zero, so norms and global clipping are over what is not frozen. The gradient is
     still computed (`setup(trainable=...)` is the freeze that saves it). The first freeze of a state compiles the
     step once (`setup(freezable=True)`: not even that); later ones and thaws never do. Under jit, scan and vmap
-    too, where the state has been frozen before or is freezable.
+    too, where the state has been frozen before or is freezable. The result shares its arrays with `state`: a step
+    that is given one of them donates both.
 
     Raises PatternError if `where` matches nothing that is trained.
 
@@ -91,7 +97,8 @@ def thaw(state: TrainState, where: Any = "**") -> TrainState:
 
     Rules with one count for all leaves (Adam's bias correction) have gone on counting meanwhile: leaves frozen
     from the start take larger first steps after a late thaw, up to 6 × the rate at step 2000 with Adam's
-    defaults, in a rule of its own in `groups` too. A warm-up of their rate avoids that.
+    defaults, in a rule of its own in `groups` too. A warm-up of their rate avoids that. The result shares its arrays
+    with `state`: a step that is given one of them donates both.
 
     Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments to go on with.
     """
@@ -143,12 +150,18 @@ def _is_names(where, known) -> bool:
 
 
 def _matched(state: TrainState, where) -> frozenset:
-    """Key paths of the leaves that `where` matches."""
+    """Key paths of the leaves that `where` matches; if all of them, those that wrappers made of them, too."""
     flags = _where.select(where, state.params)
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
         raise _left_out(state, flags.index(True), "It has no hyperparameters.")
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state.params)[0]]
-    return frozenset(path for path, flag in zip(paths, flags, strict=True) if flag)
+    paths = _paths(state.params)
+    matched = frozenset(path for path, flag in zip(paths, flags, strict=True) if flag)
+    everywhere = matched.issuperset(_paths(trainable(state)))
+    return matched.union(*(s.paths for _, s in state.numbers.layout.lives)) if everywhere else matched
+
+
+def _paths(tree) -> list[tuple]:
+    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def _known(state: TrainState) -> list[str]:
@@ -157,11 +170,17 @@ def _known(state: TrainState) -> list[str]:
 
 def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
     """The live states that this adjust is for: {place: {name given: name there}}; all of them without values."""
+    lives, seen = state.numbers.layout.lives, matched.union(_paths(trainable(state)))
     hit = {}
-    for at, (path, s) in enumerate(state.numbers.layout.lives):
+    for at, (index, (_, s)) in enumerate(zip(_hoist.chain_indices(lives), lives, strict=True)):
         leaves = matched.intersection(s.paths)
-        if leaves:
-            hit[at] = (_hoist.chain_index(path), s.live.names, leaves)
+        if leaves and seen.issuperset(s.paths):
+            hit[at] = (index, s.live.names, leaves)
+    if not hit:
+        hidden = not all(seen.issuperset(s.paths) for _, s in lives)
+        fix = "A wrapper hides its leaves: adjust(state, ...) sets them all." if hidden else ""
+        got = "none with live numbers for these leaves"
+        raise HyperparameterError(message("rule", "adjust()", got, "a live rule", fix))
     if not values:
         return {at: {} for at in hit}
     targets: dict[int, dict[str, str]] = {}
@@ -205,11 +224,14 @@ def _cut(state: TrainState, where, matched, targets) -> TrainState:
         if place not in cuts:
             return s
         seen = frozenset(s.paths)
-        flags = [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        flags = [path in seen for path in _paths(params)]
         cut, parents = cuts[place]
         return _live.recut(s, cut, parents, _tree.partition(params, flags)[0])
 
-    opt_state, numbers = _hoist.hoist(_hoist.map_live(recut, _hoist.lower(state.opt_state, state.numbers, state.step)))
+    numbers = state.numbers
+    if not _tree.is_traced(numbers.values):  # on the host: each cut has shapes of its own, and they would all compile
+        numbers = dataclasses.replace(numbers, values=np.array(numbers.values))
+    opt_state, numbers = _hoist.hoist(_hoist.map_live(recut, _hoist.lower(state.opt_state, numbers, state.step)))
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers)
 
 
@@ -257,14 +279,27 @@ def _by_flat_name(state: TrainState, values) -> dict[int, tuple]:
     for at, s, group, start in state.numbers.columns():
         names = state.numbers.layout.names[at][group]
         columns |= {name: (start + i, s.live, i) for i, name in enumerate(names)}
-    for name in values:
-        if name not in columns:
-            raise HyperparameterError(_where.unknown("hyperparameter", "adjust()", name, columns))
+    unknown = [name for name in values if name not in columns]
+    for name in unknown:
+        rest, _, label = name.rpartition("@")
+        if rest in columns and not any(label in _hoist.patterns(path) for path, _ in state.numbers.layout.lives):
+            fix = f"Cut it first: ts.adjust(state, {label!r})."
+            expected = f"one of {_tree.listed([*columns], 20)}"
+            raise HyperparameterError(message("hyperparameter", "adjust()", repr(name), expected, fix))
+    if unknown:
+        raise HyperparameterError(_where.unknown("hyperparameter", "adjust()", unknown[0], columns))
     return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
 
 
-def _assign(state: TrainState, cells: dict[int, tuple]) -> TrainState:
-    """Write values into columns; what is concrete is written on the host, without waiting for a step."""
+def _like(old, host):
+    """`host` on the devices of `old`; committed to them only if that is, or the step would compile again."""
+    if not getattr(old, "committed", False):
+        return jax.device_put(host)
+    return jax.make_array_from_callback(host.shape, old.sharding, lambda index: host[index])
+
+
+def _assign(state: TrainState, cells: dict[int, tuple], old) -> TrainState:
+    """Write values into columns, on the devices of `old`; what is concrete is written without waiting for a step."""
     values = state.numbers.values
     rows = {}
     for column, (live, i, value) in cells.items():
@@ -294,9 +329,9 @@ def _assign(state: TrainState, cells: dict[int, tuple]) -> TrainState:
             if value is not None:
                 exact = np.asarray(value, np.float64)
                 host[..., 0, column], host[..., 1, column] = exact, 1 - exact
-        # an update of the old array, so that the new one stays where that one lives
-        values = jax.lax.dynamic_update_slice(values, host, (0,) * host.ndim)
+        values = _like(old, host)
     else:
+        values = _like(old, values) if isinstance(values, np.ndarray) else values
         for column, value in rows.items():
             values = values.at[..., 2, column].set(0 if value is None else 1)
             if value is not None:
