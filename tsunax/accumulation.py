@@ -75,7 +75,7 @@ def over_micro_batches(
     A scan of value-and-grad, never the gradient of a scan, which would store every micro-batch. Each one gets its
     rows of `mask`, a key of its own, and the model state that the one before it left. Gradients have the structure
     and dtypes of `like`. With `drop`, a micro-batch whose loss or gradient is not finite is left out with its weight
-    and its model state; `loss.dropped` says how much that was.
+    and its model state; `loss.dropped` has their weights, 0 for the others.
     """
     batch, mask = cut(batch, n, keywords.get("mask"))
     if "mask" in keywords and mask is None:
@@ -115,7 +115,7 @@ def over_micro_batches(
     grads = jax.tree.map(lambda sum, x: (sum / loss.weight.astype(sum.dtype)).astype(x.dtype), sums, like)
     if known is not None and not drop:
         loss = dataclasses.replace(loss, weight=np.float32(n * known))
-    dropped = jnp.sum(jnp.where(take, 0, losses.weight)) if drop else None
+    dropped = jnp.where(take, 0, losses.weight) if drop else None
     return dataclasses.replace(loss, model_state=model_state, dropped=dropped), grads
 
 

@@ -116,7 +116,7 @@ class Loss:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     model_state: Any = None
     mean_value: Any = None  # the mean itself, where the loss function returned it as a scalar
-    dropped: Any = None  # the weight of micro-batches that were left out
+    dropped: Any = None  # f32[micro-batches]: the weights of those that were left out, under "drop"
 
     # `mean` the constructor; `compute` the result.
     @classmethod

@@ -37,7 +37,7 @@ class Policy:
         for name in ("param", "compute", "output"):
             value = getattr(self, name)
             try:
-                known = jnp.dtype(value).name in DTYPES
+                known = value is not None and jnp.dtype(value).name in DTYPES
             except TypeError:
                 known = False
             if not known:
@@ -49,7 +49,9 @@ class Policy:
         if self.rounding == "stochastic" and self.param != "bfloat16":
             fix = "Stochastic rounding cuts float32 to bfloat16."
             raise WrongTypeError(message("param", "Policy(rounding='stochastic')", self.param, "'bfloat16'", fix))
-        _where.compile_where(self.batch)
+        if isinstance(self.batch, list):  # policies are compared and hashed
+            object.__setattr__(self, "batch", tuple(self.batch))
+        _where.compile_where(self._batch)
 
     def to_param(self, tree):
         return cast(tree, self.param)
@@ -62,9 +64,13 @@ class Policy:
 
     def batch_to_compute(self, batch):
         """The batch with its float leaves, of those that `batch` matches, in the compute dtype."""
-        flags = _where.select(self.batch, batch)
+        flags = _where.select(self._batch, batch)
         leaves, treedef = jax.tree.flatten(batch)
         return treedef.unflatten([cast(x, self.compute) if on else x for x, on in zip(leaves, flags, strict=True)])
+
+    @property
+    def _batch(self):
+        return list(self.batch) if isinstance(self.batch, tuple) else self.batch
 
     @property
     def masters(self) -> bool:

@@ -188,16 +188,34 @@ class TrainStep:
 
     def _raise_if_rejected(self, state: TrainState, info: StepInfo, batch, extra) -> None:
         verdict, calls = int(info.verdict), int(state.calls)
-        if verdict <= 0 or not _is_fault(state, verdict):
+        if verdict <= 0 or _is_searching(state, info, verdict):
             return
         # the state is as it was: the gradients that were rejected can be had again
-        _, grads = jax.jit(self._gradient)(state.replace(calls=calls - 1), batch, **extra)
+        grads, dropped = self._again(state.replace(calls=calls - 1), batch, extra)
         what = guard.explain(verdict, state.opt_state, grads)
+        if dropped is not None and np.any(dropped):
+            what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {self.accumulate}"
+        if state.loss_scale is not None:
+            floor = ", its floor" if state.loss_scale.dynamic else ""
+            what += f", loss scale {float(info.loss_scale)}{floor}, {int(state.rejected_in_a_row)} rejected in a row"
         raise NonFiniteError(
             f"step {int(state.step)} (call {calls - 1}) was rejected: {what}. `error.state` is the state before it.",
             state,
             info,
         )
+
+    @functools.cached_property
+    def _again(self) -> Any:
+        """The gradients of a step, and the weights of the micro-batches that are to blame."""
+
+        def look(state, batch, extra):
+            _, grads = self._gradient(state, batch, **extra)
+            if self.accumulate == 1:
+                return grads, None
+            kinds = {"accumulate": self.accumulate, "remat": self.remat, "on_nonfinite": "drop"}
+            return grads, value_and_grad(self.loss_fn, **kinds)(state, batch, **extra)[0].dropped
+
+        return jax.jit(look)
 
     def lower(self, state: TrainState, batch, **extra) -> jax.stages.Lowered:
         """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is compiled."""
@@ -208,11 +226,10 @@ class TrainStep:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-def _is_fault(state: TrainState, verdict: int) -> bool:
-    """Whether a rejection is one to raise: a loss scale that can still be lowered is looking for its value."""
+def _is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
+    """Whether a rejection only lowers the loss scale, which is looking for its value: nothing to raise for."""
     scale = state.loss_scale
-    searching = scale is not None and scale.dynamic and float(scale.scale) > scale.floor
-    return not (searching and guard.overflowed(verdict))
+    return bool(scale is not None and scale.dynamic and info.loss_scale > scale.floor and guard.overflowed(verdict))
 
 
 def train_step(

@@ -113,6 +113,7 @@ class StepInfo(NamedTuple):
     verdict: Any  # int32: 0 taken, -1 gathered, else what was not finite (`guard`). None where nobody judged
     metrics: Any  # {name: f32, or what the metric's compute() gives}
     dropped: Any  # f32: the weight of micro-batches that were left out, under "drop"
+    loss_scale: Any  # f32: the one that it used, where the state has one
     step: Any  # int32: the clock that the schedules saw, where the rule has any
     numbers: Any  # the live hyperparameters that it used
 
@@ -188,8 +189,8 @@ def update(
     grad_norm = _tree.global_norm(grads) if norms or on_nonfinite != "ignore" else None
     seen = base(state)
     grads = grads if seen is params else cast_like(grads, seen)
-    given = {"grad": grads, "step": state.step, "weight": loss.weight, **extra}
-    given |= {} if value is None else {"value": value}
+    given = {"grad": grads, "step": state.step, "weight": loss.weight}
+    given |= ({} if value is None else {"value": value}) | extra
     opt_state = _hoist.lower(state.opt_state, state.numbers, state.step)
     updates, opt_state = _ruled(state.plan.update, grads, opt_state, seen, given)
     opt_state = _hoist.hoist_like(opt_state, state.numbers)
@@ -219,7 +220,8 @@ def update(
         update_norm=_tree.global_norm(_without_frozen(updates, thawed)) if norms else None,
         verdict=guard.with_gathered(verdict, emitted),
         metrics={name: m.compute() for name, m in loss.metrics.items()},
-        dropped=loss.dropped,
+        dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
+        loss_scale=None if state.loss_scale is None else state.loss_scale.scale,
         step=state.step if state.numbers is not None and state.numbers.scheduled else None,
         numbers=state.numbers,
     )

@@ -1,0 +1,118 @@
+"""Averages of the parameters, against their closed forms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tsunax as ts
+from tests.helpers import assert_trees_equal, count_compiles
+from tsunax.errors import LossError, StateError, WrongTypeError
+
+STEPS = 12
+
+
+def run(average, *, rule=None, bad=(), steps=STEPS):
+    """One parameter that goes 1, 2, 3, ...; the average after each call, and the state."""
+    state = ts.setup(rule or ts.rules.sgd(1.0), {"w": jnp.zeros(1)}, ema=average)
+    step, seen = jax.jit(ts.update), []
+    for i in range(steps):
+        state, _ = step(state, {"w": jnp.full(1, np.nan if i in bad else -1.0)})
+        seen.append(float(ts.averaged(state).params["w"][0]))
+    return np.array(seen), state
+
+
+def by_hand(rate, steps=STEPS):
+    """`rate(n)` for the n-th applied step, n = 1, 2, ...; None leaves the average as it is."""
+    a, out = 0.0, []
+    for n in range(1, steps + 1):
+        r = rate(n)
+        a = a if r is None else a + r * (n - a)
+        out.append(a)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("average", "rate"),
+    [
+        (0.9, lambda n: 0.1),
+        (ts.averages.ema(0.9, every=3), lambda n: 0.1 if n % 3 == 0 else None),
+        (ts.averages.ema(0.9, start=4), lambda n: 1 if n <= 4 else 0.1),
+        (ts.averages.ema(0.9, warmup=True), lambda n: 1 - min(0.9, n / (9 + n))),
+        (ts.averages.polyak(), lambda n: 1 / n),
+        (ts.averages.polyak(start=5), lambda n: 1 if n <= 5 else 1 / (n - 5)),
+        (ts.averages.swa(4, 2), lambda n: 1 if n <= 4 else (2 / (n - 4) if n % 2 == 0 else None)),
+    ],
+    ids=["ema", "every 3", "from 4", "warm-up", "polyak", "polyak from 5", "swa"],
+)
+def test_closed_forms(average, rate):
+    np.testing.assert_allclose(run(average)[0], by_hand(rate), rtol=1e-5)
+
+
+def test_rejected_and_gathering_calls_do_not_count():
+    clean, expected = run(0.9, steps=4)
+    dirty, state = run(0.9, steps=6, bad=(1, 3))
+    np.testing.assert_array_equal(dirty[[0, 2, 4, 5]], clean)
+    assert dirty[1] == dirty[0] and dirty[3] == dirty[2]
+    assert_trees_equal(state.average, expected.average)
+    gathered, _ = run(0.9, rule=ts.rules.accumulate(ts.rules.sgd(1.0), every=2), steps=8)
+    np.testing.assert_array_equal(gathered[1::2], clean)
+    np.testing.assert_array_equal(gathered[2::2], clean[:3])
+
+
+def test_frozen_leaves_stay_and_unselected_ones_have_no_average():
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(2), "c": jnp.zeros(2)}
+    state = ts.setup(ts.rules.sgd(1.0), params, trainable=["**", "!c"], ema=0.5)
+    state, _ = ts.update(state, {"a": -jnp.ones(2), "b": -jnp.ones(2), "c": None})
+    assert state.average.params["c"] is None
+    frozen = ts.freeze(state, "a")
+    after, _ = ts.update(frozen, {"a": -jnp.ones(2), "b": -jnp.ones(2), "c": None})
+    averaged = ts.averaged(after).params
+    np.testing.assert_array_equal([averaged[k][0] for k in "abc"], [0.5, 1.25, 0])
+
+
+def test_the_average_is_f32_beside_bfloat16_and_the_loss_function_may_have_it():
+    seen = []
+
+    def fn(params, batch, ema):
+        seen.append(ema["w"].dtype)
+        return jnp.mean((batch * (params["w"] - ema["w"] + 1)) ** 2)
+
+    state = ts.setup(ts.rules.sgd(0.5), {"w": jnp.ones(3, jnp.bfloat16)}, ema=0.9)
+    step = ts.train_step(fn)
+    state, _ = step(state, jnp.ones(3, jnp.bfloat16))
+    assert state.average.params["w"].dtype == jnp.float32 and seen[0] == jnp.bfloat16
+    with count_compiles() as c:
+        state, _ = step(state, jnp.ones(3, jnp.bfloat16))
+    assert c.compiled.count("train_step") == 0
+    assert ts.averaged(state).params["w"].dtype == jnp.bfloat16
+    with pytest.raises(LossError, match=r"keyword 'ema'.*setup\(\.\.\., ema=0.999\)"):
+        step(ts.setup(ts.rules.sgd(0.5), {"w": jnp.ones(3)}), jnp.ones(3))
+
+
+def test_a_state_without_one_says_so():
+    with pytest.raises(StateError, match=r"average at averaged\(\).*ema=0.999"):
+        ts.averaged(ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}))
+    for bad in (0, -1, 2.5, True):
+        with pytest.raises(WrongTypeError, match="every at polyak"):
+            ts.averages.polyak(every=bad)
+
+
+def test_batch_statistics_of_averaged_params():
+    def fn(params, batch, model_state, train):
+        mean = jnp.mean(batch @ params["w"])
+        new = {"mean": 0.5 * model_state["mean"] + 0.5 * mean} if train else model_state
+        return ts.Loss.mean((batch @ params["w"] - 1) ** 2, model_state=new)
+
+    batch = jnp.ones((4, 2))
+    state = ts.setup(ts.rules.sgd(0.05), {"w": jnp.ones(2)}, model_state={"mean": jnp.float32(0)}, ema=0.9)
+    step = ts.train_step(fn)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    averaged, refresh = ts.averaged(state), ts.refresh(fn)
+    for _ in range(30):
+        averaged = refresh(averaged, batch)
+    np.testing.assert_allclose(averaged.model_state["mean"], averaged.params["w"].sum(), rtol=1e-6)
+    assert int(averaged.step) == int(state.step)
+    with pytest.raises(LossError, match=r"model_state at refresh\(\)"):
+        ts.refresh(lambda params, batch: jnp.mean(batch @ params["w"]))(state, batch)

@@ -1,0 +1,177 @@
+"""Verdicts: nothing poisons a state, and every message names the place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tsunax as ts
+from tests.helpers import assert_trees_equal
+from tsunax import guard
+from tsunax.errors import NonFiniteError
+
+ROWS, MICRO = 12, 4
+LEAVES = ("a", "b", "c")
+
+
+def make_state(**options):
+    params = {name: jnp.full(3, 0.5) for name in LEAVES}
+    rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adam(0.01))
+    start = {"seen": jnp.float32(0)}
+    return ts.setup(rule, params, model_state=start, key=0, ema=0.9, **options)
+
+
+def loss_fn(params, batch, key, model_state):
+    """`batch["poison"]` (rows, leaves) enters the gradient of a leaf, `batch["loss"]` (rows,) the loss."""
+    x = batch["x"] + 0.01 * jax.random.normal(key, batch["x"].shape)
+    values = sum((x @ params[name] - 1) ** 2 for name in LEAVES)
+    for i, name in enumerate(LEAVES):
+        values = values + _poisoned(params[name][0], batch["poison"][:, i])
+    return ts.Loss.mean(values + batch["loss"], model_state={"seen": model_state["seen"] + jnp.sum(x)})
+
+
+@jax.custom_vjp
+def _poisoned(x, poison):
+    """0, with `poison` in the gradient of x."""
+    return jnp.zeros_like(poison)
+
+
+_poisoned.defvjp(lambda x, poison: (jnp.zeros_like(poison), poison), lambda poison, g: (jnp.sum(poison), None))
+
+
+def make_batch(seed):
+    rng = np.random.default_rng(seed)
+    zeros = {"poison": np.zeros((ROWS, len(LEAVES)), np.float32), "loss": np.zeros(ROWS, np.float32)}
+    return {"x": rng.normal(size=(ROWS, 3)).astype(np.float32)} | zeros
+
+
+@pytest.mark.parametrize("accumulate", [1, MICRO])
+@pytest.mark.parametrize("options", [{}, {"precision": "float16"}], ids=["float32", "float16"])
+def test_injected_nan_and_inf_never_reach_a_state(accumulate, options):
+    """125 injections for each case, 500 in all, at a random step, place, leaf and micro-batch."""
+    if options:  # at its floor from the start, so that every rejection raises
+        options = options | {"loss_scale": ts.precision.LossScale(1.0)}
+    step = ts.train_step(loss_fn, accumulate=accumulate, on_nonfinite="raise", donate=False)
+    state, rng, injections, calls = make_state(**options), np.random.default_rng(accumulate), 0, 0
+    while injections < 125:
+        batch, calls = make_batch(calls), calls + 1
+        bad = rng.uniform() < 0.6
+        if bad:
+            row, value = rng.integers(ROWS), rng.choice([np.nan, np.inf, -np.inf])
+            at = rng.choice(["loss", *LEAVES])
+            if at == "loss":
+                batch["loss"][row] = value
+            else:
+                batch["poison"][row, LEAVES.index(at)] = value
+            injections += 1
+        try:
+            after, info = step(state, batch)
+        except NonFiniteError as error:
+            assert bad
+            after, said = error.state, str(error)
+            where = "rejected: loss" if at == "loss" else f"gradient of params['{at}'], shape (3,)"
+            assert where in said and ("nan" in said or "inf" in said)
+            assert f"step {int(state.step)} (call {int(state.calls)})" in said
+            assert accumulate == 1 or f"micro-batch {row % accumulate} of {accumulate}" in said
+            own = ("calls", "rejected", "rejected_in_a_row")
+            assert_trees_equal(after.replace(loss_scale=state.loss_scale, **{k: getattr(state, k) for k in own}), state)
+            assert int(after.rejected) == injections
+        else:
+            assert not bad and bool(info.applied) and int(after.step) == int(state.step) + 1
+            assert int(after.rejected_in_a_row) == 0
+        state = after
+    assert all(
+        np.isfinite(x).all() for x in jax.tree.leaves((state.params, state.opt_state, state.average, state.model_state))
+    )
+
+
+def test_under_data_parallelism_the_verdict_is_one():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    place = lambda x, *axes: jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+    state = ts.setup(ts.rules.adam(0.1), place({"w": jnp.ones(3)}))
+    step = ts.train_step(lambda params, x: jnp.mean(x @ params["w"]), donate=False)
+    for bad in range(4):
+        x = np.ones((8, 3), np.float32)
+        x[2 * bad] = np.nan
+        after, info = step(state, place(x, "data"))
+        assert not bool(info.applied)
+        assert_trees_equal(after.params, state.params)
+        assert {len(x.devices()) for x in jax.tree.leaves(after)} == {4}
+
+
+def test_after_one_nan_the_next_good_step_is_applied():
+    step, state = ts.train_step(loss_fn, accumulate=MICRO), make_state()
+    applied = []
+    for i in range(6):
+        batch = make_batch(i)
+        batch["loss"][0] = np.nan if i == 2 else 0
+        state, info = step(state, batch)
+        applied.append(bool(info.applied))
+    assert applied == [True, True, False, True, True, True]
+    assert (int(state.rejected), int(state.rejected_in_a_row), int(state.step)) == (1, 0, 5)
+
+
+def test_the_clock_ends_with_an_error_and_not_with_keys_that_repeat():
+    state = make_state().replace(calls=np.int32(guard.LIMIT - 1))
+    step = ts.train_step(loss_fn, on_nonfinite="raise")
+    state, _ = step(state, make_batch(0))
+    with pytest.raises(NonFiniteError, match="clock, at its limit of 2147483647 calls"):
+        step(state, make_batch(1))
+
+
+# ----------------------------------------------------------------------------------------------------------- spikes
+
+
+def run(factors, rule=None, **options):
+    """The verdicts of steps whose gradient is multiplied by these factors, and the last state."""
+    rule = rule or ts.rules.chain(ts.rules.reject_spikes(**options), ts.rules.sgd(0.0))
+    state, rng = ts.setup(rule, {"w": jnp.zeros(4)}), np.random.default_rng(0)
+    step, verdicts = jax.jit(ts.update), []
+    for factor in factors:
+        g = np.float32(factor * np.exp(0.1 * rng.normal()))
+        state, info = step(state, {"w": jnp.full(4, g)}, loss=jnp.float32(1.0))
+        verdicts.append(int(info.verdict))
+    return np.array(verdicts), state
+
+
+def test_spikes_are_rejected_and_ripples_are_not():
+    factors = np.ones(120)
+    factors[[70, 90]] = 50, 3
+    factors[100] = 1.5
+    verdicts, state = run(factors)
+    assert np.flatnonzero(verdicts).tolist() == [70, 90] and int(state.rejected) == 2
+    said = guard.explain(verdicts[70], state.opt_state)
+    assert said == "gradient norm: a spike, above its running band"
+
+
+def test_a_spike_of_the_loss_and_none_in_the_warm_up():
+    rule = ts.rules.chain(ts.rules.reject_spikes(warmup=10), ts.rules.sgd(0.0))
+    state, verdicts = ts.setup(rule, {"w": jnp.zeros(1)}), []
+    for i in range(30):
+        loss = jnp.float32(40.0 if i in (5, 20) else 2 + 0.01 * i)
+        state, info = ts.update(state, {"w": jnp.ones(1)}, loss=loss)
+        verdicts.append(int(info.verdict))
+    assert np.flatnonzero(verdicts).tolist() == [20]
+    assert "loss: a spike" in guard.explain(verdicts[20], state.opt_state)
+
+
+def test_what_is_rejected_changes_no_statistics():
+    clean, expected = run(np.ones(60))
+    state = expected
+    for g in (1e4, np.nan, np.inf, 1e6):
+        state, info = ts.update(state, {"w": jnp.full(4, g, jnp.float32)}, loss=jnp.float32(1.0))
+        assert not bool(info.applied)
+    assert_trees_equal(state.opt_state, expected.opt_state)
+    assert not clean.any() and int(state.rejected_in_a_row) == 4
+    live = ts.hyperparams(state)
+    assert live["factor"] == 6.0 and live["decay"] == 0.98
+
+
+def test_a_spike_is_no_overflow():
+    rule = ts.rules.chain(ts.rules.reject_spikes(warmup=1), ts.rules.sgd(0.0))
+    state = ts.setup(rule, {"w": jnp.zeros(1)}, precision="float16")
+    for g in (1.0, 1.0, 1e4):
+        state, info = ts.update(state, {"w": jnp.full(1, g)}, loss=jnp.float32(1.0))
+    assert not bool(info.applied) and float(state.loss_scale.scale) == 2.0**16
+    state, info = ts.update(state, {"w": jnp.full(1, np.inf)}, loss=jnp.float32(1.0))
+    assert not bool(info.applied) and float(state.loss_scale.scale) == 2.0**15

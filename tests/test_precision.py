@@ -1,0 +1,199 @@
+"""What is computed in which dtype, master copies, stochastic rounding, and the loss scale."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tsunax as ts
+from tests.helpers import assert_trees_close, assert_trees_equal
+from tsunax.errors import NonFiniteError, StateError, WrongTypeError
+from tsunax.precision import LossScale, Policy, cast, round_stochastically
+
+BF16 = Policy(param="bfloat16", compute="bfloat16")
+STOCHASTIC = Policy(param="bfloat16", compute="bfloat16", rounding="stochastic")
+
+
+def make_params():
+    return {"w": jax.random.normal(jax.random.key(0), (4, 3)), "n": jnp.arange(2)}
+
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"]).astype(jnp.float32) ** 2)
+
+
+def start(rule=None, **options):
+    return ts.setup(rule or ts.rules.sgd(0.1), make_params(), trainable="w", **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_loss_function_sees_the_policy_and_nobody_else(dtype):
+    seen = {}
+
+    def fn(params, batch, model_state, train):
+        kinds = {"w": params["w"], "n": params["n"], "x": batch["x"], "y": batch["y"], "m": model_state["m"]}
+        seen[train] = {name: str(x.dtype) for name, x in kinds.items()}
+        return ts.Loss.mean(jnp.square(batch["x"] @ params["w"]).sum(-1), model_state={"m": model_state["m"] + 1})
+
+    state = start(precision=dtype, model_state={"m": jnp.zeros(2)}, ema=0.9)
+    batch = {"x": X, "y": np.arange(8)}
+    after, info = ts.train_step(fn, donate=False)(state, batch)
+    ts.eval_step(fn)(state, batch)
+    assert seen[True] == seen[False] == {"w": dtype, "n": "int32", "x": dtype, "y": "int32", "m": "float32"}
+    assert {str(x.dtype) for x in (after.params["w"], after.average.params["w"], after.model_state["m"])} == {"float32"}
+    assert {str(x.dtype) for x in (info.loss, info.grad_norm, info.update_norm)} == {"float32"}
+
+
+def test_the_batch_may_be_narrowed():
+    seen = {}
+
+    def fn(params, batch):
+        seen.update({name: str(x.dtype) for name, x in batch.items()})
+        return jnp.mean(batch["x"] @ params["w"])
+
+    ts.train_step(fn)(start(precision=Policy(compute="bfloat16", batch=["**", "!t"])), {"x": X, "t": X[:, 0]})
+    assert seen == {"x": "bfloat16", "t": "float32"}
+
+
+def test_in_bfloat16_it_is_the_hand_written_cast():
+    state, step = start(ts.rules.adam(0.1), precision="bfloat16"), ts.train_step(loss_fn)
+    params, tx = {"w": make_params()["w"]}, optax.adam(0.1)
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def plain(params, opt_state):
+        low = lambda p: loss_fn(cast(p, jnp.bfloat16), {"x": jnp.asarray(X, jnp.bfloat16)})
+        updates, opt_state = tx.update(jax.grad(low)(params), opt_state)
+        return optax.apply_updates(params, updates), opt_state
+
+    for _ in range(5):
+        state, _ = step(state, {"x": X})
+        params, opt_state = plain(params, opt_state)
+    assert_trees_close(state.params["w"], params["w"], rtol=1e-6, atol=1e-6)
+
+
+def test_updates_below_the_rounding_add_up_in_a_master_copy_and_are_lost_without():
+    """100 updates of 1e-3 on 1.0 change nothing in bfloat16."""
+    run = lambda **options: many(ts.setup(ts.rules.sgd(1.0), {"w": jnp.ones(3, jnp.bfloat16)}, **options))
+
+    def many(state):
+        step = jax.jit(lambda s: ts.update(s, {"w": jnp.full(3, 1e-3, s.params["w"].dtype)})[0])
+        for _ in range(100):
+            state = step(state)
+        return state
+
+    assert (np.asarray(run().params["w"], np.float32) == 1).all()
+    state = run(precision=BF16)
+    assert state.params["w"].dtype == jnp.bfloat16 and state.masters["w"].dtype == jnp.float32
+    np.testing.assert_allclose(state.masters["w"], 0.9, rtol=2e-3)
+    np.testing.assert_array_equal(state.params["w"], state.masters["w"].astype(jnp.bfloat16))
+    state = run(precision=STOCHASTIC, key=0)
+    assert state.masters is None and state.params["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(state.params["w"], np.float32), 0.9, atol=0.05)
+
+
+def test_stochastic_rounding_is_unbiased_and_keeps_what_fits():
+    x = jnp.full(20000, 1.0 + 2**-10)  # an eighth of the way to the next bfloat16
+    got = np.asarray(round_stochastically([x], jax.random.key(0))[0], np.float64)
+    assert set(got) == {1.0, 1.0 + 2**-7}
+    np.testing.assert_allclose(got.mean(), 1.0 + 2**-10, atol=5 * 2**-7 * np.sqrt(1 / 8 * 7 / 8 / 20000))
+    exact = jnp.array([0.0, -1.5, jnp.inf, -jnp.inf, 2.0**-120])
+    np.testing.assert_array_equal(round_stochastically([exact], jax.random.key(1))[0].astype(jnp.float32), exact)
+    assert np.isnan(round_stochastically([jnp.array([jnp.nan])], jax.random.key(2))[0].astype(jnp.float32)).all()
+
+
+def test_masters_stay_true_when_params_are_replaced_and_frozen_ones_stay():
+    state = start(precision=BF16)
+    new = {"w": jnp.full((4, 3), 0.5, jnp.bfloat16), "n": jnp.arange(2)}
+    state = state.replace(params=new)
+    np.testing.assert_array_equal(state.masters["w"], np.full((4, 3), 0.5, np.float32))
+    frozen = ts.freeze(state, "w")
+    after, _ = ts.train_step(loss_fn, donate=False)(frozen, {"x": X})
+    assert_trees_equal((after.params, after.masters), (frozen.params, frozen.masters))
+    again, _ = ts.train_step(loss_fn)(ts.thaw(after), {"x": X})
+    assert (np.asarray(again.masters["w"]) != 0.5).all()
+
+
+# -------------------------------------------------------------------------------------------------- the loss scale
+
+
+def scaled(params, batch):
+    """A loss whose gradient is below float16's smallest number, unless it is scaled; `big` makes it overflow."""
+    return jnp.mean((batch["x"] @ params["w"]) * batch["f"])
+
+
+def test_small_gradients_survive_by_the_scale():
+    def fn(params, batch):  # every cotangent passes through float16
+        return jnp.mean(((batch["x"] @ params["w"]) * jnp.float16(1e-4)) * jnp.float16(1e-4)).astype(jnp.float32)
+
+    moved = {}
+    for scale in (1.0, 1024.0, 2.0**14):
+        state = start(precision="float16", loss_scale=scale)
+        _, grads = ts.value_and_grad(fn)(state, {"x": X})
+        moved[scale] = np.abs(np.asarray(grads["w"])).max()
+    assert moved[1.0] == 0
+    exact = np.abs(X.astype(np.float64).mean(0)).max() / 3 * 1e-8
+    np.testing.assert_allclose(moved[2.0**14], exact, rtol=0.1)
+
+
+def test_the_scale_halves_where_it_overflows_and_doubles_after_its_interval():
+    state = start(precision="float16", loss_scale=LossScale(2.0**14, interval=3, ceiling=2.0**15))
+    step, seen = ts.train_step(scaled), []
+    for factor in (1, 1, 1e5, 1, 1, 1, 1, 1, 1, 1, 1, 1):
+        state, info = step(state, {"x": X, "f": np.float32(factor)})
+        seen.append((bool(info.applied), float(np.log2(state.loss_scale.scale)), int(state.loss_scale.good)))
+    assert seen[:6] == [(True, 14, 1), (True, 14, 2), (False, 13, 0), (True, 13, 1), (True, 13, 2), (True, 14, 0)]
+    assert seen[8] == (True, 15, 0) and seen[11] == (True, 15, 0)  # the ceiling
+    assert int(state.rejected) == 1 and int(state.step) == 11
+
+
+def test_clipping_and_norms_see_unscaled_gradients():
+    rule = ts.rules.chain(ts.rules.clip_global_norm(1e6), ts.rules.sgd(0.1))
+    half, full = start(rule, precision="float16", loss_scale=1024.0), start(rule)
+    (a, i), (b, j) = (ts.train_step(scaled)(s, {"x": X, "f": np.float32(1)}) for s in (half, full))
+    np.testing.assert_allclose(i.grad_norm, j.grad_norm, rtol=1e-2)
+    np.testing.assert_allclose(a.params["w"], b.params["w"], rtol=1e-2, atol=1e-3)
+
+
+def test_raise_waits_for_the_scale_and_then_tells_where_it_ended():
+    state = start(precision="float16", loss_scale=LossScale(4.0, floor=1.0))
+    step, bad = ts.train_step(scaled, on_nonfinite="raise"), {"x": X, "f": np.float32(np.inf)}
+    state, _ = step(state, bad)
+    assert float(state.loss_scale.scale) == 2 and int(state.rejected_in_a_row) == 1
+    with pytest.raises(NonFiniteError, match=r"loss scale 1\.0, its floor.*3 rejected in a row"):
+        for _ in range(2):
+            state, _ = step(state, bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        (dict(precision="half"), WrongTypeError, "precision at setup(): got 'half' (str), expected 'bfloat16'"),
+        (dict(precision=np.float16), WrongTypeError, "a Policy"),
+        (dict(loss_scale="big"), WrongTypeError, "loss_scale at setup(): got 'big' (str), expected 'dynamic'"),
+        (dict(loss_scale=0.0), StateError, "floor ≤ scale ≤ ceiling"),
+        (dict(loss_scale=LossScale(float("inf"))), StateError, "floor ≤ scale ≤ ceiling"),
+        (dict(precision=STOCHASTIC), StateError, "key=0"),
+        (dict(ema=1.0), ValueError, "decay at ema(): got 1.0, expected a number in [0, 1)"),
+        (dict(ema=-0.1), ValueError, "in [0, 1)"),
+        (dict(ema="0.9"), WrongTypeError, "ema at setup(): got '0.9' (str)"),
+    ],
+)
+def test_what_setup_refuses(options, error, says):
+    with pytest.raises(error) as caught:
+        start(**options)
+    assert says in str(caught.value)
+
+
+def test_policies_refuse_what_is_no_dtype():
+    for bad in ("int8", "bf16", None, 3):
+        with pytest.raises(WrongTypeError, match=r"compute at Policy\(\)"):
+            Policy(compute=bad)
+    with pytest.raises(WrongTypeError, match="Stochastic rounding cuts"):
+        Policy(rounding="stochastic")
+    with pytest.raises(StateError, match="A loss scale lives from rejected steps"):
+        ts.train_step(loss_fn, on_nonfinite="ignore")(start(precision="float16"), {"x": X})
