@@ -103,7 +103,7 @@ CONTAINERS = {
     "nnx state": lambda: nnx.state(Net(), nnx.Param),
     "nnx module": Net,
     "nnx variables": lambda: {"a": nnx.Param(leaf()), "value": nnx.Param({"k": leaf()})},
-    "equinox": lambda: equinox.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)),
+    "equinox": lambda: equinox.filter(equinox.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)), equinox.is_array),
     "equinox without bias": lambda: equinox.nn.Linear(2, 2, use_bias=False, key=jax.random.key(0)),
 }
 
@@ -744,12 +744,18 @@ def test_is_a_leaf_that_cannot_be_trained_named(fault):
     assert isinstance(error.value, ValueError) and isinstance(error.value, errors.TsunaxError)
     with pytest.raises(ParamsError, match=re.escape(text.format("teacher"))):
         _checks.check_params(bad, (True,), root="teacher")
-    _checks.check_params(params, (True, False))  # unselected leaves may be anything
+    if isinstance(bad, (jax.Array, int, float)) or np.asarray(bad).dtype.kind in "fcub":
+        _checks.check_params(params, (True, False))  # unselected leaves may be any numbers
+    else:  # but no program takes these as arguments
+        with pytest.raises(ParamsError, match=re.escape(text.format("params['a'][1]['w']"))):
+            _checks.check_params(params, (True, False))
 
 
 @pytest.mark.parametrize("fault", ["int", "bool", "str", "object"])
 def test_is_it_said_where_else_such_a_leaf_can_live(fault):
     bad, text = FAULTS[fault][1], "Leave it out, trainable=['**', '!a/0'], or keep it in model_state."
+    if fault in ("str", "object"):
+        text = "Keep it outside of params; for equinox, params, rest = eqx.partition(model, eqx.is_array)."
     with pytest.raises(ParamsError, match=re.escape(text)):
         _checks.check_params({"a": [bad]}, (True,))
     assert _where.select(["**", "!a/0"], {"a": [bad, 1.0]}) == (False, True)

@@ -39,11 +39,8 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
     except ParamsError as error:
         raise WrongTypeError(str(error)) from None
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
-        dtype, where = _tree.dtype_of(leaf), _tree.access_str(root, path)
-        numeric = dtype is not None and any(
-            jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.prng_key)
-        )
-        if not numeric:
+        where = _tree.access_str(root, path)
+        if not _is_numeric(leaf):
             raise WrongTypeError(message("leaf", where, _tree.describe(leaf), "an array of numbers", fix))
         if isinstance(leaf, jax.ShapeDtypeStruct):
             got = f"a ShapeDtypeStruct, {_tree.describe(leaf)}"
@@ -51,6 +48,12 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
         if isinstance(leaf, jax.Array) and not _tree.is_traced(leaf) and leaf.is_deleted():
             fix = "A step that it was donated to took it: use what the step returned."
             raise StateError(message("leaf", where, "a deleted array", "a live one", fix))
+
+
+def _is_numeric(leaf: Any) -> bool:
+    """Whether a program can take it: numbers, bools, keys."""
+    dtype, kinds = _tree.dtype_of(leaf), (np.number, np.bool_, jax.dtypes.prng_key)
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def _leaf_fault(leaf: Any, name: _tree.Names) -> tuple[str, str, str, str] | None:
@@ -125,7 +128,7 @@ def check_params(params: Any, flags: _tree.Flags, root: str = "params") -> None:
         raise _tree.no_parameters(root, params)
     chosen = [(path, leaf) for (_, path, leaf), flag in zip(named, flags, strict=True) if flag]
     for (name, path, leaf), flag in zip(named, flags, strict=True):
-        if (flag or _tree.dtype_of(leaf) is None) and (fault := _leaf_fault(leaf, name)):
+        if (flag or not _is_numeric(leaf)) and (fault := _leaf_fault(leaf, name)):
             what, *rest = fault
             raise ParamsError(message(what, _tree.access_str(root, path), *rest))
     for joint in "/.":
