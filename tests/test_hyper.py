@@ -22,6 +22,7 @@ import tsunax as ts
 from tests import test_rules
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import rules
+from tsunax.errors import RuleError
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -1004,3 +1005,22 @@ def test_a_state_goes_through_functools_reduce_untouched():
         lambda s, where: ts.freeze(ts.adjust(s, where, learning_rate=3.0), where), ["head/**", "**/b"], state
     )
     assert state.frozen is None and ts.hyperparams(state) == {"learning_rate": 1.0}
+
+
+def test_a_line_search_leaves_frozen_leaves_where_they_are():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    fn = lambda params, x: jnp.mean((x @ (params["a"] * params["b"]) - 3) ** 2)
+    rule, x = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15)), jnp.eye(2)
+    state, closed = ts.freeze(ts.setup(rule, params), "a"), ts.setup(rule, params, trainable="b")
+    step = ts.train_step(fn)
+    for _ in range(3):
+        state, _ = step(state, x)
+        closed, _ = step(closed, x)
+    assert_trees_close(state.params, closed.params, rtol=1e-6, atol=1e-7)
+
+
+def test_lbfgs_cannot_be_frozen_in_part():
+    state = ts.setup(ts.rules.lbfgs(), {"a": jnp.ones(2), "b": jnp.ones(2)})
+    with pytest.raises(RuleError, match=r"rule at freeze\(\): got lbfgs.*trainable="):
+        ts.freeze(state, "a")
+    assert ts.freeze(state, "**").frozen is not None

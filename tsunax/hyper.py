@@ -13,9 +13,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from tsunax import _hoist, _live, _number, _tree, _where
-from tsunax.errors import HyperparameterError, PatternError, message
+from tsunax.errors import HyperparameterError, PatternError, RuleError, message
 from tsunax.state import TrainState, beside, check_state, trainable
 
 
@@ -108,6 +109,14 @@ def thaw(state: TrainState, where: Any = "**") -> TrainState:
 # ---------------------------------------------------------------------------------------------------- freezing
 
 
+def _check_can_freeze(state: TrainState) -> None:
+    """Raise RuleError for a rule that would go on with a wrong picture of the other leaves."""
+    memory = lambda x: isinstance(x, optax.ScaleByLBFGSState)
+    if any(map(memory, jax.tree.leaves(state.opt_state, is_leaf=memory))):
+        fix = "Its memory mixes all leaves. Leave them out from the start: setup(..., trainable=...)."
+        raise RuleError(message("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix))
+
+
 def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
     check_state(state, "freeze()" if on else "thaw()", where)
     flags = _where.select(where, state.params)
@@ -118,6 +127,8 @@ def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
     if outside and not everything and (not on or not any(trained)):
         fix = "It never trains anyway." if on else "Only ts.migrate can add it to a run."
         raise _left_out(state, outside[0], fix)
+    if on and not all(trained):
+        _check_can_freeze(state)
     words = np.zeros(-(-len(trained) // 32), np.uint32)
     for k in np.flatnonzero(trained):
         words[k // 32] |= np.uint32(1 << (k % 32))

@@ -22,8 +22,8 @@ from tsunax import _checks, _tree, guard
 from tsunax._loss_fn import LossFn, check_extra
 from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message
 from tsunax.metrics import Loss
-from tsunax.state import Plan, TrainState, check_flags, check_state, donated, is_gone
-from tsunax.step import StepInfo, in_precision, objective_of, update, value_and_grad
+from tsunax.state import Plan, TrainState, check_flags, check_state, donated, is_gone, trained_part
+from tsunax.step import StepInfo, in_precision, objective_of, thawed_flags, update, value_and_grad
 
 
 def _fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
@@ -88,6 +88,9 @@ def _search(loss_fn, state: TrainState, batch, extra) -> dict[str, Callable]:
     keywords = fn.keywords(state, batch, extra, train=True)
 
     def value_fn(params, **_):
+        trained = trained_part(state)
+        if (thawed := thawed_flags(state, trained)) is not None:
+            params = guard.choose(thawed, params, trained)
         return objective_of(fn, state, batch, keywords)(params)[1].compute()
 
     names = ["step", "weight", "obj_fn", *extra]

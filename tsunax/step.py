@@ -184,7 +184,7 @@ def update(
         _checks.check_like("model_state", model_state, state.model_state, fix)
     value = None if loss.total is None else loss.compute()
 
-    thawed = _thawed(state, params)
+    thawed = thawed_flags(state, params)
     grads = _without_frozen(grads, thawed)
     grad_norm = _tree.global_norm(grads) if norms or on_nonfinite != "ignore" else None
     seen = base(state)
@@ -291,7 +291,7 @@ def _finished(loss) -> Loss:
     return dataclasses.replace(as_loss(loss, 1), **({"weight": None} if loss.weight is None else {}))
 
 
-def _thawed(state: TrainState, params) -> list | None:
+def thawed_flags(state: TrainState, params) -> list | None:
     """One scalar bool per trained leaf, false where it is frozen; None where nothing can be."""
     if state.frozen is None:
         return None
