@@ -156,8 +156,7 @@ def nnx(module, *, wrt=None) -> Model:
         def one(i, x):
             if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 return jnp.zeros(x.shape, x.dtype)
-            new = jax.random.fold_in(root, i)
-            return jax.random.split(new, x.shape) if x.shape else new
+            return jax.random.split(jax.random.fold_in(root, i), x.shape)  # x may be an array of keys
 
         return treedef.unflatten([one(i, x) for i, x in enumerate(leaves)])
 
