@@ -21,8 +21,8 @@ PACKAGE = ROOT / "tsunax"
 TIERS = {
     0: "_types _tree _where _checks _convolutions errors",
     1: (
-        "_number _live _hoist _parity rules schedules losses regularize metrics precision accumulation guard averages "
-        "reproduce"
+        "_number _live _hoist _parity _loss rules schedules losses regularize metrics precision accumulation guard "
+        "averages reproduce"
     ),
     2: "state _loss_fn step program hyper",
     3: "hardware sharding distributed data models",

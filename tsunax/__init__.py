@@ -11,8 +11,8 @@ Read `state.py` (what is carried), `step.py` (how it changes), and you have unde
 """
 
 from tsunax import averages, errors, losses, metrics, precision, regularize, rules, schedules
+from tsunax._loss import Loss
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
-from tsunax.metrics import Loss
 from tsunax.program import EvalStep, TrainStep, eval_step, refresh, train_step
 from tsunax.state import TrainState, averaged, setup, trainable
 from tsunax.step import StepInfo, flush, update, value_and_grad

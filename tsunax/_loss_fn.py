@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import _tree, _where
+from tsunax._loss import Loss, as_loss, check_scalar, rows_of
 from tsunax.errors import LossError, WrongTypeError, message, remedy, told
-from tsunax.metrics import Loss, as_loss, check_scalar, rows_of
 from tsunax.state import TrainState, averaged_params
 
 _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")

@@ -20,8 +20,8 @@ import numpy as np
 import optax
 
 from tsunax import _checks, _convolutions, _live, _tree, guard
+from tsunax._loss import Loss
 from tsunax.errors import LossError, WrongTypeError, message
-from tsunax.metrics import Loss
 
 
 def check_count(n, where: str, name: str = "accumulate") -> None:

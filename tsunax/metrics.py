@@ -1,4 +1,4 @@
-"""Sums and weights: what a loss function returns, and how numbers from many batches become one.
+"""Sums and weights: how numbers from many batches become one.
 
 Everything here is a sum and the weight it was taken over, merged by adding and divided once at the end, so that
 a mean over micro-batches, devices or batches is never a mean of means.
@@ -14,9 +14,7 @@ it by at most 6e-8 of itself, and a batch adds nothing once the count is 2²⁴ 
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -75,7 +73,7 @@ def weighted_sum(values, where=None, place: str = "Loss.mean()"):
     return jnp.sum(jnp.where(where != 0, values, 0) * where), jnp.sum(where)
 
 
-def _as_array(what: str, x, place: str) -> Any:
+def as_array(what: str, x, place: str) -> Any:
     """`x` as an array. Raises LossError for what is none."""
     try:
         return jnp.asarray(x)
@@ -85,148 +83,11 @@ def _as_array(what: str, x, place: str) -> Any:
 
 def _weights(where, values, place: str):
     """`where` as an array like `values`. Raises LossError if it has not the leading axes of them."""
-    where = _as_array("where", where, place) if where is not None else jnp.ones((), values.dtype)
+    where = as_array("where", where, place) if where is not None else jnp.ones((), values.dtype)
     if where.ndim > values.ndim or any(w not in (1, v) for w, v in zip(where.shape, values.shape, strict=False)):
         raise LossError(message("where", place, f"shape {where.shape}", f"the leading axes of values, {values.shape}"))
     where = where.astype(values.dtype).reshape(*where.shape, *(1,) * (values.ndim - where.ndim))
     return jnp.broadcast_to(where, values.shape)
-
-
-# ----------------------------------------------------------------------------------------- what a loss function returns
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("total", "weight", "metrics", "model_state", "mean_value", "dropped"),
-    meta_fields=(),
-)
-@dataclass(frozen=True)
-class Loss:
-    """What a loss function returns when a plain scalar is not enough: a **sum** and its weight.
-
-    `Loss.mean(values, where)` is the usual way to make one. The raw form is for sums of your own:
-    `Loss(total, weight)` stands for the loss `total / weight`, and any number of micro-batches, devices and
-    batches add up to exactly that.
-
-    Metrics are scalars (weighed like the loss) or objects with `merge` and `compute`.
-    """
-
-    total: Any  # scalar: Σ weight · loss
-    weight: Any = None  # scalar: Σ weight (tokens, rows). None: the rows of the batch
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    model_state: Any = None
-    mean_value: Any = None  # the mean itself, where the loss function returned it as a scalar
-    dropped: Any = None  # f32[micro-batches]: the weights of those that were left out, under "drop"
-
-    # `mean` the constructor; `compute` the result.
-    @classmethod
-    def mean(cls, values, where=None, *, metrics: Mapping[str, Any] | None = None, model_state=None) -> Loss:
-        """The mean of `values` (any shape) under a mask or weights `where` (their leading axes).
-
-        Metrics may also be arrays of the shape of `values`: they are averaged under the same `where`.
-
-        >>> loss = Loss.mean(jnp.array([1.0, 3.0, 8.0]), jnp.array([1, 1, 0]), metrics={"worst": 3.0})
-        >>> float(loss.compute()), float(loss.weight)
-        (2.0, 2.0)
-        """
-        values = _as_array("values", values, "Loss.mean()")
-        if not jnp.issubdtype(values.dtype, jnp.floating):
-            raise LossError(message("values", "Loss.mean()", f"dtype {values.dtype}", "real floats"))
-        if values.size == 0:
-            fix = "A mean over nothing is NaN: leave empty batches out."
-            raise LossError(message("values", "Loss.mean()", f"shape {values.shape}", "at least one element", fix))
-        _check_metrics(metrics or {}, "Loss.mean()")
-        if values.ndim == 0 and where is None:
-            return cls(values, None, dict(metrics or {}), model_state, mean_value=values)
-        total, weight = weighted_sum(values, where)
-        merged = {
-            name: Mean.of(m, where) if _tree.is_array(m) and jnp.shape(m) == values.shape != () else m
-            for name, m in (metrics or {}).items()
-        }
-        return cls(total, weight, merged, model_state)
-
-    def merge(self, other: Loss) -> Loss:
-        """The loss of both batches together; the model state is the later one's."""
-        if self.metrics.keys() != other.metrics.keys():
-            got, expected = (f"metrics {', '.join(loss.metrics) or 'none'}" for loss in (other, self))
-            raise LossError(message("other", "Loss.merge()", got, expected))
-        metrics = {name: m.merge(other.metrics[name]) for name, m in self.metrics.items()}
-        return Loss(self.total + other.total, self.weight + other.weight, metrics, other.model_state)
-
-    def compute(self):
-        """The mean loss, an f32 scalar."""
-        return self.total / self.weight if self.mean_value is None else self.mean_value
-
-
-def as_loss(out, rows) -> Loss:
-    """The `Loss` behind what a loss function returned, its weight and metrics filled in. Raises LossError."""
-    if not isinstance(out, Loss):
-        check_scalar("result", "loss_fn", out)
-        out = Loss(out, mean_value=out)
-    check_scalar("total", "loss_fn", out.total)
-    if out.weight is None and not rows:
-        raise LossError(message("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN."))
-    if out.weight is not None:
-        _check_weight(out.weight)
-    _check_metrics(out.metrics, "loss_fn")
-    # a NumPy scalar where it is known from the shapes: then no program has to return it
-    weight = np.float32(rows) if out.weight is None else out.weight
-    weight = weight.astype(np.float32) if _tree.is_array(weight) else np.float32(weight)
-    weight = jax.lax.stop_gradient(weight) if _tree.is_traced(weight) else weight
-    total = out.total if out.mean_value is None else out.mean_value * weight
-    metrics = {name: _as_metric(name, m, weight) for name, m in out.metrics.items()}
-    return Loss(total, weight, metrics, out.model_state, out.mean_value)
-
-
-def check_scalar(what: str, where: str, x: Any) -> None:
-    """Raise LossError unless `x` is one float, with a way to make it one."""
-    dtype, expected = _tree.dtype_of(x), "a scalar or a ts.Loss"
-    if isinstance(x, tuple):
-        fix = "There is no has_aux: return ts.Loss.mean(values, metrics={...}, model_state=...)."
-        raise LossError(message(what, where, f"a tuple of {len(x)}", expected, fix))
-    if dtype is None:
-        fix = "Is there no return?" if x is None else ""
-        raise LossError(message(what, where, _tree.describe(x), expected, fix))
-    if np.shape(x) != ():
-        fix = "Average it: values.mean(), or ts.Loss.mean(values)."
-        raise LossError(message(what, where, f"an array of shape {np.shape(x)}", expected, fix))
-    if not jnp.issubdtype(dtype, jnp.floating):
-        got = f"dtype {dtype}" if _tree.is_array(x) else _tree.describe(x)
-        raise LossError(message(what, where, got, "a real float", "Only floats have gradients."))
-
-
-def _check_weight(weight) -> None:
-    """Raise LossError unless it is one number; where its value is known, a finite one above 0."""
-    dtype = _tree.dtype_of(weight)
-    if dtype is None or np.shape(weight) != () or not jnp.issubdtype(dtype, np.number):
-        raise LossError(message("weight", "loss_fn", _tree.describe(weight), "one number"))
-    if not isinstance(weight, jax.Array) and not 0 < weight < float("inf"):
-        fix = "The loss is total / weight."
-        raise LossError(message("weight", "loss_fn", weight, "a finite number > 0", fix))
-
-
-def _check_metrics(metrics, where: str) -> None:
-    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise LossError(message("metrics", where, _tree.describe(metrics), "{name: value}, with str names"))
-
-
-def _as_metric(name, m, weight):
-    if hasattr(m, "merge") and hasattr(m, "compute"):
-        return jax.lax.stop_gradient(m)
-    dtype = _tree.dtype_of(m)
-    numeric = dtype is not None and (jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
-    if not numeric or np.shape(m) != ():
-        expected = "a scalar, or an object with merge and compute"
-        fix = "Arrays of the loss's shape are averaged by ts.Loss.mean(values, metrics={...})."
-        raise LossError(message(f"metric {name!r}", "loss_fn", _tree.describe(m), expected, fix))
-    m = jnp.asarray(m, jnp.float32)
-    return jax.lax.stop_gradient(Mean(jnp.where(weight != 0, m * weight, 0), weight))
-
-
-def rows_of(batch) -> int:
-    """Length of the first axis of the first array that has one; 1 where there is none."""
-    shapes = (jnp.shape(x) for x in jax.tree.leaves(batch))
-    return next((shape[0] for shape in shapes if shape), 1)
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics
@@ -234,8 +95,8 @@ def rows_of(batch) -> int:
 
 def _class_ids(predictions, targets, place: str, classes: int | None = None):
     """Predictions and targets as arrays, and the number of classes where it is known. Raises LossError."""
-    predictions = _as_array("predictions", predictions, place)
-    targets = _as_array("targets", targets, place)
+    predictions = as_array("predictions", predictions, place)
+    targets = as_array("targets", targets, place)
     has_scores = predictions.ndim > targets.ndim
     for what, x, fix in (
         ("targets", targets, "Of one-hot targets: targets.argmax(-1)."),
@@ -535,7 +396,7 @@ class F1:
 
 def _numbers(predictions, targets, place: str):
     """Both in f32 (f64 stays), of one shape. Raises LossError."""
-    predictions, targets = (_as_array(*x, place) for x in (("predictions", predictions), ("targets", targets)))
+    predictions, targets = (as_array(*x, place) for x in (("predictions", predictions), ("targets", targets)))
     if predictions.shape != targets.shape:
         fix = "Broadcasting would compare each with each."
         got, expected = f"shape {predictions.shape}", f"{targets.shape}, as targets"
@@ -617,6 +478,6 @@ class R2:
 
 
 __all__ = [
-    "Loss", "Mean",
+    "Mean",
     "Accuracy", "TopK", "Perplexity", "ConfusionMatrix", "Precision", "Recall", "F1", "MeanSquaredError", "R2",
 ]  # fmt: skip

@@ -19,9 +19,9 @@ import numpy as np
 from jax.core import Tracer
 
 from tsunax import _checks, _tree, guard
+from tsunax._loss import Loss
 from tsunax._loss_fn import LossFn, check_extra
 from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message
-from tsunax.metrics import Loss
 from tsunax.state import Plan, TrainState, check_flags, check_state, donated, is_gone, trained_part
 from tsunax.step import StepInfo, in_precision, objective_of, thawed_flags, update, value_and_grad
 

@@ -20,9 +20,9 @@ import numpy as np
 import optax
 
 from tsunax import _checks, _hoist, _tree, _where, accumulation, guard
+from tsunax._loss import Loss, as_loss, check_scalar
 from tsunax._loss_fn import LossFn
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
-from tsunax.metrics import Loss, as_loss, check_scalar
 from tsunax.precision import cast_like, round_stochastically
 from tsunax.state import TrainState, base, check_flags, check_state, is_gone, trained_part, with_rest
 

@@ -1,0 +1,155 @@
+"""What a loss function returns: a scalar, or a sum and its weight with metrics and model state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax import _tree
+from tsunax.errors import LossError, message
+from tsunax.metrics import Mean, as_array, weighted_sum
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("total", "weight", "metrics", "model_state", "mean_value", "dropped"),
+    meta_fields=(),
+)
+@dataclass(frozen=True)
+class Loss:
+    """What a loss function returns when a plain scalar is not enough: a **sum** and its weight.
+
+    `Loss.mean(values, where)` is the usual way to make one. The raw form is for sums of your own:
+    `Loss(total, weight)` stands for the loss `total / weight`, and any number of micro-batches, devices and
+    batches add up to exactly that.
+
+    Metrics are scalars (weighed like the loss) or objects with `merge` and `compute`.
+    """
+
+    total: Any  # scalar: Σ weight · loss
+    weight: Any = None  # scalar: Σ weight (tokens, rows). None: the rows of the batch
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    model_state: Any = None
+    mean_value: Any = None  # the mean itself, where the loss function returned it as a scalar
+    dropped: Any = None  # f32[micro-batches]: the weights of those that were left out, under "drop"
+
+    # `mean` the constructor; `compute` the result.
+    @classmethod
+    def mean(cls, values, where=None, *, metrics: Mapping[str, Any] | None = None, model_state=None) -> Loss:
+        """The mean of `values` (any shape) under a mask or weights `where` (their leading axes).
+
+        Metrics may also be arrays of the shape of `values`: they are averaged under the same `where`.
+
+        >>> loss = Loss.mean(jnp.array([1.0, 3.0, 8.0]), jnp.array([1, 1, 0]), metrics={"worst": 3.0})
+        >>> float(loss.compute()), float(loss.weight)
+        (2.0, 2.0)
+        """
+        values = as_array("values", values, "Loss.mean()")
+        if not jnp.issubdtype(values.dtype, jnp.floating):
+            raise LossError(message("values", "Loss.mean()", f"dtype {values.dtype}", "real floats"))
+        if values.size == 0:
+            fix = "A mean over nothing is NaN: leave empty batches out."
+            raise LossError(message("values", "Loss.mean()", f"shape {values.shape}", "at least one element", fix))
+        _check_metrics(metrics or {}, "Loss.mean()")
+        if values.ndim == 0 and where is None:
+            return cls(values, None, dict(metrics or {}), model_state, mean_value=values)
+        total, weight = weighted_sum(values, where)
+        merged = {
+            name: Mean.of(m, where) if _tree.is_array(m) and jnp.shape(m) == values.shape != () else m
+            for name, m in (metrics or {}).items()
+        }
+        return cls(total, weight, merged, model_state)
+
+    def merge(self, other: Loss) -> Loss:
+        """The loss of both batches together; the model state is the later one's."""
+        if self.metrics.keys() != other.metrics.keys():
+            got, expected = (f"metrics {', '.join(loss.metrics) or 'none'}" for loss in (other, self))
+            raise LossError(message("other", "Loss.merge()", got, expected))
+        metrics = {name: m.merge(other.metrics[name]) for name, m in self.metrics.items()}
+        return Loss(self.total + other.total, self.weight + other.weight, metrics, other.model_state)
+
+    def compute(self):
+        """The mean loss, an f32 scalar."""
+        return self.total / self.weight if self.mean_value is None else self.mean_value
+
+
+def as_loss(out, rows) -> Loss:
+    """The `Loss` behind what a loss function returned, its weight and metrics filled in. Raises LossError."""
+    if not isinstance(out, Loss):
+        check_scalar("result", "loss_fn", out)
+        out = Loss(out, mean_value=out)
+    check_scalar("total", "loss_fn", out.total)
+    if out.weight is None and not rows:
+        raise LossError(message("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN."))
+    if out.weight is not None:
+        _check_weight(out.weight)
+    _check_metrics(out.metrics, "loss_fn")
+    # a NumPy scalar where it is known from the shapes: then no program has to return it
+    weight = np.float32(rows) if out.weight is None else out.weight
+    weight = weight.astype(np.float32) if _tree.is_array(weight) else np.float32(weight)
+    weight = jax.lax.stop_gradient(weight) if _tree.is_traced(weight) else weight
+    mean = None if out.mean_value is None else _wide(out.mean_value)
+    total = out.total if mean is None else mean * weight
+    metrics = {name: _as_metric(name, m, weight) for name, m in out.metrics.items()}
+    return Loss(total, weight, metrics, out.model_state, mean)
+
+
+def _wide(x):
+    return jnp.asarray(x, jnp.promote_types(_tree.dtype_of(x), jnp.float32))
+
+
+def check_scalar(what: str, where: str, x: Any) -> None:
+    """Raise LossError unless `x` is one float, with a way to make it one."""
+    dtype, expected = _tree.dtype_of(x), "a scalar or a ts.Loss"
+    if isinstance(x, tuple):
+        fix = "There is no has_aux: return ts.Loss.mean(values, metrics={...}, model_state=...)."
+        raise LossError(message(what, where, f"a tuple of {len(x)}", expected, fix))
+    if dtype is None:
+        fix = "Is there no return?" if x is None else ""
+        raise LossError(message(what, where, _tree.describe(x), expected, fix))
+    if np.shape(x) != ():
+        fix = "Average it: values.mean(), or ts.Loss.mean(values)."
+        raise LossError(message(what, where, f"an array of shape {np.shape(x)}", expected, fix))
+    if not jnp.issubdtype(dtype, jnp.floating):
+        got = f"dtype {dtype}" if _tree.is_array(x) else _tree.describe(x)
+        raise LossError(message(what, where, got, "a real float", "Only floats have gradients."))
+
+
+def _check_weight(weight) -> None:
+    """Raise LossError unless it is one number; where its value is known, a finite one above 0."""
+    dtype = _tree.dtype_of(weight)
+    if dtype is None or np.shape(weight) != () or not jnp.issubdtype(dtype, np.number):
+        raise LossError(message("weight", "loss_fn", _tree.describe(weight), "one number"))
+    if not isinstance(weight, jax.Array) and not 0 < weight < float("inf"):
+        fix = "The loss is total / weight."
+        raise LossError(message("weight", "loss_fn", weight, "a finite number > 0", fix))
+
+
+def _check_metrics(metrics, where: str) -> None:
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise LossError(message("metrics", where, _tree.describe(metrics), "{name: value}, with str names"))
+
+
+def _as_metric(name, m, weight):
+    if hasattr(m, "merge") and hasattr(m, "compute"):
+        return jax.lax.stop_gradient(m)
+    dtype = _tree.dtype_of(m)
+    numeric = dtype is not None and (jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
+    if not numeric or np.shape(m) != ():
+        expected = "a scalar, or an object with merge and compute"
+        fix = "Arrays of the loss's shape are averaged by ts.Loss.mean(values, metrics={...})."
+        raise LossError(message(f"metric {name!r}", "loss_fn", _tree.describe(m), expected, fix))
+    m = jnp.asarray(m, jnp.float32)
+    return jax.lax.stop_gradient(Mean(jnp.where(weight != 0, m * weight, 0), weight))
+
+
+def rows_of(batch) -> int:
+    """Length of the first axis of the first array that has one; 1 where there is none."""
+    shapes = (jnp.shape(x) for x in jax.tree.leaves(batch))
+    return next((shape[0] for shape in shapes if shape), 1)
