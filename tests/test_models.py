@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from flax.core import freeze
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
@@ -455,7 +456,8 @@ def test_nnx_streams_given_to_the_call_and_forked_ones():
             self.noise = nnx.RngKey(jax.random.split(rngs(), 3), tag="noise")  # an array of keys
 
         def __call__(self, x, rngs=None):
-            return x * self.scale.get_value() if rngs is None else jax.random.normal(rngs.dropout(), (2,))
+            assert self.noise.shape == (3,)
+            return x * self.scale[...] if rngs is None else jax.random.normal(rngs.dropout(), (2,))
 
     model = models.nnx(Net(nnx.Rngs(0)))
     key = jax.random.key(3)
@@ -522,6 +524,15 @@ def test_linen_flags_streams_and_further_inputs():
     (_, one), _ = models.linen(Modes(), params, rngs="a").apply(params["params"], 1.0, key=key)
     _, by_hand = Modes().apply(params, 1.0, rngs={"a": key})
     assert_trees_equal(one, by_hand)
+
+
+def test_frozen_dicts_of_linen_become_plain_ones():
+    variables = LinenDrops().init(jax.random.key(0), jnp.ones((1, FEATURES)), train=False)
+    model = models.linen(LinenDrops(), freeze(variables))
+    _, carried = model.apply(model.params, BATCH["x"], model_state=model.model_state, key=jax.random.key(0), train=True)
+    assert jax.tree.structure((model.params, carried)) == jax.tree.structure(
+        (variables["params"], {"batch_stats": variables["batch_stats"]})
+    )
 
 
 def test_equinox_without_vmap_and_functions_and_integers_among_its_leaves():
@@ -599,6 +610,11 @@ def test_lora_trains_and_saves_the_adapters_only():
 
 # -------------------------------------------------------------------------------------------------------------- errors
 
+
+class Silent(nnx.Module):
+    """A module that cannot be called."""
+
+
 WRONG = {
     "nnx gets a class": (lambda: models.nnx(NNXNet), WrongTypeError,
                          r"model at models.nnx\(\): got the class NNXNet, expected an instance of nnx.Module. "
@@ -607,6 +623,8 @@ WRONG = {
                        r"got a LinenNet of linen.*ts.models.linen\(\) takes it"),
     "nnx gets a number": (lambda: models.nnx(3.0), WrongTypeError, r"got 3.0 \(float\), expected an instance of nnx"),
     "nnx without params": (lambda: models.nnx(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), ParamsError, "no parameters"),
+    "nnx gets one without a call": (lambda: models.nnx(Silent()), WrongTypeError,
+                                    "got a Silent without __call__, expected one that can be called"),
     "linen gets a class": (lambda: models.linen(LinenNet, {"params": {}}), WrongTypeError, "got the class LinenNet"),
     "linen gets nnx": (lambda: models.linen(NNXNet(nnx.Rngs(0)), {}), WrongTypeError, r"ts.models.nnx\(\) takes it"),
     "linen gets the inside of variables": (lambda: models.linen(LinenNet(), of_raw().params), ParamsError,

@@ -93,6 +93,9 @@ def _check_model(x, home: str, expected: str) -> None:
             fix = f"Make one: {x.__name__}(...)."
         got = _tree.describe(x) if isinstance(x, type) or not other else f"a {type(x).__name__} of {other}"
         raise WrongTypeError(message("model", f"models.{home}()", got, expected, fix))
+    if home != "haiku" and not callable(x):
+        got, fix = f"a {type(x).__name__} without __call__", "Give it one, or write a function for ts.models.raw()."
+        raise WrongTypeError(message("model", f"models.{home}()", got, "one that can be called", fix))
 
 
 def _library(name: str, where: str):
@@ -205,7 +208,8 @@ def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> M
         raise kind(message("variables", "models.linen()", _tree.describe(variables), "a dict with 'params'", fix))
     modes = _modes(module.__call__, flag, "models.linen()")
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
-    others = {name: tree for name, tree in variables.items() if name != "params"}
+    others = _library("flax.core", "models.linen()").unfreeze(variables)  # calls return plain dicts
+    params = others.pop("params")
 
     def call(params, model_state, key, train, x, named):
         keys = [] if key is None else [key] if len(rngs) == 1 else jax.random.split(key, len(rngs))
@@ -213,7 +217,7 @@ def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> M
         return module.apply({"params": params, **model_state}, *x, **given, **modes(train) | named)
 
     bound = lambda params, model_state: module.bind({"params": params, **model_state})
-    return _model(variables["params"], others, call, bound)
+    return _model(params, others, call, bound)
 
 
 def equinox(module, state=None, *, vmap: bool = False, axis_name: str = "batch") -> Model:
