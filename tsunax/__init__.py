@@ -10,7 +10,7 @@
 Read `state.py` (what is carried), `step.py` (how it changes), and you have understood it.
 """
 
-from tsunax import averages, errors, losses, metrics, precision, regularize, rules, schedules
+from tsunax import averages, errors, losses, metrics, models, precision, regularize, rules, schedules
 from tsunax._loss import Loss
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.program import EvalStep, TrainStep, eval_step, refresh, train_step
@@ -35,6 +35,7 @@ __all__ = [
     "hyperparams",
     "losses",
     "metrics",
+    "models",
     "precision",
     "refresh",
     "regularize",
