@@ -18,7 +18,7 @@ from flax.core import freeze
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
-from tsunax import models
+from tsunax import errors, models
 from tsunax.errors import LossError, ParamsError, StateError, TsunaxError, WrongTypeError
 
 RNG = np.random.default_rng(0)
@@ -639,7 +639,7 @@ WRONG = {
     "equinox gets a class": (lambda: models.equinox(type(equinox_net())), WrongTypeError, r"Make one: Net\(...\)"),
     "equinox gets another state": (lambda: models.equinox(equinox_net(), {}), WrongTypeError,
                                    r"state at models.equinox\(\): got an empty dict.*make_with_state"),
-    "equinox is absent": (lambda: models.equinox(NNXNet(nnx.Rngs(0))), models.MissingLibraryError,
+    "equinox is absent": (lambda: models.equinox(NNXNet(nnx.Rngs(0))), errors.MissingLibraryError,
                           r"equinox at models.equinox\(\): got no such package.*pip install equinox"),
     "haiku gets a function": (lambda: models.haiku(lambda x: x, {}), WrongTypeError, r"expected hk.transform_with"),
     "raw gets a module": (lambda: models.raw(NNXNet(nnx.Rngs(0)), {}), WrongTypeError, r"ts.models.nnx\(\) takes"),
@@ -661,7 +661,7 @@ def test_wrong_models_are_named(what, monkeypatch):
 
 
 def test_an_absent_library_is_an_import_error():
-    assert issubclass(models.MissingLibraryError, ImportError)
+    assert issubclass(errors.MissingLibraryError, ImportError)
 
 
 def test_build_refuses_what_is_no_state_of_the_model():

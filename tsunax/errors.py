@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "HyperparameterError",
     "LossError",
+    "MissingLibraryError",
     "NonFiniteError",
     "ParamsError",
     "PatternError",
@@ -55,6 +56,10 @@ class HyperparameterError(TsunaxError, ValueError):
 
 class WrongTypeError(TsunaxError, TypeError):
     """A thing of the wrong kind altogether was given."""
+
+
+class MissingLibraryError(TsunaxError, ModuleNotFoundError):
+    """A library that is not installed."""
 
 
 class NonFiniteError(TsunaxError, ArithmeticError):

@@ -19,14 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from tsunax import _tree, _where
-from tsunax.errors import ParamsError, StateError, TsunaxError, WrongTypeError, message
+from tsunax.errors import MissingLibraryError, ParamsError, StateError, WrongTypeError, message
 from tsunax.state import TrainState, check_state, own
 
-__all__ = ["MissingLibraryError", "Model", "equinox", "haiku", "linen", "nnx", "raw"]
-
-
-class MissingLibraryError(TsunaxError, ModuleNotFoundError):
-    """A model library that is not installed."""
+__all__ = ["Model", "equinox", "haiku", "linen", "nnx", "raw"]
 
 
 @dataclass(frozen=True, eq=False)
