@@ -1,5 +1,7 @@
 """One gradient from many micro-batches: in a step and across calls, against the whole batch and plain optax."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax.errors import LossError, WrongTypeError
+from tsunax.errors import LossError, RuleError, WrongTypeError
 
 FEATURES, CLASSES = 5, 3
 
@@ -212,32 +214,39 @@ def cut(batch, n):
     return [jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], batch) for i in range(n)]
 
 
-def by_calls(rule, batches, n, loss_fn=masked):
-    state, step = ts.setup(ts.rules.accumulate(rule, every=n), make_params()), ts.train_step(loss_fn)
-    for batch in batches:
-        for part in cut(batch, n):
-            state, _ = step(state, part)
-    return state
-
-
-# lbfgs searches along a line, across calls on the last batch alone; galore's projections come from an SVD, which
-# amplifies rounding; noisy_sgd wants a key, and optimistic_adam is deprecated
-OTHERS = ("lbfgs", "galore", "noisy_sgd", "optimistic_adam")
+# lbfgs and sophia evaluate the loss elsewhere, across calls on the last batch alone; galore's projections come from an
+# SVD, which amplifies rounding; noisy_sgd wants a key, and optimistic_adam is deprecated
+OTHERS = ("lbfgs", "sophia", "galore", "noisy_sgd", "optimistic_adam")
 
 
 @pytest.mark.parametrize("name", [name for name in (*ts.rules.OPTAX, *ts.rules.CONTRIB) if name not in OTHERS])
-def test_both_ways_give_every_rule_the_same_numbers(name):
-    """Across calls, in a step, and the whole batch at once: ten updates of every rule."""
+def test_windows_give_every_rule_the_numbers_of_the_weighted_mean(name):
+    """Six updates from four calls each; that a step's own accumulation gives this mean is tested above."""
     factory = getattr(ts.rules, name)
     rate = factory.__signature__.parameters.get("learning_rate")
     rule = factory(0.01) if rate is not None and rate.default is rate.empty else factory()
-    batches = [make_batch(32, seed) for seed in range(6)]
-    whole, step = ts.setup(rule, make_params()), ts.train_step(masked, accumulate=4)
-    for batch in batches:
-        whole, _ = step(whole, batch)
-    gathered = by_calls(rule, batches, 4)
-    assert int(gathered.step) == 6 and int(gathered.calls) == 24
-    assert_trees_close(gathered.params, whole.params, rtol=2e-3, atol=2e-4)
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda x: rng.normal(size=(6, 4, *x.shape)).astype(np.float32), make_params())
+    weights = rng.uniform(0.1, 2, (6, 4)).astype(np.float32)
+    values = rng.uniform(1, 2, (6, 4)).astype(np.float32)
+
+    def mean(x):
+        w = weights.reshape(*weights.shape, *(1,) * (x.ndim - 2)).astype(np.float64)
+        return ((w * x).sum(1) / w.sum(1)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def train(rule, grads, values, weights):
+        def one(state, given):
+            g, v, w = given
+            return ts.update(state, g, loss=ts.Loss(v * w, w))[0], None
+
+        return jax.lax.scan(one, ts.setup(rule, make_params()), (grads, values, weights))[0]
+
+    flat = jax.tree.map(lambda x: x.reshape(24, *x.shape[2:]), (grads, values, weights))
+    gathered = train(ts.rules.accumulate(rule, every=4), *flat)
+    whole = train(rule, jax.tree.map(mean, grads), mean(values), weights.sum(1))
+    assert int(gathered.step) == int(whole.step) == 6 and int(gathered.calls) == 24
+    assert_trees_close(gathered.params, whole.params, rtol=1e-4, atol=1e-5)
 
 
 def test_the_rule_inside_sees_the_mean_of_its_window_and_nothing_in_between():
@@ -323,3 +332,79 @@ def test_under_vmap_and_in_groups_and_frozen():
     for _ in range(2):
         state, _ = ts.update(state, {"a": jnp.ones(1), "b": jnp.ones(1)})
     assert float(state.params["a"][0]) == -1.0
+
+
+def ones(*names):
+    return {name: jnp.ones(1) for name in names}
+
+
+def zeros(*names):
+    return {name: jnp.zeros(1) for name in names}
+
+
+def test_a_rule_beside_a_window_moves_on_every_call():
+    rule = ts.rules.groups({"a": ts.rules.accumulate(ts.rules.sgd(0.1), every=2), "b": ts.rules.sgd(0.1)})
+    state = ts.setup(rule, zeros("a", "b"))
+    for _ in range(3):
+        state, info = ts.update(state, ones("a", "b"))
+        assert bool(info.applied)
+    np.testing.assert_allclose([state.params["a"][0], state.params["b"][0]], [-0.1, -0.3], rtol=1e-6)
+    state = ts.flush(state)
+    np.testing.assert_allclose([state.params["a"][0], state.params["b"][0]], [-0.2, -0.3], rtol=1e-6)
+
+
+def test_nothing_stands_behind_a_window_in_a_chain():
+    with pytest.raises(RuleError, match=r"accumulate at chain\(\).*accumulate\(chain"):
+        ts.rules.chain(ts.rules.accumulate(ts.rules.clip_value(1.0), every=2), ts.rules.adam(0.1))
+    state = ts.setup(
+        ts.rules.chain(ts.rules.clip_value(1.0), ts.rules.accumulate(ts.rules.sgd(1.0), every=2)), zeros("a")
+    )
+    for g in (5.0, 0.5):
+        state, info = ts.update(state, {"a": jnp.full(1, g)})
+    assert float(state.params["a"][0]) == -0.75 and int(state.step) == 1  # clipped on every call
+
+
+def test_flush_touches_nothing_but_windows():
+    plain = ts.setup(ts.rules.adam(0.1), zeros("a"))
+    plain, _ = ts.update(plain, ones("a"))
+    assert_trees_equal(ts.flush(plain), plain)
+    rule = ts.rules.chain(ts.rules.reject_spikes(), ts.rules.accumulate(ts.rules.sgd(0.1), every=2))
+    state = ts.setup(rule, zeros("a"), precision="float16", ema=0.5)
+    for _ in range(2):
+        state, _ = ts.update(state, ones("a"), loss=jnp.float32(1.0))
+    flushed = ts.flush(state)  # an empty window
+    assert int(flushed.calls) == int(state.calls) + 1
+    assert_trees_equal(flushed.replace(calls=state.calls), state)
+    state, _ = ts.update(state, ones("a"), loss=jnp.float32(1.0))
+    flushed = ts.flush(state)
+    assert_trees_equal((flushed.opt_state[0], flushed.loss_scale), (state.opt_state[0], state.loss_scale))
+    np.testing.assert_allclose(flushed.params["a"], -0.2, rtol=1e-6)
+
+
+def test_flush_gives_the_rule_the_loss_of_the_window():
+    rule = ts.rules.accumulate(ts.rules.chain(ts.rules.sgd(0.1), ts.rules.reduce_on_plateau()), every=2)
+    state, _ = ts.update(ts.setup(rule, zeros("a")), ones("a"), loss=jnp.float32(0.36))
+    state = ts.flush(state)
+    assert any(np.allclose(x, 0.36) for x in jax.tree.leaves(state.opt_state))
+
+
+def test_what_was_gathered_before_a_freeze_ends_with_its_window():
+    state = ts.setup(ts.rules.accumulate(ts.rules.sgd(1.0), every=2), zeros("a", "b"))
+    state, _ = ts.update(state, ones("a", "b"))
+    state, _ = ts.update(ts.freeze(state, "a"), ones("a", "b"))
+    assert float(state.params["a"][0]) == 0 and float(state.params["b"][0]) == -1
+    state = ts.thaw(state, "a")
+    for _ in range(2):
+        state, _ = ts.update(state, ones("a", "b"))
+    assert float(state.params["a"][0]) == -1 and float(state.params["b"][0]) == -2
+
+
+def test_a_weightless_micro_batch_leaves_the_model_state():
+    def fn(params, batch, mask, model_state):
+        seen = 0.9 * model_state + 0.1 * jnp.sum(mask * batch) / jnp.sum(mask)
+        return ts.Loss.mean((params["w"] * batch - 1) ** 2, mask, model_state=seen)
+
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.float32(0)}, model_state=jnp.float32(0))
+    state, info = ts.train_step(fn, accumulate=4)(state, jnp.ones(3))
+    assert bool(info.applied)
+    np.testing.assert_allclose(state.model_state, 1 - 0.9**3, rtol=1e-6)

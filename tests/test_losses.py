@@ -769,3 +769,9 @@ def test_optaxs_losses_are_its_own():
     ours = set(losses.__all__) - shared
     assert ours == {*PAIRS, "smooth_binary_labels"}
     assert all(getattr(losses, name).__module__ == "tsunax.losses" for name in ours)
+
+
+@pytest.mark.parametrize(("loss", "at"), [(losses.squared_dice_loss, -23.0), (losses.tversky_loss, -45.0)])
+def test_confident_empty_masks_have_finite_gradients(loss, at):
+    slope = jax.grad(lambda x: loss(jax.nn.sigmoid(x), jnp.zeros((1, 4)), smooth=0)[0])(jnp.full((1, 4), at))
+    assert np.isfinite(slope).all()

@@ -197,3 +197,38 @@ def test_policies_refuse_what_is_no_dtype():
         Policy(rounding="stochastic")
     with pytest.raises(StateError, match="A loss scale lives from rejected steps"):
         ts.train_step(loss_fn, on_nonfinite="ignore")(start(precision="float16"), {"x": X})
+
+
+def test_a_dropped_micro_batch_lowers_the_scale():
+    x = np.array([[100.0, 100.0], [1e-3, 1e-3]] * 2, np.float32)
+    fn = lambda params, batch: jnp.mean((batch @ params["w"]).astype(jnp.float32))
+    state = ts.setup(ts.rules.sgd(1e-4), {"w": jnp.ones(2)}, precision="float16")
+    step, dropped = ts.train_step(fn, accumulate=2, on_nonfinite="drop"), []
+    for _ in range(12):
+        state, info = step(state, x)
+        dropped.append(float(info.dropped))
+    assert dropped[0] > 0 and dropped[-1] == 0 and float(state.loss_scale.scale) < 2.0**16
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_below_float16_reach_the_master_copies(accumulate):
+    policy = Policy(param="float16", compute="float16")
+    state = ts.setup(ts.rules.adam(0.1), {"w": jnp.zeros(2)}, precision=policy, loss_scale=2.0**15)
+    step = ts.train_step(lambda p, b: jnp.mean((b @ p["w"]).astype(jnp.float32)) * 1e-3, accumulate=accumulate)
+    for _ in range(10):
+        state, info = step(state, np.full((2, 2), 2e-5, np.float32))
+    np.testing.assert_allclose(info.grad_norm, 2e-8 * np.sqrt(2), rtol=0.05)
+    assert (np.asarray(state.masters["w"]) < -0.5).all()
+
+
+def test_training_goes_on_from_the_average_also_with_master_copies():
+    state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(1)}, ema=0.75, precision=BF16)
+    state, _ = ts.update(state, {"w": -jnp.ones(1, jnp.bfloat16)})
+    after, _ = ts.update(ts.averaged(state), {"w": jnp.zeros(1, jnp.bfloat16)})
+    assert float(after.params["w"][0]) == float(after.masters["w"][0]) == 0.25
+
+
+def test_losses_on_probabilities_have_finite_gradients_in_float16():
+    for loss in (ts.losses.binary_cross_entropy, ts.losses.binary_focal_loss):
+        slope = jax.grad(lambda p, loss=loss: loss(p, jnp.ones(1)).sum())(jnp.zeros(1, jnp.float16))
+        assert np.isfinite(slope).all() and slope[0] < -100

@@ -85,7 +85,8 @@ class LossFn:
         if state.model_state is not None:
             offered["model_state"] = state.model_state
         if state.average is not None and "ema" in self.names:
-            offered["ema"] = averaged_params(state, "loss_fn")
+            policy, average = state.plan.precision, averaged_params(state, "loss_fn")
+            offered["ema"] = average if policy is None else policy.to_compute(average)
         out = dict(extra) if self.takes_any else {}
         for name in self.names:
             if name == "mask" and "mask" not in extra:

@@ -103,7 +103,7 @@ def over_micro_batches(
         if drop:
             take &= jnp.isfinite(loss.total) & jnp.isfinite(_tree.global_norm(grads))
         after = _next_state(loss.model_state, model_state)
-        if drop and after is not None:
+        if after is not None:
             after = guard.choose(take, after, model_state)
         add = lambda sum, g: jnp.where(take, sum + weight.astype(sum.dtype) * g.astype(sum.dtype), sum)
         loss = dataclasses.replace(loss, weight=weight, mean_value=None, model_state=None)
@@ -164,9 +164,35 @@ def _is_window(x) -> bool:
 
 
 def emitted(opt_state):
-    """Whether any window was applied by the call that left this state; None where no rule has one."""
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_window) if _is_window(x)]
-    return functools.reduce(operator.or_, [x.emitted for x in found]) if found else None
+    """Whether the call that left this state moved parameters; None where nothing waits: some rule runs on every call.
+
+    A chain waits for its last rule, groups for any of theirs if all of them have a window.
+    """
+    if _is_window(opt_state):
+        return opt_state.emitted
+    if type(opt_state) is tuple:
+        return emitted(opt_state[-1]) if opt_state else None
+    parts = getattr(opt_state, "inner", None)
+    found = [emitted(part) for part in parts.values()] if isinstance(parts, dict) else []
+    return functools.reduce(operator.or_, found) if found and all(x is not None for x in found) else None
+
+
+def any_emitted(opt_state):
+    """The same of any window anywhere; None where there is none."""
+    found = [x.emitted for x in jax.tree.leaves(opt_state, is_leaf=_is_window) if _is_window(x)]
+    return functools.reduce(operator.or_, found) if found else None
+
+
+def in_sums(opt_state) -> list[bool]:
+    """For each leaf whether it is a sum under way. Those go on for frozen leaves, with nothing added to them."""
+
+    def flags(x):
+        if not _is_window(x):
+            return False
+        none = jax.tree.map(lambda _: False, x)
+        return dataclasses.replace(none, sums=jax.tree.map(lambda _: True, x.sums))
+
+    return jax.tree.leaves(jax.tree.map(flags, opt_state, is_leaf=_is_window))
 
 
 @dataclass(frozen=True)
@@ -183,7 +209,7 @@ class _Init:
 
 
 @dataclass(frozen=True)
-class _Update:
+class Gather:
     update: Callable
     every: Any  # int, or a schedule
 
@@ -203,7 +229,8 @@ class _Update:
 
         def apply():
             mean = jax.tree.map(lambda sum, g: (sum / total.astype(sum.dtype)).astype(g.dtype), sums, grads)
-            given = extra | {name: x for name, x in (("grad", mean), ("value", value / total)) if name in extra}
+            known = {"value": value / total, "grad": mean}
+            given = extra | {name: x for name, x in known.items() if name in extra or flush}
             return self.update(mean, state.inner, params, weight=total, **given)
 
         def gather():
@@ -221,7 +248,8 @@ def accumulate(rule: optax.GradientTransformation, every: Any) -> optax.Gradient
     The other calls change no parameter and no state of the rule; `state.step` and schedules wait, `state.calls` counts
     on, and `info.applied` says which it was. Weights are those of the losses (in plain optax code, `weight=`). A call
     whose gradient is not finite is left out and not counted. `every` is an int, or a schedule of `step`. What the
-    last, short window holds is applied by `ts.flush(state)`. Rules before it in a chain see every call.
+    last, short window holds is applied by `ts.flush(state)`. Rules before it in a chain see every
+    call; it is the last one itself. In `groups` beside a rule that runs on every call, `state.step` counts calls.
 
     The rule runs on the last call of a window only (`lax.cond`); under `vmap` that becomes a select, so that it runs
     on every call: same numbers, more work. In memory it costs one f32 gradient in the state; `train_step(...,
@@ -239,4 +267,4 @@ def accumulate(rule: optax.GradientTransformation, every: Any) -> optax.Gradient
     if not callable(every):
         check_count(every, "accumulate()", "every")
     rule = _live.with_extra(rule)
-    return _live.as_rule(_Init(rule.init), _Update(rule.update, every))
+    return _live.as_rule(_Init(rule.init), Gather(rule.update, every))

@@ -46,7 +46,11 @@ class Average:
             rate = jnp.maximum(rate, 9 / (10 + self.count.astype(jnp.float32)))  # decay at most (1 + n) / (10 + n)
         counted = (step > self.start) & ((step - self.start) % self.every == 0)
         rate = jnp.where(step > self.start, rate, 1)  # until it starts, an average is the params
-        move = lambda a, p: jnp.where(counted | (step <= self.start), a + rate.astype(a.dtype) * (p - a), a)
+
+        def move(a, p):
+            new = jnp.where(rate == 1, p.astype(a.dtype), a + rate.astype(a.dtype) * (p - a))
+            return jnp.where(counted | (step <= self.start), new, a)
+
         return self._with(jax.tree.map(move, self.params, params), self.count + counted.astype(jnp.int32), self.rate)
 
     def _with(self, params, count, rate) -> Average:

@@ -80,7 +80,7 @@ def squared_logarithmic_error(
 ) -> jax.Array:
     """(log(predictions + epsilon) - log(targets + epsilon))², element by element, for numbers >= 0.
 
-    `epsilon` is the machine epsilon of the dtype, as in Flux; 1 gives log1p, as in scikit-learn and Keras.
+    `epsilon` is the machine epsilon of the dtype, as in Flux; 1 is the log1p of scikit-learn and Keras, to rounding.
     Raises `LossError` where the shapes differ and for epsilon < 0.
 
     >>> squared_logarithmic_error([0.0, 3.0], [0.0, 1.0], epsilon=1).tolist()  # log(2)²
@@ -88,7 +88,7 @@ def squared_logarithmic_error(
     """
     loss = "squared_logarithmic_error"
     predictions, targets = _pair(loss, predictions=predictions, targets=targets)
-    epsilon = _epsilon(loss, epsilon, predictions.dtype)
+    epsilon = _epsilon(loss, epsilon, predictions)
     return jnp.square(jnp.log(predictions + epsilon) - jnp.log(targets + epsilon))
 
 
@@ -173,7 +173,7 @@ def binary_cross_entropy(probabilities: ArrayLike, labels: ArrayLike, *, epsilon
     """
     loss = "binary_cross_entropy"
     p, y = _pair(loss, probabilities=probabilities, labels=labels)
-    epsilon = _epsilon(loss, epsilon, p.dtype)
+    epsilon = _epsilon(loss, epsilon, probabilities)
     return -_x_log_y(y, p + epsilon) - _x_log_y(1 - y, 1 - p + epsilon)
 
 
@@ -192,7 +192,7 @@ def binary_focal_loss(
     loss = "binary_focal_loss"
     p, y = _pair(loss, probabilities=probabilities, labels=labels)
     _check_number(loss, "gamma", gamma)
-    epsilon = _epsilon(loss, epsilon, p.dtype)
+    epsilon = _epsilon(loss, epsilon, probabilities)
     entropy = -_x_log_y(y, p + epsilon) - _x_log_y(1 - y, 1 - p + epsilon)
     return _power(y * (1 - p) + (1 - y) * p, gamma) * entropy
 
@@ -236,7 +236,7 @@ def cross_entropy(
     loss = "cross_entropy"
     p, y, axes = _rows(loss, axis, probabilities=probabilities, labels=labels)
     p, y = _included(loss, where, axes, p, y)
-    return -jnp.sum(_x_log_y(y, p + _epsilon(loss, epsilon, p.dtype)), axes)
+    return -jnp.sum(_x_log_y(y, p + _epsilon(loss, epsilon, probabilities)), axes)
 
 
 def kl_divergence_with_probabilities(
@@ -258,7 +258,7 @@ def kl_divergence_with_probabilities(
     loss = "kl_divergence_with_probabilities"
     p, y, axes = _rows(loss, axis, predictions=predictions, targets=targets)
     p, y = _included(loss, where, axes, p, y)
-    return jnp.sum(_x_log_y(y, y) - _x_log_y(y, p + _epsilon(loss, epsilon, p.dtype)), axes)
+    return jnp.sum(_x_log_y(y, y) - _x_log_y(y, p + _epsilon(loss, epsilon, predictions)), axes)
 
 
 def focal_loss(
@@ -283,7 +283,7 @@ def focal_loss(
     p, y, axes = _rows(loss, axis, probabilities=probabilities, labels=labels)
     _check_number(loss, "gamma", gamma)
     p, y = _included(loss, where, axes, p, y)
-    return -jnp.sum(_power(1 - p, gamma) * _x_log_y(y, p + _epsilon(loss, epsilon, p.dtype)), axes)
+    return -jnp.sum(_power(1 - p, gamma) * _x_log_y(y, p + _epsilon(loss, epsilon, probabilities)), axes)
 
 
 def softmax_focal_loss(
@@ -389,8 +389,9 @@ def _power(x: jax.Array, gamma: ArrayLike) -> jax.Array:
 
 
 def _one_minus(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """1 - part / whole, and 0 where there is no whole."""
-    return jnp.where(whole == 0, 0, 1 - part / jnp.where(whole == 0, 1, whole))
+    """1 - part / whole, and 0 where there is no whole: none so small that its square, in the gradient, is 0."""
+    nothing = whole < 1e-18
+    return jnp.where(nothing, 0, 1 - part / jnp.where(nothing, 1, whole))
 
 
 # ------------------------------------------------------------------------------------------------------------ checks
@@ -472,9 +473,15 @@ def _included(
     return jnp.where(mask, x, fill), jnp.where(mask, y, 0)
 
 
-def _epsilon(loss: str, epsilon: ArrayLike | None, dtype) -> ArrayLike:
+def _epsilon(loss: str, epsilon: ArrayLike | None, given: ArrayLike) -> ArrayLike:
+    """Unless given, that of the dtype it is computed in, and float16's where the gradient goes back to float16.
+
+    There 1 / epsilon of float32 is infinite.
+    """
     if epsilon is None:
-        return float(jnp.finfo(dtype).eps)
+        dtype = _tree.dtype_of(given)
+        narrow = dtype == np.float16 or dtype == np.float64
+        return float(jnp.finfo(dtype if narrow else np.float32).eps)
     _check_number(loss, "epsilon", epsilon)
     return epsilon
 

@@ -8,8 +8,8 @@ A metric is a value with three verbs: `empty()`, `merge(other)`, `compute()`. Th
 metrax, a class of yours). `where` is a mask or weights over the leading axes, as in `Loss.mean`; what it leaves out
 may be NaN. Anything else that is NaN makes the result NaN, and so does a target that is not one of the classes.
 
-Sums and counts are float32 whatever comes in. A count is exact up to 2²⁴ = 16.8 million; beyond, each merge rounds
-it by at most 6e-8 of itself, and a batch adds nothing once the count is 2²⁴ times its own.
+Sums and counts are float32 whatever comes in (float64 under x64). A count is exact up to 2²⁴ = 16.8 million; beyond,
+each merge rounds it by at most 6e-8 of itself, and a batch adds nothing once the count is 2²⁴ times its own.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class TopK:
     def of(cls, predictions, targets, where=None, *, k: int = 5) -> TopK:
         """From scores (..., classes) and the class ids (...) that are right. Raises LossError for k > classes."""
         classes = np.shape(predictions)[-1] if np.ndim(predictions) > np.ndim(targets) else 0
-        if not isinstance(k, int) or not 0 < k <= classes:
+        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 0 < k <= classes:
             got = f"{k} with predictions of shape {np.shape(predictions)}"
             raise LossError(message("k", "TopK.of()", got, "1 to the number of classes, the last axis of scores"))
         hits = _hits(predictions, targets, k, "TopK.of()")

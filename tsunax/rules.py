@@ -84,6 +84,9 @@ class _ChainUpdate:
         return tuple(_live.on_one_clock(update, s) for update, s in zip(self.updates, states, strict=True))
 
     def __call__(self, grads, states, params=None, **extra):
+        if extra.get("flush"):  # of the window at its end; the others see real calls only
+            grads, last = self.updates[-1](grads, states[-1], params, **extra)
+            return grads, (*states[:-1], last)
         new = []
         for update, state in zip(self.updates, states, strict=True):
             grads, state = update(grads, state, params, **extra)
@@ -108,6 +111,9 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
     for rule in rules:
         _live.check_rule(rule, "chain()")
     rules = tuple(map(_live.with_extra, rules))
+    if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
+        fix = "What follows would run on every call: accumulate(chain(...), every)."
+        raise RuleError(message("accumulate", "chain()", "a rule behind it", "it at the end", fix))
     return _live.as_rule(_ChainInit(tuple(r.init for r in rules)), _ChainUpdate(tuple(r.update for r in rules)))
 
 
@@ -204,6 +210,9 @@ class _GroupsUpdate:
                 given["grad"] = part(grad)
             searches = {"value_fn": value_fn, "obj_fn": obj_fn}
             given |= {name: _for_part(f, params, mine) for name, f in searches.items() if f is not None}
+            if extra.get("flush") and accumulation.any_emitted(state.inner[pattern]) is None:
+                inner[pattern] = state.inner[pattern]
+                continue
             updates, inner[pattern] = update(part(grads), state.inner[pattern], part(params), **given)
             new = iter(jax.tree.leaves(updates))
             out = [next(new) if own else u for own, u in zip(mine, out, strict=True)]

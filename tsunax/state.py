@@ -202,7 +202,9 @@ def averaged(state: TrainState) -> TrainState:
     Array([0.25, 0.25], dtype=float32)
     """
     check_state(state, "averaged()")
-    return dataclasses.replace(state, params=averaged_params(state, "averaged()"))
+    params = averaged_params(state, "averaged()")
+    masters = None if state.masters is None else state.average.params
+    return dataclasses.replace(state, params=params, masters=masters)
 
 
 def averaged_params(state: TrainState, where: str):

@@ -72,7 +72,8 @@ def value_and_grad(
             loss, grads = gradient(batch, keywords)
         else:
             drop = on_nonfinite == "drop"
-            loss, grads = accumulation.over_micro_batches(gradient, accumulate, batch, keywords, trained, drop=drop)
+            like = base(state)
+            loss, grads = accumulation.over_micro_batches(gradient, accumulate, batch, keywords, like, drop=drop)
         return loss, _unscaled(state, grads)
 
     return f
@@ -100,7 +101,8 @@ def in_precision(state: TrainState, params, batch) -> tuple[Any, Any]:
 def _unscaled(state: TrainState, grads):
     if state.loss_scale is None:
         return grads
-    return jax.tree.map(lambda g: (g / state.loss_scale.scale).astype(g.dtype), grads)
+    unscale = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / state.loss_scale.scale
+    return jax.tree.map(lambda g, x: unscale(g).astype(x.dtype), grads, base(state))
 
 
 class StepInfo(NamedTuple):
@@ -212,7 +214,7 @@ def update(
     new = _with_params(new, optax.apply_updates(seen, updates))
     new = _averaged(new)
     new = _transact(state, new, thawed, verdict, emitted)
-    new = _rescaled(new, verdict)
+    new = _rescaled(new, verdict, emitted, loss)
     info = StepInfo(
         loss=None if value is None else jnp.asarray(value, jnp.float32),
         weight=loss.weight,
@@ -241,8 +243,13 @@ def flush(state: TrainState) -> TrainState:
     Array([-0.1, -0.1], dtype=float32)
     """
     check_state(state, "flush()")
+    if accumulation.any_emitted(state.opt_state) is None:
+        return state
     nothing = jax.tree.map(jnp.zeros_like, trained_part(state))
-    return update(state, nothing, weight=0.0, flush=True)[0]
+    new, _ = update(state, nothing, weight=0.0, flush=True)
+    old = dataclasses.replace(state, clock=state.clock.at[..., 1].add(1))
+    new = guard.choose(accumulation.any_emitted(new.opt_state), new, old)
+    return dataclasses.replace(new, loss_scale=state.loss_scale)
 
 
 def _fitting(state: TrainState, grads, params):
@@ -345,11 +352,15 @@ def _averaged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, average=state.average.moved(seen, state.step))
 
 
-def _rescaled(state: TrainState, verdict) -> TrainState:
+def _rescaled(state: TrainState, verdict, emitted, loss: Loss) -> TrainState:
     """The guard's own record: it moves whether the step was applied or not."""
     if state.loss_scale is None:
         return state
-    return dataclasses.replace(state, loss_scale=state.loss_scale.grown(verdict == 0, guard.overflowed(verdict)))
+    applied = verdict == 0 if emitted is None else (verdict == 0) & emitted
+    overflowed = guard.overflowed(verdict)
+    if loss.dropped is not None:  # what was dropped instead
+        overflowed |= jnp.any(loss.dropped != 0)
+    return dataclasses.replace(state, loss_scale=state.loss_scale.grown(applied & ~overflowed, overflowed))
 
 
 def _transact(old: TrainState, new: TrainState, thawed, verdict, emitted) -> TrainState:
@@ -364,7 +375,8 @@ def _transact(old: TrainState, new: TrainState, thawed, verdict, emitted) -> Tra
         if thawed is not None:
             owners = _hoist.owners_of(old.plan.init, old.opt_state, old.numbers, base(old))
         leaves = [moved & flag for flag in on]
-        kept = [taken if o is None else taken & on[o] for o in owners]
+        sums = accumulation.in_sums(new.opt_state) if thawed is not None else [False] * len(owners)
+        kept = [taken if o is None or s else taken & on[o] for o, s in zip(owners, sums, strict=True)]
         choose = lambda flags, name: guard.choose(flags, getattr(new, name), getattr(old, name))
         new = dataclasses.replace(
             new,
