@@ -360,7 +360,7 @@ def test_nothing_stands_behind_a_window_in_a_chain():
         ts.rules.chain(ts.rules.clip_value(1.0), ts.rules.accumulate(ts.rules.sgd(1.0), every=2)), zeros("a")
     )
     for g in (5.0, 0.5):
-        state, info = ts.update(state, {"a": jnp.full(1, g)})
+        state, _ = ts.update(state, {"a": jnp.full(1, g)})
     assert float(state.params["a"][0]) == -0.75 and int(state.step) == 1  # clipped on every call
 
 
