@@ -219,7 +219,11 @@ def cut(batch, n):
 OTHERS = ("lbfgs", "sophia", "galore", "noisy_sgd", "optimistic_adam")
 
 
-@pytest.mark.parametrize("name", [name for name in (*ts.rules.OPTAX, *ts.rules.CONTRIB) if name not in OTHERS])
+QUICK = ("adam", "adafactor", "lion", "momo", "muon", "reduce_on_plateau", "schedule_free_adamw", "sgd")
+EVERY = [name for name in (*ts.rules.OPTAX, *ts.rules.CONTRIB) if name not in OTHERS]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in EVERY])
 def test_windows_give_every_rule_the_numbers_of_the_weighted_mean(name):
     """Six updates from four calls each; that a step's own accumulation gives this mean is tested above."""
     factory = getattr(ts.rules, name)
