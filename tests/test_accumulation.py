@@ -134,7 +134,7 @@ def test_each_micro_batch_has_its_key_and_the_model_state_of_the_one_before():
     assert not np.intersect1d(again.model_state["noise"], after.model_state["noise"]).size
 
 
-@pytest.mark.parametrize("where", range(4))
+@pytest.mark.parametrize("where", [0, 2])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_bad_micro_batch_is_dropped_with_its_weight(what, where):
     def fn(params, batch, mask):

@@ -53,6 +53,7 @@ def test_mixed_precision():
     assert last_number(done, r"largest distance from float32: (\d\.\d\d) points") <= 0.5
 
 
+@pytest.mark.slow
 def test_mixed_precision_in_short():
     done = run("mixed_precision", "--seeds", "1", "--epochs", "2", "--within", "-1")
     assert last_number(done, r"largest distance from float32: (\d+\.\d\d) points") < 5

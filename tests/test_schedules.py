@@ -879,17 +879,6 @@ def test_what_is_right_is_taken():
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
 
 
-def test_the_page_runs_and_prints_what_it_says(capsys):
-    """Its blocks in order, as one program; each `print(...)  # text` prints that text."""
-    text, namespace = PAGE.read_text(encoding="utf-8"), {}
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 5
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), namespace)
-        promised = re.findall(r"^(?:.*\bprint\(.*\)  )?# (.*)$", block, re.MULTILINE)
-        assert capsys.readouterr().out.splitlines() == promised, block
-
-
 def test_the_page_names_every_schedule():
     text = PAGE.read_text(encoding="utf-8")
     assert [name for name in S.__all__ if f"`{name}" not in text and f".{name}(" not in text] == []
