@@ -66,12 +66,19 @@ def with_gathered(verdict, emitted):
     return jnp.where((taken == 0) & ~emitted, -1, taken)
 
 
+_APPLIED, _GATHERED, _REJECTED = np.array([[1, 1, 0, 0], [0, 1, 0, 0], [0, 1, 1, 1]], np.int32)
+
+
 def count(clock, verdict, emitted):
-    """The clock after this call: applied updates, calls, rejected ones, rejected ones in a row."""
-    taken = jnp.bool_(True) if verdict is None else verdict == 0
-    applied = taken if emitted is None else taken & emitted
-    ticks = jnp.stack([applied, jnp.bool_(True), ~taken, ~taken]).astype(clock.dtype)
-    return jnp.where(jnp.stack([True, True, True, ~taken]), jnp.minimum(clock, LIMIT - 1) + ticks, 0)
+    """The clock after this call: applied updates, calls, rejected ones, rejected ones in a row.
+
+    Of constants, not stacked from scalars: XLA:CPU would run a kernel of its own for each.
+    """
+    now = jnp.minimum(clock, LIMIT - 1)
+    taken = now * np.array([1, 1, 1, 0], np.int32) + (
+        _APPLIED if emitted is None else jnp.where(emitted, _APPLIED, _GATHERED)
+    )
+    return taken if verdict is None else jnp.where(verdict == 0, taken, now + _REJECTED)
 
 
 def explain(verdict: int, opt_state, grads=None) -> str:
