@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
+
+if TYPE_CHECKING:
+    from jax.extend import core
 
 # Equations whose inner programs are looked into. Not shard_map, pallas_call and what else has layouts of its own.
 _OPEN = frozenset("jit scan while cond remat2 call closed_call custom_jvp_call custom_vjp_call".split())
@@ -48,6 +50,8 @@ def fast(fn: Callable) -> Callable:
     Array([[[32., 60., 50.]]], dtype=float32)
     """
 
+    from jax.extend import core  # costs 20 ms to import, and only loops need it
+
     if not all(hasattr(core, name) for name in ("ClosedJaxpr", "Jaxpr", "jaxpr_as_fun")):  # of a jax to come
         return fn
 
@@ -67,6 +71,8 @@ def fast(fn: Callable) -> Callable:
 
 def _rewritten(program, done: dict):
     """The same program with other equations, or the very same object if there is nothing to do."""
+    from jax.extend import core
+
     if not isinstance(program, core.Jaxpr):  # a ClosedJaxpr, which is the same class since jax 0.12
         inner = _rewritten(program.jaxpr, done)
         return program if inner is program.jaxpr else program.replace(jaxpr=inner)
@@ -87,6 +93,8 @@ def _equation(eqn: core.JaxprEqn, done: dict) -> core.JaxprEqn:
 
 
 def _parameter(value, done: dict):
+    from jax.extend import core
+
     if isinstance(value, (core.ClosedJaxpr, core.Jaxpr)):
         return _rewritten(value, done)
     if isinstance(value, tuple):  # the branches of a cond
