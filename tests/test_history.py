@@ -1,0 +1,205 @@
+"""Rows and history against plain lists: what comes out is what went in, whatever is missing; bad rows are refused."""
+
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.helpers import need
+from tsunax.errors import MissingLibraryError, TsunaxError, WrongTypeError
+from tsunax.history import History, RowError, check_names, check_row, join
+
+NAN = float("nan")
+
+
+def filled() -> History:
+    history = History()
+    history.add({"loss": 3.0, "rate": 1}, step=1)
+    history.add({"loss": 2.0}, step=5)
+    history.add({"val/loss": NAN}, step=5)
+    history.add({"val/loss": 4.0, "loss": -0.0}, step=9)
+    history.mark("evaluate", 5)
+    history.mark("thaw", 9, "body/**")
+    return history
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1.5, 1.5),
+        (3, 3),
+        (True, 1),
+        (np.float32(0.1), float(np.float32(0.1))),
+        (np.int8(-3), -3),
+        (np.bool_(False), 0),
+        (np.array(2.5), 2.5),
+        (ml_dtypes.bfloat16(1.5), 1.5),
+        (jnp.float32(0.25), 0.25),
+        (jnp.int32(7), 7),
+        (float("inf"), float("inf")),
+    ],
+)
+def test_a_number_becomes_a_python_one(value, expected):
+    (found,) = check_row({"x": value}).values()
+    assert found == expected and type(found) is type(expected)
+
+
+def test_nan_is_a_number():
+    assert np.isnan(check_row({"loss": NAN})["loss"])
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "text"),
+    [
+        ({"m": np.ones((2, 2))}, RowError, "'m' at evaluate: got float64[2,2], expected one number"),
+        ({"m": jnp.ones(1)}, RowError, "float32[1], expected one number"),
+        ({"m": "0.5"}, WrongTypeError, "got '0.5' (str), expected a number"),
+        ({"m": None}, WrongTypeError, "got None, expected a number"),
+        ({"m": [1.0, [2.0]]}, WrongTypeError, "got list of 2, expected a number"),
+        ({"m": 1j}, WrongTypeError, "expected a number"),
+        ({"m": np.array("x")}, WrongTypeError, "expected a number"),
+        ([("m", 1.0)], WrongTypeError, "row at evaluate: got list of 1, expected a dict of numbers by name"),
+        ({3: 1.0}, WrongTypeError, "name of a number at evaluate: got 3 (int), expected a str"),
+        ({"": 1.0}, RowError, "got '', 0 characters"),
+        ({"x" * 201: 1.0}, RowError, "201 characters, expected a name of 1 to 200"),
+        ({"a\0b": 1.0}, RowError, r"got 'a\x00b', expected printable characters only"),
+        ({"a\nb": 1.0}, RowError, r"got 'a\nb'"),
+        ({"\ud800": 1.0}, RowError, r"got '\ud800'"),
+        ({"../loss": 1.0}, RowError, "expected a name like 'loss' or 'val/loss'"),
+        ({"val/..": 1.0}, RowError, "'val/..'"),
+        ({"/etc/loss": 1.0}, RowError, "'/etc/loss'"),
+        ({"val//loss": 1.0}, RowError, "'val//loss'"),
+        ({"step": 1.0}, RowError, "got 'step', expected another name. It is the clock"),
+    ],
+)
+def test_bad_rows_are_refused(row, error, text):
+    with pytest.raises(error) as caught:
+        check_row(row, "evaluate")
+    assert text in str(caught.value) and isinstance(caught.value, TsunaxError)
+    assert "\n" not in str(caught.value) and "\0" not in str(caught.value)
+
+
+def test_names_that_people_use_are_fine():
+    check_names(["loss", "val/top-5 accuracy", "learning_rate@encoder/**", "1.max", "损失", "val/a.b", "..."])
+
+
+def test_a_traced_value_is_refused():
+    with pytest.raises(WrongTypeError, match=r"got a traced array, expected a number\. Return it as a metric"):
+        jax.jit(lambda x: check_row({"m": x}))(1.0)
+
+
+def test_joined_rows_share_no_name():
+    row = {"loss": 1.0}
+    assert join(row, {"val/loss": np.float32(2)}, "evaluate") == {"loss": 1.0, "val/loss": 2.0}
+    assert row == {"loss": 1.0}
+    with pytest.raises(RowError, match="'loss' at evaluate: got a name that the row has"):
+        join(row, {"loss": 2.0}, "evaluate")
+    with pytest.raises(RowError, match="one number"):
+        join(row, {"m": np.ones(2)}, "evaluate")
+
+
+# -------------------------------------------------------------------------------------------------------------- history
+
+
+def test_columns_have_what_was_added():
+    history = filled()
+    assert len(history) == 3 and history.names == list(history) == ["loss", "rate", "val/loss"]
+    np.testing.assert_array_equal(history["step"], [1, 5, 9])
+    np.testing.assert_array_equal(history["loss"], [3.0, 2.0, -0.0])
+    np.testing.assert_array_equal(history["rate"], [1, NAN, NAN])
+    np.testing.assert_array_equal(history["val/loss"], [NAN, NAN, 4.0])
+    assert history["step"].dtype == np.int64 and history["rate"].dtype == np.float64
+    steps, values = history.series("val/loss")  # the NaN that was measured is there, the missing ones are not
+    np.testing.assert_array_equal(steps, [5, 9])
+    np.testing.assert_array_equal(values, [NAN, 4.0])
+    assert history.last("rate") == 1 and history.last("loss") == 0 and history.last("accuracy") is None
+    assert "loss" in history and "step" in history and "accuracy" not in history
+    assert history.marks == [(5, "evaluate", ""), (9, "thaw", "body/**")]
+
+
+def test_the_newest_number_of_a_step_wins():
+    history = History()
+    history.add({"loss": 1.0}, 3)
+    history.add({"loss": 2.0, "x": 5}, 3)
+    assert history["loss"].tolist() == [2.0] and len(history) == 1
+
+
+def test_a_column_is_a_copy():
+    history = filled()
+    history["loss"][:] = 7
+    history["step"][:] = 7
+    history.add({"loss": 1.0}, 10)
+    assert history["loss"].tolist() == [3.0, 2.0, 0.0, 1.0] and history["step"][-1] == 10
+
+
+@pytest.mark.parametrize("bad", [4, -1])
+def test_steps_never_go_back(bad):
+    with pytest.raises(RowError, match=f"got step {bad}, expected step 9 or later"):
+        filled().add({"loss": 1.0}, bad)
+
+
+@pytest.mark.parametrize("read", [History.__getitem__, History.series])
+def test_unknown_names_list_the_known_ones(read):
+    with pytest.raises(
+        RowError, match=r"'val_loss', expected one of step, loss, rate, val/loss\. Did you mean 'val/loss'"
+    ):
+        read(filled(), "val_loss")
+
+
+@pytest.mark.parametrize("through", [lambda x: x, lambda x: json.loads(json.dumps(x, default=np.ndarray.tolist))])
+@pytest.mark.parametrize("make", [filled, History])
+def test_plain_and_back(through, make):
+    history = make()
+    again = History.of(through(history.plain()))
+    assert repr(again) == repr(history) and again.marks == history.marks and again.names == history.names
+    for h in (again, history):  # also in what comes after
+        h.add({"loss": 1.0, "new": 2.0}, 9)
+        h.add({"rate": 0.5}, 11)
+    for name in ["step", *history.names]:
+        np.testing.assert_array_equal(again[name], history[name])
+        assert again[name].dtype == history[name].dtype
+    assert again.series("loss")[1].tobytes() == history.series("loss")[1].tobytes()
+
+
+def test_the_dataframe_has_the_columns():
+    need("pandas")
+    frame = filled().to_dataframe()
+    assert frame.index.name == "step" and frame.index.tolist() == [1, 5, 9]
+    np.testing.assert_array_equal(frame["val/loss"], [NAN, NAN, 4.0])
+
+
+def test_without_pandas_the_error_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingLibraryError, match=r"got no pandas, expected pandas\. pip install pandas"):
+        filled().to_dataframe()
+
+
+def test_repr_shows_every_name_once():
+    lines = repr(filled()).splitlines()
+    assert lines[0] == "History(3 rows, steps 1 to 9, 2 marks)"
+    assert lines[2].split() == ["loss", "-0", "-0", "3", "3"]
+    assert lines[4].split() == ["val/loss", "4", "4", "4", "2"]
+    assert repr(History()) == "History(0 rows)"
+
+
+def test_rows_cost_the_same_however_many_there_are():
+    """The second half of 100,000 rows may take no longer than the first: twice is for noise, quadratic would be 3."""
+
+    def seconds(history, steps):
+        start = time.process_time()
+        for step in steps:
+            history.add({"loss": 0.5, "accuracy": 0.25}, step)
+        return time.process_time() - start
+
+    history, half = History(), 50_000
+    first, second = seconds(history, range(half)), seconds(history, range(half, 2 * half))
+    assert second < 2 * first + 0.05
+    assert history["loss"].sum() == half and len(history) == 2 * half

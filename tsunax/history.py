@@ -1,0 +1,246 @@
+"""What a run was like: rows of numbers by step, and marks where something happened.
+
+A `History` is filled by the loop and read by people: columns as NumPy arrays, a DataFrame, a plot. `check_row` and
+`join` say what a row is: names that may stand in a file and numbers on the host. This module knows of no device, no
+state and no file.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax import _tree, _where
+from tsunax.errors import MissingLibraryError, TsunaxError, WrongTypeError, message
+
+__all__ = ["History", "RowError", "check_names", "check_row", "join"]
+
+_LONGEST = 200  # characters of a name: more is no name, and what some file systems and databases refuse
+
+
+class RowError(TsunaxError, ValueError):
+    """A row of numbers that cannot be logged, or a name that no row has."""
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+@functools.lru_cache(maxsize=4096)
+def _fault(name: str) -> tuple[str, str] | None:
+    """What is wrong with a name, as `got, expected`."""
+    short = repr(name if len(name) <= 40 else name[:40] + "…")
+    if not name or len(name) > _LONGEST:
+        return f"{short}, {len(name)} characters", f"a name of 1 to {_LONGEST}"
+    if not name.isprintable():
+        return ascii(name), "printable characters only"
+    if {"", ".", ".."}.intersection(name.split("/")):
+        return short, "a name like 'loss' or 'val/loss'"
+    return None
+
+
+def check_names(row: Iterable[Any], where: str = "row") -> None:
+    """Raise unless every name of `row` may stand in a log: a file's header, a TensorBoard tag, a directory.
+
+    WrongTypeError for one that is no string; RowError for one that is empty, longer than 200 characters, not
+    printable (NUL, newline, lone surrogates), that climbs directories ("val/../loss", "/loss"), or "step".
+
+    >>> check_names(["loss", "val/top-5 accuracy", "learning_rate@encoder/**"])
+    >>> check_names({"../loss": 0.1}, "evaluate")
+    Traceback (most recent call last):
+    tsunax.history.RowError: name of a number at evaluate: got '../loss', expected a name like 'loss' or 'val/loss'.
+    """
+    for name in row:
+        if not isinstance(name, str):
+            raise WrongTypeError(message("name of a number", where, _tree.describe(name), "a str"))
+        if name == "step":
+            fix = "It is the clock of every row."
+            raise RowError(message("name of a number", where, "'step'", "another name", fix))
+        if fault := _fault(name):
+            raise RowError(message("name of a number", where, *fault))
+
+
+def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
+    """The row with its numbers as Python floats and ints: from Python, NumPy or JAX scalars. NaN is a number.
+
+    Waits for the device where a value lies there. Raises for names that `check_names` refuses; WrongTypeError for what
+    is no row and for what is no real number; RowError for an array of more than one.
+
+    >>> check_row({"loss": np.float32(0.5), "hits": 3, "ok": True})
+    {'loss': 0.5, 'hits': 3, 'ok': 1}
+    >>> check_row({"confusion": np.ones((2, 2))}, "evaluate")
+    Traceback (most recent call last):
+    tsunax.history.RowError: 'confusion' at evaluate: got float64[2,2], expected one number. Reduce it, ...
+    """
+    if not isinstance(row, Mapping):
+        raise WrongTypeError(message("row", where, _tree.describe(row), "a dict of numbers by name"))
+    check_names(row, where)
+    return {name: x if type(x) in (float, int) else _number(name, x, where) for name, x in row.items()}
+
+
+def _number(name: str, x: Any, where: str) -> float:
+    if _tree.is_traced(x):
+        fix = "Return it as a metric: inside jit it has no value yet."
+        raise WrongTypeError(message(repr(name), where, "a traced array", "a number", fix))
+    value = np.asarray(x) if isinstance(x, (int, float)) or hasattr(x, "__array__") else None
+    if value is None or not any(jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer, np.bool_)):
+        raise WrongTypeError(message(repr(name), where, _tree.describe(x), "a number"))
+    if value.ndim:
+        raise RowError(message(repr(name), where, _tree.describe(x), "one number", "Reduce it, or log its parts."))
+    return float(value) if jnp.issubdtype(value.dtype, np.floating) else int(value)
+
+
+def join(row: Mapping[str, float], new: Mapping[str, Any], where: str) -> dict[str, float]:
+    """`row` and the checked `new` in one. Raises RowError for a name that both have, else as `check_row` does.
+
+    >>> join({"loss": 0.5}, {"val/loss": 0.6}, "evaluate")
+    {'loss': 0.5, 'val/loss': 0.6}
+    >>> join({"loss": 0.5}, {"loss": 0.6}, "evaluate")
+    Traceback (most recent call last):
+    tsunax.history.RowError: 'loss' at evaluate: got a name that the row has, expected a name of its own. Rename one ...
+    """
+    checked = check_row(new, where)
+    for name in checked:
+        if name in row:
+            fix = "Rename one of the two: a row has one number of a name."
+            raise RowError(message(repr(name), where, "a name that the row has", "a name of its own", fix))
+    return {**row, **checked}
+
+
+# -------------------------------------------------------------------------------------------------------------- history
+
+
+class History:
+    """Rows of numbers by step, as columns, and the marks beside them.
+
+    A row need not have every name. A number costs 16 bytes, a row 8 more, and adding one takes the same time
+    however many there are.
+
+    >>> history = History()
+    >>> history.add({"loss": 2.5, "learning_rate": 0.1}, step=10)
+    >>> history.add({"loss": 1.5}, step=20)
+    >>> history.add({"val/loss": 1.75}, step=20)
+    >>> history
+    History(2 rows, steps 10 to 20)
+                        last         min         max     rows
+      loss               1.5         1.5         2.5        2
+      learning_rate      0.1         0.1         0.1        1
+      val/loss          1.75        1.75        1.75        1
+    >>> history["step"], history["val/loss"], history.last("learning_rate")
+    (array([10, 20]), array([ nan, 1.75]), 0.1)
+    """
+
+    def __init__(self):
+        self._steps = array("q")
+        self._columns: dict[str, tuple[array, array]] = {}  # the rows that have it, and its values there
+        self.marks: list[tuple[int, str, str]] = []
+
+    def add(self, row: Mapping[str, Any], step: int) -> None:
+        """Add a row; numbers of a step that is there already join its row, and the newer one of a name wins.
+
+        Raises as `check_row` does, and RowError for a step before the last one.
+        """
+        row, last = check_row(row, f"step {step}"), self._steps[-1] if self._steps else None
+        if last is not None and step < last:
+            fix = "A history goes forward: start a new one, or restore the one of that step."
+            raise RowError(message("row", "History.add()", f"step {step}", f"step {last} or later", fix))
+        if step != last:
+            self._steps.append(step)
+        at = len(self._steps) - 1
+        for name, value in row.items():
+            rows, values = self._columns.setdefault(name, (array("q"), array("d")))
+            if rows and rows[-1] == at:
+                values[-1] = value
+            else:
+                rows.append(at)
+                values.append(value)
+
+    def mark(self, name: str, step: int, text: str = "") -> None:
+        """Note that something happened: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
+        self.marks.append((int(step), str(name), str(text)))
+
+    @property
+    def names(self) -> list[str]:
+        """All names but "step", in the order in which they came."""
+        return list(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __contains__(self, name: object) -> bool:
+        return name == "step" or name in self._columns
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """One value for each row, float64 with NaN where a row has none; of "step" int64. A copy.
+
+        Raises RowError for an unknown name, with the known ones.
+        """
+        if name == "step":
+            return np.array(self._steps, np.int64)
+        rows, values = self._column(name)
+        column = np.full(len(self), math.nan)
+        column[np.array(rows, np.int64)] = values
+        return column
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """(steps int64, values float64) of the rows that have `name`. Raises RowError for an unknown one."""
+        rows, values = self._column(name)
+        return self["step"][np.array(rows, np.int64)], np.array(values, np.float64)
+
+    def last(self, name: str) -> float | None:
+        """The newest value of `name`; None where there has been none."""
+        return self._columns[name][1][-1] if name in self._columns else None
+
+    def _column(self, name: str) -> tuple[array, array]:
+        if name not in self._columns:
+            raise RowError(_where.unknown("name", "history", name, ["step", *self.names]))
+        return self._columns[name]
+
+    def to_dataframe(self):
+        """A pandas DataFrame with a row for each step, its index. Raises MissingLibraryError without pandas."""
+        try:
+            import pandas
+        except ImportError:
+            fix = "pip install pandas"
+            raise MissingLibraryError(message("library", "to_dataframe()", "no pandas", "pandas", fix)) from None
+        index = pandas.Index(self["step"], name="step")
+        return pandas.DataFrame({name: self[name] for name in self.names}, index=index)
+
+    def plain(self) -> dict[str, Any]:
+        """All of it as lists, strings and NumPy arrays: `History.of(history.plain())` is the same history."""
+        columns = [
+            [name, np.array(rows, np.int64), np.array(v, np.float64)] for name, (rows, v) in self._columns.items()
+        ]
+        return {"rows": {"step": self["step"], "columns": columns}, "marks": [list(mark) for mark in self.marks]}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> History:
+        """The history that `plain` describes; arrays may have become lists on the way through JSON."""
+        history = cls()
+        history._steps.extend(np.asarray(plain["rows"]["step"], np.int64).tolist())
+        for name, rows, values in plain["rows"]["columns"]:
+            whole, real = np.asarray(rows, np.int64).tolist(), np.asarray(values, np.float64).tolist()
+            history._columns[str(name)] = array("q", whole), array("d", real)
+        history.marks = [(int(step), str(name), str(text)) for step, name, text in plain["marks"]]
+        return history
+
+    def __repr__(self) -> str:
+        span = f", steps {self._steps[0]:,} to {self._steps[-1]:,}" if self._steps else ""
+        marks = f", {len(self.marks)} marks" if self.marks else ""
+        width = max(map(len, self.names), default=0)
+        lines = [f"History({len(self):,} rows{span}{marks})"]
+        if self.names:
+            lines.append(f"  {'':{width}} {'last':>11} {'min':>11} {'max':>11} {'rows':>8}")
+        for name, (_, values) in self._columns.items():
+            finite = [v for v in values if math.isfinite(v)] or [math.nan]
+            numbers = "".join(f" {v:>11.5g}" for v in (values[-1], min(finite), max(finite)))
+            lines.append(f"  {name:{width}}{numbers} {len(values):>8,}")
+        return "\n".join(lines)
