@@ -10,7 +10,7 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax.errors import LossError, RuleError, WrongTypeError
+from tsunax.errors import LossError, RuleError, StateError, WrongTypeError
 
 FEATURES, CLASSES = 5, 3
 
@@ -412,3 +412,19 @@ def test_a_weightless_micro_batch_leaves_the_model_state():
     state, info = ts.train_step(fn, accumulate=4)(state, jnp.ones(3))
     assert bool(info.applied)
     np.testing.assert_allclose(state.model_state, 1 - 0.9**3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_model_state_that_nobody_asked_to_carry_raises_however_the_batch_is_cut(accumulate):
+    fn = lambda params, batch: ts.Loss.mean(losses(params, batch), model_state={"n": jnp.float32(1)})
+    with pytest.raises(StateError, match=r"leaf at model_state.*Give setup\(\.\.\., model_state=\.\.\.\)\."):
+        ts.train_step(fn, accumulate=accumulate)(ts.setup(ts.rules.sgd(0.1), make_params()), make_batch(12))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_python_number_in_the_model_state_is_float32(accumulate):
+    fn = lambda params, batch, model_state: ts.Loss.mean(batch @ params["w"], model_state={"n": 0.5, "i": 3})
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}, model_state={"n": 1.0, "i": 2})
+    after, _ = ts.train_step(fn, accumulate=accumulate)(state, jnp.ones((4, 2)))
+    assert float(after.model_state["n"]) == 0.5 and int(after.model_state["i"]) == 3
+    assert [str(x.dtype) for x in jax.tree.leaves(after.model_state)] == ["int32", "float32"]

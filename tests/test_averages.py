@@ -116,3 +116,19 @@ def test_batch_statistics_of_averaged_params():
     assert int(averaged.step) == int(state.step)
     with pytest.raises(LossError, match=r"model_state at refresh\(\)"):
         ts.refresh(lambda params, batch: jnp.mean(batch @ params["w"]))(state, batch)
+
+
+@pytest.mark.parametrize("precision", [None, ts.precision.Policy(param="bfloat16", compute="bfloat16")])
+def test_an_averaged_state_trains_on_and_its_average_lives(precision):
+    """One buffer for params and average would be donated twice, or die with the params."""
+    state = ts.setup(
+        ts.rules.sgd(0.5), {"w": jnp.ones(3), "n": jnp.ones(2)}, trainable="w", ema=0.5, precision=precision
+    )
+    step = ts.train_step(lambda params, x: jnp.mean((x * params["w"]).astype(jnp.float32) ** 2))
+    state, _ = step(state, jnp.ones(3))
+    wanted, averaged = np.asarray(state.average.params["w"]), ts.averaged(state)
+    assert averaged.params["n"] is state.params["n"]
+    kept = jax.tree.map(np.asarray, averaged.params)
+    after, _ = step(averaged, jnp.ones(3))
+    now = kept["w"].astype(np.float32) if precision is None else wanted
+    np.testing.assert_allclose(after.average.params["w"], wanted + 0.5 * (now - now / 3 - wanted), rtol=1e-2)

@@ -223,7 +223,7 @@ LOSS = [
     row(0, "extra misspelled", lambda: step(lambda p, b, teacher=None: 0.0, techer=1.0), LossError, "'techer'", "mean 'teacher'?"),
     *(
         row(0, f"extra {name}", lambda name=name: step(lambda p, b, **any: 0.0, **{name: 1.0}), LossError, repr(name), "itself")
-        for name in "step train model_state value grad loss at norms on_nonfinite outside updates params".split()
+        for name in "step train model_state value grad loss at norms on_nonfinite outside updates params flush".split()
     ),
     row(0, "extra step, eval", lambda: ts.eval_step(lambda p, b, step: 0.0)(good(), X, step=1), LossError, "'step'", "itself"),
     row(0, "extra step, value_and_grad", lambda: ts.value_and_grad(lambda p, b, **any: 0.0)(good(), X, step=1), LossError, "'step'"),

@@ -175,3 +175,23 @@ def test_a_spike_is_no_overflow():
     assert not bool(info.applied) and float(state.loss_scale.scale) == 2.0**16
     state, info = ts.update(state, {"w": jnp.full(1, np.inf)}, loss=jnp.float32(1.0))
     assert not bool(info.applied) and float(state.loss_scale.scale) == 2.0**15
+
+
+def test_the_verdict_is_the_first_place_of_all():
+    """2 · place, + 1 for a NaN, in the order loss, norm, clock, reports."""
+    report = lambda *values: guard.Report(np.float32(values), tuple(f"value {v}" for v in values))
+    inf, nan = np.float32(np.inf), np.float32(np.nan)
+    judge = jax.jit(guard.judge)
+    for loss, norm, calls, reports, expected in (
+        (1, 2, 3, [report(1, 2), report()], 0),
+        (nan, inf, 0, [report(nan, 2)], 3),
+        (-inf, nan, 0, [report(nan, 2)], 2),
+        (0, nan, guard.LIMIT, [report(nan)], 5),
+        (0, 0, guard.LIMIT, [report(nan)], 6),
+        (0, 0, 0, [report(1, 2), report(3, -inf, nan), report(nan)], 2 * 7),
+        (0, 0, 0, [report(1, nan), report(inf)], 2 * 5 + 1),
+        (None, None, 0, [report(1), report(), report(inf)], 2 * 5),
+        (None, 0, 0, [], 0),
+    ):
+        got = judge(loss, norm, np.int32(calls), reports)
+        assert int(got) == expected and got.dtype == jnp.int32

@@ -232,3 +232,23 @@ def test_losses_on_probabilities_have_finite_gradients_in_float16():
     for loss in (ts.losses.binary_cross_entropy, ts.losses.binary_focal_loss):
         slope = jax.grad(lambda p, loss=loss: loss(p, jnp.ones(1)).sum())(jnp.zeros(1, jnp.float16))
         assert np.isfinite(slope).all() and slope[0] < -100
+
+
+def test_a_batch_of_padding_alone_is_no_overflow():
+    """Its loss is a mean over nothing, NaN: the step is rejected, and the scale has nothing to do with it."""
+    fn = lambda params, batch, mask: ts.Loss.mean((batch @ params["w"]).astype(jnp.float32), mask)
+    for accumulate in (1, 2):
+        state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}, precision="float16")
+        step = ts.train_step(fn, accumulate=accumulate)
+        state, info = step(state, jnp.ones((4, 2)), mask=jnp.zeros(4))
+        assert not bool(info.applied) and float(state.loss_scale.scale) == 2.0**16
+        state, info = step(state, jnp.full((4, 2), jnp.inf), mask=jnp.ones(4))
+        assert not bool(info.applied) and float(state.loss_scale.scale) == 2.0**15
+    with pytest.raises(NonFiniteError, match="loss: got nan"):
+        ts.train_step(fn, on_nonfinite="raise")(state, jnp.ones((4, 2)), mask=jnp.zeros(4))
+
+
+@pytest.mark.parametrize("scale", [1e39, 1e-46, LossScale(1e39, dynamic=False)])
+def test_a_scale_that_float32_cannot_hold_is_refused(scale):
+    with pytest.raises(StateError, match=r"loss_scale at setup\(\).*expected 0 < floor"):
+        start(loss_scale=scale)

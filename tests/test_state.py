@@ -1,6 +1,7 @@
 """setup and TrainState: what is carried, what is copied, what it looks like."""
 
 import copy
+import dataclasses
 import pickle
 
 import jax
@@ -10,7 +11,8 @@ import optax
 import pytest
 
 import tsunax as ts
-from tests.helpers import assert_trees_equal
+from tests.helpers import assert_trees_equal, count_compiles
+from tsunax.errors import StateError
 
 PARAMS = {
     "body": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.zeros(3, np.float32)},
@@ -220,3 +222,41 @@ def test_what_is_not_trained_is_on_the_device_after_setup():
     frozen = np.ones((4, 4), np.float32)
     state = ts.setup(ts.rules.sgd(0.1), {"a": jnp.ones(2), "b": frozen}, trainable="a")
     assert isinstance(state.params["b"], jax.Array)
+
+
+def test_replace_looks_at_masters_average_and_loss_scale():
+    low = ts.precision.Policy(param="bfloat16", compute="bfloat16")
+    state = ts.setup(ts.rules.sgd(0.1), jax_params(), ema=0.9, precision=low, loss_scale="dynamic")
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float32), PARAMS)
+    short = wide | {"head": np.ones(2, np.float32)}
+    for fields, said in (
+        ({"masters": short}, r"leaf at masters\['head'\]: got float32\[2\], expected float32\[3\]"),
+        ({"masters": None}, "leaf at masters: got None"),
+        ({"average": dataclasses.replace(state.average, params=short)}, r"average.params\['head'\]: got float32\[2\]"),
+        ({"average": wide}, "at average: got dict"),
+        ({"loss_scale": 2.0}, "at loss_scale: got 2.0"),
+        ({"loss_scale": dataclasses.replace(state.loss_scale, scale=jnp.int32(2))}, "at loss_scale.scale: got int32"),
+    ):
+        with pytest.raises(StateError, match=said):
+            state.replace(**fields)
+    new = state.replace(masters=jax.tree.map(lambda x: x + 2**-10, wide))  # params are their rounding
+    assert_trees_equal(new.params, jax.tree.map(lambda x: jnp.asarray(x + 2**-10, jnp.bfloat16), wide))
+    scale = dataclasses.replace(state.loss_scale, scale=2.0, good=3)
+    state = state.replace(loss_scale=scale, average=dataclasses.replace(state.average, params=wide))
+    assert float(state.loss_scale.scale) == 2.0 and state.loss_scale.good.dtype == jnp.int32
+    after, _ = ts.train_step(loss_fn, donate=False)(state, X)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+def test_a_python_number_in_an_optimizer_state_compiles_no_second_step():
+    def count(updates, state, params=None):
+        return updates, {"n": state["n"] + 1, "x": state["x"] * 0.5}
+
+    rule = optax.GradientTransformation(lambda params: {"n": 0, "x": 1.0}, count)
+    state = ts.setup(rule, jax_params())
+    assert not any(x.weak_type for x in jax.tree.leaves(state.opt_state))
+    step = ts.train_step(loss_fn)
+    state, _ = step(state, X)
+    with count_compiles() as c:
+        state, _ = step(state, X)
+    assert c.compiled.count("train_step") == 0 and int(state.opt_state["n"]) == 2

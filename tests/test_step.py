@@ -1,6 +1,7 @@
 """value_and_grad, update, train_step, eval_step: against the same lines of plain JAX and optax."""
 
 import dataclasses
+import inspect
 import pickle
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax.errors import NonFiniteError, StateError
+from tsunax.errors import LossError, NonFiniteError, RuleError, StateError
 
 KEY = jax.random.key(0)
 ROWS, FEATURES, CLASSES = 16, 5, 3
@@ -559,3 +560,52 @@ def test_flax_nnx_and_linen_and_equinox_params_train_as_they_are():
         half = ts.setup(ts.rules.adam(0.05), params, trainable=where)
         half, info = ts.train_step(fn)(half, (x, y))
         assert bool(info.applied) and len(jax.tree.leaves(ts.trainable(half))) == 1
+
+
+def test_losses_that_no_program_has_seen_say_so_where_they_cannot_merge():
+    """`train_step` and `eval_step` return losses with weights and metrics; one that a user made may have neither."""
+    whole = ts.Loss(3.0, 2.0, {"top": ts.metrics.Mean.of([1.0])})
+    assert float(whole.merge(whole).compute()) == 1.5
+    for other, said in (
+        (ts.Loss(3.0, metrics=whole.metrics), r"other at Loss.merge\(\): got a Loss without a weight"),
+        (ts.Loss(3.0, 2.0, {"top": 0.5}), r"metric 'top' at Loss.merge\(\): got 0.5 \(float\), expected an object"),
+    ):
+        with pytest.raises(LossError, match=said):
+            whole.merge(other)
+        with pytest.raises(LossError, match=said.replace("other", "loss")):
+            other.merge(whole)
+
+
+def test_a_metric_that_is_no_pytree_is_named():
+    class Count:
+        merge = compute = lambda *_: 0.0
+
+    fn = lambda params, batch: ts.Loss.mean(losses(params, batch), metrics={"n": Count()})
+    state = ts.setup(ts.rules.sgd(0.1), make_params())
+    for run in (ts.train_step(fn), ts.train_step(fn, accumulate=2), ts.eval_step(fn)):
+        with pytest.raises(LossError, match=r"metric 'n' at loss_fn: got Count.*expected .*a pytree"):
+            run(state, make_batch())
+
+
+def test_an_evaluation_reads_the_signature_of_its_loss_function_once(monkeypatch):
+    seen, real = [], inspect.signature
+    monkeypatch.setattr(inspect, "signature", lambda f, **more: seen.append(f) or real(f, **more))
+    evaluate, state = ts.eval_step(loss_fn), ts.setup(ts.rules.sgd(0.1), make_params())
+    evaluate(state, make_batch())
+    del seen[:]
+    evaluate(state, make_batch())
+    assert loss_fn not in seen
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
+def test_a_rule_that_changes_its_state_is_named_with_the_place(on_nonfinite):
+    rule = optax.GradientTransformation(
+        lambda params: {"m": None, "n": jnp.int32(0)}, lambda g, s, p=None: (g, s | {"m": jnp.zeros(2)})
+    )
+    state = ts.setup(optax.chain(optax.identity(), rule), make_params())
+    with pytest.raises(RuleError, match=r"optimizer state at opt_state\[1\]\['m'\]: got float32\[2\], expected None"):
+        ts.train_step(loss_fn, on_nonfinite=on_nonfinite)(state, make_batch())
+
+
+def test_value_and_grad_takes_what_its_signature_names():
+    assert "where" not in inspect.signature(ts.value_and_grad).parameters

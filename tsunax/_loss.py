@@ -71,6 +71,14 @@ class Loss:
         if self.metrics.keys() != other.metrics.keys():
             got, expected = (f"metrics {', '.join(loss.metrics) or 'none'}" for loss in (other, self))
             raise LossError(message("other", "Loss.merge()", got, expected))
+        for name, loss in {"loss": self, "other": other}.items():
+            if loss.weight is None:
+                fix = "Give ts.Loss(total, weight)."
+                raise LossError(message(name, "Loss.merge()", "a Loss without a weight", "one with", fix))
+            for key, m in loss.metrics.items():
+                if not _is_metric(m):
+                    expected = "an object with merge and compute"
+                    raise LossError(message(f"metric {key!r}", "Loss.merge()", _tree.describe(m), expected))
         metrics = {name: m.merge(other.metrics[name]) for name, m in self.metrics.items()}
         return Loss(self.total + other.total, self.weight + other.weight, metrics, other.model_state)
 
@@ -136,8 +144,16 @@ def _check_metrics(metrics, where: str) -> None:
         raise LossError(message("metrics", where, _tree.describe(metrics), "{name: value}, with str names"))
 
 
+def _is_metric(m) -> bool:
+    return hasattr(m, "merge") and hasattr(m, "compute")
+
+
 def _as_metric(name, m, weight):
-    if hasattr(m, "merge") and hasattr(m, "compute"):
+    if _is_metric(m):
+        if jax.tree_util.all_leaves([m]):
+            expected = "an object that is a pytree"
+            fix = "Register its class: jax.tree_util.register_dataclass."
+            raise LossError(message(f"metric {name!r}", "loss_fn", _tree.describe(m), expected, fix))
         return jax.lax.stop_gradient(m)
     dtype = _tree.dtype_of(m)
     numeric = dtype is not None and (jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
@@ -147,6 +163,15 @@ def _as_metric(name, m, weight):
         raise LossError(message(f"metric {name!r}", "loss_fn", _tree.describe(m), expected, fix))
     m = jnp.asarray(m, jnp.float32)
     return jax.lax.stop_gradient(Mean(jnp.where(weight != 0, m * weight, 0), weight))
+
+
+def uneven(batch) -> str:
+    """What is said of a batch whose leaves differ in their number of rows, or have none; "" where all agree."""
+    arrays = [(path, np.shape(x)) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0] if np.shape(x)]
+    if len({shape[0] for _, shape in arrays}) == 1:
+        return ""
+    found = ", ".join(f"{_tree.access_str('batch', path)} {shape}" for path, shape in arrays[:4])
+    return message("rows", "batch", found or "no arrays", "the same number in every leaf")
 
 
 def rows_of(batch) -> int:

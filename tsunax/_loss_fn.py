@@ -19,28 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import _tree, _where
-from tsunax._loss import Loss, as_loss, check_scalar, rows_of
+from tsunax._loss import Loss, as_loss, check_scalar, rows_of, uneven
 from tsunax.errors import LossError, WrongTypeError, message, remedy, told
 from tsunax.state import TrainState, averaged_params
 
 _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
 # what the step gives to loss_fn or to the rule itself: no name for what a user gives
 _TAKEN = (
-    *(
-        "model_state",
-        "train",
-        "step",
-        "state",
-        "params",
-        "batch",
-        "at",
-        "grads",
-        "loss",
-        "on_nonfinite",
-        "norms",
-        "weight",
-    ),
-    *("value", "grad", "value_fn", "obj_fn", "updates", "outside"),
+    *("model_state", "train", "step", "state", "params", "batch", "at", "grads", "loss", "on_nonfinite", "norms"),
+    *("weight", "value", "grad", "value_fn", "obj_fn", "updates", "outside", "flush"),
 )
 
 
@@ -78,7 +65,7 @@ class LossFn:
 
     def keywords(self, state: TrainState, batch, extra, *, train: bool) -> dict[str, Any]:
         """What this function names, from the state and `extra`. Raises LossError for what is not there."""
-        check_extra(state, extra, train)
+        _check_extra(state, extra, train)
         offered = {"train": train, "step": state.step, "mask": None, **extra}
         if train and state.key is not None:
             offered["key"] = jax.random.fold_in(state.key, state.calls)
@@ -132,20 +119,11 @@ class LossFn:
             raise LossError(message("loss_fn", _user_frame(error), told(error), expected, remedy(error))) from error
         if isinstance(mask, jax.Array) and np.shape(mask) == (rows,):
             out = _weighed(out, jnp.sum(mask))
-        if (mask is not None or not isinstance(out, Loss) or out.weight is None) and (uneven := _uneven(batch)):
+        if (mask is not None or not isinstance(out, Loss) or out.weight is None) and (found := uneven(batch)):
             if merges or mask is not None:
-                fix = "Return ts.Loss.mean(values) or ts.Loss(total, weight)."
-                raise LossError(message("rows", "batch", uneven, "the same number in every leaf", fix))
+                raise LossError(f"{found} Return ts.Loss.mean(values) or ts.Loss(total, weight).")
             rows = 1
         return as_loss(out, rows)
-
-
-def _uneven(batch) -> str:
-    """The leaves of a batch that differ in their number of rows; "" where all agree."""
-    arrays = [(path, np.shape(x)) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0] if np.shape(x)]
-    if len({shape[0] for _, shape in arrays}) < 2:
-        return ""
-    return ", ".join(f"{_tree.access_str('batch', path)} {shape}" for path, shape in arrays[:4])
 
 
 def _weighed(out, weight):
@@ -156,14 +134,14 @@ def _weighed(out, weight):
     return Loss(out, weight, mean_value=out)
 
 
-def check_extra(state: TrainState, extra, train: bool) -> None:
+def _check_extra(state: TrainState, extra, train: bool) -> None:
     for name in extra:
         if name in _TAKEN or (name == "key" and train and state.key is not None):
             fix = "The step gives this one itself."
             raise LossError(message("keyword", "the step", repr(name), "another name for what you give it", fix))
 
 
-_LIBRARIES = ("<frozen", os.path.dirname(os.__file__), os.path.dirname(__file__))
+_LIBRARIES = "<frozen", os.path.join(os.path.dirname(os.__file__), ""), os.path.join(os.path.dirname(__file__), "")
 
 
 def _user_frame(error) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from tsunax import _checks, _convolutions, _live, _tree, guard
-from tsunax._loss import Loss
+from tsunax._loss import Loss, rows_of, uneven
 from tsunax.errors import LossError, WrongTypeError, message
 
 
@@ -42,11 +42,9 @@ def cut(batch, n: int, mask):
         if not np.shape(leaf):
             fix = "It has no rows to cut. Give it as an extra argument: step(state, batch, name=...)."
             raise LossError(message("leaf", _tree.access_str("batch", path), "a scalar", "an array of rows", fix))
-    counts = [np.shape(leaf)[0] for _, leaf in named]
-    if len(set(counts)) != 1:
-        where = ", ".join(f"{_tree.access_str('batch', path)} {np.shape(leaf)}" for path, leaf in named[:4])
-        raise LossError(message("rows", "batch", where or "no arrays", "the same number in every leaf"))
-    rows = counts[0]
+    if found := uneven(batch):
+        raise LossError(found)
+    rows = rows_of(batch)
     padding = -rows % n
     if mask is not None and np.shape(mask)[:1] != (rows,):
         raise LossError(message("mask", "the step", _tree.describe(mask), f"f32 of shape ({rows},)"))
@@ -119,11 +117,17 @@ def over_micro_batches(
     return dataclasses.replace(loss, model_state=model_state, dropped=dropped), grads
 
 
+def check_model_state(new, old) -> None:
+    """Raise StateError unless the state can carry what the loss function returned."""
+    fix = "Give setup(..., model_state=...)." if old is None else "A step keeps its structure."
+    _checks.check_like("model_state", new, old, fix)
+
+
 def _next_state(new, old):
     """The model state for the next micro-batch: what the loss function returned, else what it was."""
-    if new is None or old is None:
+    if new is None:
         return old
-    _checks.check_like("model_state", new, old, "A step keeps its structure.")
+    check_model_state(new, old)
     return new
 
 

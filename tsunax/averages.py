@@ -6,6 +6,7 @@ takes `averaged(state)`. It knows nothing of states.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class Average:
     def of(self, params) -> Average:
         """The average of a run that begins at these params."""
         wide = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params)
-        return self._with(wide, jnp.int32(0), jnp.asarray(self.rate, jnp.float32))
+        return dataclasses.replace(self, params=wide, count=jnp.int32(0), rate=jnp.asarray(self.rate, jnp.float32))
 
     def moved(self, params, step) -> Average:
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
@@ -51,10 +52,8 @@ class Average:
             new = jnp.where(rate == 1, p.astype(a.dtype), a + rate.astype(a.dtype) * (p - a))
             return jnp.where(counted | (step <= self.start), new, a)
 
-        return self._with(jax.tree.map(move, self.params, params), self.count + counted.astype(jnp.int32), self.rate)
-
-    def _with(self, params, count, rate) -> Average:
-        return Average(params, count, rate, self.uniform, self.warmup, self.start, self.every)
+        moved = jax.tree.map(move, self.params, params)
+        return dataclasses.replace(self, params=moved, count=self.count + counted.astype(jnp.int32))
 
 
 def ema(decay: Any = 0.999, *, warmup: bool = False, start: int = 0, every: int = 1) -> Average:

@@ -43,14 +43,19 @@ def reports(opt_state) -> list[Report]:
 
 def judge(loss, norm, calls, opt_state):
     """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradient norm, the clock, reports."""
-    clock = jnp.where(calls < LIMIT, 0, jnp.inf)
-    values = [loss, norm, clock, *(v for r in reports(opt_state) for v in r.values)]
-    verdict = jnp.int32(0)
-    for place, value in reversed(list(enumerate(values, start=1))):
+    verdict, place = jnp.where(calls < LIMIT, LIMIT, 6), 4
+    for report in reports(opt_state):
+        n = len(report.whats)
+        verdict = jnp.minimum(verdict, jnp.min(_found(report.values, np.arange(place, place + n)), initial=LIMIT))
+        place += n
+    for place, value in ((1, loss), (2, norm)):
         if value is not None:
-            found = 2 * place + jnp.isnan(value).astype(jnp.int32)
-            verdict = jnp.where(jnp.isfinite(value), verdict, found)
-    return verdict
+            verdict = jnp.minimum(verdict, _found(value, place))
+    return jnp.where(verdict == LIMIT, 0, verdict)
+
+
+def _found(value, place):
+    return jnp.where(jnp.isfinite(value), LIMIT, np.int32(2) * place + jnp.isnan(value)).astype(jnp.int32)
 
 
 def overflowed(verdict):

@@ -6,6 +6,7 @@ is part of the state, so that training and evaluation agree.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -157,7 +158,7 @@ class LossScale:
         down = jnp.maximum(self.scale / self.factor, self.floor)
         scale = jnp.where(overflowed, down, jnp.where(due, up, self.scale))
         good = jnp.where(overflowed | due, 0, self.good + applied.astype(jnp.int32))
-        return LossScale(scale, good, self.dynamic, self.interval, self.factor, self.floor, self.ceiling)
+        return dataclasses.replace(self, scale=scale, good=good)
 
 
 def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | None:
@@ -175,13 +176,15 @@ def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | No
         given = LossScale(float(given), dynamic=False)
     if not isinstance(given, LossScale):
         raise WrongTypeError(message("loss_scale", where, _tree.describe(given), "'dynamic', a number or a LossScale"))
-    low, high = (given.floor, given.ceiling) if given.dynamic else (0.0, float("inf"))
-    bad = not _tree.is_traced(given.scale) and not (0 < given.scale < float("inf") and low <= given.scale <= high)
-    if bad or not (0 < given.floor <= given.ceiling < float("inf")) or given.factor <= 1 or given.interval < 1:
+    single = jnp.finfo(jnp.float32)
+    least, most = float(single.tiny), float(single.max)
+    low, high = (given.floor, given.ceiling) if given.dynamic else (least, most)
+    bad = not _tree.is_traced(given.scale) and not low <= given.scale <= high
+    if bad or not (least <= given.floor <= given.ceiling <= most) or given.factor <= 1 or given.interval < 1:
         expected = "0 < floor ≤ scale ≤ ceiling, factor > 1, interval ≥ 1"
         raise StateError(message("loss_scale", where, given, expected))
     scale, good = jnp.asarray(given.scale, jnp.float32), jnp.asarray(given.good, jnp.int32)
-    return LossScale(scale, good, given.dynamic, given.interval, given.factor, given.floor, given.ceiling)
+    return dataclasses.replace(given, scale=scale, good=good)
 
 
 __all__ = ["LossScale", "Policy"]

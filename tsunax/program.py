@@ -20,10 +20,10 @@ from jax.core import Tracer
 
 from tsunax import _checks, _tree, guard
 from tsunax._loss import Loss
-from tsunax._loss_fn import LossFn, check_extra
+from tsunax._loss_fn import LossFn
 from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message
 from tsunax.state import Plan, TrainState, check_flags, check_state, donated, is_gone, trained_part
-from tsunax.step import StepInfo, in_precision, objective_of, thawed_flags, update, value_and_grad
+from tsunax.step import StepInfo, gradient_of, in_precision, objective_of, thawed_flags, update
 
 
 def _fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
@@ -135,14 +135,12 @@ class TrainStep:
 
     @functools.cached_property
     def _gradient(self) -> Callable:
-        given = {"accumulate": self.accumulate, "remat": self.remat, "on_nonfinite": self.on_nonfinite}
-        return value_and_grad(self.loss_fn, **given, where="train_step()")
+        return gradient_of(self.loss_fn, self.accumulate, self.remat, self.on_nonfinite, "train_step()")
 
     def pure(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
         """The step without compilation and donation."""
-        check_extra(state, extra, train=True)
+        search = _search(self.loss_fn, state, batch, extra)  # first: it looks at the names in extra
         loss, grads = self._gradient(state, batch, **extra)
-        search = _search(self.loss_fn, state, batch, extra)
         return update(state, grads, loss=loss, on_nonfinite=self.on_nonfinite, norms=self.norms, **search, **extra)
 
     @functools.cached_property
@@ -215,8 +213,8 @@ class TrainStep:
             _, grads = self._gradient(state, batch, **extra)
             if self.accumulate == 1:
                 return grads, None
-            kinds = {"accumulate": self.accumulate, "remat": self.remat, "on_nonfinite": "drop"}
-            return grads, value_and_grad(self.loss_fn, **kinds)(state, batch, **extra)[0].dropped
+            dropping = gradient_of(self.loss_fn, self.accumulate, self.remat, "drop", "train_step()")
+            return grads, dropping(state, batch, **extra)[0].dropped
 
         return jax.jit(look)
 
@@ -232,7 +230,9 @@ class TrainStep:
 def _is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
     """Whether a rejection only lowers the loss scale, which is looking for its value: nothing to raise for."""
     scale = state.loss_scale
-    return bool(scale is not None and scale.dynamic and info.loss_scale > scale.floor and guard.overflowed(verdict))
+    if scale is None or not scale.dynamic or not guard.overflowed(verdict):
+        return False
+    return bool(info.loss_scale > scale.floor and info.weight != 0)
 
 
 def train_step(
@@ -293,12 +293,16 @@ class EvalStep:
     loss_fn: Callable
 
     def __post_init__(self):
-        LossFn.of(self.loss_fn, "eval_step()")
+        _ = self._fn
+
+    @functools.cached_property
+    def _fn(self) -> LossFn:
+        return LossFn.of(self.loss_fn, "eval_step()")
 
     def pure(self, state: TrainState, batch, extra) -> Loss:
-        fn = LossFn.of(self.loss_fn)
-        keywords = fn.keywords(state, batch, extra, train=False)
-        loss = fn(*in_precision(state, state.params, batch), keywords, merges=True)
+        """The evaluation without compilation."""
+        keywords = self._fn.keywords(state, batch, extra, train=False)
+        loss = self._fn(*in_precision(state, state.params, batch), keywords, merges=True)
         return dataclasses.replace(loss, model_state=None)
 
     @functools.cached_property
@@ -307,7 +311,7 @@ class EvalStep:
 
     def _read(self, state: TrainState) -> TrainState:
         """What an evaluation reads of the state: neither another rule nor a freeze compiles it anew."""
-        average = state.average if "ema" in LossFn.of(self.loss_fn).names else None
+        average = state.average if "ema" in self._fn.names else None
         plan = Plan(None, None, None if average is None else state.plan.selected, state.plan.precision)
         return TrainState(
             state.clock, state.params, None, state.model_state, None, None, None, None, average, None, plan

@@ -114,8 +114,8 @@ class TrainState:
     def replace(self, **fields) -> TrainState:
         """The state with some fields exchanged. Arrays given are copied, so that yours survive donation.
 
-        Raises StateError for unknown fields, for params or an optimizer state of another structure, shape or
-        dtype, and for a state that was donated.
+        Raises StateError for unknown fields, for another structure, shape or dtype (but of `model_state`), and for a
+        state that was donated.
         """
         known = [*COUNTS, *(f.name for f in dataclasses.fields(self) if f.name not in ("clock", "plan"))]
         for name, value in fields.items():
@@ -131,7 +131,9 @@ class TrainState:
         if "step" in fields and "opt_state" not in fields and clocks:
             numbers = fields.get("numbers", self.numbers)
             fields["opt_state"], fields["numbers"] = _hoist.on_own_clocks(self.opt_state, numbers, self.step)
-        if "params" in fields and self.masters is not None:
+        if self.masters is not None and "masters" in fields:
+            fields.setdefault("params", with_rest(self, cast_like(fields["masters"], trained_part(self))))
+        elif self.masters is not None and "params" in fields:
             fields["masters"] = cast_like(_trained(fields["params"], self.plan), self.masters)
         for at, name in enumerate(COUNTS):
             if name in fields:
@@ -202,17 +204,20 @@ def averaged(state: TrainState) -> TrainState:
     Array([0.25, 0.25], dtype=float32)
     """
     check_state(state, "averaged()")
-    params = averaged_params(state, "averaged()")
-    masters = None if state.masters is None else state.average.params
-    return dataclasses.replace(state, params=params, masters=masters)
+    mine = jax.tree.map(own, _average_of(state, "averaged()"))  # the average lives on beside them
+    masters = None if state.masters is None else jax.tree.map(own, state.average.params)
+    return dataclasses.replace(state, params=with_rest(state, mine), masters=masters)
 
 
 def averaged_params(state: TrainState, where: str):
     """The full tree with the average in it, in the dtypes of the params."""
+    return with_rest(state, _average_of(state, where))
+
+
+def _average_of(state: TrainState, where: str):
     if state.average is None:
         raise StateError(message("average", where, "a state without one", "one", "Give setup(..., ema=0.999)."))
-    mine = cast_like(state.average.params, trained_part(state))
-    return with_rest(state, mine)
+    return cast_like(state.average.params, trained_part(state))
 
 
 def with_rest(state: TrainState, trained):
@@ -292,15 +297,8 @@ def setup(
     selected = None if all(flags) else flags
     plan = Plan(_live.blank(rule.init), rule.update, selected, policy)
     trained = _trained(params, plan)
-    masters = None
-    if policy is not None:
-        if policy.stochastic and key is None:
-            fix = "Rounding draws random numbers: setup(..., key=0)."
-            raise StateError(message("key", "setup(precision=...)", "None", "a key", fix))
-        if policy.masters:
-            masters = jax.tree.map(own, cast(trained, "float32"))
-        trained = policy.to_param(trained)
-        params = trained if selected is None else _tree.merge(trained, _tree.partition(params, selected)[1])
+    trained, masters = _stored(trained, policy, key)
+    params = trained if selected is None else _tree.merge(trained, _tree.partition(params, selected)[1])
     seen = _seen(trained, masters, policy)
 
     _check_complex(rule, seen)
@@ -321,6 +319,17 @@ def setup(
         loss_scale=place(scale),
         plan=plan,
     )
+
+
+def _stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
+    """The trained part as a state stores it, and its master copies."""
+    if policy is None:
+        return trained, None
+    if policy.stochastic and key is None:
+        fix = "Rounding draws random numbers: setup(..., key=0)."
+        raise StateError(message("key", "setup(precision=...)", "None", "a key", fix))
+    masters = jax.tree.map(own, cast(trained, "float32")) if policy.masters else None
+    return policy.to_param(trained), masters
 
 
 def own(x):
@@ -394,7 +403,7 @@ def as_key(key, where: str):
 
 def _check_field(state: TrainState, name: str, value) -> None:
     """Raise for a value that `replace` cannot put into this field."""
-    if name in ("params", "opt_state", "numbers"):
+    if name in ("params", "opt_state", "numbers", "masters", "average", "loss_scale"):
         _checks.check_like(name, value, getattr(state, name))
         _checks.check_arrays(value, name)
     elif name in ("step", "calls"):
@@ -485,7 +494,7 @@ def _unalias(opt_state, params):
     seen = {id(x) for x in jax.tree.leaves(params)}
 
     def fresh(x):
-        if _tree.is_traced(x) or not _tree.is_array(x):
+        if _tree.is_traced(x):
             return x
         if id(x) in seen:
             x = own(x)

@@ -33,7 +33,6 @@ def value_and_grad(
     accumulate: int = 1,
     remat: Any = None,
     on_nonfinite: str = "skip",
-    where: str = "value_and_grad()",
 ) -> Callable:
     """The first half of a step: `f(state, batch, *, at=None, **extra) -> (Loss, grads)`.
 
@@ -50,6 +49,11 @@ def value_and_grad(
     >>> float(loss.compute()), grads["w"]
     (11.0, Array([3., 4.], dtype=float32))
     """
+    return gradient_of(loss_fn, accumulate, remat, on_nonfinite, "value_and_grad()")
+
+
+def gradient_of(loss_fn: Callable, accumulate: int, remat: Any, on_nonfinite: str, where: str) -> Callable:
+    """`value_and_grad` of `where`, which the errors name."""
     fn = LossFn.of(loss_fn, where)
     accumulation.check_count(accumulate, where)
     _check_policy(on_nonfinite, where)
@@ -66,7 +70,7 @@ def value_and_grad(
             objective = checkpoint(objective_of(fn, state, batch, keywords))
             (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained)
             # jax.checkpoint hands constants out in a class of its own (jax 0.7)
-            return jax.tree.map(lambda x: x if _tree.is_array(x) else np.asarray(x), loss), grads
+            return jax.tree.map(lambda x: x if _tree.is_array(x) else np.asarray(x, _tree.dtype_of(x)), loss), grads
 
         if accumulate == 1:
             loss, grads = gradient(batch, keywords)
@@ -182,8 +186,7 @@ def update(
     loss = _finished(loss)
     model_state = _first(model_state, loss.model_state)
     if model_state is not None:
-        fix = "Give setup(..., model_state=...)." if state.model_state is None else "A step keeps its structure."
-        _checks.check_like("model_state", model_state, state.model_state, fix)
+        accumulation.check_model_state(model_state, state.model_state)
     value = None if loss.total is None else loss.compute()
 
     thawed = thawed_flags(state, params)
@@ -196,21 +199,12 @@ def update(
     opt_state = _hoist.lower(state.opt_state, state.numbers, state.step)
     updates, opt_state = _ruled(state.plan.update, grads, opt_state, seen, given)
     opt_state = _hoist.hoist_like(opt_state, state.numbers)
+    if difference := _tree.first_difference(opt_state, state.opt_state, "opt_state"):
+        raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
     verdict = None if on_nonfinite == "ignore" else guard.judge(value, grad_norm, state.calls, opt_state)
     emitted = accumulation.emitted(opt_state)
-    new = TrainState(
-        clock=guard.count(state.clock, verdict, emitted),
-        params=params,
-        opt_state=opt_state,
-        model_state=_first(model_state, state.model_state),
-        key=state.key,
-        numbers=state.numbers,
-        frozen=state.frozen,
-        masters=state.masters,
-        average=state.average,
-        loss_scale=state.loss_scale,
-        plan=state.plan,
-    )
+    clock, model_state = guard.count(state.clock, verdict, emitted), _first(model_state, state.model_state)
+    new = dataclasses.replace(state, clock=clock, params=params, opt_state=opt_state, model_state=model_state)
     new = _with_params(new, optax.apply_updates(seen, updates))
     new = _averaged(new)
     new = _transact(state, new, thawed, verdict, emitted)
@@ -358,6 +352,8 @@ def _rescaled(state: TrainState, verdict, emitted, loss: Loss) -> TrainState:
         return state
     applied = verdict == 0 if emitted is None else (verdict == 0) & emitted
     overflowed = guard.overflowed(verdict)
+    if loss.weight is not None:  # a mean over nothing is NaN, and no overflow
+        overflowed &= loss.weight != 0
     if loss.dropped is not None:  # what was dropped instead
         overflowed |= jnp.any(loss.dropped != 0)
     return dataclasses.replace(state, loss_scale=state.loss_scale.grown(applied & ~overflowed, overflowed))
