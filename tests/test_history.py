@@ -121,6 +121,7 @@ def test_columns_have_what_was_added():
     np.testing.assert_array_equal(steps, [5, 9])
     np.testing.assert_array_equal(values, [NAN, 4.0])
     assert history.last("rate") == 1 and history.last("loss") == 0 and history.last("accuracy") is None
+    assert history.newest("rate") == (1, 1) and history.newest("accuracy") is None
     assert "loss" in history and "step" in history and "accuracy" not in history
     assert history.marks == [(5, "evaluate", ""), (9, "thaw", "body/**")]
 
@@ -130,6 +131,7 @@ def test_the_newest_number_of_a_step_wins():
     history.add({"loss": 1.0}, 3)
     history.add({"loss": 2.0, "x": 5}, 3)
     assert history["loss"].tolist() == [2.0] and len(history) == 1
+    assert history.series("loss")[1].tolist() == [2.0]
 
 
 def test_a_column_is_a_copy():

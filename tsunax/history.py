@@ -195,9 +195,17 @@ class History:
         rows, values = self._column(name)
         return self["step"][np.array(rows, np.int64)], np.array(values, np.float64)
 
+    def newest(self, name: str) -> tuple[int, float] | None:
+        """The last (step, value) of `name`; None where there has been none."""
+        if name not in self._columns:
+            return None
+        rows, values = self._columns[name]
+        return self._steps[rows[-1]], values[-1]
+
     def last(self, name: str) -> float | None:
         """The newest value of `name`; None where there has been none."""
-        return self._columns[name][1][-1] if name in self._columns else None
+        found = self.newest(name)
+        return None if found is None else found[1]
 
     def _column(self, name: str) -> tuple[array, array]:
         if name not in self._columns:
