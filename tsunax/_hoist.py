@@ -23,6 +23,7 @@ from jax.tree_util import DictKey
 
 from tsunax import _number, _tree
 from tsunax._live import LiveState, interned, is_live, module_of
+from tsunax._live import recut as _recut
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Layout:
 class Numbers:
     """All live numbers of an optimizer state."""
 
-    values: Any  # (3, n): value, complement, held against its schedule
+    values: Any  # (4, n): value, complement, held against its schedule, as given at setup
     layout: Layout
 
     @property
@@ -64,6 +65,15 @@ class Numbers:
             for group in range(s.groups):
                 yield at, s, group, start
                 start += s.live.columns
+
+    def column_names(self) -> list[str]:
+        """A name for each column: the number's flat name; `name[j]` for the numbers of its schedule."""
+        out = []
+        for at, s, group, _ in self.columns():
+            names = self.layout.names[at][group]
+            inner = zip(names, s.live.schedules, strict=True)
+            out += [*names, *(f"{name}[{j}]" for name, schedule in inner if schedule for j in range(schedule.size))]
+        return out
 
     def named(self, step, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
         """Every number in force at `step`, by flat name: Python floats where they are concrete.
@@ -147,6 +157,21 @@ def on_own_clocks(opt_state, numbers: Numbers | None, step) -> tuple[Any, Number
     own = lambda _, s: dataclasses.replace(s, one_clock=s.one_clock and None)
     apart = map_live(own, lower(opt_state, numbers, step))
     return hoist(jax.tree.map(lambda x: jnp.array(x, copy=True), apart))
+
+
+def recut(opt_state, numbers: Numbers, step, params, cuts: Mapping[int, tuple]) -> tuple[Any, Numbers]:
+    """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}, see `_live.recut`."""
+
+    def one(place, s):
+        if place not in cuts:
+            return s
+        seen = frozenset(s.paths)
+        flags = [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        return _recut(s, *cuts[place], _tree.partition(params, flags)[0])
+
+    if not _tree.is_traced(numbers.values):  # on the host: each cut has shapes of its own, and they would all compile
+        numbers = dataclasses.replace(numbers, values=np.array(numbers.values))
+    return hoist(map_live(one, lower(opt_state, numbers, step)))
 
 
 def own_counts(opt_state, numbers: Numbers) -> dict[int, Any]:

@@ -71,7 +71,7 @@ class Live:
             return False
 
     def read(self, table, step) -> dict[str, _number.Number]:
-        """The numbers in force at `step`, from one group's `table` of shape (3, columns)."""
+        """The numbers in force at `step`, from one group's `table` of shape (4, columns)."""
         out, at = {}, len(self.names)
         for i, (name, schedule) in enumerate(zip(self.names, self.schedules, strict=True)):
             value, complement, held = table[0, i], table[1, i], table[2, i]
@@ -125,7 +125,7 @@ def module_of(factory) -> str:
 class LiveState:
     """State of a live rule."""
 
-    table: Any  # (3, groups, columns): value, complement, held. None where a TrainState keeps it
+    table: Any  # (4, groups, columns): value, complement, held, given. None where a TrainState keeps it
     inner: Any  # the optax state, with group 0's counters
     extra: tuple  # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
     count: Any  # own clock, for schedules where nobody passes `step=`
@@ -228,7 +228,7 @@ class BlankInit:
         live = self.live
         inner = live.build(dict.fromkeys(live.names, 0.5)).init(params)
         count = jnp.zeros([], jnp.int32) if any(live.schedules) else None
-        return LiveState(jnp.zeros((3, 1, live.columns)), inner, count=count, live=live, paths=())
+        return LiveState(jnp.zeros((4, 1, live.columns)), inner, count=count, live=live, paths=())
 
 
 @dataclass(frozen=True)

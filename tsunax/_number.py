@@ -1,7 +1,7 @@
 """A number that stays an array: what it is inside a trace, what it may be, and how it is stored.
 
-A live number is a column of three: its value, its complement `1 - value`, and whether it holds against its
-schedule. Inside a trace it becomes a `Number`, which behaves like the Python float that the user gave.
+A live number is a column of four: its value, its complement `1 - value`, whether it holds against its schedule, and
+the value that `setup` was given, which tells a restored run what was edited since. Inside a trace it becomes a `Number`, which behaves like the Python float that the user gave.
 """
 
 from __future__ import annotations
@@ -210,14 +210,14 @@ def _at(where: str, name: str, schedule, step):
 
 
 def as_rows(values) -> Any:
-    """(3, n): values, their complements rounded once from float64 where they are concrete, and zeros."""
+    """(4, n): values, their complements rounded once from float64 where they are concrete, zeros, the values again."""
     dtype = jax.dtypes.canonicalize_dtype(float)
     exact = np.asarray([0.0 if _tree.is_traced(v) else float(v) for v in values], np.float64)
-    rows = jnp.asarray(np.stack([exact, 1 - exact, np.zeros_like(exact)]).astype(dtype))
+    rows = jnp.asarray(np.stack([exact, 1 - exact, np.zeros_like(exact), exact]).astype(dtype))
     for i, value in enumerate(values):
         if _tree.is_traced(value):
             value = jnp.asarray(value, dtype)
-            rows = rows.at[:, i].set(jnp.stack([value, 1 - value, jnp.zeros_like(value)]))
+            rows = rows.at[:, i].set(jnp.stack([value, 1 - value, jnp.zeros_like(value), value]))
     return rows
 
 

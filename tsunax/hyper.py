@@ -231,18 +231,7 @@ def _cut(state: TrainState, where, matched, targets) -> TrainState:
     if not cuts:
         return state
 
-    def recut(place, s):
-        if place not in cuts:
-            return s
-        seen = frozenset(s.paths)
-        flags = [path in seen for path in _paths(params)]
-        cut, parents = cuts[place]
-        return _live.recut(s, cut, parents, _tree.partition(params, flags)[0])
-
-    numbers = state.numbers
-    if not _tree.is_traced(numbers.values):  # on the host: each cut has shapes of its own, and they would all compile
-        numbers = dataclasses.replace(numbers, values=np.array(numbers.values))
-    opt_state, numbers = _hoist.hoist(_hoist.map_live(recut, _hoist.lower(state.opt_state, numbers, state.step)))
+    opt_state, numbers = _hoist.recut(state.opt_state, state.numbers, state.step, params, cuts)
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers)
 
 
