@@ -132,3 +132,14 @@ def test_an_averaged_state_trains_on_and_its_average_lives(precision):
     after, _ = step(averaged, jnp.ones(3))
     now = kept["w"].astype(np.float32) if precision is None else wanted
     np.testing.assert_allclose(after.average.params["w"], wanted + 0.5 * (now - now / 3 - wanted), rtol=1e-2)
+
+
+def test_the_steps_that_a_leaf_sat_out_count_with_the_average_that_it_had():
+    """One count for all leaves: 2 averaged params, 3 frozen steps, 1 more, so a weight of 1/6 for the last one."""
+    state = ts.setup(ts.rules.sgd(1.0), {"a": jnp.zeros(1), "b": jnp.zeros(1)}, ema=ts.averages.polyak())
+    step = jax.jit(lambda s: ts.update(s, {"a": -jnp.ones(1), "b": -jnp.ones(1)})[0])
+    run = lambda s, n: s if n == 0 else run(step(s), n - 1)
+    state = run(ts.thaw(run(ts.freeze(run(state, 2), "a"), 3)), 1)
+    averaged = ts.averaged(state).params
+    np.testing.assert_allclose(averaged["b"], [(1 + 2 + 3 + 4 + 5 + 6) / 6], rtol=1e-6)
+    np.testing.assert_allclose(averaged["a"], [(1.5 * 5 + 3) / 6], rtol=1e-6)

@@ -423,3 +423,16 @@ def test_what_does_not_fit_is_told(wrong, texts):
         wrong()
     for text in texts:
         assert text in str(caught.value)
+
+
+def test_under_x64_what_begins_empty_keeps_its_dtypes():
+    """As the carry of a scan must."""
+    enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    with enable_x64(True):
+        for kind in (metrics.Mean, metrics.R2):
+            for dtype in (np.float32, np.float64):
+                x = np.arange(3, dtype=dtype)
+                batch = kind.of(x) if kind is metrics.Mean else kind.of(x, 2 * x)
+                once = kind.empty().merge(batch)
+                dtypes = [[leaf.dtype for leaf in jax.tree.leaves(m)] for m in (kind.empty(), once, once.merge(batch))]
+                assert dtypes[0] == dtypes[1] == dtypes[2], (kind, dtype)

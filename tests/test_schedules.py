@@ -882,3 +882,16 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
 def test_the_page_names_every_schedule():
     text = PAGE.read_text(encoding="utf-8")
     assert [name for name in S.__all__ if f"`{name}" not in text and f".{name}(" not in text] == []
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_gradients_past_the_end_are_finite_whatever_the_exponent(power):
+    """x**p has an infinite slope at 0 for p below 1: times the 0 of the clipped ramp, NaN for the lengths."""
+    schedules = [
+        S.polynomial_schedule(0.5, 0.125, power, 10),
+        S.cosine_decay_schedule(0.5, 10, 0.125, power),
+        S.warmup_cosine_decay_schedule(0.0, 0.5, 2, 10, 0.125, power),
+    ]
+    slopes = jax.jit(jax.jacrev(lambda schedules: [jax.vmap(s)(jnp.array([4, 10, 12])) for s in schedules]))
+    for row in slopes(jax.tree.map(F32, schedules)):
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(row))

@@ -582,21 +582,11 @@ def test_does_merge_undo_partition(tree):
         assert len(jax.tree.leaves(rest)) == len(flags) - sum(flags)
 
 
-def test_does_put_back_undo_take(tree):
+def test_does_take_give_the_selected_leaves(tree):
     for flags in flags_for(tree):
         taken = _tree.take(tree, flags)
         selected, _ = _tree.partition(tree, flags)
         assert all(a is b for a, b in zip(taken, jax.tree.leaves(selected), strict=True))
-        assert is_same(_tree.put_back(tree, flags, taken), tree)
-
-
-def test_does_put_back_replace_only_what_is_selected(tree):
-    flags = [i % 2 == 0 for i in range(len(jax.tree.leaves(tree)))]
-    new = [object() for _ in _tree.take(tree, flags)]
-    put = jax.tree.leaves(_tree.put_back(tree, flags, new))
-    left = iter(new)
-    for old, found, flag in zip(jax.tree.leaves(tree), put, flags, strict=True):
-        assert found is (next(left) if flag else old)
 
 
 def test_can_a_jitted_step_change_the_selected_part_only():
@@ -642,7 +632,6 @@ def test_are_partition_and_merge_inverse_on_any_tree(tree, data):
     flags = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
     selected, rest = _tree.partition(tree, flags)
     assert is_same(_tree.merge(selected, rest), tree)
-    assert is_same(_tree.put_back(tree, flags, jax.tree.leaves(selected)), tree)
 
 
 def test_are_parts_that_do_not_belong_together_refused():
@@ -650,8 +639,6 @@ def test_are_parts_that_do_not_belong_together_refused():
         _tree.merge({"a": 1.0}, {"a": None, "b": 1.0})
     with pytest.raises(StateError, match="parts of a tree: got a leaf that both have, expected no overlap"):
         _tree.merge({"a": 1.0}, {"a": 2.0})
-    with pytest.raises(StateError, match="leaves to put back: got 1, expected 2, one for each selected leaf"):
-        _tree.put_back([1.0, 2.0], (True, True), [3.0])
     for wrong in (_tree.take, _tree.partition):
         with pytest.raises(ValueError, match="zip"):
             wrong([1.0, 2.0], (True,))
@@ -913,19 +900,6 @@ def test_what_is_the_norm_of_mixed_and_of_empty_trees():
                 "float64",
                 "float32",
             ]
-
-
-def test_which_leaves_are_finite():
-    tree = {
-        "a": leaf(),
-        "b": [jnp.array([1, jnp.inf])],
-        "c": jnp.array(jnp.nan, jnp.bfloat16),
-        "d": jnp.arange(2),
-    }
-    for run in (_tree.finite_map, jax.jit(_tree.finite_map)):
-        found = run(tree)
-        assert [(x.dtype, x.shape) for x in found] == [(jnp.bool_, ())] * 4
-        assert [bool(x) for x in found] == [True, False, False, True]
 
 
 # Owners

@@ -177,16 +177,6 @@ def take(tree: Any, flags: Flags) -> list[Any]:
     return [leaf for leaf, flag in zip(jax.tree.leaves(tree), flags, strict=True) if flag]
 
 
-def put_back(tree: Any, flags: Flags, leaves: Sequence[Any]) -> Any:
-    """`tree` with new selected leaves: `put_back(tree, flags, take(tree, flags))` is `tree`."""
-    if sum(flags) != len(leaves):
-        expected = f"{sum(flags)}, one for each selected leaf"
-        raise StateError(message("leaves to put back", "", len(leaves), expected))
-    old, treedef = jax.tree.flatten(tree)
-    new = iter(leaves)
-    return treedef.unflatten(next(new) if f else leaf for leaf, f in zip(old, flags, strict=True))
-
-
 def partition(tree: Any, flags: Flags) -> tuple[Any, Any]:
     """`(selected, rest)`: the same containers, each with `None` where the other has the leaf.
 
@@ -312,11 +302,6 @@ def global_norm(tree: Any) -> jax.Array:
     sums = square_sums(tree) or [jnp.zeros((), jnp.float32)]
     dtype = jnp.float64 if any(s.dtype == jnp.float64 for s in sums) else jnp.float32
     return jnp.sqrt(functools.reduce(operator.add, [s.astype(dtype) for s in sums]))
-
-
-def finite_map(tree: Any) -> list[jax.Array]:
-    """For each leaf a bool scalar: whether all of its elements are finite."""
-    return [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 # Owners

@@ -120,8 +120,14 @@ def euclidean_distance(
     predictions, targets = _pair(loss, predictions=predictions, targets=targets)
     axes = _axes(loss, axis, predictions.ndim)
     predictions, targets = _included(loss, where, axes, predictions, targets, fill=0)
-    squares = jnp.sum(jnp.square(predictions - targets), axes)
-    return jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
+    apart = predictions - targets
+    # by a power of two, which changes no bit of what has a square: one above 1e38 is inf, one below 1e-38 is 0
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(apart), axes, keepdims=True))
+    kind = jnp.finfo(apart.dtype)
+    power = jax.lax.reduce_precision(jnp.minimum(largest, 2.0 ** (kind.maxexp * 3 // 4)) / 2, kind.nexp, 0)
+    scale = jnp.where((largest > 4 * kind.tiny) & (largest < jnp.inf), power, 1)
+    squares = jnp.sum(jnp.square(apart / scale), axes)
+    return jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)) * jnp.squeeze(scale, axes))
 
 
 def siamese_contrastive_loss(distances: ArrayLike, labels: ArrayLike, *, margin: ArrayLike = 1.0) -> jax.Array:

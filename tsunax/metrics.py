@@ -51,7 +51,7 @@ class Mean:
 
     @classmethod
     def empty(cls) -> Mean:
-        return cls(jnp.float32(0), jnp.float32(0))
+        return cls(jnp.zeros(()), jnp.zeros(()))  # under x64 float64: what merges with it stays what it is
 
     @classmethod
     def of(cls, values, where=None) -> Mean:
@@ -452,7 +452,7 @@ class R2:
     @classmethod
     def empty(cls, shape: tuple[int, ...] = ()) -> R2:
         """For rows of this shape."""
-        return cls(*jnp.zeros((4, *shape), jnp.float32))
+        return cls(*jnp.zeros((4, *shape)))
 
     @classmethod
     def of(cls, predictions, targets, where=None) -> R2:

@@ -354,6 +354,11 @@ def _cosine(u):
     return 0.5 * (1 + jnp.cos(jnp.pi * u))
 
 
+def _power(u, exponent):
+    """u**exponent for u from 0 to 1, without the infinite slopes at 0: NaN past the end of a schedule."""
+    return jnp.where(u > 0, jnp.where(u > 0, u, 1) ** exponent, exponent == 0)
+
+
 def _whole(x):
     return jnp.round(x).astype(jnp.int32)
 
@@ -407,7 +412,7 @@ def polynomial_schedule(
     step, init_value: Value, end_value: Value, power: NotNegative, transition_steps: Length, transition_begin: Wait = 0
 ):
     """`end + (init - end) · (1 - u)^power`, u from 0 to 1 in `transition_steps`, after `transition_begin`."""
-    return _between(end_value, init_value, (1 - _ramp(step, transition_begin, transition_steps)) ** power)
+    return _between(end_value, init_value, _power(1 - _ramp(step, transition_begin, transition_steps), power))
 
 
 @schedule
@@ -440,7 +445,7 @@ def cosine_decay_schedule(
     >>> cosine_decay_schedule(1.0, 4).values(6).round(3)
     array([1.   , 0.854, 0.5  , 0.146, 0.   , 0.   ], dtype=float32)
     """
-    return _between(alpha * init_value, init_value, _cosine(_ramp(step, 0, decay_steps)) ** exponent)
+    return _between(alpha * init_value, init_value, _power(_cosine(_ramp(step, 0, decay_steps)), exponent))
 
 
 @schedule
@@ -529,9 +534,8 @@ def warmup_cosine_decay_schedule(
 
     `decay_steps` is the whole length, with the warm-up.
     """
-    decayed = _between(
-        end_value, peak_value, _cosine(_ramp(step, warmup_steps, decay_steps - warmup_steps)) ** exponent
-    )
+    part = _cosine(_ramp(step, warmup_steps, decay_steps - warmup_steps))
+    decayed = _between(end_value, peak_value, _power(part, exponent))
     return jnp.where(step < warmup_steps, _between(init_value, peak_value, _ramp(step, 0, warmup_steps)), decayed)
 
 
