@@ -66,13 +66,14 @@ class Numbers:
                 yield at, s, group, start
                 start += s.live.columns
 
-    def column_names(self) -> list[str]:
-        """A name for each column: the number's flat name; `name[j]` for the numbers of its schedule."""
+    def column_names(self) -> list[tuple[str, int]]:
+        """What each column holds: (flat name, 0), or (flat name, j) for the j-th number of its schedule."""
         out = []
         for at, s, group, _ in self.columns():
             names = self.layout.names[at][group]
             inner = zip(names, s.live.schedules, strict=True)
-            out += [*names, *(f"{name}[{j}]" for name, schedule in inner if schedule for j in range(schedule.size))]
+            out += [(name, 0) for name in names]
+            out += [(name, 1 + j) for name, schedule in inner if schedule for j in range(schedule.size)]
         return out
 
     def named(self, step, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:

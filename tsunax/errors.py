@@ -10,6 +10,7 @@ import textwrap
 from typing import Any
 
 __all__ = [
+    "CheckpointError",
     "HyperparameterError",
     "LossError",
     "MissingLibraryError",
@@ -17,6 +18,7 @@ __all__ = [
     "ParamsError",
     "PatternError",
     "RuleError",
+    "SaveError",
     "StateError",
     "TsunaxError",
     "WrongTypeError",
@@ -60,6 +62,14 @@ class WrongTypeError(TsunaxError, TypeError):
 
 class MissingLibraryError(TsunaxError, ModuleNotFoundError):
     """A library that is not installed."""
+
+
+class CheckpointError(TsunaxError, ValueError):
+    """A checkpoint is missing, damaged, of another run or of another state; or its directory cannot be used."""
+
+
+class SaveError(TsunaxError, OSError):
+    """A checkpoint could not be written: which step, where, and why."""
 
 
 class NonFiniteError(TsunaxError, ArithmeticError):

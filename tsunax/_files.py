@@ -1,0 +1,170 @@
+"""Files that survive: written aside, synced, renamed; read within bounds; one writer a directory.
+
+Links are never followed for a write, and nothing is deleted that does not carry a name that only this module gives.
+It knows nothing of arrays or states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+import warnings
+from pathlib import Path
+
+from tsunax.errors import CheckpointError, message
+
+__all__ = []
+
+LOCK = "tsunax.lock"
+_OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
+
+
+def step_of(name: str) -> int | None:
+    """The step that a directory's name says: plain decimal digits without leading zeros; else None.
+
+    >>> [step_of(name) for name in ("12", "0", "007", "-4", "٣", "12.tmp")]
+    [12, 0, None, None, None, None]
+    """
+    return int(name) if re.fullmatch(r"0|[1-9][0-9]{0,18}", name, re.ASCII) else None
+
+
+def aside(folder: Path, kind: str, step: int) -> Path:
+    """A new hidden name in `folder`: "tmp" for what is being written, "old" for what is being replaced or deleted."""
+    return folder / f".tsunax-{kind}-{step}-{secrets.token_hex(4)}"
+
+
+def ours(name: str) -> tuple[str, int] | None:
+    """(kind, step) of a name that `aside` made."""
+    found = _OURS.fullmatch(name)
+    return (found[1], int(found[2])) if found else None
+
+
+def is_real_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def read(path: Path, limit: int) -> bytes:
+    """The bytes of a regular file of at most `limit` bytes; ValueError, OSError for anything else."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    with open(os.open(path, flags), "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError("not a regular file")
+        if about.st_size > limit:
+            raise ValueError(f"{about.st_size} bytes, more than {limit}")
+        found = file.read(limit + 1)
+    if len(found) > limit:
+        raise ValueError(f"more than {limit} bytes")
+    return found
+
+
+def write(path: Path, content: bytes) -> None:
+    """A new file, on the disk when this returns; its directory is not synced."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not os.path.isdir(path):  # some cannot sync a directory
+            raise
+    finally:
+        os.close(fd)
+
+
+def sync_tree(top: Path) -> None:
+    """Every file and directory from `top` down, contents before the names that lead to them."""
+    for folder, _, files in os.walk(top, topdown=False):
+        for name in files:
+            sync(Path(folder, name))
+        sync(Path(folder))
+
+
+def sizes(top: Path) -> int:
+    """Bytes of all files from `top` down."""
+    return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, files in os.walk(top) for name in files)
+
+
+def remove(folder: Path, known: tuple[str, ...]) -> None:
+    """Delete a directory that `aside` named: the first of `known` first. What is not known stays, and keeps it."""
+    assert ours(folder.name), folder
+    for name in known:
+        inner = folder / name
+        if is_real_directory(inner):
+            shutil.rmtree(inner, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(inner)
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def sha256(content) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+class Lock:
+    """This process alone writes into `folder`, until `release` or its death.
+
+    A POSIX record lock: the kernel drops it with the process, however that dies, and a forked child (a worker that
+    outlives its parent) does not have it. It does not hold against a second owner in the same process.
+    """
+
+    def __init__(self, folder: Path):
+        self.pid = os.getpid()
+        path = folder / LOCK
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+        self._fd: int | None = os.open(path, flags, 0o666)
+        try:
+            self._take(folder)
+            os.ftruncate(self._fd, 0)
+            about = {"pid": self.pid, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            os.pwrite(self._fd, json.dumps(about).encode(), 0)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _take(self, folder: Path) -> None:
+        try:
+            import fcntl
+
+            assert self._fd is not None
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (ImportError, OSError) as error:
+            if getattr(error, "errno", None) in (errno.EACCES, errno.EAGAIN):
+                got, fix = self._owner(), "Wait for it to end, give another path, or read with read_only=True."
+                where = str(folder)
+                raise CheckpointError(message("directory in use", where, got, "no other writer", fix)) from None
+            warnings.warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.", stacklevel=4)
+
+    def _owner(self) -> str:
+        try:
+            about = json.loads(os.pread(self._fd, 200, 0))  # type: ignore[arg-type]
+            return f"process {int(about['pid'])}, since {str(about['since'])[:20]}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"
+
+    def release(self) -> None:
+        if self._fd is not None:
+            if os.getpid() == self.pid:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = None

@@ -1,0 +1,196 @@
+"""Arrays on their way to the disk and back: host copies, their hashes, and the directory that orbax keeps them in.
+
+The only module that knows orbax. What comes back has been hashed and is what was saved, or Damaged is raised.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import importlib
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax import _files, _manifest, _tree
+from tsunax._manifest import Damaged, Leaf, Manifest
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message, told
+from tsunax.state import donated, is_gone
+
+__all__ = []
+
+
+def check_count(name: str, value, least: int = 1, where: str = "Checkpoints()") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise WrongTypeError(message(name, where, _tree.describe(value), f"an int ≥ {least}"))
+    if value < least:
+        raise HyperparameterError(message(name, where, value, f"≥ {least}"))
+
+
+# ------------------------------------------------------------------------------------------------- to the host
+
+
+def check_saveable(tree: _manifest.Tree) -> None:
+    if not tree.leaves:
+        raise WrongTypeError(message("state", "save()", "a tree without leaves", "at least one array"))
+    for path, x in tree.leaves:
+        if _tree.is_traced(x):
+            fix = "Save outside of jit, vmap and scan."
+            raise WrongTypeError(
+                message("leaf", _manifest.show("state", path), "a traced array", "a concrete one", fix)
+            )
+        if is_gone(x):
+            raise StateError(donated("save()"))
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise WrongTypeError(message("leaf", _manifest.show("state", path), "a ShapeDtypeStruct", "an array"))
+
+
+def step_of(tree: _manifest.Tree, step) -> int:
+    if step is None:
+        if not tree.states:
+            fix = "save(state, step=...)."
+            raise WrongTypeError(message("state", "save()", "a tree without a TrainState", "one, or step=", fix))
+        step = int(np.max(np.asarray(next(iter(tree.states.values())).step)))
+    check_count("step", step, 0, "save()")
+    if step >= 1 << 48:
+        raise HyperparameterError(message("step", "save()", step, "< 2**48"))
+    return int(step)
+
+
+def stored(path, kind: str, shape, dtype, blocks, copies: list[np.ndarray]) -> Leaf:
+    """A leaf whose blocks, [(bounds, host array)], go to the end of `copies`; those without elements are not stored."""
+    shards = []
+    for bounds, block in blocks:
+        if bounds is None:
+            bounds = tuple((0, n) for n in shape)
+        if block.size:
+            shards.append(_manifest.Shard(bounds, "", str(len(copies))))
+            copies.append(block)
+    name = _manifest.dtype_name(dtype)
+    assert name is not None
+    return Leaf(path, kind, tuple(shape), name, tuple(shards))
+
+
+def copied(tree: _manifest.Tree, copies: list[np.ndarray]) -> list[Leaf]:
+    """Every leaf, its array copied to the host: one block for each distinct shard."""
+    facts = [_manifest.leaf_of(path, x) for path, x in tree.leaves]
+    shards = [
+        [s for s in (jax.random.key_data(x) if _manifest.is_key(x) else x).addressable_shards if s.replica_id == 0]
+        if isinstance(x, jax.Array)
+        else []
+        for _, x in tree.leaves
+    ]
+    on_host = lambda s: s.device.platform == "cpu"
+    for s in (s for found in shards for s in found if not on_host(s)):
+        s.data.copy_to_host_async()  # all transfers run at once
+    leaves = []
+    for fact, found, (path, x) in zip(facts, shards, tree.leaves, strict=True):
+        if not fact.dtype:
+            leaves.append(fact)
+            continue
+        blocks: list[tuple[Any, np.ndarray]] = []
+        for s in found:
+            bounds = tuple(sl.indices(n)[:2] for sl, n in zip(s.index, fact.shape, strict=True))
+            # on the CPU a view: it must be copied, and it must not outlive this line, or the leaf cannot be donated
+            blocks.append((bounds, np.array(s.data, copy=True) if on_host(s) else np.asarray(s.data)))
+        if not found and not isinstance(x, jax.Array):
+            blocks.append((None, np.array(x, copy=True)))
+        leaves.append(stored(path, fact.kind, fact.shape, _manifest.dtype_of(fact.dtype), blocks, copies))
+    return leaves
+
+
+def digest(array: np.ndarray) -> str:
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return _files.sha256(flat.view(np.uint8) if flat.size else b"")
+
+
+def with_hashes(manifest: Manifest, hashes: list[str]) -> Manifest:
+    shard = lambda s: dataclasses.replace(s, sha256=hashes[int(s.name)])
+    leaf = lambda x: dataclasses.replace(x, shards=tuple(map(shard, x.shards)))
+    return dataclasses.replace(
+        manifest, leaves=[leaf(x) for x in manifest.leaves], arrays=[leaf(x) for x in manifest.arrays]
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- orbax
+
+
+def _orbax() -> Any:
+    return importlib.import_module("orbax.checkpoint").v1
+
+
+def _context(ocp):
+    """Plain chunks: compressing costs twice the time of the write for a tenth of its bytes. And no copy of our copy."""
+    context = ocp.Context()
+    if hasattr(context, "array"):
+        context.array.saving.use_compression = False
+        if hasattr(context, "memory") and hasattr(context.memory, "deepcopy_host_arrays"):
+            context.memory.deepcopy_host_arrays = False
+        return context
+    saving = ocp.options.ArrayOptions.Saving(use_compression=False)
+    return ocp.Context(array_options=ocp.options.ArrayOptions(saving=saving))
+
+
+def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    ocp = _orbax()
+    with _context(ocp):
+        ocp.save(path, arrays)
+
+
+def read(path: Path, leaves: list[Leaf], place: bool = True) -> list[Any]:
+    """The saved leaves as host arrays, every shard verified; with `place=False` only that. Raises Damaged."""
+    shards = {s.name: (s, leaf) for leaf in leaves for s in leaf.shards}
+    blocks = {}
+    if shards:
+        try:
+            blocks = _orbaxread(path, shards)
+        except (Damaged, MemoryError):
+            raise
+        except Exception as error:  # whatever orbax, TensorStore and asyncio raise for bytes that are not theirs
+            raise Damaged(f"arrays: {told(error)}") from None
+    with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
+        for (s, leaf), found in zip(shards.values(), pool.map(digest, blocks.values()), strict=True):
+            if found != s.sha256:
+                where = _manifest.show("state", leaf.path) if leaf.path[:1] != ("0",) else "history, data or callbacks"
+                raise Damaged(f"{where}: other bytes than were saved (sha256)")
+    return [_joined(leaf, blocks) for leaf in leaves] if place else []
+
+
+def _joined(leaf: Leaf, blocks: dict[str, np.ndarray]):
+    if not leaf.dtype:
+        return _manifest.plain_value(leaf)
+    if len(leaf.shards) == 1:
+        return blocks.pop(leaf.shards[0].name)
+    out = np.zeros(leaf.shape, _manifest.dtype_of(leaf.dtype))
+    for s in leaf.shards:
+        out[tuple(slice(a, b) for a, b in s.bounds)] = blocks.pop(s.name)
+    return out
+
+
+def _orbaxread(path: Path, shards: dict[str, tuple[_manifest.Shard, Leaf]]) -> dict[str, np.ndarray]:
+    if not _files.is_real_directory(path):
+        raise Damaged("arrays: missing")
+    ocp = _orbax()
+    with _context(ocp):
+        known = ocp.metadata(path).metadata
+        if not isinstance(known, Mapping):
+            raise Damaged("arrays: other ones than were saved")
+        target = dict.fromkeys(known, ocp.PLACEHOLDER)
+        for name, (s, leaf) in shards.items():  # before anything of that size is allocated
+            about = known.get(name)
+            chunk = getattr(getattr(about, "storage_metadata", None), "chunk_shape", None) or s.shape
+            same = about is not None and tuple(about.shape) == s.shape and str(about.dtype) == leaf.dtype
+            if not same or math.prod(chunk) > math.prod(s.shape):
+                raise Damaged(f"arrays: {name} is not as the manifest says")
+            target[name] = about
+        found = ocp.load(path, target)
+    for name, (s, leaf) in shards.items():
+        got = found[name] = np.asarray(found[name])
+        if got.shape != s.shape or got.dtype != _manifest.dtype_of(leaf.dtype):
+            raise Damaged(f"arrays: {name} is not as the manifest says")
+    return {name: found[name] for name in shards}

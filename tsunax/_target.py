@@ -1,0 +1,170 @@
+"""Where saved leaves go: comparing a checkpoint with what a script expects, and filling that in.
+
+It reads manifests and verified host arrays, and knows no file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax import _manifest, _where
+from tsunax._manifest import Manifest
+from tsunax.errors import CheckpointError
+from tsunax.state import TrainState, base
+
+__all__ = []
+
+# ------------------------------------------------------------------------------------------------- to a state
+
+
+@dataclass(frozen=True)
+class How:
+    """What a caller wants of a checkpoint."""
+
+    like: Any
+    partial: Any
+    cast: bool
+    params_only: bool
+
+    @property
+    def only_params(self) -> bool:
+        return self.params_only or self.partial is not None
+
+    def plan(self, manifest: Manifest, folder: Path) -> Plan:
+        """Compare. Raises CheckpointError with up to ten differences, both sides of each."""
+        mine = _manifest.tree_of(self.like)
+        saved = {leaf.path: leaf for leaf in manifest.leaves}
+        plan = self._params(mine, manifest, saved) if self.only_params else self._whole(mine, manifest, saved)
+        if plan.differences:
+            shown = plan.differences[:10]
+            if len(plan.differences) > 10:
+                shown.append(f"and {len(plan.differences) - 10} more")
+            head = f"checkpoint of another state at {folder}"
+            fix = "Restore with the setup that saved it; params alone: params_only=True or partial='pattern'."
+            raise CheckpointError("\n  ".join([head + ":", *shown, fix]))
+        return plan
+
+    def _whole(self, mine: _manifest.Tree, manifest: Manifest, saved: dict) -> Plan:
+        like, columns = self.like, {}
+        if mine.states:
+            like = _map_states(self.like, mine, lambda path, s: _laid_out_like(path, s, manifest, saved))
+            mine = _manifest.tree_of(like)
+        found: list[str] = []
+        for path, s in mine.states.items():
+            facts = _manifest.state_facts(s)
+            if path not in manifest.states:
+                found.append(f"{_manifest.show('state', path)}: saved no TrainState, expected one")
+                continue
+            columns[(*path, ".numbers", ".values")] = manifest.states[path], facts
+            found += _manifest.fact_differences(manifest.states[path], facts, path)
+        absent = {(*path, ".frozen") for path in mine.states if (*path, ".frozen") not in saved}  # none was frozen
+        wanted = [(path, path, x) for path, x in mine.leaves if path not in absent]
+        more, pairs = _manifest.differences(wanted, saved, self.cast, skip=columns.__contains__)
+        found += more + _manifest.extra_leaves(wanted, saved)
+        nodes = [{p: k for p, k in side.items() if p[-1:] != (".frozen",)} for side in (manifest.nodes, mine.nodes)]
+        shown = {line.partition(":")[0] for line in found}
+        found += [d for d in _manifest.node_differences(*nodes) if d.partition(":")[0] not in shown]
+        return Plan(like, mine, pairs, found, columns, [])
+
+    def _params(self, mine: _manifest.Tree, manifest: Manifest, saved: dict) -> Plan:
+        """Params and model state of each TrainState; or a bare tree of params from the one that was saved."""
+        fields = (".params",) if self.partial is not None else (".params", ".model_state")
+        roots: dict = {(*path, field): (*path, field) for path in mine.states for field in fields}
+        if not mine.states:
+            roots = {(): (*next(iter(manifest.states)), ".params") if len(manifest.states) == 1 else ()}
+        home = lambda path: next((root for root in roots if path[: len(root)] == root), None)
+        wanted = [(p, roots[home(p)] + p[len(home(p)) :], x) for p, x in mine.leaves if home(p) is not None]  # type: ignore[arg-type]
+        if self.partial is not None:
+            chosen = self._chosen(mine)
+            wanted = [w for w in wanted if w[0] in chosen]
+        found, pairs = _manifest.differences(wanted, saved, self.cast)
+        if self.partial is None:
+            tops = list(roots.values())
+            found += _manifest.extra_leaves(wanted, saved, lambda path: any(path[: len(t)] == t for t in tops))
+        return Plan(self.like, mine, pairs, found, {}, [])
+
+    def _chosen(self, mine: _manifest.Tree) -> set:
+        """Paths of the leaves that the pattern matches, in the params of each TrainState or in the bare tree."""
+        trees = {(*path, ".params"): s.params for path, s in mine.states.items()} or {(): self.like}
+        chosen = set()
+        for root, tree in trees.items():
+            inside = [path for path, _ in mine.leaves if path[: len(root)] == root]
+            chosen |= {p for p, on in zip(inside, _where.select(self.partial, tree), strict=True) if on}
+        return chosen
+
+
+def _laid_out_like(path, state: TrainState, manifest: Manifest, saved: Mapping) -> TrainState:
+    facts = manifest.states.get(path)
+    if facts is None:
+        return state
+    return _manifest.laid_out(state, facts, (*path, ".frozen") in saved)
+
+
+def _map_states(tree, known: _manifest.Tree, f: Callable[[tuple, TrainState], Any]):
+    """`f(path, state)` on every TrainState of a tree, in the order of `tree_of`."""
+    is_state = lambda x: isinstance(x, TrainState)
+    paths = iter(known.states)
+    return jax.tree.map(lambda x: f(next(paths), x) if is_state(x) else x, tree, is_leaf=is_state)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which saved leaf goes where, what does not fit, and the numbers that are merged rather than taken."""
+
+    like: Any
+    mine: _manifest.Tree
+    pairs: list[_manifest.Wanted]
+    differences: list[str]
+    columns: dict
+    edited: list[str]
+
+    def filled(self, values: list):
+        """The target with these values, verified before, in the place of its own."""
+        new = {pair.path: self._placed(pair, value) for pair, value in zip(self.pairs, values, strict=True)}
+        leaves, treedef = jax.tree.flatten(self.like)
+        paths = [path for path, _ in self.mine.leaves]
+        out = treedef.unflatten([new.get(path, x) for path, x in zip(paths, leaves, strict=True)])
+        if self.columns or not self.mine.states:
+            return out
+        fresh = iter(_manifest.tree_of(out).states.values())
+        return _map_states(self.like, self.mine, lambda _, old: _restarted(old, next(fresh)))
+
+    def _placed(self, pair: _manifest.Wanted, value):
+        if pair.path in self.columns:
+            theirs, mine = self.columns[pair.path]
+            value = np.asarray(value)
+            if isinstance(pair.leaf, (jax.Array, np.ndarray)):
+                value, edited = _manifest.merged_numbers(value, theirs, np.asarray(pair.leaf), mine)
+                self.edited.extend(edited)
+        return _placed(value, pair.leaf, pair.saved.kind)
+
+
+def _restarted(old: TrainState, new: TrainState) -> TrainState:
+    """A state whose optimizer starts at restored params."""
+    state = old.replace(params=new.params, model_state=new.model_state)
+    return state if state.average is None else dataclasses.replace(state, average=state.average.of(base(state)))
+
+
+def _placed(value, like, kind: str):
+    """A verified host value as what stands in its place in `like`: same dtype, same devices."""
+    if not hasattr(like, "dtype"):
+        return value
+    if isinstance(like, np.generic):
+        return value.astype(like.dtype)[()]
+    if isinstance(like, np.ndarray):
+        return value.astype(like.dtype, copy=False)
+    if kind.startswith("key:"):
+        value = _manifest.wrap_key(value, kind.removeprefix("key:"))
+    else:
+        value = value.astype(like.dtype, copy=False)
+    sharding = like.sharding
+    if sharding is None or (isinstance(like, jax.Array) and not like.committed):
+        return jax.device_put(value)
+    return jax.device_put(value, sharding)
