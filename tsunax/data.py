@@ -139,28 +139,25 @@ def _sharding_of(shape: tuple[int, ...], sharding: Any, axis: int = 0) -> Any:
     return sharding
 
 
-def gather(resident: Any, order: Any, first: Any, shape: tuple[int, ...], sharding: Any = None) -> Any:
+def gather(resident: Any, order: Any, first: Any, shape: tuple[int, ...]) -> Any:
     """Rows `order[first : first + prod(shape)]` of arrays on the device, as `(*shape, ...)`; to be called inside jit.
 
     In a fused loop, batch i of an epoch: `gather(resident, order, i * rows, (rows,))`, with `data.resident` and
     `data.device_order(epoch)` passed to the program as arguments. Without an order (None) they are taken as they lie.
     """
     n = math.prod(shape)
-
-    def one(x):
-        if order is None:
-            rows = jax.lax.dynamic_slice_in_dim(x, first, n)
-        else:
-            chosen = jax.lax.dynamic_slice_in_dim(order, first, n)
-            rows = x.at[chosen].get(mode="promise_in_bounds", unique_indices=True)
-        out = rows.reshape(*shape, *x.shape[1:])
-        placed = _sharding_of(out.shape, sharding, len(shape) - 1)
-        return jax.lax.with_sharding_constraint(out, placed) if isinstance(placed, NamedSharding) else out
-
-    return jax.tree.map(one, resident)
+    if order is None:
+        rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, n), resident)
+    else:
+        chosen = jax.lax.dynamic_slice_in_dim(order, first, n)
+        rows = jax.tree.map(lambda x: x.at[chosen].get(mode="promise_in_bounds", unique_indices=True), resident)
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), rows)
 
 
-_gather = jax.jit(gather, static_argnames=("shape", "sharding"))
+@functools.lru_cache(maxsize=64)
+def _gather_to(sharding: Any, shape: tuple[int, ...]):
+    placed = _sharding_of(shape, sharding, len(shape) - 1)
+    return jax.jit(gather, static_argnums=3, out_shardings=placed if isinstance(placed, NamedSharding) else None)
 
 
 def _read(leaf: Any, rows: np.ndarray | slice) -> Any:
@@ -321,7 +318,7 @@ class Batches:
 
     def _gathered(self, order: Any, first: int, shape: tuple[int, ...]) -> Any:
         if self.resident is not None:
-            return _gather(self.resident, order, np.int32(first), shape, self._sharding)
+            return _gather_to(self._sharding, shape)(self.resident, order, np.int32(first), shape)
         rows = slice(first, first + math.prod(shape))
         rows = rows if order is None else order[rows]
         found = [_read(leaf, rows) for leaf in self._leaves]

@@ -1,0 +1,609 @@
+"""Batches in the order of (seed, epoch), from any place; prefetched without a thread left; any iterable as data."""
+
+import gc
+import itertools
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tests.helpers import assert_trees_equal, count_compiles, need
+from tsunax.data import DataError, as_source, batches, check_batch, gather, prefetch
+from tsunax.errors import WrongTypeError
+
+N = 23
+ARRAYS = {"x": np.arange(N * 3, dtype=np.float32).reshape(N, 3), "y": (np.arange(N, dtype=np.int8), None)}
+
+
+def order_of(seed, epoch, n, window=None):
+    """Windows ordered by 64 random bits, of which the low ones make room for the place: by a stable argsort."""
+    words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
+    parts = []
+    for start in range(0, n, window or n):
+        chunk = words[start : start + (window or n)]
+        places = (len(chunk) - 1).bit_length()
+        parts.append(start + np.argsort(chunk >> np.uint64(places), kind="stable"))
+    return np.concatenate(parts)
+
+
+def by_hand(epochs, size, tail="keep", order=lambda epoch: np.arange(N)):
+    rows = [order(e)[i : i + size] for e in epochs for i in range(0, N, size)]
+    return [jax.tree.map(lambda x: x[r], ARRAYS) for r in rows if len(r) == size or tail == "keep"]  # noqa: B023
+
+
+def assert_same(got, expected):
+    got, expected = list(got), list(expected)
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert_trees_equal(a, b)
+
+
+def epochs_of(data, n):
+    return [batch for _ in range(n) for batch in data]
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name == "tsunax-prefetch"]
+
+
+# --- order, structure, place ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tail", ["keep", "drop"])
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "windows of 7", "windows of 100"])
+def test_batches_are_numpy_indexing(kind, tail):
+    settings, window = {"in order": ({}, 0), "shuffled": ({"shuffle": True}, None)}.get(kind) or (
+        {"shuffle_window": int(kind.split()[-1])},
+        int(kind.split()[-1]),
+    )
+    order = lambda e: np.arange(N) if window == 0 else order_of(5, e, N, window)
+    data = batches(ARRAYS, 4, seed=5, tail=tail, **settings)
+    expected = by_hand(range(3), 4, tail, order)
+    assert len(data) * 3 == len(expected)
+    assert_same(epochs_of(data, 3), expected)
+    assert [data.order(e).tolist() for e in (0, 7)] == [order(e).tolist() for e in (0, 7)]
+    assert_same(batches(ARRAYS, 100, seed=5, **settings), by_hand([0], 100, order=order))
+
+
+def test_the_order_never_changes():
+    # Runs are resumed with it: if this fails, a checkpoint of an older version goes on with other batches.
+    data = batches(np.arange(10), 2, shuffle=True, seed=2**40)
+    assert data.order(3).tolist() == [3, 8, 6, 7, 5, 0, 1, 2, 9, 4]
+    orders = np.array([batches(np.arange(4), 1, shuffle=True, seed=s).order(e) for s in range(60) for e in range(40)])
+    counts = np.array([(orders == i).sum(0) for i in range(4)])  # of 2400: 600 each, 21 is a standard deviation
+    assert (np.sort(orders, 1) == np.arange(4)).all() and np.abs(counts - 600).max() < 100
+
+
+def test_a_batch_has_memory_of_its_own():
+    arrays = np.zeros((8, 2))
+    for shuffle in (False, True):
+        for batch in batches(arrays, 4, shuffle=shuffle):
+            batch += 1
+    assert arrays.sum() == 0
+
+
+@settings(max_examples=25)
+@given(
+    size=st.integers(1, 9),
+    place=st.integers(0, 60),
+    window=st.sampled_from([None, 1, 5, 64]),
+    tail=st.sampled_from(["keep", "drop"]),
+    stream=st.booleans(),
+)
+def test_resumes_with_the_next_batch(size, place, window, tail, stream):
+    records = [{"x": x, "i": i} for i, x in enumerate(ARRAYS["x"])]
+    arrays = {"x": ARRAYS["x"], "i": np.arange(N)}
+    make = lambda: batches(_Records(records) if stream else arrays, size, seed=1, tail=tail, shuffle_window=window)
+    data, seen, states = make(), [], [make().get_state()]
+    for _ in range(4):
+        for batch in data:
+            seen.append(batch)
+            states.append(data.get_state())
+    per_epoch = len(seen) // 4
+    assert states == [{"epoch": i // per_epoch, "position": i % per_epoch} for i in range(len(seen) + 1)]
+    assert all(type(v) is int for s in states for v in s.values())
+    place = min(place, 3 * per_epoch)
+    data = make()
+    data.set_state(states[place])
+    assert data.get_state() == states[place]
+    assert_same(epochs_of(data, 2)[:per_epoch], seen[place : place + per_epoch])
+
+
+class _Records:
+    """A stream of unknown length that can be read again."""
+
+    def __init__(self, records):
+        self.records = records
+
+    def __iter__(self):
+        return iter(self.records)
+
+
+def test_a_loop_that_was_left_is_followed_by_the_next_epoch():
+    data = batches(ARRAYS, 4, shuffle=True)
+    next(iter(data))
+    assert data.get_state() == {"epoch": 0, "position": 1}
+    again = batches(ARRAYS, 4, shuffle=True)
+    again.set_state({"epoch": 1, "position": 0})
+    assert_same(data, again)
+    data.set_state({"epoch": 0, "position": 2})
+    assert len(list(data)) == len(data) - 2
+
+
+def test_a_stream_gives_the_batches_of_its_array():
+    for window in (None, 5, 8, 100):
+        for process in ((0, 1), (1, 3), (2, 3)):
+            settings = {"shuffle_window": window, "seed": 3, "process": process}
+            expected = epochs_of(batches(ARRAYS["x"], 6, **settings), 2)
+            assert_same(epochs_of(batches(_Records(list(ARRAYS["x"])), 6, **settings), 2), expected)
+
+
+def test_a_window_reads_no_further_than_it_must():
+    read = []
+    stream = (read.append(i) or np.int32(i) for i in itertools.count())
+    data = iter(batches(stream, 4, shuffle_window=10))
+    first = [next(data) for _ in range(5)]
+    assert sorted(np.concatenate(first[:5]).tolist()) == list(range(20)) and len(read) <= 30
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("size, n", [(6, 2), (6, 3), (8, 4), (8, 8)])
+def test_processes_share_a_batch(size, n, shuffle):
+    whole = list(batches(ARRAYS, size, shuffle=shuffle))
+    shares = [list(batches(ARRAYS, size, shuffle=shuffle, process=(i, n))) for i in range(n)]
+    assert {len(share) for share in shares} == {len(whole)}
+    for batch, *parts in zip(whole, *shares, strict=True):
+        assert_trees_equal(jax.tree.map(lambda *x: np.concatenate(x), *parts), batch)
+        rows = [len(part["x"]) for part in parts]
+        assert max(rows) - min(rows) <= 1 and (len(batch["x"]) < size or set(rows) == {size // n})
+
+
+# --- many at once, on the device --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [None, True])
+def test_take_stacks_the_next_batches(device):
+    one, many = batches(ARRAYS, 5, shuffle=True, device=device), batches(ARRAYS, 5, shuffle=True, device=device)
+    many.set_state({"epoch": 2, "position": 1})
+    one.set_state({"epoch": 2, "position": 1})
+    taken, it, places = [], iter(many), []
+    while (chunk := it.take(2)) is not None:
+        taken += [jax.tree.map(lambda x, i=i: x[i], chunk) for i in range(len(chunk["x"]))]
+        places.append(many.get_state())
+    assert_same(taken, one)
+    assert places == [{"epoch": 2, "position": 3}, {"epoch": 2, "position": 4}, {"epoch": 3, "position": 0}]
+    assert next(it, None) is None
+
+
+def test_resident_batches_are_the_host_batches():
+    mesh = jax.make_mesh((4,), ("data",))
+    spread = NamedSharding(mesh, PartitionSpec("data"))
+    arrays = jax.tree.map(lambda x: x[:20], ARRAYS)
+    for options in ({"shuffle": True}, {}, {"shuffle_window": 6, "process": (1, 2)}):
+        expected = epochs_of(batches(arrays, 8, **options), 2)
+        for device in (True, jax.devices()[3], mesh, spread):
+            if options.get("process") and isinstance(device, (Mesh, NamedSharding)):
+                continue
+            data = batches(arrays, 8, device=device, **options)
+            assert_same(epochs_of(data, 2), expected)
+            x = next(iter(data))["x"]
+            if device is spread or device is mesh:
+                assert x.sharding.is_equivalent_to(spread, 2) and data.resident["x"].sharding.is_fully_replicated
+            else:
+                assert x.devices() == {jax.devices()[0] if device is True else device}
+            if options == {"shuffle": True}:
+                with count_compiles() as c:
+                    epochs_of(data, 1)
+                assert c.compiles == 0
+
+
+def test_a_fused_epoch_is_the_plain_one():
+    data = batches(ARRAYS, 4, shuffle=True, seed=9, device=True, tail="drop")
+
+    @jax.jit
+    def run(resident, order):
+        one = lambda total, i: (total * 2 + gather(resident, order, i * 4, (4,))["x"].sum(), None)
+        return jax.lax.scan(one, jnp.float32(0), jnp.arange(len(data)))[0]
+
+    total = 0.0
+    for batch in by_hand([1], 4, "drop", lambda e: order_of(9, e, N)):
+        total = total * 2 + float(batch["x"].sum())
+    assert float(run(data.resident, data.device_order(1))) == total  # integers: exact in float32
+    assert data.order(1).tolist() == np.asarray(data.device_order(1)).tolist()
+
+
+# --- arrays that are not NumPy's --------------------------------------------------------------
+
+
+class _File:
+    """As h5py: increasing rows or a slice, nothing else."""
+
+    def __init__(self, array):
+        self._array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __getitem__(self, rows):
+        assert isinstance(rows, slice) or (np.diff(rows) > 0).all()
+        return self._array[rows]
+
+
+class _Table(_File):
+    """As a table of Hugging Face: a dict of columns."""
+
+    def __getitem__(self, rows):
+        return {"x": list(super().__getitem__(rows))}
+
+    def __len__(self):
+        return len(self._array)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_arrays_in_files(tmp_path, shuffle):
+    x = ARRAYS["x"]
+    expected = list(batches(x, 4, shuffle=shuffle))
+    mapped = np.memmap(tmp_path / "x.bin", x.dtype, "w+", shape=x.shape)
+    mapped[:] = x
+    got = list(batches({"map": mapped, "file": _File(x), "jax": jnp.asarray(x)}, 4, shuffle=shuffle))
+    for name in ("map", "file", "jax"):
+        assert_same([batch[name] for batch in got], expected)
+        assert all(type(batch[name]) is np.ndarray for batch in got)
+    assert_same([batch["x"] for batch in batches(_Table(x), 4, shuffle=shuffle)], expected)
+
+
+# --- prefetch ---------------------------------------------------------------------------------
+
+
+def test_prefetch_changes_nothing_but_the_time():
+    plain = batches(ARRAYS, 4, shuffle=True)
+    data = prefetch(prefetch(batches(ARRAYS, 4, shuffle=True)), jax.devices()[1])
+    assert len(data) == len(plain)
+    for _ in range(2):
+        for a, b in zip(data, plain, strict=True):
+            assert_trees_equal(a, b)
+            assert a["x"].devices() == {jax.devices()[1]} and data.get_state() == plain.get_state()
+    assert not threads()
+
+    resumed = prefetch(batches(ARRAYS, 4, shuffle=True), size=5)
+    resumed.set_state({"epoch": 1, "position": 3})
+    assert resumed.get_state() == {"epoch": 1, "position": 3}
+    plain.set_state({"epoch": 1, "position": 3})
+    assert_same(epochs_of(resumed, 2), epochs_of(plain, 2))
+
+
+def test_prefetch_reads_size_batches_ahead_and_a_new_loop_ends_the_old_one():
+    read = []
+    data = prefetch(
+        _Records([read.append(i) or np.ones(2) for i in range(0)] + [np.full(2, i) for i in range(9)]), size=3
+    )
+    it = iter(data)
+    assert not threads()  # nothing is read before it is asked for
+    next(it)
+    assert len(threads()) == 1 and data.get_state()["position"] == 1
+    other = iter(data)
+    assert next(other)[0] == 0 and data.get_state() == {"epoch": 1, "position": 1, "data": None}
+    assert next(it, None) is None and len(threads()) == 1
+    other.close()
+    assert not threads() and next(other, None) is None
+
+    def counting():
+        for i in range(9):
+            read.append(i)
+            yield np.ones(1)
+
+    it = iter(prefetch(counting(), size=3))
+    next(it), time.sleep(0.1)
+    assert len(read) == 4
+    it.close()
+
+
+@pytest.mark.parametrize("how", ["error in the loop", "break", "collected in a cycle", "left"])
+def test_the_thread_ends_with_the_loop(how):
+    def loop():
+        data = prefetch(itertools.repeat(np.ones(2)))
+        it = iter(data)
+        next(it)
+        assert threads()
+        if how == "collected in a cycle":
+            cycle = [it]
+            cycle.append(cycle)
+        if how == "left":
+            return
+        del it
+        for _ in data:
+            if how == "error in the loop":
+                raise ZeroDivisionError
+            break
+
+    if how == "error in the loop":
+        with pytest.raises(ZeroDivisionError) as raised:
+            loop()
+        assert not threads() and raised.value is not None
+    else:
+        loop()
+        gc.collect()
+        assert not threads()
+
+
+def test_the_interpreter_exits_while_a_thread_waits():
+    code = (
+        "import itertools, numpy as np, jax\n"
+        "from tsunax.data import prefetch\n"
+        "it = iter(prefetch(itertools.repeat(np.ones(2)), jax.devices()[0]))\n"
+        "next(it); print('done')"
+    )
+    root = pathlib.Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_prefetch_carries_the_exception_over():
+    def broken():
+        yield np.ones(2)
+        raise KeyError("kernel")
+
+    data = prefetch(broken())
+    it = iter(data)
+    next(it)
+    with pytest.raises(
+        DataError, match=r"data at batch 1 of epoch 0: got KeyError 'kernel', expected a batch"
+    ) as raised:
+        next(it)
+    cause = raised.value.__cause__
+    assert isinstance(cause, KeyError) and [f.name for f in raised.traceback][-1] == "_pull"
+    frames = []
+    traceback = cause.__traceback__
+    while traceback:
+        frames.append(traceback.tb_frame.f_code.co_name)
+        traceback = traceback.tb_next
+    assert frames[-1] == "broken"
+    assert next(it, None) is None and not threads() and data.get_state()["position"] == 1
+
+
+def test_prefetch_spreads_rows_over_a_mesh():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    batch = {"x": np.arange(8.0, dtype=np.float32).reshape(4, 2), "t": np.float32(3)}
+    for device in (mesh, NamedSharding(mesh, PartitionSpec("data"))):
+        (got,) = prefetch([batch], device)
+        assert_trees_equal(got, batch)
+        assert got["x"].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec("data")), 2)
+        assert got["t"].sharding.is_fully_replicated and len(got["t"].devices()) == 4
+    with pytest.raises(DataError, match=r"got 3 rows for the 4 devices of mesh .*data.*2.*tail=\"drop\""):
+        list(prefetch([{"x": np.ones((3, 2))}], mesh))
+    assert not threads()
+
+
+def test_prefetch_hides_the_host():
+    def slow():
+        for _ in range(20):
+            time.sleep(0.01)
+            yield np.ones(2)
+
+    start = time.perf_counter()
+    for _ in prefetch(slow()):
+        time.sleep(0.01)
+    assert time.perf_counter() - start < 0.32  # 0.4 one after another, 0.21 side by side
+
+
+# --- any iterable -----------------------------------------------------------------------------
+
+
+class _Loader:
+    """A foreign loader, whose state is where and called what `kind` says."""
+
+    def __init__(self, kind):
+        self.kind, self.at = kind, 0
+        self.getter, self.setter = {"g": ("get_state", "set_state"), "d": ("state_dict", "load_state_dict")}[kind[0]]
+        if kind[1:] == "data":
+            self._methods(self)
+
+    def _methods(self, holder):
+        setattr(holder, self.getter, lambda: {"at": self.at})
+        setattr(holder, self.setter, lambda state: setattr(self, "at", state["at"]))
+
+    def __iter__(self):
+        loader = self
+
+        class Iter:
+            def __iter__(self):
+                return self
+
+            def __next__(self):
+                if loader.at == 5:
+                    loader.at = 0
+                    raise StopIteration
+                loader.at += 1
+                return np.full(2, loader.at)
+
+        it = Iter()
+        if self.kind[1:] == "iterator":
+            self.at = 0
+            self._methods(it)
+        return it
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("kind", ["gdata", "ddata", "giterator", "diterator", "replay"])
+def test_foreign_state(kind, ahead):
+    make = (lambda: _Records([np.full(2, i) for i in range(1, 6)])) if kind == "replay" else lambda: _Loader(kind)
+    make_source = lambda: as_source(prefetch(make()) if ahead else make())
+    source, seen, states = make_source(), [], [make_source().state()]
+    while len(seen) < 12:
+        if (batch := source.next()) is not None:
+            seen.append(int(batch[0]))
+            states.append(source.state())
+    assert seen == [1, 2, 3, 4, 5] * 2 + [1, 2]
+    assert [(s["epoch"], s["position"]) for s in states[:6]] == [(0, i) for i in range(6)]
+    for i in (0, 1, 4, 5, 7, 10):
+        source = make_source()
+        source.restore(states[i], replay=kind == "replay")
+        got = [int(b[0]) for _ in range(3) for b in source]
+        assert got[:6] == ([1, 2, 3, 4, 5] * 5)[i : i + 6], i
+        # a place also goes between data with and without prefetch
+        other = as_source(make() if ahead else prefetch(make()))
+        other.restore(states[i], replay=kind == "replay")
+        assert [int(b[0]) for _ in range(3) for b in other][:4] == ([1, 2, 3, 4, 5] * 5)[i : i + 4]
+
+
+def test_take_of_any_iterable():
+    shapes = [2, 2, 2, 3, 3, 2]
+    make = lambda: as_source([{"x": np.full((n, 1), i)} for i, n in enumerate(shapes)])
+    source, chunks, states = make(), [], []
+    for _ in range(6):
+        chunk = source.take(2)
+        chunks.append(None if chunk is None else chunk["x"][:, 0, 0].tolist())
+        states.append(source.state())
+    assert chunks == [[0, 1], [2], [3, 4], [5], None, [0, 1]]
+    assert [(s["epoch"], s["position"]) for s in states] == [(0, 2), (0, 3), (0, 5), (0, 6), (1, 0), (1, 2)]
+    source = make()
+    source.restore(states[1], replay=True)
+    assert source.next()["x"][0, 0] == 3
+    ours = as_source(batches(ARRAYS, 5))
+    assert [len(c["x"]) for c in iter(lambda: ours.take(3), None)] == [3, 1, 1] and ours.state() == {
+        "epoch": 1,
+        "position": 0,
+    }
+
+
+def test_tensors_of_other_libraries_become_arrays():
+    class Tensor:
+        def __array__(self, dtype=None, copy=None):
+            return np.arange(3.0)
+
+    batch = as_source([[Tensor(), jnp.ones(3), 2.0]]).next()
+    assert type(batch[0]) is np.ndarray and isinstance(batch[1], jax.Array) and batch[2] == 2.0
+
+
+def generator(n):
+    return (np.ones(2) for _ in range(n))
+
+
+def drain(data, epochs=2):
+    source = as_source(data)
+    return [batch for _ in range(epochs) for batch in source]
+
+
+def raising():
+    raise OSError("disk")
+    yield
+
+
+MESSAGES = {
+    "empty": (lambda: drain([]), "data at epoch 0: got no batch at all, expected at least one"),
+    "empty generator": (lambda: drain(generator(0)), "data at epoch 0: got no batch at all, expected at least one"),
+    "used up": (
+        lambda: drain(generator(3)),
+        "data at epoch 1: got a generator that is used up after 3 batches, expected data that can be iterated again. "
+        "One for every epoch: a list, ts.batches(arrays, ...), grain",
+    ),
+    "no state": (
+        lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 1, "data": None}),
+        "data at restore: got a list without a state, at epoch 0, position 1, expected get_state/set_state or "
+        "state_dict/load_state_dict. Use ts.batches or grain, or accept replay=True: all batches before are read again "
+        "and dropped",
+    ),
+    "no setter": (
+        lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 1, "data": 3}),
+        "data at restore: got a list without set_state and load_state_dict",
+    ),
+    "fewer": (
+        lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 2, "data": None}, replay=True),
+        "data at restore: got the end of epoch 0 before, expected epoch 0, position 2. It gives fewer batches",
+    ),
+    "raises": (lambda: drain(raising()), "data at batch 0 of epoch 0: got OSError disk, expected a batch"),
+    "gives None": (lambda: drain([np.ones(2), None]), "batch at batch 1 of epoch 0: got None, expected a tree"),
+    "arrays": (
+        lambda: as_source({"x": np.ones(2)}),
+        "data: got dict with x, expected an iterable of batches. Of arrays: ts.batches(arrays, batch_size). One batch:",
+    ),
+    "pair": (lambda: as_source((np.ones(2), np.ones(2))), "data: got tuple of 2, expected an iterable of batches. Of"),
+    "number": (lambda: as_source(3), "data: got 3 (int), expected an iterable of batches"),
+    "batch None": (lambda: check_batch(None, "step 3"), "batch at step 3: got None, expected a tree of arrays"),
+    "batch {}": (lambda: check_batch({}), "batch: got an empty dict, expected a tree of arrays"),
+    "batch of 0": (lambda: check_batch({"x": np.ones((0, 2))}, "step 3"), "batch at step 3: got 0 rows, expected at"),
+    "differing": (
+        lambda: check_batch({"x": np.ones((3, 2)), "y": np.ones(4)}),
+        "batch: got 3 rows in batch['x'], 4 in batch['y'], expected the same in every leaf",
+    ),
+    "strings": (
+        lambda: check_batch({"x": np.array(["a", "b"])}),
+        "leaf at batch['x']: got <U1[2], expected an array of numbers",
+    ),
+    "objects": (
+        lambda: check_batch([np.array([1, None])], "step 3"),
+        "leaf at batch[0], step 3: got object[2], expected an array of numbers. Leave it out, or turn it into numbers",
+    ),
+    "string": (lambda: check_batch({"x": "a"}), "leaf at batch['x']: got 'a' (str), expected an array of numbers"),
+    "scalar": (
+        lambda: check_batch({"x": np.ones(2), "t": np.float32(1)}),
+        "leaf at batch['t']: got a scalar, 1.0 (float32), expected rows along axis 0. Give it a row axis, or leave it "
+        "out of the batch: step(state, batch, name=...)",
+    ),
+    "number leaf": (lambda: check_batch({"t": 2.0}), "leaf at batch['t']: got a scalar, 2.0 (float), expected rows"),
+    "no arrays": (lambda: batches({}, 2), "arrays: got an empty dict, expected a tree of arrays"),
+    "unequal arrays": (lambda: batches([np.ones(2), np.ones(3)], 2), "arrays: got 2 rows in arrays[0], 3 in arrays[1]"),
+    "lists": (lambda: batches({"x": [1, 2]}, 2), "leaf at arrays['x'][0]: got a scalar, 1 (int), expected rows"),
+    "size 0": (lambda: batches(np.ones(3), 0), "batch_size at batches(): got 0, expected an int of 1 or more"),
+    "size 2.0": (lambda: batches(np.ones(3), 2.0), "batch_size at batches(): got 2.0, expected an int of 1"),
+    "seed": (lambda: batches(np.ones(3), 2, seed=-1), "seed at batches(): got -1, expected an int of 0 or more"),
+    "tail": (lambda: batches(np.ones(3), 2, tail="pad"), 'tail at batches(): got \'pad\', expected "keep" or "drop"'),
+    "none left": (lambda: batches(np.ones(3), 4, tail="drop"), "arrays at batches(): got 3 rows, fewer than batch_siz"),
+    "process": (lambda: batches(np.ones(9), 4, process=(0, 3)), "process at batches(): got (0, 3), batch_size 4, exp"),
+    "stream shuffle": (lambda: batches(generator(3), 2, shuffle=True), "stream at batches(): got shuffle=True, expec"),
+    "stream order": (lambda: batches(generator(3), 2).order(0), "order at batches: got a stream, expected arrays"),
+    "stream length": (lambda: len(batches(generator(3), 2)), "length at batches: got a stream that does not know it"),
+    "state": (
+        lambda: batches(np.ones(9), 4).set_state({"epoch": 0, "position": 9}),
+        "state at set_state(): got {'epoch': 0, 'position': 9}, expected {\"epoch\": int, \"position\": int}, position",
+    ),
+    "state of another": (lambda: batches(np.ones(9), 4).set_state({"at": 1}), "state at set_state(): got {'at': 1}, e"),
+    "device": (lambda: prefetch([], "gpu"), "device at prefetch(): got 'gpu' (str), expected a device, a Mesh, or a N"),
+    "prefetch size": (lambda: prefetch([], size=0), "size at prefetch(): got 0, expected an int of 1 or more"),
+    "resident tail": (
+        lambda: batches(np.ones(9), 8, device=jax.make_mesh((4,), ("data",))),
+        "batch: got 1 rows for the 4 devices of mesh",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages(name):
+    make, text = MESSAGES[name]
+    kinds = (TypeError,) if name == "stream length" else (DataError, WrongTypeError)
+    with pytest.raises(kinds) as raised:
+        make()
+    assert str(raised.value).startswith(text)
+
+
+# --- other libraries --------------------------------------------------------------------------
+
+
+def test_grain(tmp_path):
+    grain = need("grain")
+    make = lambda: (
+        grain.MapDataset.source(np.arange(20)).seed(1).shuffle().map(lambda i: {"i": i}).batch(4).to_iter_dataset()
+    )
+    expected = [batch["i"].tolist() for batch in make()]
+    source = as_source(prefetch(make(), jax.devices()[0]))
+    got = [source.next()["i"].tolist() for _ in range(3)]
+    state = source.state()
+    again = as_source(make())
+    again.restore(state)
+    assert got + [batch["i"].tolist() for batch in again] == expected
+    assert [batch["i"].tolist() for batch in again] == expected  # a second epoch
+
+
+def test_torch():
+    torch = need("torch")
+    x, y = torch.arange(10.0).reshape(5, 2), torch.arange(5)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2)
+    got = [*as_source(prefetch(loader, jax.devices()[0]))]
+    assert [batch[1].tolist() for batch in got] == [[0, 1], [2, 3], [4]] and got[0][0].shape == (2, 2)
+    assert_same(batches({"x": x}, 2), [{"x": np.asarray(x[i : i + 2])} for i in (0, 2, 4)])
