@@ -155,15 +155,17 @@ def gather(resident: Any, order: Any, first: Any, shape: tuple[int, ...]) -> Any
 
 
 @functools.lru_cache(maxsize=64)
-def _gather_to(sharding: Any, shape: tuple[int, ...]):
+def _gather_to(sharding: Any, shape: tuple[int, ...], ordered: bool):
+    """`gather` compiled: rows chosen by the host, or from one row on. A slice of an order would be a kernel more."""
     placed = _sharding_of(shape, sharding, len(shape) - 1)
-    return jax.jit(gather, static_argnums=3, out_shardings=placed if isinstance(placed, NamedSharding) else None)
+    take = lambda resident, at: gather(resident, *((at, 0) if ordered else (None, at)), shape)
+    return jax.jit(take, out_shardings=placed if isinstance(placed, NamedSharding) else None)
 
 
 def _read(leaf: Any, rows: np.ndarray | slice) -> Any:
     """Rows of an array, in fresh memory; of one that lies in a file in the order of the file."""
     if isinstance(leaf, np.ndarray):
-        return leaf[rows].copy() if isinstance(rows, slice) else leaf.take(rows, axis=0)
+        return leaf[rows].copy() if isinstance(rows, slice) else leaf.take(rows, axis=0, mode="clip")
     back: Any = slice(None)
     if not isinstance(rows, slice):  # h5py wants increasing rows
         order = np.argsort(rows)
@@ -190,7 +192,7 @@ class _Epoch:
         data = self.data
         if self.place is None:
             self.place = data._begin()
-            self.order = data._order(self.place[0])
+            self.order = data.order(self.place[0]) if data._is_ordered else None
         epoch, position = self.place
         left = len(data) - position
         if left <= 0:
@@ -311,18 +313,13 @@ class Batches:
             self._uploaded = epoch, jax.device_put(self.order(epoch), self._whole)
         return self._uploaded[1]
 
-    def _order(self, epoch: int) -> Any:
-        if self.resident is not None:
-            return self.device_order(epoch)
-        return self.order(epoch) if self._is_ordered else None
-
     def _gathered(self, order: Any, first: int, shape: tuple[int, ...]) -> Any:
-        if self.resident is not None:
-            return _gather_to(self._sharding, shape)(self.resident, order, np.int32(first), shape)
         rows = slice(first, first + math.prod(shape))
-        rows = rows if order is None else order[rows]
-        found = [_read(leaf, rows) for leaf in self._leaves]
-        batch = self._treedef.unflatten(found)
+        at = rows if order is None else order[rows]
+        if self.resident is not None:
+            run = _gather_to(self._sharding, shape, order is not None)
+            return run(self.resident, np.int32(first) if order is None else at)
+        batch = self._treedef.unflatten([_read(leaf, at) for leaf in self._leaves])
         return batch if len(shape) == 1 else jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
 
     def __iter__(self) -> Iterator[Any]:
