@@ -1,0 +1,315 @@
+"""Progress in each of its views: what is said, when it is drawn, and that nobody's prints are broken."""
+
+import io
+import os
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+from rich.console import Console
+
+from tests.helpers import need
+from tsunax import display
+from tsunax.errors import WrongTypeError
+
+ROW = {
+    "loss": 0.75,
+    "accuracy": 0.5,
+    "b1": 0.9,
+    "grad_norm": 1.0,
+    "epoch": 1,
+    "rejected": 0,
+    "examples_per_second": 1.5e6,
+}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """time.perf_counter of the module, moved by hand; memory that does not change."""
+    clock = types.SimpleNamespace(now=50.0)
+    monkeypatch.setattr(display, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(display, "_memory", lambda: "0.5 GiB")
+    return clock
+
+
+class View:
+    """Keeps the facts."""
+
+    def __init__(self):
+        self.facts, self.moved, self.notes, self.closed = [], [], [], 0
+
+    def interval(self, elapsed):
+        return 1.0
+
+    def draw(self, facts, moved):
+        self.facts.append(facts)
+        self.moved.append(set(moved))
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def close(self):
+        self.closed += 1
+
+
+# ------------------------------------------------------------------------------------------------- when, and how fast
+
+
+def test_it_is_drawn_at_intervals_and_at_the_end(clock):
+    view = View()
+    bar = display.Progress(view, total=100, start=20)
+    for step in range(20, 61):  # ten a second
+        bar.show(step, {})
+        clock.now += 0.1
+    assert [facts.step for facts in view.facts] == [30, 40, 50, 60]
+    assert [facts.rate for facts in view.facts] == pytest.approx([10] * 4)
+    bar.close("enough")
+    assert (view.facts[-1].step, view.facts[-1].reason, view.closed) == (60, "enough", 1)
+    assert view.facts[-1].elapsed == pytest.approx(4.1)
+
+
+def test_the_rate_is_a_recent_one_and_at_the_end_that_of_the_run(clock):
+    view = View()
+    bar = display.Progress(view, total=None, start=0)
+    clock.now += 100  # compiling
+    for step in range(0, 1001, 10):
+        bar.show(step, {})
+        clock.now += 1
+    assert view.facts[-1].rate == pytest.approx(10)
+    bar.close()
+    assert view.facts[-1].rate == pytest.approx(1000 / 201)
+
+
+def test_a_call_that_draws_nothing_asks_for_nothing(clock, monkeypatch):
+    monkeypatch.setattr(display, "_memory", lambda: pytest.fail("asked"))
+    bar = display.Progress(display._Lines(), total=None, start=0)
+    for step in range(1000):
+        bar.show(step, ROW)
+
+
+def test_what_never_began_shows_nothing_but_its_reason(clock):
+    view = View()
+    display.Progress(view, total=10, start=10).close()
+    assert view.facts == view.notes == [] and view.closed == 1
+    display.Progress(view, total=10, start=3).close("ValueError")
+    assert view.facts == [] and view.notes == ["ValueError"]
+
+
+def test_numbers_are_kept_until_there_are_newer_ones_and_those_that_moved_are_shown(clock):
+    view = View()
+    bar = display.Progress(view, total=None, start=0)
+    rows = {1: ROW, 3: {**ROW, "loss": 0.5, "accuracy": 0.75, "val/loss": 0.625, "best/val/loss": 0.5, "rejected": 2}}
+    for step in range(1, 5):
+        clock.now += 2
+        bar.show(step, rows.get(step, {}))
+    shown = [facts.results(moved) for facts, moved in zip(view.facts, view.moved, strict=True)]
+    assert shown[0] == shown[1] == ["loss 0.75"]
+    assert shown[2] == shown[3] == ["loss 0.5", "val/loss 0.625", "accuracy 0.75", "rejected 2"]
+
+
+def facts(**changes):
+    given = dict(step=1200, total=10_000, unit="step", rate=100.0, elapsed=3661.0, numbers=ROW)
+    return display.Facts(**{**given, **changes})
+
+
+def test_pace(clock):
+    assert facts().pace == ["1:28 left", "100 steps/s", "1.5M examples/s", "0.5 GiB"]
+    assert facts(total=None).pace == ["100 steps/s", "1.5M examples/s", "0.5 GiB"]
+    assert facts(reason="").pace[0] == "1:01:01 in all"
+    tokens = {"steps_per_second": 7.0, "tokens_per_second": 2048.0}
+    assert facts(numbers=tokens).pace[1:3] == ["100 steps/s", "2.05k tokens/s"]
+    assert facts(total=None).count == "1,200 steps" and facts().count == "1,200/10,000 steps"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (725, "12:05"), (3600, "1:00:00"), (183845, "2 d 3:04:05"), (86400, "1 d 0:00:00")],
+)
+def test_durations(seconds, text):
+    assert display._duration(seconds) == text
+
+
+def test_memory_is_that_of_the_fullest_device(monkeypatch):
+    def device(*stats):
+        return types.SimpleNamespace(
+            memory_stats=lambda: dict(zip(["bytes_in_use", "bytes_limit"], stats, strict=False))
+        )
+
+    def refuse():
+        raise RuntimeError("not here")
+
+    devices = [device(2**30, 80 * 2**30), device(40 * 2**30, 80 * 2**30), types.SimpleNamespace(memory_stats=refuse)]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert display._memory() == "40.0/80 GiB"
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(memory_stats=lambda: None)])
+    psutil = need("psutil")
+    assert float(display._memory().split()[0]) == pytest.approx(psutil.Process().memory_info().rss / 2**30, abs=0.11)
+
+
+# --------------------------------------------------------------------------------------------------------------- views
+
+
+def test_lines(clock, capsys):
+    bar = display.Progress(display._Lines(), total=1000, start=0)
+    for step in range(0, 1001, 10):  # 20 steps a second: a line every 5 s
+        bar.show(step, ROW)
+        clock.now += 0.5
+    bar.note("step 1000: val/loss 0.5")
+    bar.close("enough")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 12
+    assert lines[0] == "100/1,000 steps  10%  loss 0.75  0:45 left  20 steps/s  1.5M examples/s  0.5 GiB"
+    assert lines[-2] == "step 1000: val/loss 0.5"
+    assert lines[-1].startswith("1,000/1,000 steps  100%") and lines[-1].endswith("enough")
+
+
+def test_lines_of_a_long_run_become_rare():
+    lines = display._Lines()
+    assert [lines.interval(t) for t in (0, 60, 600, 3600, 1e6)] == [5, 5, 10, 60, 60]
+
+
+@pytest.mark.parametrize("width", [30, 40, 80, 200])
+@pytest.mark.parametrize("total", [None, 10_000])
+def test_the_picture_fits_its_width(clock, width, total):
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    numbers = ROW | {f"val/metric_{i}": 1.0 for i in range(20)}
+    console.print(display._picture(facts(total=total, numbers=numbers), set(), width))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 2 and all(len(line) <= width for line in lines)
+    assert lines[0].startswith("1,200"[: width - 1]) and lines[1].startswith("loss 0.75")
+
+
+SCRIPT = """
+import sys, time, warnings
+from tsunax import display
+bar = display.progress(True, 40, 0, "step")
+for step in range(1, 41):
+    time.sleep(0.02)
+    bar.show(step, {"loss": 1 / step})
+    if step == 10: print("the user [prints] a line", flush=True)
+    if step == 20: sys.stderr.write("half a line ")
+    if step == 25: sys.stderr.write("and the rest\\n")
+    if step == 30: bar.note("a note with [brackets] and a :smile:")
+    if step == 39: print("no newline", end="")
+bar.close("enough")
+print("after")
+"""
+
+
+def test_a_terminal_keeps_what_the_user_prints():
+    pty = pytest.importorskip("pty", reason="a pseudo-terminal needs POSIX")
+    main, side = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=side, stdout=side, stderr=side, env=env)
+    os.close(side)
+    text = b""
+    try:
+        while part := os.read(main, 65536):
+            text += part
+    except OSError:  # how Linux ends a pseudo-terminal
+        pass
+    os.close(main)
+    assert process.wait() == 0
+    lines = text.decode().replace("\r\n", "\n").split("\n")
+    cleared = [line.rsplit("\x1b[2K", 1)[-1] for line in lines]  # what stays where the bar was
+    for printed in (
+        "the user [prints] a line",
+        "half a line and the rest",
+        "a note with [brackets] and a :smile:",
+        "no newline",
+        "after",
+    ):
+        assert any(line.endswith(printed) for line in cleared), (printed, cleared)
+    assert text.count(b"\x1b[?25l") == text.count(b"\x1b[?25h") == 1  # the cursor is there again
+    assert "40/40 steps" in lines[-5] and "enough" in lines[-3]
+
+
+def test_a_notebook_redraws_one_output(clock, monkeypatch):
+    outputs = []
+
+    class Handle:
+        def update(self, html):
+            outputs[-1].append(html)
+
+    def show(html, display_id):
+        outputs.append([html])
+        return Handle()
+
+    module = types.SimpleNamespace(HTML=str, display=show)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=module))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    bar = display.Progress(display._Notebook(), total=100, start=0)
+    for step in range(1, 4):
+        clock.now += 1
+        bar.show(step, {**ROW, "<b>": float(step)})
+    bar.close()
+    ((first, *later),) = outputs
+    assert len(later) == 3 and "1/100 steps" in first and "3/100 steps" in later[-1]
+    assert first.startswith("<pre") and "<b>" not in later[-1] and "&lt;b&gt;" in later[-1]
+
+
+class Bar:
+    """As much of tqdm as is asked for."""
+
+    def __init__(self, total=None, initial=0, unit=""):
+        self.total, self.n, self.unit, self.postfix, self.closed = total, initial, unit, {}, 0
+
+    def update(self, n):
+        self.n += n
+
+    def set_postfix(self, numbers):
+        self.postfix = numbers
+
+    def close(self):
+        self.closed += 1
+
+
+def test_somebody_elses_bar(clock, capsys):
+    own = Bar()
+    bar = display.progress(own, 100, 20, "step")
+    for step in (25, 40):
+        clock.now += 1
+        bar.show(step, ROW)
+    bar.note("a note")
+    bar.close()
+    assert (own.n, own.postfix, own.closed) == (20, {"loss": "0.75"}, 1)
+    assert capsys.readouterr().out == "a note\n"
+    made = display.progress(Bar, 100, 20, "step").view.bar
+    assert (made.total, made.n, made.unit) == (100, 20, " steps")
+
+
+def test_tqdm_itself(capsys):
+    tqdm = need("tqdm").tqdm
+    bar = display.progress(tqdm, 100, 20, "step")
+    bar.show(60, ROW)
+    bar.note("a note")
+    bar.close()
+    found = capsys.readouterr()
+    assert "60/100" in found.err and "loss=0.75" in found.err and "a note" in found.out
+
+
+def test_the_view_follows_where_the_output_goes(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert isinstance(display.progress(True, 10, 0, "step").view, display._Lines)
+    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(isatty=lambda: True, write=len, flush=lambda: None))
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(display.progress(True, 10, 0, "step").view, display._Terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(display.progress(True, 10, 0, "step").view, display._Lines)
+    monkeypatch.setattr(Console, "is_jupyter", True, raising=False)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert isinstance(display.progress(True, 10, 0, "step").view, display._Notebook)
+
+
+def test_silence_and_errors(capsys):
+    bar = display.progress(False, 10, 0, "step")
+    bar.show(5, ROW)
+    bar.note("x")
+    bar.close("y")
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(
+        WrongTypeError, match=r"progress at fit\(\): got 'bar' \(str\), expected True, False, or a tqdm"
+    ):
+        display.progress("bar", 10, 0, "step")
