@@ -146,8 +146,8 @@ def _picture(facts: Facts, moved: set[str], width: int):
         bar = ProgressBar(facts.total, facts.step, width=room, complete_style=colour, finished_style=colour)
         cells += [bar, percent] if room >= 8 else [percent]
     first = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(len(cells) + 1):
-        first.add_column(no_wrap=True, overflow="ellipsis")
+    for cell in [*cells, Text()]:
+        first.add_column(no_wrap=True, overflow="ellipsis", min_width=len(cell) if isinstance(cell, Text) else None)
     first.add_row(*cells, Text(pace, style="dim"))
     second = Text(no_wrap=True, overflow="ellipsis")
     for result in facts.results(moved):
@@ -219,7 +219,8 @@ class _Tqdm:
         return 0.1
 
     def draw(self, facts: Facts, moved: set[str]) -> None:
-        self.bar.set_postfix(dict(result.rpartition(" ")[::2] for result in facts.results(moved)))
+        results = (result.rpartition(" ") for result in facts.results(moved))
+        self.bar.set_postfix({name: value for name, _, value in results})
         self.bar.update(facts.step - self.at)
         self.at = facts.step
 
