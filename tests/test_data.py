@@ -3,6 +3,7 @@
 import gc
 import itertools
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tests.helpers import assert_trees_equal, count_compiles, need
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
 from tsunax.data import DataError, as_source, batches, check_batch, gather, prefetch
 from tsunax.errors import WrongTypeError
 
@@ -585,19 +586,26 @@ def test_messages(name):
 # --- other libraries --------------------------------------------------------------------------
 
 
-def test_grain(tmp_path):
+def test_grain_workers_outside_of_absl():
     grain = need("grain")
-    make = lambda: (
-        grain.MapDataset.source(np.arange(20)).seed(1).shuffle().map(lambda i: {"i": i}).batch(4).to_iter_dataset()
-    )
-    expected = [batch["i"].tolist() for batch in make()]
-    source = as_source(prefetch(make(), jax.devices()[0]))
-    got = [source.next()["i"].tolist() for _ in range(3)]
-    state = source.state()
-    again = as_source(make())
-    again.restore(state)
-    assert got + [batch["i"].tolist() for batch in again] == expected
-    assert [batch["i"].tolist() for batch in again] == expected  # a second epoch
+    data = grain.MapDataset.range(8).batch(4).to_iter_dataset()
+    workers = grain.MultiprocessingOptions(num_workers=1)
+    with pytest.raises(DataError, match=r"UnparsedFlagAccessError.*Call absl.flags.FLAGS.mark_as_parsed\(\) first"):
+        as_source(data.mp_prefetch(workers)).next()
+
+
+def test_grain_as_documented():
+    need("grain")
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
+    (block,) = [block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "import grain" in block]
+    found: dict = {}
+    exec(block, found)
+    assert found["place"] == {"epoch": 0, "position": 3, "data": {"next_index": 3}}
+    assert_trees_close(found["resumed"], found["following"], rtol=0, atol=0)
+    rows = np.concatenate([batch["x"][:, 0] for batch in found["seen"]])
+    assert len(set(rows.tolist())) == 3 * 64 and found["seen"][0]["x"].devices() == {jax.devices()[0]}
+    epochs = [np.sort(np.concatenate([b["x"][:, 0] for b in found["again"]])) for _ in range(2)]
+    assert [len(e) for e in epochs] == [(15 - 4) * 64, 15 * 64]  # the rest of this epoch, and another one
 
 
 def test_torch():

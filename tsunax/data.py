@@ -610,7 +610,9 @@ class Source:
         except TsunaxError:
             raise
         except Exception as error:
-            raise DataError(message("data", where, told(error), "a batch")) from error
+            unparsed = type(error).__name__ == "UnparsedFlagAccessError"  # grain's workers, outside of absl.app
+            fix = "Call absl.flags.FLAGS.mark_as_parsed() first." if unparsed else ""
+            raise DataError(message("data", where, told(error), "a batch", fix)) from error
         if k is not None and batch is None:
             return _END
         if batch is None:
