@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-ALL = ("recompiles", "selection", "step", "rules", "convolutions", "accumulate", "precision", "importing")
+ALL = ("recompiles", "selection", "step", "rules", "convolutions", "accumulate", "precision", "remat", "importing")
 
 if __name__ == "__main__":
     names = sys.argv[1:] or ALL

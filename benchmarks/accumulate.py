@@ -17,10 +17,9 @@ import optax
 
 import tsunax as ts
 from benchmarks._common import copied, interleave, ratio, save, table
-from benchmarks.step import by_hand, by_tsunax
+from benchmarks.step import TX, by_hand, by_tsunax, guarded
 
 MICRO = 8
-TX = optax.adam(1e-3)
 
 
 def gpt(rows, *, width=128, depth=4, context=64, heads=4):
@@ -83,23 +82,6 @@ LARGE = {
     "GPT": lambda rows: gpt(rows, width=256, depth=6, context=256),
     "CNN": lambda rows: cnn(rows, features=(3, 32, 64, 128), size=32),
 }
-
-
-def guarded(loss_and_grads):
-    """The hand-written step around `f(params, batch) -> (loss, grads)`: norms, finite check, update, select."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, batch):
-        loss, grads = loss_and_grads(params, batch)
-        grad_norm = optax.tree.norm(grads)
-        updates, new_opt_state = TX.update(grads, opt_state, params)
-        applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        new = optax.apply_updates(params, updates), new_opt_state
-        params, opt_state = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, (params, opt_state))
-        info = {"loss": loss, "grad_norm": grad_norm, "update_norm": optax.tree.norm(updates), "applied": applied}
-        return params, opt_state, info
-
-    return step
 
 
 def scanned(loss_fn):

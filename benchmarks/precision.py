@@ -5,15 +5,12 @@ above 1 is a slower one. The guards are compared with the hand-written step with
 (target: 1.05), and with a step without any (target on the GPT: 1.01).
 """
 
-import functools
-
 import jax
-import optax
 
 import tsunax as ts
 from benchmarks._common import batch_of, interleave, mlp, mlp_loss, ratio, save, table
-from benchmarks.accumulate import TX, cnn, gpt, guarded
-from benchmarks.step import by_hand, by_tsunax
+from benchmarks.accumulate import cnn, gpt
+from benchmarks.step import by_hand, by_tsunax, guarded, unguarded
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 ADAM = ts.rules.adam(1e-3)
@@ -27,16 +24,6 @@ GUARDED = {
     "200 leaves": (lambda: (mlp([32] * 100 + [10]), batch_of(8, 32), mlp_loss), 15),
     "GPT": (lambda: gpt(16), 1),
 }
-
-
-def unguarded(loss_fn):
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = TX.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    return step
 
 
 def compare(title, contenders, floor, *, rounds, steps):

@@ -20,23 +20,35 @@ CASES = {  # sizes, rows of a batch, steps of a burst, rounds
 TX = optax.adam(1e-3)
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def bare(params, opt_state, batch):
-    loss, grads = jax.value_and_grad(mlp_loss)(params, batch)
-    updates, opt_state = TX.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
+def unguarded(loss_fn):
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def same_info(params, opt_state, batch):
-    loss, grads = jax.value_and_grad(mlp_loss)(params, batch)
-    grad_norm = optax.tree.norm(grads)
-    updates, new_opt_state = TX.update(grads, opt_state, params)
-    applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    new = optax.apply_updates(params, updates), new_opt_state
-    params, opt_state = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, (params, opt_state))
-    info = {"loss": loss, "grad_norm": grad_norm, "update_norm": optax.tree.norm(updates), "applied": applied}
-    return params, opt_state, info
+def guarded(loss_and_grads):
+    """The hand-written step around `f(params, batch) -> (loss, grads)`: norms, finite check, update, select."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, batch):
+        loss, grads = loss_and_grads(params, batch)
+        grad_norm = optax.tree.norm(grads)
+        updates, new_opt_state = TX.update(grads, opt_state, params)
+        applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        new = optax.apply_updates(params, updates), new_opt_state
+        params, opt_state = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, (params, opt_state))
+        info = {"loss": loss, "grad_norm": grad_norm, "update_norm": optax.tree.norm(updates), "applied": applied}
+        return params, opt_state, info
+
+    return step
+
+
+bare = unguarded(mlp_loss)
+same_info = guarded(jax.value_and_grad(mlp_loss))
 
 
 def by_hand(step, params, batch):

@@ -752,6 +752,12 @@ def decayed(mask):
     return new.params
 
 
+def with_x64(f):
+    # jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
+    with (jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64)(True):
+        return f()
+
+
 ACCEPTED = {
     "tied arrays, copied": lambda: ts.setup(adam, {"embed": X, "out": X}),
     "tied arrays of different trees": lambda: setup(model_state=PARAMS, copy=True),
@@ -767,7 +773,7 @@ ACCEPTED = {
     "shapes under eval_shape": lambda: jax.eval_shape(setup, jax.eval_shape(make_params)),
     "a repr of shapes": lambda: repr(jax.eval_shape(setup)),
     "a repr of a donated state": lambda: repr(donated()),
-    "float64 under x64": lambda: with_leaf(np.ones(2)) if jax.config.jax_enable_x64 else None,
+    "float64 under x64": lambda: with_x64(lambda: with_leaf(np.ones(2))),
     "seeds and keys": lambda: [
         setup(key=key) for key in (None, 0, -1, np.int64(3), jax.random.key(0), jax.random.PRNGKey(0))
     ],

@@ -195,3 +195,18 @@ def test_the_verdict_is_the_first_place_of_all():
     ):
         got = judge(loss, norm, np.int32(calls), reports)
         assert int(got) == expected and got.dtype == jnp.int32
+
+
+def test_raise_names_the_place_in_the_batch_where_it_holds_the_nan():
+    step = ts.train_step(loss_fn, on_nonfinite="raise", donate=False)
+    state, batch = make_state(), make_batch(0)
+    state, _ = step(state, batch)
+    batch["x"][4, 1:], batch["x"][7, 0] = np.nan, -np.inf
+    with pytest.raises(NonFiniteError) as caught:
+        step(state, batch)
+    assert "step 1 (call 1) was rejected: loss: got nan" in str(caught.value)
+    assert "batch['x'] has 3 of 36 not finite, the first at [4, 1]" in str(caught.value)
+    for other in (batch, jax.tree.map(jnp.asarray, batch)):
+        assert guard.in_batch({"n": np.arange(3), **other}) == "batch['x'] has 3 of 36 not finite, the first at [4, 1]"
+    assert guard.in_batch({"s": np.float32(np.inf)}) == "batch['s'] has 1 of 1 not finite"
+    assert guard.in_batch(make_batch(0)) == ""

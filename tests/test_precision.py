@@ -1,5 +1,7 @@
 """What is computed in which dtype, master copies, stochastic rounding, and the loss scale."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -252,3 +254,16 @@ def test_a_batch_of_padding_alone_is_no_overflow():
 def test_a_scale_that_float32_cannot_hold_is_refused(scale):
     with pytest.raises(StateError, match=r"loss_scale at setup\(\).*expected 0 < floor"):
         start(loss_scale=scale)
+
+
+def test_a_loss_scale_out_of_range_is_told_with_its_step():
+    """A fixed scale that overflows in float16 at every step; one put into a state that float32 cannot hold."""
+    state, step = start(precision="float16", loss_scale=2.0**30), ts.train_step(scaled, on_nonfinite="raise")
+    with pytest.raises(
+        NonFiniteError, match=r"step 0 \(call 0\) was rejected: .*loss scale 1073741824.0, 1 rejected in a"
+    ):
+        step(state, {"x": X, "f": np.float32(1)})
+    state = start(precision="float16")
+    for bad in (np.inf, 0.0, np.nan):
+        with pytest.raises(StateError, match=r"loss_scale at replace\(\).*expected 0 < floor ≤ scale"):
+            state.replace(loss_scale=dataclasses.replace(state.loss_scale, scale=np.float32(bad)))

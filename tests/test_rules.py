@@ -373,23 +373,21 @@ def test_states_and_updates_have_the_dtypes_of_plain_optax(row, kinds):
     arguments = row.needs | row.arguments
 
     def dtypes(tx, params):
-        """Of the new state, of the updates, and of the state after them; or the error of plain optax."""
+        """Of the new state, of the updates, and of the state after them."""
         tx = optax.with_extra_args_support(tx)
         value_fn = lambda p, **_: sum(jnp.sum(x).astype(jnp.float32) for x in jax.tree.leaves(p))
-        extra = dict(value=jnp.float32(1), grad=params, value_fn=value_fn) | (
-            {"obj_fn": value_fn} if row.obj_fn else {}
-        )
+        extra = dict(value=jnp.float32(1), value_fn=value_fn) | ({"obj_fn": value_fn} if row.obj_fn else {})
         state = jax.eval_shape(tx.init, params)
-        updates, after = jax.eval_shape(lambda g, s: tx.update(g, s, g, **extra), params, state)
+        updates, after = jax.eval_shape(lambda g, s: tx.update(g, s, g, grad=g, **extra), params, state)
         of = lambda tree: [x.dtype for x in jax.tree.leaves(without_tables(tree))]
         return of(state), of(updates), of(after)
 
     params = {k: jax.ShapeDtypeStruct(np.shape(v), DTYPES[kinds][k]) for k, v in PARAMS.items()}
-    try:
-        expected = dtypes(row.plain(**arguments), params)
-    except TypeError:
-        return  # what optax cannot do, nobody asks of us
-    assert dtypes(row.live(**arguments), params) == expected
+    if (row.name, kinds) == ("sophia", "mixed"):  # what optax cannot do, nobody asks of us
+        with pytest.raises(TypeError, match="dtypes must be equal"):
+            dtypes(row.plain(**arguments), params)
+    else:
+        assert dtypes(row.live(**arguments), params) == dtypes(row.plain(**arguments), params)
 
 
 def without_tables(tree):
@@ -475,10 +473,9 @@ def _label(path, leaf):
 
 @EVERY_RULE
 def test_a_rebuilt_rule_is_equal_whatever_its_numbers(row):
-    first, again = (row.live(**row.needs | row.arguments) for _ in range(2))
-    other = row.live(**row.needs | row.arguments | {k: v * 0.9 for k, v in row.numbers.items()})
-    if row.wrap:  # optax's chain makes new functions at every call
-        return
+    factory = getattr(rules, row.name)  # alone: optax's chain makes new functions at every call
+    first, again = (factory(**row.needs | row.arguments) for _ in range(2))
+    other = factory(**row.needs | row.arguments | {k: v * 0.9 for k, v in row.numbers.items()})
     assert first.update == again.update == other.update
     assert hash(first.update) == hash(again.update) == hash(other.update)
     assert first.update != rules.sign_decay(0.1).update

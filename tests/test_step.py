@@ -609,3 +609,29 @@ def test_a_rule_that_changes_its_state_is_named_with_the_place(on_nonfinite):
 
 def test_value_and_grad_takes_what_its_signature_names():
     assert "where" not in inspect.signature(ts.value_and_grad).parameters
+
+
+def test_remat_computes_twice_what_its_policy_does_not_save():
+    count = lambda remat, name: (
+        str(
+            jax.make_jaxpr(ts.train_step(loss_fn, remat=remat).pure)(
+                ts.setup(ts.rules.sgd(0.1), make_params()), make_batch(), {}
+            )
+        ).count(f"= {name}[")
+        + 0
+    )
+    plain, twice, dots = (
+        [count(remat, name) for name in ("dot_general", "tanh")] for remat in (None, True, "dots_saveable")
+    )
+    assert twice[0] > plain[0] == dots[0] and twice[1] > plain[1] < dots[1]
+
+
+def test_a_checkpoint_around_each_block_needs_less_memory():
+    def fn(wrap):
+        block = wrap(lambda x, p: (x + jnp.tanh(jax.nn.gelu(x @ p["up"])) @ p["down"], None))
+        return lambda params, x: jnp.mean(jax.lax.scan(block, x, params)[0] ** 2)
+
+    params = {"up": jnp.zeros((8, 64, 512)), "down": jnp.zeros((8, 512, 64))}
+    lowered = lambda wrap: ts.train_step(fn(wrap)).lower(ts.setup(ts.rules.sgd(0.1), params), jnp.zeros((2048, 64)))
+    temp = lambda wrap: lowered(wrap).compile().memory_analysis().temp_size_in_bytes
+    assert temp(jax.checkpoint) < 0.3 * temp(lambda f: f)

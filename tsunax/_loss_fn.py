@@ -21,7 +21,7 @@ import numpy as np
 from tsunax import _tree, _where
 from tsunax._loss import Loss, as_loss, check_scalar, rows_of, uneven
 from tsunax.errors import LossError, WrongTypeError, message, remedy, told
-from tsunax.state import TrainState, averaged_params
+from tsunax.state import TrainState, averaged_params, in_precision
 
 _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
 # what the step gives to loss_fn or to the rule itself: no name for what a user gives
@@ -72,8 +72,7 @@ class LossFn:
         if state.model_state is not None:
             offered["model_state"] = state.model_state
         if state.average is not None and "ema" in self.names:
-            policy, average = state.plan.precision, averaged_params(state, "loss_fn")
-            offered["ema"] = average if policy is None else policy.to_compute(average)
+            offered["ema"] = in_precision(state, averaged_params(state, "loss_fn"))
         out = dict(extra) if self.takes_any else {}
         for name in self.names:
             if name == "mask" and "mask" not in extra:

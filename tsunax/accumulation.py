@@ -66,23 +66,26 @@ def cut(batch, n: int, mask):
 
 
 def over_micro_batches(
-    gradient: Callable[[Any, dict], tuple[Loss, Any]], n: int, batch, keywords: dict, like, *, drop: bool = False
-) -> tuple[Loss, Any]:
+    gradient: Callable[[Any, dict], tuple[Loss, tuple]], n: int, batch, keywords: dict, like: tuple, *, drop: bool
+) -> tuple[Loss, tuple]:
     """`(loss, grads)` of the whole batch from `gradient(micro-batch, keywords) -> (Loss, grads of its mean)`.
 
     A scan of value-and-grad, never the gradient of a scan, which would store every micro-batch. Each one gets its
-    rows of `mask`, a key of its own, and the model state that the one before it left. Gradients have the structure
-    and dtypes of `like`. With `drop`, a micro-batch whose loss or gradient is not finite is left out with its weight
-    and its model state; `loss.dropped` has their weights, 0 for the others.
+    rows of `mask`, a key of its own, and the model state that the one before it left. Gradients are two trees of the
+    structure and dtypes of those in `like`; of the second one, which overwrites, the maximum is taken. With `drop`, a
+    micro-batch whose loss or gradient is not finite is left out with its weight and its model state; `loss.dropped`
+    has their weights, 0 for the others.
     """
     batch, mask = cut(batch, n, keywords.get("mask"))
     if "mask" in keywords and mask is None:
         keywords = keywords | {"mask": keywords["mask"][::n]}
+    like, old = like
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), like)
+    lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), old)
     known = None  # the weight of a micro-batch, where it follows from the shapes
 
     def one(carry, i):
-        sums, model_state = carry
+        sums, most, model_state = carry
         # sliced here, and not by the scan: that would need the whole batch a second time, transposed
         rows, part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), (batch, mask))
         given = {"mask": part, "model_state": model_state}
@@ -95,7 +98,7 @@ def over_micro_batches(
             known = loss.weight if isinstance(loss.weight, np.generic | np.ndarray) else None
             return loss if known is None else dataclasses.replace(loss, weight=None), grads
 
-        loss, grads = _convolutions.fast(traced)(rows, {k: v for k, v in given.items() if v is not None})
+        loss, (grads, new) = _convolutions.fast(traced)(rows, {k: v for k, v in given.items() if v is not None})
         weight = jnp.float32(loss.weight if known is None else known)
         take = weight != 0
         if drop:
@@ -105,16 +108,18 @@ def over_micro_batches(
             after = guard.choose(take, after, model_state)
         add = lambda sum, g: jnp.where(take, sum + weight.astype(sum.dtype) * g.astype(sum.dtype), sum)
         loss = dataclasses.replace(loss, weight=weight, mean_value=None, model_state=None)
-        return (jax.tree.map(add, sums, grads), after), (take, loss)
+        most = guard.choose(take, jax.tree.map(jnp.maximum, most, new), most)
+        return (jax.tree.map(add, sums, grads), most, after), (take, loss)
 
-    carry = start, keywords.get("model_state")
-    (sums, model_state), (take, losses) = jax.lax.scan(one, carry, np.arange(n))
+    carry = start, lowest, keywords.get("model_state")
+    (sums, most, model_state), (take, losses) = jax.lax.scan(one, carry, np.arange(n))
     loss = _merged(take, losses)
     grads = jax.tree.map(lambda sum, x: (sum / loss.weight.astype(sum.dtype)).astype(x.dtype), sums, like)
     if known is not None and not drop:
         loss = dataclasses.replace(loss, weight=np.float32(n * known))
     dropped = jnp.where(take, 0, losses.weight) if drop else None
-    return dataclasses.replace(loss, model_state=model_state, dropped=dropped), grads
+    most = guard.choose(jnp.any(take), most, old)
+    return dataclasses.replace(loss, model_state=model_state, dropped=dropped), (grads, most)
 
 
 def check_model_state(new, old) -> None:

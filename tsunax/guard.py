@@ -106,6 +106,17 @@ def locate(grads) -> str:
     return "gradient norm"
 
 
+def in_batch(batch) -> str:
+    """Where a batch first holds what is not finite; "" if it does nowhere."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        bad = ~jnp.isfinite(leaf) if _tree.is_inexact(leaf) else np.zeros(1, bool)
+        if count := int(jnp.sum(bad)):
+            first = [int(i) for i in np.unravel_index(int(jnp.argmax(bad)), np.shape(leaf))]
+            found = f"{_tree.access_str('batch', path)} has {count} of {np.size(leaf)} not finite"
+            return f"{found}, the first at {first}" if first else found
+    return ""
+
+
 def choose(take, new, old):
     """`new` where its flag is true, else `old`, leaf by leaf; `take` is one scalar bool, or a list of one per leaf.
 

@@ -17,7 +17,7 @@ import optax
 
 from tsunax import _hoist, _live, _number, _tree, _where
 from tsunax.errors import HyperparameterError, PatternError, RuleError, message
-from tsunax.state import TrainState, beside, check_state, trainable
+from tsunax.state import TrainState, beside, check_state, trainable, trained_part
 
 
 def hyperparams(state: TrainState) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _matched(state: TrainState, where) -> frozenset:
         raise _left_out(state, flags.index(True), "It has no hyperparameters.")
     paths = _paths(state.params)
     matched = frozenset(path for path, flag in zip(paths, flags, strict=True) if flag)
-    everywhere = matched.issuperset(_paths(trainable(state)))
+    everywhere = matched.issuperset(_paths(trained_part(state)))
     return matched.union(*(s.paths for _, s in state.numbers.layout.lives)) if everywhere else matched
 
 
@@ -181,7 +181,7 @@ def _known(state: TrainState) -> list[str]:
 
 def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
     """The live states that this adjust is for: {place: {name given: name there}}; all of them without values."""
-    lives, seen = state.numbers.layout.lives, matched.union(_paths(trainable(state)))
+    lives, seen = state.numbers.layout.lives, matched.union(_paths(trained_part(state)))
     hit = {}
     for at, (index, (_, s)) in enumerate(zip(_hoist.chain_indices(lives), lives, strict=True)):
         leaves = matched.intersection(s.paths)
@@ -222,7 +222,7 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
 
 def _cut(state: TrainState, where, matched, targets) -> TrainState:
     """Give the matched leaves groups of values of their own in the targeted live states, where they have none."""
-    params = trainable(state)
+    params = trained_part(state)
     cuts = {}
     for at, (_, s) in enumerate(state.numbers.layout.lives):
         cut, parents = _refined(s, [path in matched for path in s.paths], _label(where))

@@ -183,7 +183,8 @@ def nnx(module, *, wrt=None) -> Model:
 def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> Model:
     """A flax Linen module with the variables that its `init` gave.
 
-    `params` is that collection; the other ones are `model_state`, and what a call may change. The streams named in
+    `params` is that collection (with `_overwrite_with_gradient`, of fp8 layers, both); the other ones are
+    `model_state`, and what a call may change. The streams named in
     `rngs` draw from `key`: one gets it as it is, several get parts of it. The mode goes to the module as `flag`, or as
     whichever of `train`, `training`, `is_training`, `deterministic`, `use_running_average` its call names.
     `build(state)` gives the bound module.
@@ -205,14 +206,16 @@ def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> M
     modes = _modes(module.__call__, flag, "models.linen()")
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
     others = _library("flax.core", "models.linen()").unfreeze(variables)  # calls return plain dicts
-    params = others.pop("params")
+    fp8 = "_overwrite_with_gradient"
+    params = {name: others.pop(name) for name in ("params", fp8)} if fp8 in others else others.pop("params")
+    all_of = lambda params, model_state: (params if fp8 in params else {"params": params}) | model_state
 
     def call(params, model_state, key, train, x, named):
         keys = [] if key is None else [key] if len(rngs) == 1 else jax.random.split(key, len(rngs))
         given = {"rngs": dict(zip(rngs, keys, strict=False)), "mutable": list(model_state)}
-        return module.apply({"params": params, **model_state}, *x, **given, **modes(train) | named)
+        return module.apply(all_of(params, model_state), *x, **given, **modes(train) | named)
 
-    bound = lambda params, model_state: module.bind({"params": params, **model_state})
+    bound = lambda params, model_state: module.bind(all_of(params, model_state))
     return _model(params, others, call, bound)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsunax import _tree, _where
 from tsunax.errors import StateError, WrongTypeError, message
@@ -179,7 +180,8 @@ def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | No
     single = jnp.finfo(jnp.float32)
     least, most = float(single.tiny), float(single.max)
     low, high = (given.floor, given.ceiling) if given.dynamic else (least, most)
-    bad = not _tree.is_traced(given.scale) and not low <= given.scale <= high
+    # one scale, or those of a population
+    bad = not _tree.is_traced(given.scale) and not np.all((low <= given.scale) & (given.scale <= high))
     if bad or not (least <= given.floor <= given.ceiling <= most) or given.factor <= 1 or given.interval < 1:
         expected = "0 < floor ≤ scale ≤ ceiling, factor > 1, interval ≥ 1"
         raise StateError(message("loss_scale", where, given, expected))

@@ -22,8 +22,8 @@ from tsunax import _checks, _tree, guard
 from tsunax._loss import Loss
 from tsunax._loss_fn import LossFn
 from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message
-from tsunax.state import Plan, TrainState, check_flags, check_state, donated, is_gone, trained_part
-from tsunax.step import StepInfo, gradient_of, in_precision, objective_of, thawed_flags, update
+from tsunax.state import Plan, TrainState, check_flags, check_state, donated, is_gone, trained_part, with_rest
+from tsunax.step import StepInfo, gradient_of, objective_of, seen_by, thawed_flags, update
 
 
 def _fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
@@ -88,10 +88,10 @@ def _search(loss_fn, state: TrainState, batch, extra) -> dict[str, Callable]:
     keywords = fn.keywords(state, batch, extra, train=True)
 
     def value_fn(params, **_):
-        trained = trained_part(state)
-        if (thawed := thawed_flags(state, trained)) is not None:
-            params = guard.choose(thawed, params, trained)
-        return objective_of(fn, state, batch, keywords)(params)[1].compute()
+        thawed, _ = thawed_flags(state)
+        if thawed is not None:
+            params = guard.choose(thawed, params, trained_part(state))
+        return objective_of(fn, state, batch, keywords)(with_rest(state, params))[1].compute()
 
     names = ["step", "weight", "obj_fn", *extra]
     keyword = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
@@ -188,22 +188,26 @@ class TrainStep:
         return state, info
 
     def _raise_if_rejected(self, state: TrainState, info: StepInfo, batch, extra) -> None:
-        verdict, calls = int(info.verdict), int(state.calls)
-        if verdict <= 0 or _is_searching(state, info, verdict):
+        verdict = int(info.verdict)
+        if verdict <= 0 or is_searching(state, info, verdict):
             return
+        what = f"step {int(state.step)} (call {int(state.calls) - 1}) was rejected: {self.why(state, info, batch, extra)}"
+        raise NonFiniteError(f"{what}. `error.state` is the state before it.", state, info)
+
+    def why(self, state: TrainState, info: StepInfo, batch, extra) -> str:
+        """What was wrong with a step that was rejected: its leaf, and its micro-batch. Compiles, once, and waits."""
+        calls = int(state.calls)
         # the state is as it was: the gradients that were rejected can be had again
         grads, dropped = self._again(state.replace(calls=calls - 1), batch, extra)
-        what = guard.explain(verdict, state.opt_state, grads)
+        what = guard.explain(int(info.verdict), state.opt_state, state.plan.apart(grads)[0])
         if dropped is not None and np.any(dropped):
             what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {self.accumulate}"
+        if found := guard.in_batch(batch):
+            what += f", {found}"
         if state.loss_scale is not None:
             floor = ", its floor" if state.loss_scale.dynamic else ""
             what += f", loss scale {float(info.loss_scale)}{floor}, {int(state.rejected_in_a_row)} rejected in a row"
-        raise NonFiniteError(
-            f"step {int(state.step)} (call {calls - 1}) was rejected: {what}. `error.state` is the state before it.",
-            state,
-            info,
-        )
+        return what
 
     @functools.cached_property
     def _again(self) -> Any:
@@ -227,7 +231,7 @@ class TrainStep:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-def _is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
+def is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
     """Whether a rejection only lowers the loss scale, which is looking for its value: nothing to raise for."""
     scale = state.loss_scale
     if scale is None or not scale.dynamic or not guard.overflowed(verdict):
@@ -302,7 +306,7 @@ class EvalStep:
     def pure(self, state: TrainState, batch, extra) -> Loss:
         """The evaluation without compilation."""
         keywords = self._fn.keywords(state, batch, extra, train=False)
-        loss = self._fn(*in_precision(state, state.params, batch), keywords, merges=True)
+        loss = self._fn(*seen_by(state, state.params, batch), keywords, merges=True)
         return dataclasses.replace(loss, model_state=None)
 
     @functools.cached_property
@@ -312,7 +316,8 @@ class EvalStep:
     def _read(self, state: TrainState) -> TrainState:
         """What an evaluation reads of the state: neither another rule nor a freeze compiles it anew."""
         average = state.average if "ema" in self._fn.names else None
-        plan = Plan(None, None, None if average is None else state.plan.selected, state.plan.precision)
+        selected = None if average is None else state.plan.selected
+        plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
         return TrainState(
             state.clock, state.params, None, state.model_state, None, None, None, None, average, None, plan
         )
@@ -358,7 +363,7 @@ def refresh(loss_fn: Callable) -> Callable:
 
     @jax.jit
     def run(state: TrainState, batch, extra) -> TrainState:
-        loss = fn(*in_precision(state, state.params, batch), fn.keywords(state, batch, extra, train=True))
+        loss = fn(*seen_by(state, state.params, batch), fn.keywords(state, batch, extra, train=True))
         if loss.model_state is None:
             raise LossError(message("model_state", "refresh()", "None", "ts.Loss.mean(values, model_state=...)"))
         _checks.check_like("model_state", loss.model_state, state.model_state, "A step keeps its structure.")

@@ -39,19 +39,39 @@ class Plan:
     update: Any
     selected: tuple[bool, ...] | None  # one flag per leaf of params; None: all of them
     precision: Policy | None
+    overwritten: tuple[bool, ...] | None  # one flag per leaf of params: its gradient replaces it; None: none of them
 
-    def __new__(cls, init, update, selected, precision=None):
-        key = init, update, selected, precision
+    def __new__(cls, init, update, selected, precision=None, overwritten=None):
+        key = init, update, selected, precision, overwritten
         with _LOCK:
             plan = _PLANS.get(key)
             if plan is None:
                 plan = object.__new__(cls)
-                plan.init, plan.update, plan.selected, plan.precision = key
+                plan.init, plan.update, plan.selected, plan.precision, plan.overwritten = key
                 _PLANS[key] = plan
         return plan
 
     def __reduce__(self):
-        return Plan, (self.init, self.update, self.selected, self.precision)
+        return Plan, (self.init, self.update, self.selected, self.precision, self.overwritten)
+
+    @property
+    def ruled(self) -> tuple[bool, ...] | None:
+        """Which leaves of params the rule trains: the selected ones that no gradient overwrites."""
+        if self.overwritten is None:
+            return self.selected
+        return tuple(s and not o for s, o in zip(self.selected or self._all, self.overwritten, strict=True))
+
+    @property
+    def _all(self) -> tuple[bool, ...]:
+        return (True,) * len(self.overwritten or ())
+
+    def apart(self, tree) -> tuple[Any, Any]:
+        """A tree like `trainable(state)` in two: what the rule trains, and what gradients overwrite, or None."""
+        if self.overwritten is None:
+            return tree, None
+        flags = [o for o, s in zip(self.overwritten, self.selected or self._all, strict=True) if s]
+        overwritten, trained = _tree.partition(tree, flags)
+        return trained, overwritten
 
     def __copy__(self):
         return self
@@ -134,7 +154,7 @@ class TrainState:
         if self.masters is not None and "masters" in fields:
             fields.setdefault("params", with_rest(self, cast_like(fields["masters"], trained_part(self))))
         elif self.masters is not None and "params" in fields:
-            fields["masters"] = cast_like(_trained(fields["params"], self.plan), self.masters)
+            fields["masters"] = cast_like(_part(fields["params"], self.plan.ruled), self.masters)
         for at, name in enumerate(COUNTS):
             if name in fields:
                 # no scatter: on a mesh with explicit axes that wants the sharding of the value spelled out
@@ -169,16 +189,21 @@ def trainable(state: TrainState):
     {'encoder': None, 'head': Array([1.], dtype=float32)}
     """
     check_state(state, "trainable()")
-    return trained_part(state)
+    return moving_part(state)
+
+
+def moving_part(state: TrainState):
+    """`trainable` without a look at the state: every step asks for it."""
+    return _part(state.params, state.plan.selected)
 
 
 def trained_part(state: TrainState):
-    """`trainable` without a look at the state: every step asks for it."""
-    return _trained(state.params, state.plan)
+    """Those of them that the rule trains: without what gradients overwrite."""
+    return _part(state.params, state.plan.ruled)
 
 
-def _trained(params, plan: Plan):
-    return params if plan.selected is None else _tree.partition(params, plan.selected)[0]
+def _part(params, flags):
+    return params if flags is None else _tree.partition(params, flags)[0]
 
 
 def base(state: TrainState):
@@ -221,10 +246,22 @@ def _average_of(state: TrainState, where: str):
 
 
 def with_rest(state: TrainState, trained):
-    """The full tree again: what is trained, and what is not from the state."""
-    if state.plan.selected is None:
-        return trained
-    return _tree.merge(trained, _tree.partition(state.params, state.plan.selected)[1])
+    """The full tree again: what the rule trains, and what it does not from the state."""
+    return joined(trained, state.params, state.plan.ruled)
+
+
+def joined(part, params, flags):
+    """`params` with other leaves where flags are true; None: everywhere."""
+    return part if flags is None else _tree.merge(part, _tree.partition(params, flags)[1])
+
+
+def in_precision(state: TrainState, params):
+    """What the loss function sees of params."""
+    policy, plan = state.plan.precision, state.plan
+    if policy is None:
+        return params
+    low = policy.to_compute(params)
+    return low if plan.overwritten is None else joined(_part(params, plan.overwritten), low, plan.overwritten)
 
 
 def setup(
@@ -295,10 +332,9 @@ def setup(
     # what is not trained is no copy, but a NumPy array would be moved to the device by every step
     params = treedef.unflatten([take(x) if flag else strong(x) for x, flag in zip(leaves, flags, strict=True)])
     selected = None if all(flags) else flags
-    plan = Plan(_live.blank(rule.init), rule.update, selected, policy)
-    trained = _trained(params, plan)
-    trained, masters = _stored(trained, policy, key)
-    params = trained if selected is None else _tree.merge(trained, _tree.partition(params, selected)[1])
+    plan = Plan(_live.blank(rule.init), rule.update, selected, policy, _overwritten(params))
+    trained, masters = _stored(_part(params, plan.ruled), policy, key)
+    params = joined(trained, params, plan.ruled)
     seen = _seen(trained, masters, policy)
 
     _check_complex(rule, seen)
@@ -319,6 +355,13 @@ def setup(
         loss_scale=place(scale),
         plan=plan,
     )
+
+
+def _overwritten(params) -> tuple[bool, ...] | None:
+    """Which leaves are replaced by their gradient: flax's fp8 scales and amax histories."""
+    named = jax.tree_util.tree_flatten_with_path(params)[0]
+    flags = tuple("_overwrite_with_gradient" in _tree.names(path) for path, _ in named)
+    return flags if any(flags) else None
 
 
 def _stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
@@ -406,6 +449,8 @@ def _check_field(state: TrainState, name: str, value) -> None:
     if name in ("params", "opt_state", "numbers", "masters", "average", "loss_scale"):
         _checks.check_like(name, value, getattr(state, name))
         _checks.check_arrays(value, name)
+        if name == "loss_scale":
+            as_loss_scale(value, None, "replace()")
     elif name in ("step", "calls"):
         is_int = _tree.dtype_of(value) is not None and jnp.issubdtype(_tree.dtype_of(value), np.integer)
         fits = is_int and np.shape(value) in ((), np.shape(state.clock)[:-1])
@@ -414,7 +459,7 @@ def _check_field(state: TrainState, name: str, value) -> None:
     elif name == "model_state":
         _checks.check_arrays(value, name)
     elif name == "frozen" and value is not None:
-        words = np.empty(-(-len(jax.tree.leaves(trained_part(state))) // 32), np.uint32)
+        words = np.empty(-(-len(jax.tree.leaves(moving_part(state))) // 32), np.uint32)
         _checks.check_like(name, value, words if state.frozen is None else state.frozen, "Use ts.freeze and ts.thaw.")
 
 
@@ -528,7 +573,7 @@ def beside(params, tree):
 
 def frozen_flags(state: TrainState) -> np.ndarray:
     """One bool per trained leaf, on the host."""
-    n = len(jax.tree.leaves(trainable(state)))
+    n = len(jax.tree.leaves(moving_part(state)))
     if state.frozen is None:
         return np.zeros(n, bool)
     words = np.asarray(state.frozen)

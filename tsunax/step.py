@@ -24,7 +24,18 @@ from tsunax._loss import Loss, as_loss, check_scalar
 from tsunax._loss_fn import LossFn
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
 from tsunax.precision import cast_like, round_stochastically
-from tsunax.state import TrainState, base, check_flags, check_state, is_gone, trained_part, with_rest
+from tsunax.state import (
+    TrainState,
+    base,
+    check_flags,
+    check_state,
+    in_precision,
+    is_gone,
+    joined,
+    moving_part,
+    trained_part,
+    with_rest,
+)
 
 
 def value_and_grad(
@@ -61,33 +72,34 @@ def gradient_of(loss_fn: Callable, accumulate: int, remat: Any, on_nonfinite: st
 
     def f(state: TrainState, batch, *, at=None, **extra):
         check_state(state, "value_and_grad()", batch)
-        trained = trained_part(state) if at is None else at
+        plan, now = state.plan, moving_part(state)
         if at is not None:
-            _checks.check_like("(at=)", at, trained_part(state), "It has the structure of ts.trainable(state).")
+            _checks.check_like("(at=)", at, now, "It has the structure of ts.trainable(state).")
         keywords = fn.keywords(state, batch, extra, train=True)
 
         def gradient(batch, keywords):
-            objective = checkpoint(objective_of(fn, state, batch, keywords))
-            (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained)
+            objective = objective_of(fn, state, batch, keywords)
+            of_part = checkpoint(lambda part: objective(joined(part, state.params, plan.selected)))
+            (_, loss), grads = jax.value_and_grad(of_part, has_aux=True)(now if at is None else at)
             # jax.checkpoint hands constants out in a class of its own (jax 0.7)
-            return jax.tree.map(lambda x: x if _tree.is_array(x) else np.asarray(x, _tree.dtype_of(x)), loss), grads
+            loss = jax.tree.map(lambda x: x if _tree.is_array(x) else np.asarray(x, _tree.dtype_of(x)), loss)
+            return loss, plan.apart(grads)
 
         if accumulate == 1:
-            loss, grads = gradient(batch, keywords)
+            loss, (grads, new) = gradient(batch, keywords)
         else:
-            drop = on_nonfinite == "drop"
-            like = base(state)
-            loss, grads = accumulation.over_micro_batches(gradient, accumulate, batch, keywords, like, drop=drop)
-        return loss, _unscaled(state, grads)
+            like, drop = (base(state), plan.apart(now)[1]), on_nonfinite == "drop"
+            loss, (grads, new) = accumulation.over_micro_batches(gradient, accumulate, batch, keywords, like, drop=drop)
+        return loss, _together(_unscaled(state, grads), new)
 
     return f
 
 
 def objective_of(fn: LossFn, state: TrainState, batch, keywords) -> Callable:
-    """`trained params -> (scaled mean loss, Loss)`; what is not trained is an argument that nobody differentiates."""
+    """`params -> (scaled mean loss, Loss)`."""
 
-    def objective(trained):
-        loss = fn(*in_precision(state, with_rest(state, trained), batch), keywords)
+    def objective(params):
+        loss = fn(*seen_by(state, params, batch), keywords)
         mean = loss.compute()
         if state.loss_scale is not None:
             mean = mean.astype(jnp.float32) * state.loss_scale.scale
@@ -96,10 +108,14 @@ def objective_of(fn: LossFn, state: TrainState, batch, keywords) -> Callable:
     return objective
 
 
-def in_precision(state: TrainState, params, batch) -> tuple[Any, Any]:
-    """What the loss function sees of params and batch."""
+def _together(trained, overwritten):
+    return trained if overwritten is None else _tree.merge(trained, overwritten)
+
+
+def seen_by(state: TrainState, params, batch) -> tuple[Any, Any]:
+    """What a loss function sees of params and batch."""
     policy = state.plan.precision
-    return (params, batch) if policy is None else (policy.to_compute(params), policy.batch_to_compute(batch))
+    return in_precision(state, params), batch if policy is None else policy.batch_to_compute(batch)
 
 
 def _unscaled(state: TrainState, grads):
@@ -182,14 +198,14 @@ def update(
         fix = "A loss scale lives from rejected steps."
         raise StateError(message("on_nonfinite", "update()", "'ignore'", "another policy under a loss scale", fix))
     params = trained_part(state)
-    grads = _fitting(state, grads, params)
+    grads, overwriting = state.plan.apart(_fitting(state, grads, moving_part(state)))
     loss = _finished(loss)
     model_state = _first(model_state, loss.model_state)
     if model_state is not None:
         accumulation.check_model_state(model_state, state.model_state)
     value = None if loss.total is None else loss.compute()
 
-    thawed = thawed_flags(state, params)
+    thawed, thawed_too = thawed_flags(state)
     grads = _without_frozen(grads, thawed)
     grad_norm = _tree.global_norm(grads) if norms or on_nonfinite != "ignore" else None
     seen = base(state)
@@ -208,6 +224,7 @@ def update(
     new = _with_params(new, optax.apply_updates(seen, updates))
     new = _averaged(new)
     new = _transact(state, new, thawed, verdict, emitted)
+    new = _overwritten(new, overwriting, thawed_too, verdict)
     new = _rescaled(new, verdict, emitted, loss)
     info = StepInfo(
         loss=None if value is None else jnp.asarray(value, jnp.float32),
@@ -240,6 +257,7 @@ def flush(state: TrainState) -> TrainState:
     if accumulation.any_emitted(state.opt_state) is None:
         return state
     nothing = jax.tree.map(jnp.zeros_like, trained_part(state))
+    nothing = _together(nothing, state.plan.apart(moving_part(state))[1])
     new, _ = update(state, nothing, weight=0.0, flush=True)
     old = dataclasses.replace(state, clock=state.clock.at[..., 1].add(1))
     new = guard.choose(accumulation.any_emitted(new.opt_state), new, old)
@@ -292,12 +310,17 @@ def _finished(loss) -> Loss:
     return dataclasses.replace(as_loss(loss, 1), **({"weight": None} if loss.weight is None else {}))
 
 
-def thawed_flags(state: TrainState, params) -> list | None:
-    """One scalar bool per trained leaf, false where it is frozen; None where nothing can be."""
+def thawed_flags(state: TrainState) -> tuple[Any, Any]:
+    """One scalar bool for each leaf that the rule trains, and for each that is overwritten: false where it is frozen.
+
+    None where nothing can be.
+    """
     if state.frozen is None:
-        return None
-    n = len(jax.tree.leaves(params))
-    return [(state.frozen[k // 32] >> (k % 32)) & 1 == 0 for k in range(n)]
+        return None, None
+    leaves, treedef = jax.tree.flatten(moving_part(state))
+    flags = [(state.frozen[k // 32] >> (k % 32)) & 1 == 0 for k in range(len(leaves))]
+    trained, overwritten = map(jax.tree.leaves, state.plan.apart(treedef.unflatten(flags)))
+    return trained, overwritten
 
 
 def _without_frozen(grads, thawed):
@@ -383,6 +406,19 @@ def _transact(old: TrainState, new: TrainState, thawed, verdict, emitted) -> Tra
             average=None if old.average is None else choose([*leaves, moved, True], "average"),
         )
     return dataclasses.replace(new, params=with_rest(old, new.params))
+
+
+def _overwritten(state: TrainState, new, thawed, verdict) -> TrainState:
+    """The leaves whose gradient replaces them. Calls that only gather replace them too, as they do model state."""
+    if new is None:
+        return state
+    taken = jnp.bool_(True) if verdict is None else verdict == 0
+    old = state.plan.apart(moving_part(state))[1]
+    on = [taken & flag for flag in thawed or [True] * len(jax.tree.leaves(old))]
+    flags = [
+        o and s for o, s in zip(state.plan.overwritten, state.plan.selected or state.plan.overwritten, strict=True)
+    ]
+    return dataclasses.replace(state, params=joined(guard.choose(on, new, old), state.params, flags))
 
 
 def _first(*options):
