@@ -1,0 +1,213 @@
+"""Pictures of a history: what is drawn is what was measured, from one point to 100,000, and pyplot stays out of it."""
+
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from tests.helpers import need
+from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError
+from tsunax.figures import plot, plot_text
+from tsunax.history import History, RowError
+
+
+def made(n=50, every=10) -> History:
+    history = History()
+    for step in range(n):
+        row = {"loss": 3.0 - step / n, "b1": 0.9, "grad_norm": float(step), "epoch": step // 10, "learning_rate": 0.1}
+        row |= {"accuracy": step / n, "steps_per_second": float(step)}
+        if step % every == every - 1:
+            row |= {"val/loss": 2.0 - step / n, "best/val/loss": 1.0 / (1 + step)}
+            history.mark("evaluate", step)
+        history.add(row, step)
+    return history
+
+
+def lines(axes):
+    """{label: (x, y)} of what has a name."""
+    return {line.get_label(): line.get_data() for line in axes.lines if line.get_label()[0] != "_"}
+
+
+def labels(figure):
+    return [axes.get_ylabel() for axes in figure.axes]
+
+
+@pytest.fixture(autouse=True)
+def _matplotlib(request):
+    if "text" not in request.node.name:
+        need("matplotlib")
+
+
+# --------------------------------------------------------------------------------------------------------- matplotlib
+
+
+def test_the_panels_are_loss_metrics_and_rate():
+    figure = plot(made())
+    assert labels(figure) == ["loss", "accuracy", "learning rate"]
+    loss, accuracy, rate = map(lines, figure.axes)
+    assert list(loss) == ["loss", "val/loss"] and list(accuracy) == ["accuracy"] and list(rate) == ["learning_rate"]
+    np.testing.assert_array_equal(loss["loss"], [np.arange(50), 3 - np.arange(50) / 50])
+    np.testing.assert_array_equal(loss["val/loss"][0], [9, 19, 29, 39, 49])
+    assert [axes.get_legend() is not None for axes in figure.axes] == [True, False, False]
+
+
+def test_names_choose_and_share_panels():
+    figure = plot(made(), names=["grad_norm", "loss", "best/val/loss", "b1"])
+    assert labels(figure) == ["grad norm", "loss", "b1"]
+    assert list(lines(figure.axes[1])) == ["loss", "best/val/loss"]
+    assert labels(plot(made(), names="b1")) == ["b1"]
+
+
+def test_x_may_be_a_column():
+    figure = plot(made(), names=["val/loss"], x="epoch")
+    np.testing.assert_array_equal(lines(figure.axes[0])["val/loss"][0], [0, 1, 2, 3, 4])
+    assert figure.axes[-1].get_xlabel() == "epoch"
+
+
+def test_marks():
+    history = made()
+    for step in (7, 8):
+        history.mark("rejected", step)
+    history.mark("thaw", 20, "body/**")
+    history.mark("stop", 49, "enough")
+    first, *_, last = plot(history).axes
+    ticks = {line.get_label(): list(line.get_xdata()) for line in first.lines if line.get_marker() == "|"}
+    assert ticks.pop("rejected (2)") == [7, 8] and list(ticks.values()) == [[9, 19, 29, 39, 49]]
+    for axes in (first, last):
+        assert [line.get_xdata() for line in axes.lines if line.get_linestyle() == "--"] == [[20, 20], [49, 49]]
+    assert [text.get_text() for text in first.texts] == ["thaw body/**", "stop"] and not last.texts
+    for step in range(20):
+        history.mark("plateau", step)
+    assert not plot(history).axes[0].texts  # too many to read
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 40, 500, 501, 100_000])
+def test_from_one_point_to_many(n):
+    history, rng = History(), np.random.default_rng(0)
+    noise = rng.normal(size=n)
+    for step in range(n):
+        history.add({"loss": 5 + noise[step], "accuracy": 0.5}, 10 * step)
+    figure = plot(history)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a layout that did not fit
+        assert figure._repr_png_()[:4] == b"\x89PNG"
+    (axes,) = figure.axes
+    (line,) = axes.lines
+    assert len(line.get_xdata()) == (n if n <= 500 else 250)
+    assert (line.get_marker() == "o") == (n <= 40)
+    if n == 100_000:  # bins of 400: their median lies near 5, and 80 % of the values in the band
+        assert np.all(abs(line.get_ydata() - 5) < 0.35)
+        band = axes.collections[0].get_datalim(axes.transData)
+        assert 3.4 < band.y0 < 3.8 and 6.2 < band.y1 < 6.6
+
+
+def test_values_that_are_not_finite_are_marked_where_they_are():
+    history = made()
+    history.add({"loss": float("nan")}, 60)
+    history.add({"loss": float("inf")}, 61)
+    found = lines(plot(history).axes[0])
+    assert found["loss not finite"][0].tolist() == [60, 61]
+    assert np.isfinite(found["loss"][1]).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"), [([1.0, 30.0], "log"), ([1.0, 2.0], "linear"), ([0.0, 30.0], "linear"), ([np.nan], "linear")]
+)
+def test_a_wide_range_is_logarithmic(values, scale):
+    history = History()
+    for step, value in enumerate(values):
+        history.add({"loss": value}, step)
+    figure = plot(history)
+    assert figure.axes[0].get_yscale() == scale and figure._repr_png_()
+
+
+def test_pyplot_is_not_touched(tmp_path):
+    code = """
+import sys
+from tsunax.figures import plot
+from tsunax.history import History
+assert "matplotlib" not in sys.modules and "rich" not in sys.modules
+history = History()
+history.add({"loss": 1.0}, 1)
+plot(history).savefig(sys.argv[1])
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run.png")], check=True)
+    assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# --------------------------------------------------------------------------------------------------------- characters
+
+
+def test_text_of_a_diagonal():
+    history = History()
+    for step in range(0, 41):
+        history.add({"loss": 2.0 - step / 40}, step)
+    history.mark("thaw", 20)
+    history.mark("evaluate", 20)
+    history.mark("test", 40)
+    expected = """\
+loss  t thaw  e test
+        2 ┤⠑⢄
+          │  ⠑⢄
+          │    ⠑⢄
+          │      ⠑⢄
+          │        ⠑⢄
+        1 ┤          ⠑⢄
+          └────────────
+                 t    e
+           0         40"""
+    assert plot_text(history, width=24, height=6) == expected
+
+
+def test_text_has_every_panel_and_the_values_of_evaluations():
+    found = plot_text(made(), width=60, height=5).split("\n\n")
+    assert [panel.split("\n")[0] for panel in found] == ["loss  o val/loss", "accuracy", "learning_rate"]
+    assert found[0].count("o") == 3 + 5 and all(len(line) <= 60 for line in "\n".join(found).splitlines())
+    assert "3 ┤" in found[0] and "1.02 ┤" in found[0] and "0.1 ┤" in found[2]
+
+
+@pytest.mark.parametrize("n", [1, 2, 100_000])
+def test_text_from_one_point_to_many(n):
+    history, values = History(), np.sin(np.arange(n) / 1000)
+    for step in range(n):
+        history.add({"loss": values[step]}, step)
+    history.add({"loss": float("nan")}, n)
+    dots = [c for c in plot_text(history) if "⠀" < c <= "⣿"]
+    assert len(dots) >= {1: 1, 2: 30, 100_000: 250}[n]
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("draw", [plot, plot_text])
+@pytest.mark.parametrize(
+    ("history", "arguments", "error", "text"),
+    [
+        (History(), {}, RowError, "got no rows, expected at least one"),
+        ({"loss": [1.0]}, {}, WrongTypeError, "got dict with loss, expected a History. fit returns one"),
+        (made(), dict(names=["acuracy"]), RowError, "Did you mean 'accuracy'?"),
+    ],
+    ids=["empty", "a dict", "a name"],
+)
+def test_wrong_arguments(draw, history, arguments, error, text):
+    with pytest.raises(error) as caught:
+        draw(history, **arguments)
+    assert text in str(caught.value)
+
+
+def test_wrong_sizes_and_axes():
+    with pytest.raises(RowError, match="Did you mean 'epoch'"):
+        plot(made(), x="epochs")
+    with pytest.raises(
+        HyperparameterError, match=r"width at plot_text\(\): got 3 \(int\), expected a whole number ≥ 24"
+    ):
+        plot_text(made(), width=3)
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingLibraryError, match=r"pip install 'tsunax\[plot\]'"):
+        plot(made())

@@ -1,0 +1,244 @@
+"""Pictures of a history: `plot` for a page, `plot_text` for a remote shell.
+
+Both draw the same panels: the loss, a panel for each metric, the learning rate; what training and evaluation call by
+the same name ("accuracy", "val/accuracy") shares one. No state of pyplot is read or written, and nothing is shown.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Sequence
+
+import numpy as np
+
+from tsunax import _tree
+from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError, message
+from tsunax.history import History, RowError
+
+__all__ = ["plot", "plot_text"]
+
+_BINS = 250  # of a panel's width: more points are drawn as their median and a band
+_COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+)  # Okabe and Ito: for every eye, and in print
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789?"
+_RANKS = {"loss": 0, "learning_rate": 2}  # metrics lie between
+_LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
+
+# --------------------------------------------------------------------------------------------------- what is in a panel
+
+
+def _base(name: str) -> str:
+    """The panel of a name: `val/accuracy` → accuracy, `1.learning_rate@head` → learning_rate."""
+    return name.partition("@")[0].rpartition("/")[2].rpartition(".")[2]
+
+
+def _panels(history: History, names: Sequence[str] | None, where: str) -> dict[str, list[str]]:
+    """The names of each panel: of those given, else the loss, metrics that moved, and the learning rate."""
+    if not isinstance(history, History):
+        fix = "fit returns one: state, history = fit(...)."
+        raise WrongTypeError(message("history", where, _tree.describe(history), "a History", fix))
+    if not history.names:
+        raise RowError(message("history", where, "no rows", "at least one", "Nothing was logged yet."))
+    if isinstance(names, str):
+        names = [names]
+    panels: dict[str, list[str]] = {}
+    for name in history.names if names is None else names:
+        values = history.series(name)[1]
+        base = _base(name)
+        is_aside = name.startswith(("best/", "best_step/")) or name.endswith("_per_second") or base in _LEFT_OUT
+        is_still = "/" not in name and base not in _RANKS and np.unique(values).size == 1  # a hyperparameter
+        is_shown = not (is_aside or is_still)
+        if names is not None or is_shown:
+            panels.setdefault(base, []).append(name)
+    if names is not None:
+        return panels
+    ordered = sorted(panels, key=lambda base: _RANKS.get(base, 1))
+    return {base: panels[base] for base in ordered} or {name: [name] for name in history.names}
+
+
+def _values(history: History, name: str, x: str) -> tuple[np.ndarray, np.ndarray]:
+    """Where the numbers of `name` lie on the axis `x`, and the numbers."""
+    steps, values = history.series(name)
+    return _along(history, steps, x), values
+
+
+def _along(history: History, steps, x: str) -> np.ndarray:
+    return np.asarray(steps, np.float64) if x == "step" else np.interp(steps, *history.series(x))
+
+
+def _is_wide(values: np.ndarray) -> bool:
+    """Whether a logarithmic axis shows more."""
+    return bool(values.size and values.min() > 0 and values.max() > 20 * values.min())
+
+
+def _finite(*columns: np.ndarray) -> np.ndarray:
+    values = np.concatenate([np.empty(0), *columns])
+    return values[np.isfinite(values)]
+
+
+# ----------------------------------------------------------------------------------------------------------- matplotlib
+
+
+def plot(history: History, *, names: Sequence[str] | None = None, x: str = "step"):
+    """A matplotlib Figure of a run: loss, metrics and learning rate, with what happened on the way.
+
+    `names` are the columns to draw instead; those that end alike share a panel. `x` is "step", or a column to lay them
+    out along ("epoch"). More than a few hundred points are drawn as their median with a band from the 10th to the 90th
+    percentile. Values that are not finite are crosses at the lower edge, rejected steps red ticks there, evaluations
+    grey ones; other marks (thaw, restart, stop, yours) are vertical lines.
+
+    `plot(history).savefig("run.pdf")` keeps it; as the last line of a notebook's cell it shows itself.
+    Raises MissingLibraryError without matplotlib, and RowError for unknown names and a history without rows.
+    """
+    panels = _panels(history, names, "plot()")
+    if x != "step":
+        history.series(x)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        fix = "pip install 'tsunax[plot]'"
+        raise MissingLibraryError(message("library", "plot()", "no matplotlib", "matplotlib", fix)) from None
+    figure = Figure(figsize=(6.4, 0.6 + 1.8 * len(panels)), dpi=150, layout="constrained")
+    rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for axes, (base, found) in zip(rows, panels.items(), strict=True):
+        _draw(axes, base, {name: _values(history, name, x) for name in found})
+        _draw_marks(axes, history, x, labelled=axes is rows[0])
+        handles, labels = axes.get_legend_handles_labels()
+        if labels not in ([base], []):
+            axes.legend(handles, labels, fontsize=8, frameon=False, loc="best", handlelength=1.4)
+    rows[-1].set_xlabel(x, fontsize=9)
+    rows[-1].xaxis.set_major_formatter("{x:,.6g}")
+    figure.align_ylabels()
+    figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython asks for it
+    return figure
+
+
+def _png(figure) -> bytes:
+    figure.savefig(file := io.BytesIO(), format="png")
+    return file.getvalue()
+
+
+def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    for (name, (x, values)), colour in zip(columns.items(), _COLOURS * len(columns), strict=False):
+        known = np.isfinite(values)
+        lost, x, values = x[~known], x[known], values[known]
+        if len(values) > 2 * _BINS:
+            parts = [np.array_split(column, _BINS) for column in (x, values)]
+            x = np.array([part.mean() for part in parts[0]])
+            low, values, high = np.array([np.percentile(part, (10, 50, 90)) for part in parts[1]]).T
+            axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+        marker = "o" if len(values) <= 40 else None
+        axes.plot(x, values, color=colour, linewidth=1.3, marker=marker, markersize=3, label=name)
+        if len(lost):
+            edge = dict(transform=axes.get_xaxis_transform(), color=colour, markersize=4)
+            axes.plot(lost, np.full(len(lost), 0.03), "x", **edge, label=f"{name} not finite")
+    if _is_wide(_finite(*(values for _, values in columns.values()))):
+        axes.set_yscale("log")
+    else:
+        axes.ticklabel_format(axis="y", scilimits=(-2, 4))
+    axes.yaxis.get_offset_text().set_fontsize(8)
+    axes.set_ylabel(base.replace("_", " "), fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(color="0.92", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+
+
+def _draw_marks(axes, history: History, x: str, labelled: bool) -> None:
+    edge = axes.get_xaxis_transform()
+    for kind, colour, size in (("evaluate", "0.6", 3), ("rejected", "#C00000", 8)):
+        if steps := [step for step, name, _ in history.marks if name == kind]:
+            label = f"rejected ({len(steps):,})" if labelled and kind == "rejected" else None
+            style = dict(transform=edge, clip_on=False, in_layout=False, color=colour, label=label, zorder=3)
+            axes.plot(_along(history, steps, x), [0.0] * len(steps), "|", markersize=size, **style)
+    others = [mark for mark in history.marks if mark[1] not in ("evaluate", "rejected")]
+    for at, (_, name, text) in zip(_along(history, [step for step, *_ in others], x), others, strict=True):
+        axes.axvline(at, color="0.45", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+        if labelled and len(others) <= 12:
+            said = f"{name} {text}" if text and name in ("thaw", "freeze", "adjust") and len(text) <= 24 else name
+            axes.text(at, 1.02, said, transform=edge, rotation=30, fontsize=7, color="0.35", ha="left", va="bottom")
+
+
+# ----------------------------------------------------------------------------------------------------------- characters
+
+
+def plot_text(history: History, *, names: Sequence[str] | None = None, width: int = 80, height: int = 8) -> str:
+    """The panels of `plot` in characters, `width` columns wide, each `height` lines high.
+
+    The first name of a panel is a line of braille dots, others are o, +, * and #. Below each panel are the marks,
+    letters that its first line explains. Raises RowError for unknown names and a history without rows.
+
+    >>> history = History()
+    >>> for step in range(0, 101, 2):
+    ...     history.add({"loss": (1 - step / 100) ** 2}, step)
+    >>> print(plot_text(history, width=32, height=3))
+    loss
+        1 ┤⠉⠒⢄⣀
+          │    ⠑⠒⠤⣀⡀
+        0 ┤        ⠈⠉⠒⠒⠤⠤⣄⣀⣀⣀⣀⣀
+          └────────────────────
+           0                100
+    """
+    for name, value, least in (("width", width, 24), ("height", height, 2)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise HyperparameterError(message(name, "plot_text()", _tree.describe(value), f"a whole number ≥ {least}"))
+    panels = _panels(history, names, "plot_text()")
+    return "\n\n".join(_panel_text(history, found, width - 12, height) for found in panels.values())
+
+
+def _panel_text(history: History, names: list[str], width: int, height: int) -> str:
+    columns = {name: history.series(name) for name in names}
+    steps = np.concatenate([x for x, _ in columns.values()])
+    values = _finite(*(values for _, values in columns.values()))
+    is_wide = _is_wide(values)
+    scale = np.log if is_wide else np.asarray
+    first, last = steps.min(), max(steps.max(), steps.min() + 1)
+    low, high = (values.min(), values.max()) if values.size else (0.0, 1.0)
+    span = (scale(high) - scale(low)) or 1.0
+    across = lambda x, n: np.minimum((x - first) * n // (last - first), n - 1).astype(int)
+    down = lambda v, n: np.minimum((scale(high) - scale(v)) / span * n, n - 1).astype(int)
+    grid = _braille(*_lines(*columns[names[0]], across, down, width, height), width, height)
+    for letter, name in zip("o+*#" * len(names), names[1:], strict=False):
+        x, v = (column[np.isfinite(columns[name][1])] for column in columns[name])
+        for row, column in zip(down(v, height), across(x, width), strict=True):
+            grid[row][column] = letter
+    labels = {0: f"{high:.4g}", height - 1: f"{low:.4g}"} if high > low else {height - 1: f"{low:.4g}"}
+    lines = [f"{labels.get(i, ''):>9} {'┤' if i in labels else '│'}{''.join(row)}" for i, row in enumerate(grid)]
+    marks, kinds = [" "] * width, {}
+    for step, kind, _ in history.marks:
+        if kind != "evaluate" and first <= step <= last:
+            free = (letter for letter in [*kind, *_LETTERS] if letter not in kinds.values())
+            marks[across(np.array(step), width)] = kinds.setdefault(kind, next(free))
+    others = (f"{mark} {name}" for mark, name in zip("o+*#" * len(names), names[1:], strict=False))
+    title = "  ".join([names[0], *others, *["(log)"] * is_wide, *(f"{mark} {kind}" for kind, mark in kinds.items())])
+    start = f"{first:,}"
+    below = [f"{'':11}{''.join(marks)}"] if kinds else []
+    lines = [title, *lines, f"{'':10}└{'─' * width}", *below, f"{'':11}{start}{f'{last:,}':>{width - len(start)}}"]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _lines(x, values, across, down, width: int, height: int) -> tuple[np.ndarray, np.ndarray]:
+    """The dots (row, column) of a line through the values, from each to the next one."""
+    known = np.isfinite(values)
+    columns, rows = across(x[known], 2 * width), down(values[known], 4 * height)
+    found = [(rows[:1], columns[:1])]
+    segments = np.unique(np.stack([rows[:-1], rows[1:], columns[:-1], columns[1:]]), axis=1)
+    for a, b, c, d in segments.T:
+        n = max(abs(b - a), abs(d - c)) + 1
+        found.append((np.linspace(a, b, n).round().astype(int), np.linspace(c, d, n).round().astype(int)))
+    return np.concatenate([r for r, _ in found]), np.concatenate([c for _, c in found])
+
+
+def _braille(rows, columns, width: int, height: int) -> list[list[str]]:
+    dots = np.zeros((height, width), int)
+    bits = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
+    np.bitwise_or.at(dots, (rows // 4, columns // 2), bits[rows % 4, columns % 2])
+    return [[chr(0x2800 + bit) if bit else " " for bit in row] for row in dots]
