@@ -111,7 +111,7 @@ def _share(rows: int, process: tuple[int, int]) -> slice:
 # Places
 
 
-def _is_placed_by(device: Any, where: str) -> Any:
+def _placement(device: Any, where: str) -> Any:
     """The sharding of batches, rows over the devices; None for JAX's default device."""
     if device is True or isinstance(device, (NamedSharding, SingleDeviceSharding)):
         return None if device is True else device
@@ -237,7 +237,7 @@ class Batches:
             leaves, self._treedef = jax.tree.flatten(arrays)
             self._leaves = [np.asarray(x) if _tree.is_array(x) else x for x in leaves]
             return
-        self._sharding = _is_placed_by(device, "batches()")
+        self._sharding = _placement(device, "batches()")
         for rows in (self._share, self._mine % self._share if tail == "keep" else 0):
             _sharding_of((rows,), self._sharding)
         self._whole = _sharding_of((), self._sharding)  # every device has all rows, and gathers its own: no traffic
@@ -353,9 +353,9 @@ class Batches:
 
 
 def _is_stream(arrays: Any) -> bool:
-    return isinstance(arrays, Iterator) or (
-        isinstance(arrays, Iterable) and not hasattr(arrays, "shape") and jtu.all_leaves([arrays])
-    )
+    """Whether it is no pytree of arrays, but gives records one by one."""
+    is_leaf = isinstance(arrays, Iterator) or jtu.all_leaves([arrays])
+    return is_leaf and isinstance(arrays, Iterable) and not (hasattr(arrays, "shape") or isinstance(arrays, str))
 
 
 def batches(
@@ -380,8 +380,8 @@ def batches(
 
     Args:
       arrays: a pytree of arrays with the same rows along axis 0: NumPy's and JAX's, and what is indexed like them
-        (np.memmap, h5py, a column or a table of Hugging Face). Or an iterable of records, pytrees without a row axis,
-        which are stacked.
+        (np.memmap, h5py, a column or a table of Hugging Face). Or an iterable, itself no pytree (not a list), of
+        records without a row axis, which are stacked.
       batch_size: rows of a batch, of all processes and devices together.
       shuffle: another order each epoch; of a stream with `shuffle_window`.
       tail: "keep" the last, shorter batch of an epoch, or "drop" it.
@@ -431,13 +431,13 @@ def _placer(device: Any):
     """A function that puts a batch on a device, or its rows over the devices of a mesh."""
     if device is None:
         return lambda batch: batch
-    sharding = _is_placed_by(device, "prefetch()")
-
-    def put(x):
-        local = getattr(sharding, "is_fully_addressable", True)
-        placed = _sharding_of(np.shape(x), sharding) if local or not np.ndim(x) else sharding
-        return jax.device_put(x, placed) if local else jax.make_array_from_process_local_data(placed, np.asarray(x))
-
+    sharding = _placement(device, "prefetch()")
+    if not isinstance(sharding, NamedSharding):
+        return lambda batch: jax.device_put(batch, sharding)
+    if sharding.is_fully_addressable:
+        return lambda batch: jax.device_put(batch, jax.tree.map(lambda x: _sharding_of(np.shape(x), sharding), batch))
+    alone = _sharding_of((), sharding)
+    put = lambda x: jax.make_array_from_process_local_data(sharding if np.ndim(x) else alone, np.asarray(x))
     return functools.partial(jax.tree.map, put)
 
 
@@ -474,8 +474,7 @@ class _Ahead:
 
     def _start(self) -> None:
         owner = self._owner
-        if before := owner._running():
-            before.close()
+        owner.close()
         owner._running = weakref.ref(self)
         owner._source.rewind()
         for _ in range(owner._size):
@@ -529,10 +528,14 @@ class Prefetched:
         """The place after the last batch given, whatever was read ahead: what the data itself would give there."""
         return self._source.state() if self._state is None else self._state
 
-    def set_state(self, state: Mapping, replay: bool = False) -> None:
-        """Go on from such a place; see `Source.restore`."""
+    def close(self) -> None:
+        """End the thread of the loop that runs, if one does."""
         if running := self._running():
             running.close()
+
+    def set_state(self, state: Mapping, replay: bool = False) -> None:
+        """Go on from such a place; see `Source.restore`."""
+        self.close()
         self._source.restore(state, replay)
         self._state = None
 
@@ -596,6 +599,13 @@ class Source:
         """Whether there is a second epoch: an iterator, such as a generator, as a rule gives one only."""
         return not isinstance(self.data, Iterator)
 
+    @property
+    def resumable(self) -> bool:
+        """Whether the data knows its place: `restore` needs no replay. An iterator's state shows once there is one."""
+        if isinstance(self.data, Prefetched):
+            return self.data._source.resumable
+        return any(hasattr(x, name) for x in (self.data, self._batches) for name in ("set_state", "load_state_dict"))
+
     def __iter__(self) -> Iterator[Any]:
         while (batch := self.next()) is not None:
             yield batch
@@ -636,6 +646,8 @@ class Source:
         """
         batch = self._pull() if self._held is None else self._held[0]
         self._held = None
+        if isinstance(batch, TsunaxError):
+            raise batch
         if batch is _END:
             return self._ended()
         self._count(1)
@@ -659,8 +671,12 @@ class Source:
             return None
         chunk, shapes = [batch], _shapes(batch)
         while len(chunk) < k and self._held is None:
-            before, batch = self.state(), self._pull()
-            if batch is _END or _shapes(batch) != shapes:
+            before = self.state()
+            try:
+                batch = self._pull()
+            except TsunaxError as error:  # after the batches before it
+                batch = error
+            if batch is _END or isinstance(batch, TsunaxError) or _shapes(batch) != shapes:
                 self._held = batch, before
             else:
                 chunk.append(batch)
@@ -697,6 +713,10 @@ class Source:
         beginning and dropped up to there with `replay=True`: the same run if it gives the same batches again. Raises
         DataError without.
         """
+        keys = {"epoch", "position"} | (set() if self._is_ours else {"data"})
+        if not isinstance(state, Mapping) or not keys <= set(state):
+            fix = "The data it was taken from was of another kind." if isinstance(state, Mapping) else ""
+            raise DataError(message("state", "restore", state, f"{', '.join(sorted(keys))}", fix))
         self._batches = self._held = None
         self.epoch, self.position, self._restored = state["epoch"], state["position"], True
         if self._is_ours:
