@@ -170,6 +170,14 @@ def test_lines_of_a_long_run_become_rare():
     assert [lines.interval(t) for t in (0, 60, 600, 3600, 1e6)] == [5, 5, 10, 60, 60]
 
 
+def test_what_has_no_room_beside_the_bar_moves_below_it(clock):
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    console.print(display._picture(facts(), set(), 80))
+    first, second = console.file.getvalue().splitlines()
+    assert first.endswith("12%  1:28 left  100 steps/s") and first.count("━") + first.count("╸") >= 2
+    assert second == "loss 0.75  1.5M examples/s  0.5 GiB"
+
+
 @pytest.mark.parametrize("width", [30, 40, 80, 200])
 @pytest.mark.parametrize("total", [None, 10_000])
 def test_the_picture_fits_its_width(clock, width, total):
@@ -178,7 +186,8 @@ def test_the_picture_fits_its_width(clock, width, total):
     console.print(display._picture(facts(total=total, numbers=numbers), set(), width))
     lines = console.file.getvalue().splitlines()
     assert len(lines) == 2 and all(len(line) <= width for line in lines)
-    assert lines[0].startswith("1,200"[: width - 1]) and lines[1].startswith("loss 0.75")
+    assert lines[0].startswith("1,200") and lines[1].startswith("loss 0.75")
+    assert ("━" in lines[0]) == (total is not None and width >= 80)  # there is room for a bar
 
 
 SCRIPT = """
@@ -214,6 +223,7 @@ def test_a_terminal_keeps_what_the_user_prints():
     assert process.wait() == 0
     lines = text.decode().replace("\r\n", "\n").split("\n")
     cleared = [line.rsplit("\x1b[2K", 1)[-1] for line in lines]  # what stays where the bar was
+    at = []
     for printed in (
         "the user [prints] a line",
         "half a line and the rest",
@@ -221,9 +231,10 @@ def test_a_terminal_keeps_what_the_user_prints():
         "no newline",
         "after",
     ):
-        assert any(line.endswith(printed) for line in cleared), (printed, cleared)
+        at += [i for i, line in enumerate(cleared) if line.endswith(printed)]
+    assert len(at) == 5 and at == sorted(at), (at, cleared)
     assert text.count(b"\x1b[?25l") == text.count(b"\x1b[?25h") == 1  # the cursor is there again
-    assert "40/40 steps" in lines[-5] and "enough" in lines[-3]
+    assert at[3] < max(i for i, line in enumerate(lines) if "40/40" in line) and "enough" in lines[at[4] - 1]
 
 
 def test_a_notebook_redraws_one_output(clock, monkeypatch):

@@ -138,21 +138,24 @@ def _picture(facts: Facts, moved: set[str], width: int):
     from rich.text import Text
 
     colour = {None: "cyan", "": "green"}.get(facts.reason, "yellow")
-    pace = "  ".join(facts.pace)
     cells: list[Any] = [Text(facts.count, style="bold")]
+    pace, rest = facts.pace, []
     if facts.total:
+        room = lambda: width - len(facts.count) - len("  ".join(pace)) - 12
+        while len(pace) > 1 and room() < 12:
+            rest.insert(0, pace.pop())
+        bar = ProgressBar(facts.total, facts.step, width=min(40, room()), complete_style=colour, finished_style=colour)
         percent = Text(f"{facts.step / facts.total:4.0%}", style=colour)
-        room = min(40, width - len(facts.count) - len(pace) - 12)
-        bar = ProgressBar(facts.total, facts.step, width=room, complete_style=colour, finished_style=colour)
-        cells += [bar, percent] if room >= 8 else [percent]
+        cells += [bar, percent] if room() >= 12 else [percent]
     first = Table.grid(padding=(0, 2, 0, 0))
     for cell in [*cells, Text()]:
         first.add_column(no_wrap=True, overflow="ellipsis", min_width=len(cell) if isinstance(cell, Text) else None)
-    first.add_row(*cells, Text(pace, style="dim"))
+    first.add_row(*cells, Text("  ".join(pace), style="dim"))
     second = Text(no_wrap=True, overflow="ellipsis")
     for result in facts.results(moved):
         name, _, value = result.rpartition(" ")
         second.append(f"{name} ", style="dim").append(value, style="bold").append("  ")
+    second.append("  ".join(rest), style="dim")
     return Group(first, *([second] if second else []), *([Text(facts.reason, style=colour)] if facts.reason else []))
 
 
@@ -260,7 +263,7 @@ class Progress:
         if row:
             self._row = row
         now = time.perf_counter()
-        if now >= self._next and step > self.start:
+        if now >= self._next:
             self._recent.append((now, step))
             self._draw(now, self._recent[0], None)
 
