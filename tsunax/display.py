@@ -178,10 +178,7 @@ class _Terminal:
         self.live.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:
-        if self.live.is_started:
-            sys.stdout.flush()  # a line that was begun waits in rich's proxy
-            sys.stderr.flush()
-            self.live.stop()
+        self.live.stop()
 
 
 class _Notebook:
