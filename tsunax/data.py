@@ -90,16 +90,18 @@ def _draw(seed: int, epoch: int):
 
 
 def _shuffled(words: np.ndarray) -> np.ndarray:
-    """Orders by random words, along the last axis.
+    """Orders by random words, along the last axis; uses them up.
 
     The place of each word replaces its low bits, so that one plain sort orders the places: three times as fast as a
     stable argsort.
     """
     n = words.shape[-1]
     low = np.uint64((1 << max(n - 1, 0).bit_length()) - 1)
-    keys = words & ~low | np.arange(n, dtype=np.uint64)
-    keys.sort(axis=-1)
-    return (keys & low).astype(np.int64)
+    words &= ~low
+    words |= np.arange(n, dtype=np.uint64)
+    words.sort(axis=-1)
+    words &= low
+    return words.astype(np.int32 if n < 2**31 else np.int64)
 
 
 def _share(rows: int, process: tuple[int, int]) -> slice:
@@ -289,15 +291,16 @@ class Batches:
         """
         if self._records is not None:
             raise DataError(message("order", "batches", "a stream", "arrays"))
-        n = self._rows
+        n, dtype = self._rows, np.int32 if self._rows < 2**31 else np.int64
         if self._window is None:
-            rows = np.arange(n)
+            rows = np.arange(n, dtype=dtype)
         else:
             draw, k = _draw(self._seed, epoch), min(self._window, n)
             cut = n - n % k
-            windows = _shuffled(draw(cut).reshape(-1, k)) + np.arange(0, cut, k)[:, None]
-            rows = np.concatenate([windows.ravel(), cut + _shuffled(draw(n - cut))])
-        rows = rows.astype(np.int32 if n < 2**31 else np.int64)
+            rows = _shuffled(draw(cut).reshape(-1, k)).ravel()
+            if k < n:
+                starts = np.repeat(np.arange(0, cut, k, dtype=dtype), k)
+                rows = np.concatenate([rows + starts, np.add(cut, _shuffled(draw(n - cut)), dtype=dtype)])
         if self._process == (0, 1):
             return rows
         full = rows[: n - n % self.batch_size].reshape(-1, self.batch_size)
@@ -630,7 +633,7 @@ class Source:
         return batch if batch is _END or self._is_ours else jax.tree.map(_as_array, batch)
 
     def _ended(self) -> None:
-        if self.position == 0 and not self._restored:
+        if self.position == 0:
             where, fix = f"epoch {self.epoch}", "One for every epoch: a list, ts.batches(arrays, ...), grain."
             if self._given and not self.restartable:
                 got = f"a {type(self.data).__name__} that is used up after {self._given} batches"
