@@ -24,6 +24,7 @@ from tsunax.errors import CheckpointError, message
 __all__ = []
 
 LOCK = "tsunax.lock"
+SMALL = 1 << 20  # bytes: larger files are array data, whose hashes are those of the arrays
 _OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
 
 
@@ -95,6 +96,21 @@ def sync_tree(top: Path) -> None:
         for name in files:
             sync(Path(folder, name))
         sync(Path(folder))
+
+
+def listing(top: Path) -> dict[str, tuple[int, str]]:
+    """Every file from `top` down: its size, and the sha256 of a small one. ValueError for links and other things."""
+    out = {}
+    for folder, folders, files in os.walk(top):
+        for name in [*folders, *files]:
+            path = Path(folder, name)
+            about = os.lstat(path)
+            if not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
+                raise ValueError(f"{path.relative_to(top)} is no file of ours")
+            if stat.S_ISREG(about.st_mode):
+                digest = sha256(read(path, SMALL)) if about.st_size <= SMALL else ""
+                out[path.relative_to(top).as_posix()] = about.st_size, digest
+    return out
 
 
 def sizes(top: Path) -> int:

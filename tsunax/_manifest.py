@@ -401,6 +401,7 @@ class Manifest:
     metrics: dict[str, float]
     fingerprint: dict[str, Any]
     versions: dict[str, str]
+    files: dict[str, tuple[int, str]]  # those that hold the arrays: size, and sha256 of the small ones
 
     def dump(self) -> bytes:
         leaf = lambda x: [list(x.path), x.kind, list(x.shape), x.dtype, [shard(s) for s in x.shards], x.value]
@@ -416,6 +417,7 @@ class Manifest:
             "leaves": [leaf(x) for x in self.leaves],
             "parts": self.parts,
             "arrays": [leaf(x) for x in self.arrays],
+            "files": self.files,
         }
         return json.dumps(body, allow_nan=False, separators=(",", ":"), ensure_ascii=True).encode()
 
@@ -522,6 +524,7 @@ def _parsed(body) -> Manifest:
         metrics={_is(k, str): float(_unfinite(v)) for k, v in _is(body["metrics"], dict).items()},
         fingerprint=_is(body["fingerprint"], dict),
         versions={_is(k, str): _is(v, str) for k, v in _is(body["versions"], dict).items()},
+        files={k: (_size(n), _is(digest, str)) for k, (n, digest) in _is(body["files"], dict).items()},
     )
 
 

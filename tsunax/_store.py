@@ -6,8 +6,11 @@ The only module that knows orbax. What comes back has been hashed and is what wa
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import gc
 import importlib
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -140,19 +143,60 @@ def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     ocp = _orbax()
     with _context(ocp):
         ocp.save(path, arrays)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(
+            path / "commit_success.txt"
+        )  # it holds the absolute path; what completes a checkpoint is the manifest
 
 
-def read(path: Path, leaves: list[Leaf], place: bool = True) -> list[Any]:
+@contextlib.contextmanager
+def _quiet():
+    """Damaged bytes make asyncio and absl log pages, some when tasks are collected; the error says it in a line."""
+    drop = lambda record: False
+    loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
+    for logger in loggers:
+        logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(drop)
+
+
+def check_files(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
+    """Raise Damaged unless the directory holds the files that were saved. Before orbax opens one: it fails in pages."""
+    if files and not _files.is_real_directory(path):
+        raise Damaged("arrays: missing")
+    try:
+        found = _files.listing(path)
+    except (OSError, ValueError) as error:
+        raise Damaged(f"arrays: {told(error)}") from None
+    for name in sorted({*files, *found}):
+        if name not in found or name not in files:
+            raise Damaged(f"arrays: {name} {'is missing' if name in files else 'was not saved'}")
+        if found[name] != files[name]:
+            sizes = found[name][0], files[name][0]
+            why = (
+                f"{sizes[0]} bytes, not {sizes[1]}" if sizes[0] != sizes[1] else "other bytes than were saved (sha256)"
+            )
+            raise Damaged(f"arrays: {name}: {why}")
+
+
+def read(path: Path, files: Mapping, leaves: list[Leaf], place: bool = True) -> list[Any]:
     """The saved leaves as host arrays, every shard verified; with `place=False` only that. Raises Damaged."""
+    check_files(path, files)
     shards = {s.name: (s, leaf) for leaf in leaves for s in leaf.shards}
-    blocks = {}
-    if shards:
+    blocks, fault = {}, None
+    with _quiet():
         try:
-            blocks = _orbaxread(path, shards)
+            blocks = _raw(path, shards) if shards else {}
         except (Damaged, MemoryError):
             raise
         except Exception as error:  # whatever orbax, TensorStore and asyncio raise for bytes that are not theirs
-            raise Damaged(f"arrays: {told(error)}") from None
+            fault = Damaged(f"arrays: {told(error)}")
+        if fault is not None:
+            gc.collect()  # the tasks that failed, while nobody listens
+            raise fault
     with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
         for (s, leaf), found in zip(shards.values(), pool.map(digest, blocks.values()), strict=True):
             if found != s.sha256:
@@ -172,9 +216,7 @@ def _joined(leaf: Leaf, blocks: dict[str, np.ndarray]):
     return out
 
 
-def _orbaxread(path: Path, shards: dict[str, tuple[_manifest.Shard, Leaf]]) -> dict[str, np.ndarray]:
-    if not _files.is_real_directory(path):
-        raise Damaged("arrays: missing")
+def _raw(path: Path, shards: dict[str, tuple[_manifest.Shard, Leaf]]) -> dict[str, np.ndarray]:
     ocp = _orbax()
     with _context(ocp):
         known = ocp.metadata(path).metadata

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread
 import contextlib
+import dataclasses
 import math
 import os
 import shutil
@@ -204,6 +205,7 @@ class Checkpoints:
             metrics=_numbers(metrics),
             fingerprint=self._fingerprint,
             versions=_versions(),
+            files={},
         )
         self._job = _Job(self, manifest, copies)
         self._job.start()
@@ -347,7 +349,9 @@ class Checkpoints:
         if parts and declared > (64 << 20) + 256 * _files.sizes(folder):
             raise Damaged(f"history, data and callbacks declare {declared} bytes, far more than their files have")
         arrays = _bounded(
-            lambda: _store.read(folder / _ARRAYS, [*wanted, *parts]), self.timeout, f"restore of step {step}"
+            lambda: _store.read(folder / _ARRAYS, manifest.files, [*wanted, *parts]),
+            self.timeout,
+            f"restore of step {step}",
         )
         state = plan.filled(arrays[: len(wanted)])
         for note in plan.edited:
@@ -367,7 +371,7 @@ class Checkpoints:
         raise CheckpointError(message("checkpoint of another run", str(folder), a, b, fix))
 
     def _check_not_foreign(self) -> None:
-        names = sorted(os.listdir(self.path)) if self.path.is_dir() else []
+        names = sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []
         odd = [name for name in names if name in _FOREIGN or name.lower().endswith(_FOREIGN_ENDS)]
         if odd:
             got, expected = _tree.listed(odd, 4), "checkpoints of tsunax, or none"
@@ -431,7 +435,8 @@ class Checkpoints:
                     _store.write(folder / _ARRAYS, {str(i): copy for i, copy in enumerate(copies)})
                 hashes = [digest.result() for digest in digests]
             copies.clear()
-            manifest = _store.with_hashes(manifest, hashes)
+            files = _files.listing(folder / _ARRAYS)
+            manifest = dataclasses.replace(_store.with_hashes(manifest, hashes), files=files)
             body = manifest.dump()
             if len(body) > _manifest.LIMIT:
                 raise ValueError(f"a manifest of {len(body)} bytes, more than {_manifest.LIMIT}")
@@ -492,7 +497,7 @@ class Checkpoints:
         if not dropped:
             return
         try:
-            _store.read(self.path / str(newest.step) / _ARRAYS, [*newest.leaves, *newest.arrays], place=False)
+            _store.read(self.path / str(newest.step) / _ARRAYS, newest.files, [*newest.leaves, *newest.arrays], False)
         except Damaged as error:
             self._bad[newest.step] = str(error)
             raise
@@ -658,7 +663,7 @@ def _bounded(f: Callable[[], Any], limit: float, what: str):
 def _open(owner: Checkpoints) -> None:
     """Make the directory and take its lock; from an earlier owner in this process, once that has nothing to write."""
     where, fix = str(owner.path), "Give the path of a directory that can be written."
-    if owner.path.exists() and not owner.path.is_dir():
+    if os.path.exists(owner.path) and not os.path.isdir(owner.path):
         got = "a file"
         fix = f"{_NO_CODE} {fix}"
         raise CheckpointError(message("path", where, got, "a directory of checkpoints", fix))
