@@ -503,6 +503,19 @@ def test_an_error_comes_after_the_batches_before_it():
         source.take(8)
 
 
+def test_replay_reads_earlier_epochs_too():
+    class Counting:
+        epoch = -1
+
+        def __iter__(self):
+            self.epoch += 1
+            return iter([np.full(1, 10 * self.epoch + i) for i in range(3)])
+
+    source = as_source(Counting())
+    source.restore({"epoch": 2, "position": 1, "data": None}, replay=True)
+    assert [int(batch[0]) for batch in source] == [21, 22]
+
+
 def test_tensors_of_other_libraries_become_arrays():
     class Tensor:
         def __array__(self, dtype=None, copy=None):
