@@ -178,7 +178,7 @@ def test_what_has_no_room_beside_the_bar_moves_below_it(clock):
     assert second == "loss 0.75  1.5M examples/s  0.5 GiB"
 
 
-@pytest.mark.parametrize("width", [30, 39, 80, 200])
+@pytest.mark.parametrize("width", [30, 45, 80, 200])
 @pytest.mark.parametrize("total", [None, 10_000])
 def test_the_picture_fits_its_width(clock, width, total):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)

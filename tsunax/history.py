@@ -160,6 +160,31 @@ class History:
                 rows.append(at)
                 values.append(value)
 
+    def extend(self, columns: Mapping[str, np.ndarray], steps: np.ndarray) -> None:
+        """Add a row for each step, in order and beyond the last one: as `add`, for many rows at once.
+
+        >>> history = History()
+        >>> history.extend({"loss": np.array([0.5, 0.25])}, np.array([10, 20]))
+        >>> history["step"], history["loss"]
+        (array([10, 20]), array([0.5 , 0.25]))
+        """
+        steps = np.asarray(steps, np.int64)
+        if not len(steps):
+            return
+        check_names(columns, f"step {steps[0]}")
+        last = self._steps[-1] if self._steps else None
+        if (last is not None and steps[0] <= last) or np.any(np.diff(steps) <= 0):
+            fix = "A history goes forward: start a new one, or restore the one of that step."
+            raise RowError(
+                message("rows", "History.extend()", f"steps from {steps[0]}", f"increasing, beyond {last}", fix)
+            )
+        rows = np.arange(len(self._steps), len(self._steps) + len(steps), dtype=np.int64).tobytes()
+        self._steps.frombytes(steps.tobytes())
+        for name, values in columns.items():
+            at, column = self._columns.setdefault(name, (array("q"), array("d")))
+            at.frombytes(rows)
+            column.frombytes(np.asarray(values, np.float64).tobytes())
+
     def mark(self, name: str, step: int, text: str = "") -> None:
         """Note that something happened: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
         self.marks.append((int(step), str(name), str(text)))
