@@ -17,7 +17,9 @@ POLICIES = (None, True, "dots_saveable")
 
 def mebibytes(loss_fn, params, batch, **options) -> float:
     lowered = ts.train_step(loss_fn, **options).lower(ts.setup(ts.rules.adam(1e-3), params), batch)
-    return lowered.compile().memory_analysis().temp_size_in_bytes / 2**20
+    analysis = lowered.compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes / 2**20
 
 
 def gpt():

@@ -62,6 +62,11 @@ class Plan:
         return tuple(s and not o for s, o in zip(self.selected or self._all, self.overwritten, strict=True))
 
     @property
+    def replaced(self) -> tuple[bool, ...]:
+        """Which leaves of params their gradient overwrites in a step: the selected ones."""
+        return tuple(s and o for s, o in zip(self.selected or self._all, self.overwritten or (), strict=True))
+
+    @property
     def _all(self) -> tuple[bool, ...]:
         return (True,) * len(self.overwritten or ())
 

@@ -415,10 +415,7 @@ def _overwritten(state: TrainState, new, thawed, verdict) -> TrainState:
     taken = jnp.bool_(True) if verdict is None else verdict == 0
     old = state.plan.apart(moving_part(state))[1]
     on = [taken & flag for flag in thawed or [True] * len(jax.tree.leaves(old))]
-    flags = [
-        o and s for o, s in zip(state.plan.overwritten, state.plan.selected or state.plan.overwritten, strict=True)
-    ]
-    return dataclasses.replace(state, params=joined(guard.choose(on, new, old), state.params, flags))
+    return dataclasses.replace(state, params=joined(guard.choose(on, new, old), state.params, state.plan.replaced))
 
 
 def _first(*options):
