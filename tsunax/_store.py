@@ -13,6 +13,7 @@ import importlib
 import logging
 import math
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -127,21 +128,31 @@ def _orbax() -> Any:
     return importlib.import_module("orbax.checkpoint").v1
 
 
+# orbax names its operations by one count of the process: a load beside a save takes the save's directory from under it
+_ONE_AT_A_TIME = threading.Lock()
+
+
 def _context(ocp):
-    """Plain chunks: compressing costs twice the time of the write for a tenth of its bytes. And no copy of our copy."""
+    """Plain chunks: compressing costs twice the time of the write for a tenth of its bytes. No copy of our copy.
+
+    Directories are made before their files: made beside them, a failure leaves threads that wait for ever.
+    """
+    options = ocp.options
+    if not hasattr(ocp.Context(), "array"):  # before 0.12.8
+        return ocp.Context(
+            array_options=options.ArrayOptions(saving=options.ArrayOptions.Saving(use_compression=False)),
+            async_options=options.AsyncOptions(create_directories_asynchronously=False),
+        )
     context = ocp.Context()
-    if hasattr(context, "array"):
-        context.array.saving.use_compression = False
-        if hasattr(context, "memory") and hasattr(context.memory, "deepcopy_host_arrays"):
-            context.memory.deepcopy_host_arrays = False
-        return context
-    saving = ocp.options.ArrayOptions.Saving(use_compression=False)
-    return ocp.Context(array_options=ocp.options.ArrayOptions(saving=saving))
+    context.array.saving.use_compression = False
+    context.asynchronous.create_directories_asynchronously = False
+    context.memory.deepcopy_host_arrays = False
+    return context
 
 
 def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     ocp = _orbax()
-    with _context(ocp):
+    with _ONE_AT_A_TIME, _context(ocp):
         ocp.save(path, arrays)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(
@@ -218,7 +229,7 @@ def _joined(leaf: Leaf, blocks: dict[str, np.ndarray]):
 
 def _raw(path: Path, shards: dict[str, tuple[_manifest.Shard, Leaf]]) -> dict[str, np.ndarray]:
     ocp = _orbax()
-    with _context(ocp):
+    with _ONE_AT_A_TIME, _context(ocp):
         known = ocp.metadata(path).metadata
         if not isinstance(known, Mapping):
             raise Damaged("arrays: other ones than were saved")

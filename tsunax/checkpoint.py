@@ -604,7 +604,7 @@ class _Job:
         try:
             self.owner._write(manifest, copies)
         except BaseException as error:
-            self.error = error.with_traceback(None)
+            self.error = error
         finally:
             copies.clear()
             self.done.set()

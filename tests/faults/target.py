@@ -1,0 +1,85 @@
+"""The run that is hurt: a small network, Adam with a schedule, an average, shuffled data, a key in the loss.
+
+`main` trains to its last step whatever is in the directory already, and writes what it saw, a line at a time:
+RESUMED <step>, STEP <step> <ids of the batch>, DIGEST <sha256 of all that it ends with>. No part of tsunax is patched.
+"""
+
+import hashlib
+import json
+import os
+
+ROWS, SIZE = 24, 4
+LEAVE_OUT = ("", "key", "step", "data", "history")  # what a broken run forgets, to see that the drivers notice
+
+
+def order(epoch: int):
+    import numpy as np
+
+    return np.random.default_rng([7, epoch]).permutation(ROWS)
+
+
+def digest(*trees) -> str:
+    import jax
+    import numpy as np
+
+    out = hashlib.sha256()
+    for path, x in jax.tree_util.tree_flatten_with_path(trees)[0]:
+        if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        out.update(f"{jax.tree_util.keystr(path)} {np.asarray(x).dtype} {np.shape(x)}".encode())
+        out.update(np.ascontiguousarray(np.asarray(x)).tobytes())
+    return out.hexdigest()
+
+
+def make():
+    import jax
+    import jax.numpy as jnp
+
+    import tsunax as ts
+
+    k = jax.random.split(jax.random.key(0), 2)
+    params = {"a": jax.random.normal(k[0], (6, 32)), "b": {"w": jax.random.normal(k[1], (32, 2)), "c": jnp.zeros(2)}}
+    rate = ts.schedules.cosine_decay_schedule(1e-2, 40)
+    rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adamw(rate, weight_decay=1e-3))
+    state = ts.setup(rule, params, key=5, ema=0.9, model_state={"seen": jnp.zeros(())})
+
+    def loss_fn(params, batch, *, key, model_state):
+        x, y = batch
+        h = jnp.tanh(x @ params["a"]) * jax.random.bernoulli(key, 0.8, (32,))
+        out = h @ params["b"]["w"] + params["b"]["c"]
+        return ts.Loss.mean((out - y) ** 2, model_state={"seen": model_state["seen"] + x.shape[0]})
+
+    return state, ts.train_step(loss_fn)
+
+
+def main(folder: str, log: str, steps: int, every: int = 2, leave_out: str = "") -> None:
+    import numpy as np
+
+    from tsunax.checkpoint import Checkpoints
+
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    say = lambda *words: os.write(out, (" ".join(map(str, words)) + "\n").encode())
+    rows = np.random.default_rng(3).standard_normal((ROWS, 8)).astype(np.float32)
+    state, step = make()
+    data, losses = {"epoch": 0, "position": 0}, []
+    with Checkpoints(folder, every=every, fingerprint={"rows": ROWS, "batch": SIZE}) as checkpoints:
+        found = checkpoints.restore(state)
+        done = 0
+        if found.step is not None:
+            fresh, state, done = state, found.state, found.step
+            data = found.data if leave_out != "data" else data
+            losses = [*found.history["loss"]] if leave_out != "history" else []
+            state = state.replace(key=11) if leave_out == "key" else state
+            state = state.replace(step=fresh.step) if leave_out == "step" else state
+        say("RESUMED", done)
+        for i in range(done + 1, steps + 1):
+            if data["position"] + SIZE > ROWS:
+                data = {"epoch": data["epoch"] + 1, "position": 0}
+            ids = order(data["epoch"])[data["position"] : data["position"] + SIZE]
+            data = {**data, "position": data["position"] + SIZE}
+            state, info = step(state, (rows[ids, :6], rows[ids, 6:]))
+            losses.append(np.float32(info.loss))
+            say("STEP", i, json.dumps(ids.tolist()))
+            if checkpoints.due(i) or i == steps:
+                checkpoints.save(state, step=i, data=data, history={"loss": np.array(losses, np.float32)})
+    say("DIGEST", digest(state, data, np.array(losses, np.float32)))

@@ -1,0 +1,1224 @@
+"""Checkpoints: what comes back, what is refused and in which words, what survives damage, kills and full disks."""
+
+# ruff: noqa: B023, the lambdas are called where they are made
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import tsunax as ts
+from tests.helpers import assert_trees_equal, need
+from tsunax import _files, _manifest, _store, checkpoint
+from tsunax.checkpoint import Best, Checkpoints
+from tsunax.errors import CheckpointError, HyperparameterError, SaveError, StateError, WrongTypeError
+
+PARAMS = {
+    "body": {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4), "b": np.ones(4, np.float32)},
+    "head": np.ones((4, 2), np.float32),
+}
+
+
+def make(rate=1e-2, rule=None, params=None, **options):
+    rule = ts.rules.adam(rate) if rule is None else rule
+    return ts.setup(rule, PARAMS if params is None else params, **options)
+
+
+def grads(state, scale=1.0):
+    return jax.tree.map(lambda x: scale * jnp.ones_like(x), ts.trainable(state))
+
+
+@jax.jit
+def updated(state):
+    return ts.update(state, grads(state))[0]
+
+
+def save(path, *states, **about):
+    """One checkpoint after the other, all of them kept."""
+    with Checkpoints(path, keep_last=None) as checkpoints:
+        for state in states:
+            checkpoints.save(state, **about)
+
+
+def restored(path, like, **how):
+    return Checkpoints(path, read_only=True).restore(like, **how)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """States at the steps 0, 1, 2 and a directory with a checkpoint of each; tests work on copies."""
+    path = tmp_path_factory.mktemp("three")
+    states = [make()]
+    for _ in range(2):
+        states.append(updated(states[-1]))
+    with Checkpoints(path, keep_last=None) as checkpoints:
+        for n, state in enumerate(states):
+            checkpoints.save(state, data={"epoch": n}, history={"loss": np.arange(n + 1.0)}, metrics={"loss": n})
+    return path, states
+
+
+@pytest.fixture
+def copy(three, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(three[0], path)
+    return path, three[1]
+
+
+# --------------------------------------------------------------------------------------------------- what comes back
+
+LEAVES = {
+    "f32": jnp.array([1.5, -0.0, jnp.nan, jnp.inf, 1e-42]),
+    "bf16": jnp.array([[1.5, 3e38]], jnp.bfloat16),
+    "f16": jnp.array([6e-8], jnp.float16),
+    "f8": jnp.array([0.5, 448], jnp.float8_e4m3fn),
+    "i4": jnp.array([-8, 7], jnp.int4),
+    "u8": jnp.array([255], jnp.uint8),
+    "i32": jnp.array(16_777_217),
+    "bool": jnp.array([True, False]),
+    "c64": jnp.array([1 - 2j]),
+    "empty": jnp.zeros((0, 3)),
+    "key": jax.random.key(3),
+    "keys": jax.random.split(jax.random.key(3), 4),
+    "rbg": jax.random.key(1, impl="rbg"),
+    "raw key": jax.random.PRNGKey(3),
+    "np": {"f64": np.array([0.1]), "i64": np.array(2**60), "scalar": np.float32(0.1), "int": np.int64(-3)},
+    "np bf16": np.array(1.5, ml_dtypes.bfloat16),
+    "python": [True, 7, -(2**60), 0.1, float("nan"), 1 - 2j, "text", None],
+    "a.b": jnp.ones(1),
+    "a": {"b": jnp.zeros(1)},
+    "x/y": (jnp.ones(2), [jnp.ones(3)]),
+    "": jnp.full(1, 5.0),
+    "../nul\0": jnp.full(1, 6.0),
+    "ü" * 300: jnp.full(1, 7.0),
+    "order": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+}
+
+
+def test_every_kind_of_leaf_comes_back_with_its_bits_and_type(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(LEAVES, step=3)
+        found = checkpoints.restore(LEAVES)
+    assert found.step == 3
+    assert_trees_equal(found.state, LEAVES)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found.state), jax.tree.leaves(LEAVES), strict=True):
+        assert isinstance(a, type(b)), path
+        assert getattr(a, "dtype", None) == getattr(b, "dtype", None), path
+
+
+def test_the_files_hold_no_name_of_a_leaf(tmp_path):
+    save(tmp_path, make())
+    names = [name for _, folders, files in os.walk(tmp_path) for name in [*folders, *files]]
+    assert not [name for name in names if "body" in name or "head" in name]
+
+
+def test_parts_come_back_as_they_were(tmp_path):
+    data = {"epoch": 3, "tuple": (1, [2.5, None]), "nan": float("nan"), "big": 10**40, "$array": 1, "yes": True}
+    callbacks = [{"best": {"w": jnp.ones(2)}}, "patience", jax.random.key(4), np.float32(2), {}]
+    history = {"loss": np.arange(3, dtype=np.float32), "step": np.arange(3)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make(), data=data, history=history, callbacks=callbacks)
+        found = checkpoints.restore(make())
+    assert repr(found.data) == repr(data) and type(found.data["yes"]) is bool
+    assert_trees_equal(found.history, history)
+    assert_trees_equal(found.callbacks[0]["best"]["w"], np.ones(2, np.float32))
+    assert found.callbacks[1] == "patience" and found.callbacks[3].dtype == np.float32 and found.callbacks[4] == {}
+    assert_trees_equal(found.callbacks[2], jax.random.key(4))
+    assert restored(tmp_path, make()).callbacks is not None and found.step == 0
+
+
+def test_a_whole_training_state_goes_on_to_the_last_bit(tmp_path):
+    rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adamw(lambda step: 0.1 / (step + 1)))
+    options = dict(key=3, ema=0.9, precision="float16", model_state={"mean": np.ones(2, np.float32)})
+    state = updated(make(rule=rule, **options))
+    save(tmp_path, state)
+    found = restored(tmp_path, make(rule=rule, **options)).state
+    assert_trees_equal(found, state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert_trees_equal(updated(found), updated(state))
+
+
+def test_what_is_saved_is_the_state_at_the_call_whatever_happens_to_it(tmp_path, monkeypatch):
+    go, write = threading.Event(), _store.write
+    monkeypatch.setattr(_store, "write", lambda *a: (go.wait(20), write(*a)))
+    array = np.ones(3)
+    state = {"w": jnp.ones(3), "n": array}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, step=0)
+        assert checkpoints.latest() is None  # it is still being written
+        state["w"].delete()
+        array[:] = 7
+        go.set()
+        checkpoints.wait()
+    assert_trees_equal(restored(tmp_path, {"w": jnp.zeros(3), "n": array}).state, {"w": jnp.ones(3), "n": np.ones(3)})
+
+
+def test_a_host_copy_leaves_the_state_free_to_be_donated(tmp_path):
+    state = {"w": jnp.ones(1000)}
+    with Checkpoints(tmp_path) as checkpoints:
+        before = state["w"].unsafe_buffer_pointer()
+        checkpoints.save(state, step=0)
+        after = jax.jit(lambda s: {"w": s["w"] + 1}, donate_argnums=0)(state)
+        assert after["w"].unsafe_buffer_pointer() == before  # in place: no copy was needed
+
+
+def test_restored_leaves_do_not_compile_the_step_again(tmp_path):
+    from tests.helpers import count_compiles
+
+    state = make()
+    step = ts.train_step(lambda p, x: jnp.mean(x @ p["body"]["w"] @ p["head"]) + jnp.sum(p["body"]["b"]))
+    x = np.ones((2, 3), np.float32)
+    state, _ = step(state, x)
+    save(tmp_path, state)
+    found = restored(tmp_path, make()).state
+    with count_compiles() as c:
+        for _ in range(2):
+            found, _ = step(found, x)
+    assert c.traces == 0
+    assert int(found.step) == 3
+
+
+def test_cuts_and_frozen_leaves_are_built_anew(tmp_path):
+    state = ts.adjust(make(), "body/**", learning_rate=0.5)
+    state = ts.adjust(ts.freeze(updated(state), "head"), "body/b", learning_rate=0.25)
+    save(tmp_path, state)
+    for like in (make(), make(freezable=True), jax.eval_shape(make)):
+        found = restored(tmp_path, like).state
+        assert_trees_equal(found, state)
+        assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert ts.hyperparams(found) == ts.hyperparams(state)
+
+
+def test_a_state_whose_step_was_set_keeps_its_own_counts(tmp_path):
+    state = updated(make()).replace(step=40)
+    save(tmp_path, state)
+    found = restored(tmp_path, make())
+    assert found.step == 40
+    assert_trees_equal(found.state, state)
+
+
+def test_a_freeze_of_the_script_stays_where_the_run_never_froze(tmp_path):
+    save(tmp_path, make())
+    like = ts.freeze(make(), "head")
+    assert_trees_equal(restored(tmp_path, like).state.frozen, like.frozen)
+
+
+def test_numbers_go_on_live_and_an_edited_one_is_the_scripts(tmp_path):
+    save(tmp_path, ts.adjust(make(1e-2), learning_rate=0.5, b1=0.8))
+    live = ts.hyperparams(restored(tmp_path, make(1e-2)).state)
+    assert (live["learning_rate"], live["b1"]) == (0.5, 0.8)
+    with pytest.warns(UserWarning, match=r"learning_rate: 0\.01 then, 0\.02 now: the script's is used") as told:
+        found = restored(tmp_path, make(2e-2))
+    assert len(told) == 1
+    live = ts.hyperparams(found.state)
+    assert (live["learning_rate"], live["b1"]) == (0.02, 0.8)
+    again = tmp_path / "again"  # the edited value is what the run goes by from here on
+    save(again, ts.adjust(found.state, learning_rate=0.7))
+    assert ts.hyperparams(restored(again, make(2e-2)).state)["learning_rate"] == 0.7
+
+
+def test_schedules(tmp_path):
+    rule = lambda start, steps=100: ts.rules.sgd(ts.schedules.linear_schedule(start, 0.0, steps))
+    state = make(rule=rule(0.5)).replace(step=50)
+    save(tmp_path / "a", state)
+    save(tmp_path / "held", ts.adjust(state, learning_rate=0.7))
+    rate = lambda name, like: ts.hyperparams(restored(tmp_path / name, like).state)["learning_rate"]
+    assert rate("a", make(rule=rule(0.5))) == 0.25
+    assert rate("held", make(rule=rule(0.5))) == pytest.approx(0.7)
+    with pytest.warns(UserWarning, match="learning_rate: 0.5 then, 0.8 now"):
+        assert rate("held", make(rule=rule(0.8))) == pytest.approx(0.4)
+    with pytest.warns(UserWarning, match="learning_rate: 100 then, 200 now"):
+        assert rate("a", make(rule=rule(0.5, 200))) == pytest.approx(0.375)
+    with pytest.warns(UserWarning, match="learning_rate: a schedule then, a number now"):
+        assert rate("a", make(rule=ts.rules.sgd(0.3))) == pytest.approx(0.3)
+    save(tmp_path / "number", make(rule=ts.rules.sgd(0.3)))
+    with pytest.warns(UserWarning, match="learning_rate: a number then, a schedule now"):
+        assert rate("number", make(rule=rule(0.5))) == 0.5
+
+
+# ---------------------------------------------------------------------------------------------------- other devices
+
+
+def sharded(tree, n, axis):
+    mesh = Mesh(np.array(jax.devices()[:n]), ("data",))
+    spec = lambda x: PartitionSpec(*[None] * axis, "data") if np.ndim(x) > axis and x.shape[axis] % n == 0 else None
+    put = lambda x: jax.device_put(x, NamedSharding(mesh, spec(x) or PartitionSpec()))
+    return jax.tree.map(put, tree)
+
+
+TREE = {"w": np.arange(128.0, dtype=np.float32).reshape(8, 16), "b": np.arange(8, dtype=np.int32), "s": np.float32(3)}
+
+
+@pytest.fixture(scope="module")
+def saved_sharded(tmp_path_factory):
+    out = {}
+    for n, axis in ((1, 0), (2, 0), (4, 0), (8, 0), (4, 1)):
+        out[n, axis] = tmp_path_factory.mktemp(f"on{n}")
+        tree = sharded(TREE, n, axis)
+        save_at = Checkpoints(out[n, axis])
+        save_at.save({**tree, "key": jax.random.split(jax.random.key(0), 8)}, step=1)
+        save_at.close()
+    return out
+
+
+@pytest.mark.parametrize("there", [(1, 0), (2, 0), (4, 0), (8, 0), (4, 1)])
+def test_a_state_moves_between_topologies(saved_sharded, there):
+    for here in ((1, 0), (2, 0), (4, 0), (8, 0), (4, 1), (8, 1)):
+        like = {**sharded(jax.tree.map(np.zeros_like, TREE), *here), "key": jax.random.split(jax.random.key(1), 8)}
+        found = restored(saved_sharded[there], like).state
+        assert_trees_equal(found, {**TREE, "s": jnp.float32(3), "key": jax.random.split(jax.random.key(0), 8)})
+        assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, like)
+
+
+def test_each_shard_is_stored_once(saved_sharded):
+    manifest = checkpoint._manifest_in(saved_sharded[4, 0] / "1", 1)
+    shards = {"".join(leaf.path): [s.bounds for s in leaf.shards] for leaf in manifest.leaves}
+    assert sorted(shards["['w']"]) == [((2 * i, 2 * i + 2), (0, 16)) for i in range(4)]
+    assert shards["['s']"] == [()]  # replicated: one
+
+
+# --------------------------------------------------------------------------------------------------- kinds of trees
+
+
+def test_nnx_linen_and_equinox_parameters(tmp_path):
+    from flax import linen, nnx
+
+    def of(seed):
+        yield nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(seed)), nnx.Param)
+        yield linen.Dense(2).init(jax.random.key(seed), jnp.ones((1, 3)))["params"]
+
+    for i, (saved, like) in enumerate(zip(of(0), of(1), strict=True)):
+        save(tmp_path / str(i), make(params=saved))
+        found = restored(tmp_path / str(i), make(params=like)).state
+        assert_trees_equal(found.params, saved)
+        assert jax.tree.structure(found.params) == jax.tree.structure(saved)
+    names = [leaf.path for leaf in checkpoint._manifest_in(tmp_path / "0" / "0", 0).leaves if leaf.path[0] == ".params"]
+    assert ("value" in str(names), len(names)) == (False, 2)
+
+
+def test_equinox_parameters(tmp_path):
+    eqx = need("equinox")
+    params = lambda seed: eqx.partition(eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(seed)), eqx.is_array)[0]
+    save(tmp_path, make(params=params(0)))
+    assert_trees_equal(restored(tmp_path, make(params=params(1))).state.params, params(0))
+
+
+def test_a_pair_of_states(tmp_path):
+    pair = lambda: {"g": make(key=1), "d": ts.adjust(make(rule=ts.rules.sgd(0.1, momentum=0.9)), "head", momentum=0.5)}
+    both = {name: updated(state) for name, state in pair().items()}
+    save(tmp_path, both)
+    found = restored(tmp_path, {"g": make(key=1), "d": make(rule=ts.rules.sgd(0.1, momentum=0.9))})
+    assert found.step == 1
+    assert_trees_equal(found.state, both)
+    assert ts.hyperparams(found.state["d"]) == ts.hyperparams(both["d"])
+    with pytest.raises(CheckpointError, match=r"rule of state\['d'\]: saved sgd\(.*expected adam\("):
+        restored(tmp_path, {"g": make(key=1), "d": make()})
+
+
+# -------------------------------------------------------------------------------------------------- parts of a state
+
+
+def test_params_only(three):
+    path, states = three
+    zeros = jax.tree.map(np.zeros_like, PARAMS)
+    found = restored(path, make(rule=ts.rules.sgd(0.1), params=zeros, ema=0.5), params_only=True)
+    assert_trees_equal(found.state.params, states[2].params)
+    assert_trees_equal(found.state.average.params, states[2].params)
+    assert (int(found.state.step), found.step, found.data) == (0, 2, None)
+    bare = restored(path, zeros, params_only=True).state
+    assert_trees_equal(bare, jax.tree.map(np.asarray, states[2].params))
+    assert isinstance(bare["head"], np.ndarray)
+    with pytest.raises(CheckpointError, match=r"state\['more'\]: nothing saved, expected float64\[1\]"):
+        restored(path, {**zeros, "more": np.ones(1)}, params_only=True)
+    with pytest.raises(CheckpointError, match=r"state\.params\['head'\]: saved float32\[4,2\], expected nothing"):
+        restored(path, {"body": zeros["body"]}, params_only=True)
+
+
+def test_partial(three):
+    path, states = three
+    other = {"body": jax.tree.map(np.zeros_like, PARAMS["body"]), "new": np.full(5, 2, np.float32)}
+    state = make(params=other, precision=ts.precision.Policy(param="bfloat16"))
+    with pytest.raises(CheckpointError, match=r"saved float32\[3,4\], expected bfloat16\[3,4\]"):
+        restored(path, state, partial="body/**")
+    found = restored(path, state, partial="body/**", cast=True).state
+    body = jax.tree.map(lambda x: x.astype(jnp.bfloat16), states[2].params["body"])
+    assert_trees_equal(found.params["body"], body)
+    assert_trees_equal(found.masters["body"], jax.tree.map(lambda x: x.astype(np.float32), body))
+    assert_trees_equal(found.params["new"], jnp.full(5, 2, jnp.bfloat16))
+    with pytest.raises(ts.errors.PatternError, match="no match among 3 leaves"):
+        restored(path, state, partial="boddy/**")
+    with pytest.raises(CheckpointError, match=r"params\['new'\]: nothing saved"):
+        restored(path, state, partial=["body/**", "new"], cast=True)
+
+
+def test_cast_is_for_floats_only(tmp_path):
+    save_at = Checkpoints(tmp_path)
+    save_at.save({"w": jnp.array([1.1]), "n": jnp.array([3])}, step=0)
+    save_at.close()
+    found = restored(tmp_path, {"w": jnp.zeros(1, jnp.bfloat16), "n": jnp.array([0])}, cast=True).state
+    assert_trees_equal(found, {"w": jnp.array([1.1], jnp.bfloat16), "n": jnp.array([3])})
+    for like in ({"w": jnp.zeros(1), "n": jnp.zeros(1)}, {"w": jnp.array([0]), "n": jnp.array([3])}):
+        with pytest.raises(CheckpointError, match="saved .*, expected"):
+            restored(tmp_path, like, cast=True)
+
+
+# --------------------------------------------------------------------------------------------------------- mismatches
+
+Moments = lambda **changes: make(params={**PARAMS, **changes})
+MISMATCHES = {
+    "shape": (lambda: Moments(head=np.ones((4, 3), np.float32)), r"params\['head'\]: saved float32\[4,2\], .*\[4,3\]"),
+    "dtype": (lambda: Moments(head=jnp.ones((4, 2), jnp.bfloat16)), r"saved float32\[4,2\], expected bfloat16\[4,2\]"),
+    "more": (lambda: Moments(x=np.ones(1, np.float32)), r"params\['x'\]: nothing saved, expected float32\[1\]"),
+    "fewer": (lambda: make(params={"head": PARAMS["head"]}), r"\['b'\]: saved float32\[4\], expected nothing"),
+    "renamed": (
+        lambda: make(params={"body": PARAMS["body"], "top": PARAMS["head"]}),
+        r"params\['top'\]: nothing saved",
+    ),
+    "list for dict": (lambda: make(params=[PARAMS["body"], PARAMS["head"]]), r"params\[0\]\['b'\]: nothing saved"),
+    "adamax": (lambda: make(rule=ts.rules.adamax(1e-2)), r"rule of state: saved adam\(.*expected adamax\("),
+    "adamw": (lambda: make(rule=ts.rules.adamw(1e-2)), r"rule of state: saved adam\(.*expected adamw\("),
+    "sgd": (lambda: make(rule=ts.rules.sgd(1e-2)), r"rule of state: saved adam\(.*expected sgd\("),
+    "nesterov": (lambda: make(rule=ts.rules.adam(1e-2, nesterov=True)), r"nesterov=False\), .*nesterov=True"),
+    "clipped": (lambda: make(rule=ts.rules.chain(ts.rules.clip_value(1.0), ts.rules.adam(1e-2))), r"clip_value\(max\)"),
+    "groups": (lambda: make(rule=ts.rules.groups({"**": ts.rules.adam(1e-2)})), r"expected _Groups"),
+    "plain": (lambda: make(rule=optax.adam(1e-2)), r"rule of state: saved adam\(.*expected chain\(\("),
+    "selected": (lambda: make(trainable="head"), "trained of state: saved everything, expected head"),
+    "average": (lambda: make(ema=0.9), "average of state: saved none, expected exponential"),
+    "precision": (lambda: make(precision="bfloat16"), "precision of state: saved none, expected Policy"),
+    "key": (lambda: make(key=1), r"state\.key: nothing saved, expected key:fry\[2\]"),
+    "model state": (lambda: make(model_state={"n": np.ones(1)}), r"model_state\['n'\]: nothing saved"),
+    "no state": (lambda: PARAMS, r"state\['head'\]: nothing saved, expected float32\[4,2\]"),
+    "state within": (lambda: {"a": make()}, r"state\['a'\]: saved no TrainState, expected one"),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_another_state_is_refused_with_both_sides(three, name):
+    like, expected = MISMATCHES[name]
+    with pytest.raises(CheckpointError, match=expected) as told:
+        restored(three[0], like())
+    lines = str(told.value).splitlines()
+    assert lines[0] == f"checkpoint of another state at {three[0] / '2'}:"
+    assert len(lines) <= 13 and "params_only=True" in lines[-1]
+
+
+PAIRS = {  # trees that only differ in what holds their leaves
+    "tuple and list": ({"a": (jnp.ones(1),)}, {"a": [jnp.ones(1)]}),
+    "int key and index": ({"a": {0: jnp.ones(1)}}, {"a": [jnp.ones(1)]}),
+    "None and nothing": ({"a": jnp.ones(1), "b": None}, {"a": jnp.ones(1)}),
+    "empty containers": ({"a": jnp.ones(1), "b": []}, {"a": jnp.ones(1), "b": {}}),
+    "named tuples": (
+        optax.ScaleByAdamState(jnp.zeros(()), 1.0, 1.0),
+        optax.ScaleByBeliefState(jnp.zeros(()), 1.0, 1.0),
+    ),
+    "typed and raw key": ({"k": jax.random.key(0)}, {"k": jax.random.PRNGKey(0)}),
+    "generators": ({"k": jax.random.key(0)}, {"k": jax.random.key(0, impl="rbg")}),
+    "python and array": ({"n": 1}, {"n": jnp.array(1)}),
+    "int and bool": ({"n": 1}, {"n": True}),
+    "int32 and float32": ({"n": jnp.array(1)}, {"n": jnp.array(1.0)}),
+    "(1,) and ()": ({"n": jnp.ones(1)}, {"n": jnp.ones(())}),
+}
+
+
+def test_trees_that_differ_in_their_containers_are_refused(tmp_path):
+    for name, (a, b) in PAIRS.items():
+        for n, (saved, like) in enumerate(((a, b), (b, a))):
+            path = tmp_path / f"{name} {n}"
+            with Checkpoints(path) as checkpoints:
+                checkpoints.save({"x": jnp.ones(1), "t": saved}, step=0)
+                assert checkpoints.restore({"x": jnp.ones(1), "t": saved}).step == 0, name
+                with pytest.raises(CheckpointError, match=r"state\['t'\].*: (saved .*|nothing saved), expected"):
+                    checkpoints.restore({"x": jnp.ones(1), "t": like})
+
+
+# ------------------------------------------------------------------------------------------------- the inputs' errors
+
+
+def error_of(f, kind=CheckpointError) -> str:
+    with pytest.raises(kind) as told:
+        f()
+    return str(told.value)
+
+
+def test_paths(tmp_path, monkeypatch):
+    file = tmp_path / "model.pt"
+    file.write_bytes(b"\x80\x04")
+    assert error_of(lambda: Checkpoints(file)) == (
+        f"path at {file}: got a file, expected a directory of checkpoints. Nothing in it was opened. "
+        "Give the path of a directory that can be written."
+    )
+    assert "NotADirectoryError" in error_of(lambda: Checkpoints(file / "under"))
+    for bad in ("", None, 3, b"bytes", "a\0b"):
+        assert "path at Checkpoints(): got " in error_of(lambda bad=bad: Checkpoints(bad))
+    assert "File name too long" in error_of(lambda: Checkpoints(tmp_path / ("x" * 300)))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "got PermissionError not writable, expected a directory that can be written" in error_of(
+        lambda: Checkpoints(tmp_path / "locked")
+    )
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    checkpoints = Checkpoints("relative")
+    monkeypatch.chdir("/")
+    checkpoints.save(make())
+    checkpoints.close()
+    assert (tmp_path / "relative" / "0" / "manifest.json").exists()
+
+
+def test_settings(tmp_path):
+    for name, value in {"every": 0, "keep_last": 0, "keep_every": -1, "timeout": 0}.items():
+        assert f"{name} at Checkpoints(): got " in error_of(
+            lambda: Checkpoints(tmp_path, **{name: value}), HyperparameterError
+        )
+    for name, value in {"every": 2.5, "keep_last": True, "keep_every": "4", "keep_best": 3}.items():
+        assert " at " in error_of(lambda: Checkpoints(tmp_path, **{name: value}), WrongTypeError)
+    assert "got 'least' (str), expected 'min' or 'max'" in error_of(lambda: Best("a", mode="least"), WrongTypeError)
+    assert "got 'yes' (str), expected 'auto', 'must' or 'never'" in error_of(
+        lambda: Checkpoints(tmp_path).restore(make(), resume="yes"), WrongTypeError
+    )
+    checkpoints = Checkpoints(tmp_path, every=3)
+    assert [checkpoints.due(i) for i in range(7)] == [False, False, False, True, False, False, True]
+    assert not Checkpoints(tmp_path).due(3)
+
+
+def test_an_empty_directory(tmp_path):
+    checkpoints, state = Checkpoints(tmp_path), make()
+    assert (checkpoints.latest(), checkpoints.steps()) == (None, [])
+    found = checkpoints.restore(state)
+    assert (found.state is state, found.step, found.data) == (True, None, None)
+    assert error_of(lambda: checkpoints.restore(state, resume="must")) == (
+        f"checkpoints at {tmp_path}: got none, expected at least one: resume='must'."
+    )
+    assert error_of(lambda: checkpoints.restore(state, step=3)) == (
+        f"checkpoint at {tmp_path}: got step 3, expected one of none."
+    )
+    missing = Checkpoints(tmp_path / "not there", read_only=True)
+    assert missing.restore(state).step is None and not (tmp_path / "not there").exists()
+
+
+def test_steps_that_are_not_there_and_fresh_starts(three):
+    path, states = three
+    checkpoints = Checkpoints(path, read_only=True)
+    assert checkpoints.steps() == [0, 1, 2] and checkpoints.latest() == 2
+    assert error_of(lambda: checkpoints.restore(make(), step=7)) == (
+        f"checkpoint at {path}: got step 7, expected one of 0, 1, 2."
+    )
+    assert error_of(lambda: checkpoints.restore(make(), resume="never")) == (
+        f"checkpoints at {path}: got steps 0, 1, 2, expected none: resume='never'. "
+        "Give another path, or delete them yourself."
+    )
+    found = checkpoints.restore(make(), step=1)
+    assert (found.step, found.data, list(found.history["loss"])) == (1, {"epoch": 1}, [0.0, 1.0])
+    assert_trees_equal(found.state, states[1])
+    assert "read_only=True" in error_of(lambda: checkpoints.save(make()))
+
+
+def test_another_run_or_other_data(tmp_path):
+    with Checkpoints(tmp_path, fingerprint={"seed": 0, "rows": 100, "batch": 8}) as checkpoints:
+        checkpoints.save(make())
+    other = Checkpoints(tmp_path, fingerprint={"seed": 1, "rows": 100, "workers": 2}, read_only=True)
+    assert error_of(lambda: other.restore(make())) == (
+        f"checkpoint of another run at {tmp_path / '0'}: got seed=0, workers=None, batch=8, "
+        "expected seed=1, workers=2, batch=None. It is of another run, or of other data: give another path."
+    )
+    assert restored(tmp_path, make()).step == 0
+
+
+def test_other_formats_are_not_opened(tmp_path, copy):
+    from orbax.checkpoint import v1 as ocp
+
+    path, _ = copy
+    plain = tmp_path / "plain"
+    shutil.copytree(path / "2" / "arrays", plain)
+    assert error_of(lambda: Checkpoints(plain).restore(make())) == (
+        f"checkpoints at {plain}: got _CHECKPOINT_METADATA, expected checkpoints of tsunax, or none. "
+        "Nothing in it was opened."
+    )
+    managed = tmp_path / "managed"
+    shutil.copytree(plain, managed / "4")
+    assert error_of(lambda: Checkpoints(managed).restore(make())) == (
+        f"checkpoints at {managed}: got step 4: no manifest: orbax's own, not tsunax's, expected a good one. "
+        "To start afresh, give another path."
+    )
+    for name in ("model.pt", "state.pkl", "params.msgpack", "model.safetensors"):
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        (folder / name).write_bytes(b"\x80\x04")
+        assert name in error_of(lambda folder=folder: Checkpoints(folder).restore(make()))
+    assert ocp is not None
+
+
+def rewrite(folder: Path, change) -> None:
+    """Edit a manifest, and make its checksum fit."""
+    body = json.loads((folder / "manifest.json").read_bytes())
+    content = json.dumps(change(body) or body).encode()
+    (folder / "manifest.json").write_bytes(content)
+    (folder / "manifest.sha256").write_text(f"{hashlib.sha256(content).hexdigest()}  manifest.json\n")
+
+
+def test_a_newer_format_is_named(copy):
+    path, _ = copy
+    rewrite(path / "2", lambda body: {"format": 9, "anything": body})
+    assert error_of(lambda: restored(path, make())) == (
+        f"checkpoint at {path / '2'}: got format 9, expected format 1 or earlier. Update tsunax."
+    )
+    assert Checkpoints(path, read_only=True).steps() == [0, 1]
+
+
+def test_odd_names_are_ignored_with_a_warning(copy, tmp_path):
+    path, states = copy
+    outside = tmp_path / "outside"
+    shutil.copytree(path / "2", outside)
+    (path / "11").symlink_to(outside)
+    for name in ("007", "-4", "٣", "2.5", "notes"):
+        (path / name).mkdir()
+    (path / "12").write_text("a file")
+    with pytest.warns(UserWarning) as told:
+        found = restored(path, make())
+    assert found.step == 2
+    assert sorted(str(w.message).rpartition("/")[2] for w in told) == [
+        "-4 is ignored: no step's name.", "007 is ignored: no step's name.", "11 is ignored: a link.",
+        "12 is ignored: a file.", "٣ is ignored: no step's name.",
+    ]  # fmt: skip
+    assert_trees_equal(found.state, states[2])
+
+
+def test_leaves_that_cannot_be_saved(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    bad = {
+        "object": object(),
+        "function": jnp.sin,
+        "strings": np.array(["a"]),
+        "bytes": b"x",
+        "dates": np.array(1, "M8[s]"),
+    }
+    for value in bad.values():
+        text = error_of(lambda value=value: checkpoints.save({"a": jnp.ones(1), "x": value}, step=0), WrongTypeError)
+        assert text.startswith("leaf at state['x']: got ") and text.endswith("Leave it out of what is saved.")
+    for name, value in {"data": {1: 2}, "history": object(), "callbacks": [jnp.sin]}.items():
+        assert f" at {name}" in error_of(lambda: checkpoints.save(make(), **{name: value}), WrongTypeError)
+    assert "without a TrainState" in error_of(lambda: checkpoints.save({"a": jnp.ones(1)}), WrongTypeError)
+    assert "without leaves" in error_of(lambda: checkpoints.save({}, step=0), WrongTypeError)
+    for step, kind in ((-1, HyperparameterError), (2.5, WrongTypeError), ("7", WrongTypeError), (True, WrongTypeError)):
+        assert "step at save(): got" in error_of(lambda: checkpoints.save(make(), step=step), kind)  # noqa: B023
+    assert "step at save()" in error_of(lambda: checkpoints.save(make(), step=2**63), HyperparameterError)
+    state = make()
+    jax.tree.map(lambda x: x.delete(), state.params)
+    assert "donated" in error_of(lambda: checkpoints.save(state), StateError)
+    traced = lambda x: checkpoints.save({"x": x}, step=0)
+    assert "Save outside of jit" in error_of(lambda: jax.jit(traced)(1.0), WrongTypeError)
+    assert "one number" in error_of(lambda: checkpoints.save(make(), metrics={"a": np.ones(2)}), WrongTypeError)
+    assert checkpoints.steps() == []
+
+
+def test_steps_only_go_up_and_a_step_can_be_replaced(copy):
+    path, states = copy
+    with Checkpoints(path, keep_last=None) as checkpoints:
+        assert error_of(lambda: checkpoints.save(states[1])) == (
+            f"step at save(): got 1, expected ≥ 2, the newest in {path}. "
+            "To go on from an earlier step, give another path: Checkpoints(other).save(...)."
+        )
+        checkpoints.save(ts.adjust(states[2], learning_rate=0.5), data="other")
+    assert sorted(os.listdir(path)) == ["0", "1", "2", "tsunax.lock"]
+    assert restored(path, make()).data == "other"
+    assert ts.hyperparams(restored(path, make()).state)["learning_rate"] == 0.5
+
+
+# ------------------------------------------------------------------------------------------------------------ damage
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def flipped(content: bytes) -> bytes:
+    at = len(content) * 2 // 3
+    return content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
+
+
+DAMAGE = {
+    "flipped": flipped,
+    "cut": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "zeros": lambda content: bytes(len(content)),
+    "text": lambda content: b"{}\n" * 9,
+    "gone": None,
+    "a directory": None,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_no_damaged_file_is_believed(copy, tmp_path, how):
+    """Each file of the newest checkpoint in turn: its bits, or the older one's with a warning; never others."""
+    path, states = copy
+    like, outcomes = make(), []
+    for file in files_of(path / "2"):
+        content = file.read_bytes()
+        if not content and how not in ("text", "gone", "a directory"):
+            continue  # orbax.checkpoint is empty
+        file.unlink()
+        if DAMAGE[how]:
+            file.write_bytes(DAMAGE[how](content))
+        elif how == "a directory":
+            file.mkdir()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = restored(path, like)
+        outcomes.append(found.step)
+        assert_trees_equal(found.state, states[found.step])
+        told = [str(w.message) for w in told]
+        assert found.step == 1 and len(told) == 1, (file, told)
+        assert told[0].startswith(f"checkpoint skipped in {path}, step 2: ")
+        assert all(len(line) < 400 for line in told)
+        file.rmdir() if how == "a directory" else file.unlink(missing_ok=True)
+        file.write_bytes(content)
+    assert len(outcomes) > 8
+    assert restored(path, like).step == 2
+
+
+def test_a_flip_in_a_large_array_names_the_leaf(tmp_path):
+    """Large files are not hashed themselves: what they hold is."""
+    tree = {"a": jnp.arange(600_000, dtype=jnp.float32), "b": jnp.ones(3)}
+    save(tmp_path, tree, step=2)
+    data = max(files_of(tmp_path / "2"), key=lambda p: p.stat().st_size)
+    size = data.stat().st_size
+    assert size > _files.SMALL
+    for at in (size // 3, size // 2, size - 1000):  # the end is an index that is no longer read
+        with open(data, "r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1]))
+        assert error_of(lambda: restored(tmp_path, tree, step=2)) == (
+            f"checkpoints at {tmp_path}: got step 2: state['a']: other bytes than were saved (sha256), "
+            "expected a good one. restore() without step= takes an older one."
+        )
+        with open(data, "r+b") as file:
+            file.seek(at)
+            file.write(byte)
+    assert_trees_equal(restored(tmp_path, tree, step=2).state, tree)
+
+
+def test_swapped_shards_of_one_shape_are_found(tmp_path):
+    tree = {"a": jnp.ones(4), "b": jnp.zeros(4)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(tree, step=1)
+    rewrite(
+        tmp_path / "1",
+        lambda body: [leaf[4][0].__setitem__(2, str(1 - i)) for i, leaf in enumerate(body["leaves"])] and None,
+    )
+    with pytest.raises(CheckpointError, match=r"state\['a'\]: other bytes"):
+        restored(tmp_path, tree)
+
+
+def test_where_none_is_good_all_are_listed_and_nothing_is_deleted(copy):
+    path, _ = copy
+    for step in range(3):
+        os.truncate(path / str(step) / "manifest.json", 10)
+    (path / "9").mkdir()
+    shutil.rmtree(path / "0" / "arrays")
+    checkpoints = Checkpoints(path)
+    text = error_of(lambda: checkpoints.restore(make()))
+    assert text == (
+        f"checkpoints at {path}: got step 9: no manifest; step 2: manifest: other bytes than were saved (sha256); "
+        "step 1: manifest: other bytes than were saved (sha256); "
+        "step 0: manifest: other bytes than were saved (sha256), "
+        "expected a good one. To start afresh, give another path."
+    )
+    assert sorted(os.listdir(path)) == ["0", "1", "2", "9", "tsunax.lock"]
+    assert checkpoints.latest() is None
+
+
+def test_a_run_goes_on_over_a_damaged_newest(copy):
+    path, states = copy
+    shutil.rmtree(path / "2" / "arrays")
+    with Checkpoints(path) as checkpoints:
+        with pytest.warns(UserWarning, match="step 2: arrays: missing"):
+            state = checkpoints.restore(make()).state
+        checkpoints.save(updated(state))
+        with pytest.warns(UserWarning, match=r"2 was moved to 2\.damaged-1: arrays: missing"):
+            checkpoints.wait()
+        assert checkpoints.steps() == [1, 2]
+    assert_trees_equal(restored(path, make()).state, states[2])
+    assert (path / "2.damaged-1" / "manifest.json").exists()
+
+
+# -------------------------------------------------------------------------------------------------- which ones are kept
+
+
+def kept(path, steps, metrics=None, **policy):
+    with Checkpoints(path, **policy) as checkpoints:
+        for step in steps:
+            checkpoints.save({"w": jnp.ones(1)}, step=step, metrics=metrics and {"loss": metrics[step]})
+        checkpoints.wait()
+        return checkpoints.steps()
+
+
+def test_what_is_kept(tmp_path):
+    losses = {1: 3.0, 2: 1.0, 3: float("nan"), 4: 1.0, 5: 2.0, 6: 5.0}
+    assert kept(tmp_path / "a", losses) == [5, 6]
+    assert kept(tmp_path / "b", losses, keep_last=1) == [6]
+    assert kept(tmp_path / "c", losses, keep_last=None) == [1, 2, 3, 4, 5, 6]
+    assert kept(tmp_path / "d", losses, keep_every=3) == [3, 5, 6]
+    assert kept(tmp_path / "e", losses, losses, keep_best="loss") == [4, 5, 6]
+    assert kept(tmp_path / "f", losses, losses, keep_last=1, keep_best=Best("loss", k=2, mode="max")) == [1, 6]
+    assert kept(tmp_path / "f", [7], {7: 4.0}, keep_last=1, keep_best=Best("loss", k=2, mode="max")) == [6, 7]
+
+
+def test_an_old_one_goes_only_when_the_newer_reads_back_as_it_was(tmp_path, monkeypatch):
+    write = _store.write
+
+    def spoiled(path, arrays):
+        write(path, {name: array + 1 for name, array in arrays.items()})
+
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save({"w": jnp.ones(3)}, step=1)
+    checkpoints.wait()
+    monkeypatch.setattr(_store, "write", spoiled)
+    checkpoints.save({"w": jnp.ones(3)}, step=2)
+    with pytest.raises(SaveError, match=r"save of step 2 at .*2: got state\['w'\]: other bytes than were saved"):
+        checkpoints.wait()
+    assert checkpoints.steps() == [1]
+    monkeypatch.undo()
+    checkpoints.save({"w": jnp.ones(3)}, step=2)
+    with pytest.warns(UserWarning, match="moved to 2.damaged-1"):
+        checkpoints.close()
+    assert Checkpoints(tmp_path).steps() == [2]
+
+
+def test_nothing_foreign_is_deleted(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("3", "12.tmp", "notes", ".tsunax-tmp-x", ".hidden"):
+        (run / name).mkdir()
+        (run / name / "mine").write_text("x")
+    (run / ".tsunax-tmp-5-0123abcd").symlink_to(outside)
+    (run / "8").symlink_to(outside)
+    with Checkpoints(run, keep_last=1) as checkpoints:
+        for step in range(4, 8):
+            checkpoints.save({"w": jnp.ones(1)}, step=step)
+            if step == 5:
+                checkpoints.wait()
+                (run / "5" / "mine").write_text("x")  # a file of ours in one of its directories keeps that
+    names = ["3/mine", "12.tmp/mine", "notes/mine", ".tsunax-tmp-x/mine", ".hidden/mine", "5/mine"]
+    assert all((run / name).read_text() == "x" for name in names)
+    assert (outside / "precious").read_text() == "x" and (run / "8").is_symlink()
+    with Checkpoints(run) as checkpoints:
+        checkpoints.save({"w": jnp.ones(1)}, step=8)
+        with pytest.raises(SaveError, match="FileExistsError.*is no directory of ours"):
+            checkpoints.wait()
+    assert os.listdir(outside) == ["precious"]
+
+
+def test_what_a_killed_run_left_is_tidied_up(copy):
+    path, states = copy
+    shutil.copytree(path / "2", path / ".tsunax-tmp-3-0123abcd")
+    shutil.copytree(path / "0", path / ".tsunax-old-0-0123abcd")
+    os.rename(path / "2", path / ".tsunax-old-2-0123abcd")  # between the two renames of a replaced step
+    assert Checkpoints(path, read_only=True).steps() == [0, 1]
+    checkpoints = Checkpoints(path)
+    assert sorted(os.listdir(path)) == ["0", "1", "2", "tsunax.lock"]
+    assert_trees_equal(checkpoints.restore(make()).state, states[2])
+
+
+# ------------------------------------------------------------------------------------------------------- failing saves
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_failed_save_is_told_by_the_next_call(tmp_path, monkeypatch):
+    state = make()
+    save(tmp_path, state)
+    expected = (
+        f"save of step 1 at {tmp_path / '1'}: got OSError [Errno 28] No space left on device, "
+        "expected a finished save. Earlier checkpoints are as they were."
+    )
+    for call in ("save", "wait", "close", "restore"):
+        monkeypatch.setattr(_store, "write", full_disk)
+        checkpoints = Checkpoints(tmp_path)
+        checkpoints.save(updated(state))
+        checkpoints._job.done.wait(20)
+        monkeypatch.undo()
+        arguments = (state,) if call in ("save", "restore") else ()
+        with pytest.raises(SaveError) as told:
+            getattr(checkpoints, call)(*arguments)
+        assert str(told.value) == expected and told.value.__cause__.errno == errno.ENOSPC
+        assert sorted(os.listdir(tmp_path)) == ["0", "tsunax.lock"]
+        if call != "close":
+            checkpoints.wait()  # told once
+            checkpoints.close()
+
+
+def test_leaving_a_with_block_never_hides_a_lost_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(_store, "write", full_disk)
+    with pytest.raises(SaveError), Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make())
+    with pytest.raises(KeyError) as told, Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make())
+        raise KeyError("mine")
+    assert "save of step 0" in told.value.__notes__[0]
+
+
+def test_a_save_that_hangs_is_given_up(tmp_path, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(_store, "write", lambda *_: go.wait(30) and full_disk())
+    checkpoints = Checkpoints(tmp_path, timeout=0.05)
+    checkpoints.save(make())
+    start = time.monotonic()
+    for call in (checkpoints.wait, lambda: checkpoints.save(make())):
+        with pytest.raises(
+            SaveError, match=r"save of step 0 at .*: got nothing after 0.05 s, expected a finished save"
+        ):
+            call()
+    assert time.monotonic() - start < 5
+    go.set()
+    checkpoints.timeout = 20
+    with pytest.raises(SaveError, match="No space"):
+        checkpoints.close()
+
+
+def test_a_restore_that_hangs_is_given_up(three, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(_store, "_raw", lambda *_: go.wait(30))
+    with pytest.raises(CheckpointError, match=r"restore of step 2 at restore\(\): got nothing after 0.05 s"):
+        Checkpoints(three[0], read_only=True, timeout=0.05).restore(make())
+    go.set()
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    events, fsync, rename = [], os.fsync, os.rename
+    name = lambda fd: os.readlink(f"/proc/self/fd/{fd}")
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(("sync", name(fd))), fsync(fd)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(("rename", str(b))), rename(a, b)))
+    save(tmp_path, make())
+    final = str(tmp_path / "0")
+    at = events.index(("rename", final))
+    synced = {path.split("/", len(final.split("/")))[-1] for kind, path in events[:at] if kind == "sync"}
+    files = {str(p.relative_to(final)) for p in Path(final).rglob("*")}
+    assert files <= synced, files - synced
+    order = [path.rpartition("/")[2] for kind, path in events[:at] if kind == "sync"]
+    assert order[-1].startswith(".tsunax-tmp-0-")  # the directory itself last
+    assert events[at + 1] == ("sync", str(tmp_path))
+
+
+# --------------------------------------------------------------------------------------------------------- processes
+
+PROGRAM = """
+import os, sys, time, signal
+import jax.numpy as jnp
+from tsunax.checkpoint import Checkpoints
+from tsunax import _store
+path, what = sys.argv[1:]
+if what == "full":
+    _store.write = lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+if what == "hang":
+    import threading
+    def hang(*a):
+        threading.Thread(target=time.sleep, args=(60,)).start()  # not a daemon, as orbax's own are not
+        time.sleep(60)
+    _store.write = hang
+checkpoints = Checkpoints(path, timeout=1.0 if what == "hang" else 60.0)
+checkpoints.save({"w": jnp.ones(3)}, step=1)
+if what == "fork" and os.fork() == 0:
+    time.sleep(20)
+    os._exit(0)
+if what in ("kill", "fork"):
+    checkpoints.wait()
+    print("saved", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "hold":
+    checkpoints.wait()
+    print("saved", flush=True)
+    sys.stdin.read()
+print("end", flush=True)
+"""
+
+
+def program(path, what, **options):
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(path), what],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options
+    )  # fmt: skip
+
+
+def test_scripts_that_do_not_close(tmp_path):
+    """The last save is waited for at the end; where it fails or hangs, the exit status says so, and soon."""
+    runs = {what: program(tmp_path / what, what) for what in ("plain", "full", "hang")}
+    ended = {what: (*run.communicate(timeout=90), run.returncode) for what, run in runs.items()}
+    assert ended["plain"][2] == 0, ended["plain"][1]
+    assert Checkpoints(tmp_path / "plain").steps() == [1]
+    for what, why in {"full": "OSError [Errno 28] No space left on device", "hang": "nothing after 1 s"}.items():
+        out, err, code = ended[what]
+        assert code == 1 and "end" in out
+        assert err.splitlines()[-1] == (
+            f"tsunax: save of step 1 at {tmp_path / what / '1'}: got {why}, expected a finished save."
+        )
+
+
+def test_one_writer_a_directory(tmp_path):
+    """Another process is refused while one lives; neither a killed one nor its forked child is in the way."""
+    run = program(tmp_path, "hold")
+    dead = {what: program(tmp_path / what, what) for what in ("kill", "fork")}
+    assert run.stdout.readline() == "saved\n", run.stderr.read()
+    text = error_of(lambda: Checkpoints(tmp_path))
+    assert text.startswith(f"directory in use at {tmp_path}: got process {run.pid}, since 2")
+    assert text.endswith("Wait for it to end, give another path, or read with read_only=True.")
+    assert restored(tmp_path, {"w": jnp.zeros(3)}).step == 1
+    run.communicate("", timeout=60)
+    assert Checkpoints(tmp_path).steps() == [1]
+    for what, other in dead.items():
+        assert other.stdout.readline() == "saved\n", other.stderr.read()
+        assert other.wait(60) == -9
+        checkpoints = Checkpoints(tmp_path / what)
+        checkpoints.save({"w": jnp.ones(3)}, step=2)
+        checkpoints.close()
+        other.stdout.close(), other.stderr.close(), other.stdin.close()
+
+
+def test_in_one_process_the_last_one_made_writes(tmp_path):
+    first = Checkpoints(tmp_path)
+    first.save(make())
+    second = Checkpoints(tmp_path)
+    assert second.steps() == [0]  # it waited for the first one's save
+    assert error_of(lambda: first.save(make())) == (
+        "checkpoints at save(): got closed ones, expected open ones. "
+        "One Checkpoints a directory and process writes: the one made last."
+    )
+    first.close()
+    second.save(updated(make()))
+    second.close()
+    assert "closed ones" in error_of(lambda: second.save(make()))
+    assert json.loads((tmp_path / "tsunax.lock").read_bytes() or "{}") == {}
+
+
+def test_nothing_of_the_machine_or_the_user_is_written(tmp_path, monkeypatch):
+    import getpass
+    import socket
+
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2hunter2")
+    run = tmp_path / "run"
+    checkpoints = Checkpoints(run)
+    checkpoints.save(make(), data={"n": 1})
+    checkpoints.wait()
+    content = b"".join(p.read_bytes() for p in files_of(run))
+    for secret in ("hunter2hunter2", str(tmp_path), socket.gethostname() + "!", "/home", getpass.getuser() + "@"):
+        assert secret.encode() not in content
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022, 0o000])
+def test_modes_are_the_umasks(tmp_path, mask):
+    old = os.umask(mask)
+    try:
+        save(tmp_path / "run", {"w": jnp.ones(1)}, step=0)
+    finally:
+        os.umask(old)
+    paths = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+    assert all((p.stat().st_mode & 0o777 & mask) == 0 for p in paths)
+
+
+def test_readers_while_a_run_rotates(tmp_path):
+    like = {"w": jnp.zeros(100)}
+    done, wrong, reads = threading.Event(), [], 0
+
+    def write():
+        try:
+            with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+                for step in range(8):
+                    checkpoints.save({"w": jnp.full(100, float(step))}, step=step)
+        finally:
+            done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    reader = Checkpoints(tmp_path, read_only=True)
+    last = -1
+    while not done.is_set():
+        found = reader.restore(like)
+        if found.step is not None:
+            reads += 1
+            wrong += [found.step] if found.step < last or found.state["w"][0] != found.step else []
+            last = found.step
+    writer.join()
+    assert reads > 3 and not wrong
+    assert reader.latest() == 7  # the writer came to its end, too: orbax lets a load beside a save break that
+
+
+# ---------------------------------------------------------------------------------------------------- hostile files
+
+
+def mutated(rng: random.Random, x, depth=0):
+    """The same JSON with one value somewhere exchanged."""
+    others = [
+        None, True, -1, 0, 2**40, 2**70, 1e308, "", "x" * 1000, "../../etc/passwd", "\0", "object", "float64", [], {},
+        [[[[]]]], {"$array": 99}, {"$dict": 3}, {"$key": "rbg"}, "__import__('os').system('true')", [0] * 1000,
+    ]  # fmt: skip
+    if rng.random() < 0.1 + depth / 10 or not isinstance(x, (list, dict)) or not x:
+        return rng.choice(others)
+    if isinstance(x, dict):
+        key = rng.choice(list(x))
+        how = rng.random()
+        if how < 0.1:
+            return {k: v for k, v in x.items() if k != key}
+        return {**x, key: mutated(rng, x[key], depth + 1)}
+    at = rng.randrange(len(x))
+    if rng.random() < 0.1:
+        return x[:at] + x[at + 1 :]
+    if rng.random() < 0.1:
+        return x[:at] + [x[at]] * rng.choice([2, 50]) + x[at + 1 :]
+    return [*x[:at], mutated(rng, x[at], depth + 1), *x[at + 1 :]]
+
+
+def hostile(path, states, n, seed):
+    """Mutate manifests whose checksum is right; count what came of it."""
+    rng, counts = random.Random(seed), {"refused": 0, "same": 0, "other": 0}
+    folder, like = path / "2", make()
+    body = json.loads((folder / "manifest.json").read_bytes())
+    reached = []
+    watched = ("pickle.find_class", "marshal.loads", "os.system", "subprocess.Popen", "os.exec", "socket.connect")
+    active = [True]
+
+    def hook(event, args):
+        if active[0] and event in watched:
+            reached.append((event, args))
+
+    sys.addaudithook(hook)
+    try:
+        for _ in range(n):
+            rewrite(folder, lambda _: mutated(rng, body))
+            start = time.monotonic()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    found = restored(path, like, step=2)
+                except CheckpointError:
+                    counts["refused"] += 1
+                    continue
+                finally:
+                    assert time.monotonic() - start < 5
+            same = all(
+                np.array_equal(a, b)
+                for a, b in zip(jax.tree.leaves(found.state.params), jax.tree.leaves(states[2].params), strict=True)
+            )
+            counts["same" if same else "other"] += 1
+    finally:
+        active[0] = False
+    assert not reached
+    return counts
+
+
+def test_mutated_manifests(copy):
+    counts = hostile(*copy, n=150, seed=0)
+    assert counts["other"] == 0 and counts["refused"] > 75, counts
+
+
+@pytest.mark.slow
+def test_ten_thousand_mutated_manifests(copy):
+    counts = hostile(*copy, n=10_000, seed=1)
+    print(counts)
+    assert counts["other"] == 0
+
+
+def test_small_files_that_claim_much_cost_nothing(copy):
+    import resource
+
+    path, _ = copy
+    folder = path / "2"
+    good = (folder / "manifest.json").read_bytes()
+
+    def claim(body):
+        body["arrays"][0][2], body["arrays"][0][4][0][0] = [2**40], [[0, 2**40]]
+
+    def claim_leaf(body):
+        leaf = next(x for x in body["leaves"] if x[0][-1] == "['head']")
+        leaf[2], leaf[4][0][0] = [2**40, 2], [[0, 2**40], [0, 2]]
+
+    contents = {
+        "history": claim,
+        "leaf": claim_leaf,
+        "nested": b"[" * 100_000 + b"]" * 100_000,
+        "many": b"[" + b"[]," * 2_000_000 + b"[]]",
+        "long": b'{"format": 1' + b" " * (65 << 20) + b"}",
+        "digits": b'{"format": ' + b"9" * 100_000 + b"}",
+    }
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for name, content in contents.items():
+        (folder / "manifest.json").write_bytes(good)
+        if callable(content):
+            rewrite(folder, content)
+        else:
+            (folder / "manifest.json").write_bytes(content)
+            (folder / "manifest.sha256").write_text(f"{hashlib.sha256(content).hexdigest()}  manifest.json\n")
+        start = time.monotonic()
+        with pytest.raises(CheckpointError):
+            restored(path, make(), step=2)
+        assert time.monotonic() - start < 2, name
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def test_links_within_a_checkpoint_are_not_followed_for_the_manifest_or_the_arrays(copy, tmp_path):
+    path, _ = copy
+    for name in ("manifest.json", "arrays"):
+        target = tmp_path / f"elsewhere-{name}"
+        os.rename(path / "2" / name, target)
+        (path / "2" / name).symlink_to(target)
+        with pytest.warns(UserWarning, match="step 2: (manifest: OSError|arrays: missing)"):
+            assert restored(path, make()).step == 1
+        os.unlink(path / "2" / name)
+        os.rename(target, path / "2" / name)
+
+
+# --------------------------------------------------------------------------------------------------------------- kills
+
+
+def faults(tmp_path, *arguments):
+    results = tmp_path / "counts.jsonl"
+    env = {**os.environ, "XLA_FLAGS": ""}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.faults", *arguments, "--results", str(results)],
+        cwd=Path(__file__).parents[1], env=env, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    return [json.loads(line)["counts"] for line in results.read_text().splitlines()][-1]
+
+
+def test_killed_runs_end_with_the_same_bits(tmp_path):
+    counts = faults(tmp_path, "--kills", "2", "--seeds", "0:4")
+    assert counts["runs"] == counts["same bits"] == 4 and counts["kills"] > 3
+    assert counts["most steps repeated"] <= 4
+
+
+@pytest.mark.parametrize("what", ["key", "step", "data", "history"])
+@pytest.mark.slow
+def test_a_run_that_forgets_something_is_noticed(tmp_path, what):
+    counts = faults(tmp_path, "--kills", "2", "--seeds", "1:6", "--leave-out", what)
+    assert counts.get("same bits", 0) < 5
+
+
+def test_details_that_other_modules_lean_on():
+    assert dataclasses.fields(checkpoint.Restored)[0].name == "state"
+    assert _files.step_of("1" * 30) is None and _files.ours(".tsunax-tmp-3-0123abcd") == ("tmp", 3)
+    assert [_manifest.dtype_of(name) for name in ("O", "object", "void", "U3", "datetime64", "float8_", "int2x")] == [
+        None
+    ] * 7
