@@ -617,7 +617,10 @@ _HELD: dict[tuple[int, int], tuple[_files.Lock, weakref.ref]] = {}
 
 
 def _finish() -> None:
-    """At the interpreter's end: wait for saves; one that failed unseen, or hangs, makes the exit status 1."""
+    """At the interpreter's end: wait for saves; one that failed unseen, or hangs, makes the exit status 1.
+
+    Python 3.12 (not 3.11, not 3.13) allows no new thread by then, so that a save that is still to be written fails.
+    """
     failed = False
     for job in [job for job in _JOBS if os.getpid() == _pid(job)]:
         if job.told:
@@ -626,7 +629,8 @@ def _finish() -> None:
         if not job.done.wait(limit) or job.error is not None:
             why = f"nothing after {job.owner.timeout:g} s" if job.error is None else told(job.error)
             where = str(job.path / str(job.step))
-            print(f"tsunax: {message(f'save of step {job.step}', where, why, 'a finished save')}", file=sys.stderr)
+            fix = "Call close() in time, or write `with Checkpoints(...)`."
+            print(f"tsunax: {message(f'save of step {job.step}', where, why, 'a finished save', fix)}", file=sys.stderr)
             failed = True
     hung = any(not job.done.is_set() for job in _JOBS if os.getpid() == _pid(job))
     if failed or hung:

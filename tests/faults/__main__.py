@@ -107,7 +107,8 @@ class Run:
         per_epoch = target.ROWS // target.SIZE
         epochs = [by_step.get(i + 1, []) for i in range(STEPS)]
         return sorted(by_step) == list(range(1, STEPS + 1)) and all(
-            sorted(sum(epochs[e : e + per_epoch], [])) == list(range(target.ROWS)) for e in range(0, STEPS, per_epoch)
+            sorted(i for ids in epochs[e : e + per_epoch] for i in ids) == list(range(target.ROWS))
+            for e in range(0, STEPS, per_epoch)
         )
 
 
