@@ -1,0 +1,378 @@
+"""`fit` over the loops that one writes by hand, and over other libraries', each in an environment of its own.
+
+    python -m benchmarks loop               # makes .peers/ the first time: 3 GB and some minutes
+    python -m benchmarks loop --no-peers
+    python -m benchmarks loop --long        # and 100,000 steps: memory, threads, open files
+
+Everyone takes turns. A turn is two runs of different length: their difference gives the time of a step, what is left
+is the cost of a call. By hand "same info" computes both norms, the finite check and the select, as tsunax's step does.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import tsunax as ts
+from benchmarks import convolutions
+from benchmarks._common import copied, mlp, mlp_loss, ratio, save, table
+from benchmarks._peers._protocol import BATCHES, ROWS, data, ready_batches
+from benchmarks.step import TX, guarded, same_info, unguarded
+from examples import gpt
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = ROOT / ".peers"
+HEAD = ("contender", "us/step", "ms/call", "x low", "x median", "x high")
+
+
+# -------------------------------------------------------------------------------------------------------------- turns
+
+
+def turns(contenders, rounds: int):
+    """Microseconds per step and milliseconds per call, by round; `contenders` are `name -> (burst, short, long)`.
+
+    A burst that answers gives its own microseconds per step; of the others the time is taken here.
+    """
+
+    def seconds(burst, steps):
+        start = time.perf_counter()
+        told = burst(steps)
+        return time.perf_counter() - start if told is None else told * steps / 1e6
+
+    for burst, short, _ in contenders.values():
+        burst(short)
+    steps: dict[str, list[float]] = {name: [] for name in contenders}
+    calls: dict[str, list[float]] = {name: [] for name in contenders}
+    for i in range(rounds):
+        for name in list(contenders)[:: 1 if i % 2 else -1]:
+            burst, *lengths = contenders[name]
+            short, long = (seconds(burst, n) for n in lengths)
+            steps[name].append((long - short) / (lengths[1] - lengths[0]) * 1e6)
+            calls[name].append(short * 1e3 - steps[name][-1] * lengths[0] / 1e3)
+    return steps, calls
+
+
+def compare(title: str, contenders, floor: str, targets, *, rounds: int) -> dict:
+    """Prints the table over `floor`, and `targets`: (contender, over which other one, at most)."""
+    before = os.getloadavg()[0]
+    steps, calls = turns(contenders, rounds)
+    found = {}
+    for name in contenders:
+        found[name] = (statistics.median(steps[name]), statistics.median(calls[name]), *ratio(steps, name, floor))
+    table(title, [(name, *numbers) for name, numbers in found.items()], HEAD)
+    held = [(f"{a} / {b}", *ratio(steps, a, b), f"<= {most:g}", verdict(steps, a, b, most)) for a, b, most in targets]
+    table("targets", held, ("ratio", "low", "median", "high", "target", ""))
+    loads = before, os.getloadavg()[0]
+    print(f"  {rounds} rounds, load before and after: {loads[0]:.1f}, {loads[1]:.1f}")
+    return {"x over": floor, "columns": HEAD[1:], "rows": found, "targets": held, "load": loads, "rounds": rounds}
+
+
+def verdict(steps, a: str, b: str, most: float) -> str:
+    return "reached" if ratio(steps, a, b)[1] <= most else "MISSED"
+
+
+# ---------------------------------------------------------------------------------------------------------- contenders
+
+
+def by_loop(step, params, batches):
+    """A Python loop over ready batches."""
+    held, stream = [copied(params)], itertools.cycle(batches)
+    held.append(TX.init(held[0]))
+
+    def burst(n):
+        params, opt_state = held
+        for batch in itertools.islice(stream, n):
+            params, opt_state, _ = step(params, opt_state, batch)
+        jax.block_until_ready(params)
+        held[:] = params, opt_state
+
+    return burst
+
+
+def by_scan(step, params, chunk: int, stream, xs_of=lambda x: x, batch_of=lambda arrays, x: x, arrays=None):
+    """A `lax.scan` of `chunk` steps a call: over `xs_of(next(stream))`, with `batch_of(arrays, x)` for batches."""
+    held = [(copied(params), TX.init(params))]
+
+    @partial(jax.jit, donate_argnums=0)
+    def run(carry, arrays, x):
+        def one(carry, x):
+            *carry, info = step.__wrapped__(*carry, batch_of(arrays, x))
+            return tuple(carry), info
+
+        return jax.lax.scan(one, carry, xs_of(x))
+
+    def burst(n):
+        for x in itertools.islice(stream, n // chunk):
+            held[0], infos = run(held[0], arrays, x)
+        jax.block_until_ready((held[0], infos))
+
+    return burst
+
+
+def by_fit(step, state, data, *, logged: bool = False, **options):
+    """`fit`; `logged` with a file of rows and lines of progress, which nobody reads."""
+    held, reached, files = [state], [0], itertools.count()
+    folder = tempfile.TemporaryDirectory(prefix="tsunax-benchmark-") if logged else None
+
+    def burst(n):
+        reached[0] += n
+        logger = ts.loggers.jsonl(Path(folder.name) / f"{next(files)}.jsonl") if folder else ()
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            held[0], _ = ts.fit(step, held[0], data, steps=reached[0], logger=logger, progress=logged, **options)
+        jax.block_until_ready(held[0].params)
+
+    return burst
+
+
+# --------------------------------------------------------------------------------------------------------------- peers
+
+
+def requirements(script: Path) -> list[str]:
+    """What a script's own head asks for (inline script metadata, PEP 723)."""
+    found = re.search(r"(?m)^# /// script$\n((?:^#.*$\n)+?)^# ///$", script.read_text(encoding="utf-8"))
+    assert found, f"no requirements in {script}"
+    about = tomllib.loads(re.sub(r"(?m)^# ?", "", found[1]))
+    return [*about["dependencies"], *about.get("tool", {}).get("benchmarks", {}).get("pip", [])]
+
+
+def script_of(name: str) -> Path:
+    return ROOT / "benchmarks" / "_peers" / f"with_{name}.py"
+
+
+def environment(name: str) -> Path:
+    """The Python of a peer's environment, which is made where it is missing or its requirements are others.
+
+    pip must find torch's CPU wheel, which is not on PyPI: set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS.
+    """
+    home, wanted = PEERS / name, requirements(script_of(name))
+    python, stamp = home / "bin" / "python", home / "requirements.json"
+    if not stamp.exists() or json.loads(stamp.read_text()) != wanted:
+        print(f"  making .peers/{name}: {' '.join(wanted)}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True, capture_output=True, text=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, *wanted], check=True, capture_output=True, text=True, cwd=ROOT)
+        stamp.write_text(json.dumps(wanted))
+    return python
+
+
+def peer(stack: contextlib.ExitStack, name: str, kind: str):
+    """A burst that another process runs."""
+    python, said = environment(name), PEERS / f"{name}, {kind}.log"
+    with open(said, "w") as log:
+        process = subprocess.Popen(
+            [python, script_of(name), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    stack.callback(process.wait)
+    stack.callback(process.stdin.close)
+
+    def answer() -> str:
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError((said.read_text().strip().splitlines() or ["ended without a word"])[-1])
+        return line
+
+    def burst(n):
+        process.stdin.write(f"{n}\n")
+        process.stdin.flush()
+        return float(answer())
+
+    answer()  # ready
+    return burst
+
+
+OTHERS = {  # name: environment, kind, steps of the two runs of a turn
+    "Keras on JAX, 50 steps an execution": ("keras", "fused", 1000, 4000),
+    "Keras on JAX": ("keras", "plain", 200, 1000),
+    "Lightning": ("lightning", "fit", 100, 500),
+    "Flax NNX, nnx.jit": ("flax", "nnx.jit", 100, 500),
+    "Flax NNX, split and merge in jax.jit": ("flax", "split and merge", 400, 2000),
+    "equinox, filter_jit, donated": ("equinox", "filter_jit", 200, 1000),
+    "torch": ("torch", "plain", 200, 1000),
+    "torch, fused Adam": ("torch", "fused", 200, 1000),
+}
+
+
+def others(stack: contextlib.ExitStack) -> tuple[dict, dict]:
+    """Peers as contenders, and why those that are missing are."""
+    there, missing = {}, {}
+    PEERS.mkdir(exist_ok=True)
+    (PEERS / ".gitignore").write_text("*\n")
+    for name, (where, kind, *lengths) in OTHERS.items():
+        try:
+            there[name] = (peer(stack, where, kind), *lengths)
+        except subprocess.CalledProcessError as error:
+            missing[name] = (error.stderr.strip().splitlines() or [str(error)])[-1]
+        except (RuntimeError, OSError) as error:
+            missing[name] = str(error)
+        if name in missing:
+            print(f"  {name} is not measured: {missing[name]}")
+    return there, missing
+
+
+def from_a_dataloader() -> str:
+    """Train from a torch DataLoader, where torch is."""
+    try:
+        script = ROOT / "benchmarks" / "_peers" / "dataloader.py"
+        done = subprocess.run([environment("torch"), script], check=True, capture_output=True, text=True)
+        said = done.stdout.strip()
+    except subprocess.CalledProcessError as error:
+        said = f"FAILED: {(error.stderr.strip().splitlines() or [error])[-1]}"
+    print(f"\na training from a torch DataLoader, and from a list of its batches: {said}")
+    return said
+
+
+# --------------------------------------------------------------------------------------------------------------- cases
+
+
+def tiny(peers: bool, rounds: int = 15) -> dict:
+    """An MLP of 64-64-10 numbers, batches of 32, Adam."""
+    params, step = mlp([64, 64, 10]), ts.train_step(mlp_loss)
+    state = lambda: ts.setup(ts.rules.adam(1e-3), params)
+    shuffled = partial(ts.batches, data(), ROWS, shuffle=True, seed=0)
+
+    ready, rng = ready_batches(), np.random.default_rng(0)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *ready)
+    chunks = [jax.device_put(jax.tree.map(lambda x, i=i: x[i : i + 100], stacked)) for i in range(0, BATCHES, 100)]
+    keys = (jax.random.key(rng.integers(1 << 31)) for _ in itertools.count())
+    orders = (rng.permutation(BATCHES * ROWS).astype(np.int32).reshape(BATCHES, ROWS) for _ in itertools.count())
+    order_of = lambda key: jax.random.permutation(key, BATCHES * ROWS).reshape(BATCHES, ROWS)
+    resident = {
+        "batch_of": lambda arrays, rows: jax.tree.map(lambda x: x[rows], arrays),
+        "arrays": jax.device_put(data()),
+    }
+
+    contenders = {
+        "scan by hand": (by_scan(same_info, params, 100, itertools.cycle(chunks)), 1000, 5000),
+        "loop by hand": (by_loop(same_info, params, ready), 1000, 5000),
+        "loop by hand, batches on the device": (by_loop(same_info, params, jax.device_put(ready)), 1000, 5000),
+        "fit": (by_fit(step, state(), shuffled(), logged=True), 2000, 10_000),
+        "fit, no logger, no progress": (by_fit(step, state(), shuffled()), 2000, 10_000),
+        "fit, a step a call": (by_fit(step, state(), shuffled(), logged=True, steps_per_call=1), 1000, 5000),
+        "epochs by hand": (by_scan(same_info, params, BATCHES, keys, order_of, **resident), BATCHES, 5 * BATCHES),
+        "epochs by hand, order from NumPy": (
+            by_scan(same_info, params, BATCHES, orders, **resident),
+            BATCHES,
+            5 * BATCHES,
+        ),
+        "fit, resident": (by_fit(step, state(), shuffled(device=True), logged=True), 2 * BATCHES, 10 * BATCHES),
+    }
+    targets = [
+        ("fit", "scan by hand", 1.10),
+        ("fit, a step a call", "loop by hand", 1.15),
+        ("fit, a step a call", "loop by hand, batches on the device", 1.15),
+        ("fit, resident", "epochs by hand", 1.05),
+        ("fit, resident", "epochs by hand, order from NumPy", 1.05),
+    ]
+    with contextlib.ExitStack() as stack:
+        there, missing = others(stack) if peers else ({}, {})
+        title = "tiny MLP 64-64-10, batches of 32, Adam; fit with a logger and progress"
+        found = compare(title, contenders | there, "scan by hand", targets, rounds=rounds)
+    return {title: found | {"not measured": missing}}
+
+
+def convolutional(rounds: int = 5) -> dict:
+    """Convolutions are slow in a loop of XLA's on CPU, unless somebody brings them into another layout."""
+    params, xs, loss_fn = convolutions.model(convolutions.LAST[2], 64, (32, 32), (3, 32, 32, 32), 1)
+    batches, step = list(np.asarray(xs)), ts.train_step(loss_fn)
+    contenders = {
+        "loop by hand": (by_loop(guarded(jax.value_and_grad(loss_fn)), params, batches), 2, 8),
+        "fit": (by_fit(step, ts.setup(ts.rules.adam(1e-3), params), batches, logged=True), 2, 8),
+    }
+    title = "three 3x3 convolutions, 64 x 32 x 32 x 3, Adam"
+    return {title: compare(title, contenders, "loop by hand", [("fit", "loop by hand", 1.0)], rounds=rounds)}
+
+
+def transformer(rounds: int = 5) -> dict:
+    """The model of examples/gpt.py at its small size, in float32."""
+    size, (train, _) = gpt.SIZES["small"], gpt.load()
+    graphdef, params = nnx.split(gpt.GPT(size["width"], size["depth"], nnx.Rngs(0)), nnx.Param)
+
+    def loss_fn(params, rows):
+        logits = nnx.merge(graphdef, params)(rows[:, :-1].astype(jnp.int32))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:].astype(jnp.int32)).mean()
+
+    starts = np.random.default_rng(0).integers(0, len(train) - size["context"], (8, size["batch"], 1))
+    batches, step = list(train[starts + np.arange(size["context"] + 1)]), ts.train_step(loss_fn)
+    contenders = {
+        "loop by hand": (by_loop(unguarded(loss_fn), params, batches), 1, 4),
+        "loop by hand, same info": (by_loop(guarded(jax.value_and_grad(loss_fn)), params, batches), 1, 4),
+        "fit": (by_fit(step, ts.setup(ts.rules.adam(1e-3), params), batches, logged=True), 1, 4),
+    }
+    targets = [("fit", "loop by hand", 1.02), ("fit", "loop by hand, same info", 1.02)]
+    title = f"GPT of {size['depth']} layers of {size['width']}, {size['batch']} x {size['context']} bytes, Adam"
+    return {title: compare(title, contenders, "loop by hand", targets, rounds=rounds)}
+
+
+def rows(rounds: int = 9, size: int = 128) -> dict:
+    """A million small records in memory, shuffled, and a step with little to do."""
+    x = np.random.default_rng(0).random((1_000_000, 8), np.float32)
+    step = ts.train_step(lambda params, batch: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2))
+    shuffled = partial(ts.batches, {"x": x, "y": x.sum(1)}, size, shuffle=True, seed=0)
+    fitting = lambda data, **options: by_fit(step, ts.setup(ts.rules.sgd(1e-3), {"w": jnp.zeros(8)}), data, **options)
+    contenders = {
+        "fit": (fitting(shuffled()), 4000, 20_000),
+        "fit, resident": (fitting(shuffled(device=True)), 8000, 40_000),
+        "fit, a step a call": (fitting(shuffled(), steps_per_call=1), 2000, 10_000),
+        "fit, the step itself": (fitting(shuffled(), steps_per_call=None), 1000, 5000),
+    }
+    steps, _ = turns(contenders, rounds)
+    least = {"fit": 5.0, "fit, resident": 5.0, "fit, a step a call": 2.0, "fit, the step itself": 2.0}
+    found = {}
+    for name, us in steps.items():
+        low, middle, high = statistics.quantiles([size / x for x in us], n=4)
+        found[name] = (low, middle, high, f">= {least[name]:g}", "reached" if middle >= least[name] else "MISSED")
+    title = f"a million rows of 9 numbers, batches of {size}: million examples/s"
+    table(title, [(name, *numbers) for name, numbers in found.items()], ("", "low", "median", "high", "target", ""))
+    return {title: {"columns": ("low", "median", "high", "target", ""), "rows": found, "load": os.getloadavg()[0]}}
+
+
+def long(steps: int = 100_000) -> dict:
+    """What a process holds after 10, 50 and 100 % of many steps."""
+    count = lambda what: len(os.listdir(f"/proc/self/{what}"))
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    results: dict = {}
+    for name, per_call in {"fused": "auto", "a step a call": 1}.items():
+        seen: dict[int, tuple] = {}
+        look = lambda run, seen=seen: seen.update({run.step: (resident(), count("task"), count("fd"))})
+        state = ts.setup(ts.rules.adam(1e-3), mlp([64, 64, 10]))
+        arrays = ts.batches(data(), ROWS, shuffle=True, seed=0)
+        watch = ts.callbacks.every(steps // 10, look)
+        by_fit(ts.train_step(mlp_loss), state, arrays, logged=True, callbacks=watch, steps_per_call=per_call)(steps)
+        shown = [(f"{name}, step {at}", *seen[at]) for at in (steps // 10, steps // 2, steps)]
+        table("100,000 steps of the tiny MLP", shown, ("", "MiB", "threads", "open files"))
+        results[name] = shown
+    return {"100,000 steps": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks loop", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--no-peers", action="store_true", help="leave the other libraries out")
+    parser.add_argument("--long", action="store_true", help="also 100,000 steps: memory, threads, open files")
+    options, _ = parser.parse_known_args()
+    results = long() if options.long else {}
+    results |= tiny(not options.no_peers)
+    results |= convolutional() | transformer() | rows()
+    if not options.no_peers:
+        results["torch DataLoader"] = from_a_dataloader()
+        results["peers"] = {name: requirements(script_of(name)) for name, *_ in OTHERS.values()}
+    save("loop", results)
+
+
+if __name__ == "__main__":
+    main()
