@@ -160,15 +160,16 @@ def on_own_clocks(opt_state, numbers: Numbers | None, step) -> tuple[Any, Number
     return hoist(jax.tree.map(lambda x: jnp.array(x, copy=True), apart))
 
 
-def recut(opt_state, numbers: Numbers, step, params, cuts: Mapping[int, tuple]) -> tuple[Any, Numbers]:
+def recut(opt_state, numbers: Numbers, step, params, cuts: Mapping[int, tuple]) -> tuple[Any, Numbers | None]:
     """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}, see `_live.recut`."""
 
-    def one(place, s):
+    def one(place: int, s):
         if place not in cuts:
             return s
         seen = frozenset(s.paths)
         flags = [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-        return _recut(s, *cuts[place], _tree.partition(params, flags)[0])
+        cut, parents = cuts[place]
+        return _recut(s, cut, parents, _tree.partition(params, flags)[0])
 
     if not _tree.is_traced(numbers.values):  # on the host: each cut has shapes of its own, and they would all compile
         numbers = dataclasses.replace(numbers, values=np.array(numbers.values))

@@ -635,7 +635,8 @@ def _finish() -> None:
     hung = any(not job.done.is_set() for job in _JOBS if os.getpid() == _pid(job))
     if failed or hung:
         with contextlib.suppress(Exception):
-            sys.stdout.flush(), sys.stderr.flush()
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(1)
 
 
