@@ -25,15 +25,15 @@ TIERS = {
         "averages reproduce"
     ),
     2: "state _loss_fn step program hyper",
-    3: "hardware sharding distributed data models",
-    4: "loggers display checkpoint exchange callbacks loop figures",
+    3: "hardware sharding distributed data models history _feed _fused _signals _files",
+    4: "loggers display checkpoint exchange callbacks evaluation _manifest _options _run loop figures",
     5: "search sweep insight testing ray",
     6: "__init__",
 }
 TIER = {module: tier for tier, modules in TIERS.items() for module in modules.split()}
 
 # What costs seconds to import, or is an extra. Loaded by the function that needs it.
-LAZY = ("flax rich orbax grain matplotlib tensorboardX optuna ray torch safetensors sklearn").split()
+LAZY = ("IPython flax pandas rich orbax grain matplotlib tensorboardX optuna ray torch safetensors sklearn").split()
 
 
 # --- (a) imports go down, never in a circle ---------------------------------------------------

@@ -29,8 +29,8 @@ from tsunax.callbacks import (
     throttle,
     time_limit,
 )
-from tsunax.errors import HyperparameterError, PatternError, WrongTypeError
-from tsunax.history import History, RowError
+from tsunax.errors import HyperparameterError, PatternError, RowError, WrongTypeError
+from tsunax.history import History
 
 NAN, INF = math.nan, math.inf
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
-from tsunax.data import DataError, as_source, batches, check_batch, gather, prefetch
-from tsunax.errors import WrongTypeError
+from tsunax.data import as_source, batches, check_batch, gather, prefetch
+from tsunax.errors import DataError, WrongTypeError
 
 N = 23
 ARRAYS = {"x": np.arange(N * 3, dtype=np.float32).reshape(N, 3), "y": (np.arange(N, dtype=np.int8), None)}

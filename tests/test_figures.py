@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.helpers import need
-from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError
+from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, WrongTypeError
 from tsunax.figures import plot, plot_text
-from tsunax.history import History, RowError
+from tsunax.history import History
 
 
 def made(n=50, every=10) -> History:

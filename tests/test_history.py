@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import need
-from tsunax.errors import MissingLibraryError, TsunaxError, WrongTypeError
-from tsunax.history import History, RowError, check_names, check_row, join
+from tsunax.errors import MissingLibraryError, RowError, TsunaxError, WrongTypeError
+from tsunax.history import History, check_names, check_row, join
 
 NAN = float("nan")
 

@@ -16,8 +16,7 @@ import pytest
 
 from tests.helpers import need
 from tsunax import loggers
-from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError
-from tsunax.history import RowError
+from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, WrongTypeError
 
 NAN, INF = math.nan, math.inf
 ROWS = {

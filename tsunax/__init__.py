@@ -10,9 +10,25 @@
 Read `state.py` (what is carried), `step.py` (how it changes), and you have understood it.
 """
 
-from tsunax import averages, errors, losses, metrics, models, precision, regularize, rules, schedules
+from tsunax import (
+    averages,
+    callbacks,
+    errors,
+    loggers,
+    losses,
+    metrics,
+    models,
+    precision,
+    regularize,
+    rules,
+    schedules,
+)
 from tsunax._loss import Loss
+from tsunax.data import batches, prefetch
+from tsunax.evaluation import evaluate
+from tsunax.history import History
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
+from tsunax.loop import fit, iterate, train_steps
 from tsunax.program import EvalStep, TrainStep, eval_step, refresh, train_step
 from tsunax.state import TrainState, averaged, setup, trainable
 from tsunax.step import StepInfo, flush, update, value_and_grad
@@ -21,6 +37,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "EvalStep",
+    "History",
     "Loss",
     "StepInfo",
     "TrainState",
@@ -28,15 +45,22 @@ __all__ = [
     "adjust",
     "averaged",
     "averages",
+    "batches",
+    "callbacks",
     "errors",
     "eval_step",
+    "evaluate",
+    "fit",
     "flush",
     "freeze",
     "hyperparams",
+    "iterate",
+    "loggers",
     "losses",
     "metrics",
     "models",
     "precision",
+    "prefetch",
     "refresh",
     "regularize",
     "rules",
@@ -44,6 +68,7 @@ __all__ = [
     "setup",
     "thaw",
     "train_step",
+    "train_steps",
     "trainable",
     "update",
     "value_and_grad",

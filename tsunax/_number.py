@@ -1,7 +1,8 @@
 """A number that stays an array: what it is inside a trace, what it may be, and how it is stored.
 
 A live number is a column of four: its value, its complement `1 - value`, whether it holds against its schedule, and
-the value that `setup` was given, which tells a restored run what was edited since. Inside a trace it becomes a `Number`, which behaves like the Python float that the user gave.
+the value that `setup` was given, which tells a restored run what was edited since. Inside a trace it becomes a
+`Number`, which behaves like the Python float that the user gave.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from tsunax import _number, _tree, _where
-from tsunax.errors import HyperparameterError, WrongTypeError, message
-from tsunax.history import RowError
+from tsunax.errors import HyperparameterError, RowError, WrongTypeError, message
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 
 __all__ = [

@@ -29,13 +29,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tsunax import _tree
-from tsunax.errors import TsunaxError, WrongTypeError, message, told
+from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
 
-__all__ = ["Batches", "DataError", "Prefetched", "Source", "as_source", "batches", "check_batch", "gather", "prefetch"]
-
-
-class DataError(TsunaxError, ValueError):
-    """Data that gives no batch, one that cannot be trained on, or cannot be put back to its place."""
+__all__ = ["Batches", "Prefetched", "Source", "as_source", "batches", "check_batch", "gather", "prefetch"]
 
 
 def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
@@ -47,7 +43,7 @@ def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
     8
     >>> check_batch({"x": np.zeros((8, 3)), "y": np.zeros(7)}, "step 12")
     Traceback (most recent call last):
-    tsunax.data.DataError: batch at step 12: got 8 rows in batch['x'], 7 in batch['y'], expected the same in every leaf.
+    tsunax.errors.DataError: batch at step 12: got 8 rows in batch['x'], 7 in batch['y'], expected the same in every ...
     """
     keyed = [] if isinstance(batch, Iterator) else jtu.tree_flatten_with_path(batch)[0]
     if not keyed:
@@ -185,16 +181,16 @@ class _Epoch:
     """One epoch of `Batches` from arrays: an iterator that can also `take` k batches at once."""
 
     def __init__(self, data: Batches):
-        self.data, self.place = data, None
+        self.data, self.place, self.order = data, None, None
 
     def __iter__(self) -> _Epoch:
         return self
 
-    def _next(self, most: int | None) -> Any:
+    def _advance(self, most: int | None) -> tuple[int, tuple[int, ...]] | None:
+        """The first row of the next batches, and their shape; None at the end."""
         data = self.data
         if self.place is None:
             self.place = data._begin()
-            self.order = data.order(self.place[0]) if data._is_ordered else None
         epoch, position = self.place
         left = len(data) - position
         if left <= 0:
@@ -206,7 +202,15 @@ class _Epoch:
             shape = (max(full, 1), *shape)
         position += 1 if most is None else shape[0]
         self.place, data._place = (epoch, position), (epoch, position)
-        return data._gathered(self.order, first, shape)
+        return first, shape
+
+    def _next(self, most: int | None) -> Any:
+        if (ahead := self._advance(most)) is None:
+            return None
+        assert self.place is not None
+        if self.order is None and self.data._is_ordered:
+            self.order = self.data.order(self.place[0])
+        return self.data._gathered(self.order, *ahead)
 
     def __next__(self) -> Any:
         if (batch := self._next(None)) is None:
@@ -216,6 +220,10 @@ class _Epoch:
     def take(self, k: int) -> Any:
         """The next k batches as one tree of `(k, rows, ...)`; fewer at the end, a short tail alone, then None."""
         return self._next(k)
+
+    def advance(self, k: int) -> tuple[int, tuple[int, int]] | None:
+        """What `take(k)` would gather, `(first, (k, rows))` in the order of the epoch, for a program that does."""
+        return self._advance(k)  # type: ignore[return-value]
 
 
 class Batches:
@@ -685,6 +693,16 @@ class Source:
                 chunk.append(batch)
                 self._count(1)
         return jax.tree.map(_stack, *chunk)
+
+    def advance(self, k: int) -> tuple[int, tuple[int, int]] | None:
+        """What `take(k)` would gather, `(first row in the order, (k, rows))`, of `Batches` that are resident."""
+        if self._batches is None:
+            self._batches = iter(self.data)
+        ahead = self._batches.advance(k)
+        if ahead is None:
+            return self._ended()
+        self._count(ahead[1][0])
+        return ahead
 
     def rewind(self) -> None:
         """Leave the rest of an epoch that was begun; not one whose place was just restored."""

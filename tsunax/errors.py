@@ -10,6 +10,7 @@ import textwrap
 from typing import Any
 
 __all__ = [
+    "DataError",
     "CheckpointError",
     "HyperparameterError",
     "LossError",
@@ -17,6 +18,7 @@ __all__ = [
     "NonFiniteError",
     "ParamsError",
     "PatternError",
+    "RowError",
     "RuleError",
     "SaveError",
     "StateError",
@@ -50,6 +52,14 @@ class PatternError(TsunaxError, ValueError):
 
 class StateError(TsunaxError, ValueError):
     """A training state, or trees that belong to it, do not fit together or cannot be used again."""
+
+
+class DataError(TsunaxError, ValueError):
+    """Data that gives no batch, one that cannot be trained on, or cannot be put back to its place."""
+
+
+class RowError(TsunaxError, ValueError):
+    """A row of numbers that cannot be logged, or a name that no row has."""
 
 
 class HyperparameterError(TsunaxError, ValueError):

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from tsunax import _tree
-from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError, message
-from tsunax.history import History, RowError
+from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, WrongTypeError, message
+from tsunax.history import History
 
 __all__ = ["plot", "plot_text"]
 

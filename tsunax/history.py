@@ -17,15 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import _tree, _where
-from tsunax.errors import MissingLibraryError, TsunaxError, WrongTypeError, message
+from tsunax.errors import MissingLibraryError, RowError, WrongTypeError, message
 
-__all__ = ["History", "RowError", "check_names", "check_row", "join"]
+__all__ = ["History", "check_names", "check_row", "join"]
 
 _LONGEST = 200  # characters of a name: more is no name, and what some file systems and databases refuse
-
-
-class RowError(TsunaxError, ValueError):
-    """A row of numbers that cannot be logged, or a name that no row has."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
@@ -53,7 +49,7 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
     >>> check_names(["loss", "val/top-5 accuracy", "learning_rate@encoder/**"])
     >>> check_names({"../loss": 0.1}, "evaluate")
     Traceback (most recent call last):
-    tsunax.history.RowError: name of a number at evaluate: got '../loss', expected a name like 'loss' or 'val/loss'.
+    tsunax.errors.RowError: name of a number at evaluate: got '../loss', expected a name like 'loss' or 'val/loss'.
     """
     for name in row:
         if not isinstance(name, str):
@@ -75,7 +71,7 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
     {'loss': 0.5, 'hits': 3, 'ok': 1}
     >>> check_row({"confusion": np.ones((2, 2))}, "evaluate")
     Traceback (most recent call last):
-    tsunax.history.RowError: 'confusion' at evaluate: got float64[2,2], expected one number. Reduce it, ...
+    tsunax.errors.RowError: 'confusion' at evaluate: got float64[2,2], expected one number. Reduce it, ...
     """
     if not isinstance(row, Mapping):
         raise WrongTypeError(message("row", where, _tree.describe(row), "a dict of numbers by name"))
@@ -102,7 +98,7 @@ def join(row: Mapping[str, float], new: Mapping[str, Any], where: str) -> dict[s
     {'loss': 0.5, 'val/loss': 0.6}
     >>> join({"loss": 0.5}, {"loss": 0.6}, "evaluate")
     Traceback (most recent call last):
-    tsunax.history.RowError: 'loss' at evaluate: got a name that the row has, expected a name of its own. Rename one ...
+    tsunax.errors.RowError: 'loss' at evaluate: got a name that the row has, expected a name of its own. Rename one ...
     """
     checked = check_row(new, where)
     for name in checked:

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tsunax import _tree
-from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError, message
-from tsunax.history import RowError
+from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, WrongTypeError, message
 
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
 

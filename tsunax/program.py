@@ -191,8 +191,9 @@ class TrainStep:
         verdict = int(info.verdict)
         if verdict <= 0 or is_searching(state, info, verdict):
             return
-        what = f"step {int(state.step)} (call {int(state.calls) - 1}) was rejected: {self.why(state, info, batch, extra)}"
-        raise NonFiniteError(f"{what}. `error.state` is the state before it.", state, info)
+        what = f"step {int(state.step)} (call {int(state.calls) - 1}) was rejected"
+        why = self.why(state, info, batch, extra)
+        raise NonFiniteError(f"{what}: {why}. `error.state` is the state before it.", state, info)
 
     def why(self, state: TrainState, info: StepInfo, batch, extra) -> str:
         """What was wrong with a step that was rejected: its leaf, and its micro-batch. Compiles, once, and waits."""

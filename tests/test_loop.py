@@ -1,0 +1,623 @@
+"""`fit`, `iterate`, `train_steps`: the numbers of a plain loop, whatever happens between its steps."""
+
+import functools
+import signal
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tsunax as ts
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
+from tsunax import callbacks
+from tsunax.errors import DataError, NonFiniteError, StateError, WrongTypeError
+from tsunax.loop import fit as loud_fit
+from tsunax.loop import iterate, train_steps
+
+fit = functools.partial(loud_fit, progress=False)
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(52, 6)).astype(np.float32)
+Y = (X @ RNG.normal(size=(6, 3)) + 0.1 * RNG.normal(size=(52, 3))).astype(np.float32)
+
+
+def init():
+    keys = jax.random.split(jax.random.key(0), 2)
+    layer = lambda key, i, o: {"kernel": jax.random.normal(key, (i, o)) / i**0.5, "bias": jnp.zeros(o)}
+    return {"hidden": layer(keys[0], 6, 8), "out": layer(keys[1], 8, 3)}
+
+
+def predict(params, x):
+    x = jnp.tanh(x @ params["hidden"]["kernel"] + params["hidden"]["bias"][None])
+    return x @ params["out"]["kernel"] + params["out"]["bias"][None]
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    return jnp.mean((predict(params, x) - y) ** 2)
+
+
+def noisy(params, batch, key=None, model_state=None, mask=None):
+    """Everything that a loss function may name, and a metric."""
+    x, y = batch
+    if key is not None:
+        x = x + 0.1 * jax.random.normal(key, x.shape, x.dtype)
+    values = jnp.mean((predict(params, x) - y) ** 2, -1)
+    seen = {"mean": 0.9 * model_state["mean"] + 0.1 * jnp.mean(x).astype(jnp.float32)}
+    return ts.Loss.mean(values, mask, metrics={"worst": jnp.max(values)}, model_state=seen)
+
+
+RULE = ts.rules.chain(
+    ts.rules.clip_global_norm(1.0), ts.rules.adam(optax.warmup_cosine_decay_schedule(0.0, 0.05, 3, 40))
+)
+STEP = ts.train_step(loss_fn)
+
+
+def data(**kwargs):
+    return ts.batches((X, Y), 8, **{"shuffle": True, "seed": 1, **kwargs})
+
+
+def plainly(step, state, data, steps, every=None):
+    """The loop that everyone writes; `every` is called with the state at its multiples."""
+    infos = []
+    while len(infos) < steps:
+        for batch in data:
+            state, info = step(state, batch)
+            infos.append(jax.device_get(info))
+            if len(infos) == steps:
+                break
+    return state, infos
+
+
+# ------------------------------------------------------------------------------------------------------- the same bits
+
+
+def even():
+    return data(tail="drop")
+
+
+def poisoned():
+    """Data with a batch in which one row is not a number."""
+    x = X.copy()
+    x[20] = np.nan
+    return ts.batches((x, Y), 8, shuffle=True, seed=1, tail="drop")
+
+
+NOISY = {"key": 3, "model_state": {"mean": jnp.zeros(())}}
+FEATURES = {  # (step, setup, data)
+    "plain": (STEP, {}, even),
+    "short batches": (STEP, {}, data),
+    "everything named": (ts.train_step(noisy), NOISY, even),
+    "micro-batches": (ts.train_step(noisy, accumulate=3), NOISY, even),
+    "remat": (ts.train_step(loss_fn, remat=True), {}, even),
+    "bfloat16": (STEP, {"precision": "bfloat16"}, even),
+    "float16": (STEP, {"precision": "float16"}, even),
+    "bfloat16 params": (STEP, {"precision": ts.precision.Policy("bfloat16", "bfloat16")}, even),
+    "average": (STEP, {"ema": 0.9}, even),
+    "rejected": (STEP, {}, poisoned),
+    "dropped": (ts.train_step(noisy, accumulate=2, on_nonfinite="drop"), NOISY, poisoned),
+    "part": (STEP, {"trainable": "out/**"}, even),
+    "window": (STEP, {"rule": ts.rules.accumulate(RULE, every=3)}, even),
+    "spikes": (STEP, {"rule": ts.rules.chain(ts.rules.reject_spikes(warmup=5), RULE)}, even),
+    "frozen": (STEP, {"freezable": True}, even),
+    "plain optax": (STEP, {"rule": optax.adam(0.01)}, even),
+}
+
+
+def prepared(name):
+    step, given, make = FEATURES[name]
+    given = {"rule": RULE, **given}
+    state = ts.setup(given.pop("rule"), init(), **given)
+    return step, ts.freeze(state, "hidden/kernel") if name == "frozen" else state, make()
+
+
+@pytest.mark.filterwarnings("ignore:step .* was rejected:RuntimeWarning")
+@pytest.mark.parametrize("name", FEATURES)
+def test_calls_and_events_change_no_bit(name):
+    """However many steps go into a call, wherever it is cut; and the plain loop to a few ulp."""
+    step, state, batches = prepared(name)
+    calls = 19  # past the end of two epochs
+    plain, infos = plainly(step, state, batches, calls)
+    goal = int(plain.step)
+    step, state, batches = prepared(name)
+    one, history = fit(step, state, batches, steps=goal, steps_per_call=1, log_every=1)
+    loose = 4e-3 if "16" in name else 2e-6  # a rounding to 8 bits may fall to the other side
+    assert_trees_close(ts.trainable(one), ts.trainable(plain), rtol=loose, atol=loose)
+    taken = [info for info in infos if np.all(info.applied)]
+    np.testing.assert_allclose(history["loss"], [info.loss for info in taken], rtol=max(loose, 1e-5))
+    if "learning_rate" in history and name != "plain optax":
+        rates = [info.hyperparams["learning_rate"] for info in taken]
+        np.testing.assert_allclose(history["learning_rate"], rates, rtol=1e-6)
+    # in calls of five, with an event after every second step, in three runs that begin in the middle of an epoch
+    step, state, batches = prepared(name)
+    for until in (goal // 3, goal // 2, goal):
+        options = {"steps_per_call": 5, "callbacks": callbacks.every(2, lambda run: None), "log_every": 1}
+        state, rows = fit(step, state, batches, steps=until, **options)
+    assert_trees_equal(state, one)
+    np.testing.assert_array_equal(rows["loss"], history["loss"][-len(rows) :])
+
+
+def test_the_buffer_and_the_clock_on_the_wall_change_no_bit():
+    expected, history = fit(STEP, ts.setup(RULE, init()), data(), steps=19, steps_per_call=1, log_every=1)
+    for per_call in (2, 64, "auto"):
+        found, rows = fit(STEP, ts.setup(RULE, init()), data(), steps=19, steps_per_call=per_call, log_every=1)
+        assert_trees_equal(found, expected)
+        np.testing.assert_array_equal(rows["loss"], history["loss"])
+
+
+def test_a_step_that_cannot_be_traced_runs_as_it_is():
+    def step(state, batch):
+        assert isinstance(batch[0], np.ndarray)  # no tracer
+        return STEP(state, batch)
+
+    expected, _ = plainly(STEP, ts.setup(RULE, init()), data(), 15)
+    state, history = fit(step, ts.setup(RULE, init()), data(), steps=15, steps_per_call=None, log_every=4)
+    assert_trees_equal(state, expected)
+    assert history["step"].tolist() == [1, 4, 8, 12] and history["learning_rate"][-1] > 0
+
+
+def test_a_loop_compiles_once_for_each_shape():
+    step = ts.train_step(lambda params, batch: loss_fn(params, batch))
+    state = ts.setup(RULE, init())
+    with count_compiles() as compiles:
+        state, _ = fit(step, state, data(tail="drop"), steps=5, callbacks=callbacks.every(3, lambda run: None))
+    assert compiles.compiled.count("train_steps") == 1
+    with count_compiles() as compiles:
+        fit(step, state, data(tail="drop"), steps=40, callbacks=callbacks.every(3, lambda run: None))
+    assert compiles.compiles == 0
+
+
+def test_convolutions_in_the_loop():
+    x = RNG.normal(size=(24, 8, 8, 2)).astype(np.float32)
+    kernels = {"a": 0.3 * jax.random.normal(jax.random.key(1), (3, 3, 2, 4))}
+
+    def conv_loss(params, x):
+        out = jax.lax.conv_general_dilated(x, params["a"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.mean(jnp.tanh(out) ** 2)
+
+    step = ts.train_step(conv_loss)
+    state, _ = fit(step, ts.setup(ts.rules.sgd(0.1), kernels), ts.batches(x, 8), steps=6)
+    expected, _ = plainly(step, ts.setup(ts.rules.sgd(0.1), kernels), ts.batches(x, 8), 6)
+    assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def test_any_state_and_any_step():
+    """A pair of networks that train against each other, and a plain JAX function."""
+
+    def step(states, batch):
+        one, two = states
+        one, info = STEP(one, batch)
+        two, other = STEP(two, (batch[0], batch[1] - predict(one.params, batch[0])))
+        return (one, two), {"one": info, "two": other, "gap": jnp.abs(info.loss - other.loss)}
+
+    make = lambda: (ts.setup(RULE, init()), ts.setup(ts.rules.sgd(0.1), init()))
+    states, history = fit(step, make(), even(), steps=9, log_every=3)
+    expected, _ = plainly(jax.jit(step), make(), even(), 9)
+    assert_trees_close(states[1].params, expected[1].params, rtol=1e-5, atol=1e-6)
+    assert {"one/loss", "two/grad_norm", "gap"} <= set(history.names)
+
+    def descend(params, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params = init()
+    found, history = fit(descend, params, data(shuffle=False), steps=5, log_every=1)
+    expected = params
+    for batch, _ in zip(data(shuffle=False), range(5), strict=False):
+        expected, _ = jax.jit(descend)(expected, batch)
+    assert_trees_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert history["loss"].shape == (5,)  # and the params that were given are still there: `expected` began with them
+
+
+# ----------------------------------------------------------------------------------------------------------- bare loops
+
+
+def test_train_steps():
+    stacked = (X[:48].reshape(6, 8, 6), Y[:48].reshape(6, 8, 3))
+    state, infos = train_steps(STEP, ts.setup(RULE, init()), stacked)
+    expected, seen = plainly(STEP, ts.setup(RULE, init()), data(shuffle=False), 6)
+    assert_trees_close(state.params, expected.params, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(infos.loss, [info.loss for info in seen], rtol=1e-5)
+    np.testing.assert_allclose(
+        infos.hyperparams["learning_rate"], [i.hyperparams["learning_rate"] for i in seen], rtol=1e-6
+    )
+    assert infos.applied.all() and infos.verdict.dtype == jnp.int32
+    cut = ts.setup(RULE, init())
+    for rows in (slice(0, 1), slice(1, 6)):
+        cut, infos = train_steps(STEP, cut, jax.tree.map(lambda x, rows=rows: x[rows], stacked))
+        assert infos.loss.shape == (rows.stop - rows.start,)
+    assert_trees_equal(cut, state)
+    with pytest.raises(StateError, match="donated"):
+        train_steps(STEP, _used(), stacked)
+    with pytest.raises(StateError, match=r"batches at train_steps\(\): got .*, expected arrays with one first axis"):
+        train_steps(STEP, state, (np.ones((2, 3)), np.ones((3, 3))))
+
+
+def _used():
+    state = ts.setup(RULE, init())
+    STEP(state, (X[:8], Y[:8]))
+    return state
+
+
+@pytest.mark.parametrize("per_call", [1, 4])
+def test_iterate(per_call):
+    expected, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=9)
+    seen = []
+    for state, info in iterate(STEP, ts.setup(RULE, init()), data(), steps=9, steps_per_call=per_call):
+        seen.append((int(state.step), float(info.loss)))
+    assert_trees_equal(state, expected)
+    assert seen[-1][0] == 9 and len(seen) == (
+        9 if per_call == 1 else 5
+    )  # 1 to look, 4, 1, the short one of the epoch, 2
+
+
+def test_iterate_takes_a_state_back():
+    loop = iterate(STEP, ts.setup(RULE, init()), data(), steps=4)
+    next(loop)
+    for _ in range(3):
+        state, _ = loop.send(ts.setup(RULE, init()))
+    assert int(state.step) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- goals
+
+
+def test_goals():
+    state, history = fit(STEP, ts.setup(RULE, init()), data(), epochs=2)
+    assert int(state.step) == 14 and history["epoch"].tolist() == [0, 1]
+    with pytest.warns(UserWarning, match=r"steps=14 is a place to reach, and the run is at step 14 already"):
+        same, _ = fit(STEP, state, data(), steps=14)
+    assert same is state
+    used = data()
+    state, _ = fit(STEP, state, used, epochs=1)
+    with pytest.warns(UserWarning, match="at epoch 1 already"):
+        fit(STEP, state, used, epochs=1)
+
+
+def test_rejected_steps_do_not_count():
+    with pytest.warns(RuntimeWarning, match=r"step \d+ of epoch 0 was rejected \(loss nan\): loss: got nan. 1 so far"):
+        state, history = fit(STEP, ts.setup(RULE, init()), poisoned(), steps=14, log_every=1)
+    assert int(state.step) == 14 and int(state.calls) == 16 and history["rejected"][-1] == 2
+    assert [name for _, name, _ in history.marks] == ["rejected", "rejected"]
+    assert history["step"].tolist() == list(range(1, 15)) and np.all(np.isfinite(history["loss"]))
+
+
+@pytest.mark.filterwarnings("ignore:step .* was rejected:RuntimeWarning")
+@pytest.mark.parametrize("per_call", [1, 3, 64])
+def test_too_many_rejected_in_a_row(per_call):
+    good, bad = [(X[:8], Y[:8])] * 3, [(X[:8] * np.nan, Y[:8])] * 9
+    with pytest.raises(
+        NonFiniteError, match=r"step 3 of epoch 0 was rejected: loss: got nan, batch\[0\] .*; the last of 4 in a row"
+    ) as caught:
+        fit(STEP, ts.setup(RULE, init()), good + bad, steps=20, max_bad=4, steps_per_call=per_call)
+    expected, _ = fit(STEP, ts.setup(RULE, init()), good, steps=3)
+    assert_trees_equal(caught.value.state.params, expected.params)
+    assert caught.value.history.marks[0][1] == "rejected"
+    with pytest.raises(NonFiniteError, match="on_nonfinite='raise'"):
+        fit(ts.train_step(loss_fn, on_nonfinite="raise"), ts.setup(RULE, init()), good + bad, steps=20)
+    # some between good ones are no row
+    mixed = [batch for pair in zip(bad[:6], good * 2, strict=True) for batch in pair]
+    fit(STEP, ts.setup(RULE, init()), mixed, steps=6, max_bad=2, steps_per_call=per_call)
+
+
+def test_the_leaf_is_named():
+    def blows_up(params, batch):
+        return loss_fn(params, batch) + jnp.sum(jnp.sqrt(params["out"]["bias"] * 0))  # its gradient is 0 · inf
+
+    with (
+        pytest.warns(RuntimeWarning, match="gradient norm: got nan"),
+        pytest.raises(NonFiniteError, match=r"gradient of params\['out'\]\['bias'\], shape \(3,\): got nan"),
+    ):
+        fit(ts.train_step(blows_up), ts.setup(RULE, init()), data(), steps=20, max_bad=2)
+
+
+def test_a_loss_scale_may_look_for_its_value():
+    """16 rejected calls in a row bring 2^24 down to where float16 holds the gradient: no reason to give up."""
+    scale = ts.precision.LossScale(2.0**24)
+    big = lambda params, batch: loss_fn(params, batch) * 64
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, history = fit(
+            ts.train_step(big),
+            ts.setup(RULE, init(), precision="float16", loss_scale=scale),
+            data(),
+            steps=5,
+            max_bad=3,
+        )
+    assert int(state.step) == 5 and int(state.rejected) > 3 and history["loss_scale"][-1] < 2.0**24
+
+
+# ------------------------------------------------------------------------------------------------- events and callbacks
+
+
+def test_the_order_of_events():
+    seen = []
+    note = lambda name: lambda *args, **kwargs: seen.append((name, kwargs.get("step", getattr(args[0], "step", None))))
+
+    def evaluate(state):
+        note("evaluate")(state)
+        return {"val/loss": 1.0}
+
+    def bare(run):
+        seen.append((run.event, run.step))
+
+    every = callbacks.every(4, lambda run: seen.append(("every 4", run.step)))
+    _, history = fit(
+        *(STEP, ts.setup(RULE, init()), data()),
+        **{
+            "steps": 16,
+            "evaluate": evaluate,
+            "evaluate_every": 8,
+            "callbacks": [every, bare],
+            "logger": note("logger"),
+        },
+        log_every=5,
+    )
+    flat = [(name, int(step)) for name, step in seen]
+    assert flat[:4] == [("start", 0), ("logger", 1), ("every 4", 4), ("log", 5)]
+    at = flat.index(("evaluate", 8))
+    assert flat[at : at + 4] == [("evaluate", 8), ("every 4", 8), ("evaluate", 8), ("logger", 8)]
+    assert [s for name, s in flat if name == "epoch"] == [7, 14]
+    assert [s for name, s in flat if name == "logger"] == [1, 5, 8, 10, 15, 16]
+    assert flat[-2:] == [("end", 16), ("logger", 16)]
+    assert history.series("val/loss")[0].tolist() == [8, 16] and history["step"].tolist() == [1, 5, 8, 10, 15, 16]
+
+
+def test_evaluation_by_epochs_and_at_the_end():
+    seen = []
+
+    def evaluate(state):
+        seen.append(int(state.step))
+        return {"val/loss": 0.5}
+
+    fit(STEP, ts.setup(RULE, init()), data(), epochs=5, evaluate=evaluate, evaluate_every="2 epochs")
+    assert seen == [14, 28, 35]
+    seen.clear()
+    fit(STEP, ts.setup(RULE, init()), data(), steps=16, evaluate=evaluate)
+    assert seen == [7, 14, 16]
+
+
+def test_a_callback_edits_the_state():
+    def lower(run):
+        return ts.adjust(run.state, learning_rate=1e-3) if run.event == "step" else None
+
+    seen = []
+
+    def log(run):
+        run.log(doubled=2 * run.step)
+        run.memory["calls"] = run.memory.get("calls", 0) + 1
+        seen.append((run.memory["calls"], run.info is None or float(run.info.loss) > 0))
+
+    state, history = fit(
+        *(STEP, ts.setup(RULE, init()), data()),
+        **{"steps": 10, "log_every": 1, "callbacks": [callbacks.every(6, lower), callbacks.every(3, log)]},
+    )
+    assert ts.hyperparams(state)["learning_rate"] == pytest.approx(1e-3)
+    assert history["learning_rate"][-1] == pytest.approx(1e-3) and history["learning_rate"][5] > 1e-3
+    assert history.series("doubled")[1].tolist() == [6, 12, 18] and seen == [(1, True), (2, True), (3, True)]
+
+
+def test_early_stopping_ends_the_run():
+    values = iter([3.0, 2.0, 2.5, 2.6, 2.7, 2.8])
+    state, history = fit(
+        *(STEP, ts.setup(RULE, init()), data()),
+        **{"epochs": 50, "evaluate": lambda state: {"val/loss": next(values)}},
+        callbacks=callbacks.early_stopping("val/loss", patience=2),
+    )
+    assert int(state.step) == 4 * 7
+    assert history.marks[-1][1] == "stop" and "val/loss is no better" in history.marks[-1][2]
+
+
+def test_thaw_and_adjust_at_a_step():
+    state = ts.freeze(ts.setup(RULE, init()), "hidden/**")
+    before = jax.device_get(state.params["hidden"]["kernel"])
+    kept = []
+    state, _ = fit(
+        *(STEP, state, data()),
+        **{
+            "steps": 12,
+            "callbacks": [
+                callbacks.thaw_at(8, "hidden/**"),
+                callbacks.every(8, lambda run: kept.append(jax.device_get(run.state.params["hidden"]["kernel"]))),
+            ],
+        },
+    )
+    np.testing.assert_array_equal(kept[0], before)
+    assert np.any(jax.device_get(state.params["hidden"]["kernel"]) != before)
+
+
+@pytest.mark.parametrize(
+    ("callback", "error", "text"),
+    [
+        (lambda run: {"w": 1}, WrongTypeError, r"result at callback: got dict with w, expected TrainState"),
+        (lambda run: ts.setup(RULE, {"w": jnp.ones(2)}), StateError, r"leaf at state\['hidden'\].*keeps the structure"),
+        (lambda run: run.log(**{"a/../b": 1.0}), ts.errors.TsunaxError, r"a/\.\./b"),
+        (lambda run: run.log(loss=[1, 2]), ts.errors.TsunaxError, "loss"),
+        (lambda run: 1 / 0, ZeroDivisionError, "division by zero"),
+    ],
+)
+def test_callbacks_that_fail_are_named(callback, error, text):
+    call = lambda: fit(STEP, ts.setup(RULE, init()), data(), steps=6, callbacks=callbacks.every(4, callback))
+    with pytest.raises(error, match=text) as caught:
+        call()
+    assert "callback" in "".join(caught.value.__notes__) and "step 4" in "".join(caught.value.__notes__)
+    assert int(caught.value.state.step) == 4 and len(caught.value.history)
+
+
+# --------------------------------------------------------------------------------------------------- errors and the end
+
+
+def test_an_exception_hands_over_the_state():
+    def broken():
+        yield from [(X[:8], Y[:8])] * 3
+        raise OSError("the disk is gone")
+
+    with pytest.raises(DataError, match=r"data at batch 3 of epoch 0: got OSError the disk is gone") as caught:
+        fit(STEP, ts.setup(RULE, init()), broken(), steps=9, steps_per_call=2)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert int(caught.value.state.step) >= 2
+    fit(STEP, caught.value.state, data(), steps=9)
+
+
+def test_ctrl_c_ends_after_the_step_under_way():
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(run):
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match="at step 4") as caught:
+        fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press))
+    assert int(caught.value.state.step) == 4 and caught.value.history.marks[-1] == (4, "stop", "interrupted")
+    assert signal.getsignal(signal.SIGINT) is before
+
+    def press_twice(run):
+        press(run), press(run)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
+    assert int(caught.value.state.step) == 4
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_in_a_notebook_ctrl_c_returns(monkeypatch):
+    monkeypatch.setattr("tsunax.loop.in_notebook", lambda: True)
+    press = lambda run: signal.raise_signal(signal.SIGINT)
+    state, history = fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press))
+    assert int(state.step) == 4 and history.marks[-1][1] == "stop"
+
+
+def test_a_thread_may_run_it():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(fit(STEP, ts.setup(RULE, init()), data(), steps=4)))
+    thread.start()
+    thread.join()
+    assert int(found[0][0].step) == 4
+
+
+def test_loggers_are_told_and_closed():
+    class Log:
+        def __init__(self):
+            self.rows, self.settings, self.closed = [], None, 0
+
+        def start(self, settings):
+            self.settings = settings
+
+        def __call__(self, row, step):
+            self.rows.append((step, row))
+
+        def close(self):
+            self.closed += 1
+
+    log = Log()
+    fit(STEP, ts.setup(RULE, init()), data(), steps=20, logger=[log])
+    assert [step for step, _ in log.rows] == [1, 10, 20] and log.closed == 1
+    assert {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "epoch",
+        "rejected",
+        "steps_per_second",
+        "examples_per_second",
+    } <= set(log.rows[0][1])
+    assert all(type(x) in (int, float) for _, row in log.rows for x in row.values())
+    assert log.settings["goal"] == "steps=20" and log.settings["start/b1"] == pytest.approx(0.9)
+    with pytest.raises(ZeroDivisionError):
+        fit(STEP, ts.setup(RULE, init()), data(), steps=20, logger=log, callbacks=callbacks.every(3, lambda run: 1 / 0))
+    assert log.closed == 2
+
+
+def test_a_smoke_run_keeps_nothing():
+    state, used, seen = ts.setup(RULE, init()), data(), []
+    before = jax.device_get(state)
+    after, history = fit(
+        *(STEP, state, used),
+        **{
+            "steps": 10_000,
+            "smoke": True,
+            "evaluate": lambda s: {"val/loss": 1.0},
+            "callbacks": lambda run: seen.append(run.event),
+        },
+        logger=lambda row, step: pytest.fail("a smoke run logs nothing"),
+    )
+    assert int(after.step) == 2 and history.last("val/loss") == 1.0
+    assert_trees_equal(state, before)
+    assert used.get_state() == {"epoch": 0, "position": 0}
+    assert set(seen) == {"start", "evaluate", "end"}
+
+
+FITS = {
+    "steps": (dict(steps=0), r"steps at fit\(\): got 0 .*, expected an int ≥ 1"),
+    "steps float": (dict(steps=2.5), r"steps at fit\(\): got 2\.5"),
+    "both": (dict(steps=2, epochs=3), r"goal at fit\(\): got steps=2 and epochs=3, expected one of them"),
+    "neither": (dict(), r"goal at fit\(\): got neither steps nor epochs"),
+    "no evaluate": (dict(steps=2, evaluate_every=3), r"evaluate at fit\(\): got None, but evaluate_every=3"),
+    "evaluate": (dict(steps=2, evaluate=3), r"evaluate at fit\(\): got 3"),
+    "every": (dict(steps=2, evaluate=print, evaluate_every="3 weeks"), r"evaluate_every at fit\(\): got '3 weeks'"),
+    "callback": (dict(steps=2, callbacks=[3]), r"callback at fit\(\): got 3 .*, expected a function"),
+    "logger": (dict(steps=2, logger="log.csv"), r"logger at fit\(\): got 'log\.csv'"),
+    "log_every": (dict(steps=2, log_every=0), r"log_every at fit\(\): got 0"),
+    "per call": (dict(steps=2, steps_per_call="many"), r"steps_per_call at fit\(\): got 'many'"),
+    "max_bad": (dict(steps=2, max_bad=True), r"max_bad at fit\(\): got True"),
+}
+
+
+@pytest.mark.parametrize(("given", "text"), FITS.values(), ids=FITS)
+def test_wrong_arguments(given, text):
+    with pytest.raises(WrongTypeError, match=text):
+        fit(STEP, ts.setup(RULE, init()), data(), **given)
+
+
+def test_wrong_places():
+    state = ts.setup(RULE, init())
+    with pytest.raises(WrongTypeError, match="The order is fit"):
+        fit(state, STEP, data(), steps=2)
+    with pytest.raises(WrongTypeError, match=r"expected a function \(state, batch\)"):
+        fit(None, state, data(), steps=2)
+    with pytest.raises(WrongTypeError, match="expected a TrainState"):
+        fit(STEP, init(), data(), steps=2)
+    with pytest.raises(WrongTypeError, match="data"):
+        fit(STEP, state, (X, Y), steps=2)
+    with pytest.raises(StateError, match=r"result at step: got .*expected two things"):
+        fit(lambda state, batch: state, state, data(), steps=2)
+
+
+BATCHES = {
+    "empty": ([], DataError, "no batch at all"),
+    "ended": (iter([(X[:8], Y[:8])] * 3), DataError, r"used up after 3 batches.*iterated again"),
+    "None": ([None], DataError, "got None"),
+    "rows": ([(X[:8], Y[:7])], DataError, r"8 rows in batch\[0\], 7 in batch\[1\]"),
+    "none": ([(X[:0], Y[:0])], DataError, "0 rows"),
+    "structure": ([(X[:8], Y[:8]), {"x": X[:8]}], DataError, r"batch at step 1: .*one structure"),
+    "dtype": (
+        [(X[:8], Y[:8]), (X[:8].astype(np.float16), Y[:8])],
+        DataError,
+        r"dtype at batch\[0\], step 1: got float16, expected float32",
+    ),
+    "object": ([(np.array(["a"] * 8), Y[:8])], WrongTypeError, r"batch\[0\]"),
+    "scalar": ([(X[:8], np.float32(1))], DataError, r"leaf at batch\[1\]"),
+}
+
+
+@pytest.mark.parametrize(("batches", "error", "text"), BATCHES.values(), ids=BATCHES)
+def test_wrong_batches(batches, error, text):
+    with pytest.raises(error, match=text) as caught:
+        fit(STEP, ts.setup(RULE, init()), batches, steps=9)
+    assert caught.value.state is not None  # it was not consumed
+
+
+def test_shapes_that_change():
+    grow = [(X[:n], Y[:n]) for n in (8, 8, 4, 12, 8)]
+    with pytest.warns(UserWarning, match=r"batch at step 3: shapes \(12, 6\), \(12, 3\) after \(8, 6\), \(8, 3\)"):
+        state, _ = fit(STEP, ts.setup(RULE, init()), grow, steps=5)
+    expected = ts.setup(RULE, init())
+    for batch in grow:
+        expected, _ = STEP(expected, batch)
+    assert_trees_close(state.params, expected.params, rtol=2e-6, atol=2e-6)
+    with warnings.catch_warnings(), pytest.raises(DataError, match="16 shapes at most"):
+        warnings.simplefilter("ignore")
+        cheap = lambda state, batch: (state + 1, {})
+        fit(cheap, jnp.zeros(()), [np.ones(n) for n in range(1, 30)], steps=29)

@@ -1,0 +1,214 @@
+"""From batches to what one call of the compiled loop takes: stacked, and placed where the state lives."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tsunax import _fused, _tree
+from tsunax.data import Batches, Prefetched, as_source, check_batch
+from tsunax.errors import DataError, StateError, message
+from tsunax.state import TrainState
+
+BUFFER_BYTES = 4 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
+MOST = 256  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
+RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
+NO_LIMIT = np.iinfo(np.int32).max
+SHAPES = 16  # that batches may have in a run: each one compiles
+
+
+class Chunk(NamedTuple):
+    """Batches for one call."""
+
+    feed: Any  # on the device
+    n: Any  # int32 (2,): how many steps, and how many rejected ones in a row end them
+    steps: int
+    epoch: int
+    bytes: int
+
+
+class Feed:
+    """Chunks of data, for the state of a run: what `fit` asks for batches."""
+
+    def __init__(self, data, state, steps_per_call, interval: float):
+        self.source = as_source(data)
+        if (
+            isinstance(data, Batches | Prefetched) and self.source.resumable
+        ):  # in the middle of an epoch, if they are there
+            self.source.restore(data.get_state())
+        self._start = self.source.state() if self.source.resumable else None
+        self._setting, self._interval = steps_per_call, interval
+        self.size = 1  # batches of a call at most, of the shape of the first one
+        self._first: Any = None  # that batch, as shapes
+        self._sizes: dict[Any, int] = {}
+        self._ended = False
+        self._rows = 0
+
+    @property
+    def epoch(self) -> int:
+        return self.source.epoch
+
+    def ended(self) -> bool:
+        """Whether an epoch has ended since the last time that one asked."""
+        if not self._ended and self._is_through():
+            self._ended = self.source.take(1) is None
+        ended, self._ended = self._ended, False
+        return ended
+
+    def _is_through(self) -> bool:
+        data, position = self.source.data, self.source.position
+        try:
+            return isinstance(data, Batches | Prefetched) and position >= len(data)
+        except TypeError:  # a stream does not know its length
+            return False
+
+    def take(self, n: int, state, step: int, limit: int = NO_LIMIT) -> Chunk | None:
+        """The next batches, n at most and all of one shape; None at the end of an epoch."""
+        epoch, data = self.epoch, self.source.data
+        if isinstance(data, Batches) and data.resident is not None:
+            return self._resident(data, n, limit)
+        batches = self.source.take(n if self._first is not None else 1)
+        if batches is None:
+            self._ended = True
+            return None
+        count, size, bytes = self._known(batches, step)
+        feed, n = place(_fused.Stacked(jax.tree.map(lambda x: _padded(x, size), batches)), count, state, limit)
+        return Chunk(feed, n, count, epoch, bytes)
+
+    def _resident(self, data: Batches, n: int, limit: int) -> Chunk | None:
+        """The next rows of arrays that lie on the device: the program gathers them, and nothing is copied."""
+        epoch = self.epoch
+        self.size = max(2, min(len(data), RESIDENT))
+        ahead = self.source.advance(min(n, self.size))
+        if ahead is None:
+            self._ended = True
+            return None
+        first, (count, rows) = ahead
+        self._rows = max(self._rows, rows)
+        size = self.size if rows == self._rows else 2  # the short batch at the end
+        feed = _fused.Gathered(data.resident, data.device_order(epoch), np.int32(first), rows, size)
+        return Chunk(feed, np.array([count, limit], np.int32), count, epoch, 0)
+
+    def _known(self, batches, step: int) -> tuple[int, int, int]:
+        """How many batches these are, for how many of their shape a call has room, the bytes of those. Raises."""
+        leaves, treedef = jax.tree.flatten(batches)
+        shapes = (treedef, *((x.shape[1:], x.dtype) for x in leaves))
+        if shapes not in self._sizes:
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
+            check_batch(one, f"step {step}")
+            self._sizes[shapes] = self._new(one, leaves, step)
+        count = leaves[0].shape[0]
+        size = max(self._sizes[shapes], count)
+        return count, size, size * sum(x.nbytes for x in leaves) // count
+
+    def _new(self, one, leaves, step: int) -> int:
+        if self._first is None:
+            self._first = one
+            self.size = buffer_size(one, leaves, self._setting, self._interval)
+            return self.size
+        where = f"batch at step {step}"
+        if difference := _tree.first_difference(one, self._first, "batch"):
+            raise DataError(f"{where}: {difference}. Batches of a run have one structure.")
+        rows_only = True
+        for (path, x), y in zip(
+            jax.tree_util.tree_flatten_with_path(one)[0], jax.tree.leaves(self._first), strict=True
+        ):
+            if x.dtype != y.dtype:
+                name = _tree.access_str("batch", path)
+                raise DataError(message("dtype", f"{name}, step {step}", x.dtype, f"{y.dtype}, as in the first batch"))
+            rows_only &= x.shape[1:] == y.shape[1:]
+        if len(self._sizes) >= SHAPES:
+            got, fix = f"shape number {SHAPES + 1}", "Each one compiles: pad the batches to a few sizes."
+            raise DataError(message("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix))
+        if not rows_only or len(self._sizes) > 1:  # the short batch at the end of an epoch is expected
+            new, old = (", ".join(str(x.shape) for x in jax.tree.leaves(tree)) for tree in (one, self._first))
+            warnings.warn(f"{where}: shapes {new} after {old}, which compiles the step once more", stacklevel=2)
+        if rows_only and check_batch(one) < check_batch(self._first):
+            return 2
+        self.size = buffer_size(one, leaves, self._setting, self._interval)
+        return self.size
+
+    def back(self) -> None:
+        """Put the data back to where they were, if they can be."""
+        if self._start is not None:
+            self.source.restore(self._start)
+
+    def close(self) -> None:
+        """End the thread of data that is read ahead."""
+        if isinstance(self.source.data, Prefetched):
+            self.source.data.close()
+
+
+def _padded(x, size: int):
+    """An array with a first axis of `size`; what is beyond its own is never read."""
+    if len(x) == size:
+        return x
+    if isinstance(x, jax.Array):
+        return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (size - len(x), *x.shape[1:]))])
+    out = np.empty((size, *x.shape[1:]), x.dtype)
+    out[: len(x)] = x
+    return out
+
+
+def buffer_size(batch, leaves, steps_per_call, interval: float) -> int:
+    """How many batches a call has room for: at least 2, since a loop of one would be another program.
+
+    Of sizes and settings alone: what a clock on the wall says may choose how many of them are filled, not this.
+    """
+    if isinstance(steps_per_call, int):
+        return max(2, steps_per_call)
+    size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
+    on_device = any(isinstance(x, jax.Array) for x in leaves)  # stacked by a program of that many operands
+    most = min(BUFFER_BYTES // max(int(size), 1), 8 if on_device else MOST)
+    return int(max(2, min(most, interval)))
+
+
+def place(feed, n: int, state, limit: int = NO_LIMIT) -> tuple[Any, Any]:
+    """Stacked batches and their number where the state lives; jit itself is the fastest way to a single device."""
+    home, count = home_of(state), np.array([n, limit], np.int32)
+    return put((feed, count), home, axis=1) if isinstance(home, NamedSharding) else (feed, count)
+
+
+def put(tree, home, axis: int = 0):
+    """A tree of rows along `axis` where a state lives: over the data axes of its mesh, where it has one."""
+    if not isinstance(home, NamedSharding):
+        return jax.device_put(tree, home)
+    mesh, axes = home.mesh, data_axes(home.mesh)
+    parts = int(np.prod([mesh.shape[axis] for axis in axes]))
+
+    def where(x):
+        rows = np.shape(x)[axis] if np.ndim(x) > axis else 0
+        spec = PartitionSpec(*[None] * axis, axes) if rows and rows % parts == 0 else PartitionSpec()
+        return NamedSharding(mesh, spec)
+
+    return jax.device_put(tree, jax.tree.map(where, tree))
+
+
+def data_axes(mesh) -> tuple[str, ...]:
+    """The axes of a mesh over which rows are spread."""
+    known = tuple(axis for axis in mesh.axis_names if axis in ("data", "fsdp"))
+    return known or mesh.axis_names[:1]
+
+
+def home_of(state):
+    """The sharding of the state's arrays; None where they lie on the default device, free to move."""
+    arrays = [state.clock] if isinstance(state, TrainState) else jax.tree.leaves(state)
+    first = next((x for x in arrays if isinstance(x, jax.Array)), None)
+    return first.sharding if first is not None and first.committed else None
+
+
+def length_of(batches, where: str) -> int:
+    """The length of the first axis that all arrays of a tree share. Raises StateError."""
+    shapes = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
+    if len(shapes) != 1 or shapes == {()} or shapes == {(0,)}:
+        got = ", ".join(_tree.describe(x) for x in jax.tree.leaves(batches)[:4]) or "no arrays"
+        raise StateError(message("batches", where, got, "arrays with one first axis, of steps"))
+    return next(iter(shapes))[0]
+
+
+__all__ = ["Chunk", "Feed", "data_axes", "home_of", "length_of", "place", "put"]

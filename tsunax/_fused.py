@@ -1,0 +1,198 @@
+"""Many steps in one compiled loop, whatever their number: one program with a traced trip count.
+
+    for i in range(n):
+        state, infos[i] = step(state, feed.at(i))
+
+The body of a loop is compiled apart from the same step alone, and may differ from it in the last digit. So single
+steps run through the loop as well, and how many go into a call never changes a bit. It knows nothing of epochs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax import _checks, _convolutions, _tree
+from tsunax.data import gather
+from tsunax.errors import StateError, message
+from tsunax.program import TrainStep, _apart, _assemble, _fault
+from tsunax.state import TrainState, donated, is_gone
+from tsunax.step import StepInfo
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("batches",), meta_fields=())
+@dataclass(frozen=True)
+class Stacked:
+    """Batches along a new first axis."""
+
+    batches: Any
+
+    @property
+    def size(self) -> int:
+        return jax.tree.leaves(self.batches)[0].shape[0]
+
+    def at(self, i):
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), self.batches)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("arrays", "order", "first"), meta_fields=("rows", "size")
+)
+@dataclass(frozen=True)
+class Gathered:
+    """Rows of arrays that lie on the device: batch i has those at `order[first + i·rows : first + (i + 1)·rows]`."""
+
+    arrays: Any
+    order: Any  # int32 (all rows,); None: as they lie
+    first: Any  # int32
+    rows: int
+    size: int
+
+    def at(self, i):
+        return gather(self.arrays, self.order, self.first + i * self.rows, (self.rows,))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("table", "others"),
+    meta_fields=("treedef", "dtypes", "named"),
+)
+@dataclass(frozen=True)
+class Infos:
+    """The infos of many steps on their way to the host: all numbers of 32 bits in one array, for one transfer."""
+
+    table: Any  # f32 (steps, numbers): others of 32 bits as they lie in memory
+    others: list[Any]  # what is not one such number, stacked
+    treedef: Any
+    dtypes: tuple[Any, ...]  # of every leaf; None for one of `others`
+    named: tuple[str, ...]  # the scheduled hyperparameters, the last columns of the table
+
+    @classmethod
+    def of(cls, info) -> Infos:
+        """Those of one step."""
+        leaves, treedef = jax.tree.flatten(info)
+        dtypes = tuple(x.dtype if x.shape == () and x.dtype.itemsize == 4 else None for x in leaves)
+        as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)
+        fit = [as_bits(x) for x, dtype in zip(leaves, dtypes, strict=True) if dtype is not None]
+        table = jnp.stack(fit) if fit else jnp.zeros(0, jnp.float32)
+        others = [x for x, dtype in zip(leaves, dtypes, strict=True) if dtype is None]
+        return cls(table, others, treedef, dtypes, ())
+
+    def unpacked(self, parts: list[tuple[Infos, int]]) -> tuple[Any, dict[str, np.ndarray]]:
+        """Infos of this form on the host: those stacked by steps, and hyperparameters by name; the first n of each part."""
+        table = np.concatenate([part.table[:n] for part, n in parts])
+        columns = iter(range(table.shape[1]))
+        others = iter(zip(*(([x[:n] for x in part.others]) for part, n in parts), strict=True))
+        leaves = [
+            np.concatenate(next(others)) if dtype is None else table[:, next(columns)].view(dtype)
+            for dtype in self.dtypes
+        ]
+        return self.treedef.unflatten(leaves), {name: table[:, i] for name, i in zip(self.named, columns, strict=True)}
+
+    def stacked(self, numbers) -> Any:
+        """The infos as a step would give them, on the device."""
+        columns, others = iter(range(self.table.shape[-1])), iter(self.others)
+        as_dtype = jax.lax.bitcast_convert_type
+        leaves = [next(others) if d is None else as_dtype(self.table[..., next(columns)], d) for d in self.dtypes]
+        infos = self.treedef.unflatten(leaves)
+        return infos._replace(numbers=numbers) if isinstance(infos, StepInfo) else infos
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The compiled loop of a step: `(state, feed, (n, limit), extra) -> (state, infos)`.
+
+    `step` is any function `(state, batch, **extra) -> (state, info)` that can be traced. `Infos` are as long as the
+    feed; the first n of them are filled. A `TrainState` with `limit` rejected steps in a row goes no further: where the
+    host learns of it late, it is still as it was then.
+    """
+
+    step: Callable
+    donate: bool
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        def train_steps(plan, moving, still, feed, n, extra):
+            def one(moving, batch):
+                state = moving if plan is None else _assemble(plan, moving, still)
+                run = self.step.pure if isinstance(self.step, TrainStep) else self._plain
+                new, info = run(state, batch, extra)
+                if isinstance(info, StepInfo) and plan is not None:
+                    info = info._replace(numbers=None)  # they do not move
+                _check_same(state, new)
+                return new if plan is None else _apart(new)[0], Infos.of(jax.tree.map(jnp.asarray, info))
+
+            one = jax.jit(_convolutions.fast(one))  # traced once for the shapes and the loop
+            shapes = jax.eval_shape(one, moving, feed.at(0))[1]
+            infos = jax.tree.map(lambda s: jnp.zeros((feed.size, *s.shape), s.dtype), shapes)
+
+            def goes_on(carry):
+                i, moving, _ = carry
+                return (i < n[0]) & (True if plan is None else jnp.all(moving[0][..., 3] < n[1]))
+
+            def body(carry):
+                i, moving, infos = carry
+                moving, info = one(moving, feed.at(i))
+                put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
+                return i + 1, moving, jax.tree.map(put, infos, info)
+
+            _, moving, infos = jax.lax.while_loop(goes_on, body, (jnp.int32(0), moving, infos))
+            return moving, _with_scheduled(infos, None if plan is None else still[0])
+
+        return jax.jit(train_steps, static_argnums=0, donate_argnums=(1,) if self.donate else ())
+
+    def _plain(self, state, batch, extra):
+        out = self.step(state, batch, **extra)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise StateError(message("result", "step", _tree.describe(out), "two things: (state, info)"))
+        return out
+
+    def __call__(self, state, feed, n, extra) -> tuple[Any, Infos]:
+        plan, moving, still = None, state, ()
+        if isinstance(state, TrainState):
+            plan, (moving, still) = state.plan, _apart(state)
+        if is_gone(moving[0]) if plan is not None else any(map(is_gone, jax.tree.leaves(state))):
+            raise StateError(donated("the loop"))
+        try:
+            moving, infos = self._compiled(plan, moving, still, feed, n, extra)
+        except Exception as error:
+            batch = jax.tree.map(lambda x: x[0], feed.batches) if isinstance(feed, Stacked) else feed.arrays
+            if isinstance(state, TrainState) and (fault := _fault(error, state, batch, extra)):
+                raise fault from None
+            raise
+        return moving if plan is None else _assemble(plan, moving, still), infos
+
+
+def _with_scheduled(infos: Infos, numbers) -> Infos:
+    """The infos with the hyperparameters that schedules move as further columns, those of every step."""
+    if numbers is None or not numbers.scheduled:
+        return infos
+    stacked = infos.stacked(numbers)
+    if not isinstance(stacked, StepInfo):
+        return infos
+    held = numbers.named(None)
+    moved = jax.vmap(lambda step: {k: x for k, x in numbers.named(step).items() if k not in held})(stacked.step)
+    table = jnp.concatenate([infos.table, *(x.astype(jnp.float32)[:, None] for x in moved.values())], 1)
+    return dataclasses.replace(infos, table=table, named=tuple(moved))
+
+
+def _check_same(old, new) -> None:
+    if isinstance(old, TrainState) and not isinstance(new, TrainState):
+        raise StateError(message("state", "step", _tree.describe(new), "a TrainState", "A step returns (state, info)."))
+    _checks.check_like("state", new, old, "A step returns a state like the one that it got.")
+
+
+@functools.lru_cache(maxsize=32)
+def fused(step: Callable, donate: bool) -> Fused:
+    """The loop of a step; equal steps share one, and so what was compiled."""
+    return Fused(step, donate)
+
+
+__all__ = ["Fused", "Gathered", "Infos", "Stacked", "fused"]

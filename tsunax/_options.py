@@ -1,0 +1,143 @@
+"""What `fit` was asked for, checked before anything runs: a goal, when to evaluate, whom to call."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax import _tree
+from tsunax.errors import WrongTypeError, message
+
+
+class Goal:
+    """`steps` or `epochs`, whichever was given: a place to reach, not a number to add."""
+
+    def __init__(self, where: str, steps, epochs):
+        check_whole(where, **{name: x for name, x in (("steps", steps), ("epochs", epochs)) if x is not None})
+        if (steps is None) == (epochs is None):
+            got = "neither steps nor epochs" if steps is None else f"steps={steps} and epochs={epochs}"
+            raise WrongTypeError(message("goal", where, got, "one of them"))
+        self.steps, self.epochs = steps, epochs
+
+    def left(self, step: int) -> float:
+        return float("inf") if self.steps is None else self.steps - step
+
+    def reached(self, step: int, epoch: int) -> bool:
+        return step >= self.steps if self.steps is not None else epoch >= self.epochs
+
+    def __str__(self) -> str:
+        return f"steps={self.steps}" if self.steps is not None else f"epochs={self.epochs}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `fit` was given, checked."""
+
+    goal: Goal
+    evaluate: Callable | None
+    evaluate_steps: int | None  # every so many steps
+    evaluate_epochs: int | None  # or every so many epochs
+    callbacks: tuple[Any, ...]
+    loggers: tuple[Any, ...]
+    log_every: int
+    steps_per_call: Any  # an int, "auto", or None: no compiled loop
+    max_bad: int
+    extra: Mapping[str, Any]
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Of the callbacks, each its own: the key of its memory."""
+        return [f"{i}:{getattr(f, '__name__', type(f).__name__)}" for i, f in enumerate(self.callbacks)]
+
+    @functools.cached_property
+    def intervals(self) -> list[int]:
+        """A boundary lies at every multiple of these."""
+        found = [f.every for f in self.callbacks if is_every(f)]
+        found += [self.log_every] if any(map(is_bare, self.callbacks)) else []
+        return found + ([self.evaluate_steps] if self.evaluate_steps else [])
+
+    @functools.cached_property
+    def places(self) -> list[int]:
+        """And at these steps."""
+        return [place for f in self.callbacks for place in getattr(f, "at", ())]
+
+    @property
+    def listens_to_epochs(self) -> bool:
+        return bool(self.evaluate_epochs or self.goal.epochs or any(map(is_bare, self.callbacks)))
+
+    def next_boundary(self, step: int) -> float:
+        """The first step beyond this one that somebody waits for."""
+        found = [(step // n + 1) * n for n in self.intervals] + [place for place in self.places if place > step]
+        if self.goal.steps is not None:
+            found.append(self.goal.steps)
+        return min(found, default=float("inf"))
+
+    def events(self, step: int) -> list[str]:
+        """What happens at this step, in order."""
+        due = {
+            "step": any(step % f.every == 0 for f in self.callbacks if is_every(f)) or step in self.places,
+            "log": step % self.log_every == 0,
+            "evaluate": bool(self.evaluate_steps) and step % self.evaluate_steps == 0,
+        }
+        return [event for event, is_due in due.items() if is_due]
+
+
+def is_every(callback) -> bool:
+    return isinstance(getattr(callback, "every", None), int)
+
+
+def is_bare(callback) -> bool:
+    return not is_every(callback) and not hasattr(callback, "at")
+
+
+def wants(callback, event: str, step: int) -> bool:
+    if event == "step":
+        return (is_every(callback) and step % callback.every == 0) or step in getattr(callback, "at", ())
+    return is_bare(callback) or (event == "start" and hasattr(callback, "at"))
+
+
+def options_of(goal, evaluate, every, callbacks, logger, log_every, steps_per_call, max_bad, extra) -> Options:
+    """The arguments of `fit`, each checked by itself."""
+    where = "fit()"
+    steps: Any = None
+    epochs: int | None = None
+    if evaluate is not None and not callable(evaluate):
+        fix = "For example lambda state: ts.evaluate(eval_step, state, data)."
+        raise WrongTypeError(message("evaluate", where, _tree.describe(evaluate), "f(state) -> {name: number}", fix))
+    if isinstance(every, str) and (found := re.fullmatch(r"(?:(\d+) )?epochs?", every)):
+        epochs = int(found[1] or 1)
+    else:
+        steps = every
+    check_whole(where, evaluate_every=every if epochs is None else epochs, log_every=log_every, max_bad=max_bad)
+    if evaluate is None:
+        if every != "epoch":
+            fix = "It says when to call evaluate."
+            raise WrongTypeError(message("evaluate", where, f"None, but evaluate_every={every!r}", "a function", fix))
+        steps = epochs = None
+    if steps_per_call not in ("auto", None):
+        check_whole(where, steps_per_call=steps_per_call)
+    callbacks = tuple(callbacks) if isinstance(callbacks, list | tuple) else (callbacks,)
+    loggers = tuple(logger) if isinstance(logger, list | tuple) else () if logger is None else (logger,)
+    for name, found in (("callback", callbacks), ("logger", loggers)):
+        for f in found:
+            if not callable(f):
+                raise WrongTypeError(message(name, where, _tree.describe(f), "a function"))
+    if jax.process_index():
+        loggers = ()
+    return Options(goal, evaluate, steps, epochs, callbacks, loggers, log_every, steps_per_call, max_bad, extra)
+
+
+def check_whole(where: str, **values) -> None:
+    """Raise WrongTypeError for what is no int ≥ 1."""
+    for name, value in values.items():
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+            raise WrongTypeError(message(name, where, _tree.describe(value), "an int ≥ 1"))
+
+
+__all__ = ["Goal", "Options", "check_whole", "is_bare", "is_every", "options_of", "wants"]

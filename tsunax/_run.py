@@ -1,0 +1,368 @@
+"""A run of `fit` under way: where it is, what of it is still on the device, and what a callback sees of it.
+
+    batches -> one compiled loop of k steps -> (the next call is under way) -> rows -> history, loggers, progress
+    at a boundary: evaluate -> callbacks -> loggers -> progress
+
+A boundary is a step at which somebody needs the state: an evaluation, a callback, the end of an epoch. Between them the
+host only hands out batches, and reads the numbers of a call when the next one is under way. How many steps go into a
+call may follow the clock on the wall: it never changes a bit (`_fused.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax import _checks, _feed, _fused, _tree, guard
+from tsunax._options import Options, wants
+from tsunax._signals import Interrupt
+from tsunax.errors import NonFiniteError, WrongTypeError, message
+from tsunax.history import History, check_row, join
+from tsunax.program import TrainStep, is_searching
+from tsunax.state import TrainState
+from tsunax.step import StepInfo
+
+WAITING_BYTES = 64 << 20  # of batches of calls that were not read yet
+CALL_SECONDS = 0.05  # of a call under "auto": nobody sees it, and its fixed cost of 0.3 ms is nothing
+
+
+class Run:
+    """What a callback sees of a run; it may change `memory`, and call `log` and `stop`."""
+
+    def __init__(self, state, step: int, epoch: int, history: History):
+        self.event = "start"
+        self.step, self.epoch = step, epoch
+        self.state = state
+        self.info: Any = None  # of the last step, its numbers on the host; None before the first
+        self.metrics: dict[str, float] = {}  # the newest row, joined with the newest evaluation
+        self.history = history
+        self.memory: dict[str, Any] = {}  # the callback's own; saved and given back
+        self.stopped = ""
+        self.row: dict[str, float] = {}
+        self.note: Callable[[str], None] = print  # a line above the progress
+
+    def log(self, **numbers) -> None:
+        """Let numbers join the row of this step."""
+        self.row = join(self.row, numbers, "run.log()")
+        self.metrics |= numbers
+
+    def stop(self, reason: str) -> None:
+        """End the run after this boundary."""
+        self.stopped = self.stopped or str(reason)
+
+
+class Fit:
+    """A run of `fit` under way: where it is, and what of it is still on the device."""
+
+    def __init__(self, step, state, data, options: Options, bar, history: History, memory: dict):
+        self.step, self.options, self.bar, self.memory = step, options, bar, memory
+        interval = min(options.intervals, default=float("inf"))
+        self.feed = _feed.Feed(data, state, options.steps_per_call, interval)
+        self.loop = _fused.fused(step, not isinstance(step, TrainStep) or step.donate)
+        self.run = Run(state, step_of(state, 0), self.feed.epoch, history)
+        self.run.note = bar.note
+        self.extra = jax.device_put(dict(options.extra), _feed.home_of(state))  # once, not by every call
+        self.pending: list[tuple[_feed.Chunk, Any]] = []  # calls whose infos were not read
+        self.ahead = 0  # steps in them
+        self.seconds = 0.0  # per step, of the calls that were read last
+        self.read_at = 0.0  # when; 0 before the first call
+        self.rejected, self.in_a_row = _rejected_of(state)[0], 0
+        self.max_bad = 1 if getattr(step, "on_nonfinite", None) == "raise" else options.max_bad
+        is_searching = isinstance(state, TrainState) and state.loss_scale is not None
+        self.limit = _feed.NO_LIMIT if is_searching else self.max_bad + _rejected_of(state)[1]
+        self.row_step = -1
+        self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
+
+    # ---------------------------------------------------------------------------------------------------- steps
+
+    def go(self, interrupt: Interrupt) -> None:
+        """Run until the goal is reached, somebody stops, or Ctrl-C is pressed."""
+        run, options = self.run, self.options
+        self.boundary(["start"])
+        while not (options.goal.reached(run.step, self.feed.epoch) or run.stopped or interrupt.asked):
+            boundary = options.next_boundary(run.step)
+            ahead = run.step + self.ahead  # the most that the clock can be at by now
+            if ahead == boundary:
+                self.settle()  # calls that were rejected leave the clock behind
+                if run.step == boundary:
+                    self.boundary(options.events(run.step))
+                continue
+            chunk = self.feed.take(int(min(self.per_call(), boundary - ahead)), run.state, ahead, self.limit)
+            if chunk is not None:
+                self.call(chunk)
+            if self.feed.ended() and options.listens_to_epochs:
+                self.settle()
+                events = options.events(run.step) if run.step == boundary else []
+                self.boundary([*dict.fromkeys([*events, *self.epoch_events()])])
+        self.settle()
+        if interrupt.asked:
+            run.stop("interrupted")
+        is_evaluated = run.history.marks and (run.step, "evaluate", "") in run.history.marks[-9:]
+        due = self.options.evaluate is not None and not is_evaluated and not interrupt.asked
+        self.boundary([*(["evaluate"] if due else []), "end"])
+
+    def per_call(self) -> int:
+        given = self.options.steps_per_call
+        if given != "auto":
+            return given or 1
+        return int(max(1, min(CALL_SECONDS / self.seconds, self.feed.size))) if self.seconds else 1
+
+    def epoch_events(self) -> list[str]:
+        n = self.options.evaluate_epochs
+        return ["evaluate", "epoch"] if n and self.feed.epoch % n == 0 else ["epoch"]
+
+    def call(self, chunk: _feed.Chunk) -> None:
+        """Dispatch one call; read those before it, if they have waited long enough."""
+        run = self.run
+        if self.options.steps_per_call is None:
+            run.state, infos = self.step(run.state, jax.tree.map(lambda x: x[0], chunk.feed.batches), **self.extra)
+        else:
+            run.state, infos = self.loop(run.state, chunk.feed, chunk.n, self.extra)
+        now = time.perf_counter()
+        self.read_at = self.read_at or now  # the first call compiles: no measure of anything
+        self.pending.append((chunk, infos))
+        self.ahead += chunk.steps
+        late = now - self.read_at > CALL_SECONDS or len(self.pending) * chunk.bytes > WAITING_BYTES
+        if len(self.pending) > 1 and (late or not self.seconds):
+            self.read(1)
+
+    def settle(self) -> None:
+        """Read all that is under way: from here on `run` is exact."""
+        self.read(0)
+
+    def read(self, leave: int) -> None:
+        """Wait for all calls but the last `leave`, and make rows of their numbers."""
+        cut = len(self.pending) - leave
+        pending, self.pending = self.pending[:cut], self.pending[cut:]
+        for _, part in itertools.groupby(pending, lambda call: jax.tree.structure(call[1])):
+            chunks, infos = zip(*part, strict=True)
+            infos, named = _unpacked(jax.device_get(infos), [chunk.steps for chunk in chunks])  # the one wait
+            now, count = time.perf_counter(), sum(chunk.steps for chunk in chunks)
+            self.seconds, self.read_at, self.ahead = max(now - self.read_at, 1e-9) / count, now, self.ahead - count
+            self.rows(chunks, infos, named)
+
+    # ----------------------------------------------------------------------------------------------------- rows
+
+    def rows(self, chunks, infos, named: dict[str, np.ndarray]) -> None:
+        """History, loggers and progress get the numbers of these steps, one row for every `log_every` of them."""
+        run, every = self.run, self.options.log_every
+        epochs = np.repeat([chunk.epoch for chunk in chunks], [chunk.steps for chunk in chunks])
+        verdicts = getattr(infos, "verdict", None)
+        verdicts = np.zeros(len(epochs), np.int32) if verdicts is None else verdicts
+        steps = run.step + np.cumsum(verdicts == 0)
+        rejected = self.rejected + np.cumsum(verdicts > 0)
+        fatal = self.note_rejected(verdicts, steps, epochs, infos)
+        n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
+        columns = {**dict(_columns(infos)), **named, "epoch": epochs, "rejected": rejected}
+        weights = columns.pop("weight", None)
+        still = {"steps_per_second": 1 / self.seconds} | self.still()
+        if weights is not None:
+            still["examples_per_second"] = float(np.mean(weights)) / self.seconds
+        due = np.flatnonzero((verdicts[:n] == 0) & ((steps[:n] % every == 0) | (steps[:n] == 1)))
+        if len(due):
+            columns = {name: x[due] for name, x in columns.items()}
+            if self.options.steps_per_call is None:
+                columns |= _scheduled(run.state, steps[due] - 1)
+            columns |= {name: np.full(len(due), x) for name, x in still.items()}
+            self.emit(columns, steps[due])
+        run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
+        self.rejected = int(rejected[n - 1])
+        self.bar.show(run.step, run.metrics)
+        if fatal is not None:
+            self.give_up(fatal, chunks)
+
+    def note_rejected(self, verdicts, steps, epochs, infos) -> int | None:
+        """Mark rejected calls, warn of the first, the tenth, the hundredth. Which one was one too many, if any."""
+        run, count = self.run, self.rejected
+        if not np.any(verdicts > 0):
+            self.in_a_row = 0
+            return None
+        for i, verdict in enumerate(verdicts):
+            if verdict <= 0:
+                self.in_a_row = 0
+                continue
+            info = jax.tree.map(lambda x, i=i: x[i], infos)
+            count += 1
+            run.history.mark("rejected", int(steps[i]))
+            if isinstance(run.state, TrainState) and is_searching(run.state, info, verdict):
+                continue  # for its loss scale
+            self.in_a_row += 1
+            if str(count).strip("0") == "1" and self.max_bad > 1:
+                why = guard.explain(verdict, run.state.opt_state) if isinstance(run.state, TrainState) else "not finite"
+                what = f"step {int(steps[i])} of epoch {epochs[i]} was rejected (loss {float(info.loss):.6g}): {why}"
+                warnings.warn(f"{what}. {count} so far; the state is as it was.", RuntimeWarning, stacklevel=2)
+            if self.in_a_row >= self.max_bad:
+                return i
+        return None
+
+    def give_up(self, i: int, chunks) -> None:
+        """Raise for a call that was one rejected too many, and say what was wrong with it."""
+        run, at = self.run, i
+        chunk = next(chunk for chunk in chunks if (at := at - chunk.steps) < 0)
+        assert run.info is not None
+        why, limit = "not finite", f"the last of {self.max_bad} in a row, max_bad={self.max_bad}"
+        if isinstance(self.step, TrainStep):
+            batch = jax.device_get(chunk.feed.at(at + chunk.steps))
+            why = self.step.why(run.state, run.info, batch, self.extra)
+        limit = limit if self.max_bad > 1 else "on_nonfinite='raise'"
+        what = f"step {run.step} of epoch {chunk.epoch} was rejected: {why}; {limit}"
+        raise NonFiniteError(f"{what}. `error.state` is the state before it.", run.state, run.info)
+
+    def still(self) -> dict[str, float]:
+        """The hyperparameters that no schedule moves: learning rates, and those that were adjusted since the start."""
+        if self.numbers[0] is not getattr(self.run.state, "numbers", None) or self.numbers[1] is None:
+            now = _still(self.run.state)
+            start = self.numbers[2] if self.numbers[1] is not None else now
+            kept = {k: x for k, x in now.items() if "learning_rate" in k or x != start.get(k)}
+            self.numbers = getattr(self.run.state, "numbers", None), kept, start
+        return self.numbers[1]
+
+    def emit(self, columns: dict[str, np.ndarray], steps: np.ndarray) -> None:
+        """Rows for the history, and for the loggers but the last one: it may not be whole yet."""
+        self.flush()
+        self.run.history.extend(columns, steps)
+        rows = range(len(steps)) if self.options.loggers else [len(steps) - 1]
+        for i in rows:
+            self.flush()
+            self.row_step, self.run.row = int(steps[i]), {name: float(x[i]) for name, x in columns.items()}
+        self.run.metrics |= self.run.row
+
+    def add(self, row: Mapping[str, float], step: int) -> None:
+        """A row of numbers, or more numbers for the row of this step. Loggers get it when it is whole."""
+        run = self.run
+        if step != self.row_step:
+            self.flush()
+            self.row_step, run.row = step, {}
+        run.row |= row
+        run.metrics |= row
+        run.history.add(row, step)
+
+    def flush(self) -> None:
+        """Give the newest row to the loggers."""
+        row, self.run.row = self.run.row, {}
+        for logger in self.options.loggers if row else ():
+            with _blame("logger", logger, self.run):
+                logger(dict(row), step=self.row_step)
+
+    # ----------------------------------------------------------------------------------------------- boundaries
+
+    def boundary(self, events: list[str]) -> None:
+        """What happens where the state is needed: evaluation, callbacks, loggers, progress, in this order."""
+        run = self.run
+        run.epoch = self.feed.epoch
+        if "evaluate" in events:
+            self.evaluate()
+        for run.event in events:
+            for name, callback in zip(self.options.names, self.options.callbacks, strict=True):
+                if wants(callback, run.event, run.step):
+                    self.call_back(name, callback)
+        if "end" in events:
+            if run.stopped:
+                run.history.mark("stop", run.step, run.stopped)
+            self.flush()
+        self.bar.show(run.step, run.metrics)
+
+    def evaluate(self) -> None:
+        run = self.run
+        assert self.options.evaluate is not None
+        with _blame("evaluate", self.options.evaluate, run):
+            found = check_row(self.options.evaluate(run.state), "evaluate")
+        row = join(run.row if self.row_step == run.step else {}, found, "evaluate")
+        self.add({name: row[name] for name in found}, run.step)
+        run.history.mark("evaluate", run.step)
+        self.bar.note(f"step {run.step}: " + ", ".join(f"{name} {x:.6g}" for name, x in found.items()))
+
+    def call_back(self, name: str, callback) -> None:
+        run = self.run
+        run.memory = self.memory.setdefault(name, {})
+        before = dict(run.row) if self.row_step == run.step else {}
+        if self.row_step != run.step:
+            self.flush()
+            self.row_step = run.step
+        with _blame("callback", callback, run):
+            state = callback(run)
+            if state is not None:
+                _check_returned(state, run.state)
+                run.state = state
+        if logged := {k: x for k, x in run.row.items() if k not in before}:
+            run.history.add(logged, run.step)
+
+
+@contextlib.contextmanager
+def _blame(what: str, fn, run: Run):
+    """Say of an exception which function raised it, and when."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by the {what} {_tree.describe_call(fn)} at step {run.step} (epoch {run.epoch})")
+        raise
+
+
+def _check_returned(new, old) -> None:
+    """Raise unless a callback returned a state like the one that it got; rules, numbers and freezes may differ."""
+    if isinstance(old, TrainState) and isinstance(new, TrainState):
+        new, old = new.params, old.params
+    elif type(new) is not type(old):
+        fix = "Return a state, or nothing."
+        raise WrongTypeError(message("result", "callback", _tree.describe(new), _tree.describe(old), fix))
+    _checks.check_like("state", new, old, "A callback keeps the structure of the state.")
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def _unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.ndarray]]:
+    """Infos on the host, stacked by steps, and the scheduled hyperparameters of those that came out of a loop."""
+    if isinstance(infos[0], _fused.Infos):
+        return infos[0].unpacked(list(zip(infos, counts, strict=True)))
+    plain = [x._replace(numbers=None) if isinstance(x, StepInfo) else x for x in infos]
+    return jax.tree.map(lambda *x: np.stack(x), *plain), {}
+
+
+def _columns(infos) -> Iterator[tuple[str, Any]]:
+    """The numbers of stacked infos, by name: those of a `StepInfo`, of a mapping of them, or one alone."""
+    if isinstance(infos, StepInfo):
+        found = {"loss": infos.loss, "grad_norm": infos.grad_norm, "update_norm": infos.update_norm}
+        found |= {"loss_scale": infos.loss_scale, "dropped": infos.dropped, "weight": infos.weight} | (
+            infos.metrics or {}
+        )
+    elif isinstance(infos, Mapping):
+        found = {
+            f"{name}/{inner}" if isinstance(part, StepInfo | Mapping) else name: x
+            for name, part in infos.items()
+            for inner, x in _columns(part)
+        }
+    else:
+        found = {"loss": infos}
+    yield from ((name, x) for name, x in found.items() if x is not None and np.ndim(x) == 1)
+
+
+def _still(state) -> dict[str, float]:
+    """The live hyperparameters that no schedule moves, by flat name."""
+    return {} if not isinstance(state, TrainState) or state.numbers is None else state.numbers.named(None)
+
+
+def _scheduled(state, steps) -> dict[str, np.ndarray]:
+    """Those that one moves, for a few steps."""
+    if not isinstance(state, TrainState) or state.numbers is None or not state.numbers.scheduled:
+        return {}
+    held, rows = _still(state), [state.numbers.named(int(step)) for step in steps]
+    return {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else {}) if name not in held}
+
+
+def step_of(state, default: int) -> int:
+    return int(state.step) if isinstance(state, TrainState) else default
+
+
+def _rejected_of(state) -> tuple[int, int]:
+    return (int(state.rejected), int(state.rejected_in_a_row)) if isinstance(state, TrainState) else (0, 0)
+
+
+__all__ = ["Fit", "Run", "step_of"]

@@ -1,0 +1,103 @@
+"""The mean loss and metrics of a state over whole data sets: sums and weights, divided once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax import _feed, _tree
+from tsunax._loss import Loss
+from tsunax._loss_fn import LossFn
+from tsunax.data import as_source, check_batch
+from tsunax.errors import WrongTypeError, message
+from tsunax.program import EvalStep
+from tsunax.state import TrainState
+
+
+def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
+    """`{"loss": ..., metrics...}` of a state over all of `data`, exact whatever the sizes of its batches.
+
+    Batches are merged as sums and weights, on the device, and read once at the end. A batch that is shorter than the
+    first one is padded and masked if the loss function names `mask`, and so runs the same program; if not it runs as it
+    is, and compiles one more.
+
+    Args:
+      eval_step: `eval_step(loss_fn)`, or any `f(state, batch, **extra) -> Loss`.
+      data: batches, one epoch of them, from `batches` or any iterable; or several by name, `{"val": a, "test": b}`,
+        which gives `val/loss` and so on. Iterators are used up.
+      extra: given to `eval_step` by name.
+
+    Metrics that compute to an array give one number per element, `name/0`, `name/1`, ...
+
+    Raises DataError for data without a batch, WrongTypeError for what is no data or no Loss.
+
+    >>> import jax.numpy as jnp
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
+    >>> f = ts.eval_step(lambda params, x: jnp.mean(x @ params["w"]))
+    >>> evaluate(f, state, ts.batches(np.array([[1.0, 0.0], [0.0, 1.0], [4.0, 0.0]], np.float32), 2))
+    {'loss': 2.33333...}
+    """
+    if isinstance(data, Mapping):
+        if not data or not all(isinstance(name, str) for name in data):
+            raise WrongTypeError(message("data", "evaluate()", _tree.describe(data), "{name: data}, with str names"))
+        parts = {name: evaluate(eval_step, state, part, **extra) for name, part in data.items()}
+        return {f"{name}/{inner}": x for name, part in parts.items() for inner, x in part.items()}
+    if not callable(eval_step):
+        raise WrongTypeError(message("eval_step", "evaluate()", _tree.describe(eval_step), "ts.eval_step(loss_fn)"))
+    pads = isinstance(eval_step, EvalStep) and "mask" in LossFn.of(eval_step.loss_fn).names and "mask" not in extra
+    total, rows, home = None, 0, _feed.home_of(state)
+    source = as_source(data)
+    while (batch := source.next()) is not None:
+        here = check_batch(batch, "evaluate()")
+        rows = rows or here
+        given = dict(extra)
+        if pads:
+            batch, given["mask"] = _padded(batch, here, max(here, rows))
+        batch, given = _feed.put((batch, given), home)
+        loss = eval_step(state, batch, **given)
+        if not isinstance(loss, Loss):
+            raise WrongTypeError(message("result", "eval_step", _tree.describe(loss), "a ts.Loss"))
+        total = loss if total is None else _merged(total, loss)
+    assert total is not None  # a source without a batch raises
+    found = {"loss": total.compute(), **{name: m.compute() for name, m in total.metrics.items()}}
+    return _flat(jax.device_get(found))
+
+
+@jax.jit
+def _merged(a: Loss, b: Loss) -> Loss:
+    return a.merge(b)
+
+
+def _padded(batch, here: int, rows: int) -> tuple[Any, Any]:
+    """The batch with copies of its last row up to `rows`, and the mask that tells them apart."""
+
+    def one(x):
+        if here == rows:
+            return x
+        if isinstance(x, jax.Array):
+            return jnp.concatenate([x, jnp.repeat(x[-1:], rows - here, 0)])
+        return np.concatenate([x, np.repeat(x[-1:], rows - here, 0)])
+
+    return jax.tree.map(one, batch), (np.arange(rows) < here).astype(np.float32)
+
+
+def _flat(found: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers by name; those of an array by its elements."""
+    out = {}
+    for name, x in found.items():
+        parts = {name: x}
+        if isinstance(x, Mapping):
+            parts = {f"{name}/{inner}": y for inner, y in x.items()}
+        for inner, y in parts.items():
+            flat = np.ravel(np.asarray(y))
+            keys = [inner] if np.ndim(y) == 0 else [f"{inner}/{i}" for i in range(flat.size)]
+            out |= dict(zip(keys, map(float, flat), strict=True))
+    return out
+
+
+__all__ = ["evaluate"]

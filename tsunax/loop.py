@@ -1,0 +1,258 @@
+"""Who calls the step: `fit`, `iterate` and `train_steps`, from the whole run to the bare compiled loop.
+
+state, history = fit(step, state, data, steps=1000)         until a goal, with all that a run needs (`_run.py`)
+for state, info in iterate(step, state, data, steps=1000):  the same as a generator
+state, infos = train_steps(step, state, batches)            k steps in one compiled loop (`_fused.py`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax import _feed, _fused, _tree, display
+from tsunax._options import Goal, Options, options_of
+from tsunax._run import Fit, Run, step_of
+from tsunax._signals import Interrupt, in_notebook
+from tsunax.errors import WrongTypeError, message
+from tsunax.history import History
+from tsunax.hyper import hyperparams
+from tsunax.program import TrainStep
+from tsunax.state import TrainState, check_flags, check_state, is_gone, own
+
+
+def train_steps(step: Callable, state, batches, **extra):
+    """k steps in one compiled loop; `batches` has a first axis of k. Returns `(state, infos)`, the infos stacked.
+
+    As `for batch in batches: state, info = step(state, batch)`, without going back to Python in between. `step` is any
+    function `(state, batch, **extra) -> (state, info)` that can be traced. The state given to a `TrainStep` is donated.
+
+    >>> import jax.numpy as jnp
+    >>> import tsunax as ts
+    >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
+    >>> state, infos = train_steps(step, state, jnp.stack([jnp.eye(2)] * 3))
+    >>> infos.loss.round(3)
+    Array([2.5  , 2.025, 1.64 ], dtype=float32)
+    """
+    k = _feed.length_of(batches, "train_steps()")
+    if k == 1:  # a loop of one would be another program
+        batches = jax.tree.map(lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches)
+    feed, n = _feed.place(_fused.Stacked(batches), k, state)
+    state, infos = _loop_of(step)(state, feed, n, extra)
+    return state, _stacked(state, infos, slice(k))
+
+
+def _loop_of(step) -> _fused.Fused:
+    return _fused.fused(step, isinstance(step, TrainStep) and step.donate)
+
+
+def _stacked(state, infos: _fused.Infos, rows):
+    """Infos as a step would give them: those of some rows, or of one."""
+    infos = jax.tree.map(lambda x: x[rows], infos)
+    return infos.stacked(state.numbers if isinstance(state, TrainState) else None)
+
+
+def iterate(
+    step: Callable, state, data, *, steps: int | None = None, epochs: int | None = None, steps_per_call=1, **extra
+):
+    """The loop as a generator: `for state, info in iterate(step, state, data, steps=1000)`.
+
+    Yields after every `steps_per_call` steps, with the info of the last one. The state that was yielded is consumed by
+    the next step: keep a copy of what you want to keep. Send another one, and the loop goes on with it.
+    """
+    goal = Goal("iterate()", steps, epochs)
+    feed = _feed.Feed(data, state, steps_per_call, float("inf"))
+    loop, calls = _loop_of(step), 0
+    while not goal.reached(calls, feed.epoch):
+        chunk = feed.take(int(min(steps_per_call, goal.left(calls))), state, calls)
+        if chunk is not None:
+            state, infos = loop(state, chunk.feed, chunk.n, extra)
+            calls += chunk.steps
+            sent = yield state, _stacked(state, infos, chunk.steps - 1)
+            state = state if sent is None else sent
+
+
+def fit(
+    step: Callable,
+    state,
+    data,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    evaluate: Callable | None = None,
+    evaluate_every: int | str = "epoch",
+    callbacks=(),
+    logger=(),
+    checkpoint=None,
+    progress: Any = True,
+    log_every: int = 10,
+    steps_per_call: int | str | None = "auto",
+    max_bad: int = 10,
+    profile: Any = None,
+    smoke: bool = False,
+    history: History | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> tuple[Any, History]:
+    """Train until a goal is reached: `(state, history)`.
+
+    In plain Python, but fused, logged and interruptible:
+
+        for batch in data:
+            state, info = step(state, batch)
+
+    Between boundaries (below) the steps run in one compiled loop. Nothing but the state, `history` and the place of
+    `data` is changed; the state given is consumed.
+
+    Args:
+      step: a `train_step`, or any function `(state, batch, **extra) -> (state, info)` that can be traced, over any
+        pytree as state (a GAN's pair).
+      data: `batches(...)`, or any iterable of batches.
+      steps: the goal in applied steps, counted by `state.step`; or
+      epochs: in epochs of the data. Both are places to reach: what resumes at or beyond them only says so.
+      evaluate: `f(state) -> {name: number}`, at every `evaluate_every` ("epoch", "5 epochs", or a number of steps), and
+        at the end.
+      callbacks: functions `f(run) -> None | state`, see `callbacks`. `every(n, f)` is called at multiples of n steps; a
+        bare one at every boundary, those of `log_every` too.
+      logger: `f(row, step=)`, or several; `wandb.log` is one. Called on the first process only.
+      checkpoint: where to save, and from where to resume.
+      progress: True (a bar on a terminal and in notebooks, else lines), False, or a tqdm.
+      log_every: a row of the history for every so many steps, with the numbers of that step.
+      steps_per_call: of the compiled loop; "auto" follows the time that a step takes. Changes no bit. None calls
+        `step` itself, which then need not be traceable.
+      max_bad: so many rejected steps in a row end the run with a NonFiniteError; fewer are warned of.
+      profile: a directory: some steps are traced into it, for Perfetto or XProf.
+      smoke: try everything and keep nothing: two steps on a copy of the state, one evaluation, every callback once; no
+        logger, no checkpoint.
+      history: one to go on with.
+      extra: arguments for `step` by name, as in `step(state, batch, **extra)`.
+
+    At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends the run after the
+    step under way: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. Exceptions that pass through
+    carry `error.state` and `error.history`, the state None where the failed call had consumed it.
+
+    Raises WrongTypeError for what it cannot work with, before anything is compiled; DataError for data that gives no
+    batch or ends before the goal; NonFiniteError.
+
+    >>> import jax.numpy as jnp
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)})
+    >>> step = ts.train_step(lambda params, x: jnp.mean((x - params["w"]) ** 2))
+    >>> data = ts.batches(np.full((8, 2), 3.0, np.float32), 4)
+    >>> state, history = fit(step, state, data, steps=20, progress=False)
+    >>> history["loss"]
+    array([9.        , 1.350..., 0.164...])
+    """
+    goal = Goal("fit()", steps, epochs)
+    if smoke:
+        state, goal = jax.tree.map(own, state), Goal("fit()", step_of(state, 0) + 2, None)
+        logger, checkpoint, progress = (), None, False
+    options = options_of(
+        goal, evaluate, evaluate_every, callbacks, logger, log_every, steps_per_call, max_bad, extra or {}
+    )
+    _check_fit(step, state, smoke)
+    if not isinstance(state, TrainState):
+        state = jax.tree.map(own, state)  # the loop consumes it, and nobody said that this may be so
+    history = History() if history is None else history
+    bar = display.progress(progress if jax.process_index() == 0 else False, goal.steps, step_of(state, 0), "step")
+    fitting = Fit(step, state, data, options, bar, history, {})
+    try:
+        if goal.reached(fitting.run.step, fitting.feed.epoch):
+            at = f"step {fitting.run.step}" if goal.steps else f"epoch {fitting.feed.epoch}"
+            warnings.warn(
+                f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do", stacklevel=2
+            )
+            return fitting.run.state, history
+        with Interrupt() as interrupt, _loggers(options, _settings(fitting)), _profiling(profile):
+            fitting.go(interrupt)
+        bar.close(fitting.run.stopped)
+    except BaseException as error:
+        bar.close(f"{type(error).__name__}")
+        _hand_over(error, fitting.run)
+        raise
+    finally:
+        fitting.feed.close()
+        if smoke:
+            fitting.feed.back()
+    if interrupt.asked and not in_notebook():
+        error = KeyboardInterrupt(f"at step {fitting.run.step}; `error.state` is the state")
+        _hand_over(error, fitting.run)
+        raise error
+    return fitting.run.state, history
+
+
+def _check_fit(step, state, smoke) -> None:
+    check_flags("fit()", smoke=smoke)
+    if not callable(step):
+        fix = (
+            "The order is fit(step, state, data, ...)."
+            if isinstance(step, TrainState)
+            else "Make one: ts.train_step(loss_fn)."
+        )
+        raise WrongTypeError(
+            message("step", "fit()", _tree.describe(step), "a function (state, batch) -> (state, info)", fix)
+        )
+    if isinstance(step, TrainStep):
+        check_state(state, "fit()")
+    elif not jax.tree.leaves(state):
+        raise WrongTypeError(message("state", "fit()", _tree.describe(state), "a tree of arrays"))
+
+
+def _settings(fitting: Fit) -> dict[str, Any]:
+    """What a logger is told at the start: the settings of the run, and the hyperparameters."""
+    options, state = fitting.options, fitting.run.state
+    found = {
+        "goal": str(options.goal),
+        "start": fitting.run.step,
+        "jax": jax.__version__,
+        "devices": jax.device_count(),
+    }
+    for name in ("accumulate", "on_nonfinite"):
+        if hasattr(fitting.step, name):
+            found[name] = getattr(fitting.step, name)
+    if isinstance(state, TrainState):
+        found |= {f"start/{name}": x for name, x in hyperparams(state).items()}
+        found["parameters"] = sum(np.size(x) for x in jax.tree.leaves(state.params))
+        if state.plan.precision is not None:
+            found["precision"] = state.plan.precision.compute
+    return found
+
+
+@contextlib.contextmanager
+def _profiling(directory):
+    """A trace of what runs inside, written to a directory; nothing for None."""
+    if directory is None:
+        yield
+        return
+    with jax.profiler.trace(str(directory)):
+        yield
+
+
+@contextlib.contextmanager
+def _loggers(options: Options, settings):
+    """Loggers told of the run, and closed whatever happens."""
+    with contextlib.ExitStack() as stack:
+        for logger in options.loggers:
+            if hasattr(logger, "close"):
+                stack.callback(logger.close)
+            if hasattr(logger, "start"):
+                logger.start(settings)
+        yield
+
+
+def _hand_over(error: BaseException, run: Run) -> None:
+    """Give an exception the state and the history of the run that it ends."""
+    gone = any(map(is_gone, jax.tree.leaves(run.state)))
+    if not hasattr(error, "state") or error.state is None:  # type: ignore[attr-defined]
+        error.state = None if gone else run.state  # type: ignore[attr-defined]
+    error.history = run.history  # type: ignore[attr-defined]
+    if gone:
+        error.add_note(f"the failed call had consumed the state of step {run.step}: error.state is None")
+
+
+__all__ = ["fit", "iterate", "train_steps"]
