@@ -188,9 +188,9 @@ def _walk(x, path: Path, in_box: bool, out: Tree) -> None:
 def rule_text(x, depth: int = 0, seen: frozenset = frozenset()) -> str:
     """What a rule is made of, without its numbers: names of functions, flags, strings. No two processes differ.
 
-    >>> import optax
-    >>> rule_text(optax.sgd(0.1).update)
-    'chain((identity, scale_by_learning_rate ...
+    >>> import tsunax as ts
+    >>> rule_text(ts.rules.sgd(0.1).update)
+    'sgd(learning_rate, accumulator_dtype=None, momentum=None, nesterov=False)'
     """
     inner = lambda y: rule_text(y, depth + 1, seen | {id(x)})
     if depth > 14 or id(x) in seen:
