@@ -1,0 +1,654 @@
+"""Devices: which one is meant and why, the preference and its file, and what moves between them."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tsunax as ts
+from tests.helpers import assert_trees_equal
+from tsunax import _preference, hardware
+from tsunax._preference import ConfigError
+from tsunax.errors import WrongTypeError
+from tsunax.hardware import (
+    DeviceError,
+    device,
+    device_info,
+    device_of,
+    devices,
+    functional,
+    prefer,
+    preferred,
+    simulate,
+    supported_devices,
+    to_device,
+    to_host,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = jax.devices("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fake:
+    """What is asked of a device before anything is put there."""
+
+    platform: str
+    id: int = 0
+    device_kind: str = "Fake"
+
+
+@pytest.fixture(autouse=True)
+def _nobody_prefers(monkeypatch, tmp_path):
+    monkeypatch.delenv("TSUNAX_DEVICE", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def present(monkeypatch):
+    """Makes JAX have these devices, {its platform: [device, ...]}, and no others; an error is raised."""
+
+    def make(**platforms):
+        def find(platform):
+            found = platforms.get(platform, RuntimeError(f"Unknown backend {platform}. Available backends are []"))
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(hardware, "_find", find)
+
+    return make
+
+
+@pytest.fixture
+def everywhere():
+    """As if JAX_PLATFORMS was not set."""
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    yield
+    jax.config.update("jax_platforms", before)
+
+
+def run(source: str, folder, **env) -> subprocess.CompletedProcess:
+    kept = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+    return subprocess.run(
+        [sys.executable, "-c", source],
+        env={**kept, "PYTHONPATH": str(ROOT), **env},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- which one
+
+
+def test_the_cpu_is_always_there():
+    assert device() == device("cpu") == CPU[0]
+    assert device("cpu", 3) == CPU[3] and devices() == devices("cpu") == CPU
+    assert functional("cpu") and not functional("gpu")
+    assert supported_devices() == _preference.KINDS[1:] == tuple(hardware._PLATFORMS)
+
+
+@pytest.mark.parametrize(
+    ("platforms", "first"),
+    [
+        ({"cpu": 2, "cuda": 2, "tpu": 4}, "tpu"),
+        ({"cpu": 2, "rocm": 1}, "rocm"),
+        ({"cpu": 2, "METAL": 1}, "METAL"),
+        ({"cpu": 2, "mps": 1}, "mps"),
+        ({"cpu": 2, "cuda": 2, "rocm": 2}, "cuda"),
+        ({"cpu": 2}, "cpu"),
+    ],
+)
+def test_automatic_order(present, platforms, first):
+    there = {name: [Fake(name, i) for i in range(n)] for name, n in platforms.items()}
+    present(**there)
+    assert devices() == there[first] and device() == there[first][0]
+
+
+def test_kinds_are_jax_platforms(present):
+    cuda, metal = [Fake("gpu", 0), Fake("gpu", 1)], [Fake("mps")]
+    present(cpu=CPU, cuda=cuda, mps=metal)
+    assert devices("gpu") == devices("cuda") == cuda and devices("metal") == metal
+    assert [kind for kind in supported_devices() if functional(kind)] == ["gpu", "cpu", "cuda", "metal"]
+    with pytest.raises(
+        DeviceError, match=r"device\('rocm', 0\): got no rocm, expected one that is here: gpu \(2\), cpu"
+    ):
+        device("rocm")
+
+
+def test_what_is_absent_says_why(present, everywhere, monkeypatch):
+    with pytest.raises(DeviceError) as error:
+        device("gpu")
+    fix = 'JAX finds none; its plugin: pip install "jax[cuda13]".'
+    assert str(error.value) == f"device at device('gpu', 0): got no gpu, expected one that is here: cpu (8). {fix}"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES='-1' hides it"):
+        devices("cuda")
+    with pytest.raises(DeviceError, match="plugin"):
+        devices("rocm")
+    present(cpu=CPU, cuda=RuntimeError("Backend 'cuda' failed to initialize: no driver"))
+    with pytest.raises(DeviceError, match="failed to initialize: no driver"):
+        devices("cuda")
+    jax.config.update("jax_platforms", "cpu")
+    with pytest.raises(DeviceError, match="JAX_PLATFORMS=cpu leaves it out"):
+        devices("tpu")
+
+
+def test_reasons(present, everywhere, monkeypatch, capsys):
+    device("cpu", 2, verbose=True)
+    assert capsys.readouterr().out == "device cpu:2 (cpu): cpu was asked for\n"
+    present(cpu=CPU)
+    device(verbose=True)
+    none = 'no {0}: JAX finds none; its plugin: pip install "jax[{1}]"'
+    said = f"no preference; {none.format('tpu', 'tpu')}; {none.format('gpu', 'cuda13')}; cpu is here"
+    assert capsys.readouterr().out == f"device cpu:0 (cpu): {said}\n"
+    present(cpu=CPU, cuda=[Fake("gpu")])
+    monkeypatch.setenv("TSUNAX_DEVICE", "cpu")
+    assert device(verbose=True) == CPU[0]
+    assert capsys.readouterr().out == "device cpu:0 (cpu): cpu is preferred by TSUNAX_DEVICE\n"
+    assert device("gpu") == Fake("gpu")
+
+
+def test_an_unavailable_preference_warns_and_goes_on(present, everywhere, monkeypatch, capsys):
+    present(cpu=CPU, tpu=[Fake("tpu")])
+    monkeypatch.setenv("TSUNAX_DEVICE", "rocm")
+    with pytest.warns(
+        UserWarning, match=r"rocm, preferred by TSUNAX_DEVICE, is not here: JAX finds none.*Another"
+    ) as w:
+        assert device(verbose=True) == Fake("tpu")
+    assert "is not here: JAX finds none" in capsys.readouterr().out
+    assert w[0].filename == __file__
+    with pytest.warns(UserWarning, match="rocm"):
+        assert devices() == [Fake("tpu")]
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind", "text"),
+    [
+        (lambda: device("cuba"), DeviceError, "kind at device('cuba', 0): got 'cuba', expected one of auto, tpu, "),
+        (lambda: device("cuba"), DeviceError, "Did you mean 'cuda'?"),
+        (lambda: functional("gpus"), DeviceError, "Did you mean 'gpu'?"),
+        (lambda: device(0), WrongTypeError, "kind at device(0, 0): got 0 (int), expected one of auto"),
+        (lambda: device("cpu", 8), DeviceError, "index at device('cpu', 8): got 8, expected 0 to 7. There are 8, cpu,"),
+        (lambda: device("cpu", -1), DeviceError, "got -1, expected 0 to 7"),
+        (lambda: device("cpu", True), WrongTypeError, "index at device('cpu', True): got True (bool), expected an int"),
+        (lambda: device("cpu", 1.0), WrongTypeError, "got 1.0 (float), expected an int"),
+        (lambda: devices([]), DeviceError, "devices at devices([]): got no devices, expected one at least"),
+        (lambda: devices([1, 2, 1]), DeviceError, "devices at devices([1, 2, 1]): got 1 twice, expected each"),
+        (lambda: devices("0,0"), DeviceError, "devices at devices('0,0'): got 0 twice"),
+        (lambda: devices([CPU[3], 3]), DeviceError, "got 3 twice"),
+        (lambda: devices("0,8"), DeviceError, "index at devices('0,8'): got 8, expected 0 to 7"),
+        (lambda: devices([0, -1]), DeviceError, "index at devices([0, -1]): got -1, expected 0 to 7"),
+        (lambda: devices("-1"), DeviceError, "got -1, expected 0 to 7"),
+        (lambda: devices(2), WrongTypeError, "[2] is device number 2, devices()[:2] are 2 of them."),
+        (lambda: devices(["0"]), WrongTypeError, "got '0' (str), expected an int"),
+        (lambda: devices(None), WrongTypeError, "got None, expected a kind or a list"),
+        (lambda: to_device(1.0, "tpu"), DeviceError, "device at to_device('tpu'): got no tpu, expected one"),
+        (lambda: to_device(1.0, 3), WrongTypeError, "device at to_device(): got 3 (int), expected a kind or a jax.D"),
+        (lambda: to_device(1.0, jax.make_mesh((8,), ("data",))), WrongTypeError, "prefetch(data, mesh) spreads"),
+        (lambda: simulate(0), DeviceError, "n at simulate(): got 0, expected an int of 1 or more"),
+        (lambda: simulate(4), DeviceError, "simulate: got a backend that has started, expected to be called"),
+    ],
+)  # fmt: skip
+def test_wrong_devices(ask, kind, text):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of jax.make_mesh's default axis types
+        with pytest.raises(kind) as error:
+            ask()
+    assert text in str(error.value)
+
+
+def test_lists_of_devices(present):
+    chosen = [CPU[0], CPU[2]]
+    assert (
+        devices([0, 2]) == devices("0,2") == devices(" 0, 2 ") == devices(np.array([0, 2])) == devices(chosen) == chosen
+    )
+    present(tpu=[Fake("tpu")], cpu=CPU)
+    with pytest.raises(DeviceError, match="got cpu and tpu, expected devices of one platform"):
+        devices([0, CPU[1]])
+
+
+def test_info():
+    info = device_info(CPU[3])
+    assert (info.platform, info.kind, info.memory_total, info.memory_in_use) == ("cpu", "cpu", None, None)
+    assert info == device_info() and isinstance(info.version, str)
+
+
+def test_info_reads_what_the_device_says(present):
+    class Client:
+        platform_version = "cuda 13000"
+
+    class Card:
+        platform, device_kind, client = "gpu", "H100", Client()
+
+        def memory_stats(self):
+            return {"bytes_in_use": 3, "bytes_limit": 64, "peak_bytes_in_use": 5}
+
+    class Silent(Card):
+        def memory_stats(self):
+            raise RuntimeError("not implemented")
+
+    present(cuda=[Card()])
+    assert device_info("gpu") == hardware.DeviceInfo("gpu", "H100", 64, 3, "cuda 13000")
+    present(cuda=[Silent()])
+    assert device_info("gpu") == hardware.DeviceInfo("gpu", "H100", None, None, "cuda 13000")
+    with pytest.raises(WrongTypeError, match=r"device at device_info\(\): got 0 \(int\), expected a kind"):
+        device_info(0)
+
+
+def test_simulated_devices_do_not_deadlock(tmp_path):
+    source = """
+import os
+from tsunax.hardware import devices, simulate
+simulate(3)
+simulate(8)
+assert int(os.environ["NPROC"]) >= 16
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+assert len(devices()) == 8 and {one.platform for one in jax.devices()} == {"cpu"}
+mesh = jax.sharding.Mesh(np.array(devices()), ("data",))
+rows = jax.device_put(jnp.ones((64, 16)), NamedSharding(mesh, PartitionSpec("data")))
+whole = jax.device_put(jnp.zeros((16, 16)), NamedSharding(mesh, PartitionSpec()))
+step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w))
+for _ in range(200):
+    whole = step(whole, rows)
+print(float(whole.sum()))
+"""
+    done = run(source, tmp_path, JAX_PLATFORMS="")
+    assert done.returncode == 0, done.stderr
+    # w stays c everywhere, and the error 16 c - 1 shrinks by 1 - 0.1 * 2/16 * 16 a step
+    np.testing.assert_allclose(float(done.stdout), 16, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ the preference
+
+
+def project(text: str = "", folder=None) -> Path:
+    path = Path(folder or ".") / "pyproject.toml"
+    path.write_bytes(text.encode())
+    return path
+
+
+def quiet_prefer(kind):
+    with pytest.warns(UserWarning, match="The backend has started.*Restart the process"):
+        prefer(kind)
+
+
+TABLE = '[project]\nname = "x"  # mine\n\n[tool.ruff]\nline-length = 100\n'
+FILES = {  # before -> with device = "cpu"
+    "empty": ("", '[tool.tsunax]\ndevice = "cpu"\n'),
+    "no table": (TABLE, f'{TABLE}\n[tool.tsunax]\ndevice = "cpu"\n'),
+    "no last newline": ("a = 1", 'a = 1\n\n[tool.tsunax]\ndevice = "cpu"\n'),
+    "crlf": ("a = 1\r\n", 'a = 1\r\n\r\n[tool.tsunax]\r\ndevice = "cpu"\r\n'),
+    "an empty table": ("[tool.tsunax]\n# soon\n[b]\n", '[tool.tsunax]\ndevice = "cpu"\n# soon\n[b]\n'),
+    "an empty table at the end": ("[tool.tsunax] # soon", '[tool.tsunax] # soon\ndevice = "cpu"\n'),
+    "another": (
+        '# device = "gpu"\n[tool.tsunax]\n# device = "gpu"\ndevice = "gpu"   # why\n[b]\ndevice = "gpu"\n',
+        '# device = "gpu"\n[tool.tsunax]\n# device = "gpu"\ndevice = "cpu"   # why\n[b]\ndevice = "gpu"\n',
+    ),
+    "another's first": ('[b]\ndevice = "gpu"\n', '[b]\ndevice = "gpu"\n\n[tool.tsunax]\ndevice = "cpu"\n'),
+    "crlf, another": ("[tool.tsunax]\r\ndevice='tpu'\r\n", '[tool.tsunax]\r\ndevice="cpu"\r\n'),
+    "dotted": ('[tool]\ntsunax.device = "gpu"\nb = nan\n', '[tool]\ntsunax.device = "cpu"\nb = nan\n'),
+    "dotted at the root": ('tool.tsunax.device = "gpu"\n[b]\n', 'tool.tsunax.device = "cpu"\n[b]\n'),
+    "quoted": ('[ tool . "tsunax" ]\n"device" = "gpu"\n', '[ tool . "tsunax" ]\n"device" = "cpu"\n'),
+    "inline": ('[tool]\ntsunax = { device = "gpu" }\n', '[tool]\ntsunax = { device = "cpu" }\n'),
+    "in a string": (
+        'text = """\n[tool.tsunax]\ndevice = "gpu"\n"""\n[tool.tsunax]\n',
+        'text = """\n[tool.tsunax]\ndevice = "gpu"\n"""\n[tool.tsunax]\ndevice = "cpu"\n',
+    ),
+    "in a list": ('a = [\n["tsunax"]\n]\n', 'a = [\n["tsunax"]\n]\n\n[tool.tsunax]\ndevice = "cpu"\n'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_file_is_written_around(name, monkeypatch):
+    before, after = FILES[name]
+    path = project(before)
+    inside = Path("a/b")
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    path = path.absolute().parents[2] / path.name
+    quiet_prefer("cpu")
+    assert path.read_bytes().decode() == after
+    assert preferred() == "cpu" and tomllib.loads(after)["tool"]["tsunax"]["device"] == "cpu"
+    quiet_prefer(None)
+    left, was = path.read_bytes().decode(), tomllib.loads(before.replace("nan", "0"))
+    is_ = tomllib.loads(left.replace("nan", "0"))
+    for parsed in (was, is_):
+        parsed.setdefault("tool", {}).pop("tsunax", None)
+    assert preferred() is None and is_ == was
+    if "tsunax" not in before and before.endswith("\n"):
+        assert left == before
+    assert ("\r\n" in left) == ("\r\n" in before)
+
+
+def test_a_missing_file_is_made():
+    quiet_prefer("tpu")
+    assert Path("pyproject.toml").read_text() == '[tool.tsunax]\ndevice = "tpu"\n' and preferred() == "tpu"
+
+
+def test_the_same_again_is_a_notice(capsys):
+    path = project('[tool.tsunax]\ndevice = "cpu"').absolute()
+    prefer("cpu")
+    assert capsys.readouterr().out == f'{path} says device = "cpu" already\n'
+    path.unlink()
+    prefer(None)
+    assert capsys.readouterr().out == f"{path} says no device already\n"
+    assert not path.exists()
+
+
+def test_the_variable_goes_first(monkeypatch):
+    project('[tool.tsunax]\ndevice = "tpu"')
+    monkeypatch.setenv("TSUNAX_DEVICE", "cpu")
+    assert preferred() == "cpu"
+    with pytest.warns(UserWarning) as caught:
+        prefer("gpu")
+    assert str(caught[0].message).startswith("TSUNAX_DEVICE=cpu goes before ") and len(caught) == 2
+    monkeypatch.setenv("TSUNAX_DEVICE", "auto")
+    assert preferred() is None and device() == CPU[0]
+    monkeypatch.setenv("TSUNAX_DEVICE", "")
+    assert preferred() == "gpu"
+    monkeypatch.setenv("TSUNAX_DEVICE", "gpuu")
+    with pytest.raises(
+        ConfigError, match=r"device at TSUNAX_DEVICE: got 'gpuu', expected one of .* Did you mean 'gpu'"
+    ):
+        device()
+
+
+def test_the_nearest_file_counts(monkeypatch):
+    project('[tool.tsunax]\ndevice = "gpu"\n')
+    Path("inner").mkdir()
+    monkeypatch.chdir("inner")
+    assert preferred() == "gpu"
+    project("")
+    assert preferred() is None
+
+
+def test_an_unknown_preference_is_not_written():
+    with pytest.raises(DeviceError, match="kind at prefer\\(\\): got 'amd', expected one of auto, tpu"):
+        prefer("amd")
+    with pytest.raises(WrongTypeError, match=r"got 3 \(int\)"):
+        prefer(3)
+    assert not Path("pyproject.toml").exists()
+
+
+def test_a_file_that_cannot_be_written(monkeypatch):
+    path = project(TABLE)
+
+    def refuse(self, data):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)  # the superuser may write a read-only file
+    with pytest.raises(ConfigError, match=r"PermissionError .*Permission denied, expected one that can be written"):
+        prefer("cpu")
+    assert path.read_text() == TABLE
+
+
+def test_a_form_that_no_line_can_change():
+    text = "tool = { tsunax = {} }\n"
+    path = project(text)
+    with pytest.raises(ConfigError, match=r'expected a table\. Write device = "cpu" there by hand'):
+        prefer("cpu")
+    assert path.read_text() == text
+
+
+HEAD = "[project]\nname = 'x'\n[tool.tsunax]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (HEAD + 'devise = "gpu"', "key at [tool.tsunax] of {}, line 4: got 'devise', expected device. Did you"),
+        (HEAD + "batch_size = 3", "key at [tool.tsunax] of {}, line 4: got 'batch_size', expected device."),
+        (HEAD + 'device = "gpu"\ndevice = "cpu"', 'at line 5, column 15): device = "cpu", expected TOML.'),
+        (HEAD + "device = 3", "device at [tool.tsunax] of {}, line 4: got 3 (int), expected one of auto, tpu, "),
+        (HEAD + "device = nan", "line 4: got nan (float), expected one of auto"),
+        (HEAD + 'device = ["gpu"]', "line 4: got list of 1, expected one of auto"),
+        (HEAD + 'device = "gpus"', "device at [tool.tsunax] of {}, line 4: got 'gpus', expected one of auto, "),
+        (HEAD + 'device = "gpus"', "Did you mean 'gpu'?"),
+        (HEAD + "device = !!str gpu", "line 4, column 10): device = !!str gpu, expected TOML."),
+        (HEAD + "device = " + "[" * 100_000, "file at {}: got values nested too deep to read, expected TOML."),
+        (HEAD + "#" * 10_000_000, "file at {}: got 10.0 MB, expected 1.0 MB at most."),
+        ("tool = 3", "tool at [tool.tsunax] of {}, line 1: got 3 (int), expected a table."),
+        ("[tool]\ntsunax = 'gpu'", "tsunax at [tool.tsunax] of {}, line 2: got 'gpu' (str), expected a table."),
+        ("a = 1\n\ufffe = 2", "line 2, column 1)"),
+        ("a = \x00", "expected TOML"),
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_wrong_files(text, said):
+    path = project(text).absolute()
+    for ask in (preferred, device, lambda: prefer("cpu")):
+        with pytest.raises(ConfigError) as error:
+            ask()
+        assert said.format(path) in str(error.value)
+    assert path.stat().st_size == len(text.encode())
+    assert device("cpu") == CPU[0]  # asked for by name: no file is read
+
+
+def test_a_file_that_is_no_text():
+    Path("pyproject.toml").write_bytes(b"a = '\xff'")
+    with pytest.raises(ConfigError, match=r"got UnicodeDecodeError .*, expected TOML in UTF-8 that can be read"):
+        preferred()
+
+
+def test_the_preference_reaches_the_next_process(tmp_path):
+    first = "import tsunax.hardware as h; h.prefer('gpu'); print(h._started())"
+    done = run(first, tmp_path)
+    assert (done.stdout, done.stderr, done.returncode) == ("False\n", "", 0)
+    second = """
+import os, tsunax.hardware as h
+h.device(verbose=True)
+os.environ["TSUNAX_DEVICE"] = "cpu"
+h.device(verbose=True)
+"""
+    done = run(second, tmp_path)
+    why = f"gpu, preferred by {tmp_path.resolve() / 'pyproject.toml'}, is not here: JAX_PLATFORMS=cpu leaves it out"
+    assert done.returncode == 0 and f"UserWarning: {why}. Another device is used." in done.stderr
+    said, then = done.stdout.splitlines()
+    assert said == f"device cpu:0 (cpu): {why}; no tpu: JAX_PLATFORMS=cpu leaves it out; " + (
+        "no gpu: JAX_PLATFORMS=cpu leaves it out; cpu is here"
+    )
+    assert then == "device cpu:0 (cpu): cpu is preferred by TSUNAX_DEVICE"
+
+
+# -------------------------------------------------------------------------------------------------------- moving
+
+
+def test_trees_move_and_come_back():
+    params = {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": jnp.ones(3, jnp.bfloat16), "n": np.int8(3)}
+    opt_state = optax.adamw(1e-3).init(params)
+    tree = {"params": params, "opt": opt_state, "key": jax.random.key(3), "act": jnp.tanh, "name": "relu", "none": None}
+    tree |= {"rate": 0.5, "text": np.array(["a"]), "mask": np.array([True])}
+    moved = to_device(tree, CPU[2])
+    arrays = [x for x in jax.tree.leaves(moved) if isinstance(x, jax.Array)]
+    assert {(x.device, x.committed) for x in arrays} == {(CPU[2], True)} and len(arrays) == 12
+    assert moved["act"] is jnp.tanh and moved["text"] is tree["text"] and moved["rate"] == 0.5
+    assert type(moved["opt"][0]) is type(opt_state[0])
+    assert device_of(moved) == CPU[2]
+    rest = ("act", "name", "text")
+    assert_trees_equal(
+        {k: v for k, v in moved.items() if k not in rest}, {k: v for k, v in tree.items() if k not in rest}
+    )
+    host = to_host(moved)
+    assert jax.dtypes.issubdtype(host["key"].dtype, jax.dtypes.prng_key) and host["key"].device == CPU[0]
+    del host["key"], moved["key"]
+    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(host)) and host["act"] is jnp.tanh
+    assert host["params"]["b"].dtype == jnp.bfloat16 and host["params"]["w"].flags.writeable
+    assert_trees_equal(
+        {k: v for k, v in host.items() if k not in rest}, {k: v for k, v in moved.items() if k not in rest}
+    )
+
+
+def test_what_is_there_stays_the_same_object():
+    x, key = to_device((jnp.ones(3), jax.random.key(0)), CPU[1])
+    again = to_device({"x": x, "key": key, "new": jnp.zeros(2)}, CPU[1])
+    assert again["x"] is x and again["key"] is key and again["new"].device == CPU[1]
+    elsewhere = to_device(x, CPU[4])
+    assert elsewhere.device == CPU[4] and x.device == CPU[1] and not x.is_deleted()
+    free = jnp.ones(3)  # would follow the first committed array that it meets
+    kept = to_device(free, CPU[0])
+    assert kept.committed and kept.unsafe_buffer_pointer() == free.unsafe_buffer_pointer()
+
+
+def test_tied_arrays_stay_tied():
+    w, v = jnp.ones(3), np.ones(3)
+    moved = to_device({"in": w, "out": w, "a": v, "b": [v]}, CPU[1])
+    assert moved["in"] is moved["out"] and moved["a"] is moved["b"][0] and moved["in"] is not moved["a"]
+    host = to_host(moved)
+    assert host["in"] is host["out"] and host["a"] is host["b"][0]
+
+
+def test_numpy_memory_is_not_shared():
+    source = np.ones(4096, np.float32)
+    moved = to_device(source, CPU[0])
+    source[:] = 7
+    assert float(moved.max()) == 1
+    host = to_host(moved)
+    host[:] = 7
+    assert float(moved.max()) == 1
+
+
+def test_what_was_brought_to_the_host_can_be_donated():
+    x = to_device(jnp.ones(4096), CPU[1])
+    host = to_host(x)
+    jax.jit(lambda x: 2 * x, donate_argnums=0)(x)
+    assert x.is_deleted() and host.max() == 1
+
+
+def test_under_jit_and_with_a_sharding():
+    assert float(jax.jit(lambda x: to_device({"x": x}, CPU[0])["x"] + 1)(jnp.ones(()))) == 2
+    mesh = jax.sharding.Mesh(np.array(CPU), ("data",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    spread = to_device(np.arange(8.0), rows)
+    assert spread.sharding == rows and to_device(spread, rows) is spread
+    np.testing.assert_array_equal(to_host(spread), np.arange(8))
+    with pytest.raises(DeviceError, match=r"array at tree\['x'\]: got 8 devices, expected one device"):
+        device_of({"x": spread})
+
+
+def test_device_of():
+    assert device_of({"a": np.ones(2), "b": "x"}) is None
+    assert device_of({"a": np.ones(2), "b": to_device(jnp.ones(2), CPU[5])}) == CPU[5]
+    mixed = {"a": to_device(jnp.ones(2), CPU[5]), "b": [to_device(jnp.ones(2), CPU[6])]}
+    with pytest.raises(DeviceError) as error:
+        device_of(mixed)
+    where = f"{CPU[5]}, where tree['a'] is. to_device(tree, device) brings them together."
+    assert str(error.value) == f"array at tree['b'][0]: got {CPU[6]}, expected {where}"
+    assert device_of(to_device(mixed, CPU[6])) == CPU[6]
+
+
+def test_a_state_on_another_device_is_printed_and_stepped():
+    state = ts.setup(ts.rules.adam(1e-2), {"w": jnp.ones(3)}, key=jax.random.key(0), ema=0.9)
+    batch = {"x": np.ones((4, 3), np.float32)}
+    step = ts.train_step(lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2))
+    away = to_device(state, CPU[3])
+    assert device_of(away) == CPU[3] and str(CPU[3]) in repr(away) and "adam" not in type(away).__name__
+    here, _ = step(state, batch)
+    there, info = step(away, batch)
+    assert device_of(there) == CPU[3] and device_of(info.loss) == CPU[3]
+    assert_trees_equal(to_host(there.params), to_host(here.params))
+    back = to_device(there, CPU[0])
+    assert device_of(back) == CPU[0]
+    step(back, batch)
+
+
+# ------------------------------------------------------------------------------------------------------- loaders
+
+
+def test_loaders_are_wrapped():
+    arrays = {"x": np.arange(5.0, dtype=np.float32), "y": np.arange(5)}
+    plain, data = (ts.batches(arrays, 2, shuffle=True, seed=1) for _ in range(2))
+    moved = to_device(data, CPU[2])
+    assert len(moved) == 3 and moved.batch_size == 2
+    for _ in range(2):  # epochs, each in its own order
+        for ours, theirs in zip(moved, plain, strict=True):
+            assert device_of(ours) == CPU[2]
+            assert_trees_equal(ours, jax.tree.map(jnp.asarray, theirs))
+            assert moved.get_state() == plain.get_state()
+    moved.set_state({"epoch": 1, "position": 2})
+    plain.set_state({"epoch": 1, "position": 2})
+    assert_trees_equal(list(moved), jax.tree.map(jnp.asarray, list(plain)))
+
+
+def test_any_iterable_of_batches_is_a_loader():
+    class Loader:
+        def __iter__(self):
+            return (({"x": np.full(2, i), "name": "a"}, i) for i in range(3))
+
+    loader = to_device(Loader(), CPU[1])
+    for _ in range(2):
+        batches = list(loader)
+        assert [int(batch["x"][0]) for batch, _ in batches] == [0, 1, 2] and batches[0][0]["name"] == "a"
+        assert all(device_of(batch) == CPU[1] for batch in batches)
+    with pytest.raises(TypeError, match="len"):
+        len(loader)
+    with pytest.raises(AttributeError, match="set_state"):
+        loader.set_state({})
+    once = to_device(iter(Loader()), CPU[1])
+    assert len(list(once)) == 3 and list(once) == []
+    assert not ts.data.as_source(once).restartable and ts.data.as_source(loader).restartable
+    pair = to_device([np.ones(2), np.zeros(2)], CPU[1])  # a list is a tree
+    assert isinstance(pair, list) and device_of(pair) == CPU[1]
+
+
+def test_a_loader_that_keeps_its_buffer():
+    def loader():
+        buffer = np.zeros(4096, np.float32)
+        for i in range(3):
+            buffer[:] = i
+            yield buffer
+
+    assert [float(batch.max()) for batch in list(to_device(loader(), CPU[0]))] == [0, 1, 2]
+
+
+def test_the_place_of_an_iterator_shows():
+    class Place:
+        at = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.at += 1
+            if self.at > 3:
+                raise StopIteration
+            return np.full(2, self.at)
+
+        def get_state(self):
+            return {"at": self.at}
+
+        def set_state(self, state):
+            self.at = state["at"]
+
+    class Loader:
+        def __iter__(self):
+            return Place()
+
+    source = ts.data.as_source(to_device(Loader(), CPU[1]))
+    source.next()
+    state = source.state()
+    assert state["data"] == {"at": 1}
+    again = ts.data.as_source(to_device(Loader(), CPU[1]))
+    again.restore(state)
+    assert int(again.next()[0]) == 2 and source.resumable
+
+
+def test_fit_takes_a_moved_loader():
+    data = to_device(ts.batches({"x": np.ones((8, 3), np.float32)}, 4), CPU[2])
+    state = to_device(ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)}), CPU[2])
+    step = ts.train_step(lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2))
+    state, history = ts.fit(step, state, data, epochs=2, progress=False)
+    assert int(state.step) == 4 and device_of(state) == CPU[2] and len(history["loss"])
