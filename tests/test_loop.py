@@ -621,3 +621,71 @@ def test_shapes_that_change():
         warnings.simplefilter("ignore")
         cheap = lambda state, batch: (state + 1, {})
         fit(cheap, jnp.zeros(()), [np.ones(n) for n in range(1, 30)], steps=29)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def count_calls(run):
+    run.memory["calls"] = run.memory.get("calls", 0) + 1
+    run.log(calls=run.memory["calls"])
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    """In the middle of an epoch: state, data, history and what callbacks remember."""
+    step, given = ts.train_step(noisy, accumulate=2), {**NOISY, "ema": 0.9}
+    make = lambda: ts.setup(RULE, init(), **given)
+    watch = callbacks.every(2, count_calls)
+    whole, rows = fit(step, make(), data(), steps=17, callbacks=watch, log_every=1)
+    saver = ts.Checkpoints(tmp_path / "run", every=5)
+    with saver:
+        fit(step, make(), data(), steps=11, callbacks=watch, log_every=1, checkpoint=saver)
+        assert saver.steps() == [10, 11]
+    # a new process: nothing is left but the directory
+    state, history = fit(step, make(), data(), steps=17, callbacks=watch, log_every=1, checkpoint=tmp_path / "run")
+    assert_trees_equal(state, whole)
+    for name in ("loss", "grad_norm", "learning_rate", "worst", "calls"):
+        np.testing.assert_array_equal(history[name], rows[name])
+    assert (11, "restart", "") in history.marks
+    with pytest.warns(UserWarning, match="at step 17 already"):
+        same, _ = fit(step, make(), data(), steps=17, checkpoint=tmp_path / "run", resume="must")
+    assert_trees_equal(same, whole)
+    with pytest.raises(ts.errors.TsunaxError, match="resume='never'"):
+        fit(step, make(), data(), steps=17, checkpoint=tmp_path / "run", resume="never")
+
+
+def test_a_checkpoint_of_any_state_and_data_without_a_place(tmp_path):
+    def descend(params, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
+
+    rows = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8)]
+    whole, _ = fit(descend, init(), rows, steps=9)
+    fit(descend, init(), rows, steps=4, checkpoint=tmp_path)
+    with pytest.raises(DataError, match="replay=True"):
+        fit(descend, init(), rows, steps=9, checkpoint=tmp_path)
+    state, history = fit(descend, init(), rows, steps=9, checkpoint=tmp_path, replay=True)
+    assert_trees_equal(state, whole)
+
+
+def test_signals_save(tmp_path):
+    press = callbacks.every(3, lambda run: signal.raise_signal(signal.SIGTERM) if run.step == 3 else None)
+    with pytest.raises(SystemExit) as caught:
+        fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=press, checkpoint=tmp_path)
+    assert caught.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    state, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=8, callbacks=press, checkpoint=tmp_path, resume="must")
+    expected, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=8)
+    assert_trees_equal(state, expected)
+
+
+def test_resident_data_is_the_same_data():
+    for kwargs in ({}, {"shuffle": False}, {"tail": "drop"}):
+        expected, rows = fit(STEP, ts.setup(RULE, init()), data(**kwargs), steps=19, log_every=1)
+        state, found = fit(STEP, ts.setup(RULE, init()), data(device=True, **kwargs), steps=19, log_every=1)
+        assert_trees_close(state.params, expected.params, rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(found["loss"], rows["loss"], rtol=1e-5)
+        state = ts.setup(RULE, init())
+        for goal in (5, 11, 19):
+            used = data(device=True, **kwargs) if goal == 5 else used
+            state, cut = fit(STEP, state, used, steps=goal, log_every=1, steps_per_call=3)
+        np.testing.assert_array_equal(cut["loss"], found["loss"][11:])

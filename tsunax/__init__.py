@@ -24,8 +24,10 @@ from tsunax import (
     schedules,
 )
 from tsunax._loss import Loss
+from tsunax.checkpoint import Checkpoints
 from tsunax.data import batches, prefetch
 from tsunax.evaluation import evaluate
+from tsunax.figures import plot, plot_text
 from tsunax.history import History
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.loop import fit, iterate, train_steps
@@ -36,6 +38,7 @@ from tsunax.step import StepInfo, flush, update, value_and_grad
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Checkpoints",
     "EvalStep",
     "History",
     "Loss",
@@ -59,6 +62,8 @@ __all__ = [
     "losses",
     "metrics",
     "models",
+    "plot",
+    "plot_text",
     "precision",
     "prefetch",
     "refresh",

@@ -133,6 +133,15 @@ class Feed:
         self.size = buffer_size(one, leaves, self._setting, self._interval)
         return self.size
 
+    def place(self) -> Any:
+        """Where the data are, for a checkpoint."""
+        return self.source.state()
+
+    def go_to(self, place, replay: bool) -> None:
+        """Go on from such a place. Raises DataError for data that cannot, unless it is read again up to there."""
+        if place is not None:
+            self.source.restore(place, replay)
+
     def back(self) -> None:
         """Put the data back to where they were, if they can be."""
         if self._start is not None:

@@ -49,6 +49,7 @@ class Options:
     steps_per_call: Any  # an int, "auto", or None: no compiled loop
     max_bad: int
     extra: Mapping[str, Any]
+    saver: Any  # `Checkpoints`, or None
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -60,6 +61,7 @@ class Options:
         """A boundary lies at every multiple of these."""
         found = [f.every for f in self.callbacks if is_every(f)]
         found += [self.log_every] if any(map(is_bare, self.callbacks)) else []
+        found += [self.saver.every] if self.saver is not None and self.saver.every else []
         return found + ([self.evaluate_steps] if self.evaluate_steps else [])
 
     @functools.cached_property
@@ -69,7 +71,13 @@ class Options:
 
     @property
     def listens_to_epochs(self) -> bool:
-        return bool(self.evaluate_epochs or self.goal.epochs or any(map(is_bare, self.callbacks)))
+        listeners = self.evaluate_epochs, self.goal.epochs, self.saves_epochs, any(map(is_bare, self.callbacks))
+        return any(listeners)
+
+    @property
+    def saves_epochs(self) -> bool:
+        """Whether a checkpoint is made at the end of every epoch: where nobody said when."""
+        return self.saver is not None and not self.saver.every
 
     def next_boundary(self, step: int) -> float:
         """The first step beyond this one that somebody waits for."""
@@ -102,7 +110,7 @@ def wants(callback, event: str, step: int) -> bool:
     return is_bare(callback) or (event == "start" and hasattr(callback, "at"))
 
 
-def options_of(goal, evaluate, every, callbacks, logger, log_every, steps_per_call, max_bad, extra) -> Options:
+def options_of(goal, evaluate, every, callbacks, logger, log_every, steps_per_call, max_bad, extra, saver) -> Options:
     """The arguments of `fit`, each checked by itself."""
     where = "fit()"
     steps: Any = None
@@ -130,7 +138,7 @@ def options_of(goal, evaluate, every, callbacks, logger, log_every, steps_per_ca
                 raise WrongTypeError(message(name, where, _tree.describe(f), "a function"))
     if jax.process_index():
         loggers = ()
-    return Options(goal, evaluate, steps, epochs, callbacks, loggers, log_every, steps_per_call, max_bad, extra)
+    return Options(goal, evaluate, steps, epochs, callbacks, loggers, log_every, steps_per_call, max_bad, extra, saver)
 
 
 def check_whole(where: str, **values) -> None:

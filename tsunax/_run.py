@@ -61,12 +61,12 @@ class Run:
 class Fit:
     """A run of `fit` under way: where it is, and what of it is still on the device."""
 
-    def __init__(self, step, state, data, options: Options, bar, history: History, memory: dict):
+    def __init__(self, step, state, data, options: Options, bar, history: History, memory: dict, start: int):
         self.step, self.options, self.bar, self.memory = step, options, bar, memory
         interval = min(options.intervals, default=float("inf"))
         self.feed = _feed.Feed(data, state, options.steps_per_call, interval)
         self.loop = _fused.fused(step, not isinstance(step, TrainStep) or step.donate)
-        self.run = Run(state, step_of(state, 0), self.feed.epoch, history)
+        self.run = Run(state, start, self.feed.epoch, history)
         self.run.note = bar.note
         self.extra = jax.device_put(dict(options.extra), _feed.home_of(state))  # once, not by every call
         self.pending: list[tuple[_feed.Chunk, Any]] = []  # calls whose infos were not read
@@ -78,6 +78,7 @@ class Fit:
         is_searching = isinstance(state, TrainState) and state.loss_scale is not None
         self.limit = _feed.NO_LIMIT if is_searching else self.max_bad + _rejected_of(state)[1]
         self.row_step = -1
+        self.saved: Any = None  # when it was, last
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
 
     # ---------------------------------------------------------------------------------------------------- steps
@@ -147,6 +148,8 @@ class Fit:
             now, count = time.perf_counter(), sum(chunk.steps for chunk in chunks)
             self.seconds, self.read_at, self.ahead = max(now - self.read_at, 1e-9) / count, now, self.ahead - count
             self.rows(chunks, infos, named)
+        if self.options.saver is not None:
+            self.options.saver.poll()
 
     # ----------------------------------------------------------------------------------------------------- rows
 
@@ -268,6 +271,28 @@ class Fit:
                 run.history.mark("stop", run.step, run.stopped)
             self.flush()
         self.bar.show(run.step, run.metrics)
+        saver = self.options.saver
+        if saver is None:
+            return
+        saver.poll()
+        due = "end" in events or saver.due(run.step) or ("epoch" in events and self.options.saves_epochs)
+        if due and self.saved != (run.step, self.feed.place()):
+            self.save()
+
+    def save(self) -> None:
+        """All that it takes to go on: state, place of the data, history, what callbacks remember."""
+        run = self.run
+        self.saved = run.step, self.feed.place()
+        history = run.history.plain()
+        numbers = {name: x for name, x in run.metrics.items() if np.isfinite(x)}
+        self.options.saver.save(
+            *(run.state,),
+            step=run.step,
+            data=self.feed.place(),
+            history=history,
+            callbacks=self.memory,
+            metrics=numbers,
+        )
 
     def evaluate(self) -> None:
         run = self.run

@@ -1,4 +1,4 @@
-"""Ctrl-C during a run: the first ends it after the step under way, the second at once."""
+"""Signals during a run: the first ends it after the call under way, a second Ctrl-C at once."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ import threading
 
 
 class Interrupt:
-    """A context in which the first SIGINT is noted in `asked` instead of raised. Only the main thread can do that."""
+    """A context in which the first of these signals is noted in `asked`. Only the main thread can do that."""
 
-    def __init__(self):
-        self.asked = False
-        self._previous = None
+    def __init__(self, *numbers: int):
+        self.asked = 0
+        self._numbers = numbers
+        self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._note)
+            for number in self._numbers:
+                self._previous[number] = signal.signal(number, self._note)
         return self
 
     def _note(self, number, frame) -> None:
-        if self.asked:
+        if self.asked == number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = True
+        self.asked = number
 
     def __exit__(self, *_) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
+        while self._previous:
+            number, handler = self._previous.popitem()
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]
 
 
 def in_notebook() -> bool:

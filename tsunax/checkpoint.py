@@ -210,6 +210,11 @@ class Checkpoints:
         self._job = _Job(self, manifest, copies)
         self._job.start()
 
+    def poll(self) -> None:
+        """Raise SaveError if a save that has ended failed. Does not wait for one that has not."""
+        if self._job is not None and self._job.done.is_set():
+            self.wait()
+
     def wait(self, timeout: float | None = None) -> None:
         """Block until what was saved is on the disk. Raises SaveError if it is not, within `timeout` seconds."""
         job = self._job

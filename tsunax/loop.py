@@ -8,6 +8,8 @@ state, infos = train_steps(step, state, batches)            k steps in one compi
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +21,7 @@ from tsunax import _feed, _fused, _tree, display
 from tsunax._options import Goal, Options, options_of
 from tsunax._run import Fit, Run, step_of
 from tsunax._signals import Interrupt, in_notebook
+from tsunax.checkpoint import Checkpoints, Restored
 from tsunax.errors import WrongTypeError, message
 from tsunax.history import History
 from tsunax.hyper import hyperparams
@@ -37,8 +40,8 @@ def train_steps(step: Callable, state, batches, **extra):
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
     >>> state, infos = train_steps(step, state, jnp.stack([jnp.eye(2)] * 3))
-    >>> infos.loss.round(3)
-    Array([2.5  , 2.025, 1.64 ], dtype=float32)
+    >>> [f"{loss:.4f}" for loss in infos.loss]
+    ['2.5000', '2.0250', '1.6402']
     """
     k = _feed.length_of(batches, "train_steps()")
     if k == 1:  # a loop of one would be another program
@@ -90,6 +93,8 @@ def fit(
     callbacks=(),
     logger=(),
     checkpoint=None,
+    resume: str = "auto",
+    replay: bool = False,
     progress: Any = True,
     log_every: int = 10,
     steps_per_call: int | str | None = "auto",
@@ -120,7 +125,10 @@ def fit(
       callbacks: functions `f(run) -> None | state`, see `callbacks`. `every(n, f)` is called at multiples of n steps; a
         bare one at every boundary, those of `log_every` too.
       logger: `f(row, step=)`, or several; `wandb.log` is one. Called on the first process only.
-      checkpoint: where to save, and from where to resume.
+      checkpoint: a path or `Checkpoints`: where to save all that it takes to go on (state, place of the data, history,
+        what callbacks remember) at its `every`, else after every epoch, and at the end; and from where to resume.
+      resume: "auto" goes on from the newest good checkpoint, or starts; "must" wants one; "never" wants none.
+      replay: whether data that cannot be put to its place (a list, a generator) may be read again up to there.
       progress: True (a bar on a terminal and in notebooks, else lines), False, or a tqdm.
       log_every: a row of the history for every so many steps, with the numbers of that step.
       steps_per_call: of the compiled loop; "auto" follows the time that a step takes. Changes no bit. None calls
@@ -133,7 +141,8 @@ def fit(
       extra: arguments for `step` by name, as in `step(state, batch, **extra)`.
 
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends the run after the
-    step under way: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. Exceptions that pass through
+    call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. SIGTERM does the same
+    where there is a checkpoint, with SystemExit(143). Exceptions that pass through
     carry `error.state` and `error.history`, the state None where the failed call had consumed it.
 
     Raises WrongTypeError for what it cannot work with, before anything is compiled; DataError for data that gives no
@@ -149,41 +158,68 @@ def fit(
     array([9.        , 1.350..., 0.164...])
     """
     goal = Goal("fit()", steps, epochs)
+    _check_fit(step, state, smoke)
     if smoke:
         state, goal = jax.tree.map(own, state), Goal("fit()", step_of(state, 0) + 2, None)
         logger, checkpoint, progress = (), None, False
-    options = options_of(
-        goal, evaluate, evaluate_every, callbacks, logger, log_every, steps_per_call, max_bad, extra or {}
-    )
-    _check_fit(step, state, smoke)
-    if not isinstance(state, TrainState):
-        state = jax.tree.map(own, state)  # the loop consumes it, and nobody said that this may be so
-    history = History() if history is None else history
-    bar = display.progress(progress if jax.process_index() == 0 else False, goal.steps, step_of(state, 0), "step")
-    fitting = Fit(step, state, data, options, bar, history, {})
-    try:
-        if goal.reached(fitting.run.step, fitting.feed.epoch):
-            at = f"step {fitting.run.step}" if goal.steps else f"epoch {fitting.feed.epoch}"
-            warnings.warn(
-                f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do", stacklevel=2
-            )
-            return fitting.run.state, history
-        with Interrupt() as interrupt, _loggers(options, _settings(fitting)), _profiling(profile):
-            fitting.go(interrupt)
-        bar.close(fitting.run.stopped)
-    except BaseException as error:
-        bar.close(f"{type(error).__name__}")
-        _hand_over(error, fitting.run)
-        raise
-    finally:
-        fitting.feed.close()
+    with contextlib.ExitStack() as stack:
+        saver = None if checkpoint is None else stack.enter_context(_opened(checkpoint))
+        more = {"log_every": log_every, "steps_per_call": steps_per_call, "max_bad": max_bad, "extra": extra or {}}
+        options = options_of(goal, evaluate, evaluate_every, callbacks, logger, saver=saver, **more)
+        fitting = _begin(step, state, data, options, progress, history, resume, replay)
+        run = fitting.run
+        stack.callback(fitting.feed.close)
+        if goal.reached(run.step, fitting.feed.epoch):
+            at = f"step {run.step}" if goal.steps else f"epoch {fitting.feed.epoch}"
+            text = f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do"
+            warnings.warn(text, stacklevel=2)
+            return run.state, run.history
+        signals = (signal.SIGINT,) if saver is None else (signal.SIGINT, signal.SIGTERM)
+        try:
+            with Interrupt(*signals) as interrupt, _loggers(options, _settings(fitting)), _profiling(profile):
+                fitting.go(interrupt)
+            if saver is not None:
+                saver.wait()
+            fitting.bar.close(run.stopped)
+        except BaseException as error:
+            fitting.bar.close(type(error).__name__)
+            raise _with_state(error, run)
         if smoke:
             fitting.feed.back()
+    if interrupt.asked == signal.SIGTERM:
+        raise _with_state(SystemExit(128 + signal.SIGTERM), run)
     if interrupt.asked and not in_notebook():
-        error = KeyboardInterrupt(f"at step {fitting.run.step}; `error.state` is the state")
-        _hand_over(error, fitting.run)
-        raise error
-    return fitting.run.state, history
+        raise _with_state(KeyboardInterrupt(f"at step {run.step}; `error.state` is the state"), run)
+    return run.state, run.history
+
+
+def _opened(checkpoint):
+    """A context with the `Checkpoints` that a user gave, or those of a path, which end with it."""
+    if isinstance(checkpoint, Checkpoints):
+        return contextlib.nullcontext(checkpoint)
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise WrongTypeError(
+            message("checkpoint", "fit()", _tree.describe(checkpoint), "a path or ts.Checkpoints(path)")
+        )
+    return Checkpoints(checkpoint)
+
+
+def _begin(step, state, data, options: Options, progress, history: History | None, resume: str, replay: bool) -> Fit:
+    """The run, where its newest checkpoint is if there is one."""
+    restored = Restored(state) if options.saver is None else options.saver.restore(state, resume=resume)
+    state = restored.state
+    if not isinstance(state, TrainState):
+        state = jax.tree.map(own, state)  # the loop consumes it, and nobody said that this may be so
+    start = step_of(state, restored.step or 0)
+    bar = display.progress(progress if jax.process_index() == 0 else False, options.goal.steps, start, "step")
+    if restored.history is not None:
+        history = History.of(restored.history)
+    history = History() if history is None else history
+    fitting = Fit(step, state, data, options, bar, history, dict(restored.callbacks or {}), start)
+    if restored.step is not None:
+        fitting.feed.go_to(restored.data, replay)
+        history.mark("restart", start)
+    return fitting
 
 
 def _check_fit(step, state, smoke) -> None:
@@ -245,14 +281,15 @@ def _loggers(options: Options, settings):
         yield
 
 
-def _hand_over(error: BaseException, run: Run) -> None:
-    """Give an exception the state and the history of the run that it ends."""
+def _with_state(error: BaseException, run: Run) -> BaseException:
+    """An exception with the state and the history of the run that it ends."""
     gone = any(map(is_gone, jax.tree.leaves(run.state)))
     if not hasattr(error, "state") or error.state is None:  # type: ignore[attr-defined]
         error.state = None if gone else run.state  # type: ignore[attr-defined]
     error.history = run.history  # type: ignore[attr-defined]
     if gone:
         error.add_note(f"the failed call had consumed the state of step {run.step}: error.state is None")
+    return error
 
 
 __all__ = ["fit", "iterate", "train_steps"]
