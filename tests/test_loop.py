@@ -114,8 +114,11 @@ def prepared(name):
     return step, ts.freeze(state, "hidden/kernel") if name == "frozen" else state, make()
 
 
+QUICK = ("plain", "dropped", "float16", "window")  # with nearly all that the others have; the rest are slow tests
+
+
 @pytest.mark.filterwarnings("ignore:step .* was rejected:RuntimeWarning")
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FEATURES])
 def test_calls_and_events_change_no_bit(name):
     """However many steps go into a call, wherever it is cut; and the plain loop to a few ulp."""
     step, state, batches = prepared(name)
@@ -664,7 +667,7 @@ def test_a_checkpoint_of_any_state_and_data_without_a_place(tmp_path):
     fit(descend, init(), rows, steps=4, checkpoint=tmp_path)
     with pytest.raises(DataError, match="replay=True"):
         fit(descend, init(), rows, steps=9, checkpoint=tmp_path)
-    state, history = fit(descend, init(), rows, steps=9, checkpoint=tmp_path, replay=True)
+    state, _ = fit(descend, init(), rows, steps=9, checkpoint=tmp_path, replay=True)
     assert_trees_equal(state, whole)
 
 
@@ -684,8 +687,7 @@ def test_resident_data_is_the_same_data():
         state, found = fit(STEP, ts.setup(RULE, init()), data(device=True, **kwargs), steps=19, log_every=1)
         assert_trees_close(state.params, expected.params, rtol=2e-6, atol=2e-6)
         np.testing.assert_allclose(found["loss"], rows["loss"], rtol=1e-5)
-        state = ts.setup(RULE, init())
+        state, used = ts.setup(RULE, init()), data(device=True, **kwargs)
         for goal in (5, 11, 19):
-            used = data(device=True, **kwargs) if goal == 5 else used
             state, cut = fit(STEP, state, used, steps=goal, log_every=1, steps_per_call=3)
         np.testing.assert_array_equal(cut["loss"], found["loss"][11:])

@@ -86,7 +86,7 @@ class Infos:
         return cls(table, others, treedef, dtypes, ())
 
     def unpacked(self, parts: list[tuple[Infos, int]]) -> tuple[Any, dict[str, np.ndarray]]:
-        """Infos of this form on the host: those stacked by steps, and hyperparameters by name; the first n of each part."""
+        """Infos of this form on the host, stacked by steps, and hyperparameters by name: the first n of each part."""
         table = np.concatenate([part.table[:n] for part, n in parts])
         columns = iter(range(table.shape[1]))
         others = iter(zip(*(([x[:n] for x in part.others]) for part, n in parts), strict=True))

@@ -57,6 +57,7 @@ _PLATFORMS = {  # JAX's names; METAL is Apple's old plugin, mps the one of today
     "rocm": ("rocm",),
     "metal": ("METAL", "mps"),
 }
+_NONE = (RuntimeError, AssertionError)  # what JAX raises; the latter where JAX_PLATFORMS names nothing that is here
 _ORDER = ("tpu", "gpu", "cpu")
 _PACKAGES = {
     "tpu": "jax[tpu]",
@@ -74,8 +75,8 @@ class DeviceError(TsunaxError, ValueError):
 # Which there are
 
 
-def _find(platform: str) -> list[jax.Device]:
-    """The devices of a platform in this process. Raises RuntimeError where there is none; starts the backend."""
+def _find(platform: str | None) -> list[jax.Device]:
+    """The devices of a platform in this process, or JAX's default; starts the backend. Raises where there are none."""
     return jax.local_devices(backend=platform)
 
 
@@ -100,8 +101,8 @@ def _search(kind: str) -> tuple[list[jax.Device], str]:
         try:
             if found := _find(platform):
                 return found, ""
-        except RuntimeError as error:
-            if not str(error).startswith("Unknown backend"):
+        except _NONE as error:
+            if "nitialize" in str(error):
                 why = why or told(error)
     return [], why or _absence(kind)
 
@@ -122,9 +123,9 @@ def _automatic() -> tuple[list[jax.Device], list[str]]:
             return found, [*reasons, f"{kind} is here"]
         reasons.append(f"no {kind}: {why}")
     try:
-        return jax.local_devices(), [*reasons, "what JAX takes by default"]
-    except RuntimeError as error:
-        raise DeviceError(message("devices", "", told(error), "a backend that starts")) from error
+        return _find(None), [*reasons, "what JAX takes by default"]
+    except _NONE as error:
+        raise DeviceError(message("devices", "", "; ".join(reasons), "a backend that starts")) from error
 
 
 def _check_kind(kind: Any, where: str, known: Iterable[str]) -> None:

@@ -141,9 +141,9 @@ def fit(
       extra: arguments for `step` by name, as in `step(state, batch, **extra)`.
 
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends the run after the
-    call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. SIGTERM does the same
-    where there is a checkpoint, with SystemExit(143). Exceptions that pass through
-    carry `error.state` and `error.history`, the state None where the failed call had consumed it.
+    call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. SIGTERM does the
+    same where there is a checkpoint, with SystemExit(143). Exceptions that pass through carry `error.state` and
+    `error.history`, the state None where the failed call had consumed it.
 
     Raises WrongTypeError for what it cannot work with, before anything is compiled; DataError for data that gives no
     batch or ends before the goal; NonFiniteError.
@@ -183,7 +183,8 @@ def fit(
             fitting.bar.close(run.stopped)
         except BaseException as error:
             fitting.bar.close(type(error).__name__)
-            raise _with_state(error, run)
+            _with_state(error, run)
+            raise
         if smoke:
             fitting.feed.back()
     if interrupt.asked == signal.SIGTERM:
