@@ -206,7 +206,7 @@ def devices(kind: str | Sequence[int | jax.Device] = "auto") -> list[jax.Device]
         raise WrongTypeError(message("devices", where, _tree.describe(items), "a kind or a list", fix))
     if len(items) == 0:
         raise DeviceError(message("devices", where, "no devices", "one at least", "devices() are all."))
-    here = [] if all(isinstance(item, jax.Device) for item in items) else _automatic()[0]
+    here = [] if all(isinstance(item, jax.Device) for item in items) else _resolve("auto", where)[0]
     chosen: list[Any] = [item if isinstance(item, jax.Device) else _at(here, item, where) for item in items]
     for i, one in enumerate(chosen):
         if one in chosen[:i]:
