@@ -27,8 +27,8 @@ TIERS = {
     2: "state _loss_fn step program hyper",
     3: "hardware sharding distributed data models history _feed _fused _signals _preference",
     4: (
-        "loggers display checkpoint _files _manifest _store _target exchange callbacks evaluation _options _run loop "
-        "figures"
+        "loggers display checkpoint _files _manifest _store _target _profile exchange callbacks evaluation _options "
+        "_run loop figures"
     ),
     5: "search sweep insight testing ray",
     6: "__init__",

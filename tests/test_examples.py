@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import assert_trees_equal
+from helpers import assert_trees_equal, need
 from test_readme import broken_promises
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,6 +107,20 @@ def test_pages_are_read_block_by_block(tmp_path):
     copy = tmp_path / "page.md"
     copy.write_text(as_one_block(page))
     assert broken_promises(copy, tmp_path) == ["page.md:10: printed ['1'], expected ['2']"]
+
+
+@pytest.mark.slow  # a kernel, and two figures
+def test_the_notebook_runs_and_shows(tmp_path):
+    nbclient, nbformat = need("nbclient"), need("nbformat")
+    need("ipykernel"), need("matplotlib")
+    notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
+    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        [patch.delenv(name, raising=False) for name in set(os.environ) - set(env)]
+        nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    kinds = [set(output.get("data", {})) for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert any("image/png" in kind for kind in kinds) and sum("text/html" in kind for kind in kinds) >= 2
 
 
 def test_the_readme_shows_the_twins():

@@ -16,7 +16,7 @@ from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import callbacks
 from tsunax.errors import DataError, NonFiniteError, StateError, WrongTypeError
 from tsunax.loop import fit as loud_fit
-from tsunax.loop import iterate, train_steps
+from tsunax.loop import iterate, train_epoch, train_steps
 
 fit = functools.partial(loud_fit, progress=False)
 RNG = np.random.default_rng(0)
@@ -243,6 +243,16 @@ def _used():
     state = ts.setup(RULE, init())
     STEP(state, (X[:8], Y[:8]))
     return state
+
+
+def test_train_epoch():
+    expected, rows = fit(STEP, ts.setup(RULE, init()), data(), epochs=2, log_every=1)
+    used, state, losses = data(), ts.setup(RULE, init()), []
+    for _ in range(2):
+        state, infos = train_epoch(STEP, state, used)
+        losses.extend(np.asarray(infos.loss))
+    assert_trees_equal(state, expected)
+    np.testing.assert_array_equal(losses, rows["loss"].astype(np.float32))
 
 
 @pytest.mark.parametrize("per_call", [1, 4])
@@ -691,3 +701,15 @@ def test_resident_data_is_the_same_data():
         for goal in (5, 11, 19):
             state, cut = fit(STEP, state, used, steps=goal, log_every=1, steps_per_call=3)
         np.testing.assert_array_equal(cut["loss"], found["loss"][11:])
+
+
+def test_a_profile_names_the_phases(tmp_path):
+    def phases():
+        found = [path.read_bytes() for path in tmp_path.rglob("*.xplane.pb")]
+        return [all(name in text for name in (b"batches", b"dispatch", b"read", b"boundary")) for text in found]
+
+    watch = callbacks.every(2, lambda run: None)
+    fit(STEP, ts.setup(RULE, init()), data(), steps=30, profile=tmp_path, callbacks=watch)
+    assert phases() == [True]
+    with pytest.warns(UserWarning, match="profile: 1 calls.*nothing was traced"):
+        fit(STEP, ts.setup(RULE, init()), data(), steps=1, profile=tmp_path / "none")

@@ -30,7 +30,7 @@ from tsunax.evaluation import evaluate
 from tsunax.figures import plot, plot_text
 from tsunax.history import History
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
-from tsunax.loop import fit, iterate, train_steps
+from tsunax.loop import fit, iterate, train_epoch, train_steps
 from tsunax.program import EvalStep, TrainStep, eval_step, refresh, train_step
 from tsunax.state import TrainState, averaged, setup, trainable
 from tsunax.step import StepInfo, flush, update, value_and_grad
@@ -72,6 +72,7 @@ __all__ = [
     "schedules",
     "setup",
     "thaw",
+    "train_epoch",
     "train_step",
     "train_steps",
     "trainable",

@@ -72,7 +72,7 @@ class Feed:
         epoch, data = self.epoch, self.source.data
         if isinstance(data, Batches) and data.resident is not None:
             return self._resident(data, n, limit)
-        batches = self.source.take(n if self._first is not None else 1)
+        batches = self.source.take(min(n, self.size))
         if batches is None:
             self._ended = True
             return None

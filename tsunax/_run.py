@@ -22,6 +22,7 @@ import numpy as np
 
 from tsunax import _checks, _feed, _fused, _tree, guard
 from tsunax._options import Options, wants
+from tsunax._profile import Profile
 from tsunax._signals import Interrupt
 from tsunax.errors import NonFiniteError, WrongTypeError, message
 from tsunax.history import History, check_row, join
@@ -77,6 +78,7 @@ class Fit:
         self.max_bad = 1 if getattr(step, "on_nonfinite", None) == "raise" else options.max_bad
         is_searching = isinstance(state, TrainState) and state.loss_scale is not None
         self.limit = _feed.NO_LIMIT if is_searching else self.max_bad + _rejected_of(state)[1]
+        self.profile = Profile(None)
         self.row_step = -1
         self.saved: Any = None  # when it was, last
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
@@ -95,9 +97,12 @@ class Fit:
                 if run.step == boundary:
                     self.boundary(options.events(run.step))
                 continue
-            chunk = self.feed.take(int(min(self.per_call(), boundary - ahead)), run.state, ahead, self.limit)
+            self.profile.call()
+            with self.profile.phase("batches"):
+                chunk = self.feed.take(int(min(self.per_call(), boundary - ahead)), run.state, ahead, self.limit)
             if chunk is not None:
-                self.call(chunk)
+                with self.profile.phase("dispatch"):
+                    self.call(chunk)
             if self.feed.ended() and options.listens_to_epochs:
                 self.settle()
                 events = options.events(run.step) if run.step == boundary else []
@@ -144,7 +149,9 @@ class Fit:
         pending, self.pending = self.pending[:cut], self.pending[cut:]
         for _, part in itertools.groupby(pending, lambda call: jax.tree.structure(call[1])):
             chunks, infos = zip(*part, strict=True)
-            infos, named = _unpacked(jax.device_get(infos), [chunk.steps for chunk in chunks])  # the one wait
+            with self.profile.phase("read"):
+                infos = jax.device_get(infos)
+            infos, named = _unpacked(infos, [chunk.steps for chunk in chunks])  # the one wait
             now, count = time.perf_counter(), sum(chunk.steps for chunk in chunks)
             self.seconds, self.read_at, self.ahead = max(now - self.read_at, 1e-9) / count, now, self.ahead - count
             self.rows(chunks, infos, named)
@@ -258,6 +265,10 @@ class Fit:
 
     def boundary(self, events: list[str]) -> None:
         """What happens where the state is needed: evaluation, callbacks, loggers, progress, in this order."""
+        with self.profile.phase("boundary"):
+            self._boundary(events)
+
+    def _boundary(self, events: list[str]) -> None:
         run = self.run
         run.epoch = self.feed.epoch
         if "evaluate" in events:

@@ -1,8 +1,11 @@
-"""Who calls the step: `fit`, `iterate` and `train_steps`, from the whole run to the bare compiled loop.
+"""Who calls the step, from a whole run to the bare compiled loop.
 
-state, history = fit(step, state, data, steps=1000)         until a goal, with all that a run needs (`_run.py`)
-for state, info in iterate(step, state, data, steps=1000):  the same as a generator
-state, infos = train_steps(step, state, batches)            k steps in one compiled loop (`_fused.py`)
+    state, history = fit(step, state, data, steps=1000)         until a goal, with all that a run needs (`_run.py`)
+    for state, info in iterate(step, state, data, steps=1000):  the same as a generator
+    state, infos = train_epoch(step, state, data)               an epoch in a few compiled loops
+    state, infos = train_steps(step, state, batches)            k steps in one (`_fused.py`)
+
+All of them give the same numbers.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tsunax import _feed, _fused, _tree, display
 from tsunax._options import Goal, Options, options_of
+from tsunax._profile import Profile
 from tsunax._run import Fit, Run, step_of
 from tsunax._signals import Interrupt, in_notebook
 from tsunax.checkpoint import Checkpoints, Restored
@@ -49,6 +54,28 @@ def train_steps(step: Callable, state, batches, **extra):
     feed, n = _feed.place(_fused.Stacked(batches), k, state)
     state, infos = _loop_of(step)(state, feed, n, extra)
     return state, _stacked(state, infos, slice(k))
+
+
+def train_epoch(step: Callable, state, data, **extra):
+    """One epoch of `data`, or the rest of one, in few compiled loops. Returns `(state, infos)`, as `train_steps`.
+
+    Where the data lie on the device (`batches(..., device=True)`) it is one loop, and one more for a short last batch.
+
+    >>> import jax.numpy as jnp
+    >>> import tsunax as ts
+    >>> step = ts.train_step(lambda params, x: jnp.mean((x - params["w"]) ** 2))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)})
+    >>> data = ts.batches(jnp.ones((9, 2)), 4, device=True)
+    >>> state, infos = train_epoch(step, state, data)
+    >>> [f"{loss:.4f}" for loss in infos.loss]
+    ['1.0000', '0.8100', '0.6561']
+    """
+    feed, parts = _feed.Feed(data, state, "auto", float("inf")), []
+    while (chunk := feed.take(_feed.RESIDENT, state, 0)) is not None:
+        state, infos = _loop_of(step)(state, chunk.feed, chunk.n, extra)
+        parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
+    whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return state, _stacked(state, whole, slice(None))
 
 
 def _loop_of(step) -> _fused.Fused:
@@ -134,7 +161,8 @@ def fit(
       steps_per_call: of the compiled loop; "auto" follows the time that a step takes. Changes no bit. None calls
         `step` itself, which then need not be traceable.
       max_bad: so many rejected steps in a row end the run with a NonFiniteError; fewer are warned of.
-      profile: a directory: some steps are traced into it, for Perfetto or XProf.
+      profile: a directory: ten calls after the first are traced into it, with their phases (batches, dispatch, read,
+        boundary) by name, for Perfetto or XProf.
       smoke: try everything and keep nothing: two steps on a copy of the state, one evaluation, every callback once; no
         logger, no checkpoint.
       history: one to go on with.
@@ -174,9 +202,11 @@ def fit(
             text = f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do"
             warnings.warn(text, stacklevel=2)
             return run.state, run.history
+        fitting.profile = Profile(profile)
+        stack.callback(fitting.profile.close)
         signals = (signal.SIGINT,) if saver is None else (signal.SIGINT, signal.SIGTERM)
         try:
-            with Interrupt(*signals) as interrupt, _loggers(options, _settings(fitting)), _profiling(profile):
+            with Interrupt(*signals) as interrupt, _loggers(options, _settings(fitting)):
                 fitting.go(interrupt)
             if saver is not None:
                 saver.wait()
@@ -261,16 +291,6 @@ def _settings(fitting: Fit) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _profiling(directory):
-    """A trace of what runs inside, written to a directory; nothing for None."""
-    if directory is None:
-        yield
-        return
-    with jax.profiler.trace(str(directory)):
-        yield
-
-
-@contextlib.contextmanager
 def _loggers(options: Options, settings):
     """Loggers told of the run, and closed whatever happens."""
     with contextlib.ExitStack() as stack:
@@ -293,4 +313,4 @@ def _with_state(error: BaseException, run: Run) -> BaseException:
     return error
 
 
-__all__ = ["fit", "iterate", "train_steps"]
+__all__ = ["fit", "iterate", "train_epoch", "train_steps"]
