@@ -1208,6 +1208,7 @@ def faults(tmp_path, *arguments):
     return [json.loads(line)["counts"] for line in results.read_text().splitlines()][-1]
 
 
+@pytest.mark.slow  # a minute
 def test_killed_runs_end_with_the_same_bits(tmp_path):
     counts = faults(tmp_path, "--kills", "2", "--seeds", "0:4")
     assert counts["runs"] == counts["same bits"] == 4 and counts["kills"] > 3

@@ -708,7 +708,7 @@ def test_is_the_form_of_a_message_checked():
         "no sentence": "Leaf at a: got 1, expected 2",
         "internals": "leaf at a: got <function f at 0x7f>, expected 2.",
         "spaces": "leaf at a: got 1, expected one of  for these.",
-        "a name that tsunax has not": "leaf at a: got 1, expected 2. Use ts.fit or ts.rules.accumulate.",
+        "a name that tsunax has not": "leaf at a: got 1, expected 2. Use ts.fitt or ts.rules.accumulate.",
     }
     for fault, text in bad.items():
         assert fault in lint(text)

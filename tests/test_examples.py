@@ -93,7 +93,12 @@ def as_one_block(page: str) -> str:
     return re.sub(r"^(print\(.*\))\n# (.*)$", r"\1  # \2\n", block, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+QUICK = ("loop", "data", "callbacks", "checkpoints")  # the others take minutes together; .ci/run has them all
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=p.stem, marks=[] if p.stem in QUICK else pytest.mark.slow) for p in PAGES]
+)
 def test_pages_do_what_they_print(page, tmp_path):
     copy = tmp_path / page.name
     copy.write_text(as_one_block(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -17,8 +17,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import _preference, hardware
-from tsunax._preference import ConfigError
-from tsunax.errors import WrongTypeError
+from tsunax.errors import ConfigError, WrongTypeError
 from tsunax.hardware import (
     DeviceError,
     device,

@@ -28,6 +28,19 @@ from tsunax.checkpoint import Checkpoints
 from tsunax.data import batches, prefetch
 from tsunax.evaluation import evaluate
 from tsunax.figures import plot, plot_text
+from tsunax.hardware import (
+    device,
+    device_info,
+    device_of,
+    devices,
+    functional,
+    prefer,
+    preferred,
+    simulate,
+    supported_devices,
+    to_device,
+    to_host,
+)
 from tsunax.history import History
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.loop import fit, iterate, train_epoch, train_steps
@@ -50,12 +63,17 @@ __all__ = [
     "averages",
     "batches",
     "callbacks",
+    "device",
+    "device_info",
+    "device_of",
+    "devices",
     "errors",
     "eval_step",
     "evaluate",
     "fit",
     "flush",
     "freeze",
+    "functional",
     "hyperparams",
     "iterate",
     "loggers",
@@ -65,13 +83,19 @@ __all__ = [
     "plot",
     "plot_text",
     "precision",
+    "prefer",
+    "preferred",
     "prefetch",
     "refresh",
     "regularize",
     "rules",
     "schedules",
     "setup",
+    "simulate",
+    "supported_devices",
     "thaw",
+    "to_device",
+    "to_host",
     "train_epoch",
     "train_step",
     "train_steps",

@@ -19,6 +19,7 @@ BUFFER_BYTES = 4 << 20  # of batches that one call takes: in a cache, and a frac
 MOST = 256  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
 RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
 NO_LIMIT = np.iinfo(np.int32).max
+AHEAD = 64  # batches of arrays in memory that are gathered at once, however few a call takes
 SHAPES = 16  # that batches may have in a run: each one compiles
 
 
@@ -32,15 +33,16 @@ class Chunk(NamedTuple):
     bytes: int
 
 
+_UNKNOWN = object()
+
+
 class Feed:
     """Chunks of data, for the state of a run: what `fit` asks for batches."""
 
     def __init__(self, data, state, steps_per_call, interval: float):
         self.source = as_source(data)
-        if (
-            isinstance(data, Batches | Prefetched) and self.source.resumable
-        ):  # in the middle of an epoch, if they are there
-            self.source.restore(data.get_state())
+        if isinstance(data, Batches | Prefetched) and self.source.resumable:
+            self.source.restore(data.get_state())  # in the middle of an epoch, if they are there
         self._start = self.source.state() if self.source.resumable else None
         self._setting, self._interval = steps_per_call, interval
         self.size = 1  # batches of a call at most, of the shape of the first one
@@ -48,6 +50,9 @@ class Feed:
         self._sizes: dict[Any, int] = {}
         self._ended = False
         self._rows = 0
+        self._block: _Block | None = None
+        self._ahead = 1
+        self._home: Any = _UNKNOWN
 
     @property
     def epoch(self) -> int:
@@ -55,7 +60,7 @@ class Feed:
 
     def ended(self) -> bool:
         """Whether an epoch has ended since the last time that one asked."""
-        if not self._ended and self._is_through():
+        if not self._ended and self._block is None and self._is_through():
             self._ended = self.source.take(1) is None
         ended, self._ended = self._ended, False
         return ended
@@ -67,18 +72,37 @@ class Feed:
         except TypeError:  # a stream does not know its length
             return False
 
-    def take(self, n: int, state, step: int, limit: int = NO_LIMIT) -> Chunk | None:
-        """The next batches, n at most and all of one shape; None at the end of an epoch."""
+    def take(self, n: int, state, step: int, limit: int = NO_LIMIT, until: float = 1) -> Chunk | None:
+        """The next batches, n at most and all of one shape; None at the end of an epoch.
+
+        `until` so many steps nobody looks at the place of the data: that far more may be read than is given.
+        """
         epoch, data = self.epoch, self.source.data
         if isinstance(data, Batches) and data.resident is not None:
             return self._resident(data, n, limit)
-        batches = self.source.take(min(n, self.size))
-        if batches is None:
-            self._ended = True
-            return None
-        count, size, bytes = self._known(batches, step)
-        feed, n = place(_fused.Stacked(jax.tree.map(lambda x: _padded(x, size), batches)), count, state, limit)
-        return Chunk(feed, n, count, epoch, bytes)
+        if self._block is None:
+            ahead = int(min(self._ahead, until)) if isinstance(data, Batches) else 1
+            before = self.source.state() if ahead > 1 else None
+            batches = self.source.take(max(ahead, min(n, self.size)))
+            if batches is None:
+                self._ended = True
+                return None
+            self._block = _Block.of(batches, n, *self._known(batches, step), before)
+        block = self._block
+        batches, count = block.next(n)
+        if block.is_empty:
+            self._block = None
+        if self._home is _UNKNOWN:
+            self._home = home_of(state)
+        feed, sent = place(_fused.Stacked(batches), count, self._home, limit)
+        return Chunk(feed, sent, count, epoch, block.bytes)
+
+    def sync(self) -> None:
+        """Put data from which more was read than given to where they would be without that; the state may move now."""
+        self._home = _UNKNOWN
+        if self._block is not None:
+            place, self._block = self.place(), None
+            self.source.restore(place)
 
     def _resident(self, data: Batches, n: int, limit: int) -> Chunk | None:
         """The next rows of arrays that lie on the device: the program gathers them, and nothing is copied."""
@@ -94,17 +118,17 @@ class Feed:
         feed = _fused.Gathered(data.resident, data.device_order(epoch), np.int32(first), rows, size)
         return Chunk(feed, np.array([count, limit], np.int32), count, epoch, 0)
 
-    def _known(self, batches, step: int) -> tuple[int, int, int]:
-        """How many batches these are, for how many of their shape a call has room, the bytes of those. Raises."""
+    def _known(self, batches, step: int) -> tuple[int, int]:
+        """For how many batches of this shape a call has room, and the bytes of those. Raises for what cannot be."""
         leaves, treedef = jax.tree.flatten(batches)
         shapes = (treedef, *((x.shape[1:], x.dtype) for x in leaves))
         if shapes not in self._sizes:
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
             check_batch(one, f"step {step}")
             self._sizes[shapes] = self._new(one, leaves, step)
-        count = leaves[0].shape[0]
-        size = max(self._sizes[shapes], count)
-        return count, size, size * sum(x.nbytes for x in leaves) // count
+        size, bytes = self._sizes[shapes], sum(x.nbytes for x in leaves) // leaves[0].shape[0]
+        self._ahead = max(1, min(AHEAD, BUFFER_BYTES // max(bytes, 1)))
+        return size, size * bytes
 
     def _new(self, one, leaves, step: int) -> int:
         if self._first is None:
@@ -135,7 +159,10 @@ class Feed:
 
     def place(self) -> Any:
         """Where the data are, for a checkpoint."""
-        return self.source.state()
+        block = self._block
+        if block is None or block.before is None:
+            return self.source.state()
+        return block.before | {"position": block.before["position"] + block.at}
 
     def go_to(self, place, replay: bool) -> None:
         """Go on from such a place. Raises DataError for data that cannot, unless it is read again up to there."""
@@ -148,9 +175,36 @@ class Feed:
             self.source.restore(self._start)
 
     def close(self) -> None:
-        """End the thread of data that is read ahead."""
+        self.sync()
         if isinstance(self.source.data, Prefetched):
             self.source.data.close()
+
+
+class _Block:
+    """Batches that were read together, and are given out in calls: each a view of `size` of them, no copy."""
+
+    def __init__(self, leaves: list, treedef, count: int, size: int, bytes: int, before):
+        self.leaves, self.treedef, self.count, self.size, self.bytes = leaves, treedef, count, size, bytes
+        self.before = before  # the place of the data where it begins; None where nothing was read ahead
+        self.at = 0
+
+    @classmethod
+    def of(cls, batches, n: int, size: int, bytes: int, before) -> _Block:
+        leaves, treedef = jax.tree.flatten(batches)
+        count = len(leaves[0])
+        room = size if count <= n else count + size - 1  # the last call may look beyond the end
+        return cls([_padded(x, room) for x in leaves], treedef, count, size, bytes, before)
+
+    def next(self, n: int) -> tuple[Any, int]:
+        """The next batches, n at most, in a tree with room for `size`."""
+        i, n = self.at, min(n, self.size, self.count - self.at)
+        self.at += n
+        leaves = self.leaves if n == self.count else [x[i : i + self.size] for x in self.leaves]
+        return self.treedef.unflatten(leaves), n
+
+    @property
+    def is_empty(self) -> bool:
+        return self.at == self.count
 
 
 def _padded(x, size: int):
@@ -177,9 +231,9 @@ def buffer_size(batch, leaves, steps_per_call, interval: float) -> int:
     return int(max(2, min(most, interval)))
 
 
-def place(feed, n: int, state, limit: int = NO_LIMIT) -> tuple[Any, Any]:
+def place(feed, n: int, home, limit: int = NO_LIMIT) -> tuple[Any, Any]:
     """Stacked batches and their number where the state lives; jit itself is the fastest way to a single device."""
-    home, count = home_of(state), np.array([n, limit], np.int32)
+    count = np.array([n, limit], np.int32)
     return put((feed, count), home, axis=1) if isinstance(home, NamedSharding) else (feed, count)
 
 

@@ -15,15 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tsunax import _tree, _where
-from tsunax.errors import TsunaxError, message, told
+from tsunax.errors import ConfigError, message, told
 
-__all__ = ["KINDS", "ConfigError", "read", "write"]
+__all__ = ["KINDS", "read", "write"]
 
 KINDS = ("auto", "tpu", "gpu", "cpu", "cuda", "rocm", "metal")
-
-
-class ConfigError(TsunaxError, ValueError):
-    """`[tool.tsunax]` of pyproject.toml, or TSUNAX_DEVICE, says something that tsunax does not know."""
 
 
 def _bad(path: Path, got: object, expected: str) -> ConfigError:

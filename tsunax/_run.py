@@ -11,6 +11,7 @@ call may follow the clock on the wall: it never changes a bit (`_fused.py`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
 import warnings
@@ -89,8 +90,10 @@ class Fit:
         """Run until the goal is reached, somebody stops, or Ctrl-C is pressed."""
         run, options = self.run, self.options
         self.boundary(["start"])
+        boundary, since = 0.0, -1
         while not (options.goal.reached(run.step, self.feed.epoch) or run.stopped or interrupt.asked):
-            boundary = options.next_boundary(run.step)
+            if run.step != since:
+                boundary, since = options.next_boundary(run.step), run.step
             ahead = run.step + self.ahead  # the most that the clock can be at by now
             if ahead == boundary:
                 self.settle()  # calls that were rejected leave the clock behind
@@ -99,7 +102,8 @@ class Fit:
                 continue
             self.profile.call()
             with self.profile.phase("batches"):
-                chunk = self.feed.take(int(min(self.per_call(), boundary - ahead)), run.state, ahead, self.limit)
+                left = boundary - ahead
+                chunk = self.feed.take(int(min(self.per_call(), left)), run.state, ahead, self.limit, until=left)
             if chunk is not None:
                 with self.profile.phase("dispatch"):
                     self.call(chunk)
@@ -149,9 +153,9 @@ class Fit:
         pending, self.pending = self.pending[:cut], self.pending[cut:]
         for _, part in itertools.groupby(pending, lambda call: jax.tree.structure(call[1])):
             chunks, infos = zip(*part, strict=True)
-            with self.profile.phase("read"):
-                infos = jax.device_get(infos)
-            infos, named = _unpacked(infos, [chunk.steps for chunk in chunks])  # the one wait
+            with self.profile.phase("read"):  # the one wait
+                infos = [_hosted(x) for x in infos]
+            infos, named = _unpacked(infos, [chunk.steps for chunk in chunks])
             now, count = time.perf_counter(), sum(chunk.steps for chunk in chunks)
             self.seconds, self.read_at, self.ahead = max(now - self.read_at, 1e-9) / count, now, self.ahead - count
             self.rows(chunks, infos, named)
@@ -270,6 +274,7 @@ class Fit:
 
     def _boundary(self, events: list[str]) -> None:
         run = self.run
+        self.feed.sync()
         run.epoch = self.feed.epoch
         if "evaluate" in events:
             self.evaluate()
@@ -352,6 +357,13 @@ def _check_returned(new, old) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def _hosted(infos):
+    """Infos as NumPy arrays."""
+    if isinstance(infos, _fused.Infos):  # as device_get, without its walk over trees: this is done for every call
+        return dataclasses.replace(infos, table=np.asarray(infos.table), others=[np.asarray(x) for x in infos.others])
+    return jax.device_get(infos)
 
 
 def _unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.ndarray]]:

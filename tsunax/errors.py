@@ -10,7 +10,9 @@ import textwrap
 from typing import Any
 
 __all__ = [
+    "ConfigError",
     "DataError",
+    "DeviceError",
     "CheckpointError",
     "HyperparameterError",
     "LossError",
@@ -52,6 +54,14 @@ class PatternError(TsunaxError, ValueError):
 
 class StateError(TsunaxError, ValueError):
     """A training state, or trees that belong to it, do not fit together or cannot be used again."""
+
+
+class ConfigError(TsunaxError, ValueError):
+    """`[tool.tsunax]` of pyproject.toml, or TSUNAX_DEVICE, says something that tsunax does not know."""
+
+
+class DeviceError(TsunaxError, ValueError):
+    """A device that is not here, or devices that cannot be used together."""
 
 
 class DataError(TsunaxError, ValueError):

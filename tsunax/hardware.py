@@ -29,12 +29,9 @@ from jax._src import xla_bridge
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from tsunax import _preference, _tree, _where
-from tsunax._preference import ConfigError
-from tsunax.errors import TsunaxError, WrongTypeError, message, told
+from tsunax.errors import DeviceError, WrongTypeError, message, told
 
 __all__ = [
-    "ConfigError",
-    "DeviceError",
     "DeviceInfo",
     "device",
     "device_info",
@@ -66,10 +63,6 @@ _PACKAGES = {
     "rocm": "jax[rocm7-local]",
     "metal": "jax-mps",
 }
-
-
-class DeviceError(TsunaxError, ValueError):
-    """A device that is not here, or devices that cannot be used together."""
 
 
 # Which there are
@@ -273,7 +266,7 @@ def simulate(n: int) -> None:
     >>> x = jnp.ones(2)
     >>> simulate(8)
     Traceback (most recent call last):
-    tsunax.hardware.DeviceError: simulate: got a backend that has started, expected to be called before that. ...
+    tsunax.errors.DeviceError: simulate: got a backend that has started, expected to be called before that. ...
     """
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
         raise DeviceError(message("n", "simulate()", repr(n), "an int of 1 or more"))

@@ -51,7 +51,7 @@ def train_steps(step: Callable, state, batches, **extra):
     k = _feed.length_of(batches, "train_steps()")
     if k == 1:  # a loop of one would be another program
         batches = jax.tree.map(lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches)
-    feed, n = _feed.place(_fused.Stacked(batches), k, state)
+    feed, n = _feed.place(_fused.Stacked(batches), k, _feed.home_of(state))
     state, infos = _loop_of(step)(state, feed, n, extra)
     return state, _stacked(state, infos, slice(k))
 
