@@ -3,10 +3,13 @@
 import importlib
 import sys
 
-ALL = ("recompiles", "selection", "step", "rules", "convolutions", "accumulate", "precision", "remat", "importing")
+ALL = (
+    *("recompiles", "selection", "step", "rules", "convolutions", "accumulate", "precision", "remat"),
+    *("data", "loop", "checkpoint", "importing"),
+)
 
 if __name__ == "__main__":
-    names = sys.argv[1:] or ALL
+    names = [name for name in sys.argv[1:] if not name.startswith("--")] or ALL
     for name in names:
         if name not in ALL:
             sys.exit(f"benchmarks: got {name!r}, expected one of {', '.join(ALL)}")

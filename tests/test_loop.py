@@ -375,7 +375,7 @@ def test_the_order_of_events():
     assert flat[at : at + 4] == [("evaluate", 8), ("every 4", 8), ("evaluate", 8), ("logger", 8)]
     assert [s for name, s in flat if name == "epoch"] == [7, 14]
     assert [s for name, s in flat if name == "logger"] == [1, 5, 8, 10, 15, 16]
-    assert flat[-2:] == [("end", 16), ("logger", 16)]
+    assert flat[-2:] == [("logger", 16), ("end", 16)]
     assert history.series("val/loss")[0].tolist() == [8, 16] and history["step"].tolist() == [1, 5, 8, 10, 15, 16]
 
 
@@ -446,7 +446,11 @@ def test_thaw_and_adjust_at_a_step():
     ("callback", "error", "text"),
     [
         (lambda run: {"w": 1}, WrongTypeError, r"result at callback: got dict with w, expected TrainState"),
-        (lambda run: ts.setup(RULE, {"w": jnp.ones(2)}), StateError, r"leaf at state\['hidden'\].*keeps the structure"),
+        (
+            lambda run: ts.setup(RULE, {"w": jnp.ones(2)}),
+            StateError,
+            r"leaf at params\['hidden'\].*keeps the structure",
+        ),
         (lambda run: run.log(**{"a/../b": 1.0}), ts.errors.TsunaxError, r"a/\.\./b"),
         (lambda run: run.log(loss=[1, 2]), ts.errors.TsunaxError, "loss"),
         (lambda run: 1 / 0, ZeroDivisionError, "division by zero"),
@@ -713,3 +717,125 @@ def test_a_profile_names_the_phases(tmp_path):
     assert phases() == [True]
     with pytest.warns(UserWarning, match="profile: 1 calls.*nothing was traced"):
         fit(STEP, ts.setup(RULE, init()), data(), steps=1, profile=tmp_path / "none")
+
+
+# ------------------------------------------------------------------------------------------- what goes wrong elsewhere
+
+
+@pytest.mark.parametrize("make", [data, lambda: ts.prefetch(even()), lambda: data(device=True)])
+def test_an_evaluation_may_read_the_training_data(make):
+    expected, _ = fit(STEP, ts.setup(RULE, init()), make(), epochs=3)
+    used, eval_step, values = make(), ts.eval_step(loss_fn), []
+
+    def evaluate(state):
+        values.append(ts.evaluate(eval_step, state, {"train": used})["train/loss"])
+        return {"train/loss": values[-1]}
+
+    given = {"evaluate": evaluate, "evaluate_every": 3, "callbacks": lambda run: evaluate(run.state) and None}
+    state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=3, **given)
+    assert_trees_equal(state, expected)
+    if make is data:  # all of the rows, whatever the place of the data
+        assert values[-1] == pytest.approx(float(loss_fn(state.params, (X, Y))), rel=1e-5)
+
+
+def test_another_order_of_the_data_is_refused(tmp_path):
+    fit(STEP, ts.setup(RULE, init()), data(), steps=4, checkpoint=tmp_path)
+    for other in (data(seed=2), ts.batches((X, Y), 4, shuffle=True, seed=1), data(tail="drop")):
+        text = r"data at resume: got (seed 2|batch_size 4|tail drop), expected .* in the checkpoint"
+        with pytest.raises(DataError, match=text):
+            fit(STEP, ts.setup(RULE, init()), other, steps=9, checkpoint=tmp_path)
+
+
+def test_the_best_checkpoint_is_that_of_its_own_step(tmp_path):
+    values = iter([1.0, 3.0, 2.0])
+    with ts.Checkpoints(tmp_path, every=5, keep_last=1, keep_best="val/loss") as saver:
+        given = {"evaluate": lambda state: {"val/loss": next(values)}, "evaluate_every": 10}
+        fit(STEP, ts.setup(RULE, init()), data(), steps=30, checkpoint=saver, **given)
+        saver.wait()
+        assert saver.steps() == [10, 30]
+
+
+@pytest.mark.parametrize("every", [3, 10])
+def test_an_evaluation_has_names_of_its_own(every):
+    with pytest.raises(ts.errors.RowError, match=r"'loss' at evaluate: got a name of the training rows.*'val': data"):
+        fit(STEP, ts.setup(RULE, init()), data(), steps=20, evaluate=lambda state: {"loss": 1.0}, evaluate_every=every)
+
+
+def test_names_of_rows_are_taken():
+    log = callbacks.every(3, lambda run: run.log(grad_norm=1.0))
+    with pytest.raises(ts.errors.RowError, match=r"'grad_norm' at run\.log\(\)"):
+        fit(STEP, ts.setup(RULE, init()), data(), steps=20, callbacks=log)
+    odd = ts.train_step(lambda params, batch: ts.Loss(loss_fn(params, batch), 1.0, metrics={"epoch": 3.0}))
+    with pytest.raises(ts.errors.RowError, match=r"metric 'epoch' at loss_fn: got a name of the rows"):
+        fit(odd, ts.setup(RULE, init()), data(), steps=4)
+
+
+def test_a_pair_of_states_stops_on_nan():
+    def step(states, batch):
+        (one, info), (two, other) = STEP(states[0], batch), STEP(states[1], batch)
+        return (one, two), {"one": info, "two": other}
+
+    bad = ts.batches((X * np.nan, Y), 8)
+    with pytest.warns(RuntimeWarning, match="was rejected"), pytest.raises(NonFiniteError, match="last of 4 in a row"):
+        fit(step, (ts.setup(RULE, init()), ts.setup(RULE, init())), bad, steps=30, max_bad=4)
+
+
+def test_a_number_for_each_class_has_columns():
+    both = lambda params, batch: jnp.stack([loss_fn(params, batch), 2 * loss_fn(params, batch)])
+    step = lambda params, batch: (params, {"parts": both(params, batch)})
+    _, history = fit(step, init(), even(), steps=3, log_every=1)
+    np.testing.assert_allclose(history["parts/1"], 2 * history["parts/0"])
+
+
+def test_memory_follows_its_callback(tmp_path):
+    count = callbacks.every(2, count_calls)
+    fit(STEP, ts.setup(RULE, init()), data(), steps=4, callbacks=count, checkpoint=tmp_path)
+    both = [callbacks.time_limit(1e6), count]
+    _, history = fit(STEP, ts.setup(RULE, init()), data(), steps=8, callbacks=both, checkpoint=tmp_path, log_every=1)
+    assert history.series("calls")[1].tolist() == [1, 2, 3, 4]
+
+
+def test_applied_steps_are_in_the_history_of_an_error():
+    rows, seen = [(X[:8], Y[:8])] * 25, []
+    log = lambda row, step: seen.append(step)
+    with pytest.raises(DataError) as caught:
+        fit(STEP, ts.setup(RULE, init()), iter(rows), steps=40, log_every=1, logger=log)
+    assert int(caught.value.state.step) == 25 == caught.value.history["step"][-1] == seen[-1]
+
+
+def test_batches_of_a_list_may_shrink():
+    rows = [(X[:8], Y[:8])] + [(X[:4], Y[:4])] * 40
+    state, _ = fit(STEP, ts.setup(RULE, init()), rows, steps=41)
+    expected, _ = plainly(STEP, ts.setup(RULE, init()), rows, 41)
+    assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def test_batches_of_another_device():
+    there = [jax.device_put((X[:8], Y[:8]), jax.devices()[1])] * 3
+    state, _ = fit(STEP, ts.to_device(ts.setup(RULE, init()), jax.devices()[2]), there, steps=3)
+    assert ts.device_of(state) == jax.devices()[2]
+
+
+def test_resident_data_in_a_step_of_its_own():
+    state, _ = fit(STEP, ts.setup(RULE, init()), data(device=True), steps=9, steps_per_call=None)
+    expected, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=9, steps_per_call=None)
+    assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_state_on_a_mesh(kind):
+    """Rows are spread over its data axis, from the host and from the device, and the numbers are the same."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    home = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    _, rows = fit(STEP, ts.setup(RULE, init()), even(), steps=13, log_every=1)
+    for used in (even(),) if kind == "Explicit" else (even(), data(tail="drop", device=mesh)):
+        _, found = fit(STEP, ts.setup(RULE, init(), device=home), used, steps=13, log_every=1)
+        np.testing.assert_allclose(found["loss"], rows["loss"], rtol=1e-5)
+
+
+def test_under_x64():
+    with jax.experimental.enable_x64() if not hasattr(jax, "enable_x64") else jax.enable_x64(True):
+        state = ts.setup(ts.rules.sgd(0.1), {"w": np.zeros(6, np.float64)})
+        step = ts.train_step(lambda params, batch: jnp.mean((batch @ params["w"] - 1) ** 2))
+        state, history = fit(step, state, ts.batches(X.astype(np.float64), 8), steps=9, log_every=1)
+    assert state.params["w"].dtype == np.float64 and history["loss"][-1] < history["loss"][0]

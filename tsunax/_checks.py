@@ -164,5 +164,5 @@ def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
         raise StateError(f"{what} {difference}. {fix}".rstrip())
     for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True):
         dtypes = _tree.dtype_of(a), _tree.dtype_of(b)
-        if None in dtypes or dtypes[0] != dtypes[1] or np.shape(a) != np.shape(b):
+        if any(dtype is None for dtype in dtypes) or dtypes[0] != dtypes[1] or np.shape(a) != np.shape(b):
             raise StateError(message(what, _tree.access_str(root, path), _tree.describe(a), _tree.describe(b), fix))

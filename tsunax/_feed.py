@@ -15,8 +15,8 @@ from tsunax.data import Batches, Prefetched, as_source, check_batch
 from tsunax.errors import DataError, StateError, message
 from tsunax.state import TrainState
 
-BUFFER_BYTES = 4 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
-MOST = 256  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
+BUFFER_BYTES = 1 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
+MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
 RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
 NO_LIMIT = np.iinfo(np.int32).max
 AHEAD = 64  # batches of arrays in memory that are gathered at once, however few a call takes
@@ -79,7 +79,7 @@ class Feed:
         """
         epoch, data = self.epoch, self.source.data
         if isinstance(data, Batches) and data.resident is not None:
-            return self._resident(data, n, limit)
+            return self._resident(data, n, state, limit)
         if self._block is None:
             ahead = int(min(self._ahead, until)) if isinstance(data, Batches) else 1
             before = self.source.state() if ahead > 1 else None
@@ -102,9 +102,9 @@ class Feed:
         self._home = _UNKNOWN
         if self._block is not None:
             place, self._block = self.place(), None
-            self.source.restore(place)
+            self.go_to(place, False)
 
-    def _resident(self, data: Batches, n: int, limit: int) -> Chunk | None:
+    def _resident(self, data: Batches, n: int, state, limit: int) -> Chunk | None:
         """The next rows of arrays that lie on the device: the program gathers them, and nothing is copied."""
         epoch = self.epoch
         self.size = max(2, min(len(data), RESIDENT))
@@ -115,7 +115,10 @@ class Feed:
         first, (count, rows) = ahead
         self._rows = max(self._rows, rows)
         size = self.size if rows == self._rows else 2  # the short batch at the end
-        feed = _fused.Gathered(data.resident, data.device_order(epoch), np.int32(first), rows, size)
+        if self._home is _UNKNOWN:
+            self._home = home_of(state)
+        spread = _rows_over(self._home, rows)
+        feed = _fused.Gathered(data.resident, data.device_order(epoch), np.int32(first), rows, size, spread)
         return Chunk(feed, np.array([count, limit], np.int32), count, epoch, 0)
 
     def _known(self, batches, step: int) -> tuple[int, int]:
@@ -152,22 +155,30 @@ class Feed:
         if not rows_only or len(self._sizes) > 1:  # the short batch at the end of an epoch is expected
             new, old = (", ".join(str(x.shape) for x in jax.tree.leaves(tree)) for tree in (one, self._first))
             warnings.warn(f"{where}: shapes {new} after {old}, which compiles the step once more", stacklevel=2)
-        if rows_only and check_batch(one) < check_batch(self._first):
-            return 2
+        if rows_only and check_batch(one) < check_batch(self._first) and isinstance(self.source.data, Batches):
+            return 2  # one in an epoch
         self.size = buffer_size(one, leaves, self._setting, self._interval)
         return self.size
 
     def place(self) -> Any:
         """Where the data are, for a checkpoint."""
-        block = self._block
-        if block is None or block.before is None:
-            return self.source.state()
-        return block.before | {"position": block.before["position"] + block.at}
+        block, settings = self._block, _settings_of(self.source.data)
+        place = self.source.state()
+        if block is not None and block.before is not None:
+            place = block.before | {"position": block.before["position"] + block.at}
+        return place if settings is None else {**place, "settings": settings}
 
     def go_to(self, place, replay: bool) -> None:
         """Go on from such a place. Raises DataError for data that cannot, unless it is read again up to there."""
-        if place is not None:
-            self.source.restore(place, replay)
+        if place is None:
+            return
+        settings, now = place.get("settings"), _settings_of(self.source.data)
+        if settings is not None and now is not None and dict(settings) != now:
+            differ = [name for name in now if settings.get(name) != now[name]]
+            got, expected = (", ".join(f"{name} {x.get(name)}" for name in differ) for x in (now, settings))
+            fix = "Another order of the data is another run: give it another path."
+            raise DataError(message("data", "resume", got, f"{expected}, as in the checkpoint", fix))
+        self.source.restore({name: x for name, x in place.items() if name != "settings"}, replay)
 
     def back(self) -> None:
         """Put the data back to where they were, if they can be."""
@@ -192,6 +203,7 @@ class _Block:
     def of(cls, batches, n: int, size: int, bytes: int, before) -> _Block:
         leaves, treedef = jax.tree.flatten(batches)
         count = len(leaves[0])
+        size = max(size, count) if count <= n else size
         room = size if count <= n else count + size - 1  # the last call may look beyond the end
         return cls([_padded(x, room) for x in leaves], treedef, count, size, bytes, before)
 
@@ -234,7 +246,8 @@ def buffer_size(batch, leaves, steps_per_call, interval: float) -> int:
 def place(feed, n: int, home, limit: int = NO_LIMIT) -> tuple[Any, Any]:
     """Stacked batches and their number where the state lives; jit itself is the fastest way to a single device."""
     count = np.array([n, limit], np.int32)
-    return put((feed, count), home, axis=1) if isinstance(home, NamedSharding) else (feed, count)
+    elsewhere = home is not None and any(isinstance(x, jax.Array) for x in jax.tree.leaves(feed))
+    return put((feed, count), home, axis=1) if elsewhere or isinstance(home, NamedSharding) else (feed, count)
 
 
 def put(tree, home, axis: int = 0):
@@ -250,6 +263,26 @@ def put(tree, home, axis: int = 0):
         return NamedSharding(mesh, spec)
 
     return jax.device_put(tree, jax.tree.map(where, tree))
+
+
+def whole(tree, home):
+    """A tree where a state lives, all of it on each device."""
+    return jax.device_put(tree, NamedSharding(home.mesh, PartitionSpec()) if isinstance(home, NamedSharding) else home)
+
+
+def _rows_over(home, rows: int) -> NamedSharding | None:
+    """How rows that a program gathers are spread over the mesh of a state; None where nothing is to be said."""
+    if not isinstance(home, NamedSharding) or any("Explicit" in str(kind) for kind in home.mesh.axis_types):
+        return None
+    axes = data_axes(home.mesh)
+    parts = int(np.prod([home.mesh.shape[axis] for axis in axes]))
+    return None if rows % parts else NamedSharding(home.mesh, PartitionSpec(axes))
+
+
+def _settings_of(data) -> dict[str, Any] | None:
+    """What the order of `batches` depends on; None for other data."""
+    data = data.data if isinstance(data, Prefetched) else data
+    return data.settings if isinstance(data, Batches) else None
 
 
 def data_axes(mesh) -> tuple[str, ...]:
@@ -274,4 +307,4 @@ def length_of(batches, where: str) -> int:
     return next(iter(shapes))[0]
 
 
-__all__ = ["Chunk", "Feed", "data_axes", "home_of", "length_of", "place", "put"]
+__all__ = ["Chunk", "Feed", "data_axes", "home_of", "length_of", "place", "put", "whole"]

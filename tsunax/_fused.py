@@ -38,12 +38,16 @@ class Stacked:
     def size(self) -> int:
         return jax.tree.leaves(self.batches)[0].shape[0]
 
+    def one(self):
+        """The first batch, as it is."""
+        return jax.tree.map(lambda x: x[0], self.batches)
+
     def at(self, i):
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), self.batches)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("arrays", "order", "first"), meta_fields=("rows", "size")
+    jax.tree_util.register_dataclass, data_fields=("arrays", "order", "first"), meta_fields=("rows", "size", "spread")
 )
 @dataclass(frozen=True)
 class Gathered:
@@ -54,9 +58,14 @@ class Gathered:
     first: Any  # int32
     rows: int
     size: int
+    spread: Any = None  # the sharding of a batch's rows, on a mesh
+
+    def one(self):
+        return self.at(0)
 
     def at(self, i):
-        return gather(self.arrays, self.order, self.first + i * self.rows, (self.rows,))
+        batch = gather(self.arrays, self.order, self.first + i * self.rows, (self.rows,))
+        return batch if self.spread is None else jax.lax.with_sharding_constraint(batch, self.spread)
 
 
 @functools.partial(
@@ -131,7 +140,9 @@ class Fused:
 
             one = jax.jit(_convolutions.fast(one))  # traced once for the shapes and the loop
             shapes = jax.eval_shape(one, moving, feed.at(0))[1]
-            infos = jax.tree.map(lambda s: jnp.zeros((feed.size, *s.shape), s.dtype), shapes)
+            # made of the clock, so that on a mesh with explicit axes they are on that mesh
+            zero = 0 if plan is None else jnp.sum(moving[0]) * 0
+            infos = jax.tree.map(lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype), shapes)
 
             def goes_on(carry):
                 i, moving, _ = carry
@@ -163,7 +174,7 @@ class Fused:
         try:
             moving, infos = self._compiled(plan, moving, still, feed, n, extra)
         except Exception as error:
-            batch = jax.tree.map(lambda x: x[0], feed.batches) if isinstance(feed, Stacked) else feed.arrays
+            batch = jax.tree.map(lambda x: x[0], feed.batches if isinstance(feed, Stacked) else feed.arrays)
             if isinstance(state, TrainState) and (fault := _fault(error, state, batch, extra)):
                 raise fault from None
             raise

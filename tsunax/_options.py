@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _tree
+from tsunax import _checks, _tree
 from tsunax.errors import WrongTypeError, message
 
 
@@ -50,11 +51,13 @@ class Options:
     max_bad: int
     extra: Mapping[str, Any]
     saver: Any  # `Checkpoints`, or None
+    smoke: bool  # every callback is called at the end, whatever it waits for
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """Of the callbacks, each its own: the key of its memory."""
-        return [f"{i}:{getattr(f, '__name__', type(f).__name__)}" for i, f in enumerate(self.callbacks)]
+        """Of the callbacks, each its own: the key of its memory, wherever it stands among the others."""
+        names = [_name(f) for f in self.callbacks]
+        return [f"{name} #{names[:i].count(name)}" if name in names[:i] else name for i, name in enumerate(names)]
 
     @functools.cached_property
     def intervals(self) -> list[int]:
@@ -101,16 +104,32 @@ def is_every(callback) -> bool:
 
 
 def is_bare(callback) -> bool:
-    return not is_every(callback) and not hasattr(callback, "at")
+    return not is_every(callback) and not hasattr(callback, "at") and getattr(callback, "events", None) is None
+
+
+def _name(callback) -> str:
+    """A name that the same callback has in every process: its type and its plain fields."""
+    if isinstance(callback, functools.partial):
+        return _name(callback.func)
+    if not dataclasses.is_dataclass(callback):
+        return getattr(callback, "__qualname__", type(callback).__name__)
+    fields = [(field.name, getattr(callback, field.name)) for field in dataclasses.fields(callback)]
+    told = [f"{name}={x!r}" for name, x in fields if isinstance(x, bool | int | float | str)]
+    told += [f"{name}={_name(x)}" for name, x in fields if callable(x)]
+    return f"{type(callback).__name__}({', '.join(told)})"
 
 
 def wants(callback, event: str, step: int) -> bool:
     if event == "step":
         return (is_every(callback) and step % callback.every == 0) or step in getattr(callback, "at", ())
+    if getattr(callback, "events", None) is not None:
+        return event in callback.events
     return is_bare(callback) or (event == "start" and hasattr(callback, "at"))
 
 
-def options_of(goal, evaluate, every, callbacks, logger, log_every, steps_per_call, max_bad, extra, saver) -> Options:
+def options_of(
+    goal, evaluate, every, callbacks, logger, log_every, steps_per_call, max_bad, extra, saver, smoke
+) -> Options:
     """The arguments of `fit`, each checked by itself."""
     where = "fit()"
     steps: Any = None
@@ -128,6 +147,9 @@ def options_of(goal, evaluate, every, callbacks, logger, log_every, steps_per_ca
             fix = "It says when to call evaluate."
             raise WrongTypeError(message("evaluate", where, f"None, but evaluate_every={every!r}", "a function", fix))
         steps = epochs = None
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise WrongTypeError(message("extra", where, _tree.describe(extra), "{name: arrays}, with str names"))
+    _checks.check_arrays(extra, "extra", "Bind it to the step instead, with functools.partial.")
     if steps_per_call not in ("auto", None):
         check_whole(where, steps_per_call=steps_per_call)
     callbacks = tuple(callbacks) if isinstance(callbacks, list | tuple) else (callbacks,)
@@ -138,7 +160,9 @@ def options_of(goal, evaluate, every, callbacks, logger, log_every, steps_per_ca
                 raise WrongTypeError(message(name, where, _tree.describe(f), "a function"))
     if jax.process_index():
         loggers = ()
-    return Options(goal, evaluate, steps, epochs, callbacks, loggers, log_every, steps_per_call, max_bad, extra, saver)
+    return Options(
+        goal, evaluate, steps, epochs, callbacks, loggers, log_every, steps_per_call, max_bad, extra, saver, smoke
+    )
 
 
 def check_whole(where: str, **values) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 import warnings
@@ -22,17 +23,23 @@ import jax
 import numpy as np
 
 from tsunax import _checks, _feed, _fused, _tree, guard
-from tsunax._options import Options, wants
+from tsunax._options import Options, is_bare, wants
 from tsunax._profile import Profile
 from tsunax._signals import Interrupt
-from tsunax.errors import NonFiniteError, WrongTypeError, message
+from tsunax.errors import NonFiniteError, RowError, StateError, WrongTypeError, message
 from tsunax.history import History, check_row, join
 from tsunax.program import TrainStep, is_searching
-from tsunax.state import TrainState
+from tsunax.state import TrainState, donated, is_gone
 from tsunax.step import StepInfo
 
+MOST_OF_A_METRIC = 100  # numbers of an array that become columns
 WAITING_BYTES = 64 << 20  # of batches of calls that were not read yet
 CALL_SECONDS = 0.05  # of a call under "auto": nobody sees it, and its fixed cost of 0.3 ms is nothing
+
+
+# names that rows have of themselves; no metric may be called so
+OF_ROWS = ("loss", "grad_norm", "update_norm", "loss_scale", "dropped", "weight", "step")
+OF_FIT = ("epoch", "rejected", "steps_per_second", "examples_per_second")
 
 
 class Run:
@@ -43,17 +50,26 @@ class Run:
         self.step, self.epoch = step, epoch
         self.state = state
         self.info: Any = None  # of the last step, its numbers on the host; None before the first
-        self.metrics: dict[str, float] = {}  # the newest row, joined with the newest evaluation
+        known = {name: history.last(name) for name in history.names}
+        self.metrics: dict[str, float] = {name: x for name, x in known.items() if x is not None}  # the newest of each
         self.history = history
         self.memory: dict[str, Any] = {}  # the callback's own; saved and given back
         self.stopped = ""
+        self.taken: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
         self.note: Callable[[str], None] = print  # a line above the progress
 
     def log(self, **numbers) -> None:
         """Let numbers join the row of this step."""
+        self.check_own(numbers, "run.log()")
         self.row = join(self.row, numbers, "run.log()")
-        self.metrics |= numbers
+        self.metrics |= {name: self.row[name] for name in numbers}
+
+    def check_own(self, numbers, where: str) -> None:
+        """Raise RowError for a name that the rows of training have, so that no column mixes two things."""
+        if taken := [name for name in numbers if name in self.taken]:
+            fix = "Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data})."
+            raise RowError(message(repr(taken[0]), where, "a name of the training rows", "a name of its own", fix))
 
     def stop(self, reason: str) -> None:
         """End the run after this boundary."""
@@ -70,7 +86,7 @@ class Fit:
         self.loop = _fused.fused(step, not isinstance(step, TrainStep) or step.donate)
         self.run = Run(state, start, self.feed.epoch, history)
         self.run.note = bar.note
-        self.extra = jax.device_put(dict(options.extra), _feed.home_of(state))  # once, not by every call
+        self.extra = _feed.whole(dict(options.extra), _feed.home_of(state))  # once, not by every call
         self.pending: list[tuple[_feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead = 0  # steps in them
         self.seconds = 0.0  # per step, of the calls that were read last
@@ -82,6 +98,7 @@ class Fit:
         self.profile = Profile(None)
         self.row_step = -1
         self.saved: Any = None  # when it was, last
+        self.evaluated = -1  # the step at which it was, last
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
 
     # ---------------------------------------------------------------------------------------------------- steps
@@ -114,9 +131,8 @@ class Fit:
         self.settle()
         if interrupt.asked:
             run.stop("interrupted")
-        is_evaluated = run.history.marks and (run.step, "evaluate", "") in run.history.marks[-9:]
-        due = self.options.evaluate is not None and not is_evaluated and not interrupt.asked
-        self.boundary([*(["evaluate"] if due else []), "end"])
+        due = options.evaluate is not None and self.evaluated != run.step and not interrupt.asked
+        self.boundary([*(["evaluate"] if due else []), *(["step"] if options.smoke else []), "end"])
 
     def per_call(self) -> int:
         given = self.options.steps_per_call
@@ -132,7 +148,7 @@ class Fit:
         """Dispatch one call; read those before it, if they have waited long enough."""
         run = self.run
         if self.options.steps_per_call is None:
-            run.state, infos = self.step(run.state, jax.tree.map(lambda x: x[0], chunk.feed.batches), **self.extra)
+            run.state, infos = self.step(run.state, chunk.feed.one(), **self.extra)
         else:
             run.state, infos = self.loop(run.state, chunk.feed, chunk.n, self.extra)
         now = time.perf_counter()
@@ -146,6 +162,13 @@ class Fit:
     def settle(self) -> None:
         """Read all that is under way: from here on `run` is exact."""
         self.read(0)
+
+    def rescue(self, error: BaseException) -> None:
+        """After an exception: the numbers of steps that were applied, as far as they can be had."""
+        with contextlib.suppress(Exception):
+            if not isinstance(error, NonFiniteError):
+                self.settle()
+            self.flush()
 
     def read(self, leave: int) -> None:
         """Wait for all calls but the last `leave`, and make rows of their numbers."""
@@ -168,14 +191,19 @@ class Fit:
         """History, loggers and progress get the numbers of these steps, one row for every `log_every` of them."""
         run, every = self.run, self.options.log_every
         epochs = np.repeat([chunk.epoch for chunk in chunks], [chunk.steps for chunk in chunks])
-        verdicts = getattr(infos, "verdict", None)
-        verdicts = np.zeros(len(epochs), np.int32) if verdicts is None else verdicts
-        steps = run.step + np.cumsum(verdicts == 0)
+        verdicts = _verdicts(infos, len(epochs))
+        is_one = isinstance(infos, StepInfo)  # then the clock is its own, else every call counts
+        steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
         rejected = self.rejected + np.cumsum(verdicts > 0)
         fatal = self.note_rejected(verdicts, steps, epochs, infos)
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         columns = {**dict(_columns(infos)), **named, "epoch": epochs, "rejected": rejected}
-        weights = columns.pop("weight", None)
+        if taken := [name for name in _own_names(infos) if name in OF_ROWS + OF_FIT or name in named]:
+            fix = "Give the metric another name."
+            raise RowError(message(f"metric {taken[0]!r}", "loss_fn", "a name of the rows", "one of its own", fix))
+        run.taken.update(columns)
+        weights = infos.weight if is_one else None
+        columns.pop("weight" if is_one else "", None)
         still = {"steps_per_second": 1 / self.seconds} | self.still()
         if weights is not None:
             still["examples_per_second"] = float(np.mean(weights)) / self.seconds
@@ -205,12 +233,14 @@ class Fit:
             info = jax.tree.map(lambda x, i=i: x[i], infos)
             count += 1
             run.history.mark("rejected", int(steps[i]))
-            if isinstance(run.state, TrainState) and is_searching(run.state, info, verdict):
+            known = isinstance(info, StepInfo) and isinstance(run.state, TrainState)
+            if known and is_searching(run.state, info, verdict):
                 continue  # for its loss scale
             self.in_a_row += 1
-            if str(count).strip("0") == "1" and self.max_bad > 1:
-                why = guard.explain(verdict, run.state.opt_state) if isinstance(run.state, TrainState) else "not finite"
-                what = f"step {int(steps[i])} of epoch {epochs[i]} was rejected (loss {float(info.loss):.6g}): {why}"
+            if count in (1, 10, 100, 1000, 10_000, 100_000) and self.max_bad > 1:
+                why = guard.explain(verdict, run.state.opt_state) if known else "a loss or gradient is not finite"
+                loss = f" (loss {float(info.loss):.6g})" if known and info.loss is not None else ""
+                what = f"step {int(steps[i])} of epoch {epochs[i]} was rejected{loss}: {why}"
                 warnings.warn(f"{what}. {count} so far; the state is as it was.", RuntimeWarning, stacklevel=2)
             if self.in_a_row >= self.max_bad:
                 return i
@@ -278,14 +308,16 @@ class Fit:
         run.epoch = self.feed.epoch
         if "evaluate" in events:
             self.evaluate()
-        for run.event in events:
+        for event in events:
+            run.event = event
             for name, callback in zip(self.options.names, self.options.callbacks, strict=True):
-                if wants(callback, run.event, run.step):
+                if wants(callback, event, run.step) or (
+                    event == "step" and self.options.smoke and not is_bare(callback)
+                ):
                     self.call_back(name, callback)
-        if "end" in events:
-            if run.stopped:
-                run.history.mark("stop", run.step, run.stopped)
-            self.flush()
+        if "end" in events and run.stopped:
+            run.history.mark("stop", run.step, run.stopped)
+        self.flush()
         self.bar.show(run.step, run.metrics)
         saver = self.options.saver
         if saver is None:
@@ -300,21 +332,18 @@ class Fit:
         run = self.run
         self.saved = run.step, self.feed.place()
         history = run.history.plain()
-        numbers = {name: x for name, x in run.metrics.items() if np.isfinite(x)}
-        self.options.saver.save(
-            *(run.state,),
-            step=run.step,
-            data=self.feed.place(),
-            history=history,
-            callbacks=self.memory,
-            metrics=numbers,
-        )
+        newest = {name: run.history.newest(name) or (-1, 0.0) for name in run.history.names}
+        numbers = {name: x for name, (step, x) in newest.items() if step == run.step and np.isfinite(x)}
+        given = {"data": self.feed.place(), "history": history, "callbacks": self.memory, "metrics": numbers}
+        self.options.saver.save(run.state, step=run.step, **given)
 
     def evaluate(self) -> None:
         run = self.run
         assert self.options.evaluate is not None
         with _blame("evaluate", self.options.evaluate, run):
             found = check_row(self.options.evaluate(run.state), "evaluate")
+            run.check_own(found, "evaluate")
+        self.evaluated = run.step
         row = join(run.row if self.row_step == run.step else {}, found, "evaluate")
         self.add({name: row[name] for name in found}, run.step)
         run.history.mark("evaluate", run.step)
@@ -330,7 +359,7 @@ class Fit:
         with _blame("callback", callback, run):
             state = callback(run)
             if state is not None:
-                _check_returned(state, run.state)
+                _check_returned(state, run)
                 run.state = state
         if logged := {k: x for k, x in run.row.items() if k not in before}:
             run.history.add(logged, run.step)
@@ -346,11 +375,20 @@ def _blame(what: str, fn, run: Run):
         raise
 
 
-def _check_returned(new, old) -> None:
+def _check_returned(new, run: Run) -> None:
     """Raise unless a callback returned a state like the one that it got; rules, numbers and freezes may differ."""
+    old = run.state
+    if any(map(is_gone, jax.tree.leaves(new))):
+        raise StateError(donated("the callback's result"))
     if isinstance(old, TrainState) and isinstance(new, TrainState):
-        new, old = new.params, old.params
-    elif type(new) is not type(old):
+        parts = (new.params, new.model_state), (old.params, old.model_state)
+        for name, (mine, yours) in zip(("params", "model_state"), zip(*parts, strict=True), strict=True):
+            _checks.check_like(name, mine, yours, "A callback keeps the structure of the state.")
+        if int(new.step) != run.step:
+            fix = "The history goes forward: state.replace(step=run.step)."
+            raise StateError(message("step", "the callback's state", int(new.step), run.step, fix))
+        return
+    if type(new) is not type(old):
         fix = "Return a state, or nothing."
         raise WrongTypeError(message("result", "callback", _tree.describe(new), _tree.describe(old), fix))
     _checks.check_like("state", new, old, "A callback keeps the structure of the state.")
@@ -374,6 +412,20 @@ def _unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.nd
     return jax.tree.map(lambda *x: np.stack(x), *plain), {}
 
 
+def _verdicts(infos, n: int) -> np.ndarray:
+    """int32 (n,): what the guards of all steps in these infos said; above 0 where one rejected."""
+    parts = jax.tree.leaves(infos, is_leaf=lambda x: isinstance(x, StepInfo))
+    found = [np.asarray(x.verdict) for x in parts if isinstance(x, StepInfo) and x.verdict is not None]
+    return functools.reduce(np.maximum, found) if found else np.zeros(n, np.int32)
+
+
+def _own_names(infos) -> list[str]:
+    """The names that the user gave: of metrics, or of a dict's own numbers."""
+    if isinstance(infos, StepInfo):
+        return list(infos.metrics or {})
+    return [name for name in infos if name in (*OF_FIT, "step")] if isinstance(infos, Mapping) else []
+
+
 def _columns(infos) -> Iterator[tuple[str, Any]]:
     """The numbers of stacked infos, by name: those of a `StepInfo`, of a mapping of them, or one alone."""
     if isinstance(infos, StepInfo):
@@ -382,14 +434,20 @@ def _columns(infos) -> Iterator[tuple[str, Any]]:
             infos.metrics or {}
         )
     elif isinstance(infos, Mapping):
-        found = {
-            f"{name}/{inner}" if isinstance(part, StepInfo | Mapping) else name: x
-            for name, part in infos.items()
-            for inner, x in _columns(part)
-        }
+        found = {}
+        for name, part in infos.items():
+            is_more = isinstance(part, StepInfo | Mapping)
+            found |= {f"{name}/{inner}": x for inner, x in _columns(part)} if is_more else {name: part}
     else:
         found = {"loss": infos}
-    yield from ((name, x) for name, x in found.items() if x is not None and np.ndim(x) == 1)
+    for name, x in found.items():
+        if x is None:
+            continue
+        flat = np.reshape(x, (len(x), -1))
+        if np.ndim(x) == 1:
+            yield name, x
+        elif flat.shape[1] <= MOST_OF_A_METRIC:  # a metric for each class; of more, `evaluate` tells
+            yield from ((f"{name}/{i}", column) for i, column in enumerate(flat.T))
 
 
 def _still(state) -> dict[str, float]:

@@ -22,9 +22,12 @@ class Interrupt:
         return self
 
     def _note(self, number, frame) -> None:
-        if self.asked == number == signal.SIGINT:
+        if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = number
+        if not self.asked:
+            self.asked = number
+            if number == signal.SIGINT:
+                print("\nending after this call; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     def __exit__(self, *_) -> None:
         while self._previous:

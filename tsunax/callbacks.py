@@ -2,7 +2,8 @@
 
 A callback is any `f(run) -> None | state`. Those here are frozen values that print as the call that makes them. What
 they must remember lies in `run.memory`, a dict that JSON can hold: it is saved with the run, so that a resumed run goes
-on where it was. The loop makes a boundary at the multiples of `callback.every` and at the steps `callback.at`.
+on where it was. The loop makes a boundary at the multiples of `callback.every` and at the steps `callback.at`; one with
+`callback.events` is called at those alone.
 
 Those that watch a metric look at each value of it once, when it is new, however many events a step has.
 """
@@ -85,6 +86,11 @@ def _news(where: str, metric: str, run) -> tuple[int, float] | None:
 
 def _is_better(value: float, other: float, mode: Mode, by: float = 0.0) -> bool:
     return value < other - by if mode == "min" else value > other + by
+
+
+def _events_of(metric: str) -> tuple[str, ...] | None:
+    """The events that can bring news of a metric: evaluations for "val/loss", any for one of the training rows."""
+    return ("start", "evaluate", "end") if "/" in metric and not metric.startswith("best") else None
 
 
 def _improves(memory: dict, step: int, value: float, mode: Mode, min_delta: float = 0.0) -> bool:
@@ -200,6 +206,10 @@ class early_stopping:
     check_finite: bool = True
     divergence: float | None = None
 
+    @property
+    def events(self) -> tuple[str, ...] | None:
+        return _events_of(self.metric)
+
     def __post_init__(self):
         where = "early_stopping()"
         _watched(where, self.metric, self.mode)
@@ -230,7 +240,7 @@ class patience:
     It is asked once for each step that has a boundary, so at every multiple of `log_every`; inside `every(k, ...)` at
     multiples of k. Flux's `patience`, with its count in the run's memory.
 
-    >>> patience(lambda run: run.metrics["val/accuracy"] > 0.99, 3).n
+    >>> patience(lambda run: run.metrics.get("val/accuracy", 0) > 0.99, 3).n
     3
     """
 
@@ -288,6 +298,10 @@ class best:
     mode: Mode = "min"
     keep: Callable[[Any], Any] | None = None
 
+    @property
+    def events(self) -> tuple[str, ...] | None:
+        return _events_of(self.metric)
+
     def __post_init__(self):
         _watched("best()", self.metric, self.mode)
         if self.keep is not None:
@@ -327,6 +341,10 @@ class plateau:
     min_learning_rate: float = 0.0
     where: Any = "**"
     mode: Mode = "min"
+
+    @property
+    def events(self) -> tuple[str, ...] | None:
+        return _events_of(self.metric)
 
     def __post_init__(self):
         _watched("plateau()", self.metric, self.mode)

@@ -13,6 +13,7 @@ batch, the next k at once, and the place to go on from. Nothing here knows of st
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -253,6 +254,19 @@ class Batches:
         self._whole = _sharding_of((), self._sharding)  # every device has all rows, and gathers its own: no traffic
         self.resident = jax.device_put(arrays, self._whole)
         self._uploaded = (-1, None)
+
+    def afresh(self) -> Batches:
+        """The same data at the start of this epoch, with a place of its own."""
+        other = copy.copy(self)
+        other._place, other._restored = (self._place[0], 0), True
+        return other
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the order of an epoch depends on, but for its number."""
+        window = None if self._window is None else min(self._window, 2**62)
+        size, seed, tail = self.batch_size, self._seed, self._tail
+        return {"rows": self._rows, "batch_size": size, "seed": seed, "shuffle_window": window, "tail": tail}
 
     def __len__(self) -> int:
         """The number of batches of an epoch. Raises TypeError for a stream that does not know its own."""
@@ -528,6 +542,18 @@ class Prefetched:
         self._source, self._place, self._size = as_source(data), _placer(device), size
         self._state: dict | None = None
         self._running: Any = lambda: None
+
+    @property
+    def data(self) -> Any:
+        """What is read ahead."""
+        return self._source.data
+
+    def afresh(self) -> Prefetched:
+        """The same data at the start of an epoch, with a place and a thread of its own."""
+        data = self.data.afresh() if isinstance(self.data, Batches) else self.data
+        other = copy.copy(self)
+        other._source, other._state, other._running = as_source(data), None, lambda: None
+        return other
 
     def __len__(self) -> int:
         return len(self._source.data)

@@ -12,7 +12,7 @@ import numpy as np
 from tsunax import _feed, _tree
 from tsunax._loss import Loss
 from tsunax._loss_fn import LossFn
-from tsunax.data import as_source, check_batch
+from tsunax.data import Batches, Prefetched, as_source, check_batch
 from tsunax.errors import WrongTypeError, message
 from tsunax.program import EvalStep
 from tsunax.state import TrainState
@@ -51,7 +51,8 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
         raise WrongTypeError(message("eval_step", "evaluate()", _tree.describe(eval_step), "ts.eval_step(loss_fn)"))
     pads = isinstance(eval_step, EvalStep) and "mask" in LossFn.of(eval_step.loss_fn).names and "mask" not in extra
     total, rows, home = None, 0, _feed.home_of(state)
-    source = as_source(data)
+    # with a place of its own: these may be the data of a run under way
+    source = as_source(data.afresh() if isinstance(data, Batches | Prefetched) else data)
     while (batch := source.next()) is not None:
         here = check_batch(batch, "evaluate()")
         rows = rows or here

@@ -156,7 +156,11 @@ def _is_names(where, known) -> bool:
     is_mask = all(isinstance(x, (bool, np.bool_)) for x in jax.tree.leaves(where))
     if isinstance(where, Mapping) and any(name in known for name in where) and not is_mask:
         return True
-    number = lambda v: v is None or (not isinstance(v, (bool, np.bool_)) and (_tree.dtype_of(v) not in (None, bool)))
+
+    def number(v) -> bool:
+        dtype = _tree.dtype_of(v)  # never `in (None, ...)`: NumPy says that float64 equals None
+        return v is None or (not isinstance(v, (bool, np.bool_)) and dtype is not None and dtype != np.bool_)
+
     return isinstance(where, Mapping) and all(number(v) for v in where.values())
 
 

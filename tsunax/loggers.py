@@ -143,7 +143,7 @@ class csv:
             self._names = next(_csv.reader(header), ["step"])[1:]
         if new := [name for name in row if name not in self._names]:
             self.close()
-            _, *lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else [""]
+            lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() else []
             self._names += new
             _write(path, [_csv_line(["step", *self._names]), *(line + "," * len(new) + "\n" for line in lines)])
         if self._file is None:

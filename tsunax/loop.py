@@ -186,13 +186,19 @@ def fit(
     array([9.        , 1.350..., 0.164...])
     """
     goal = Goal("fit()", steps, epochs)
-    _check_fit(step, state, smoke)
+    _check_fit(step, state, smoke, resume, checkpoint)
     if smoke:
         state, goal = jax.tree.map(own, state), Goal("fit()", step_of(state, 0) + 2, None)
-        logger, checkpoint, progress = (), None, False
+        logger, checkpoint, resume, progress, history = (), None, "auto", False, None
     with contextlib.ExitStack() as stack:
         saver = None if checkpoint is None else stack.enter_context(_opened(checkpoint))
-        more = {"log_every": log_every, "steps_per_call": steps_per_call, "max_bad": max_bad, "extra": extra or {}}
+        more = {
+            "log_every": log_every,
+            "steps_per_call": steps_per_call,
+            "max_bad": max_bad,
+            "extra": extra or {},
+            "smoke": smoke,
+        }
         options = options_of(goal, evaluate, evaluate_every, callbacks, logger, saver=saver, **more)
         fitting = _begin(step, state, data, options, progress, history, resume, replay)
         run = fitting.run
@@ -212,6 +218,7 @@ def fit(
                 saver.wait()
             fitting.bar.close(run.stopped)
         except BaseException as error:
+            fitting.rescue(error)
             fitting.bar.close(type(error).__name__)
             _with_state(error, run)
             raise
@@ -249,12 +256,17 @@ def _begin(step, state, data, options: Options, progress, history: History | Non
     fitting = Fit(step, state, data, options, bar, history, dict(restored.callbacks or {}), start)
     if restored.step is not None:
         fitting.feed.go_to(restored.data, replay)
+        fitting.saved = start, fitting.feed.place()
         history.mark("restart", start)
     return fitting
 
 
-def _check_fit(step, state, smoke) -> None:
+def _check_fit(step, state, smoke, resume, checkpoint) -> None:
     check_flags("fit()", smoke=smoke)
+    if resume not in ("auto", "must", "never"):
+        raise WrongTypeError(message("resume", "fit()", _tree.describe(resume), "'auto', 'must' or 'never'"))
+    if resume == "must" and checkpoint is None:
+        raise WrongTypeError(message("resume", "fit()", "'must' without checkpoint=", "a path to resume from"))
     if not callable(step):
         fix = (
             "The order is fit(step, state, data, ...)."
