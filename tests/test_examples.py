@@ -59,6 +59,7 @@ def test_digits(seed):
     assert accuracy_of(run) >= 0.98
 
 
+@pytest.mark.slow  # README's main command is the long one
 def test_digits_in_short():
     run = run_digits("--epochs", "5", "--target", "1.1")
     assert accuracy_of(run) >= 0.9

@@ -833,6 +833,16 @@ def test_a_state_on_a_mesh(kind):
         np.testing.assert_allclose(found["loss"], rows["loss"], rtol=1e-5)
 
 
+def test_rows_that_do_not_divide_by_the_devices():
+    home = jax.sharding.NamedSharding(jax.make_mesh((4,), ("data",)), jax.sharding.PartitionSpec())
+    odd = ts.batches((X[:46], Y[:46]), 8)  # 46 rows: the last batch has 6
+    with pytest.raises(DataError, match=r"batch at mesh \{'data': 4\}: got 6 rows, expected a multiple of 4"):
+        fit(STEP, ts.setup(RULE, init(), device=home), odd, epochs=1)
+    state = ts.setup(RULE, init(), device=home)
+    found = ts.evaluate(ts.eval_step(loss_fn), state, odd)["loss"]
+    assert found == pytest.approx(float(loss_fn(init(), (X[:46], Y[:46]))), rel=1e-5)
+
+
 def test_under_x64():
     with jax.experimental.enable_x64() if not hasattr(jax, "enable_x64") else jax.enable_x64(True):
         state = ts.setup(ts.rules.sgd(0.1), {"w": np.zeros(6, np.float64)})

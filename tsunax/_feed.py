@@ -250,17 +250,24 @@ def place(feed, n: int, home, limit: int = NO_LIMIT) -> tuple[Any, Any]:
     return put((feed, count), home, axis=1) if elsewhere or isinstance(home, NamedSharding) else (feed, count)
 
 
-def put(tree, home, axis: int = 0):
-    """A tree of rows along `axis` where a state lives: over the data axes of its mesh, where it has one."""
+def put(tree, home, axis: int = 0, *, whole: bool = False):
+    """A tree of rows along `axis` where a state lives: over the data axes of its mesh, where it has one.
+
+    Rows that do not divide by its devices raise DataError; with `whole` each device gets, and computes, all of them.
+    """
     if not isinstance(home, NamedSharding):
         return jax.device_put(tree, home)
     mesh, axes = home.mesh, data_axes(home.mesh)
-    parts = int(np.prod([mesh.shape[axis] for axis in axes]))
+    parts = int(np.prod([mesh.shape[name] for name in axes]))
 
     def where(x):
-        rows = np.shape(x)[axis] if np.ndim(x) > axis else 0
-        spec = PartitionSpec(*[None] * axis, axes) if rows and rows % parts == 0 else PartitionSpec()
-        return NamedSharding(mesh, spec)
+        if np.ndim(x) <= axis:
+            return NamedSharding(mesh, PartitionSpec())
+        rows = np.shape(x)[axis]
+        if rows % parts and not whole:
+            fix = 'Choose another batch_size, tail="drop", or pad the batch and name `mask` in loss_fn.'
+            raise DataError(message("batch", f"mesh {dict(mesh.shape)}", f"{rows} rows", f"a multiple of {parts}", fix))
+        return NamedSharding(mesh, PartitionSpec() if rows % parts else PartitionSpec(*[None] * axis, axes))
 
     return jax.device_put(tree, jax.tree.map(where, tree))
 

@@ -59,7 +59,7 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
         given = dict(extra)
         if pads:
             batch, given["mask"] = _padded(batch, here, max(here, rows))
-        batch, given = _feed.put((batch, given), home)
+        batch, given = _feed.put((batch, given), home, whole=True)
         loss = eval_step(state, batch, **given)
         if not isinstance(loss, Loss):
             raise WrongTypeError(message("result", "eval_step", _tree.describe(loss), "a ts.Loss"))
