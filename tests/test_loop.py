@@ -765,9 +765,10 @@ def test_names_of_rows_are_taken():
     log = callbacks.every(3, lambda run: run.log(grad_norm=1.0))
     with pytest.raises(ts.errors.RowError, match=r"'grad_norm' at run\.log\(\)"):
         fit(STEP, ts.setup(RULE, init()), data(), steps=20, callbacks=log)
-    odd = ts.train_step(lambda params, batch: ts.Loss(loss_fn(params, batch), 1.0, metrics={"epoch": 3.0}))
-    with pytest.raises(ts.errors.RowError, match=r"metric 'epoch' at loss_fn: got a name of the rows"):
-        fit(odd, ts.setup(RULE, init()), data(), steps=4)
+    for name, rule in (("epoch", RULE), ("learning_rate", RULE), ("learning_rate", ts.rules.sgd(0.1))):
+        odd = ts.train_step(lambda params, batch, name=name: ts.Loss(loss_fn(params, batch), 1.0, metrics={name: 3.0}))
+        with pytest.raises(ts.errors.RowError, match=rf"metric '{name}' at loss_fn: got a name of the rows"):
+            fit(odd, ts.setup(rule, init()), data(), steps=4)
 
 
 def test_a_pair_of_states_stops_on_nan():

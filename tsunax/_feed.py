@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax import _fused, _tree
-from tsunax.data import Batches, Prefetched, as_source, check_batch
+from tsunax.data import Batches, Prefetched, as_source, check_batch, data_axes
 from tsunax.errors import DataError, StateError, message
 from tsunax.state import TrainState
 
@@ -292,12 +292,6 @@ def _settings_of(data) -> dict[str, Any] | None:
     return data.settings if isinstance(data, Batches) else None
 
 
-def data_axes(mesh) -> tuple[str, ...]:
-    """The axes of a mesh over which rows are spread."""
-    known = tuple(axis for axis in mesh.axis_names if axis in ("data", "fsdp"))
-    return known or mesh.axis_names[:1]
-
-
 def home_of(state):
     """The sharding of the state's arrays; None where they lie on the default device, free to move."""
     arrays = [state.clock] if isinstance(state, TrainState) else jax.tree.leaves(state)
@@ -314,4 +308,4 @@ def length_of(batches, where: str) -> int:
     return next(iter(shapes))[0]
 
 
-__all__ = ["Chunk", "Feed", "data_axes", "home_of", "length_of", "place", "put", "whole"]
+__all__ = ["Chunk", "Feed", "home_of", "length_of", "place", "put", "whole"]

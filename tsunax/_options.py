@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from tsunax import _checks, _tree
+from tsunax.accumulation import check_count
 from tsunax.errors import WrongTypeError, message
 
 
@@ -168,8 +168,7 @@ def options_of(
 def check_whole(where: str, **values) -> None:
     """Raise WrongTypeError for what is no int ≥ 1."""
     for name, value in values.items():
-        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-            raise WrongTypeError(message(name, where, _tree.describe(value), "an int ≥ 1"))
+        check_count(value, where, name)
 
 
 __all__ = ["Goal", "Options", "check_whole", "is_bare", "is_every", "options_of", "wants"]

@@ -93,8 +93,8 @@ class Fit:
         self.read_at = 0.0  # when; 0 before the first call
         self.rejected, self.in_a_row = _rejected_of(state)[0], 0
         self.max_bad = 1 if getattr(step, "on_nonfinite", None) == "raise" else options.max_bad
-        is_searching = isinstance(state, TrainState) and state.loss_scale is not None
-        self.limit = _feed.NO_LIMIT if is_searching else self.max_bad + _rejected_of(state)[1]
+        has_scale = isinstance(state, TrainState) and state.loss_scale is not None  # then some rejections do not count
+        self.limit = _feed.NO_LIMIT if has_scale else self.max_bad + _rejected_of(state)[1]
         self.profile = Profile(None)
         self.row_step = -1
         self.saved: Any = None  # when it was, last
@@ -198,13 +198,12 @@ class Fit:
         fatal = self.note_rejected(verdicts, steps, epochs, infos)
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         columns = {**dict(_columns(infos)), **named, "epoch": epochs, "rejected": rejected}
-        if taken := [name for name in _own_names(infos) if name in OF_ROWS + OF_FIT or name in named]:
+        still = {"steps_per_second": 1 / self.seconds} | self.still()
+        if taken := [name for name in _own_names(infos) if name in {*OF_ROWS, *OF_FIT, *named, *still}]:
             fix = "Give the metric another name."
             raise RowError(message(f"metric {taken[0]!r}", "loss_fn", "a name of the rows", "one of its own", fix))
-        run.taken.update(columns)
-        weights = infos.weight if is_one else None
-        columns.pop("weight" if is_one else "", None)
-        still = {"steps_per_second": 1 / self.seconds} | self.still()
+        run.taken.update(columns, still)
+        weights = columns.pop("weight", None) if is_one else None
         if weights is not None:
             still["examples_per_second"] = float(np.mean(weights)) / self.seconds
         due = np.flatnonzero((verdicts[:n] == 0) & ((steps[:n] % every == 0) | (steps[:n] == 1)))

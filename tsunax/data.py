@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from tsunax import _tree
 from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
 
-__all__ = ["Batches", "Prefetched", "Source", "as_source", "batches", "check_batch", "gather", "prefetch"]
+__all__ = ["Batches", "Prefetched", "Source", "as_source", "batches", "check_batch", "data_axes", "gather", "prefetch"]
 
 
 def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
@@ -110,6 +110,12 @@ def _share(rows: int, process: tuple[int, int]) -> slice:
 # Places
 
 
+def data_axes(mesh) -> tuple[str, ...]:
+    """The axes of a mesh over which rows are spread."""
+    known = tuple(axis for axis in mesh.axis_names if axis in ("data", "fsdp"))
+    return known or mesh.axis_names[:1]
+
+
 def _placement(device: Any, where: str) -> Any:
     """The sharding of batches, rows over the devices; None for JAX's default device."""
     if device is True or isinstance(device, (NamedSharding, SingleDeviceSharding)):
@@ -117,8 +123,7 @@ def _placement(device: Any, where: str) -> Any:
     if isinstance(device, jax.Device):
         return SingleDeviceSharding(device)
     if isinstance(device, Mesh):
-        axes = tuple(name for name in device.axis_names if name in ("data", "fsdp")) or device.axis_names[:1]
-        return NamedSharding(device, PartitionSpec(axes))
+        return NamedSharding(device, PartitionSpec(data_axes(device)))
     expected = "a device, a Mesh, or a NamedSharding"
     raise WrongTypeError(message("device", where, _tree.describe(device), expected))
 
