@@ -10,43 +10,52 @@
 Read `state.py` (what is carried), `step.py` (how it changes), and you have understood it.
 """
 
-from tsunax import (
-    averages,
-    callbacks,
-    errors,
-    loggers,
-    losses,
-    metrics,
-    models,
-    precision,
-    regularize,
-    rules,
-    schedules,
-)
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+from tsunax import averages, errors, precision, rules, schedules
 from tsunax._loss import Loss
-from tsunax.checkpoint import Checkpoints
-from tsunax.data import batches, prefetch
-from tsunax.evaluation import evaluate
-from tsunax.figures import plot, plot_text
-from tsunax.hardware import (
-    device,
-    device_info,
-    device_of,
-    devices,
-    functional,
-    prefer,
-    preferred,
-    simulate,
-    supported_devices,
-    to_device,
-    to_host,
-)
-from tsunax.history import History
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
-from tsunax.loop import fit, iterate, train_epoch, train_steps
 from tsunax.program import EvalStep, TrainStep, eval_step, refresh, train_step
 from tsunax.state import TrainState, averaged, setup, trainable
 from tsunax.step import StepInfo, flush, update, value_and_grad
+
+if _TYPE_CHECKING:  # loaded when they are first asked for
+    from tsunax import callbacks, loggers, losses, metrics, models, regularize
+    from tsunax.checkpoint import Checkpoints
+    from tsunax.data import batches, prefetch
+    from tsunax.evaluation import evaluate
+    from tsunax.figures import plot, plot_text
+    from tsunax.hardware import (
+        device,
+        device_info,
+        device_of,
+        devices,
+        functional,
+        prefer,
+        preferred,
+        simulate,
+        supported_devices,
+        to_device,
+        to_host,
+    )
+    from tsunax.history import History
+    from tsunax.loop import fit, iterate, train_epoch, train_steps
+
+_LATER = {
+    "checkpoint": ("Checkpoints",),
+    "data": ("batches", "prefetch"),
+    "evaluation": ("evaluate",),
+    "figures": ("plot", "plot_text"),
+    "hardware": (
+        *("device", "device_info", "device_of", "devices", "functional", "prefer", "preferred", "simulate"),
+        *("supported_devices", "to_device", "to_host"),
+    ),
+    "history": ("History",),
+    "loop": ("fit", "iterate", "train_epoch", "train_steps"),
+}
+_HOME = {name: module for module, names in _LATER.items() for name in names}
 
 __version__ = "0.1.0.dev0"
 
@@ -103,3 +112,16 @@ __all__ = [
     "update",
     "value_and_grad",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'tsunax' has no attribute {name!r}")
+    if name not in _HOME:
+        return _importlib.import_module(f"tsunax.{name}")
+    value = globals()[name] = getattr(_importlib.import_module(f"tsunax.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
