@@ -19,7 +19,7 @@ PACKAGE = ROOT / "tsunax"
 
 # A new module is entered here before it is written. `__init__` is above all: nothing imports it.
 TIERS = {
-    0: "_types _tree _where _checks _convolutions errors",
+    0: "_types _tree _where _checks _convolutions _place errors",
     1: (
         "_number _live _hoist _parity _loss rules schedules losses regularize metrics precision accumulation guard "
         "averages reproduce"
@@ -27,8 +27,8 @@ TIERS = {
     2: "state _loss_fn step program hyper",
     3: "hardware sharding distributed data models history _feed _fused _signals _preference",
     4: (
-        "loggers display checkpoint _files _manifest _store _target _profile exchange callbacks evaluation _options "
-        "_run loop figures"
+        "loggers display checkpoint _files _manifest _store _target _profile exchange _safetensors _msgpack callbacks "
+        "evaluation _options _run loop figures"
     ),
     5: "search sweep insight testing ray",
     6: "__init__",

@@ -424,8 +424,7 @@ class Manifest:
     @staticmethod
     def parse(content: bytes) -> Manifest:
         """Raises Damaged for anything that is no manifest, TooNew for one of a later format."""
-        if sum(map(content.count, (b"[", b"{", b","))) > _PIECES:
-            raise Damaged(f"manifest: more than {_PIECES} entries")
+        check_pieces(content)
         try:
             body = json.loads(content)
             if isinstance(body, dict) and type(body.get("format")) is int and body["format"] > FORMAT:
@@ -433,6 +432,12 @@ class Manifest:
             return _parsed(body)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise Damaged(f"manifest: {type(error).__name__} {str(error)[:80]}") from None
+
+
+def check_pieces(content: bytes) -> None:
+    """Raise Damaged for JSON whose parsing would take far more memory than its own bytes."""
+    if sum(map(content.count, (b"[", b"{", b","))) > _PIECES:
+        raise Damaged(f"manifest: more than {_PIECES} entries")
 
 
 def _is(x, kind: type | tuple):
@@ -562,14 +567,14 @@ def differences(
         if theirs is None:
             found.append(f"{show('state', here)}: nothing saved, expected {mine}")
             continue
-        if not skip(here) and not _fits(mine, theirs, cast):
+        if not skip(here) and not fits(mine, theirs, cast):
             found.append(f"{show('state', here)}: saved {theirs}, expected {mine}")
             continue
         pairs.append(Wanted(here, x, theirs))
     return found, pairs
 
 
-def _fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
+def fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
     if (mine.kind, mine.shape) != (theirs.kind, theirs.shape):
         return False
     if mine.dtype == theirs.dtype:

@@ -13,8 +13,10 @@ import importlib
 import logging
 import math
 import os
+import sys
 import threading
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import numpy as np
 
 from tsunax import _files, _manifest, _tree
 from tsunax._manifest import Damaged, Leaf, Manifest
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message, told
+from tsunax.errors import CheckpointError, HyperparameterError, StateError, WrongTypeError, message, told
 from tsunax.state import donated, is_gone
 
 __all__ = []
@@ -247,3 +249,89 @@ def _raw(path: Path, shards: dict[str, tuple[_manifest.Shard, Leaf]]) -> dict[st
         if got.shape != s.shape or got.dtype != _manifest.dtype_of(leaf.dtype):
             raise Damaged(f"arrays: {name} is not as the manifest says")
     return {name: found[name] for name in shards}
+
+
+# ---------------------------------------------------------------------------------------------- orbax's own directories
+
+
+def foreign(path: Path) -> Any:
+    """The tree that a directory of orbax's own says it has, by its old interface or the new one. Raises Damaged."""
+    os.listdir(path)
+    found = _of_orbax(lambda ocp: ocp.metadata(path).metadata, "the description")
+    if not isinstance(found, Mapping | list | tuple):
+        raise Damaged("no tree of arrays")
+    return found
+
+
+def as_struct(x):
+    """A leaf of such a description as what `leaf_of` knows: arrays as their shape and dtype."""
+    is_array = getattr(x, "shape", None) is not None and getattr(x, "dtype", None) is not None
+    return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype) if is_array and not _tree.is_array(x) else x
+
+
+def read_foreign(path: Path, tree, names: list[str]) -> list[Any]:
+    """Leaves of such a directory by name, arrays as NumPy's. Nothing is read that its files are far too small for."""
+    wanted, target, declared = set(names), [], 0
+    leaves, treedef = jax.tree.flatten(tree)
+    found_names = ["/".join(name) for name, _, _ in _tree.leaves_with_names(tree)]
+    for name, x in zip(found_names, leaves, strict=True):
+        if name not in wanted:
+            target.append(...)
+        elif isinstance(about := as_struct(x), jax.ShapeDtypeStruct):
+            chunk = getattr(getattr(x, "storage_metadata", None), "chunk_shape", None) or about.shape
+            declared += max(math.prod(chunk), about.size) * about.dtype.itemsize
+            target.append(np.broadcast_to(np.zeros((), about.dtype), about.shape))
+        else:
+            target.append(x)
+    if declared > (64 << 20) + 256 * _files.sizes(path):
+        raise Damaged(f"{declared} bytes declared, far more than its files have")
+    found = _of_orbax(lambda ocp: ocp.load(path, treedef.unflatten(target)), "the arrays")
+    by_name = dict(zip(found_names, jax.tree.leaves(found), strict=True))
+    return [by_name[name] for name in names]
+
+
+def _of_orbax(f, what: str):
+    """`f(orbax)`, its logs kept quiet and whatever it raises as Damaged, given up after ten minutes."""
+
+    def run():
+        ocp = _orbax()
+        with _ONE_AT_A_TIME, _context(ocp):
+            return f(ocp)
+
+    fault = None
+    with _quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it was saved with shardings: given ones win
+        try:
+            return bounded(run, 600.0, what)
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever orbax, TensorStore and asyncio raise for bytes that are not theirs
+            fault = Damaged(told(error))
+    raise fault
+
+
+def bounded(f: Callable[[], Any], limit: float, what: str):
+    """`f()` in a thread that is given up after `limit` seconds."""
+    answer: list[Any] = []
+    done = threading.Event()
+
+    def run():
+        try:
+            answer.append((f(), None))
+        except BaseException as error:
+            answer.append((None, error))
+        done.set()
+
+    threading.Thread(target=run, name="tsunax-restore", daemon=True).start()
+    if not done.wait(limit):
+        raise CheckpointError(message(what, "restore()", f"nothing after {limit:g} s", "an answer"))
+    value, error = answer[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def versions() -> dict[str, str]:
+    names = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax.checkpoint", "tsunax")
+    found = {name: getattr(sys.modules.get(name), "__version__", "") for name in names}
+    return {name: str(version) for name, version in found.items() if version}

@@ -6,6 +6,7 @@ It reads manifests and verified host arrays, and knows no file.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,17 +40,15 @@ class How:
 
     def plan(self, manifest: Manifest, folder: Path) -> Plan:
         """Compare. Raises CheckpointError with up to ten differences, both sides of each."""
+        plan = self.compared(manifest)
+        fix = "Restore with the setup that saved it; params alone: params_only=True or partial='pattern'."
+        refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
+        return plan
+
+    def compared(self, manifest: Manifest) -> Plan:
         mine = _manifest.tree_of(self.like)
         saved = {leaf.path: leaf for leaf in manifest.leaves}
-        plan = self._params(mine, manifest, saved) if self.only_params else self._whole(mine, manifest, saved)
-        if plan.differences:
-            shown = plan.differences[:10]
-            if len(plan.differences) > 10:
-                shown.append(f"and {len(plan.differences) - 10} more")
-            head = f"checkpoint of another state at {folder}"
-            fix = "Restore with the setup that saved it; params alone: params_only=True or partial='pattern'."
-            raise CheckpointError("\n  ".join([head + ":", *shown, fix]))
-        return plan
+        return self._params(mine, manifest, saved) if self.only_params else self._whole(mine, manifest, saved)
 
     def _whole(self, mine: _manifest.Tree, manifest: Manifest, saved: dict) -> Plan:
         like, columns = self.like, {}
@@ -100,6 +99,21 @@ class How:
         return chosen
 
 
+def refuse(head: str, differences: list[str], fix: str) -> None:
+    """Raise CheckpointError with the first ten differences, if there are any."""
+    if differences:
+        more = [f"and {len(differences) - 10} more"] if len(differences) > 10 else []
+        raise CheckpointError("\n  ".join([head + ":", *differences[:10], *more, fix]))
+
+
+def warn_of_edits(edited: list[str], depth: int) -> None:
+    """Say which numbers are the script's; to the caller `depth` calls above the one that has this to say."""
+    for note in edited:
+        warnings.warn(
+            f"edited in the script since the run was set up, {note}: the script's is used.", stacklevel=depth + 2
+        )
+
+
 def _laid_out_like(path, state: TrainState, manifest: Manifest, saved: Mapping) -> TrainState:
     facts = manifest.states.get(path)
     if facts is None:
@@ -134,7 +148,8 @@ class Plan:
         if self.columns or not self.mine.states:
             return out
         fresh = iter(_manifest.tree_of(out).states.values())
-        return _map_states(self.like, self.mine, lambda _, old: _restarted(old, next(fresh)))
+        parts = ({"params": s.params, "model_state": s.model_state} for s in fresh)
+        return _map_states(self.like, self.mine, lambda _, old: restarted(old, **next(parts)))
 
     def _placed(self, pair: _manifest.Wanted, value):
         if pair.path in self.columns:
@@ -143,16 +158,16 @@ class Plan:
             if isinstance(pair.leaf, (jax.Array, np.ndarray)):
                 value, edited = _manifest.merged_numbers(value, theirs, np.asarray(pair.leaf), mine)
                 self.edited.extend(edited)
-        return _placed(value, pair.leaf, pair.saved.kind)
+        return placed(value, pair.leaf, pair.saved.kind)
 
 
-def _restarted(old: TrainState, new: TrainState) -> TrainState:
+def restarted(state: TrainState, **parts) -> TrainState:
     """A state whose optimizer starts at restored params."""
-    state = old.replace(params=new.params, model_state=new.model_state)
+    state = state.replace(**parts)
     return state if state.average is None else dataclasses.replace(state, average=state.average.of(base(state)))
 
 
-def _placed(value, like, kind: str):
+def placed(value, like, kind: str):
     """A verified host value as what stands in its place in `like`: same dtype, same devices."""
     if not hasattr(like, "dtype"):
         return value

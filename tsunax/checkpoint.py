@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,7 @@ class Checkpoints:
             arrays=arrays,
             metrics=_numbers(metrics),
             fingerprint=self._fingerprint,
-            versions=_versions(),
+            versions=_store.versions(),
             files={},
         )
         self._job = _Job(self, manifest, copies)
@@ -353,14 +353,13 @@ class Checkpoints:
         declared = sum(math.prod(x.shape) * _manifest.dtype_of(x.dtype).itemsize for x in parts)  # type: ignore[union-attr]
         if parts and declared > (64 << 20) + 256 * _files.sizes(folder):
             raise Damaged(f"history, data and callbacks declare {declared} bytes, far more than their files have")
-        arrays = _bounded(
+        arrays = _store.bounded(
             lambda: _store.read(folder / _ARRAYS, manifest.files, [*wanted, *parts]),
             self.timeout,
             f"restore of step {step}",
         )
         state = plan.filled(arrays[: len(wanted)])
-        for note in plan.edited:
-            warnings.warn(f"edited in the script since the run was set up, {note}: the script's is used.", stacklevel=3)
+        _target.warn_of_edits(plan.edited, 2)
         if how.only_params:
             return Restored(state, step=step)
         values = {name: _manifest.decode(x, arrays[len(wanted) :]) for name, x in manifest.parts.items()}
@@ -551,12 +550,6 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     return out
 
 
-def _versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax.checkpoint", "tsunax")
-    found = {name: getattr(sys.modules.get(name), "__version__", "") for name in names}
-    return {name: str(version) for name, version in found.items() if version}
-
-
 def _sum_of(body: bytes) -> bytes:
     return f"{_files.sha256(body)}  {_MANIFEST}\n".encode()
 
@@ -647,27 +640,6 @@ def _finish() -> None:
 
 def _pid(job: _Job) -> int | None:
     return job.owner._lock.pid if job.owner._lock is not None else os.getpid()
-
-
-def _bounded(f: Callable[[], Any], limit: float, what: str):
-    """`f()` in a thread that is given up after `limit` seconds."""
-    answer: list[Any] = []
-    done = threading.Event()
-
-    def run():
-        try:
-            answer.append((f(), None))
-        except BaseException as error:
-            answer.append((None, error))
-        done.set()
-
-    threading.Thread(target=run, name="tsunax-restore", daemon=True).start()
-    if not done.wait(limit):
-        raise CheckpointError(message(what, "restore()", f"nothing after {limit:g} s", "an answer"))
-    value, error = answer[0]
-    if error is not None:
-        raise error
-    return value
 
 
 def _open(owner: Checkpoints) -> None:

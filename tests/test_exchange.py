@@ -1,0 +1,651 @@
+"""Exchange: what others read of our files and we of theirs, what is refused, what a failed write leaves."""
+
+import json
+import os
+import random
+import resource
+import stat
+import time
+import warnings
+from pathlib import Path
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import tsunax as ts
+from tests.helpers import assert_trees_equal, need
+from tsunax import exchange
+from tsunax.errors import CheckpointError, PatternError, SaveError, WrongTypeError
+
+PARAMS = {
+    "body": {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4), "b": np.ones(4, np.float32)},
+    "head": [np.full((4, 2), 2.0, np.float32)],
+}
+ARRAYS = {
+    "f32": jnp.array([1.5, -0.0, jnp.nan, jnp.inf, 1e-42]),
+    "bf16": jnp.array([[1.5, 3e38]], jnp.bfloat16),
+    "f16": jnp.array([6e-8], jnp.float16),
+    "f8": {"e4m3": jnp.array([0.5, 448], jnp.float8_e4m3fn), "e5m2": jnp.array([0.5, 57344], jnp.float8_e5m2)},
+    "ints": [jnp.array(-7, jnp.int8), jnp.array([255], jnp.uint8), jnp.array(16_777_217), np.array(2**60)],
+    "more": (np.array([-3], np.int16), np.array([3], np.uint16), np.array([3], np.uint32), np.array([3], np.uint64)),
+    "bool": jnp.array([True, False, True]),
+    "empty": jnp.zeros((0, 3)),
+    "f64": np.array([0.1]),
+    "c64": jnp.array([1 - 2j]),
+    "order": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "scalar": np.float32(0.1),
+}
+OTHERS = {
+    "key": jax.random.key(3),
+    "keys": jax.random.split(jax.random.key(3), 4),
+    "rbg": jax.random.key(1, impl="rbg"),
+    "python": [True, 7, 0.1, float("nan"), 1 - 2j, "text", None],
+    "a.b": jnp.ones(1),
+    "a": {"b": jnp.zeros(1)},
+    "ü": np.array(1.5, ml_dtypes.bfloat16),
+}
+
+
+def make(rule=None, params=None, **options):
+    return ts.setup(ts.rules.adam(1e-2) if rule is None else rule, PARAMS if params is None else params, **options)
+
+
+@jax.jit
+def updated(state):
+    return ts.update(state, jax.tree.map(jnp.ones_like, ts.trainable(state)))[0]
+
+
+def error_of(f, kind=CheckpointError) -> str:
+    with pytest.raises(kind) as told:
+        f()
+    return str(told.value)
+
+
+def zeros(tree):
+    return jax.tree.map(lambda x: x * 0 if jnp.issubdtype(np.asarray(x).dtype, np.number) else x, tree)
+
+
+def by_hand(path) -> tuple[dict, dict]:
+    """A file as its specification reads: header, and the bytes of each name."""
+    content = Path(path).read_bytes()
+    n = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + n])
+    cut = lambda x: content[8 + n + x["data_offsets"][0] : 8 + n + x["data_offsets"][1]]
+    return header, {name: cut(x) for name, x in header.items() if name != "__metadata__"}
+
+
+# ---------------------------------------------------------------------------------------------------------- formats
+
+
+def test_every_kind_of_leaf_comes_back_with_its_bits_and_type(tmp_path):
+    tree = {"arrays": ARRAYS, **OTHERS}
+    exchange.save(tmp_path / "a.safetensors", tree)
+    found = exchange.restore(tmp_path / "a.safetensors", tree)
+    assert_trees_equal(found, tree)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(tree), strict=True):
+        assert isinstance(a, type(b)) and getattr(a, "dtype", None) == getattr(b, "dtype", None), path
+
+
+def test_the_file_is_as_the_format_says(tmp_path):
+    exchange.save(tmp_path / "a.safetensors", ARRAYS, metadata={"note": "mine"})
+    header, parts = by_hand(tmp_path / "a.safetensors")
+    assert list(parts) == sorted(parts, key=lambda name: header[name]["data_offsets"])
+    assert header["bf16"]["dtype"] == "BF16" and header["bf16"]["shape"] == [1, 2]
+    assert parts["bf16"] == bytes.fromhex("c03f623f".replace("623f", "627f"))
+    assert parts["ints/2"] == (16_777_217).to_bytes(4, "little") and header["ints/2"]["shape"] == []
+    assert parts["bool"] == b"\1\0\1" and parts["empty"] == b"" and header["empty"]["shape"] == [0, 3]
+    assert parts["order"] == np.arange(6.0).tobytes()
+    assert header["f8/e4m3"]["dtype"] == "F8_E4M3" and parts["f8/e4m3"] == b"\x30\x7e"
+    size = {
+        "F64": 8,
+        "I64": 8,
+        "U64": 8,
+        "C64": 8,
+        "F32": 4,
+        "I32": 4,
+        "U32": 4,
+        "BF16": 2,
+        "F16": 2,
+        "I16": 2,
+        "U16": 2,
+    }
+    start = (8 + int.from_bytes((tmp_path / "a.safetensors").read_bytes()[:8], "little")) % 8
+    assert start == 0
+    assert all(header[name]["data_offsets"][0] % size.get(header[name]["dtype"], 1) == 0 for name in parts)
+    about = header["__metadata__"]
+    assert (about["format"], about["note"]) == ("flax", "mine") and set(about) == {
+        "format", "note", "tsunax", "tsunax.names", "tsunax.sha256"
+    }  # fmt: skip
+
+
+def test_the_library_reads_ours_and_we_read_its(tmp_path):
+    need("safetensors")
+    import safetensors
+    import safetensors.flax
+
+    exchange.save(tmp_path / "ours.safetensors", ARRAYS)
+    tree = {name: np.ascontiguousarray(x) for name, x in exchange_names(ARRAYS).items()}
+    theirs = dict(safetensors.deserialize((tmp_path / "ours.safetensors").read_bytes()))
+    assert {name: (x["shape"], bytes(x["data"])) for name, x in theirs.items()} == {
+        name: (list(np.shape(exchange_names(ARRAYS)[name])), x.tobytes()) for name, x in tree.items()
+    }
+    for framework, known in {"numpy": "f64", "flax": "bf16"}.items():
+        with safetensors.safe_open(tmp_path / "ours.safetensors", framework) as file:
+            got = np.asarray(file.get_tensor(known))
+            assert (got.dtype, got.tobytes()) == (tree[known].dtype, tree[known].tobytes())
+            assert file.metadata()["format"] == "flax"
+    some = {
+        name: jnp.asarray(x) for name, x in ARRAYS.items() if name in ("f32", "bf16", "f16", "bool", "empty", "c64")
+    }
+    safetensors.flax.save_file({**some}, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    assert_trees_equal(exchange.restore(tmp_path / "theirs.safetensors"), jax.tree.map(np.asarray, some))
+    assert_trees_equal(exchange.restore(tmp_path / "theirs.safetensors", zeros(some)), some)
+    small = {"empty": ARRAYS["empty"], "half": {"b": ARRAYS["bf16"]}}
+    back = exchange.restore(
+        tmp_path / "theirs.safetensors",
+        zeros(small),
+        where="**",
+        rename=lambda name: {"half/b": "bf16"}.get(name, name),
+    )
+    assert_trees_equal(back, small)
+
+
+def exchange_names(tree):
+    from tsunax import _tree
+
+    return {"/".join(name): x for name, _, x in _tree.leaves_with_names(tree)}
+
+
+def test_large_trees_are_several_files_with_an_index(tmp_path):
+    path = tmp_path / "hub" / "model.safetensors"
+    tree = {"a": np.arange(100, dtype=np.float32), "b": np.ones(30, np.int8), "c": jnp.full(300, 2.0), "d": jnp.ones(2)}
+    exchange.save(path, tree, max_bytes=440)
+    files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert sorted(os.listdir(path.parent)) == [*files, "model.safetensors.index.json"]
+    body = json.loads((path.parent / "model.safetensors.index.json").read_text())
+    assert body["weight_map"] == {"a": files[0], "b": files[0], "c": files[1], "d": files[2]}
+    assert body["metadata"]["total_size"] == 400 + 30 + 1200 + 8
+    assert by_hand(path.parent / files[0])[0]["__metadata__"] == {"format": "flax"}
+    for where in (path, path.parent, path.parent / "model.safetensors.index.json"):
+        assert_trees_equal(exchange.restore(where, tree), tree)
+    assert exchange.contents(path)["b"] == jax.ShapeDtypeStruct((30,), np.int8)
+    exchange.save(path, {**tree, "a": tree["a"] + 1}, max_bytes=440)
+    assert_trees_equal(exchange.restore(path)["a"], tree["a"] + 1)
+    for most, other in ((None, "model.safetensors.index.json is there"), (440, "model.safetensors is there")):
+        if most:
+            os.unlink(path.parent / "model.safetensors.index.json")
+            exchange.save(path, tree)
+        assert other in error_of(lambda most=most: exchange.save(path, tree, max_bytes=most), SaveError)
+    if need("safetensors"):
+        from safetensors.numpy import load_file
+
+        assert load_file(path.parent / files[1])["c"].tobytes() == np.full(300, 2.0, np.float32).tobytes()
+
+
+def test_without_a_tree(tmp_path):
+    exchange.save(tmp_path / "a.safetensors", {**PARAMS, "key": jax.random.key(1), "n": 3})
+    found = exchange.restore(tmp_path / "a.safetensors")
+    assert_trees_equal(
+        found, {"body": PARAMS["body"], "head": {"0": PARAMS["head"][0]}, "key": jax.random.key(1), "n": 3}
+    )
+    part = exchange.restore(tmp_path / "a.safetensors", where="body/w")
+    assert_trees_equal(
+        part, {"body": {"w": PARAMS["body"]["w"], "b": None}, "head": {"0": None}, "key": None, "n": None}
+    )
+    assert "rename" in error_of(lambda: exchange.restore(tmp_path / "a.safetensors", rename=str.upper), WrongTypeError)
+
+
+# ------------------------------------------------------------------------------------------------------ into states
+
+
+def test_a_whole_state_comes_back(tmp_path):
+    rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adamw(lambda step: 0.1 / (step + 1)))
+    options = dict(rule=rule, key=3, ema=0.9, precision="float16", model_state={"mean": np.ones(2, np.float32)})
+    state = ts.adjust(updated(make(**options)), "body/**", learning_rate=0.5)
+    state = ts.freeze(state, "head/**")
+    exchange.save(tmp_path / "a.safetensors", state, rename=lambda name: name.replace("/", "."))
+    found = exchange.restore(tmp_path / "a.safetensors", make(**options))
+    assert_trees_equal(found, state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert_trees_equal(updated(found), updated(state))
+    names = set(exchange.contents(tmp_path / "a.safetensors"))
+    assert {"params.body.w", "model_state.mean", "key", "clock"} <= names
+    assert any(name.startswith("opt_state.") and name.endswith(".mu.body.w") for name in names)
+    assert "rule of state: saved" in error_of(lambda: exchange.restore(tmp_path / "a.safetensors", make()))
+    exchange.save(tmp_path / "b.safetensors", make())
+    with pytest.warns(UserWarning, match=r"learning_rate: 0\.01 then, 0\.02 now") as told:
+        exchange.restore(tmp_path / "b.safetensors", make(ts.rules.adam(2e-2)))
+    assert told[0].filename == __file__
+
+
+def test_a_pair_of_states(tmp_path):
+    pair = lambda: {"g": make(key=1), "d": make(ts.rules.sgd(0.1, momentum=0.9))}
+    both = {name: updated(state) for name, state in pair().items()}
+    exchange.save(tmp_path / "a.safetensors", both)
+    assert_trees_equal(exchange.restore(tmp_path / "a.safetensors", pair()), both)
+
+
+def test_params_of_a_state_and_into_one(tmp_path):
+    state = updated(updated(make()))
+    exchange.save(tmp_path / "state.safetensors", state)
+    exchange.save(tmp_path / "params.safetensors", state.params)
+    for name in ("state", "params"):
+        path = tmp_path / f"{name}.safetensors"
+        bare = exchange.restore(path, PARAMS)
+        assert_trees_equal(bare, jax.tree.map(np.asarray, state.params))
+        assert isinstance(bare["head"][0], np.ndarray)
+        other = make(ts.rules.sgd(0.1), params=zeros(PARAMS), ema=0.5, precision="bfloat16")
+        into = exchange.restore(path, other, where="**")
+        assert_trees_equal((into.params, into.average.params), (state.params, state.params))
+        assert int(into.step) == 0 and into.plan is other.plan
+        part = exchange.restore(path, other, where="head/**").params
+        assert_trees_equal(part, {"body": zeros(PARAMS)["body"], "head": state.params["head"]})
+    into = exchange.restore(tmp_path / "params.safetensors", make(ts.rules.sgd(0.1)))
+    assert_trees_equal(into.params, state.params)
+
+
+def test_structures_dtypes_and_devices_of_the_target(tmp_path):
+    exchange.save(tmp_path / "a.safetensors", PARAMS)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    placed = NamedSharding(mesh, PartitionSpec(None, "data"))
+    like = {"body": {"w": jax.ShapeDtypeStruct((3, 4), jnp.bfloat16, sharding=placed)}}
+    found = exchange.restore(tmp_path / "a.safetensors", like, where="**", cast=True)["body"]["w"]
+    assert found.sharding == placed and found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(found, np.float32), PARAMS["body"]["w"])
+    exchange.save(
+        tmp_path / "b.safetensors", {"w": found, "r": jax.device_put(jnp.ones(2), NamedSharding(mesh, PartitionSpec()))}
+    )
+    back = exchange.restore(tmp_path / "b.safetensors")
+    np.testing.assert_array_equal(back["w"].astype(np.float32), PARAMS["body"]["w"])
+    np.testing.assert_array_equal(back["r"], [1, 1])
+    assert "is float32[3,4], expected bfloat16[3,4]" in error_of(
+        lambda: exchange.restore(tmp_path / "a.safetensors", like, where="**")
+    )
+
+
+def test_wrapped_parameters(tmp_path):
+    from flax import nnx
+
+    of = lambda seed: nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(seed)), nnx.Param)
+    exchange.save(tmp_path / "a.safetensors", of(0))
+    assert set(exchange.contents(tmp_path / "a.safetensors")) == {"kernel", "bias"}
+    assert_trees_equal(exchange.restore(tmp_path / "a.safetensors", of(1)), of(0))
+
+
+def test_a_saved_state_can_still_be_donated(tmp_path):
+    state = {"w": jnp.ones(1000)}
+    exchange.save(tmp_path / "a.safetensors", state)
+    before = state["w"].unsafe_buffer_pointer()
+    after = jax.jit(lambda s: {"w": s["w"] + 1}, donate_argnums=0)(state)
+    assert after["w"].unsafe_buffer_pointer() == before
+    assert "donated" in error_of(lambda: exchange.save(tmp_path / "b.safetensors", state), ValueError)
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_names_shapes_and_dtypes_that_do_not_fit(tmp_path):
+    path = tmp_path / "a.safetensors"
+    exchange.save(
+        path, {"model.embed": np.ones((2, 3), np.float32), "model.bias": np.ones(2, np.int32), "head": np.ones(1)}
+    )
+    like = {"embed": np.ones((2, 3), np.float32), "bias": np.ones(2, np.float32), "extra": np.ones(5)}
+    assert error_of(lambda: exchange.restore(path, like, rename=lambda name: "model." + name)) == (
+        f"other arrays in {path}:\n"
+        "  tree['bias']: 'model.bias' is int32[2], expected float32[2]\n"
+        "  tree['extra']: nothing named 'model.extra', expected float64[5]\n"
+        "  'head' is float64[1], expected nothing of that name\n"
+        "  Nearest to 'model.extra': 'model.bias', 'model.embed', 'head'. rename= finds other names."
+    )
+    found = exchange.restore(path, like, where="embed", rename={"embed": "model.embed"})
+    assert found["embed"].sum() == 6 and found["extra"] is like["extra"]
+    many = {f"n{i}": np.ones(1) for i in range(15)}
+    lines = error_of(lambda: exchange.restore(path, many)).splitlines()
+    assert len(lines) == 13 and lines[11] == "  and 8 more"
+    assert "Did you mean 'embed'?" in error_of(lambda: exchange.restore(path, like, rename={"embad": "model.embed"}))
+    assert "no match among 3 leaves" in error_of(lambda: exchange.restore(path, like, where="nothing"), PatternError)
+    assert "got 3 (int), expected a name" in error_of(
+        lambda: exchange.restore(path, like, rename=lambda _: 3), WrongTypeError
+    )
+    assert "a function or a dict" in error_of(lambda: exchange.restore(path, like, rename="x"), WrongTypeError)
+
+
+def test_what_cannot_be_saved(tmp_path):
+    path = tmp_path / "a.safetensors"
+    one = jnp.ones(1)
+    cases = {
+        "int4[1], expected a dtype that safetensors has": {"x": jnp.ones(1, jnp.int4)},
+        "complex128[1], expected a dtype that safetensors has": {"x": np.ones(1, complex)},
+        "leaf at state['x']: got object": {"x": np.array([None])},
+        "got no array": {"x": 3},
+        "without leaves": {},
+        "name 'a/b' at save(): got two arrays, tree['a']['b'] and tree['a/b']": {"a": {"b": one}, "a/b": one},
+        "name at tree['__metadata__']": {"__metadata__": one},
+        "name at tree['']": {"": one},
+        "name at tree['a\\n']": {"a\n": one},
+        "name at tree: got ''": one,
+    }
+    for text, tree in cases.items():
+        assert text in error_of(lambda tree=tree: exchange.save(path, tree), (WrongTypeError, CheckpointError))
+    assert "two arrays" in error_of(lambda: exchange.save(path, PARAMS, rename=lambda _: "x"))
+    assert "Save outside of jit" in error_of(
+        lambda: jax.jit(lambda x: exchange.save(path, {"x": x}))(1.0), WrongTypeError
+    )
+    for name in ("a.pt", "a", ".safetensors"):
+        assert "a name that ends in .safetensors" in error_of(lambda name=name: exchange.save(tmp_path / name, PARAMS))
+    for bad in ("", None, 3, "a\0.safetensors"):
+        assert "path: got" in error_of(lambda bad=bad: exchange.save(bad, PARAMS))
+    assert "a dict of strings" in error_of(lambda: exchange.save(path, PARAMS, metadata={"a": 1}), WrongTypeError)
+    assert "not tsunax's own" in error_of(lambda: exchange.save(path, PARAMS, metadata={"tsunax": ""}), WrongTypeError)
+    for most in (0, -1, 2.5, True):
+        assert "max_bytes at save()" in error_of(
+            lambda most=most: exchange.save(path, PARAMS, max_bytes=most), (ValueError, TypeError)
+        )
+    assert os.listdir(tmp_path) == []
+
+
+def test_paths_that_lead_to_nothing(tmp_path):
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "text.safetensors").write_text("no")
+    cases = {
+        "none.safetensors": "FileNotFoundError",
+        "pipe.safetensors": "not a regular file",
+        "text.safetensors": "no safe",
+    }
+    for name, text in cases.items():
+        got = error_of(lambda name=name: exchange.restore(tmp_path / name))
+        assert got.startswith(f"safetensors file at {tmp_path / name}: got ") and text in got
+    assert "FileNotFoundError" in error_of(lambda: exchange.restore(tmp_path))
+    assert "FileNotFoundError" in error_of(lambda: exchange.restore_flax(tmp_path / "none"))
+    assert "FileNotFoundError" in error_of(lambda: exchange.restore_orbax(tmp_path / "none"))
+
+
+def raw(header, data=b"", length=None) -> bytes:
+    body = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(body) if length is None else length).to_bytes(8, "little") + body + data
+
+
+def entry(dtype="F32", shape=(1,), start=0, stop=4, **more):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop], **more}
+
+
+HEADERS = {  # file, what the error says
+    "empty": (b"", "no safetensors header"),
+    "short": (b"\2\0\0", "no safetensors header"),
+    "length beyond the file": (raw({}, length=1 << 20), "no safetensors header"),
+    "length beyond all": (raw({}, length=2**64 - 1), "no safetensors header"),
+    "not json": (raw(b"{]"), "JSONDecodeError"),
+    "no dict": (raw([1]), "no dict"),
+    "nested": (raw(b"[" * 50_000 + b"]" * 50_000), "RecursionError"),
+    "NaN": (raw(b'{"a": NaN}'), "ValueError NaN"),
+    "long number": (raw(b'{"a": ' + b"9" * 10_000 + b"}"), "ValueError"),
+    "twice": (raw(b'{"a": 1, "a": 2}'), "a name that is there twice"),
+    "not utf-8": (raw(b'{"\xff": 1}'), "UnicodeDecodeError"),
+    "no fields": (raw({"a": {}}), "no dtype, shape or place"),
+    "a list": (raw({"a": []}), "no dtype, shape or place"),
+    "more fields": (raw({"a": entry(more=1)}, bytes(4)), "no dtype, shape or place"),
+    "negative": (raw({"a": entry(shape=(-1,))}, bytes(4)), "no dtype, shape or place"),
+    "a float": (raw({"a": entry(shape=(1.0,))}, bytes(4)), "no dtype, shape or place"),
+    "a bool": (raw({"a": entry(shape=(True,))}, bytes(4)), "no dtype, shape or place"),
+    "huge": (raw({"a": entry(shape=(2**40,), stop=2**42)}, bytes(4)), "bytes where its header has"),
+    "huge, wrapped": (raw({"a": entry(shape=(2**47, 2**47))}, bytes(4)), "4 bytes for float32"),
+    "many axes": (raw({"a": entry(shape=(1,) * 65)}, bytes(4)), "no dtype, shape or place"),
+    "unknown dtype": (raw({"a": entry(dtype="O")}, bytes(4)), "dtype 'O'"),
+    "packed dtype": (raw({"a": entry(dtype="F4", shape=(8,))}, bytes(4)), "dtype 'F4'"),
+    "dtype of numpy": (raw({"a": entry(dtype="float32")}, bytes(4)), "dtype 'float32'"),
+    "backwards": (raw({"a": entry(start=4, stop=0)}, bytes(4)), "-4 bytes"),
+    "overlap": (raw({"a": entry(), "b": entry(start=2, stop=6)}, bytes(6)), "overlap or leave a gap"),
+    "the same": (raw({"a": entry(), "b": entry()}, bytes(4)), "overlap or leave a gap"),
+    "a gap": (raw({"a": entry(start=4, stop=8)}, bytes(8)), "overlap or leave a gap"),
+    "bytes left": (raw({"a": entry()}, bytes(5)), "bytes where its header has"),
+    "bytes missing": (raw({"a": entry()}, bytes(3)), "bytes where its header has"),
+    "text that is none": (raw({"__metadata__": {"a": 1}}), "not text"),
+    "a bool of 2": (raw({"a": entry("BOOL", (4,))}, b"\0\1\2\3"), "neither 0 nor 1"),
+    "a manifest that is none": (raw({"__metadata__": {"tsunax": "{}"}}), "no format"),
+    "a newer one": (raw({"__metadata__": {"tsunax": '{"format": 9}'}}), "format 9, expected format 1 or earlier"),
+    "a leaf above another": (raw({"a": entry(), "a/b": entry(start=4, stop=8)}, bytes(8)), "no tree"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_hostile_headers(tmp_path, name):
+    content, text = HEADERS[name]
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    got = error_of(lambda: exchange.restore(path))
+    assert got.startswith(f"safetensors file at {path}: got ") and text in got, got
+
+
+def test_small_files_that_claim_much_cost_nothing(tmp_path):
+    path = tmp_path / "a.safetensors"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    many = b"{" + b",".join(b'"%d":[]' % i for i in range(600_000)) + b"}"
+    for content in (raw(many), raw({"a": entry(shape=(2**40, 8), stop=2**45)}), raw(b" " * (99 << 20))):
+        path.write_bytes(content)
+        start = time.monotonic()
+        error_of(lambda: exchange.restore(path))
+        assert time.monotonic() - start < 3
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 500 << 10, grown  # the last file alone is 99 MB, and is read
+
+
+def test_no_flipped_byte_is_believed(tmp_path):
+    path, rng = tmp_path / "a.safetensors", random.Random(0)
+    tree = {"w": np.arange(6, dtype=np.float32), "k": jax.random.key(0), "n": 5, "f8": ARRAYS["f8"]["e4m3"]}
+    exchange.save(path, tree)
+    content = path.read_bytes()
+    counts = {"refused": 0, "same": 0}
+    for at in range(0, len(content)):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = exchange.restore(path, tree)
+        except CheckpointError:
+            counts["refused"] += 1
+        else:
+            counts["same"] += 1
+            assert_trees_equal(found, tree)
+    data = len(content) - 8 - int.from_bytes(content[:8], "little")
+    assert counts["refused"] > data and counts["same"] < len(content) // 2, counts
+
+
+def test_an_index_leads_nowhere_else(tmp_path):
+    folder = tmp_path / "in"
+    exchange.save(tmp_path / "out.safetensors", {"a": jnp.ones(3)})
+    exchange.save(folder / "model.safetensors", {"a": jnp.ones(3), "b": jnp.ones(3)}, max_bytes=12)
+    index = folder / "model.safetensors.index.json"
+    body = json.loads(index.read_text())
+    elsewhere = ["../out.safetensors", str(tmp_path / "out.safetensors"), "x/../y.safetensors", "..\\out.safetensors"]
+    for bad in (*elsewhere, "..", "", ".", "a\0.safetensors", "C:out.safetensors", 3, None, "out.pt", "x" * 300):
+        index.write_text(json.dumps({**body, "weight_map": {"a": bad}}))
+        assert "an index that names" in error_of(lambda: exchange.restore(folder))
+    index.write_text(json.dumps({**body, "weight_map": {"z": body["weight_map"]["a"]}}))
+    assert "'z' is not in model-00001-of-00002.safetensors" in error_of(lambda: exchange.restore(folder))
+    index.write_text(json.dumps({**body, "weight_map": {"a": "gone.safetensors"}}))
+    assert "FileNotFoundError" in error_of(lambda: exchange.restore(folder))
+    for content in ("[]", "{}", '{"weight_map": []}', "nonsense"):
+        index.write_text(content)
+        error_of(lambda: exchange.restore(folder))
+
+
+# -------------------------------------------------------------------------------------------------- whole or not at all
+
+
+def test_a_failed_write_leaves_the_older_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    exchange.save(path, {"a": jnp.zeros(3)})
+    before, fsync = path.read_bytes(), os.fsync
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert error_of(lambda: exchange.save(path, {"a": jnp.ones(3)}), SaveError) == (
+        f"save at {path}: got OSError [Errno 28] No space left on device, expected a finished file."
+    )
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["a.safetensors"]
+    (tmp_path / "folder.safetensors").mkdir()
+    assert "IsADirectoryError" in error_of(lambda: exchange.save(tmp_path / "folder.safetensors", PARAMS), SaveError)
+
+
+def test_files_are_synced_before_they_have_their_names_and_the_index_is_last(tmp_path, monkeypatch):
+    path, events = tmp_path / "m.safetensors", []
+    tree = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    exchange.save(path, tree, max_bytes=12)
+    fsync, replace, unlink = os.fsync, os.replace, os.unlink
+    name = lambda fd: os.readlink(f"/proc/self/fd/{fd}").rpartition("/")[2]
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(("sync", name(fd))), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(("name", b.name, a.name)), replace(a, b)))
+    monkeypatch.setattr(os, "unlink", lambda p: (unlink(p), events.append(("unlink", Path(p).name))))
+    exchange.save(path, tree, max_bytes=12)
+    folder, index = ("sync", tmp_path.name), "m.safetensors.index.json"
+    named = [e for e in events if e[0] == "name"]
+    assert [e[1] for e in named] == ["m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors", index]
+    assert events.index(("unlink", index)) < events.index(named[0])
+    assert all(events.index(("sync", e[2])) < events.index(named[0]) for e in named)
+    assert events[-1] == folder and events.index(folder) < events.index(named[0])
+
+
+def test_links_are_replaced_and_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("x")
+    for name in ("a.safetensors", "b-00001-of-00002.safetensors", "b.safetensors.index.json"):
+        (tmp_path / name).symlink_to(precious)
+    exchange.save(tmp_path / "a.safetensors", PARAMS)
+    exchange.save(tmp_path / "b.safetensors", PARAMS, max_bytes=64)
+    assert precious.read_text() == "x" and not (tmp_path / "a.safetensors").is_symlink()
+    (tmp_path / "hub.safetensors").symlink_to(tmp_path / "a.safetensors")  # the hub's cache is made of links
+    assert_trees_equal(exchange.restore(tmp_path / "hub.safetensors", PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022, 0o000])
+def test_modes_are_the_umasks(tmp_path, mask):
+    old = os.umask(mask)
+    try:
+        exchange.save(tmp_path / "run" / "a.safetensors", PARAMS)
+    finally:
+        os.umask(old)
+    found = [p.stat().st_mode for p in (tmp_path / "run", tmp_path / "run" / "a.safetensors")]
+    assert [stat.S_IMODE(mode) for mode in found] == [0o777 & ~mask, 0o666 & ~mask]
+
+
+# ------------------------------------------------------------------------------------------------ flax's and orbax's
+
+
+def test_flax_files(tmp_path):
+    import optax
+
+    tree = {
+        "params": {**PARAMS, "bf16": ARRAYS["bf16"], "n": 3, "c": 1 - 2j},
+        "opt": optax.adam(0.1).init(PARAMS["body"]),
+    }
+    path = tmp_path / "params.msgpack"
+    path.write_bytes(flax.serialization.to_bytes(tree))
+    assert_trees_equal(exchange.restore_flax(path, zeros(tree)), tree)
+    found = exchange.restore_flax(path)
+    assert_trees_equal(found["opt"]["0"]["mu"], jax.tree.map(np.zeros_like, PARAMS["body"]))
+    into = exchange.restore_flax(path, make(params=zeros(PARAMS)), where="**", rename=lambda name: "params/" + name)
+    assert_trees_equal(into.params, jax.tree.map(jnp.asarray, PARAMS))
+    found["params"]["body"]["w"][0] = 7  # one's own
+    assert "nothing named 'params/z'" in error_of(lambda: exchange.restore_flax(path, {"params": {"z": jnp.ones(1)}}))
+
+
+def test_flax_files_in_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 16)
+    path = tmp_path / "params.msgpack"
+    path.write_bytes(flax.serialization.to_bytes(PARAMS))
+    assert b"__msgpack_chunked_array__" in path.read_bytes()
+    assert_trees_equal(exchange.restore_flax(path, PARAMS), PARAMS)
+
+
+def test_hostile_flax_files(tmp_path):
+    import msgpack
+
+    array = lambda *x: msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(x))})
+    chunked = lambda shape, *chunks: flax.serialization.msgpack_serialize(
+        {"a": {"__msgpack_chunked_array__": True, "shape": shape, "chunks": dict(zip("0123", chunks, strict=False))}}
+    )
+    cases = {
+        "objects": array([1], "object", bytes(8)),
+        "objects by letter": array([1], "O", bytes(8)),
+        "records": array([1], "i4,O", bytes(12)),
+        "strings": array([1], "U1", bytes(4)),
+        "too few": array([2**40], "float32", bytes(4)),
+        "negative": array([-1], "float32", bytes(4)),
+        "another extension": msgpack.packb({"a": msgpack.ExtType(99, b"x")}),
+        "a list": msgpack.packb([1, 2]),
+        "cut": flax.serialization.to_bytes(PARAMS)[:50],
+        "more": flax.serialization.to_bytes(PARAMS) + b"x",
+        "pickle": b"\x80\x04\x95\x00cos\nsystem\n(S'true'\ntR.",
+        "nested": b"\x81\xa1a" * 100_000 + b"\x01",
+        "long list": b"\xdd\xff\xff\xff\xff",
+        "chunks": chunked({"0": 3}, np.ones(2)),
+        "no chunks": chunked({"0": 2**40}),
+        "bytes": msgpack.packb({"a": b"x"}),
+        "keys that meet": msgpack.packb({"a": {1: 2, "1": 3}}),
+    }
+    for name, content in cases.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        start = time.monotonic()
+        assert error_of(lambda path=path: exchange.restore_flax(path)).startswith(f"flax file at {path}: got "), name
+        assert time.monotonic() - start < 2
+
+
+@pytest.fixture(scope="module")
+def orbax_dirs(tmp_path_factory):
+    import optax
+    import orbax.checkpoint as v0
+    from orbax.checkpoint import v1
+
+    top = tmp_path_factory.mktemp("orbax")
+    opt = optax.adam(0.1).init({"w": jnp.ones(2)})
+    tree = {"params": {**PARAMS, "bf16": ARRAYS["bf16"], "n": 3, "f64": np.array([0.1])}, "opt": opt}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with v0.StandardCheckpointer() as checkpointer:
+            checkpointer.save(top / "standard", tree)
+        v0.PyTreeCheckpointer().save(top / "pytree", tree)
+        v0.PyTreeCheckpointer(use_ocdbt=False).save(top / "plain", tree)
+        with v0.CheckpointManager(top / "manager", item_names=("state", "notes")) as manager:
+            manager.save(3, args=v0.args.Composite(state=v0.args.StandardSave(tree), notes=v0.args.JsonSave({"a": 1})))
+            manager.wait_until_finished()
+        v1.save(top / "v1", tree)
+    return top, tree
+
+
+@pytest.mark.parametrize("name", ["standard", "pytree", "plain", "manager/3", "v1"])
+def test_orbax_directories(orbax_dirs, name):
+    top, tree = orbax_dirs
+    assert_trees_equal(exchange.restore_orbax(top / name, zeros(tree)), tree)
+    found = exchange.restore_orbax(top / name, where="params/body/*")
+    assert found["opt"]["0"]["count"] is None and found["params"]["n"] is None
+    assert_trees_equal(found["params"]["body"], PARAMS["body"])
+    into = exchange.restore_orbax(top / name, make(params=zeros(PARAMS)), where="**", rename=lambda n: "params/" + n)
+    assert_trees_equal(into.params, jax.tree.map(jnp.asarray, PARAMS))
+    text = error_of(lambda: exchange.restore_orbax(top / name, {"params": {"w": jnp.ones(1)}}))
+    assert "nothing named 'params/w', expected float32[1]" in text and "expected nothing of that name" in text
+
+
+def test_other_directories_are_no_orbax_checkpoints(orbax_dirs, tmp_path):
+    for path in (orbax_dirs[0] / "manager", tmp_path):
+        text = error_of(lambda path=path: exchange.restore_orbax(path))
+        assert text.startswith(f"orbax checkpoint at {path}: got ") and text.endswith(
+            "Give the directory of one step, with _CHECKPOINT_METADATA in it."
+        )
+
+
+def test_nothing_is_unpickled():
+    text = "".join(
+        Path(m.__file__).read_text() for m in (exchange, exchange._safetensors, exchange._msgpack, exchange._store)
+    )
+    assert not any(
+        f"{name}" in text for name in ("import pickle", "eval(", "exec(", "allow_pickle", "import_module(about")
+    )
