@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from tsunax import _fused, _tree
-from tsunax.data import Batches, Prefetched, as_source, check_batch, data_axes
+from tsunax import _fused, _place, _tree
+from tsunax.data import Batches, Prefetched, as_source, check_batch
 from tsunax.errors import DataError, StateError, message
-from tsunax.state import TrainState
 
 BUFFER_BYTES = 1 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
@@ -93,7 +92,7 @@ class Feed:
         if block.is_empty:
             self._block = None
         if self._home is _UNKNOWN:
-            self._home = home_of(state)
+            self._home = _place.home_of(state)
         feed, sent = place(_fused.Stacked(batches), count, self._home, limit)
         return Chunk(feed, sent, count, epoch, block.bytes)
 
@@ -116,8 +115,8 @@ class Feed:
         self._rows = max(self._rows, rows)
         size = self.size if rows == self._rows else 2  # the short batch at the end
         if self._home is _UNKNOWN:
-            self._home = home_of(state)
-        spread = _rows_over(self._home, rows)
+            self._home = _place.home_of(state)
+        spread = _place.rows_over(self._home, rows)
         feed = _fused.Gathered(data.resident, data.device_order(epoch), np.int32(first), rows, size, spread)
         return Chunk(feed, np.array([count, limit], np.int32), count, epoch, 0)
 
@@ -247,56 +246,13 @@ def place(feed, n: int, home, limit: int = NO_LIMIT) -> tuple[Any, Any]:
     """Stacked batches and their number where the state lives; jit itself is the fastest way to a single device."""
     count = np.array([n, limit], np.int32)
     elsewhere = home is not None and any(isinstance(x, jax.Array) for x in jax.tree.leaves(feed))
-    return put((feed, count), home, axis=1) if elsewhere or isinstance(home, NamedSharding) else (feed, count)
-
-
-def put(tree, home, axis: int = 0, *, whole: bool = False):
-    """A tree of rows along `axis` where a state lives: over the data axes of its mesh, where it has one.
-
-    Rows that do not divide by its devices raise DataError; with `whole` each device gets, and computes, all of them.
-    """
-    if not isinstance(home, NamedSharding):
-        return jax.device_put(tree, home)
-    mesh, axes = home.mesh, data_axes(home.mesh)
-    parts = int(np.prod([mesh.shape[name] for name in axes]))
-
-    def where(x):
-        if np.ndim(x) <= axis:
-            return NamedSharding(mesh, PartitionSpec())
-        rows = np.shape(x)[axis]
-        if rows % parts and not whole:
-            fix = 'Choose another batch_size, tail="drop", or pad the batch and name `mask` in loss_fn.'
-            raise DataError(message("batch", f"mesh {dict(mesh.shape)}", f"{rows} rows", f"a multiple of {parts}", fix))
-        return NamedSharding(mesh, PartitionSpec() if rows % parts else PartitionSpec(*[None] * axis, axes))
-
-    return jax.device_put(tree, jax.tree.map(where, tree))
-
-
-def whole(tree, home):
-    """A tree where a state lives, all of it on each device."""
-    return jax.device_put(tree, NamedSharding(home.mesh, PartitionSpec()) if isinstance(home, NamedSharding) else home)
-
-
-def _rows_over(home, rows: int) -> NamedSharding | None:
-    """How rows that a program gathers are spread over the mesh of a state; None where nothing is to be said."""
-    if not isinstance(home, NamedSharding) or any("Explicit" in str(kind) for kind in home.mesh.axis_types):
-        return None
-    axes = data_axes(home.mesh)
-    parts = int(np.prod([home.mesh.shape[axis] for axis in axes]))
-    return None if rows % parts else NamedSharding(home.mesh, PartitionSpec(axes))
+    return _place.put((feed, count), home, axis=1) if elsewhere or isinstance(home, NamedSharding) else (feed, count)
 
 
 def _settings_of(data) -> dict[str, Any] | None:
     """What the order of `batches` depends on; None for other data."""
     data = data.data if isinstance(data, Prefetched) else data
     return data.settings if isinstance(data, Batches) else None
-
-
-def home_of(state):
-    """The sharding of the state's arrays; None where they lie on the default device, free to move."""
-    arrays = [state.clock] if isinstance(state, TrainState) else jax.tree.leaves(state)
-    first = next((x for x in arrays if isinstance(x, jax.Array)), None)
-    return first.sharding if first is not None and first.committed else None
 
 
 def length_of(batches, where: str) -> int:
@@ -308,4 +264,4 @@ def length_of(batches, where: str) -> int:
     return next(iter(shapes))[0]
 
 
-__all__ = ["Chunk", "Feed", "home_of", "length_of", "place", "put", "whole"]
+__all__ = ["Chunk", "Feed", "length_of", "place"]

@@ -18,11 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from tsunax import _checks, _convolutions, _tree
+from tsunax import _checks, _convolutions, _place, _tree
 from tsunax.data import gather
 from tsunax.errors import StateError, message
-from tsunax.program import TrainStep, _apart, _assemble, _fault
+from tsunax.program import TrainStep, _apart, _assemble, _fault, home_of
 from tsunax.state import TrainState, donated, is_gone
 from tsunax.step import StepInfo
 
@@ -127,7 +128,15 @@ class Fused:
     donate: bool
 
     @functools.cached_property
-    def _compiled(self) -> Any:
+    def _programs(self) -> dict[Any, Any]:
+        return {}
+
+    def _compiled(self, home: _place.Home | None) -> Any:
+        if home not in self._programs:
+            self._programs[home] = self._compiled_on(home)
+        return self._programs[home]
+
+    def _compiled_on(self, home: _place.Home | None) -> Any:
         def train_steps(plan, moving, still, feed, n, extra):
             def one(moving, batch):
                 state = moving if plan is None else _assemble(plan, moving, still)
@@ -157,7 +166,8 @@ class Fused:
             _, moving, infos = jax.lax.while_loop(goes_on, body, (jnp.int32(0), moving, infos))
             return moving, _with_scheduled(infos, None if plan is None else still[0])
 
-        return jax.jit(train_steps, static_argnums=0, donate_argnums=(1,) if self.donate else ())
+        out = None if home is None else (home.layout, None)
+        return jax.jit(train_steps, static_argnums=0, donate_argnums=(1,) if self.donate else (), out_shardings=out)
 
     def _plain(self, state, batch, extra):
         out = self.step(state, batch, **extra)
@@ -171,14 +181,20 @@ class Fused:
             plan, (moving, still) = state.plan, _apart(state)
         if is_gone(moving[0]) if plan is not None else any(map(is_gone, jax.tree.leaves(state))):
             raise StateError(donated("the loop"))
+        home = home_of(state, moving)
         try:
-            moving, infos = self._compiled(plan, moving, still, feed, n, extra)
+            moving, infos = self._compiled(home)(plan, moving, still, feed, n, extra)
         except Exception as error:
             batch = jax.tree.map(lambda x: x[0], feed.batches if isinstance(feed, Stacked) else feed.arrays)
             if isinstance(state, TrainState) and (fault := _fault(error, state, batch, extra)):
                 raise fault from None
             raise
-        return moving if plan is None else _assemble(plan, moving, still), infos
+        if plan is None:
+            return moving, infos
+        state = _assemble(plan, moving, still)
+        if not isinstance(state.clock, Tracer):
+            state.__dict__["home"] = home
+        return state, infos
 
 
 def _with_scheduled(infos: Infos, numbers) -> Infos:

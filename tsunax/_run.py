@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _checks, _feed, _fused, _tree, guard
+from tsunax import _checks, _feed, _fused, _place, _tree, guard
 from tsunax._options import Options, is_bare, wants
 from tsunax._profile import Profile
 from tsunax._signals import Interrupt
@@ -86,7 +86,7 @@ class Fit:
         self.loop = _fused.fused(step, not isinstance(step, TrainStep) or step.donate)
         self.run = Run(state, start, self.feed.epoch, history)
         self.run.note = bar.note
-        self.extra = _feed.whole(dict(options.extra), _feed.home_of(state))  # once, not by every call
+        self.extra = _place.whole(dict(options.extra), _place.home_of(state))  # once, not by every call
         self.pending: list[tuple[_feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead = 0  # steps in them
         self.seconds = 0.0  # per step, of the calls that were read last

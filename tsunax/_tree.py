@@ -169,6 +169,30 @@ def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
     return [(names(path) if counts[name] > 1 else name, path, leaf) for name, path, leaf in found]
 
 
+def axis_names(tree: Any) -> list[tuple | None]:
+    """For each leaf in flatten order the names that flax's metadata give to its axes; None where there are none."""
+    found: list[tuple | None] = []
+    for node in jtu.tree_leaves(tree, is_leaf=_is_box):
+        inner = jtu.tree_leaves(node)
+        given = None
+        if _is_box(node) and len(inner) == 1:
+            known = node.get_metadata() if hasattr(node, "get_metadata") else {}
+            names = ("out_sharding", "sharding_names", "sharding")
+            given = getattr(node, "names", None) or next((known[name] for name in names if known.get(name)), None)
+            given = getattr(given, "spec", given)
+        found += [None if given is None else tuple(given)] * len(inner)
+    return found
+
+
+def bytes_str(n: float) -> str:
+    """Bytes in words: "512 B", "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} B" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} GiB"
+
+
 # Parts
 
 

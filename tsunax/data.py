@@ -30,9 +30,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tsunax import _tree
+from tsunax._place import data_axes
 from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
 
-__all__ = ["Batches", "Prefetched", "Source", "as_source", "batches", "check_batch", "data_axes", "gather", "prefetch"]
+__all__ = ["Batches", "Prefetched", "Source", "as_source", "batches", "check_batch", "gather", "prefetch"]
 
 
 def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
@@ -108,12 +109,6 @@ def _share(rows: int, process: tuple[int, int]) -> slice:
 
 
 # Places
-
-
-def data_axes(mesh) -> tuple[str, ...]:
-    """The axes of a mesh over which rows are spread."""
-    known = tuple(axis for axis in mesh.axis_names if axis in ("data", "fsdp"))
-    return known or mesh.axis_names[:1]
 
 
 def _placement(device: Any, where: str) -> Any:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _feed, _tree
+from tsunax import _place, _tree
 from tsunax._loss import Loss
 from tsunax._loss_fn import LossFn
 from tsunax.data import Batches, Prefetched, as_source, check_batch
@@ -50,7 +49,7 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
     if not callable(eval_step):
         raise WrongTypeError(message("eval_step", "evaluate()", _tree.describe(eval_step), "ts.eval_step(loss_fn)"))
     pads = isinstance(eval_step, EvalStep) and "mask" in LossFn.of(eval_step.loss_fn).names and "mask" not in extra
-    total, rows, home = None, 0, _feed.home_of(state)
+    total, rows, home = None, 0, _place.home_of(state)
     # with a place of its own: these may be the data of a run under way
     source = as_source(data.afresh() if isinstance(data, Batches | Prefetched) else data)
     while (batch := source.next()) is not None:
@@ -58,8 +57,8 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
         rows = rows or here
         given = dict(extra)
         if pads:
-            batch, given["mask"] = _padded(batch, here, max(here, rows))
-        batch, given = _feed.put((batch, given), home, whole=True)
+            batch, given["mask"] = _place.padded(batch, here, max(here, rows))
+        batch, given = _place.put((batch, given), home, whole=True)
         loss = eval_step(state, batch, **given)
         if not isinstance(loss, Loss):
             raise WrongTypeError(message("result", "eval_step", _tree.describe(loss), "a ts.Loss"))
@@ -72,19 +71,6 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
 @jax.jit
 def _merged(a: Loss, b: Loss) -> Loss:
     return a.merge(b)
-
-
-def _padded(batch, here: int, rows: int) -> tuple[Any, Any]:
-    """The batch with copies of its last row up to `rows`, and the mask that tells them apart."""
-
-    def one(x):
-        if here == rows:
-            return x
-        if isinstance(x, jax.Array):
-            return jnp.concatenate([x, jnp.repeat(x[-1:], rows - here, 0)])
-        return np.concatenate([x, np.repeat(x[-1:], rows - here, 0)])
-
-    return jax.tree.map(one, batch), (np.arange(rows) < here).astype(np.float32)
 
 
 def _flat(found: Mapping[str, Any]) -> dict[str, float]:

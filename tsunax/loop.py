@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _feed, _fused, _tree, display
+from tsunax import _feed, _fused, _place, _tree, display
 from tsunax._options import Goal, Options, options_of
 from tsunax._profile import Profile
 from tsunax._run import Fit, Run, step_of
@@ -51,7 +51,7 @@ def train_steps(step: Callable, state, batches, **extra):
     k = _feed.length_of(batches, "train_steps()")
     if k == 1:  # a loop of one would be another program
         batches = jax.tree.map(lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches)
-    feed, n = _feed.place(_fused.Stacked(batches), k, _feed.home_of(state))
+    feed, n = _feed.place(_fused.Stacked(batches), k, _place.home_of(state))
     state, infos = _loop_of(step)(state, feed, n, extra)
     return state, _stacked(state, infos, slice(k))
 

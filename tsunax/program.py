@@ -7,6 +7,7 @@ The formula is in `step.py`; here is only how it is called.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -18,8 +19,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from tsunax import _checks, _tree, guard
-from tsunax._loss import Loss
+from tsunax import _checks, _place, _tree, guard
+from tsunax._loss import Loss, rows_of
 from tsunax._loss_fn import LossFn
 from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message
 from tsunax.state import Plan, TrainState, check_flags, check_state, donated, is_gone, trained_part, with_rest
@@ -38,6 +39,16 @@ def _fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | N
     except TsunaxError as found:
         return found
     return None
+
+
+@contextlib.contextmanager
+def _explained(state: TrainState, batch, extra) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if fault := _fault(error, state, batch, extra):
+            raise fault from None
+        raise
 
 
 def _check_arguments(state: TrainState, batch, extra) -> None:
@@ -76,6 +87,15 @@ def _assemble(plan, moving: tuple, still: tuple) -> TrainState:
     if rest is not None:
         params = _tree.merge(params, rest)
     return TrainState(clock, params, opt_state, model_state, key, numbers, frozen, masters, average, loss_scale, plan)
+
+
+def home_of(state, moving) -> _place.Home | None:
+    """How the moving part of a state lies on a mesh, as a step will leave it; None where it is on one device.
+
+    Looked up once for each state that no step of ours has made: those know.
+    """
+    known = state.__dict__ if isinstance(state, TrainState) else {}
+    return known["home"] if "home" in known else _place.home_on_mesh(moving)
 
 
 def _search(loss_fn, state: TrainState, batch, extra) -> dict[str, Callable]:
@@ -148,19 +168,38 @@ class TrainStep:
         return jax.jit(self.pure)
 
     @functools.cached_property
-    def _compiled(self) -> Any:
+    def _programs(self) -> dict[Any, Any]:
+        return {}
+
+    def _compiled(self, home: _place.Home | None) -> Any:
+        if home not in self._programs:
+            self._programs[home] = self._compiled_on(home)
+        return self._programs[home]
+
+    def _compiled_on(self, home: _place.Home | None) -> Any:
         def train_step(plan, moving, still, batch, extra):
             state, (loss, weight, *seen, _) = self.pure(_assemble(plan, moving, still), batch, extra)
             weight = _Known(weight) if isinstance(weight, np.ndarray | np.generic) else weight
             return _apart(state)[0], (loss, weight, *seen)  # numbers are put back outside, and info made there: faster
 
-        return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else ())
+        out = None if home is None else (home.layout, None)
+        return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else (), out_shardings=out)
+
+    def _placed(self, home: _place.Home, batch, extra) -> tuple[Any, dict]:
+        """A host batch over the mesh of the state, padded if its rows do not divide and loss_fn masks; extra whole."""
+        mask = {name: extra.pop(name) for name in ("mask",) if name in extra}
+        rows = rows_of(batch)
+        if rows % home.parts and "mask" in LossFn.of(self.loss_fn).names:
+            batch, more = _place.padded(batch, rows, rows + -rows % home.parts)
+            mask = {"mask": more if not mask else _place.padded(mask["mask"], rows, len(more))[0] * more}
+        batch, mask = _place.put((batch, mask), home.sharding)
+        return batch, _place.whole(extra, home.sharding) | mask
 
     def __call__(self, state: TrainState, batch, **extra) -> tuple[TrainState, StepInfo]:
         if not isinstance(state, TrainState):
             check_state(state, "step()", batch)
         try:
-            known = state.__dict__.get("concrete")
+            known = "home" in state.__dict__
             # eager grad and vmap trace some arrays only, and would donate the others under the user's feet
             if _any_traced((batch, extra) if known else (state, batch, extra)):
                 return self._traced(state, batch, extra)
@@ -173,14 +212,17 @@ class TrainStep:
             if gone:
                 raise StateError(donated("step()"))
             plan, (moving, still) = state.plan, _apart(state)
-            moving, (loss, weight, *seen) = self._compiled(plan, moving, still, batch, extra)
+            home = state.__dict__["home"] if known else _place.home_on_mesh(moving)
+            if home is not None:
+                batch, extra = self._placed(home, batch, extra)
+            moving, (loss, weight, *seen) = self._compiled(home)(plan, moving, still, batch, extra)
         except Exception as error:
             if fault := _fault(error, state, batch, extra):
                 raise fault from None
             raise
         state = _assemble(plan, moving, still)
         if not isinstance(state.clock, Tracer):  # a jit around us traces all that it computes
-            state.__dict__["concrete"] = True  # no field: a state that was edited is looked at again
+            state.__dict__["home"] = home  # no field: a state that was edited is looked at again
         weight = weight.weight if type(weight) is _Known else weight
         info = tuple.__new__(StepInfo, (loss, weight, *seen, still[0]))
         if self.on_nonfinite == "raise":
@@ -205,8 +247,8 @@ class TrainStep:
             what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {self.accumulate}"
         if found := guard.in_batch(batch):
             what += f", {found}"
-        if state.loss_scale is not None:
-            floor = ", its floor" if state.loss_scale.dynamic else ""
+        if (scale := state.loss_scale) is not None:
+            floor = ", its floor" if scale.dynamic and info.loss_scale <= scale.floor else ""
             what += f", loss scale {float(info.loss_scale)}{floor}, {int(state.rejected_in_a_row)} rejected in a row"
         return what
 
@@ -226,7 +268,11 @@ class TrainStep:
     def lower(self, state: TrainState, batch, **extra) -> jax.stages.Lowered:
         """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is compiled."""
         check_state(state, "lower()", batch)
-        return self._compiled.lower(state.plan, *_apart(state), batch, extra)
+        moving, still = _apart(state)
+        home = home_of(state, moving)
+        if home is not None:
+            batch, extra = self._placed(home, batch, extra)
+        return self._compiled(home).lower(state.plan, moving, still, batch, extra)
 
     def __getstate__(self):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -325,6 +371,9 @@ class EvalStep:
 
     def __call__(self, state: TrainState, batch, **extra) -> Loss:
         check_state(state, "eval_step()", batch)
+        home = home_of(state, state.params)
+        if home is not None and not _any_traced((batch, extra)):
+            batch, extra = _place.put((batch, extra), home.sharding, whole=True)
         try:
             return self._compiled(self._read(state), batch, extra)
         except Exception as error:
@@ -372,6 +421,7 @@ def refresh(loss_fn: Callable) -> Callable:
 
     def call(state: TrainState, batch, **extra) -> TrainState:
         check_state(state, "refresh()", batch)
-        return run(state, batch, extra)
+        with _explained(state, batch, extra):
+            return run(state, batch, extra)
 
     return call
