@@ -1,0 +1,107 @@
+"""Small checkpoints of today's format, kept for ever: what a later version must still restore.
+
+    python -m tests.golden.make format-1    # refuses a name that is there
+
+Written once for each format of the manifest, and never again: an archive that is made anew proves nothing. `setups`
+makes what a script would give to `restore`; a change of tsunax that needs another setup here breaks users' scripts too.
+"""
+
+import functools
+import hashlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tsunax as ts
+from tsunax import _tree, exchange
+
+HERE = Path(__file__).parent
+MASTERS = ts.precision.Policy(param="bfloat16", compute="bfloat16")  # params rounded, a float32 copy beside them
+
+
+def params():
+    draw = np.random.default_rng(0).standard_normal
+    make = lambda *shape: jnp.asarray(draw(shape), jnp.float32)
+    return {"body": {"w": make(5, 4), "b": make(4)}, "head": [make(4, 2)]}
+
+
+def adam(**more):
+    return ts.rules.adam(ts.schedules.cosine_decay_schedule(1e-2, 40), **more)
+
+
+@functools.cache
+def setups() -> dict:
+    clipped = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.weight_decay(1e-3, where="**/w"), adam())
+    return {
+        "mlp": ts.setup(clipped, params(), key=5, ema=0.9, model_state={"seen": jnp.zeros(())}),
+        "float16": ts.setup(ts.rules.adamw(1e-2), params(), precision="float16", loss_scale="dynamic"),
+        "bfloat16": ts.setup(ts.rules.sgd(0.1, momentum=0.9), params(), precision=MASTERS, ema=0.5),
+        "accumulating": ts.setup(ts.rules.accumulate(adam(), every=4), params()),
+        "edited": ts.setup(ts.rules.adam(1e-2), params(), trainable=["**", "!head/**"]),
+        "groups": ts.setup(ts.rules.groups({"head/**": ts.rules.sgd(0.1), "**": adam()}), params()),
+    }
+
+
+@jax.jit
+def _loss_grads(state, i):
+    draw = lambda n, x: jax.random.normal(jax.random.fold_in(jax.random.key(n), i), x.shape).astype(x.dtype)
+    leaves, treedef = jax.tree.flatten(ts.trainable(state))
+    return treedef.unflatten([draw(n, x) for n, x in enumerate(leaves)])
+
+
+def trained(name: str, state):
+    """Some way into a run: six calls, one of them rejected; for "edited" cut and frozen on the way."""
+    if name == "edited":
+        state = ts.adjust(ts.freeze(state, "body/b"), "body/w", learning_rate=0.5)
+    for i in range(6):
+        grads = _loss_grads(state, i)
+        if i == 2:
+            grads = jax.tree.map(lambda x: x * jnp.nan, grads)
+        state, _ = ts.update(state, grads)
+    return state
+
+
+PARTS = {
+    "data": {"epoch": 1, "position": 8, "order": (1, [2.5, None])},
+    "history": {"step": np.arange(6), "loss": np.linspace(1, 0.5, 6, dtype=np.float32)},
+    "callbacks": {"best": {"value": 0.5, "params": {"w": np.ones(3, np.float32)}}, "patience": [3, float("nan"), "x"]},
+}
+
+
+def digest(tree) -> str:
+    """Of names, dtypes, shapes and bits; no version of any library has a part in it."""
+    out = hashlib.sha256()
+    for name, _, x in _tree.leaves_with_names(tree):
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        array = np.asarray(x)
+        out.update(f"{'/'.join(name)} {array.dtype} {array.shape}\n".encode())
+        out.update(repr(x).encode() if array.dtype.kind == "U" else np.ascontiguousarray(array).tobytes())
+    return out.hexdigest()
+
+
+def main(archive: str) -> None:
+    top = HERE / archive
+    top.mkdir()
+    digests = {}
+    for name, state in setups().items():
+        state = trained(name, state)
+        with tempfile.TemporaryDirectory() as folder:
+            with ts.Checkpoints(folder) as checkpoints:
+                checkpoints.save(state, **PARTS, metrics={"loss": 0.5})
+            (step,) = checkpoints.steps()
+            (top / name).mkdir()
+            (Path(folder) / str(step)).rename(top / name / str(step))
+        digests[name] = {"step": step, "state": digest(state), "params": digest(state.params)}
+    exchange.save(top / "mlp.safetensors", trained("mlp", setups()["mlp"]))
+    digests["parts"] = digest(PARTS)
+    (top / "digests.json").write_text(json.dumps(digests, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,59 @@
+"""Checkpoints of every format that there was come back with the bits that were saved."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tsunax as ts
+from tests.golden import make
+from tsunax import exchange
+
+ARCHIVES = sorted(path for path in make.HERE.glob("format-*") if path.is_dir())
+CASES = [(path, name) for path in ARCHIVES for name in make.setups()]
+
+
+def test_there_is_one_for_each_format():
+    from tsunax import _manifest
+
+    assert [path.name for path in ARCHIVES] == [f"format-{i + 1}" for i in range(_manifest.FORMAT)]
+
+
+@pytest.mark.parametrize(("archive", "name"), CASES, ids=[f"{path.name}-{name}" for path, name in CASES])
+def test_old_checkpoints_come_back(archive, name, tmp_path):
+    known = json.loads((archive / "digests.json").read_text())
+    like = make.setups()[name]
+    reader = ts.Checkpoints(archive / name, read_only=True)
+    found = reader.restore(like)
+    assert found.step == known[name]["step"]
+    assert make.digest(found.state) == known[name]["state"]
+    parts = {"data": found.data, "history": found.history, "callbacks": found.callbacks}
+    assert make.digest(parts) == known["parts"] and found.data["order"] == (1, [2.5, None])
+    only = reader.restore(make.setups()[name].params, params_only=True)
+    assert make.digest(only.state) == known[name]["params"]
+    assert isinstance(found.state, ts.TrainState) and str(found.state)
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)
+def test_an_old_run_goes_on(archive, tmp_path):
+    shutil.copytree(archive / "mlp", tmp_path / "run")
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        state = checkpoints.restore(make.setups()["mlp"]).state
+        state, info = ts.update(state, jax.tree.map(jnp.ones_like, ts.trainable(state)))
+        checkpoints.save(state)
+    assert info.applied and checkpoints.steps() == [5, 6]
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)
+def test_old_exports_come_back(archive):
+    known = json.loads((archive / "digests.json").read_text())
+    found = exchange.restore(archive / "mlp.safetensors", make.setups()["mlp"])
+    assert make.digest(found) == known["mlp"]["state"]
+
+
+def test_archives_are_small():
+    sizes = [p.stat().st_size for path in ARCHIVES for p in Path(path).rglob("*") if p.is_file()]
+    assert sum(sizes) < len(ARCHIVES) * 400_000
