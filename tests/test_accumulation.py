@@ -98,6 +98,23 @@ def test_a_scalar_loss_weighs_its_rows():
     assert relative(grads, expected) <= 1e-6 and float(loss.weight) == 24
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.uint8, bool])
+def test_rows_are_counted_in_float32_whatever_the_mask_is_of(dtype):
+    fn = lambda params, batch, mask: jnp.mean(batch @ params["w"])
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(1)})
+    for rows in (301, 70_001):
+        loss, _ = jax.jit(ts.value_and_grad(fn))(state, jnp.ones((rows, 1)), mask=jnp.ones(rows, dtype))
+        assert float(loss.weight) == rows and loss.weight.dtype == jnp.float32
+
+
+def test_a_mean_over_nothing_adds_nothing_to_an_evaluation():
+    fn = lambda params, batch, mask: jnp.sum(batch @ params["w"] * mask) / jnp.sum(mask)
+    state, evaluate = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(1)}), ts.eval_step(fn)
+    some, none = (evaluate(state, jnp.full((3, 1), 2.0), mask=jnp.full(3, keep)) for keep in (1.0, 0.0))
+    for both in (some.merge(none), none.merge(some)):
+        assert float(both.compute()) == 2 and float(both.weight) == 3
+
+
 def test_a_fully_masked_micro_batch_is_harmless():
     batch = make_batch(12)
     batch["keep"][1::4] = 0

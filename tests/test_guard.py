@@ -111,6 +111,15 @@ def test_after_one_nan_the_next_good_step_is_applied():
     assert (int(state.rejected), int(state.rejected_in_a_row), int(state.step)) == (1, 0, 5)
 
 
+def test_reports_keep_their_dtype_beside_float64_params():
+    """Another dtype would compile the second step anew, and no loop could carry it."""
+    rule = ts.rules.chain(ts.rules.reject_spikes(), ts.rules.clip_array_norm(1.0), ts.rules.sgd(0.1))
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        state = ts.setup(rule, {"w": jnp.ones(3, jnp.float64)})
+        new, _ = ts.train_step(lambda params, x: jnp.mean(x @ params["w"]), donate=False)(state, np.ones((2, 3)))
+    assert [x.dtype for x in jax.tree.leaves(new)] == [x.dtype for x in jax.tree.leaves(state)]
+
+
 def test_the_clock_ends_with_an_error_and_not_with_keys_that_repeat():
     state = make_state().replace(calls=np.int32(guard.LIMIT - 1))
     step = ts.train_step(loss_fn, on_nonfinite="raise")

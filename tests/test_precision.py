@@ -177,12 +177,17 @@ def test_raise_waits_for_the_scale_and_then_tells_where_it_ended():
         (dict(precision="half"), WrongTypeError, "precision at setup(): got 'half' (str), expected 'bfloat16'"),
         (dict(precision=np.float16), WrongTypeError, "a Policy"),
         (dict(loss_scale="big"), WrongTypeError, "loss_scale at setup(): got 'big' (str), expected 'dynamic'"),
-        (dict(loss_scale=0.0), StateError, "floor ≤ scale ≤ ceiling"),
+        (dict(loss_scale=0.0), StateError, "loss_scale at setup(): got 0.0, expected a number in [1.18e-38, 3.4e+38]"),
+        (dict(loss_scale=LossScale(0.5)), StateError, "floor ≤ scale ≤ ceiling"),
+        (dict(loss_scale=LossScale("big")), WrongTypeError, "expected one made of numbers"),
+        (dict(loss_scale=LossScale(2.0, floor=None)), WrongTypeError, "expected one made of numbers"),
+        (dict(loss_scale=LossScale(2.0, dynamic="no")), WrongTypeError, "dynamic True or False"),
         (dict(loss_scale=LossScale(float("inf"))), StateError, "floor ≤ scale ≤ ceiling"),
         (dict(precision=STOCHASTIC), StateError, "key=0"),
         (dict(ema=1.0), ValueError, "decay at ema(): got 1.0, expected a number in [0, 1)"),
         (dict(ema=-0.1), ValueError, "in [0, 1)"),
         (dict(ema="0.9"), WrongTypeError, "ema at setup(): got '0.9' (str)"),
+        (dict(ema=0.5 + 0j), WrongTypeError, "decay at ema(): got (0.5+0j) (complex)"),
     ],
 )
 def test_what_setup_refuses(options, error, says):
@@ -195,6 +200,9 @@ def test_policies_refuse_what_is_no_dtype():
     for bad in ("int8", "bf16", None, 3):
         with pytest.raises(WrongTypeError, match=r"compute at Policy\(\)"):
             Policy(compute=bad)
+    for bad in ({}, {"x": True}):
+        with pytest.raises(WrongTypeError, match=r"batch at Policy\(\).*trees of bools cannot be"):
+            Policy(batch=bad)
     with pytest.raises(WrongTypeError, match="Stochastic rounding cuts"):
         Policy(rounding="stochastic")
     with pytest.raises(StateError, match="A loss scale lives from rejected steps"):
@@ -252,8 +260,22 @@ def test_a_batch_of_padding_alone_is_no_overflow():
 
 @pytest.mark.parametrize("scale", [1e39, 1e-46, LossScale(1e39, dynamic=False)])
 def test_a_scale_that_float32_cannot_hold_is_refused(scale):
-    with pytest.raises(StateError, match=r"loss_scale at setup\(\).*expected 0 < floor"):
+    with pytest.raises(StateError, match=r"loss_scale at setup\(\): got 1e.*expected a number in .*, of float32"):
         start(loss_scale=scale)
+
+
+@pytest.mark.parametrize("scale", [np.float32(256), np.int64(256), jnp.float32(256)])
+def test_a_scale_may_be_any_number(scale):
+    state = start(loss_scale=scale)
+    assert float(state.loss_scale.scale) == 256 and not state.loss_scale.dynamic
+
+
+def test_only_a_scale_at_its_floor_is_called_that():
+    """A batch of padding alone is rejected whatever the scale is."""
+    fn = lambda params, batch, mask: ts.Loss.mean((batch["x"] @ params["w"]).astype(jnp.float32).sum(-1), mask)
+    step = ts.train_step(fn, on_nonfinite="raise")
+    with pytest.raises(NonFiniteError, match=r"loss scale 65536.0, 1 rejected in a row"):
+        step(start(precision="float16"), {"x": X}, mask=jnp.zeros(8))
 
 
 def test_a_loss_scale_out_of_range_is_told_with_its_step():

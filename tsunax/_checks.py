@@ -166,3 +166,15 @@ def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
         dtypes = _tree.dtype_of(a), _tree.dtype_of(b)
         if any(dtype is None for dtype in dtypes) or dtypes[0] != dtypes[1] or np.shape(a) != np.shape(b):
             raise StateError(message(what, _tree.access_str(root, path), _tree.describe(a), _tree.describe(b), fix))
+
+
+def is_real(x: Any) -> bool:
+    """Whether this is a real number, no bool, or an array of them."""
+    dtype = _tree.dtype_of(x)
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer))
+
+
+def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
+    """Raise WrongTypeError unless it is an int, and not below `least`."""
+    if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < least:
+        raise WrongTypeError(message(name, where, _tree.describe(n), f"an int ≥ {least}"))

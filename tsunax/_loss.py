@@ -103,7 +103,7 @@ def as_loss(out, rows) -> Loss:
     weight = weight.astype(np.float32) if _tree.is_array(weight) else np.float32(weight)
     weight = jax.lax.stop_gradient(weight) if _tree.is_traced(weight) else weight
     mean = None if out.mean_value is None else _wide(out.mean_value)
-    total = out.total if mean is None else mean * weight
+    total = out.total if mean is None else _share(mean, weight)
     metrics = {name: _as_metric(name, m, weight) for name, m in out.metrics.items()}
     return Loss(total, weight, metrics, out.model_state, mean)
 
@@ -162,7 +162,12 @@ def _as_metric(name, m, weight):
         fix = "Arrays of the loss's shape are averaged by ts.Loss.mean(values, metrics={...})."
         raise LossError(message(f"metric {name!r}", "loss_fn", _tree.describe(m), expected, fix))
     m = jnp.asarray(m, jnp.float32)
-    return jax.lax.stop_gradient(Mean(jnp.where(weight != 0, m * weight, 0), weight))
+    return jax.lax.stop_gradient(Mean(_share(m, weight), weight))
+
+
+def _share(mean, weight):
+    """What a mean adds to a total: nothing where it weighs nothing, and may be 0/0."""
+    return jnp.where(weight != 0, mean * weight, 0) if isinstance(weight, jax.Array) else mean * weight
 
 
 def uneven(batch) -> str:

@@ -117,7 +117,7 @@ class LossFn:
             expected = "a scalar or a ts.Loss"
             raise LossError(message("loss_fn", _user_frame(error), told(error), expected, remedy(error))) from error
         if isinstance(mask, jax.Array) and np.shape(mask) == (rows,):
-            out = _weighed(out, jnp.sum(mask))
+            out = _weighed(out, jnp.sum(mask, dtype=jnp.float32))
         if (mask is not None or not isinstance(out, Loss) or out.weight is None) and (found := uneven(batch)):
             if merges or mask is not None:
                 raise LossError(f"{found} Return ts.Loss.mean(values) or ts.Loss(total, weight).")

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from tsunax import _checks, _tree
-from tsunax.accumulation import check_count
 from tsunax.errors import WrongTypeError, message
 
 
@@ -168,7 +167,7 @@ def options_of(
 def check_whole(where: str, **values) -> None:
     """Raise WrongTypeError for what is no int ≥ 1."""
     for name, value in values.items():
-        check_count(value, where, name)
+        _checks.check_count(value, where, name)
 
 
 __all__ = ["Goal", "Options", "check_whole", "is_bare", "is_every", "options_of", "wants"]

@@ -21,13 +21,7 @@ import optax
 
 from tsunax import _checks, _convolutions, _live, _tree, guard
 from tsunax._loss import Loss, rows_of, uneven
-from tsunax.errors import LossError, WrongTypeError, message
-
-
-def check_count(n, where: str, name: str = "accumulate") -> None:
-    """Raise WrongTypeError unless it is an int ≥ 1."""
-    if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
-        raise WrongTypeError(message(name, where, _tree.describe(n), "an int ≥ 1"))
+from tsunax.errors import LossError, message
 
 
 def cut(batch, n: int, mask):
@@ -274,6 +268,6 @@ def accumulate(rule: optax.GradientTransformation, every: Any) -> optax.Gradient
     """
     _live.check_rule(rule, "accumulate()")
     if not callable(every):
-        check_count(every, "accumulate()", "every")
+        _checks.check_count(every, "accumulate()", "every")
     rule = _live.with_extra(rule)
     return _live.as_rule(_Init(rule.init), Gather(rule.update, every))

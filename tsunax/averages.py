@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from tsunax import _tree
+from tsunax import _checks, _tree
 from tsunax.errors import HyperparameterError, WrongTypeError, message
 
 
@@ -56,6 +57,12 @@ class Average:
         return dataclasses.replace(self, params=moved, count=self.count + counted.astype(jnp.int32))
 
 
+def _average(where: str, start, every, *, rate: Any = 0.0, uniform: bool = False, warmup: bool = False) -> Average:
+    _checks.check_count(start, where, "start", 0)
+    _checks.check_count(every, where, "every")
+    return Average(None, 0, rate, uniform, warmup, int(start), int(every))
+
+
 def ema(decay: Any = 0.999, *, warmup: bool = False, start: int = 0, every: int = 1) -> Average:
     """`a ← decay · a + (1 - decay) · params` after every `every`-th applied update beyond `start`.
 
@@ -68,25 +75,23 @@ def ema(decay: Any = 0.999, *, warmup: bool = False, start: int = 0, every: int 
     >>> state.params["w"], ts.averaged(state).params["w"]
     (Array([1., 1.], dtype=float32), Array([0.1, 0.1], dtype=float32))
     """
-    if not _tree.is_traced(decay):
-        if isinstance(decay, bool) or (not isinstance(decay, (int, float)) and jnp.ndim(decay)):
-            raise WrongTypeError(message("decay", "ema()", _tree.describe(decay), "a number in [0, 1)"))
-        if not 0 <= float(decay) < 1:
-            raise HyperparameterError(message("decay", "ema()", decay, "a number in [0, 1)"))
-    _check_counts("ema()", start, every)
-    return Average(None, 0, 1 - decay, False, warmup, start, every)
+    if not _checks.is_real(decay) or np.ndim(decay):
+        raise WrongTypeError(message("decay", "ema()", _tree.describe(decay), "a number in [0, 1)"))
+    if not _tree.is_traced(decay) and not 0 <= float(decay) < 1:
+        raise HyperparameterError(message("decay", "ema()", decay, "a number in [0, 1)"))
+    if not isinstance(warmup, bool):
+        raise WrongTypeError(message("warmup", "ema()", _tree.describe(warmup), "True or False"))
+    return _average("ema()", start, every, rate=1 - decay, warmup=warmup)
 
 
 def polyak(*, start: int = 0, every: int = 1) -> Average:
     """The plain mean of the params after every `every`-th applied update beyond `start` (Polyak and Juditsky 1992)."""
-    _check_counts("polyak()", start, every)
-    return Average(None, 0, 0.0, True, False, start, every)
+    return _average("polyak()", start, every, uniform=True)
 
 
 def swa(start: int, every: int) -> Average:
     """Stochastic weight averaging: the mean of the params at the end of every cycle (Izmailov et al. 2018)."""
-    _check_counts("swa()", start, every)
-    return Average(None, 0, 0.0, True, False, start, every)
+    return _average("swa()", start, every, uniform=True)
 
 
 def as_average(given, where: str) -> Average | None:
@@ -96,12 +101,6 @@ def as_average(given, where: str) -> Average | None:
     if isinstance(given, bool) or _tree.dtype_of(given) is None:
         raise WrongTypeError(message("ema", where, _tree.describe(given), "a decay in [0, 1), or ts.averages.ema(...)"))
     return ema(given)
-
-
-def _check_counts(where: str, start, every) -> None:
-    for name, value, low in (("start", start, 0), ("every", every, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise WrongTypeError(message(name, where, _tree.describe(value), f"an int ≥ {low}"))
 
 
 __all__ = ["ema", "polyak", "swa"]

@@ -34,10 +34,10 @@ class Report:
 
 
 def _is_report(x) -> bool:
-    return isinstance(x, Report)
+    return isinstance(x, Report | SpikeState)
 
 
-def reports(opt_state) -> list[Report]:
+def reports(opt_state) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_report) if _is_report(x)]
 
 
@@ -142,12 +142,21 @@ def choose(take, new, old):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class SpikeState:
-    """State of `reject_spikes`: running statistics of the steps that were applied."""
+    """State of `reject_spikes`: running statistics of the steps that were applied, and its report.
 
-    centre: Any  # f32[2]: of the log of the gradient norm, of the loss
-    spread: Any  # f32[2]: mean distances from it
-    seen: Any  # int32: steps
-    report: Report
+    One array, because on a small step each further one costs as much as all of the arithmetic. Columns: the log of
+    the gradient norm, the loss. Rows: their centres, their mean distances from it, how many, inf for a spike.
+    """
+
+    band: Any  # f32[4, 2]
+
+    @property
+    def values(self):
+        return self.band[3]
+
+    @property
+    def whats(self) -> tuple[str, ...]:
+        return _SPIKES
 
 
 _SPIKES = ("gradient norm: a spike, above its running band", "loss: a spike, above its running band")
@@ -165,21 +174,19 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
     reach, rate = _number.as_scalar(factor), 1 - decay
 
     def init(params):
-        zeros = jnp.zeros(2, jnp.float32)
-        return SpikeState(zeros, zeros, jnp.int32(0), Report(zeros, _SPIKES))
+        return SpikeState(jnp.zeros((4, 2), jnp.float32))
 
     def update(updates, state, params=None, *, value=0.0, outside=0.0, **_):
         norm = jnp.sqrt(sum(_tree.square_sums(updates)) + outside)
-        now = jnp.stack([jnp.log(jnp.maximum(norm, 1e-30)), jnp.asarray(value, jnp.float32)])
-        room = jnp.stack([jnp.float32(np.log(2)), jnp.abs(state.centre[1])])
-        above = now > state.centre + jnp.maximum(reach * state.spread, room)
-        spike = above & (state.seen >= warmup)
-        first = state.seen == 0
-        centre = jnp.where(first, now, state.centre + jnp.float32(rate) * (now - state.centre))
-        distance = jnp.abs(now - state.centre)
-        spread = jnp.where(first, 0, state.spread + jnp.float32(rate) * (distance - state.spread))
-        report = Report(jnp.where(spike, jnp.inf, 0).astype(jnp.float32), _SPIKES)
-        return updates, SpikeState(centre, spread, state.seen + 1, report)
+        now = jnp.stack([jnp.log(jnp.maximum(norm, 1e-30)), value]).astype(jnp.float32)
+        centre, spread, seen, _ = state.band
+        distance = now - centre
+        room = jnp.where(np.array([True, False]), np.float32(np.log(2)), jnp.abs(centre))  # the double of either
+        spike = (distance > jnp.maximum(reach * spread, room)) & (seen >= warmup)
+        step = jnp.where(seen == 0, 1, jnp.float32(rate))
+        spread = spread + step * jnp.where(seen == 0, 0, jnp.abs(distance) - spread)
+        report = jnp.where(spike, np.float32(np.inf), 0)
+        return updates, SpikeState(jnp.stack([centre + step * distance, spread, seen + 1, report]))
 
     return _live.as_rule(init, update)
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _tree, _where
+from tsunax import _checks, _tree, _where
 from tsunax.errors import StateError, WrongTypeError, message
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -53,6 +53,12 @@ class Policy:
             raise WrongTypeError(message("param", "Policy(rounding='stochastic')", self.param, "'bfloat16'", fix))
         if isinstance(self.batch, list):  # policies are compared and hashed
             object.__setattr__(self, "batch", tuple(self.batch))
+        try:
+            hash(self.batch)
+        except TypeError:
+            expected = "a pattern, a list of them, or a predicate f(path, leaf)"
+            fix = "Policies are compared: trees of bools cannot be."
+            raise WrongTypeError(message("batch", "Policy()", _tree.describe(self.batch), expected, fix)) from None
         _where.compile_where(self._batch)
 
     def to_param(self, tree):
@@ -173,15 +179,22 @@ def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | No
         return None
     if isinstance(given, str) and given == "dynamic":
         given = LossScale()
-    elif isinstance(given, (int, float)) and not isinstance(given, bool):
-        given = LossScale(float(given), dynamic=False)
+    elif _checks.is_real(given):
+        given = LossScale(given, dynamic=False)
     if not isinstance(given, LossScale):
         raise WrongTypeError(message("loss_scale", where, _tree.describe(given), "'dynamic', a number or a LossScale"))
+    numbers = (getattr(given, name) for name in ("scale", "good", "interval", "factor", "floor", "ceiling"))
+    if not all(map(_checks.is_real, numbers)) or not isinstance(given.dynamic, bool):
+        raise WrongTypeError(message("loss_scale", where, given, "one made of numbers, with dynamic True or False"))
     single = jnp.finfo(jnp.float32)
     least, most = float(single.tiny), float(single.max)
     low, high = (given.floor, given.ceiling) if given.dynamic else (least, most)
     # one scale, or those of a population
     bad = not _tree.is_traced(given.scale) and not np.all((low <= given.scale) & (given.scale <= high))
+    if bad and not given.dynamic:
+        raise StateError(
+            message("loss_scale", where, given.scale, f"a number in [{least:.3g}, {most:.3g}], of float32")
+        )
     if bad or not (least <= given.floor <= given.ceiling <= most) or given.factor <= 1 or given.interval < 1:
         expected = "0 < floor ≤ scale ≤ ceiling, factor > 1, interval ≥ 1"
         raise StateError(message("loss_scale", where, given, expected))

@@ -365,7 +365,7 @@ def _clip_array_norm(max: float = 10.0, p: float = 2, throw: bool = True):
         leaves, treedef = jax.tree.flatten(updates)
         norms = [array_norm(g, p) for g in leaves]
         scaled = [g * jnp.minimum(bound / n, 1).astype(g.dtype) for g, n in zip(leaves, norms, strict=True)]
-        return treedef.unflatten(scaled), report(updates, jnp.stack(norms)) if throw else state
+        return treedef.unflatten(scaled), report(updates, jnp.stack(norms).astype(jnp.float32)) if throw else state
 
     return _live.as_rule(init, update)
 

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsunax import _checks, _hoist, _live, _tree, _where
+from tsunax import _checks, _hoist, _live, _tree, _where, guard
 from tsunax.averages import as_average
 from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, message, told
 from tsunax.precision import Policy, as_loss_scale, as_policy, cast, cast_like
@@ -163,7 +163,9 @@ class TrainState:
         for at, name in enumerate(COUNTS):
             if name in fields:
                 # no scatter: on a mesh with explicit axes that wants the sharding of the value spelled out
-                clock = jnp.where(np.arange(len(COUNTS)) == at, jnp.asarray(fields.pop(name))[..., None], clock)
+                clock = jnp.where(
+                    np.arange(len(COUNTS)) == at, jnp.asarray(fields.pop(name), jnp.int32)[..., None], clock
+                )
         fields = {name: jax.tree.map(own, value) for name, value in fields.items()}
         return dataclasses.replace(self, clock=clock, **fields)
 
@@ -456,11 +458,11 @@ def _check_field(state: TrainState, name: str, value) -> None:
         _checks.check_arrays(value, name)
         if name == "loss_scale":
             as_loss_scale(value, None, "replace()")
-    elif name in ("step", "calls"):
-        is_int = _tree.dtype_of(value) is not None and jnp.issubdtype(_tree.dtype_of(value), np.integer)
-        fits = is_int and np.shape(value) in ((), np.shape(state.clock)[:-1])
-        if not fits or (not _tree.is_traced(value) and np.min(value) < 0):
-            raise StateError(message(name, "replace()", _tree.describe(value), "an int ≥ 0"))
+    elif name in COUNTS:
+        is_int = isinstance(value, int) or (_tree.is_array(value) and jnp.issubdtype(value.dtype, np.integer))
+        fits = is_int and not isinstance(value, bool) and np.shape(value) in ((), np.shape(state.clock)[:-1])
+        if not fits or (not _tree.is_traced(value) and not np.all((value >= 0) & (value <= guard.LIMIT))):
+            raise StateError(message(name, "replace()", _tree.describe(value), f"an int in [0, {guard.LIMIT}]"))
     elif name == "model_state":
         _checks.check_arrays(value, name)
     elif name == "frozen" and value is not None:

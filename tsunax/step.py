@@ -66,7 +66,7 @@ def value_and_grad(
 def gradient_of(loss_fn: Callable, accumulate: int, remat: Any, on_nonfinite: str, where: str) -> Callable:
     """`value_and_grad` of `where`, which the errors name."""
     fn = LossFn.of(loss_fn, where)
-    accumulation.check_count(accumulate, where)
+    _checks.check_count(accumulate, where, "accumulate")
     _check_policy(on_nonfinite, where)
     checkpoint = _checkpoint(remat, where)
 
