@@ -2,12 +2,12 @@
 
 # ruff: noqa: B023, the lambdas are called where they are made
 
+import collections
 import dataclasses
 import errno
 import hashlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -25,6 +25,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tsunax as ts
+from tests.faults import hostile
 from tests.helpers import assert_trees_equal, need
 from tsunax import _files, _manifest, _store, checkpoint
 from tsunax.checkpoint import Best, Checkpoints
@@ -1073,76 +1074,22 @@ def test_readers_while_a_run_rotates(tmp_path):
 # ---------------------------------------------------------------------------------------------------- hostile files
 
 
-def mutated(rng: random.Random, x, depth=0):
-    """The same JSON with one value somewhere exchanged."""
-    others = [
-        None, True, -1, 0, 2**40, 2**70, 1e308, "", "x" * 1000, "../../etc/passwd", "\0", "object", "float64", [], {},
-        [[[[]]]], {"$array": 99}, {"$dict": 3}, {"$key": "rbg"}, "__import__('os').system('true')", [0] * 1000,
-    ]  # fmt: skip
-    if rng.random() < 0.1 + depth / 10 or not isinstance(x, (list, dict)) or not x:
-        return rng.choice(others)
-    if isinstance(x, dict):
-        key = rng.choice(list(x))
-        how = rng.random()
-        if how < 0.1:
-            return {k: v for k, v in x.items() if k != key}
-        return {**x, key: mutated(rng, x[key], depth + 1)}
-    at = rng.randrange(len(x))
-    if rng.random() < 0.1:
-        return x[:at] + x[at + 1 :]
-    if rng.random() < 0.1:
-        return x[:at] + [x[at]] * rng.choice([2, 50]) + x[at + 1 :]
-    return [*x[:at], mutated(rng, x[at], depth + 1), *x[at + 1 :]]
+# TensorStore's threads may call the loop of a read that failed after orbax closed it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_mutated_manifests(capfd):
+    counts = collections.Counter()
+    with jax.numpy_rank_promotion("allow"):
+        hostile.run(120, 0, counts)
+    assert hostile.is_well(counts), counts
+    assert counts["refused"] > 90 and counts["manifests"] == 120
 
 
-def hostile(path, states, n, seed):
-    """Mutate manifests whose checksum is right; count what came of it."""
-    rng, counts = random.Random(seed), {"refused": 0, "same": 0, "other": 0}
-    folder, like = path / "2", make()
-    body = json.loads((folder / "manifest.json").read_bytes())
-    reached = []
-    watched = ("pickle.find_class", "marshal.loads", "os.system", "subprocess.Popen", "os.exec", "socket.connect")
-    active = [True]
-
-    def hook(event, args):
-        if active[0] and event in watched:
-            reached.append((event, args))
-
-    sys.addaudithook(hook)
-    try:
-        for _ in range(n):
-            rewrite(folder, lambda _: mutated(rng, body))
-            start = time.monotonic()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                try:
-                    found = restored(path, like, step=2)
-                except CheckpointError:
-                    counts["refused"] += 1
-                    continue
-                finally:
-                    assert time.monotonic() - start < 5
-            same = all(
-                np.array_equal(a, b)
-                for a, b in zip(jax.tree.leaves(found.state.params), jax.tree.leaves(states[2].params), strict=True)
-            )
-            counts["same" if same else "other"] += 1
-    finally:
-        active[0] = False
-    assert not reached
-    return counts
-
-
-def test_mutated_manifests(copy):
-    counts = hostile(*copy, n=150, seed=0)
-    assert counts["other"] == 0 and counts["refused"] > 75, counts
-
-
-@pytest.mark.slow
-def test_ten_thousand_mutated_manifests(copy):
-    counts = hostile(*copy, n=10_000, seed=1)
-    print(counts)
-    assert counts["other"] == 0
+@pytest.mark.slow  # three minutes
+def test_ten_thousand_mutated_manifests():
+    counts = collections.Counter()
+    with jax.numpy_rank_promotion("allow"):
+        hostile.run(10_000, 1, counts)
+    assert hostile.is_well(counts), counts
 
 
 def test_small_files_that_claim_much_cost_nothing(copy):

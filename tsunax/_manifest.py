@@ -297,6 +297,8 @@ def merged_numbers(saved: np.ndarray, saved_facts, mine: np.ndarray, my_facts) -
 
     A number whose value at `setup` is what it was goes on with its live value. One that was edited is the script's.
     """
+    if saved.shape != (*mine.shape[:-1], len(saved_facts["columns"])) or saved.dtype != mine.dtype:
+        raise Damaged("manifest: live numbers that are no table of its names")
     places: dict[str, list[int]] = {}
     for i, (name, _) in enumerate(saved_facts["columns"]):
         places.setdefault(name, []).append(i)

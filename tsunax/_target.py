@@ -102,8 +102,9 @@ class How:
 def refuse(head: str, differences: list[str], fix: str) -> None:
     """Raise CheckpointError with the first ten differences, if there are any."""
     if differences:
+        shown = [x if len(x) <= 500 else f"{x[:450]} …" for x in differences[:10]]
         more = [f"and {len(differences) - 10} more"] if len(differences) > 10 else []
-        raise CheckpointError("\n  ".join([head + ":", *differences[:10], *more, fix]))
+        raise CheckpointError("\n  ".join([head + ":", *shown, *more, fix]))
 
 
 def warn_of_edits(edited: list[str], depth: int) -> None:

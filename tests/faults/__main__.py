@@ -4,6 +4,7 @@
     python -m tests.faults --fs KILL --seeds 0:100    # killed on entry to a change of the file system, spread over all
     python -m tests.faults --fs ENOSPC --sticky --seeds 0:30
     python -m tests.faults --damage 300               # flipped, cut, emptied bytes of one checkpoint, in one process
+    python -m tests.faults --manifests 10000          # mutated manifests, metadata and headers, in one process
     python -m tests.faults --disk                     # a small tmpfs; where mounting is allowed
 
 A run is one process, forked from this one after its imports. It must end with the digest of the undisturbed run, and
@@ -35,7 +36,7 @@ import numpy as np
 from orbax.checkpoint import v1 as _imported  # noqa: F401, once for all children
 
 import tsunax as ts
-from tests.faults import target
+from tests.faults import hostile, target
 from tsunax import checkpoint
 
 HERE = Path(__file__).parent
@@ -328,6 +329,7 @@ def main() -> None:
     parser.add_argument("--fs", choices=["KILL", "EIO", "ENOSPC", "EACCES", "EROFS"])
     parser.add_argument("--sticky", action="store_true", help="the fault stays")
     parser.add_argument("--damage", type=int, default=0, help="damaged copies")
+    parser.add_argument("--manifests", type=int, default=0, help="mutated manifests")
     parser.add_argument("--disk", action="store_true")
     parser.add_argument("--leave-out", choices=target.LEAVE_OUT, default="", help="a run that forgets this on resuming")
     parser.add_argument("--seeds", default="0:10")
@@ -343,6 +345,10 @@ def main() -> None:
         damage(args.damage, seeds.start, counts)
         record(args.results, {"what": "damage", "seed": seeds.start}, counts)
         return
+    if args.manifests:
+        hostile.run(args.manifests, seeds.start, counts)
+        record(args.results, {"what": "manifests", "seed": seeds.start}, counts)
+        sys.exit(not hostile.is_well(counts))
     with tempfile.TemporaryDirectory() as cache:
         wanted, seconds = undisturbed(Path(cache))
         if args.kills:
