@@ -156,6 +156,10 @@ def need(name: str):
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        reason = f"{name} cannot be imported ({error}); it is not among the test dependencies"
+        absent(name.partition(".")[0], f"{name} cannot be imported ({error}); it is not among the test dependencies")
+
+
+def absent(name: str, reason: str):
+    """Skip a test for what is not here, or fail it if TSUNAX_REQUIRE names that."""
     wanted = os.environ.get("TSUNAX_REQUIRE", "").replace(",", " ").split()
-    (pytest.fail if name.partition(".")[0] in wanted else pytest.skip)(reason)
+    (pytest.fail if name in wanted else pytest.skip)(reason)

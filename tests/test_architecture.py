@@ -19,13 +19,13 @@ PACKAGE = ROOT / "tsunax"
 
 # A new module is entered here before it is written. `__init__` is above all: nothing imports it.
 TIERS = {
-    0: "_types _tree _where _checks _convolutions _place errors",
+    0: "_types _tree _where _checks _convolutions _place _axes errors",
     1: (
         "_number _live _hoist _parity _loss rules schedules losses regularize metrics precision accumulation guard "
         "averages reproduce"
     ),
     2: "state _loss_fn step program hyper",
-    3: "hardware sharding distributed data models history _feed _fused _signals _preference",
+    3: "hardware sharding distributed data models history _feed _fused _signals _preference _peers",
     4: (
         "loggers display checkpoint _files _manifest _store _target _profile exchange _safetensors _msgpack callbacks "
         "evaluation _options _run loop figures"

@@ -20,6 +20,7 @@ __all__ = [
     "NonFiniteError",
     "ParamsError",
     "PatternError",
+    "ProcessError",
     "RowError",
     "RuleError",
     "SaveError",
@@ -62,6 +63,10 @@ class ConfigError(TsunaxError, ValueError):
 
 class DeviceError(TsunaxError, ValueError):
     """A device that is not here, or devices that cannot be used together."""
+
+
+class ProcessError(TsunaxError, RuntimeError):
+    """Processes that did not come, are gone, or do not agree; or a call at the wrong time."""
 
 
 class DataError(TsunaxError, ValueError):

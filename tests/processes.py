@@ -1,0 +1,143 @@
+"""What one of several processes does in a test: `python -m tests.processes WORK [OUT]`, started by a launcher.
+
+Prints or writes what it found as JSON; the tests compare.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import tsunax as ts
+from tsunax import distributed
+from tsunax.errors import ProcessError
+
+
+def told(f, *args, **kwargs) -> str:
+    try:
+        f(*args, **kwargs)
+    except ProcessError as error:
+        return str(error)
+    return ""
+
+
+def answers() -> dict:
+    """What the primitives say."""
+    import jax
+    import jax.numpy as jnp
+
+    i, n = distributed.process_index(), distributed.process_count()
+    found = {"who": [i, n, jax.process_index(), jax.process_count(), distributed.is_main()]}
+    found["sigterm"] = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    distributed.start()  # again: nothing
+    distributed.barrier()
+    same = {"w": np.ones(3), "b": [None, "relu"], "f": np.mean, "key": jax.random.key(1)}
+    found["same"] = told(distributed.check_in_sync, seed=3, tree=same)
+    found["seed"] = told(distributed.check_in_sync, seed=i, tree=same)
+    last = {"a": np.full(3, i == n - 1), "b": jnp.zeros(2), **({"c": 1} if i == n - 1 else {})}
+    found["tree"] = told(distributed.check_in_sync, tree=last)
+    key = jax.random.key(i)
+    tree = {"run": f"run {i}", "x": -0.0 * np.ones((2, 1)), "k": key, "j": jnp.arange(3) + i, "f": 0.1 * i}
+    got = distributed.broadcast(tree, root=n - 1)
+    found["broadcast"] = [got["run"], got["f"], str(got["x"].tolist()), np.asarray(got["j"]).tolist()]
+    found["broadcast"] += [jax.random.key_data(got["k"]).tolist(), type(got["x"]).__name__, type(got["j"]).__name__]
+    found["shapes"] = told(distributed.broadcast, np.zeros(i + 1))
+    found["place"] = told(distributed.barrier, "a" if i else "b")
+    found["late"] = told(distributed.barrier, "late", 0.3) if i else ""
+    if not i:
+        time.sleep(0.6)
+        told(distributed.barrier, "late", 0.1)
+    found["agreed"] = []
+    for asker, value in ((0, 15), (n - 1, 2)):  # a second time too
+        for call in range(3000):
+            if value_of := distributed.agree(value if i == asker and call == 40 * (1 + i) else 0):
+                found["agreed"].append([call, value_of])
+                break
+            time.sleep(1e-4 * (1 + i))
+        distributed.barrier("agreed")
+    return found
+
+
+def who() -> list[int]:
+    distributed.barrier()
+    return [distributed.process_index(), distributed.process_count()]
+
+
+def losses(rows: int = 24, batch_size: int = 8) -> list[float]:
+    """Training over all processes; the same numbers as with one."""
+    import jax
+    import jax.numpy as jnp
+
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(rows, 5)).astype(np.float32)
+    data = ts.batches({"x": x, "y": np.tanh(x @ np.arange(5, dtype=np.float32))}, batch_size, shuffle=True, seed=3)
+    params = {"w": jax.random.normal(jax.random.key(0), (5, 6)) * 0.3, "v": jnp.zeros(6)}
+    state = ts.setup(ts.rules.adam(0.05), params, key=jax.random.key(1))
+    state = ts.shard(state, ts.mesh())
+
+    def loss_fn(params, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - batch["y"]) ** 2)
+
+    step, found = ts.train_step(loss_fn), []
+    for _ in range(4):
+        for batch in data:
+            state, info = step(state, batch)
+            found.append(float(info.loss))
+    distributed.check_in_sync(state=state, losses=found)
+    return found
+
+
+def endless() -> None:
+    """Collectives for ever; the test hurts one of the processes."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = ts.mesh()
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.make_array_from_process_local_data(rows, np.ones((4, 3), np.float32))
+    f = jax.jit(lambda x: x - jnp.mean(x, 0) + 1)
+    steps = 0
+    while True:
+        x = f(x)
+        x.block_until_ready()
+        steps += 1
+        if steps == 5:
+            print(f"READY {distributed.process_index()} {os.getpid()}", flush=True)
+
+
+def fails() -> None:
+    distributed.barrier()
+    if distributed.process_index() == 1:
+        raise ValueError("bad luck")
+    distributed.barrier("never")
+
+
+def terminated() -> list[int]:
+    """A loop that ends where all agree; SIGTERM goes to any process."""
+    asked = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    print(f"READY {distributed.process_index()} {os.getpid()}", flush=True)
+    for step in range(10**6):
+        if number := distributed.agree(asked[0] if asked else 0):
+            return [step, number]
+        time.sleep(1e-3 * (1 + distributed.process_index()))
+    return []
+
+
+def main(work: str, *arguments: str) -> None:
+    start = json.loads(os.environ.get("TSUNAX_TEST_START", "{}"))
+    if text := told(distributed.start, **start):
+        print(json.dumps(text))
+        sys.exit(1)
+    found = {f.__name__: f for f in (who, answers, losses, endless, fails, terminated)}[work](*map(int, arguments))
+    with contextlib.suppress(BrokenPipeError):
+        print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,540 @@
+"""Processes that meet, agree, and end together: over sockets in threads, and with real processes."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests import processes
+from tests.helpers import absent
+from tsunax import _peers, distributed
+from tsunax.errors import ProcessError, WrongTypeError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+# --- the line between processes, in threads ---------------------------------------------------
+
+
+def hello(index, count, **changes):
+    return {"index": index, "count": count, "host": "h", "pid": 100 + index, "versions": {"jax": "1"}} | changes
+
+
+def together(n, f, *, hellos=None, timeout=5.0):
+    """`f(i)` in n threads: what each returned or raised."""
+    found = [None] * n
+
+    def run(i):
+        try:
+            found[i] = f(i)
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(n)]
+    [thread.start() for thread in threads]
+    [thread.join(20) for thread in threads]
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+def met(hellos, timeout=5.0):
+    address = ("127.0.0.1", free_port())
+    return together(len(hellos), lambda i: _peers.meet(address, hellos[i], True, timeout, lambda: 7))
+
+
+@pytest.fixture(autouse=True)
+def _lines_are_closed(monkeypatch):
+    made, init = [], _peers.Line.__init__
+    monkeypatch.setattr(_peers.Line, "__init__", lambda self, socket: made.append(self) or init(self, socket))
+    yield
+    [line.close() for line in made]
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Who would have ended, and why."""
+    found = {}
+    monkeypatch.setattr(_peers, "leave", lambda text, index: found.setdefault(index, text))
+    return found
+
+
+@pytest.fixture
+def group(left):
+    """A function that makes n peers, which part in the end."""
+    made = []
+
+    def make(n, patience=20.0, timeout=5.0):
+        parts = met([hello(i, n) for i in range(n)])
+        peers = [_peers.Peers(line, all_, i, hub, patience, timeout) for i, (line, all_, _, hub) in enumerate(parts)]
+        made.extend(peers)
+        return peers
+
+    yield make
+    together(len(made), lambda i: made[i].close())
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_processes_meet():
+    parts = met([hello(i, 3) for i in range(3)])
+    assert [part[1] for part in parts] == [[hello(i, 3) for i in range(3)]] * 3
+    assert [part[2] for part in parts] == [7] * 3
+    assert set(parts[0][3]) == {0, 1, 2} and parts[1][3] is parts[2][3] is None
+
+
+def test_who_does_not_come_is_named():
+    found = met([hello(0, 4), hello(2, 4)], timeout=0.5)
+    for error in found:
+        assert isinstance(error, ProcessError)
+        assert "got 2 of 4 after 0.5 s, without 1, 3, expected all of them. Were all started" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        (hello(1, 3), "num_processes at process 1 (host h, pid 101): got 3, expected 2, as on process 0 (host h, pid"),
+        (hello(0, 2, pid=9), "process_id at process 0 (host h, pid 9): got 0, which process 0 (host h, pid 100) has"),
+        (hello(1, 2, versions={"jax": "2"}), "jax at process 1 (host h, pid 101): got 2, expected 1, as on process 0"),
+    ],
+)
+def test_who_does_not_belong_is_told_why(second, text):
+    address = ("127.0.0.1", free_port())
+    line = None
+
+    def come(i):
+        nonlocal line
+        if i == 0:
+            return _peers.meet(address, hello(0, 2), True, 5.0, lambda: 7)
+        line = _peers._visit(address, second, time.monotonic() + 5, 5.0)
+        return line.read_one(time.monotonic() + 5)
+
+    zero, other = together(2, come)
+    assert isinstance(zero, ProcessError) and text in str(zero)
+    assert text in other["end"]
+
+
+def test_nobody_at_the_address():
+    start = time.monotonic()
+    with pytest.raises(ProcessError, match=r"coordinator at 127\.0\.0\.1:\d+: got no answer in 0\.4 s .* process 0"):
+        _peers.meet(("127.0.0.1", free_port()), hello(1, 2), True, 0.4, lambda: 7)
+    assert time.monotonic() - start < 3
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with pytest.raises(ProcessError, match=r"port at 127.*: got Address already in use, expected a free one"):
+            _peers.meet(address, hello(0, 2), True, 0.4, lambda: 7)
+
+
+def test_strangers_at_the_port_are_sent_away():
+    address = ("127.0.0.1", free_port())
+
+    def come(i):
+        if i < 2:
+            time.sleep(0.3 * i)
+            return _peers.meet(address, hello(i, 2), True, 5.0, lambda: 7)
+        time.sleep(0.1)
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\n\n")
+            return stranger.recv(10)
+
+    zero, one, stranger = together(3, come)
+    assert zero[2] == one[2] == 7 and stranger == b""
+
+
+def test_all_hear_all(group):
+    peers = group(3)
+    found = together(3, lambda i: [peers[i].gather("a", str(i)), peers[i].gather("b", f"{i}!")])
+    assert found == [[["0", "1", "2"], ["0!", "1!", "2!"]]] * 3
+
+
+def test_another_call_is_another_place(group):
+    peers = group(2)
+    found = together(2, lambda i: peers[i].gather(f"call {i}"))
+    for error in found:
+        assert isinstance(error, ProcessError)
+        assert {"call 0 on process 0", "call 1 on process 1"} & set(str(error).split(" (")[0].split("got ")[1:])
+        assert "All processes call the same, in the same order." in str(error)
+
+
+def test_a_wait_ends_and_names_who_is_missing(group):
+    peers = group(3)
+    found = together(2, lambda i: peers[i].gather("all", timeout=0.3))
+    assert [str(error) for error in found] == [
+        "all: got no word of process 2 (host h, pid 102), expected all processes."
+    ] * 2
+    # the one that comes late is told too, and the next call works
+    assert isinstance(together(3, lambda i: peers[2].gather("all", timeout=0.2) if i == 2 else None)[2], ProcessError)
+    assert together(3, lambda i: peers[i].gather("again", str(i))) == [["0", "1", "2"]] * 3
+
+
+@pytest.mark.parametrize("askers", [(0,), (2,), (0, 1, 2)])
+def test_all_agree_at_the_same_call(group, askers):
+    peers = group(3)
+    pace = np.random.default_rng(len(askers)).uniform(0, 2e-3, 3)
+
+    def run(i):
+        found = []
+        for round in range(2):
+            for call in range(100_000):
+                if value := peers[i].agree(10 + i if i in askers and call == 20 + 30 * i else 0):
+                    found.append((call, value))
+                    break
+                time.sleep(pace[i])
+            peers[i].gather(f"round {round}")
+        return found
+
+    found = together(3, run)
+    assert found[0] == found[1] == found[2] and len(found[0]) == 2
+    assert all(value - 10 in askers for _, value in found[0])
+
+
+def test_who_is_gone_is_named(left):
+    parts = met([hello(i, 3) for i in range(3)])
+    peers = [_peers.Peers(line, all_, i, hub, 20.0, 5.0) for i, (line, all_, _, hub) in enumerate(parts[:2])]
+    parts[2][0].close()
+    until(lambda: len(left) == 2)
+    assert set(left.values()) == {"process 2 (host h, pid 102) is gone: it was killed, or crashed"} and len(peers) == 2
+
+
+def test_who_is_silent_is_named(left):
+    parts = met([hello(i, 3) for i in range(3)])
+    start = time.monotonic()
+    peers = [_peers.Peers(line, all_, i, hub, 1.0, 5.0) for i, (line, all_, _, hub) in enumerate(parts[:2])]
+    until(lambda: len(left) == 2)
+    assert 1.0 <= time.monotonic() - start < 4 and len(peers) == 2
+    assert set(left.values()) == {
+        "process 2 (host h, pid 102) has been silent for 1 s: it is stopped, or its host or network is down"
+    }
+
+
+def test_a_silent_process_0_is_named(left):
+    parts = met([hello(i, 2) for i in range(2)])  # without a hub
+    line, hellos, _, _ = parts[1]
+    peers = _peers.Peers(line, hellos, 1, None, 1.0, 5.0)
+    until(lambda: bool(left))
+    assert left == {
+        1: "process 0 (host h, pid 100) has been silent for 1 s: it is stopped, or its host or network is down"
+    }
+    assert peers.count == 2
+
+
+def test_who_fails_says_why(group, left):
+    peers = group(3)
+    peers[1].fail("ValueError bad luck")
+    until(lambda: len(left) == 3)
+    why = "process 1 (host h, pid 101) ended: ValueError bad luck"
+    assert left == {0: why, 1: "", 2: why}  # it has said so itself
+
+
+# --- who is who -------------------------------------------------------------------------------
+
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_NODELIST": "node[007-010],other",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_NODES": "5",
+}
+OMPI = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+OMPI_5 = {name: x for name, x in OMPI.items() if "MCA" not in name} | {"PMIX_NAMESPACE": "prterun-vm-77@1"}
+JAX = {"JAX_COORDINATOR_ADDRESS": "job-0.pods:1234", "JAX_NUM_PROCESSES": "2"}
+LAUNCHERS = {
+    "nothing": ({}, (None, 1, 0, None, False)),
+    "slurm": (SLURM, (f"node007:{61440 + 4711 % 4096}", 8, 5, [1], False)),
+    "slurm on one node": (
+        SLURM | {"SLURM_STEP_NODELIST": "a", "SLURM_STEP_NUM_NODES": "1"},
+        (f"a:{61440 + 615}", 8, 5, [1], True),
+    ),
+    "open mpi": (OMPI, (f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 3, [1], False)),
+    "open mpi within slurm": (SLURM | OMPI, (f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 3, [1], False)),
+    "open mpi 5 on one host": (OMPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ("127.0.0.1", 4, 3, [1], True)),
+    "kubernetes": (JAX | {"JOB_COMPLETION_INDEX": "1"}, ("job-0.pods:1234", 2, 1, None, False)),
+    "variables": (JAX | {"JAX_PROCESS_ID": "0"}, ("job-0.pods:1234", 2, 0, None, False)),
+}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """A function that sets variables, and takes away those of all launchers."""
+
+    monkeypatch.setattr(distributed, "_is_alone", False)
+
+    def change(variables):
+        for name in list(os.environ):
+            if name.startswith(("SLURM_", "OMPI_", "PMI_", "PMIX_", "JAX_COORD", "JAX_NUM_P", "JOB_COMP", "KUBER")):
+                monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return change
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_launchers(environment, name):
+    variables, expected = LAUNCHERS[name]
+    environment(variables)
+    found = distributed._launch(None, None, None, None, 5.0)
+    address = found.address.rpartition(":")[0] if expected[0] == "127.0.0.1" else found.address
+    assert (address, *found[1:]) == expected
+
+
+def test_arguments_win(environment):
+    environment(SLURM)
+    found = distributed._launch("here:1", 2, 1, None, 5.0)
+    assert found[:3] == ("here:1", 2, 1)
+    distributed.start(num_processes=1)
+
+
+def test_an_mpi_without_mpi4py(environment, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for variables in ({"PMI_SIZE": "2", "PMI_RANK": "0"}, OMPI_5):
+        environment(variables)
+        with pytest.raises(ProcessError, match="pip install mpi4py, or say coordinator_address="):
+            distributed._launch(None, None, None, None, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"process_id": 2, "num_processes": 2}, "process_id at start(): got 2 of num_processes 2, expected at most 1."),
+        ({"process_id": -1}, "process_id at start(): got -1, expected an int of 0 or more."),
+        ({"process_id": True}, "process_id at start(): got True, expected an int of 0 or more."),
+        ({"num_processes": 2.0}, "num_processes at start(): got 2.0, expected an int of 0 or more."),
+        ({"num_processes": 0}, "num_processes"),
+        (
+            {"coordinator_address": "host"},
+            "coordinator_address at start(): got 'host', expected 'host:port' of process 0.",
+        ),
+        ({"coordinator_address": "host:99999"}, "expected 'host:port' of process 0."),
+    ],
+)
+def test_arguments_that_make_no_sense(environment, arguments, text):
+    environment({})
+    given = {"coordinator_address": "localhost:1234", "num_processes": 2, "process_id": 0} | arguments
+    with pytest.raises(ProcessError) as caught:
+        distributed.start(**given)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["coordinator_address", "num_processes", "process_id"])
+def test_arguments_that_are_missing(environment, missing):
+    environment({})
+    given = {"coordinator_address": "localhost:1234", "num_processes": 2, "process_id": 0}
+    del given[missing]
+    with pytest.raises(
+        ProcessError, match=rf"start\(\): got no {missing}, expected coordinator_address, num_processes"
+    ):
+        distributed.start(**given)
+
+
+def test_after_the_backend(environment):
+    environment({})
+    jax.devices()
+    with pytest.raises(ProcessError, match=r"got a backend that has started, expected to be called before that"):
+        distributed.start("localhost:1234", 2, 0)
+
+
+def test_a_launcher_whose_processes_were_not_started(environment):
+    environment(OMPI)
+    with pytest.raises(ProcessError, match=r"process: got one of 4, and not started.* Call ts.distributed.start\(\)"):
+        distributed.process_count()
+    distributed.start(num_processes=1)
+    assert distributed.process_count() == 1
+
+
+def test_a_process_alone(environment):
+    environment({})
+    distributed.start()
+    distributed.barrier()
+    distributed.check_in_sync(seed=1, tree={"x": np.ones(2)})
+    distributed.stop()
+    tree = {"x": np.ones(2), "name": "a"}
+    assert distributed.broadcast(tree) is tree and distributed.is_main()
+    assert [distributed.agree(x) for x in (0, 15)] == [0, 15]
+    with pytest.raises(ProcessError, match=r"root at broadcast\(\): got 1, expected a process from 0 to 0"):
+        distributed.broadcast(tree, root=1)
+    with pytest.raises(WrongTypeError, match=r"leaf at tree\['f'\]: got the function"):
+        distributed.broadcast({"f": free_port})
+
+
+# --- real processes ---------------------------------------------------------------------------
+
+
+class Started:
+    """One process of several, its output in a file."""
+
+    def __init__(self, folder, index, command, variables, start):
+        self.index, self.path = index, folder / f"out{index}"
+        flags = os.environ.get("XLA_FLAGS", "").replace("device_count=8", "device_count=1")
+        env = {**os.environ, "XLA_FLAGS": flags, "TSUNAX_TEST_START": json.dumps(start), **variables}
+        with open(self.path, "wb") as out:
+            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
+
+    @property
+    def text(self) -> str:
+        return self.path.read_text(errors="replace")
+
+    def wait(self, seconds=90) -> int:
+        return self.process.wait(seconds)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """A function that starts n processes of `tests.processes`, all of which are ended afterwards."""
+    started = []
+
+    def run(n, *work, variables=lambda i: {}, start=None, peer_timeout=20.0):
+        address = f"localhost:{free_port()}"
+        for i in range(n):
+            given = {"coordinator_address": address, "num_processes": n, "process_id": i} if start is None else start
+            given = {"peer_timeout": peer_timeout, "timeout": 60, **given}
+            command = [sys.executable, "-u", "-m", "tests.processes", *map(str, work)]
+            started.append(Started(tmp_path, i, command, variables(i), given))
+        return started
+
+    yield run
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+def found(text: str) -> dict:
+    """What the processes printed that they found, by index."""
+    decode = json.JSONDecoder().raw_decode
+    return dict(decode(part)[0] for part in text.split("FOUND ")[1:])
+
+
+def ready(started) -> None:
+    until(lambda: all("READY" in one.text or one.process.poll() for one in started), 60)
+    assert all("READY" in one.text for one in started), [one.text for one in started]
+
+
+def test_two_processes(launch):
+    started = launch(2, "answers")
+    assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
+    zero, one = (found(each.text)[i] for i, each in enumerate(started))
+    assert zero.pop("who") == [0, 2, 0, 2, True] and one.pop("who") == [1, 2, 1, 2, False]
+    late = one.pop("late")
+    assert "barrier 'late': got no word of process 0 (host" in late and zero.pop("late") == ""
+    assert zero == one  # errors too: all processes raise the same
+    assert zero["sigterm"] and zero["same"] == ""
+    pid = started[1].process.pid
+    who = f"process 1 (host {socket.gethostname()}, pid {pid})"
+    assert zero["seed"] == f"processes differ: seed: got 1 on {who}, 0 on process 0. They must be the same on all."
+    assert (
+        "tree['a']: got bool[3] " in zero["tree"] and f"tree['c']: got 1 on {who}, nothing on process 0" in zero["tree"]
+    )
+    assert "tree['b']" not in zero["tree"]
+    key = jax.random.key_data(jax.random.key(1)).tolist()
+    assert zero["broadcast"] == ["run 1", 0.1, "[[-0.0], [-0.0]]", [1, 2, 3], key, "ndarray", "ArrayImpl"]
+    assert "got 'float64[2]' on process 1" in zero["shapes"]
+    assert "All processes call the same" in zero["place"]
+    assert [value for _, value in zero["agreed"]] == [15, 2]
+
+
+def test_an_exception_ends_all(launch):
+    started = launch(2, "fails")
+    assert [one.wait() for one in started] == [1, 1]
+    assert "ValueError: bad luck" in started[1].text
+    assert f"pid {started[1].process.pid}) ended: ValueError bad luck. This process (0) ends too." in started[0].text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_hurt_ends_the_others(launch, number):
+    assert hurt(launch, 2, 1, number, peer_timeout=3.0) < 10
+
+
+def hurt(launch, n, victim, number, peer_timeout, within=45.0) -> float:
+    """Hurt one of n processes that are in collectives; seconds until all others have ended with its name."""
+    started = launch(n, "endless", peer_timeout=peer_timeout)
+    ready(started)
+    others = [one for one in started if one.index != victim]
+    began = time.monotonic()
+    os.kill(started[victim].process.pid, number)
+    for one in others:
+        assert one.wait(within + 30) not in (0, None)
+    seconds = time.monotonic() - began
+    for one in others:
+        assert f"process {victim} (host {socket.gethostname()}, pid {started[victim].process.pid})" in one.text, (
+            one.text
+        )
+    return seconds
+
+
+def test_sigterm_to_one_ends_all_at_one_step(launch):
+    started = launch(2, "terminated")
+    ready(started)
+    time.sleep(0.1)
+    started[1].process.terminate()
+    assert [one.wait() for one in started] == [0, 0]
+    zero, one = (found(each.text)[i] for i, each in enumerate(started))
+    assert zero == one and zero[1] == signal.SIGTERM and zero[0] > 10
+
+
+def test_slurm_by_its_variables(launch):
+    port = free_port()
+    variables = lambda i: {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(i),
+        "SLURM_LOCALID": str(i),
+        "SLURM_STEP_NUM_NODES": "1",
+        "JAX_COORDINATOR_PORT": str(port),
+    }
+    started = launch(2, "who", variables=variables, start={})
+    assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
+    assert [found(one.text) for one in started] == [{0: [0, 2]}, {1: [1, 2]}]
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_mpirun(n):
+    if shutil.which("mpirun") is None:
+        absent("mpi", "there is no mpirun: Debian's openmpi-bin has one")
+    command = ["mpirun", "-np", str(n), "--oversubscribe", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        command.append("--allow-run-as-root")
+    env = {**os.environ, "XLA_FLAGS": "", "TSUNAX_TEST_START": json.dumps({"timeout": 60})}
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "tests.processes", "losses"],
+        env=env, cwd=ROOT, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for i, losses in found(done.stdout).items():
+        np.testing.assert_allclose(losses, processes.losses(), rtol=1e-5, err_msg=str(i))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("n, victim", [(n, i) for n in (2, 4) for i in range(n)])
+def test_any_process_may_be_hurt(launch, n, victim, number):
+    assert hurt(launch, n, victim, number, peer_timeout=5.0) < 15

@@ -1,0 +1,433 @@
+"""Many processes that train as one: who I am, who else is there, and what all of them agree on.
+
+    ts.distributed.start()              # the first line of the script; alone, it does nothing
+    ts.distributed.check_in_sync(seed=seed, params=params, settings=settings)
+
+`mpirun`, SLURM, Kubernetes and the like start the processes; `start` finds out from them who is who, brings all
+together, and starts `jax.distributed`. From then on `jax.devices()` are those of all processes, and arrays and programs
+span them. What is here is the rest: waits that end, errors that name a process, one answer for all. It works on the
+host, over sockets (`_peers.py`), and knows nothing of meshes, states and steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax._src import xla_bridge
+from jax._src.clusters import ClusterEnv
+
+from tsunax import _peers, _tree
+from tsunax.errors import ProcessError, WrongTypeError, message, told
+
+__all__ = [
+    "agree",
+    "barrier",
+    "broadcast",
+    "check_in_sync",
+    "is_main",
+    "process_count",
+    "process_index",
+    "start",
+    "stop",
+]
+
+SPARE = 10  # seconds after `peer_timeout` in which JAX, too, would end the process: should this module ever fail
+SHOWN = 10  # differences in a message
+
+_peers_of_run: _peers.Peers | None = None
+_is_alone = False  # because start() said so
+
+
+# Who is who
+
+
+class _Launch(NamedTuple):
+    address: Any  # of process 0, host:port; None where nobody says so, as the next two
+    count: Any
+    index: Any
+    local_device_ids: Any
+    is_one_host: bool
+
+
+def _number(name: str) -> int | None:
+    """A variable of the environment as a number."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else None
+
+
+def _launched() -> int:
+    """How many processes the variables of a launcher speak of; 1 without."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES"):
+        if (n := _number(name)) is not None:
+            return n
+    return _number("SLURM_NTASKS") or 1 if "SLURM_STEP_NODELIST" in os.environ else 1
+
+
+def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _Launch:
+    """From arguments, then JAX_* variables, then what JAX knows of launchers."""
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    count = _number("JAX_NUM_PROCESSES") if count is None else count
+    index = _number("JAX_PROCESS_ID") if index is None else index
+    if index is None and address is not None and count is not None:
+        index = _number("JOB_COMPLETION_INDEX")  # of an indexed job of Kubernetes
+    method, is_one_host = None, False
+    if (n := _number("OMPI_COMM_WORLD_SIZE")) is not None:
+        is_one_host = _number("OMPI_COMM_WORLD_LOCAL_SIZE") == n
+        if "OMPI_MCA_orte_hnp_uri" not in os.environ:  # Open MPI 5 does not say where process 0 is
+            method = "mpi4py"
+            if is_one_host and (count, address) == (None, None):
+                job = os.environ.get("PMIX_NAMESPACE", str(os.getppid()))
+                port = os.environ.get("JAX_COORDINATOR_PORT") or 61440 + zlib.crc32(job.encode()) % 4096
+                address, count, index = f"127.0.0.1:{port}", n, _number("OMPI_COMM_WORLD_RANK")
+                local_device_ids = local_device_ids or [_number("OMPI_COMM_WORLD_LOCAL_RANK")]
+    elif "SLURM_STEP_NODELIST" in os.environ:
+        is_one_host = _number("SLURM_STEP_NUM_NODES") == 1
+    elif (_number("PMI_SIZE") or 1) > 1:  # MPICH, Intel MPI
+        method = "mpi4py"
+    if count != 1 and None in (address, count, index):
+        if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
+            fix = "pip install mpi4py, or say coordinator_address=, num_processes= and process_id=."
+            raise ProcessError(message("launcher", "start()", "an MPI that JAX knows by mpi4py only", "mpi4py", fix))
+        address, count, index, local_device_ids = ClusterEnv.auto_detect_unset_distributed_params(
+            address, count, index, local_device_ids, method, math.ceil(timeout)
+        )
+    if (address, count, index) == (None, None, None):
+        count, index = 1, 0
+    return _Launch(address, count, index, local_device_ids, is_one_host)
+
+
+def _checked(launch: _Launch, given: dict[str, Any]) -> tuple[str, int]:
+    """The host and port of process 0. Raises ProcessError for what does not make sense."""
+    for name, value in given.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0):
+            raise ProcessError(message(name, "start()", repr(value), "an int of 0 or more"))
+    known = {"coordinator_address": launch.address, "num_processes": launch.count, "process_id": launch.index}
+    if missing := [name for name, value in known.items() if value is None]:
+        fix = "No launcher was found that tells."
+        raise ProcessError(message("start()", "", f"no {' and no '.join(missing)}", ", ".join(known), fix))
+    if launch.index >= launch.count:
+        fix = "They count from 0."
+        got = f"{launch.index} of num_processes {launch.count}"
+        raise ProcessError(message("process_id", "start()", got, f"at most {launch.count - 1}", fix))
+    host, _, port = str(launch.address).rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ProcessError(message("coordinator_address", "start()", repr(launch.address), "'host:port' of process 0"))
+    return host.strip("[]"), int(port)
+
+
+def start(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: Sequence[int] | None = None,
+    timeout: float = 120.0,
+    peer_timeout: float = 30.0,
+) -> None:
+    """Make this process one of many, before anything else asks JAX for a device; nothing to do for a process alone.
+
+        jax.distributed.initialize(...)    # with all processes there, and watched from then on
+
+    Without arguments it finds out by itself under SLURM (`srun`), Open MPI, MPICH and Intel MPI (with mpi4py), in an
+    indexed job of Kubernetes, on Cloud TPU, or from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. It
+    may be called again, and does nothing then.
+
+    Args:
+      coordinator_address: `host:port` of process 0, the same on all. Processes on one host say `localhost:port`: then
+        nobody else can connect.
+      num_processes: how many there are; 1 is a process alone, whatever a launcher says.
+      process_id: which one this is, from 0.
+      local_device_ids: the devices of this host that this process has. Under MPI and SLURM one GPU each, by the rank on
+        the host; else all.
+      timeout: seconds that any wait for processes which are alive may take: here, in `barrier`, at the end.
+      peer_timeout: seconds without a sign of life after which a process counts as dead; a killed one does at once.
+
+    When a process dies, is stopped, or ends with an exception, all others end with exit code 1 and a line that names
+    it: a collective that has lost a member never returns. So does a process whose Python stands still for so long,
+    inside a C extension that keeps the interpreter's lock. At the end processes wait for each other, see `stop`.
+    SIGTERM stays what it was; JAX would swallow it.
+
+    Raises ProcessError for processes that do not come, or come with other versions, counts or a number that is taken;
+    for arguments that do not fit; after a device was used; for a port that is taken.
+
+    >>> start()
+    >>> process_index(), process_count()
+    (0, 1)
+    """
+    global _peers_of_run, _is_alone
+    if _peers_of_run is not None:
+        return
+    launch = _launch(coordinator_address, num_processes, process_id, local_device_ids, timeout)
+    address = ("", 0)
+    if launch.count != 1 or process_id:
+        address = _checked(launch, {"num_processes": num_processes, "process_id": process_id})
+    if launch.count == 1:
+        _is_alone = num_processes == 1
+        return
+    if jax.distributed.is_initialized() or xla_bridge.backends_are_initialized():
+        got = (
+            "jax.distributed that is initialized" if jax.distributed.is_initialized() else "a backend that has started"
+        )
+        fix = "Make it the first line: jax.devices(), jnp.ones() and jax.random.key() start the backend."
+        raise ProcessError(message("start()", "", got, "to be called before that", fix))
+    alone = launch.is_one_host or address[0] in ("localhost", "127.0.0.1", "::1")
+    host = ("::1" if address[0] == "::1" else "127.0.0.1") if alone else address[0]
+    versions = {"jax": jax.__version__, "python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    me = {"index": launch.index, "count": launch.count, "host": socket.gethostname(), "pid": os.getpid()}
+    line, hellos, port, hub = _peers.meet((host, address[1]), {**me, "versions": versions}, alone, timeout, _free_port)
+    _peers_of_run = _peers.Peers(line, hellos, launch.index, hub, peer_timeout, timeout)
+    atexit.register(_at_exit)
+    whole = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    with _same_sigterm():
+        jax.distributed.initialize(
+            whole,
+            launch.count,
+            launch.index,
+            launch.local_device_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=math.ceil(timeout),
+            heartbeat_timeout_seconds=math.ceil(peer_timeout) + SPARE,
+            coordinator_bind_address=whole if alone else None,
+        )
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _same_sigterm():
+    """JAX's preemption service takes SIGTERM for itself, and a loop that does not ask it never ends."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if before is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+def stop() -> None:
+    """Part from the other processes: waits until all are here. Called at the exit of the process, if not before.
+
+    Raises ProcessError where one that is alive does not come.
+    """
+    global _peers_of_run
+    peers = _peers_of_run
+    if peers is None:
+        return
+    peers.gather("stop()")
+    atexit.unregister(_at_exit)
+    jax.distributed.shutdown()
+    peers.close()
+    _peers_of_run = None
+
+
+def _at_exit() -> None:
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        try:
+            return stop()
+        except ProcessError as found:
+            error = found
+    sys.stdout.flush()
+    time.sleep(1.0)  # where a collective failed since somebody is gone, that one is to be named, and ends this process
+    assert _peers_of_run is not None
+    _peers_of_run.fail(told(error))
+    os._exit(1)
+
+
+# Who am I
+
+
+def _here() -> tuple[int, int]:
+    if _peers_of_run is not None:
+        return _peers_of_run.index, _peers_of_run.count
+    if jax.distributed.is_initialized() or xla_bridge.backends_are_initialized():
+        index, count = jax.process_index(), jax.process_count()
+    else:
+        index, count = 0, 1
+    if count == 1 and not _is_alone and (n := _launched()) > 1:
+        fix = "Call ts.distributed.start() first; start(num_processes=1) where each is to train by itself."
+        raise ProcessError(message("process", "", f"one of {n}, and not started", "ts.distributed.start()", fix))
+    return index, count
+
+
+def process_index() -> int:
+    """Which process this is, from 0. Raises ProcessError where a launcher made several, and `start` was not called."""
+    return _here()[0]
+
+
+def process_count() -> int:
+    """How many processes there are. Raises ProcessError as `process_index`."""
+    return _here()[1]
+
+
+def is_main() -> bool:
+    """Whether this is process 0: the one that prints, logs and downloads."""
+    return process_index() == 0
+
+
+# What all agree on
+
+
+def _gather(name: str, text: str = "", timeout: float | None = None) -> list[str]:
+    """What all processes say at this place, by index."""
+    if _peers_of_run is None:
+        if process_count() > 1:
+            fix = "Call ts.distributed.start() in place of jax.distributed.initialize()."
+            raise ProcessError(message(name, "", "processes that did not start here", "ts.distributed.start()", fix))
+        return [text]
+    return _peers_of_run.gather(name, text, timeout)
+
+
+def barrier(name: str = "barrier", timeout: float | None = None) -> None:
+    """Wait until all processes are here. Raises ProcessError that names who did not come, or is at another place.
+
+    On the host, and bounded by `timeout` seconds (that of `start` if None). It does not wait for the devices.
+    """
+    _gather(f"barrier {name!r}", "", timeout)
+
+
+def agree(asked: int = 0) -> int:
+    """0, until any process asks for something; then what it asked for, on all of them in the same call.
+
+        if signal := ts.distributed.agree(interrupt.asked):  # at every call of the compiled loop
+            break
+
+    Every process calls it equally often. It waits for nobody: the processes settle on the next call that none of them
+    has reached. A process alone gets back what it asks. Where two ask at once, one of them is heard.
+
+    >>> agree(), agree(15)
+    (0, 15)
+    """
+    return asked if _peers_of_run is None else _peers_of_run.agree(asked)
+
+
+def check_in_sync(**things: Any) -> None:
+    """Raise ProcessError on all processes unless each thing is the same on all: seeds, settings, trees, states.
+
+    The message names up to 10 leaves that differ, with both sides. Arrays are compared by shape, dtype and a hash of
+    their bytes; of an array that is spread over processes, shape and dtype only; functions by name.
+
+    >>> check_in_sync(seed=0, params={"w": np.ones(3)})
+    """
+    leaves = {name: _fingerprints(name, thing) for name, thing in things.items()}
+    mine = {name: _hash(json.dumps(found).encode()) for name, found in leaves.items()}
+    everyone = [json.loads(text) for text in _gather("check_in_sync()", json.dumps(mine))]
+    names = [
+        name for name in dict.fromkeys(k for said in everyone for k in said) if len({s.get(name) for s in everyone}) > 1
+    ]
+    if not names:
+        return
+    parts = {place: text for name in names for place, text in leaves.get(name, {}).items()}
+    everyone = [json.loads(text) for text in _gather("check_in_sync() in detail", json.dumps(parts))]
+    differ = []
+    for place in dict.fromkeys(k for said in everyone for k in said):
+        first = everyone[0].get(place, "nothing")
+        for i, said in enumerate(everyone):
+            if said.get(place, "nothing") != first:
+                assert _peers_of_run is not None
+                who, zero = _peers_of_run.names[i], "process 0"
+                differ.append(f"{place}: got {said.get(place, 'nothing')} on {who}, {first} on {zero}")
+                break
+    more = f"; and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
+    raise ProcessError(f"processes differ: {'; '.join(differ[:SHOWN])}{more}. They must be the same on all.")
+
+
+def _fingerprints(name: str, thing: Any) -> dict[str, str]:
+    """What a leaf is, in a few words, by its place."""
+    keyed = jtu.tree_flatten_with_path(thing, is_leaf=lambda x: x is None)[0]
+    return {_tree.access_str(name, path): _fingerprint(leaf) for path, leaf in keyed}
+
+
+def _fingerprint(leaf: Any) -> str:
+    if not _tree.is_array(leaf):
+        plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes))
+        text = repr(leaf) if plain else getattr(leaf, "__qualname__", type(leaf).__qualname__)
+        return text if len(text) < 80 else f"{text[:60]}… {_hash(text.encode())}"
+    words = _tree.describe(leaf)
+    if isinstance(leaf, jax.Array):
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            return words
+        leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        leaf = leaf if leaf.is_fully_addressable else leaf.addressable_data(0)
+    array = np.asarray(leaf)
+    return f"{words} {array[()]}" if array.ndim == 0 else f"{words} {_hash(np.ascontiguousarray(array).tobytes())}"
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def broadcast(tree: Any, root: int = 0) -> Any:
+    """The tree of one process, on all of them: to the bit, arrays in one transfer.
+
+    The trees have the same structure everywhere. Arrays (shape and dtype the same on all) travel over the devices, and
+    arrive as NumPy arrays where they were, else where they lay; numbers and strings may differ, and need no device.
+    Raises ProcessError for trees that do not fit, or a root that is not there.
+
+    >>> broadcast({"run": "2026-11-21", "seed": 3})
+    {'run': '2026-11-21', 'seed': 3}
+    """
+    index, count = _here()
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < count:
+        raise ProcessError(message("root", "broadcast()", repr(root), f"a process from 0 to {count - 1}"))
+    keyed, treedef = jtu.tree_flatten_with_path(tree)
+    known, values = {}, []
+    for path, leaf in keyed:
+        place = _tree.access_str("tree", path)
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            got = f"{_tree.describe(leaf)} of all processes"
+            raise ProcessError(message("leaf", place, got, "an array of this process", "It is one array already."))
+        if not (_tree.is_array(leaf) or isinstance(leaf, (bool, int, float, str))):
+            raise WrongTypeError(message("leaf", place, _tree.describe(leaf), "an array, a number or a string"))
+        known[place] = _tree.describe(leaf) if _tree.is_array(leaf) else "a number or a string"
+        values.append(None if _tree.is_array(leaf) else leaf)
+    if count == 1:
+        return tree
+    check_in_sync(broadcast=known)
+    values = json.loads(_gather("broadcast()", json.dumps(values))[root])
+    bits = [_bits(leaf) for _, leaf in keyed if _tree.is_array(leaf)]
+    if bits:
+        from jax.experimental import multihost_utils
+
+        packed = np.concatenate([x.reshape(-1).view(np.uint8) for x in bits])
+        packed = np.asarray(multihost_utils.broadcast_one_to_all(packed, is_source=index == root))
+        cuts = np.cumsum([x.nbytes for x in bits])[:-1]
+        parts = [x.view(y.dtype).reshape(y.shape) for x, y in zip(np.split(packed, cuts), bits, strict=True)]
+        news = iter(parts)
+        values = [_like(x, next(news)) if _tree.is_array(x) else v for (_, x), v in zip(keyed, values, strict=True)]
+    return treedef.unflatten(values)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _bits(leaf: Any) -> np.ndarray:
+    """An array on the host, a key as its words."""
+    return np.ascontiguousarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+
+
+def _like(leaf: Any, new: np.ndarray) -> Any:
+    """Bits as an array of the kind that another one is."""
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(jnp.asarray(new), impl=jax.random.key_impl(leaf))
+    return jax.device_put(new, leaf.sharding) if isinstance(leaf, jax.Array) else new
