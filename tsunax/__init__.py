@@ -42,6 +42,7 @@ if _TYPE_CHECKING:  # loaded when they are first asked for
     )
     from tsunax.history import History
     from tsunax.loop import fit, iterate, train_epoch, train_steps
+    from tsunax.sharding import explain, mesh, shard
 
 _LATER = {
     "checkpoint": ("Checkpoints",),
@@ -54,6 +55,7 @@ _LATER = {
     ),
     "history": ("History",),
     "loop": ("fit", "iterate", "train_epoch", "train_steps"),
+    "sharding": ("explain", "mesh", "shard"),
 }
 _HOME = {name: module for module, names in _LATER.items() for name in names}
 
@@ -79,6 +81,7 @@ __all__ = [
     "errors",
     "eval_step",
     "evaluate",
+    "explain",
     "fit",
     "flush",
     "freeze",
@@ -87,6 +90,7 @@ __all__ = [
     "iterate",
     "loggers",
     "losses",
+    "mesh",
     "metrics",
     "models",
     "plot",
@@ -100,6 +104,7 @@ __all__ = [
     "rules",
     "schedules",
     "setup",
+    "shard",
     "simulate",
     "supported_devices",
     "thaw",

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from tsunax import _fused, _place, _tree
 from tsunax.data import Batches, Prefetched, as_source, check_batch
 from tsunax.errors import DataError, StateError, message
+from tsunax.program import TrainStep
 
 BUFFER_BYTES = 1 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
@@ -38,7 +39,8 @@ _UNKNOWN = object()
 class Feed:
     """Chunks of data, for the state of a run: what `fit` asks for batches."""
 
-    def __init__(self, data, state, steps_per_call, interval: float):
+    def __init__(self, step, data, state, steps_per_call, interval: float):
+        self._step = step
         self.source = as_source(data)
         if isinstance(data, Batches | Prefetched) and self.source.resumable:
             self.source.restore(data.get_state())  # in the middle of an epoch, if they are there
@@ -77,6 +79,8 @@ class Feed:
         `until` so many steps nobody looks at the place of the data: that far more may be read than is given.
         """
         epoch, data = self.epoch, self.source.data
+        if self._setting is None:
+            return self._single(state, step)
         if isinstance(data, Batches) and data.resident is not None:
             return self._resident(data, n, state, limit)
         if self._block is None:
@@ -93,8 +97,20 @@ class Feed:
             self._block = None
         if self._home is _UNKNOWN:
             self._home = _place.home_of(state)
-        feed, sent = place(_fused.Stacked(batches), count, self._home, limit)
+        feed, sent = place(_fused.Stacked(batches), count, self._home, limit, getattr(self._step, "masks", False))
         return Chunk(feed, sent, count, epoch, block.bytes)
+
+    def _single(self, state, step: int) -> Chunk | None:
+        """The next batch, for a step that is called as it is: a `TrainStep` places it itself."""
+        epoch = self.epoch
+        if (batch := self.source.next()) is None:
+            self._ended = True
+            return None
+        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), batch)
+        bytes = self._known(stacked, step)[1]
+        if not isinstance(self._step, TrainStep) and isinstance(home := _place.home_of(state), NamedSharding):
+            batch = _place.put(batch, home)
+        return Chunk(_fused.Single(batch), None, 1, epoch, bytes)
 
     def sync(self) -> None:
         """Put data from which more was read than given to where they would be without that; the state may move now."""
@@ -128,7 +144,7 @@ class Feed:
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
             check_batch(one, f"step {step}")
             self._sizes[shapes] = self._new(one, leaves, step)
-        size, bytes = self._sizes[shapes], sum(x.nbytes for x in leaves) // leaves[0].shape[0]
+        size, bytes = self._sizes[shapes], sum(int(np.prod(x.shape[1:])) * x.dtype.itemsize for x in leaves)
         self._ahead = max(1, min(AHEAD, BUFFER_BYTES // max(bytes, 1)))
         return size, size * bytes
 
@@ -242,9 +258,17 @@ def buffer_size(batch, leaves, steps_per_call, interval: float) -> int:
     return int(max(2, min(most, interval)))
 
 
-def place(feed, n: int, home, limit: int = NO_LIMIT) -> tuple[Any, Any]:
-    """Stacked batches and their number where the state lives; jit itself is the fastest way to a single device."""
+def place(feed, n: int, home, limit: int = NO_LIMIT, masks: bool = False) -> tuple[Any, Any]:
+    """Stacked batches and their number where the state lives; jit itself is the fastest way to a single device.
+
+    Rows that do not divide by the devices of a mesh are padded where the step `masks`.
+    """
     count = np.array([n, limit], np.int32)
+    if isinstance(home, NamedSharding) and masks:
+        rows, parts = jax.tree.leaves(feed.batches)[0].shape[1], _place.parts_of(home.mesh)
+        if padding := -rows % parts:
+            batches, mask = _place.padded(feed.batches, rows, rows + padding, axis=1)
+            feed = _fused.Stacked(batches, _place.put(mask, home))
     elsewhere = home is not None and any(isinstance(x, jax.Array) for x in jax.tree.leaves(feed))
     return _place.put((feed, count), home, axis=1) if elsewhere or isinstance(home, NamedSharding) else (feed, count)
 

@@ -28,12 +28,26 @@ from tsunax.state import TrainState, donated, is_gone
 from tsunax.step import StepInfo
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("batches",), meta_fields=())
+@dataclass(frozen=True)
+class Single:
+    """One batch, for a step that is called as it is."""
+
+    batch: Any
+
+    def one(self):
+        return self.batch
+
+    def at(self, i):
+        return self.batch
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("batches", "mask"), meta_fields=())
 @dataclass(frozen=True)
 class Stacked:
     """Batches along a new first axis."""
 
     batches: Any
+    mask: Any = None  # f32 (rows,): 0 for rows of padding, where there are any
 
     @property
     def size(self) -> int:
@@ -141,7 +155,8 @@ class Fused:
             def one(moving, batch):
                 state = moving if plan is None else _assemble(plan, moving, still)
                 run = self.step.pure if isinstance(self.step, TrainStep) else self._plain
-                new, info = run(state, batch, extra)
+                mask = getattr(feed, "mask", None)
+                new, info = run(state, batch, extra if mask is None else {**extra, "mask": mask})
                 if isinstance(info, StepInfo) and plan is not None:
                     info = info._replace(numbers=None)  # they do not move
                 _check_same(state, new)

@@ -110,15 +110,14 @@ def put(tree, home, axis: int = 0, *, whole: bool = False):
     return treedef.unflatten(leaves)
 
 
-def padded(tree, here: int, rows: int) -> tuple[Any, np.ndarray]:
+def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
     """The tree with copies of its last row up to `rows`, and the mask that tells them apart: f32 of shape (rows,)."""
 
     def one(x):
-        if here == rows or not np.ndim(x):
+        if here == rows or np.ndim(x) <= axis:
             return x
-        if isinstance(x, jax.Array):
-            return jnp.concatenate([x, jnp.repeat(x[-1:], rows - here, 0)])
-        return np.concatenate([x, np.repeat(x[-1:], rows - here, 0)])
+        lib, last = jnp if isinstance(x, jax.Array) else np, (*[slice(None)] * axis, slice(-1, None))
+        return lib.concatenate([x, lib.repeat(x[last], rows - here, axis)], axis)
 
     return jax.tree.map(one, tree), (np.arange(rows) < here).astype(np.float32)
 

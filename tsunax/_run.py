@@ -82,7 +82,7 @@ class Fit:
     def __init__(self, step, state, data, options: Options, bar, history: History, memory: dict, start: int):
         self.step, self.options, self.bar, self.memory = step, options, bar, memory
         interval = min(options.intervals, default=float("inf"))
-        self.feed = _feed.Feed(data, state, options.steps_per_call, interval)
+        self.feed = _feed.Feed(step, data, state, options.steps_per_call, interval)
         self.loop = _fused.fused(step, not isinstance(step, TrainStep) or step.donate)
         self.run = Run(state, start, self.feed.epoch, history)
         self.run.note = bar.note

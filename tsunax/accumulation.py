@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax import _checks, _convolutions, _live, _tree, guard
+from tsunax import _axes, _checks, _convolutions, _live, _tree, guard
 from tsunax._loss import Loss, rows_of, uneven
-from tsunax.errors import LossError, message
+from tsunax.errors import LossError, RuleError, message
 
 
 def cut(batch, n: int, mask):
@@ -60,7 +60,14 @@ def cut(batch, n: int, mask):
 
 
 def over_micro_batches(
-    gradient: Callable[[Any, dict], tuple[Loss, tuple]], n: int, batch, keywords: dict, like: tuple, *, drop: bool
+    gradient: Callable[[Any, dict], tuple[Loss, tuple]],
+    n: int,
+    batch,
+    keywords: dict,
+    like: tuple,
+    *,
+    drop: bool,
+    axes: _axes.Axes = (),
 ) -> tuple[Loss, tuple]:
     """`(loss, grads)` of the whole batch from `gradient(micro-batch, keywords) -> (Loss, grads of its mean)`.
 
@@ -105,7 +112,7 @@ def over_micro_batches(
         most = guard.choose(take, jax.tree.map(jnp.maximum, most, new), most)
         return (jax.tree.map(add, sums, grads), most, after), (take, loss)
 
-    carry = start, lowest, keywords.get("model_state")
+    carry = _axes.vary((start, lowest, keywords.get("model_state")), axes)
     (sums, most, model_state), (take, losses) = jax.lax.scan(one, carry, np.arange(n))
     loss = _merged(take, losses)
     grads = jax.tree.map(lambda sum, x: (sum / loss.weight.astype(sum.dtype)).astype(x.dtype), sums, like)
@@ -114,6 +121,36 @@ def over_micro_batches(
     dropped = jnp.where(take, 0, losses.weight) if drop else None
     most = guard.choose(jnp.any(take), most, old)
     return dataclasses.replace(loss, model_state=model_state, dropped=dropped), (grads, most)
+
+
+def over_devices(loss: Loss, grads: tuple, axes: _axes.Axes) -> tuple[Loss, tuple]:
+    """`(loss, grads)` of the rows of all devices along named axes, from those of each one: one reduction of gradients.
+
+    As over micro-batches: sums of weight times gradient and of weight, divided once; of what overwrites the maximum.
+    Model states are averaged.
+    """
+    trained, new = _axes.vary(grads, axes)
+    weight = _axes.vary(jnp.asarray(loss.weight, jnp.float32), axes)
+    share = weight / jax.lax.psum(weight, axes)
+
+    def add(g):
+        wide = jnp.promote_types(g.dtype, jnp.float32)
+        return jax.lax.psum(jnp.where(weight != 0, share.astype(wide) * g.astype(wide), 0), axes).astype(g.dtype)
+
+    most = jax.tree.map(lambda x: jax.lax.pmax(x, axes), new)
+    return loss_over_devices(loss, axes), (jax.tree.map(add, trained), most)
+
+
+def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
+    """The loss of the rows of all devices."""
+    each = dataclasses.replace(loss, weight=jnp.asarray(loss.weight, jnp.float32), mean_value=None)
+    each = _axes.gathered(dataclasses.replace(each, model_state=None, dropped=None), axes)
+    merged = _merged(each.weight != 0, each)
+    if isinstance(loss.weight, np.ndarray | np.generic):  # known, the same everywhere
+        merged = dataclasses.replace(merged, weight=np.float32(loss.weight * jax.lax.psum(1, axes)))
+    model_state = None if loss.model_state is None else _axes.mean(loss.model_state, axes)
+    dropped = None if loss.dropped is None else jax.lax.psum(_axes.vary(loss.dropped, axes), axes)
+    return dataclasses.replace(merged, model_state=model_state, dropped=dropped)
 
 
 def check_model_state(new, old) -> None:
@@ -203,9 +240,14 @@ class _Init:
     init: Callable
 
     def __call__(self, params) -> Window:
-        zero = jnp.float32(0)
+        inner, zero = self.init(params), jnp.float32(0)
+        if any(isinstance(x, guard.SpikeState) for x in guard.reports(inner)):
+            fix = "A window that it rejected would stay and be rejected for ever."
+            raise RuleError(
+                message("reject_spikes", "accumulate()", "it inside", "chain(reject_spikes(), accumulate(...))", fix)
+            )
         sums = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), params)
-        return Window(self.init(params), sums, zero, zero, jnp.int32(0), jnp.int32(0), jnp.bool_(False))
+        return Window(inner, sums, zero, zero, jnp.int32(0), jnp.int32(0), jnp.bool_(False))
 
     def blank(self) -> _Init:
         return _Init(_live.blank(self.init))

@@ -70,7 +70,7 @@ def train_epoch(step: Callable, state, data, **extra):
     >>> [f"{loss:.4f}" for loss in infos.loss]
     ['1.0000', '0.8100', '0.6561']
     """
-    feed, parts = _feed.Feed(data, state, "auto", float("inf")), []
+    feed, parts = _feed.Feed(step, data, state, "auto", float("inf")), []
     while (chunk := feed.take(_feed.RESIDENT, state, 0)) is not None:
         state, infos = _loop_of(step)(state, chunk.feed, chunk.n, extra)
         parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
@@ -97,7 +97,7 @@ def iterate(
     the next step: keep a copy of what you want to keep. Send another one, and the loop goes on with it.
     """
     goal = Goal("iterate()", steps, epochs)
-    feed = _feed.Feed(data, state, steps_per_call, float("inf"))
+    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"))
     loop, calls = _loop_of(step), 0
     while not goal.reached(calls, feed.epoch):
         chunk = feed.take(int(min(steps_per_call, goal.left(calls))), state, calls)

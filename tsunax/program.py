@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from tsunax import _checks, _place, _tree, guard
+from tsunax import _axes, _checks, _place, _tree, accumulation, guard
 from tsunax._loss import Loss, rows_of
 from tsunax._loss_fn import LossFn
 from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message
@@ -148,6 +148,7 @@ class TrainStep:
     donate: bool = True
     remat: Any = None
     norms: bool = True
+    axis_name: Any = None
 
     def __post_init__(self):
         check_flags("train_step()", donate=self.donate, norms=self.norms)
@@ -155,7 +156,13 @@ class TrainStep:
 
     @functools.cached_property
     def _gradient(self) -> Callable:
-        return gradient_of(self.loss_fn, self.accumulate, self.remat, self.on_nonfinite, "train_step()")
+        given = self.loss_fn, self.accumulate, self.remat, self.on_nonfinite
+        return gradient_of(*given, "train_step()", self.axis_name)
+
+    @functools.cached_property
+    def masks(self) -> bool:
+        """Whether loss_fn names `mask`, and so never counts rows of padding."""
+        return "mask" in LossFn.of(self.loss_fn).names
 
     def pure(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
         """The step without compilation and donation."""
@@ -189,7 +196,7 @@ class TrainStep:
         """A host batch over the mesh of the state, padded if its rows do not divide and loss_fn masks; extra whole."""
         mask = {name: extra.pop(name) for name in ("mask",) if name in extra}
         rows = rows_of(batch)
-        if rows % home.parts and "mask" in LossFn.of(self.loss_fn).names:
+        if rows % home.parts and self.masks:
             batch, more = _place.padded(batch, rows, rows + -rows % home.parts)
             mask = {"mask": more if not mask else _place.padded(mask["mask"], rows, len(more))[0] * more}
         batch, mask = _place.put((batch, mask), home.sharding)
@@ -283,7 +290,8 @@ def is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
     scale = state.loss_scale
     if scale is None or not scale.dynamic or not guard.overflowed(verdict):
         return False
-    return bool(info.loss_scale > scale.floor and info.weight != 0)
+    counted = info.weight != 0 or (info.dropped is not None and info.dropped != 0)
+    return bool(info.loss_scale > scale.floor and counted)
 
 
 def train_step(
@@ -294,6 +302,7 @@ def train_step(
     donate: bool = True,
     remat: Any = None,
     norms: bool = True,
+    axis_name: Any = None,
 ) -> TrainStep:
     """The compiled step of a loss function: `step(state, batch, **extra) -> (state, info)`.
 
@@ -316,6 +325,9 @@ def train_step(
       remat: `True`, or a policy of `jax.checkpoint_policies` or its name ("dots_saveable"): recompute activations
         instead of storing them.
       norms: whether info has `grad_norm` and `update_norm`.
+      axis_name: inside `jax.shard_map` or `jax.pmap`, where each device has rows of its own: the axis, or axes, over
+        which losses, metrics and gradients are combined (once, by weight) and model states averaged; each device has a
+        key of its own. () for none: then combine them yourself. Not needed, and refused, on sharded arrays.
 
     `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host arrays.
 
@@ -334,7 +346,7 @@ def train_step(
     2.0250
     1.6402
     """
-    return TrainStep(loss_fn, accumulate, on_nonfinite, donate, remat, norms)
+    return TrainStep(loss_fn, accumulate, on_nonfinite, donate, remat, norms, axis_name)
 
 
 @dataclass(frozen=True)
@@ -342,18 +354,25 @@ class EvalStep:
     """What `eval_step` returns: a function `(state, batch, **extra) -> Loss` that is also a value."""
 
     loss_fn: Callable
+    axis_name: Any = None
 
     def __post_init__(self):
-        _ = self._fn
+        _ = self._fn, self._axes
 
     @functools.cached_property
     def _fn(self) -> LossFn:
         return LossFn.of(self.loss_fn, "eval_step()")
 
+    @functools.cached_property
+    def _axes(self) -> _axes.Axes | None:
+        return _axes.as_axes(self.axis_name, "eval_step()")
+
     def pure(self, state: TrainState, batch, extra) -> Loss:
         """The evaluation without compilation."""
         keywords = self._fn.keywords(state, batch, extra, train=False)
         loss = self._fn(*seen_by(state, state.params, batch), keywords, merges=True)
+        if axes := _axes.around(self._axes, "eval_step()"):
+            loss = accumulation.loss_over_devices(loss, axes)
         return dataclasses.replace(loss, model_state=None)
 
     @functools.cached_property
@@ -382,14 +401,14 @@ class EvalStep:
             raise
 
     def __getstate__(self):
-        return {"loss_fn": self.loss_fn}
+        return {"loss_fn": self.loss_fn, "axis_name": self.axis_name}
 
 
-def eval_step(loss_fn: Callable) -> EvalStep:
+def eval_step(loss_fn: Callable, *, axis_name: Any = None) -> EvalStep:
     """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
 
     `train` is False, there is no `key`, and `model_state` is read only; the precision is that of the state. Results
-    of several batches merge: `a.merge(b).compute()` is the mean over all rows of both.
+    of several batches merge: `a.merge(b).compute()` is the mean over all rows of both. `axis_name` as in `train_step`.
 
     Raises LossError for a loss_fn that cannot be used, as `train_step` does.
 
@@ -400,7 +419,7 @@ def eval_step(loss_fn: Callable) -> EvalStep:
     >>> float(f(state, jnp.eye(2)).merge(f(state, jnp.ones((1, 2)))).compute())
     2.0
     """
-    return EvalStep(loss_fn)
+    return EvalStep(loss_fn, axis_name)
 
 
 def refresh(loss_fn: Callable) -> Callable:

@@ -12,7 +12,7 @@ it (moments, averages, master copies). The step keeps it, and spreads rows (`_pl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -95,22 +95,18 @@ def shard(state: Any, mesh: Mesh, rules=None, *, logical: Mapping[str, Any] | No
     if not isinstance(mesh, Mesh):
         raise WrongTypeError(message("mesh", "shard()", _tree.describe(mesh), "a Mesh", "Make one: ts.mesh()."))
     choice = _Choice(mesh, dict(rules or {}), dict(logical or {}), zero1)
-    is_made = callable(state) and not isinstance(state, TrainState) and jax.tree_util.all_leaves([state])
-    like = jax.eval_shape(state) if is_made else state
+    make = state if callable(state) and jax.tree_util.all_leaves([state]) else None
+    like = state if make is None else jax.eval_shape(make)
     specs = choice.of_state(like) if isinstance(like, TrainState) else choice.of_params(like)
     where = jax.tree.unflatten(jax.tree.structure(like), [NamedSharding(mesh, spec) for spec in specs])
-    if is_made:
-        return _born(state, mesh, where)
+    if make is not None:
+        with jax.set_mesh(mesh):
+            return jax.jit(make, out_shardings=where)()
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         if not _tree.is_array(leaf) and not isinstance(leaf, int | float):
             at = _tree.access_str("state", path)
             raise WrongTypeError(message("leaf", at, _tree.describe(leaf), "an array"))
     return _moved(state, where)
-
-
-def _born(make: Callable, mesh: Mesh, where) -> Any:
-    with jax.set_mesh(mesh):
-        return jax.jit(make, out_shardings=where)()
 
 
 def _moved(tree, where):
@@ -199,7 +195,9 @@ class _Choice:
                 found[i] = P(*map(self._axis_of, names))
         used = {name for names in _tree.axis_names(params) if names for name in names}
         if unused := [name for name in self.logical if name not in used]:
-            raise PatternError(_where.unknown("logical axis", "shard()", unused[0], [n for n in used if n]))
+            raise PatternError(
+                _where.unknown("logical axis", "shard()", unused[0], sorted(name for name in used if name))
+            )
         return found
 
     def _axis_of(self, name):
@@ -232,7 +230,7 @@ class _Choice:
         parts, shape = int(np.prod([self.mesh.shape[name] for name in names])), np.shape(leaf)
         if parts == 1 or np.prod(shape) < SMALL:
             return spec
-        entries = [*spec, *[None] * (len(shape) - len(spec))]
+        entries: list[Any] = [*spec, *[None] * (len(shape) - len(spec))]
         free = [axis for axis, entry in enumerate(entries) if entry is None and shape[axis] % parts == 0]
         if not free:
             return spec

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax import _checks, _hoist, _tree, _where, accumulation, guard
+from tsunax import _axes, _checks, _hoist, _place, _tree, _where, accumulation, guard
 from tsunax._loss import Loss, as_loss, check_scalar
 from tsunax._loss_fn import LossFn
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
@@ -44,6 +44,7 @@ def value_and_grad(
     accumulate: int = 1,
     remat: Any = None,
     on_nonfinite: str = "skip",
+    axis_name: Any = None,
 ) -> Callable:
     """The first half of a step: `f(state, batch, *, at=None, **extra) -> (Loss, grads)`.
 
@@ -60,27 +61,33 @@ def value_and_grad(
     >>> float(loss.compute()), grads["w"]
     (11.0, Array([3., 4.], dtype=float32))
     """
-    return gradient_of(loss_fn, accumulate, remat, on_nonfinite, "value_and_grad()")
+    return gradient_of(loss_fn, accumulate, remat, on_nonfinite, "value_and_grad()", axis_name)
 
 
-def gradient_of(loss_fn: Callable, accumulate: int, remat: Any, on_nonfinite: str, where: str) -> Callable:
+def gradient_of(
+    loss_fn: Callable, accumulate: int, remat: Any, on_nonfinite: str, where: str, axis_name: Any = None
+) -> Callable:
     """`value_and_grad` of `where`, which the errors name."""
     fn = LossFn.of(loss_fn, where)
     _checks.check_count(accumulate, where, "accumulate")
     _check_policy(on_nonfinite, where)
-    checkpoint = _checkpoint(remat, where)
+    checkpoint, given = _checkpoint(remat, where), _axes.as_axes(axis_name, where)
 
     def f(state: TrainState, batch, *, at=None, **extra):
         check_state(state, "value_and_grad()", batch)
         plan, now = state.plan, moving_part(state)
         if at is not None:
             _checks.check_like("(at=)", at, now, "It has the structure of ts.trainable(state).")
+        axes = _axes.around(given, where)
         keywords = fn.keywords(state, batch, extra, train=True)
+        if "key" in keywords and "key" not in extra:
+            keywords["key"] = _axes.own_key(keywords["key"], axes)
+        here = _axes.vary(now if at is None else at, axes)
 
         def gradient(batch, keywords):
             objective = objective_of(fn, state, batch, keywords)
             of_part = checkpoint(lambda part: objective(joined(part, state.params, plan.selected)))
-            (_, loss), grads = jax.value_and_grad(of_part, has_aux=True)(now if at is None else at)
+            (_, loss), grads = jax.value_and_grad(of_part, has_aux=True)(here)
             # jax.checkpoint hands constants out in a class of its own (jax 0.7)
             loss = jax.tree.map(lambda x: x if _tree.is_array(x) else np.asarray(x, _tree.dtype_of(x)), loss)
             return loss, plan.apart(grads)
@@ -89,7 +96,10 @@ def gradient_of(loss_fn: Callable, accumulate: int, remat: Any, on_nonfinite: st
             loss, (grads, new) = gradient(batch, keywords)
         else:
             like, drop = (base(state), plan.apart(now)[1]), on_nonfinite == "drop"
-            loss, (grads, new) = accumulation.over_micro_batches(gradient, accumulate, batch, keywords, like, drop=drop)
+            run = functools.partial(accumulation.over_micro_batches, drop=drop, axes=axes)
+            loss, (grads, new) = run(gradient, accumulate, batch, keywords, like)
+        if axes:
+            loss, (grads, new) = accumulation.over_devices(loss, (grads, new), axes)
         return loss, _together(_unscaled(state, grads), new)
 
     return f
@@ -115,7 +125,8 @@ def _together(trained, overwritten):
 def seen_by(state: TrainState, params, batch) -> tuple[Any, Any]:
     """What a loss function sees of params and batch."""
     policy = state.plan.precision
-    return in_precision(state, params), batch if policy is None else policy.batch_to_compute(batch)
+    params = _place.collected(in_precision(state, params))
+    return params, batch if policy is None else policy.batch_to_compute(batch)
 
 
 def _unscaled(state: TrainState, grads):
@@ -260,7 +271,8 @@ def flush(state: TrainState) -> TrainState:
     nothing = _together(nothing, state.plan.apart(moving_part(state))[1])
     new, _ = update(state, nothing, weight=0.0, flush=True)
     old = dataclasses.replace(state, clock=state.clock.at[..., 1].add(1))
-    new = guard.choose(accumulation.any_emitted(new.opt_state), new, old)
+    judged = accumulation.any_emitted(new.opt_state) | (new.rejected != state.rejected)
+    new = guard.choose(judged, new, old)
     return dataclasses.replace(new, loss_scale=state.loss_scale)
 
 
