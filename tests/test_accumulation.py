@@ -305,6 +305,22 @@ def test_a_window_may_follow_a_schedule():
     assert applied == [True, True, False, False, True, False, False, True]
 
 
+def test_a_flush_that_is_rejected_counts():
+    clip = ts.rules.clip_array_norm(1.0, p=4)  # 1e12 to the fourth is beyond float32
+    state = ts.setup(ts.rules.accumulate(ts.rules.chain(clip, ts.rules.sgd(1.0)), every=4), {"w": jnp.zeros(1)})
+    state, _ = ts.update(state, {"w": jnp.full(1, 1e12)})
+    after = ts.flush(state)
+    assert [int(n) for n in after.clock] == [0, 2, 1, 1]
+    assert_trees_equal((after.params, after.opt_state), (state.params, state.opt_state))
+
+
+def test_spikes_are_looked_for_in_calls_and_not_in_windows():
+    """A window that is rejected stays, and so would be every later one."""
+    rule = ts.rules.accumulate(ts.rules.chain(ts.rules.reject_spikes(), ts.rules.sgd(0.1)), every=2)
+    with pytest.raises(RuleError, match=r"reject_spikes at accumulate\(\): got it inside, expected chain\(reject"):
+        ts.setup(rule, {"w": jnp.zeros(1)})
+
+
 def test_flush_divides_by_what_the_window_holds():
     state = ts.setup(ts.rules.accumulate(ts.rules.sgd(1.0), every=4), {"w": jnp.zeros(1)})
     for g in (1.0, 5.0):

@@ -120,6 +120,14 @@ def test_reports_keep_their_dtype_beside_float64_params():
     assert [x.dtype for x in jax.tree.leaves(new)] == [x.dtype for x in jax.tree.leaves(state)]
 
 
+def test_the_leaf_that_is_named_is_the_one_that_was_not_finite():
+    imaginary = np.complex64(complex(1, np.inf))
+    assert guard.locate({"a": jnp.ones(2), "b": jnp.full(2, imaginary)}) == "gradient of params['b'], shape (2,)"
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        large = {"a": jnp.full(2, 1e30), "b": jnp.full(2, np.nan)}  # whose squares float64 holds
+        assert guard.locate(large) == "gradient of params['b'], shape (2,)"
+
+
 def test_the_clock_ends_with_an_error_and_not_with_keys_that_repeat():
     state = make_state().replace(calls=np.int32(guard.LIMIT - 1))
     step = ts.train_step(loss_fn, on_nonfinite="raise")

@@ -220,6 +220,16 @@ def test_a_dropped_micro_batch_lowers_the_scale():
     assert dropped[0] > 0 and dropped[-1] == 0 and float(state.loss_scale.scale) < 2.0**16
 
 
+@pytest.mark.parametrize("policy", ["skip", "drop"])
+def test_fit_does_not_give_up_while_the_scale_comes_down(policy):
+    """Twelve steps that overflow: under "drop" nothing of them is left, not even a weight."""
+    step = ts.train_step(lambda p, b: jnp.mean((b @ p["w"]).astype(jnp.float32)), accumulate=2, on_nonfinite=policy)
+    state = ts.setup(ts.rules.sgd(1e-6), {"w": jnp.ones(2)}, precision="float16")
+    data = ts.batches(np.full((8, 2), 3000, np.float32), 4)
+    state, _ = ts.fit(step, state, data, steps=2, max_bad=2, progress=False)
+    assert (int(state.step), int(state.rejected), float(state.loss_scale.scale)) == (2, 12, 16)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_below_float16_reach_the_master_copies(accumulate):
     policy = Policy(param="float16", compute="float16")

@@ -99,8 +99,9 @@ def explain(verdict: int, opt_state, grads=None) -> str:
 
 def locate(grads) -> str:
     """The first gradient leaf that is not finite, or overflows when squared."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
-        if not bool(jnp.isfinite(jnp.sum(jnp.abs(leaf.astype(jnp.float32)) ** 2))):
+    named, squares = jax.tree_util.tree_flatten_with_path(grads)[0], _tree.square_sums(grads)
+    for (path, leaf), square in zip(named, squares, strict=True):
+        if not bool(jnp.isfinite(square)):
             what = "norm of the gradient" if bool(jnp.all(jnp.isfinite(leaf))) else "gradient"
             return f"{what} of {_tree.access_str('params', path)}, shape {jnp.shape(leaf)}"
     return "gradient norm"
