@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
+from tsunax import distributed
 from tsunax.data import as_source, batches, check_batch, gather, prefetch
 from tsunax.errors import DataError, WrongTypeError
 
@@ -166,6 +167,15 @@ def test_processes_share_a_batch(size, n, shuffle):
         assert_trees_equal(jax.tree.map(lambda *x: np.concatenate(x), *parts), batch)
         rows = [len(part["x"]) for part in parts]
         assert max(rows) - min(rows) <= 1 and (len(batch["x"]) < size or set(rows) == {size // n})
+
+
+def test_a_process_has_its_own_part_by_default(monkeypatch):
+    monkeypatch.setattr(distributed, "_here", lambda: (2, 3))
+    mine, part = batches(ARRAYS, 6, shuffle=True), batches(ARRAYS, 6, shuffle=True, process=(2, 3))
+    assert_same(epochs_of(mine, 2), epochs_of(part, 2))
+    rows = len(ARRAYS["x"])
+    assert (mine.share, mine.tail_rows) == (2, rows % 6) and rows % 6
+    assert batches(ARRAYS, 6, tail="drop").tail_rows == 0 and batches(iter([1]), 6).tail_rows is None
 
 
 # --- many at once, on the device --------------------------------------------------------------
@@ -603,7 +613,14 @@ MESSAGES = {
     "seed": (lambda: batches(np.ones(3), 2, seed=-1), "seed at batches(): got -1, expected an int of 0 or more"),
     "tail": (lambda: batches(np.ones(3), 2, tail="pad"), 'tail at batches(): got \'pad\', expected "keep" or "drop"'),
     "none left": (lambda: batches(np.ones(3), 4, tail="drop"), "arrays at batches(): got 3 rows, fewer than batch_siz"),
-    "process": (lambda: batches(np.ones(9), 4, process=(0, 3)), "process at batches(): got (0, 3), batch_size 4, exp"),
+    "process": (
+        lambda: batches(np.ones(9), 3, process=(3, 3)),
+        "process at batches(): got (3, 3), expected an index be",
+    ),
+    "process size": (
+        lambda: batches(np.ones(9), 4, process=(0, 3)),
+        "batch_size at batches(): got 4, expected a multiple of the 3 processes. Of all processes together: 3, or 6.",
+    ),
     "stream shuffle": (lambda: batches(generator(3), 2, shuffle=True), "stream at batches(): got shuffle=True, expec"),
     "stream order": (lambda: batches(generator(3), 2).order(0), "order at batches: got a stream, expected arrays"),
     "stream length": (lambda: len(batches(generator(3), 2)), "length at batches: got a stream that does not know it"),

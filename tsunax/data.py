@@ -31,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from tsunax import _tree
 from tsunax._place import data_axes
+from tsunax.distributed import process_count, process_index
 from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
 
 __all__ = ["Batches", "Prefetched", "Source", "as_source", "batches", "check_batch", "gather", "prefetch"]
@@ -138,6 +139,13 @@ def _sharding_of(shape: tuple[int, ...], sharding: Any, axis: int = 0) -> Any:
     return sharding
 
 
+def _put(tree: Any, sharding: Any) -> Any:
+    """Arrays that every process has, at a sharding that may span all of them."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree)
+
+
 def gather(resident: Any, order: Any, first: Any, shape: tuple[int, ...]) -> Any:
     """Rows `order[first : first + prod(shape)]` of arrays on the device, as `(*shape, ...)`; to be called inside jit.
 
@@ -196,10 +204,10 @@ class _Epoch:
         left = len(data) - position
         if left <= 0:
             return None
-        first = position * data._share
-        shape: tuple[int, ...] = (min(data._share, data._mine - first),)
+        first = position * data.share
+        shape: tuple[int, ...] = (min(data.share, data._mine - first),)
         if most is not None:
-            full = min(most, (data._mine - first) // data._share)
+            full = min(most, (data._mine - first) // data.share)
             shape = (max(full, 1), *shape)
         position += 1 if most is None else shape[0]
         self.place, data._place = (epoch, position), (epoch, position)
@@ -234,7 +242,7 @@ class Batches:
         self.batch_size, self.resident = batch_size, None
         self._seed, self._window, self._tail, self._process = seed, window, tail, process
         self._place, self._restored = (0, 0), False
-        self._share = batch_size // process[1]
+        self.share = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = window is not None or process[1] > 1
         self._rows: Any = None  # of all processes; None for a stream that does not know
         self._records: Any = arrays if _is_stream(arrays) else None
@@ -242,17 +250,17 @@ class Batches:
             self._rows = len(arrays) if hasattr(arrays, "__len__") else None
             return
         self._rows = check_batch(arrays, root="arrays")
-        tail_rows = self._rows % batch_size
-        self._mine = self._rows // batch_size * self._share + len(range(tail_rows)[_share(tail_rows, process)])
+        rest = self._rows % batch_size
+        self._mine = self._rows // batch_size * self.share + len(range(rest)[_share(rest, process)])
         if device is None:
             leaves, self._treedef = jax.tree.flatten(arrays)
             self._leaves = [np.asarray(x) if _tree.is_array(x) else x for x in leaves]
             return
         self._sharding = _placement(device, "batches()")
-        for rows in (self._share, self._mine % self._share if tail == "keep" else 0):
+        for rows in (self.share, self._mine % self.share if tail == "keep" else 0):
             _sharding_of((rows,), self._sharding)
         self._whole = _sharding_of((), self._sharding)  # every device has all rows, and gathers its own: no traffic
-        self.resident = jax.device_put(arrays, self._whole)
+        self.resident = _put(arrays, self._whole)
         self._uploaded = (-1, None)
 
     def afresh(self) -> Batches:
@@ -273,6 +281,13 @@ class Batches:
         if self._rows is None:
             raise TypeError(message("length", "batches", "a stream that does not know it", "arrays, or one with len()"))
         return self._rows // self.batch_size if self._tail == "drop" else -(-self._rows // self.batch_size)
+
+    @property
+    def tail_rows(self) -> int | None:
+        """Rows of the short batch that ends an epoch, of all processes; 0 without one, None where nobody knows."""
+        if self._tail == "drop":
+            return 0
+        return None if self._rows is None else self._rows % self.batch_size
 
     def __repr__(self) -> str:
         size = "a stream" if self._rows is None else f"{self._rows} rows"
@@ -335,7 +350,7 @@ class Batches:
         if not self._is_ordered:
             return None
         if self._uploaded[0] != epoch:
-            self._uploaded = epoch, jax.device_put(self.order(epoch), self._whole)
+            self._uploaded = epoch, _put(self.order(epoch), self._whole)
         return self._uploaded[1]
 
     def _gathered(self, order: Any, first: int, shape: tuple[int, ...]) -> Any:
@@ -377,6 +392,13 @@ class Batches:
             rows = following
 
 
+def _spans(device: Any) -> bool:
+    """Whether it is a mesh or sharding that other processes have a part of."""
+    if isinstance(device, Mesh):
+        return device.is_multi_process
+    return isinstance(device, NamedSharding) and not device.is_fully_addressable
+
+
 def _is_stream(arrays: Any) -> bool:
     """Whether it is no pytree of arrays, but gives records one by one."""
     is_leaf = isinstance(arrays, Iterator) or jtu.all_leaves([arrays])
@@ -392,7 +414,7 @@ def batches(
     tail: str = "keep",
     shuffle_window: int | None = None,
     device: Any = None,
-    process: tuple[int, int] = (0, 1),
+    process: tuple[int, int] | None = None,
 ) -> Batches:
     """Batches of arrays in memory or in files, or of a stream of records.
 
@@ -413,8 +435,9 @@ def batches(
       shuffle_window: shuffle within windows of so many rows, read in sequence: for what is larger than memory.
       device: True, a device, a Mesh or a NamedSharding: the arrays are put there once, on each device all of them, and
         batches are gathered by a compiled program. `resident` and `device_order` are for loops that fuse.
-      process: `(index, count)`: of each batch the part of this process. All have equally many batches; in the last one
-        of an epoch their rows may differ by one, and a process have none.
+      process: `(index, count)`: of each batch the part of this process; by default what `ts.distributed` says. All have
+        equally many batches; in the last one of an epoch their rows may differ by one, and a process have none. With a
+        device of all processes (a Mesh) each one has all rows, and a batch is one array of theirs.
 
     Raises DataError and WrongTypeError for arrays and settings that make no batches.
 
@@ -430,10 +453,16 @@ def batches(
             raise DataError(message(name, "batches()", repr(value), f"an int of {least} or more"))
     if tail not in ("keep", "drop"):
         raise DataError(message("tail", "batches()", repr(tail), '"keep" or "drop"'))
-    index, count = process
-    if not 0 <= index < count or batch_size % count:
-        expected = "an index below the count, and a batch_size that divides by the count"
-        raise DataError(message("process", "batches()", f"{process}, batch_size {batch_size}", expected))
+    index, count = process or ((0, 1) if _spans(device) else (process_index(), process_count()))
+    if not 0 <= index < count or (_spans(device) and count > 1):
+        expected = "(0, 1), with a device of all processes" if _spans(device) else "an index below the count"
+        raise DataError(message("process", "batches()", process, expected))
+    if batch_size % count:
+        fix = (
+            f"Of all processes together: {count * (batch_size // count or 1)}, or {count * (batch_size // count + 1)}."
+        )
+        expected = f"a multiple of the {count} processes"
+        raise DataError(message("batch_size", "batches()", batch_size, expected, fix))
     if _is_stream(arrays) and (device is not None or (shuffle and shuffle_window is None)):
         got, fix = ("device=", "prefetch takes it there.") if device is not None else ("shuffle=True", "")
         raise DataError(message("stream", "batches()", got, "shuffle_window= and no device", fix))
