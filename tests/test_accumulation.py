@@ -10,7 +10,7 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax.errors import LossError, RuleError, StateError, WrongTypeError
+from tsunax.errors import LossError, RuleError, StateError, TsunaxError, WrongTypeError
 
 FEATURES, CLASSES = 5, 3
 
@@ -319,6 +319,12 @@ def test_spikes_are_looked_for_in_calls_and_not_in_windows():
     rule = ts.rules.accumulate(ts.rules.chain(ts.rules.reject_spikes(), ts.rules.sgd(0.1)), every=2)
     with pytest.raises(RuleError, match=r"reject_spikes at accumulate\(\): got it inside, expected chain\(reject"):
         ts.setup(rule, {"w": jnp.zeros(1)})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -3.0, 0.0, "4", None])
+def test_a_schedule_of_no_count_is_refused(value):
+    with pytest.raises(TsunaxError, match=r"every at accumulate\(\), step 0 of its schedule: got"):
+        ts.rules.accumulate(ts.rules.sgd(0.1), every=lambda step: value)
 
 
 def test_flush_divides_by_what_the_window_holds():

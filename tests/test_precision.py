@@ -108,6 +108,14 @@ def test_stochastic_rounding_is_unbiased_and_keeps_what_fits():
     assert np.isnan(round_stochastically([jnp.array([jnp.nan])], jax.random.key(2))[0].astype(jnp.float32)).all()
 
 
+def test_complex_params_are_not_rounded_and_keep_their_imaginary_part():
+    params = {"w": jnp.ones(2), "c": jnp.full(2, 1 + 1j, jnp.complex64)}
+    state = ts.setup(ts.rules.sgd(0.1), params, precision=STOCHASTIC, key=0)
+    state, _ = ts.update(state, {"w": jnp.ones(2, jnp.bfloat16), "c": jnp.full(2, 1j, jnp.complex64)})
+    np.testing.assert_allclose(state.params["c"], np.full(2, 1 + 0.9j), rtol=1e-6)
+    assert state.params["c"].dtype == jnp.complex64 and state.params["w"].dtype == jnp.bfloat16
+
+
 def test_masters_stay_true_when_params_are_replaced_and_frozen_ones_stay():
     state = start(precision=BF16)
     new = {"w": jnp.full((4, 3), 0.5, jnp.bfloat16), "n": jnp.arange(2)}

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _tree
+from tsunax import _checks, _tree
 from tsunax.errors import HyperparameterError, WrongTypeError, message, remedy, told
 
 # --------------------------------------------------------------------------------------- one number
@@ -162,6 +162,7 @@ _RANGES = {
     **dict.fromkeys(("b1", "b2", "b3", "rho", "momentum", "decay", "beta1", "beta2"), (0, True, 1)),
     **dict.fromkeys(("eps", "eps_root", "weight_decay", "sign_decay"), (0, True, None)),
     **dict.fromkeys(("max", "max_norm", "max_delta"), (0, False, None)),
+    "every": (1, True, None),
 }
 
 
@@ -170,9 +171,7 @@ _FIXES = {"max": "To clip nothing, leave the rule out."}
 
 def check_number(where: str, name: str, value, expected: str = "a number or a schedule") -> None:
     """Raise unless `value` is one finite number in the range of its name. Traced numbers pass."""
-    dtype = None if isinstance(value, (bool, np.bool_)) else _tree.dtype_of(value)
-    real = dtype is not None and (jnp.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, np.integer))
-    if not real:
+    if not _checks.is_real(value):
         raise WrongTypeError(message(name, where, _tree.describe(value), expected))
     if _tree.is_traced(value):
         return

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax import _axes, _checks, _convolutions, _live, _tree, guard
+from tsunax import _axes, _checks, _convolutions, _live, _number, _tree, guard
 from tsunax._loss import Loss, rows_of, uneven
 from tsunax.errors import LossError, RuleError, message
 
@@ -309,7 +309,9 @@ def accumulate(rule: optax.GradientTransformation, every: Any) -> optax.Gradient
     True [-0.2 -0.2]
     """
     _live.check_rule(rule, "accumulate()")
-    if not callable(every):
+    if callable(every):
+        _number.check_schedule("accumulate()", "every", every)
+    else:
         _checks.check_count(every, "accumulate()", "every")
     rule = _live.with_extra(rule)
     return _live.as_rule(_Init(rule.init), Gather(rule.update, every))

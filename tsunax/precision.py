@@ -116,13 +116,15 @@ def cast_like(tree, like):
 
 
 def round_stochastically(tree, key):
-    """float32 leaves as bfloat16, up or down with the probability that keeps the mean.
+    """Real float leaves as bfloat16, up or down with the probability that keeps the mean; others as they are.
 
     Random bits are added below the last bit that is kept, and cut off (Zamirai et al. 2020, arXiv:2010.06192).
     """
     leaves, treedef = jax.tree.flatten(tree)
 
     def one(x, key):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
         noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
         cut = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
