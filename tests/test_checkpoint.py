@@ -898,6 +898,19 @@ def test_a_save_that_hangs_is_given_up(tmp_path, monkeypatch):
         checkpoints.close()
 
 
+def test_fit_does_not_let_go_of_signals_before_its_last_save_is_written(tmp_path, monkeypatch):
+    import signal
+
+    seen, write = [], _store.write
+    monkeypatch.setattr(
+        _store, "write", lambda *a: (time.sleep(0.05), seen.append(signal.getsignal(signal.SIGTERM)), write(*a))
+    )
+    step = ts.train_step(lambda params, x: jnp.mean((x.mean(0) - params["w"]) ** 2))
+    data = ts.batches(np.full((8, 2), 3.0, np.float32), 4)
+    ts.fit(step, ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)}), data, steps=3, checkpoint=tmp_path, progress=False)
+    assert len(seen) > 1 and signal.SIG_DFL not in seen
+
+
 def test_a_restore_that_hangs_is_given_up(three, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(_store, "_raw", lambda *_: go.wait(30))

@@ -214,8 +214,8 @@ def fit(
         try:
             with Interrupt(*signals) as interrupt, _loggers(options, _settings(fitting)):
                 fitting.go(interrupt)
-            if saver is not None:
-                saver.wait()
+                if saver is not None:
+                    saver.wait()  # a second SIGTERM would end the process with the last save half written
             fitting.bar.close(run.stopped)
         except BaseException as error:
             fitting.rescue(error)

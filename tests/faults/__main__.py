@@ -2,7 +2,11 @@
 
     python -m tests.faults --kills 3 --seeds 0:50     # 50 runs, each killed up to 3 times, every second aimed at saves
     python -m tests.faults --fs KILL --seeds 0:100    # killed on entry to a change of the file system, spread over all
+    python -m tests.faults --fs POWER --seeds 0:100   # the same, and what was not synced by then is lost
     python -m tests.faults --fs ENOSPC --sticky --seeds 0:30
+    python -m tests.faults --signals --seeds 0:200    # SIGTERM and SIGINT to a run of `fit`, at any time
+    python -m tests.faults --writers --seeds 0:20     # two runs start in one directory
+    python -m tests.faults --mutations                # what is left out of a run or of tsunax must be noticed
     python -m tests.faults --damage 300               # flipped, cut, emptied bytes of one checkpoint, in one process
     python -m tests.faults --manifests 10000          # mutated manifests, metadata and headers, in one process
     python -m tests.faults --disk                     # a small tmpfs; where mounting is allowed
@@ -27,6 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -41,6 +46,7 @@ from tsunax import checkpoint
 
 HERE = Path(__file__).parent
 STEPS, EVERY, PATIENCE = 12, 2, 90.0
+FIT_STEPS, GRACE = 200, 30.0
 
 
 class Run:
@@ -50,8 +56,8 @@ class Run:
         self.folder, self.log, self.cache, self.leave_out = folder / "run", folder / "log", cache, leave_out
         self.errors = folder / "stderr"
 
-    def start(self, fault=None) -> int:
-        """A process that runs the target from where it is; `fault` is what to arm in it."""
+    def start(self, fault=None, fitted: bool | None = None) -> int:
+        """A process that runs the target from where it is; `fault` is what to arm in it. With `fitted`, by `fit`."""
         pid = os.fork()
         if pid:
             return pid
@@ -64,8 +70,15 @@ class Run:
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
             if fault is not None:
                 arm(self.folder, *fault)
-            target.main(str(self.folder), str(self.log), STEPS, EVERY, self.leave_out)
+            if fitted is None:
+                target.main(str(self.folder), str(self.log), STEPS, EVERY, self.leave_out)
+            else:
+                target.fitted(str(self.folder), str(self.log), FIT_STEPS, 60, fitted)
             code = 0
+        except SystemExit as error:
+            code = int(error.code or 0)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
         except BaseException:
             traceback.print_exc()
         finally:
@@ -126,13 +139,13 @@ def scratch(cache: Path, where=None, leave_out: str = ""):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def undisturbed(cache: Path) -> tuple[str, float]:
+def undisturbed(cache: Path, fitted: bool | None = None) -> tuple[str, float]:
     """The digest that every run must end with, and how long one takes with its programs compiled."""
     seconds, digests = 0.0, set()
     for _ in range(2):
         with scratch(cache) as run:
             start = time.monotonic()
-            status = run.end(run.start(), 300.0)
+            status = run.end(run.start(fitted=fitted), 300.0)
             seconds = time.monotonic() - start
             if status != 0:
                 sys.exit(f"the undisturbed run ended with {status}:\n{run.errors.read_text()[-3000:]}")
@@ -141,16 +154,16 @@ def undisturbed(cache: Path) -> tuple[str, float]:
     return digests.pop() or "", seconds
 
 
-def judge(run: Run, wanted: str, counts) -> None:
+def judge(run: Run, wanted: str, counts, fitted: bool | None = None) -> None:
     """Let the run finish and say how it ended."""
-    status = run.end(run.start())
+    status = run.end(run.start(fitted=fitted))
     tail = run.errors.read_text()[-1500:] if run.errors.exists() else ""
     if status != 0:
         counts["no end" if status == "hung" else "refused"] += 1
         print(f"  ended with {status}: {tail}", flush=True)
     elif run.digest() != wanted:
         counts["other bits"] += 1
-    elif not run.records_are_right():
+    elif fitted is None and not run.records_are_right():
         counts["records"] += 1
     else:
         counts["same bits"] += 1
@@ -188,11 +201,52 @@ def kills(seed: int, most: int, run: Run, seconds: float, counts, kind=signal.SI
             break
 
 
+def signals(seed: int, run: Run, seconds: float, counts) -> None:
+    """A signal, or three, at a random time: the run must save what it has done, and end with the status of it."""
+    rng = random.Random(seed)
+    kind = (signal.SIGTERM, signal.SIGINT)[seed % 2]
+    pid = run.start(fitted=seed % 4 < 2)
+    time.sleep(rng.uniform(0, seconds))
+    struck, began = _alive(pid), bool(run.lines("STEP"))
+    for _ in range(3 if seed % 10 == 0 else 1):
+        if _alive(pid):
+            os.kill(pid, kind)
+            time.sleep(0.005)
+    start = time.monotonic()
+    status = run.end(pid)
+    counts["signals"] += struck
+    counts["hung"] += status == "hung" or time.monotonic() - start > GRACE
+    counts["slowest end, s"] = max(counts["slowest end, s"], round(time.monotonic() - start, 2))
+    before = -kind if kind == signal.SIGTERM else 128 + signal.SIGINT  # of Python itself, until `fit` has begun
+    known = {
+        0: "had ended",
+        128 + kind: "ended by its rules",
+        before: "ended by its rules" if began else "had not begun",
+    }
+    counts[known.get(status, f"status {status}")] += struck
+    if status not in known:
+        print(f"  {seed}: {status} {run.errors.read_text()[-1500:]}", flush=True)
+
+
+def writers(run: Run, wanted: str, counts) -> None:
+    """Two at once in one directory: one is refused, the other ends as if it had been alone."""
+    other = Run(run.folder.parent, run.cache, run.leave_out)
+    other.log, other.errors = run.folder.parent / "log 2", run.folder.parent / "stderr 2"
+    pids = [(one, one.start()) for one in (run, other)]
+    ended = [(one, one.end(pid)) for one, pid in pids]
+    refused = [one for one, status in ended if status == 1 and "directory in use at" in one.errors.read_text()]
+    counts["starts"] += 1
+    counts["one refused, the other the same bits"] += len(refused) == 1 and any(
+        one.digest() == wanted for one, _ in ended
+    )
+    counts["both let in"] += not refused
+
+
 def _alive(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
-def fs(kind: str, sticky: bool, seeds: range, cache: Path, wanted: str, counts) -> None:
+def fs(kind: str, sticky: bool, seeds: range, cache: Path, wanted: str, counts, leave_out: str = "") -> None:
     """Seed i of n hits the change that is i/n of the way through an undisturbed run's."""
     with scratch(cache) as run:
         pid = os.fork()
@@ -205,40 +259,41 @@ def fs(kind: str, sticky: bool, seeds: range, cache: Path, wanted: str, counts) 
         os.waitpid(pid, 0)
         total = int((run.folder.parent / "seen").read_text())
     counts["changes in a run"] = total
-    mode = {"KILL": 1}.get(kind, 3 if sticky else 2)
+    mode = {"KILL": 1, "POWER": 4}.get(kind, 3 if sticky else 2)
     for i in seeds:
         k = int(total * (i % 1000) / max(1, len(seeds))) if len(seeds) < total else i % total
-        with scratch(cache) as run:
+        with scratch(cache, leave_out=leave_out) as run:
             status = run.end(run.start((k, mode, getattr(errno, kind, 0))))
             counts["struck"] += status != 0
             if status == "hung":
                 counts["hung"] += 1
                 print(f"  hung at change {k}", flush=True)
-            if kind != "KILL" and status == 0 and run.digest() != wanted:
+            if kind not in ("KILL", "POWER") and status == 0 and run.digest() != wanted:
                 counts["false success"] += 1
             judge(run, wanted, counts)
 
 
 def damage(n: int, seed: int, counts) -> None:
-    """Damage one file of the newest of two checkpoints, restore in this process, compare with what was saved."""
+    """Damage one file of the newest of two checkpoints, restore in this process, compare with what was saved.
+
+    The state is wide: arrays of more than some bytes are files without any checksum of TensorStore's.
+    """
     rng = random.Random(seed)
-    state, step = target.make()
+    state, step = target.make(60_000)
     batch = np.ones((4, 6), np.float32), np.ones((4, 2), np.float32)
     digests = {}
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
+    with tempfile.TemporaryDirectory() as folder:
         with checkpoint.Checkpoints(folder) as checkpoints:
             for _ in range(2):
                 state, _info = step(state, batch)
                 checkpoints.save(state, data={"n": 1}, history={"loss": np.arange(50.0)})
                 digests[int(state.step)] = target.digest(state)
-        like, _ = target.make()
-        paths = [p.relative_to(folder) for p in sorted(Path(folder, "2").rglob("*")) if p.is_file()]
-        paths = [p for p in paths if Path(folder, p).stat().st_size]
+        like, _ = target.make(60_000)
+        paths = [p for p in sorted(Path(folder, "2").rglob("*")) if p.is_file() and p.stat().st_size]
+        contents = [p.read_bytes() for p in paths]
         for i in range(n):
-            shutil.rmtree(other)
-            shutil.copytree(folder, other)
-            path = Path(other, paths[i % len(paths)])
-            content = bytearray(path.read_bytes())
+            path, good = paths[i % len(paths)], contents[i % len(paths)]
+            content = bytearray(good)
             how = rng.choice(["flip", "flip", "flip", "cut", "zeros", "remove", "random", "swap"])
             at = rng.randrange(len(content))
             if how == "flip":
@@ -249,27 +304,35 @@ def damage(n: int, seed: int, counts) -> None:
                 size = min(len(content) - at, 512)
                 content[at : at + size] = bytes(size) if how == "zeros" else rng.randbytes(size)
             elif how == "swap":
-                content = bytearray(Path(other, paths[(i + 1) % len(paths)]).read_bytes())
-            path.write_bytes(content) if how != "remove" else path.unlink()
-            counts["damaged"] += 1
-            import warnings
-
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                try:
-                    found = checkpoint.Checkpoints(other, read_only=True).restore(like)
-                except ts.errors.CheckpointError:
-                    counts["refused"] += 1
-                    continue
-            if target.digest(found.state) != digests[found.step]:
-                counts["silently wrong"] += 1
-                print(f"  wrong: {path} {how} {at}", flush=True)
-            elif found.step == 2:
-                counts["harmless"] += 1
-            elif any("step 2" in str(w.message) for w in told):
-                counts["older one, with a warning"] += 1
+                content = bytearray(contents[(i + 1) % len(paths)])
+            if how == "remove":
+                path.unlink()
+            elif content == good:  # zeros where there were zeros
+                continue
             else:
-                counts["older one, unsaid"] += 1
+                path.write_bytes(content)
+            counts["damaged"] += 1
+            restored(folder, like, digests, counts, f"{path} {how} {at}")
+            path.write_bytes(good)
+
+
+def restored(folder, like, digests: dict[int, str], counts, what: str) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            found = checkpoint.Checkpoints(folder, read_only=True).restore(like)
+        except ts.errors.CheckpointError:
+            counts["refused"] += 1
+            return
+    if target.digest(found.state) != digests[found.step]:
+        counts["silently wrong"] += 1
+        print(f"  wrong: {what}", flush=True)
+    elif found.step == 2:
+        counts["harmless"] += 1
+    elif any("step 2" in str(w.message) for w in told):
+        counts["older one, with a warning"] += 1
+    else:
+        counts["older one, unsaid"] += 1
 
 
 def disk(cache: Path, wanted: str, counts) -> None:
@@ -302,6 +365,44 @@ def disk(cache: Path, wanted: str, counts) -> None:
             where.rmdir()
 
 
+MUTATIONS = {  # what notices it, in short
+    "key": ["--kills", "2", "--seeds", "1:6"],
+    "step": ["--kills", "2", "--seeds", "1:6"],
+    "data": ["--kills", "2", "--seeds", "1:6"],
+    "history": ["--kills", "2", "--seeds", "1:6"],
+    "sync": ["--fs", "POWER", "--seeds", "0:6"],
+    "hash": ["--damage", "120"],
+    "lock": ["--writers", "--seeds", "0:3"],
+}
+
+
+def is_well(counts) -> bool:
+    """Whether nothing of what may not be is among these counts."""
+    bad = ("no end", "refused", "other bits", "records", "hung", "false success", "silently wrong", "older one, unsaid")
+    return not any(counts.get(name) for name in (*bad, "both let in"))
+
+
+def mutations(results: Path) -> bool:
+    """Each driver on tsunax as it is, then with one thing left out: only then may it find something."""
+    seen = {}
+    for left, arguments in [
+        *(("", a) for a in map(list, dict.fromkeys(map(tuple, MUTATIONS.values())))),
+        *MUTATIONS.items(),
+    ]:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "counts")
+            more = [*arguments, "--leave-out", left, "--results", str(out)]
+            done = subprocess.run([sys.executable, "-m", "tests.faults", *more], capture_output=True, text=True)
+            if not out.exists():
+                sys.exit(done.stdout + done.stderr)
+            counts = json.loads(out.read_text())["counts"]
+        name = left or f"nothing: {' '.join(arguments)}"
+        seen[name] = "green" if is_well(counts) else "red"
+        print(f"  {name}: {seen[name]} {counts}", flush=True)
+    record(results, {"what": "mutations"}, seen)
+    return all((colour == "green") == name.startswith("nothing") for name, colour in seen.items())
+
+
 def with_shim() -> None:
     """Build the shim and start again with it, unless it is there."""
     if hasattr(ctypes.CDLL(None), "fault_arm"):
@@ -326,12 +427,15 @@ def main() -> None:
         prog="tests.faults", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=0, help="kills per run")
-    parser.add_argument("--fs", choices=["KILL", "EIO", "ENOSPC", "EACCES", "EROFS"])
+    parser.add_argument("--fs", choices=["KILL", "POWER", "EIO", "ENOSPC", "EACCES", "EROFS"])
     parser.add_argument("--sticky", action="store_true", help="the fault stays")
     parser.add_argument("--damage", type=int, default=0, help="damaged copies")
     parser.add_argument("--manifests", type=int, default=0, help="mutated manifests")
     parser.add_argument("--disk", action="store_true")
-    parser.add_argument("--leave-out", choices=target.LEAVE_OUT, default="", help="a run that forgets this on resuming")
+    parser.add_argument("--signals", action="store_true")
+    parser.add_argument("--writers", action="store_true")
+    parser.add_argument("--mutations", action="store_true")
+    parser.add_argument("--leave-out", choices=target.LEAVE_OUT, default="", help="a run, or a tsunax, without this")
     parser.add_argument("--seeds", default="0:10")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "counts.jsonl")
     args = parser.parse_args()
@@ -341,9 +445,13 @@ def main() -> None:
         with contextlib.suppress(OSError, KeyError):
             os.unlink(os.environ["LD_PRELOAD"])
     counts: collections.Counter = collections.Counter()
+    left = {"left out": args.leave_out} if args.leave_out else {}
+    if args.mutations:
+        sys.exit(not mutations(args.results))
     if args.damage:
+        target.leave_out(args.leave_out)
         damage(args.damage, seeds.start, counts)
-        record(args.results, {"what": "damage", "seed": seeds.start}, counts)
+        record(args.results, {"what": "damage", "seed": seeds.start} | left, counts)
         return
     if args.manifests:
         hostile.run(args.manifests, seeds.start, counts)
@@ -358,12 +466,25 @@ def main() -> None:
                     counts["runs"] += 1
                     judge(run, wanted, counts)
                 print(f"  {seed}: {dict(counts)}", flush=True)
-            what = {"what": "kills", "each": args.kills, "seeds": args.seeds}
-            record(args.results, what | ({"left out": args.leave_out} if args.leave_out else {}), counts)
+            record(args.results, {"what": "kills", "each": args.kills, "seeds": args.seeds} | left, counts)
         if args.fs:
-            fs(args.fs, args.sticky, seeds, Path(cache), wanted, counts)
+            fs(args.fs, args.sticky, seeds, Path(cache), wanted, counts, args.leave_out)
             what = {"what": f"fs {args.fs}" + (" sticky" if args.sticky else ""), "seeds": args.seeds}
-            record(args.results, what, counts)
+            record(args.results, what | left, counts)
+        if args.signals:
+            ends = {fitted: undisturbed(Path(cache), fitted) for fitted in (True, False)}
+            for seed in seeds:
+                fitted = seed % 4 < 2
+                with scratch(Path(cache)) as run:
+                    signals(seed, run, ends[fitted][1], counts)
+                    judge(run, ends[fitted][0], counts, fitted)
+                print(f"  {seed}: {dict(counts)}", flush=True)
+            record(args.results, {"what": "signals", "seeds": args.seeds}, counts)
+        if args.writers:
+            for _ in seeds:
+                with scratch(Path(cache), leave_out=args.leave_out) as run:
+                    writers(run, wanted, counts)
+            record(args.results, {"what": "writers", "seeds": args.seeds} | left, counts)
         if args.disk:
             disk(Path(cache), wanted, counts)
             record(args.results, {"what": "disk"}, counts)

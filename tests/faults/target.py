@@ -9,7 +9,7 @@ import json
 import os
 
 ROWS, SIZE = 24, 4
-LEAVE_OUT = ("", "key", "step", "data", "history")  # what a broken run forgets, to see that the drivers notice
+LEAVE_OUT = ("", "key", "step", "data", "history", "sync", "hash", "lock")  # to see that the drivers notice
 
 
 def order(epoch: int):
@@ -31,28 +31,75 @@ def digest(*trees) -> str:
     return out.hexdigest()
 
 
-def make():
+def make(width: int = 32):
     import jax
     import jax.numpy as jnp
 
     import tsunax as ts
 
     k = jax.random.split(jax.random.key(0), 2)
-    params = {"a": jax.random.normal(k[0], (6, 32)), "b": {"w": jax.random.normal(k[1], (32, 2)), "c": jnp.zeros(2)}}
+    params = {
+        "a": jax.random.normal(k[0], (6, width)),
+        "b": {"w": jax.random.normal(k[1], (width, 2)), "c": jnp.zeros(2)},
+    }
     rate = ts.schedules.cosine_decay_schedule(1e-2, 40)
     rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adamw(rate, weight_decay=1e-3))
     state = ts.setup(rule, params, key=5, ema=0.9, model_state={"seen": jnp.zeros(())})
 
     def loss_fn(params, batch, *, key, model_state):
         x, y = batch
-        h = jnp.tanh(x @ params["a"]) * jax.random.bernoulli(key, 0.8, (32,))
+        h = jnp.tanh(x @ params["a"]) * jax.random.bernoulli(key, 0.8, (width,))
         out = h @ params["b"]["w"] + params["b"]["c"]
         return ts.Loss.mean((out - y) ** 2, model_state={"seen": model_state["seen"] + x.shape[0]})
 
     return state, ts.train_step(loss_fn)
 
 
-def main(folder: str, log: str, steps: int, every: int = 2, leave_out: str = "") -> None:
+def leave_out(what: str) -> None:
+    """Take a precaution out of tsunax, in this process."""
+    from tsunax import _files
+
+    if what == "sync":
+        os.fsync = lambda fd: None
+    if what == "hash":
+        _files.sha256 = lambda content: "0" * 64
+    if what == "lock":
+        _files.Lock._take = lambda self, folder: None
+
+
+def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None:
+    """The same run by `fit`; `watched`: every step is a boundary, else only some are."""
+    import time
+
+    import numpy as np
+
+    import tsunax as ts
+
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    say = lambda *words: os.write(out, (" ".join(map(str, words)) + "\n").encode())
+    rows = np.random.default_rng(3).standard_normal((ROWS, 8)).astype(np.float32)
+    state, step = make()
+
+    def note(run):
+        say("RESUMED" if run.event == "start" else "STEP", run.step, "[]")
+        time.sleep(0.002)
+
+    def evaluate(state):
+        time.sleep(0.02)
+        return {"val/norm": float(np.sum(np.square(state.params["a"])))}
+
+    note.events = ("start", "end")
+    data = ts.batches((rows[:, :6], rows[:, 6:]), SIZE, shuffle=True, seed=7)
+    with ts.Checkpoints(folder, every=every) as checkpoints:
+        callbacks = [note, ts.callbacks.every(1 if watched else 7, lambda run: note(run))]
+        state, history = ts.fit(
+            step, state, data, steps=steps, checkpoint=checkpoints, progress=False, log_every=1,
+            callbacks=callbacks, evaluate=evaluate, evaluate_every=50,
+        )  # fmt: skip
+    say("DIGEST", digest(state, history["loss"], history["val/norm"]))
+
+
+def main(folder: str, log: str, steps: int, every: int = 2, forgotten: str = "") -> None:
     import numpy as np
 
     from tsunax.checkpoint import Checkpoints
@@ -61,16 +108,17 @@ def main(folder: str, log: str, steps: int, every: int = 2, leave_out: str = "")
     say = lambda *words: os.write(out, (" ".join(map(str, words)) + "\n").encode())
     rows = np.random.default_rng(3).standard_normal((ROWS, 8)).astype(np.float32)
     state, step = make()
+    leave_out(forgotten)
     data, losses = {"epoch": 0, "position": 0}, []
     with Checkpoints(folder, every=every, fingerprint={"rows": ROWS, "batch": SIZE}) as checkpoints:
         found = checkpoints.restore(state)
         done = 0
         if found.step is not None:
             fresh, state, done = state, found.state, found.step
-            data = found.data if leave_out != "data" else data
-            losses = [*found.history["loss"]] if leave_out != "history" else []
-            state = state.replace(key=11) if leave_out == "key" else state
-            state = state.replace(step=fresh.step) if leave_out == "step" else state
+            data = found.data if forgotten != "data" else data
+            losses = [*found.history["loss"]] if forgotten != "history" else []
+            state = state.replace(key=11) if forgotten == "key" else state
+            state = state.replace(step=fresh.step) if forgotten == "step" else state
         say("RESUMED", done)
         for i in range(done + 1, steps + 1):
             if data["position"] + SIZE > ROWS:
