@@ -391,14 +391,10 @@ class EvalStep:
     def __call__(self, state: TrainState, batch, **extra) -> Loss:
         check_state(state, "eval_step()", batch)
         home = home_of(state, state.params)
-        if home is not None and not _any_traced((batch, extra)):
-            batch, extra = _place.put((batch, extra), home.sharding, whole=True)
-        try:
+        with _explained(state, batch, extra):
+            if home is not None and not _any_traced((batch, extra)):
+                batch, extra = _place.put((batch, extra), home.sharding, whole=True)
             return self._compiled(self._read(state), batch, extra)
-        except Exception as error:
-            if fault := _fault(error, state, batch, extra):
-                raise fault from None
-            raise
 
     def __getstate__(self):
         return {"loss_fn": self.loss_fn, "axis_name": self.axis_name}
