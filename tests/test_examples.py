@@ -80,6 +80,13 @@ def test_digits_by_hand():
 # --------------------------------------------------------------------------------------------------------- pages
 
 
+@pytest.mark.slow
+def test_data_parallel():
+    run = run_digits(name="data_parallel")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"fully sharded +loss 0\.0\d+ .* 173\.2 KiB on a device", run.stdout), run.stdout
+
+
 def as_one_block(page: str) -> str:
     """The page with all of its ```python blocks as one, every line where it was.
 

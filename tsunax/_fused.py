@@ -181,7 +181,7 @@ class Fused:
             _, moving, infos = jax.lax.while_loop(goes_on, body, (jnp.int32(0), moving, infos))
             return moving, _with_scheduled(infos, None if plan is None else still[0])
 
-        out = None if home is None else (home.layout, None)
+        out = None if home is None else (home.layout, home.whole)
         return jax.jit(train_steps, static_argnums=0, donate_argnums=(1,) if self.donate else (), out_shardings=out)
 
     def _plain(self, state, batch, extra):

@@ -64,6 +64,10 @@ class Home:
     layout: Any  # of all
     parts: int  # into which rows are cut
 
+    @property
+    def whole(self) -> NamedSharding:
+        return _on(self.sharding.mesh, None)
+
 
 @functools.lru_cache(maxsize=256)
 def _home(treedef, shardings: tuple) -> Home:

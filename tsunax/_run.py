@@ -138,6 +138,8 @@ class Fit:
         given = self.options.steps_per_call
         if given != "auto":
             return given or 1
+        if jax.process_count() > 1:  # no clock on the wall: all processes run the same programs
+            return self.feed.size
         return int(max(1, min(CALL_SECONDS / self.seconds, self.feed.size))) if self.seconds else 1
 
     def epoch_events(self) -> list[str]:

@@ -189,7 +189,7 @@ class TrainStep:
             weight = _Known(weight) if isinstance(weight, np.ndarray | np.generic) else weight
             return _apart(state)[0], (loss, weight, *seen)  # numbers are put back outside, and info made there: faster
 
-        out = None if home is None else (home.layout, None)
+        out = None if home is None else (home.layout, home.whole)
         return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else (), out_shardings=out)
 
     def _placed(self, home: _place.Home, batch, extra) -> tuple[Any, dict]:
