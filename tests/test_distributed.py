@@ -248,6 +248,14 @@ def test_who_fails_says_why(group, left):
     assert left == {0: why, 1: "", 2: why}  # it has said so itself
 
 
+def test_who_gives_up_stays(group, left):
+    peers = group(3)
+    peers[0].fail("caught", stay=True)  # and is the hub
+    until(lambda: len(left) == 2)
+    time.sleep(0.1)
+    assert left == dict.fromkeys((1, 2), "process 0 (host h, pid 100) ended: caught")
+
+
 # --- who is who -------------------------------------------------------------------------------
 
 SLURM = {

@@ -331,11 +331,12 @@ class Peers:
             self._round += 1
             return value
 
-    def fail(self, text: str) -> None:
-        """End all other processes, which say why."""
-        self._is_failing = True
+    def fail(self, text: str, stay: bool = False) -> None:
+        """End all other processes, which say why; and this one, unless it stays."""
+        self._is_failing, self._is_closing = True, stay
         self._send({"failed": text})
-        self._thread.join(PATIENCE)  # process 0 must not go before all have heard
+        if not stay:
+            self._thread.join(PATIENCE)  # process 0 must not go before all have heard
 
     def close(self) -> None:
         """Part in peace, once all others are here too."""
@@ -372,7 +373,9 @@ class Peers:
                     heard = now
                     for value in values:
                         if "end" in value:
-                            return leave("" if self._is_failing else value["end"], self.index)
+                            if not self._is_closing:
+                                leave("" if self._is_failing else value["end"], self.index)
+                            return None
                         self._hear(value)
                 if now - heard > self.patience:
                     why = "it is stopped, or its host or network is down"

@@ -42,6 +42,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "check_in_sync",
+    "give_up",
     "is_main",
     "process_count",
     "process_index",
@@ -237,6 +238,19 @@ def stop() -> None:
     jax.distributed.shutdown()
     peers.close()
     _peers_of_run = None
+
+
+def give_up(reason: object) -> None:
+    """End all other processes, which say that this one ended, and why; this one goes on, alone.
+
+    A script that ends with an exception does so by itself. This is for what catches exceptions: a notebook, a framework
+    that runs your function, `sys.exit(1)`.
+    """
+    global _peers_of_run
+    peers, _peers_of_run = _peers_of_run, None
+    if peers is not None:
+        atexit.unregister(_at_exit)
+        peers.fail(told(reason) if isinstance(reason, BaseException) else str(reason), stay=True)
 
 
 def _at_exit() -> None:

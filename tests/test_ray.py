@@ -1,0 +1,68 @@
+"""Training on a real local Ray: plain actors, and Ray Train."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import processes
+from tests.helpers import need
+from tsunax import ray as ts_ray
+from tsunax.errors import MissingLibraryError
+
+ROOT = str(Path(__file__).resolve().parents[1])
+ENV = {"env_vars": {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}}
+
+
+@pytest.fixture(scope="module")
+def ray():
+    ray = need("ray")
+    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=ENV)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_actors_train_as_one(ray):
+    found = ts_ray.run(processes.losses, 2, start={"timeout": 60})
+    assert found[0] == found[1]
+    np.testing.assert_allclose(found[0], processes.losses(), rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_actor_that_fails_ends_the_run(ray):
+    with pytest.raises(ray.exceptions.RayTaskError, match="bad luck"):
+        ts_ray.run(processes.fails, 2, start={"timeout": 60})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ray_train(ray, tmp_path):
+    from ray.train import RunConfig
+
+    def train(config):
+        import ray.train
+
+        import tsunax as ts
+
+        ts.distributed.start()  # as the script would under mpirun: it has been
+        found = processes.losses()
+        ray.train.report({"loss": found[-1]})
+        with open(f"{config['folder']}/{ts.distributed.process_index()}", "w") as file:
+            json.dump(found, file)
+
+    run = RunConfig(storage_path=str(tmp_path / "ray"))
+    result = ts_ray.trainer(train, 2, config={"folder": str(tmp_path)}, start={"timeout": 60}, run_config=run).fit()
+    assert result.error is None
+    zero, one = (json.loads((tmp_path / str(i)).read_text()) for i in range(2))
+    assert zero == one
+    np.testing.assert_allclose(zero, processes.losses(), rtol=1e-5)
+
+
+def test_without_ray(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingLibraryError, match=r"pip install 'tsunax\[ray\]'"):
+        ts_ray.run(processes.losses, 2)
