@@ -227,3 +227,18 @@ def test_raise_names_the_place_in_the_batch_where_it_holds_the_nan():
         assert guard.in_batch({"n": np.arange(3), **other}) == "batch['x'] has 3 of 36 not finite, the first at [4, 1]"
     assert guard.in_batch({"s": np.float32(np.inf)}) == "batch['s'] has 1 of 1 not finite"
     assert guard.in_batch(make_batch(0)) == ""
+
+
+@pytest.mark.parametrize("label", [-1, 10])
+def test_a_label_that_is_no_class_is_named(label):
+    def loss(params, batch):
+        values = ts.losses.softmax_cross_entropy_with_integer_labels(batch["x"] @ params["w"], batch["y"])
+        return ts.Loss.mean(values)
+
+    batch = {"x": np.ones((4, 3), np.float32), "y": np.array([0, 9, label, 3])}
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros((3, 10))})
+    for accumulate in (1, 2):
+        with pytest.raises(
+            NonFiniteError, match=rf"1 of 4 labels are none of the 10 classes, first label {label} at \[2\]"
+        ):
+            ts.train_step(loss, on_nonfinite="raise", accumulate=accumulate, donate=False)(state, batch)

@@ -4,14 +4,17 @@ A loss gives one number per example and averages nothing: `ts.Loss.mean(values, 
 binary losses are element-wise. Class losses give one number per row; the classes are on the last axis unless `axis=`
 says otherwise, and `where=` is a bool mask of what takes part in their sum.
 
-What optax has is re-exported as it is. Ours compute in float32 (float64 stays), whatever the input, and return it; the
-gradient has the input's dtype. Predictions and targets must have one shape: nothing is broadcast. 0·log 0 is 0, and
-the gradient is finite wherever the value is. The checks read shapes, dtypes and plain numbers only, so that they also
-work under jit, vmap and grad.
+What optax has is re-exported as it is; but of integer labels, negative ones are NaN instead of classes from the end.
+Ours compute in float32 (float64 stays), whatever the input, and return it; the gradient has the input's dtype.
+Predictions and targets must have one shape: nothing is broadcast. 0·log 0 is 0, and the gradient is finite wherever the
+value is. The checks read shapes, dtypes and plain numbers only, so that they also work under jit, vmap and grad.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -48,11 +51,11 @@ from optax.losses import (
     sigmoid_focal_loss,
     smooth_labels,
     softmax_cross_entropy,
-    softmax_cross_entropy_with_integer_labels,
     sparsemax_loss,
     squared_error,
     triplet_margin_loss,
 )
+from optax.losses import softmax_cross_entropy_with_integer_labels as _with_integer_labels
 
 from tsunax import _tree
 from tsunax.errors import LossError, message
@@ -128,6 +131,49 @@ def euclidean_distance(
     scale = jnp.where((largest > 4 * kind.tiny) & (largest < jnp.inf), power, 1)
     squares = jnp.sum(jnp.square(apart / scale), axes)
     return jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)) * jnp.squeeze(scale, axes))
+
+
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike, labels: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None
+) -> jax.Array:
+    """-log softmax(logits)[label], optax's, but NaN for a label that is no class, also for a negative one.
+
+    So a step whose labels are wrong is rejected, and says so; in optax -1 is the last class. A row of padding may have
+    any label where a mask leaves it out: `Loss.mean(values, where=mask)`.
+
+    >>> softmax_cross_entropy_with_integer_labels([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], [1, 2, -1]).tolist()
+    [0.693..., nan, nan]
+    """
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    if _faults.get() is not None:
+        _look_at(labels, logits.shape, axis)
+    values = _with_integer_labels(logits, labels, axis, where)
+    return jnp.where(labels < 0, jnp.nan, values)
+
+
+_faults: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("faults", default=None)
+
+
+@contextlib.contextmanager
+def faults() -> Iterator[list[str]]:
+    """What class losses that run eagerly in here find wrong with their labels."""
+    found: list[str] = []
+    token = _faults.set(found)
+    try:
+        yield found
+    finally:
+        _faults.reset(token)
+
+
+def _look_at(labels: jax.Array, shape: tuple[int, ...], axis: Axis) -> None:
+    found, classes = _faults.get(), int(np.prod([shape[i] for i in np.atleast_1d(axis)]))
+    if found is None or _tree.is_traced(labels):
+        return
+    bad = (labels < 0) | (labels >= classes)
+    if count := int(jnp.sum(bad)):
+        at = [int(i) for i in np.unravel_index(int(jnp.argmax(bad)), labels.shape)]
+        first = f"label {int(labels[tuple(at)])} at {at}" if at else f"label {int(labels)}"
+        found.append(f"{count} of {labels.size} labels are none of the {classes} classes, first {first}")
 
 
 def siamese_contrastive_loss(distances: ArrayLike, labels: ArrayLike, *, margin: ArrayLike = 1.0) -> jax.Array:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from tsunax import _axes, _checks, _place, _tree, accumulation, guard
+from tsunax import _axes, _checks, _place, _tree, accumulation, guard, losses
 from tsunax._loss import Loss, rows_of
 from tsunax._loss_fn import LossFn
 from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message
@@ -252,12 +252,19 @@ class TrainStep:
         what = guard.explain(int(info.verdict), state.opt_state, state.plan.apart(grads)[0])
         if dropped is not None and np.any(dropped):
             what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {self.accumulate}"
-        if found := guard.in_batch(batch):
-            what += f", {found}"
+        for found in (guard.in_batch(batch), self._about_labels(state, batch, extra)):
+            what += f", {found}" if found else ""
         if (scale := state.loss_scale) is not None:
             floor = ", its floor" if scale.dynamic and info.loss_scale <= scale.floor else ""
             what += f", loss scale {float(info.loss_scale)}{floor}, {int(state.rejected_in_a_row)} rejected in a row"
         return what
+
+    def _about_labels(self, state: TrainState, batch, extra) -> str:
+        """What is wrong with the labels in a batch, as far as class losses of ours see them outside of a program."""
+        fn = LossFn.of(self.loss_fn)
+        with losses.faults() as found, contextlib.suppress(Exception):
+            fn(*seen_by(state, state.params, batch), fn.keywords(state, batch, extra, train=True))
+        return next(iter(found), "")
 
     @functools.cached_property
     def _again(self) -> Any:
