@@ -1,5 +1,6 @@
 """States over many devices: the numbers of one device, no more memory than promised, and a word where it cannot be."""
 
+import dataclasses
 import re
 
 import flax.linen as nn
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
-from tsunax.errors import DataError, DeviceError, PatternError, WrongTypeError
+from tsunax.errors import DataError, DeviceError, PatternError, StateError, WrongTypeError
 
 ROWS, WIDTH, HIDDEN = 40, 32, 64
 
@@ -332,6 +333,15 @@ def test_rules_that_cannot_be_followed(rules, kind, text):
     state = setup({**init(), "odd": np.zeros(3, np.float32)})
     with pytest.raises(kind, match=text):
         ts.shard(state, ts.mesh(tensor=2), rules)
+
+
+def test_a_leaf_outside_of_the_mesh_is_named():
+    state = ts.shard(setup(), ts.mesh(devices=jax.devices()[:4]))
+    for place in (jax.devices()[7], NamedSharding(ts.mesh(devices=jax.devices()[4:]), P())):
+        params = {**state.params, "down": jax.device_put(state.params["down"], place)}
+        text = r"leaf at state\.params\['down'\]\['bias'\]: got .*, expected 4 devices, as of the others.*ts\.shard"
+        with pytest.raises(StateError, match=text):
+            ts.train_step(loss_fn)(dataclasses.replace(state, params=params), batches_of(1)[0])
 
 
 def test_things_that_are_no_mesh_or_state():

@@ -7,6 +7,7 @@ The formula is in `step.py`; here is only how it is called.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -65,6 +66,21 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
             fix = "The step donates them: copy, or train_step(..., donate=False)."
             raise StateError(message(f"argument {name!r}", "step()", "arrays of the state itself", "others", fix))
     _checks.check_arrays(state, "state")
+    _check_places(state)
+
+
+def _check_places(state: TrainState) -> None:
+    """Raise StateError, with a path, where the arrays of a state lie on different devices."""
+    named = jax.tree_util.tree_flatten_with_path(state)[0]
+    bound = [(path, x) for path, x in named if isinstance(x, jax.Array) and x.committed]
+    places = collections.Counter(frozenset(x.sharding.device_set) for _, x in bound)
+    if len(places) > 1:
+        most = places.most_common(1)[0][0]
+        in_words = lambda devices: str(next(iter(devices))) if len(devices) == 1 else f"{len(devices)} devices"
+        path, x = next((path, x) for path, x in bound if x.sharding.device_set != most)
+        fix = "Put all of it in one place: ts.shard(state, mesh) or ts.to_device(state, device)."
+        got, expected = in_words(x.sharding.device_set), f"{in_words(most)}, as of the others"
+        raise StateError(message("leaf", _tree.access_str("state", path), got, expected, fix))
 
 
 def _any_traced(tree) -> bool:
