@@ -59,6 +59,13 @@ class Feed:
     def epoch(self) -> int:
         return self.source.epoch
 
+    def steps_to(self, epochs: int, start: int) -> int | None:
+        """The step at which so many epochs are over, if none is rejected; None where the data does not know."""
+        try:
+            return start + (epochs - self.epoch) * len(self.source.data) - self.source.position
+        except TypeError:
+            return None
+
     def ended(self) -> bool:
         """Whether an epoch has ended since the last time that one asked."""
         if not self._ended and self._block is None and self._is_through():

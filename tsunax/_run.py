@@ -79,13 +79,12 @@ class Run:
 class Fit:
     """A run of `fit` under way: where it is, and what of it is still on the device."""
 
-    def __init__(self, step, state, data, options: Options, bar, history: History, memory: dict, start: int):
-        self.step, self.options, self.bar, self.memory = step, options, bar, memory
+    def __init__(self, step, state, data, options: Options, history: History, memory: dict, start: int):
+        self.step, self.options, self.memory = step, options, memory
         interval = min(options.intervals, default=float("inf"))
         self.feed = _feed.Feed(step, data, state, options.steps_per_call, interval)
         self.loop = _fused.fused(step, not isinstance(step, TrainStep) or step.donate)
         self.run = Run(state, start, self.feed.epoch, history)
-        self.run.note = bar.note
         self.extra = _place.whole(dict(options.extra), _place.home_of(state))  # once, not by every call
         self.pending: list[tuple[_feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead = 0  # steps in them
@@ -100,6 +99,9 @@ class Fit:
         self.saved: Any = None  # when it was, last
         self.evaluated = -1  # the step at which it was, last
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
+
+    def show_on(self, bar) -> None:
+        self.bar, self.run.note = bar, bar.note
 
     # ---------------------------------------------------------------------------------------------------- steps
 

@@ -249,15 +249,16 @@ def _begin(step, state, data, options: Options, progress, history: History | Non
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop consumes it, and nobody said that this may be so
     start = step_of(state, restored.step or 0)
-    bar = display.progress(progress if jax.process_index() == 0 else False, options.goal.steps, start, "step")
     if restored.history is not None:
         history = History.of(restored.history)
     history = History() if history is None else history
-    fitting = Fit(step, state, data, options, bar, history, dict(restored.callbacks or {}), start)
+    fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
     if restored.step is not None:
         fitting.feed.go_to(restored.data, replay)
         fitting.saved = start, fitting.feed.place()
         history.mark("restart", start)
+    total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs, start)
+    fitting.show_on(display.progress(progress if jax.process_index() == 0 else False, total, start, "step"))
     return fitting
 
 
