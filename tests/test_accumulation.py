@@ -107,6 +107,21 @@ def test_rows_are_counted_in_float32_whatever_the_mask_is_of(dtype):
         assert float(loss.weight) == rows and loss.weight.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_weights_are_data_and_have_no_gradient(accumulate):
+    """Through a total alone it would be half of one, and through both another one for every way to cut a batch."""
+    x, t = np.array([1.0, 2.0, 4.0], np.float32), jnp.array([1.0, 2.0, 3.0])
+
+    def fn(params, batch):
+        weights = params["t"][batch["i"]]
+        return ts.Loss.mean(batch["x"] * params["w"], weights, metrics={"x": ts.metrics.Mean.of(batch["x"], weights)})
+
+    state, batch = ts.setup(ts.rules.sgd(0.1), {"w": jnp.float32(1), "t": t}), {"x": x, "i": np.arange(3)}
+    loss, grads = ts.value_and_grad(fn, accumulate=accumulate)(state, batch)
+    np.testing.assert_allclose([loss.compute(), grads["w"]], [17 / 6, 17 / 6], rtol=1e-6)
+    np.testing.assert_array_equal(grads["t"], np.zeros(3))
+
+
 def test_a_mean_over_nothing_adds_nothing_to_an_evaluation():
     fn = lambda params, batch, mask: jnp.sum(batch @ params["w"] * mask) / jnp.sum(mask)
     state, evaluate = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(1)}), ts.eval_step(fn)

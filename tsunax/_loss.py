@@ -27,7 +27,8 @@ class Loss:
 
     `Loss.mean(values, where)` is the usual way to make one. The raw form is for sums of your own:
     `Loss(total, weight)` stands for the loss `total / weight`, and any number of micro-batches, devices and
-    batches add up to exactly that.
+    batches add up to exactly that. Weights and masks are data: no gradient flows through them. A mean with weights
+    that are learned is a scalar of your own, `jnp.sum(w * values) / jnp.sum(w)`.
 
     Metrics are scalars (weighed like the loss) or objects with `merge` and `compute`.
     """
