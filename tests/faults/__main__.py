@@ -205,9 +205,11 @@ def signals(seed: int, run: Run, seconds: float, counts) -> None:
     """A signal, or three, at a random time: the run must save what it has done, and end with the status of it."""
     rng = random.Random(seed)
     kind = (signal.SIGTERM, signal.SIGINT)[seed % 2]
-    pid = run.start(fitted=seed % 4 < 2)
-    time.sleep(rng.uniform(0, seconds))
-    struck, began = _alive(pid), bool(run.lines("STEP"))
+    pid, start = run.start(fitted=seed % 4 < 2), time.monotonic()
+    while seed % 8 > 1 and not run.lines("RESUMED") and _alive(pid):  # the others: also before `fit`
+        time.sleep(0.002)
+    time.sleep(rng.uniform(0, max(0.1, seconds - (time.monotonic() - start))))
+    struck, began = _alive(pid), bool(run.lines("RESUMED"))
     for _ in range(3 if seed % 10 == 0 else 1):
         if _alive(pid):
             os.kill(pid, kind)
@@ -217,12 +219,11 @@ def signals(seed: int, run: Run, seconds: float, counts) -> None:
     counts["signals"] += struck
     counts["hung"] += status == "hung" or time.monotonic() - start > GRACE
     counts["slowest end, s"] = max(counts["slowest end, s"], round(time.monotonic() - start, 2))
-    before = -kind if kind == signal.SIGTERM else 128 + signal.SIGINT  # of Python itself, until `fit` has begun
-    known = {
-        0: "had ended",
-        128 + kind: "ended by its rules",
-        before: "ended by its rules" if began else "had not begun",
-    }
+    known = {0: "had ended", 128 + kind: "saved, with its status"}
+    if not began and status in (-signal.SIGTERM, 128 + signal.SIGINT):  # Python's own, before `fit` listens
+        known[status] = "had not begun"
+    if status == -signal.SIGTERM and run.digest():  # and after
+        known[status] = "had ended"
     counts[known.get(status, f"status {status}")] += struck
     if status not in known:
         print(f"  {seed}: {status} {run.errors.read_text()[-1500:]}", flush=True)
