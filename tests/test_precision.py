@@ -61,6 +61,13 @@ def test_the_batch_may_be_narrowed():
     assert seen == {"x": "bfloat16", "t": "float32"}
 
 
+@pytest.mark.parametrize("batch", [None, {}])
+def test_a_loss_of_no_batch_has_a_precision_too(batch):
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}, precision="bfloat16")
+    state, info = ts.train_step(lambda params, batch: jnp.sum(params["w"]).astype(jnp.float32))(state, batch)
+    assert float(info.loss) == 2 and bool(info.applied)
+
+
 def test_in_bfloat16_it_is_the_hand_written_cast():
     state, step = start(ts.rules.adam(0.1), precision="bfloat16"), ts.train_step(loss_fn)
     params, tx = {"w": make_params()["w"]}, optax.adam(0.1)

@@ -72,8 +72,8 @@ class Policy:
 
     def batch_to_compute(self, batch):
         """The batch with its float leaves, of those that `batch` matches, in the compute dtype."""
-        flags = _where.select(self._batch, batch)
         leaves, treedef = jax.tree.flatten(batch)
+        flags = _where.select(self._batch, batch) if leaves else ()
         return treedef.unflatten([cast(x, self.compute) if on else x for x, on in zip(leaves, flags, strict=True)])
 
     @property
