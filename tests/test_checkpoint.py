@@ -29,7 +29,7 @@ from tests.faults import hostile, target
 from tests.helpers import assert_trees_equal, need
 from tsunax import _files, _manifest, _store, checkpoint
 from tsunax.checkpoint import Best, Checkpoints
-from tsunax.errors import CheckpointError, HyperparameterError, SaveError, StateError, WrongTypeError
+from tsunax.errors import CheckpointError, DataError, HyperparameterError, SaveError, StateError, WrongTypeError
 
 PARAMS = {
     "body": {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4), "b": np.ones(4, np.float32)},
@@ -548,7 +548,7 @@ def test_other_formats_are_not_opened(tmp_path, copy):
     shutil.copytree(path / "2" / "arrays", plain)
     assert error_of(lambda: Checkpoints(plain).restore(make())) == (
         f"checkpoints at {plain}: got _CHECKPOINT_METADATA, expected checkpoints of tsunax, or none. "
-        "Nothing in it was opened."
+        "Nothing in it was opened. tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
     )
     managed = tmp_path / "managed"
     shutil.copytree(plain, managed / "4")
@@ -638,6 +638,94 @@ def test_steps_only_go_up_and_a_step_can_be_replaced(copy):
     assert sorted(os.listdir(path)) == ["0", "1", "2", "tsunax.lock"]
     assert restored(path, make()).data == "other"
     assert ts.hyperparams(restored(path, make()).state)["learning_rate"] == 0.5
+
+
+def data(rows=16, size=4, seed=0):
+    return ts.batches(np.arange(rows * 3, dtype=np.float32).reshape(rows, 3), size, shuffle=True, seed=seed)
+
+
+STEP = ts.train_step(lambda p, x: jnp.mean(x @ p["body"]["w"] @ p["head"]) + jnp.sum(p["body"]["b"]))
+
+
+def damaged(path):
+    for step in os.listdir(path):
+        if step.isdigit():
+            os.truncate(path / step / "manifest.json", 9)
+
+
+def newer(path):
+    for step in os.listdir(path):
+        if step.isdigit():
+            rewrite(path / step, lambda body: {"format": 9})
+
+
+def replaced(path, write):
+    shutil.rmtree(path)
+    write()
+
+
+def only(path, name):
+    replaced(path, lambda: (path.mkdir(), (path / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch x'\ntR.")))
+
+
+IN_A_RUN = {  # what is wrong with the directory that `fit` is given, and what it says before anything is compiled
+    "a file": (lambda p: replaced(p, lambda: p.write_text("x")), {}, "got a file, expected a directory"),
+    "below a file": (lambda p: replaced(p, lambda: p.write_text("x")), {"under": "x"}, "NotADirectoryError"),
+    "NUL": (None, {"under": "a\0"}, "path at Checkpoints"),
+    "a long name": (None, {"under": "x" * 300}, "File name too long"),
+    "nothing, but must": (lambda p: replaced(p, p.mkdir), {"resume": "must"}, "got none, expected at least one"),
+    "something, but never": (None, {"resume": "never"}, "expected none: resume='never'"),
+    "all damaged": (damaged, {}, "expected a good one. To start afresh, give another path"),
+    "a newer format": (newer, {}, "format 9, expected format 1 or earlier"),
+    "another rule": (
+        None,
+        {"state": lambda: make(rule=ts.rules.sgd(0.1))},
+        r"rule of state: saved adam\(.*expected sgd",
+    ),
+    "another shape": (
+        None,
+        {"state": lambda: make(params={**PARAMS, "head": np.ones((4, 5), np.float32)})},
+        r"saved float32\[4,2\], expected float32\[4,5\]",
+    ),
+    "data of another seed": (None, {"data": lambda: data(seed=1)}, "got seed 1, expected seed 0"),
+    "data of another length": (None, {"data": lambda: data(rows=20)}, "got rows 20, expected rows 16"),
+    "another batch size": (None, {"data": lambda: data(size=8)}, "got batch_size 8, expected batch_size 4"),
+    "a pickle": (lambda p: only(p, "state.pkl"), {}, "state.pkl, expected checkpoints of tsunax"),
+    "a torch file": (lambda p: only(p, "model.pt"), {}, "Nothing in it was opened"),
+    "flax's": (lambda p: only(p, "checkpoint.msgpack"), {}, "tsunax.exchange reads"),
+    "in use": ("hold", {}, "directory in use at .*: got process"),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_RUN)
+def test_fit_refuses_a_directory_before_it_compiles(tmp_path, run_of_two_steps, name):
+    from tests.helpers import count_compiles
+
+    prepare, given, text = IN_A_RUN[name]
+    path = tmp_path / "run"
+    shutil.copytree(run_of_two_steps, path)
+    if prepare == "hold":
+        shutil.rmtree(path)
+    holder = program(path, "hold") if prepare == "hold" else None
+    if holder is not None:
+        assert holder.stdout.readline() == "saved\n", holder.stderr.read()
+    elif prepare is not None:
+        prepare(path)
+    state, rows = given.get("state", make)(), given.get("data", data)()
+    where = path / given["under"] if "under" in given else path
+    with count_compiles() as compiled, pytest.raises((CheckpointError, DataError), match=text):
+        ts.fit(STEP, state, rows, steps=9, checkpoint=where, progress=False, resume=given.get("resume", "auto"))
+    assert compiled.traces == 0 and not os.path.exists("x")
+    if holder is not None:
+        holder.communicate("", timeout=60)
+        holder.stdout.close(), holder.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def run_of_two_steps(tmp_path_factory):
+    path = tmp_path_factory.mktemp("two") / "run"
+    ts.fit(STEP, make(), data(), steps=2, checkpoint=path, progress=False)
+    return path
 
 
 # ------------------------------------------------------------------------------------------------------------ damage

@@ -379,7 +379,8 @@ class Checkpoints:
         odd = [name for name in names if name in _FOREIGN or name.lower().endswith(_FOREIGN_ENDS)]
         if odd:
             got, expected = _tree.listed(odd, 4), "checkpoints of tsunax, or none"
-            raise CheckpointError(message("checkpoints", str(self.path), got, expected, _NO_CODE))
+            fix = f"{_NO_CODE} tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
+            raise CheckpointError(message("checkpoints", str(self.path), got, expected, fix))
 
     # ----------------------------------------------------------------------------------------------- directories
 
