@@ -184,6 +184,30 @@ def test_what_is_rejected_changes_no_statistics():
     assert live["factor"] == 6.0 and live["decay"] == 0.98
 
 
+def test_the_band_is_that_of_its_formula():
+    """In float64, by NumPy: a mean and a mean distance that forget, of the log of the norm and of the loss."""
+    rng = np.random.default_rng(3)
+    grads = rng.normal(size=(80, 4)) * np.exp(rng.normal(0, 0.3, (80, 1)) + 4 * (rng.uniform(size=(80, 1)) < 0.1))
+    values = 2 + rng.normal(0, 0.3, 80) + 20 * (rng.uniform(size=80) < 0.05)
+    rule = ts.rules.chain(ts.rules.reject_spikes(factor=4.0, decay=0.9, warmup=20), ts.rules.sgd(0.0))
+    state = ts.setup(rule, {"w": jnp.zeros(4)})
+    one = lambda s, x: (lambda new, info: (new, info.verdict))(*ts.update(s, {"w": x[0]}, loss=x[1]))
+    state, verdicts = jax.jit(lambda *xs: jax.lax.scan(one, state, xs))(np.float32(grads), np.float32(values))
+
+    centre, spread, seen, expected = np.zeros(2), np.zeros(2), 0, []
+    for g, value in zip(grads, values, strict=True):
+        now = np.array([np.log(np.linalg.norm(g)), value])
+        above = now > centre + np.maximum(4.0 * spread, [np.log(2), abs(centre[1])])
+        bad = seen >= 20 and above.any()
+        expected.append(2 * (4 + int(above.argmax())) if bad else 0)
+        if not bad:
+            rate, distance = (0.1, np.abs(now - centre)) if seen else (1.0, np.zeros(2))
+            centre, spread, seen = centre + rate * (now - centre), spread + rate * (distance - spread), seen + 1
+    assert set(expected) == {0, 8, 10}
+    np.testing.assert_array_equal(verdicts, expected)
+    np.testing.assert_allclose(state.opt_state[0].band, [centre, spread, [seen, seen], [0, 0]], rtol=1e-5)
+
+
 def test_a_spike_is_no_overflow():
     rule = ts.rules.chain(ts.rules.reject_spikes(warmup=1), ts.rules.sgd(0.0))
     state = ts.setup(rule, {"w": jnp.zeros(1)}, precision="float16")
