@@ -622,12 +622,7 @@ def _tree_rows(state: TrainState, concrete: bool) -> list[str]:
 
 def _bytes(tree) -> str:
     arrays = [x for x in jax.tree.leaves(tree) if _tree.dtype_of(x) is not None]
-    n = float(sum(np.prod(jnp.shape(x)) * _tree.dtype_of(x).itemsize for x in arrays))
-    for unit in ("B", "KiB", "MiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} GiB"
+    return _tree.bytes_str(float(sum(np.prod(jnp.shape(x)) * _tree.dtype_of(x).itemsize for x in arrays)))
 
 
 def _devices(leaves) -> str:
