@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tsunax as ts
+from tests.faults import hostile
 from tests.helpers import assert_trees_equal, need
 from tsunax import exchange
 from tsunax.errors import CheckpointError, PatternError, SaveError, WrongTypeError
@@ -408,6 +409,7 @@ HEADERS = {  # file, what the error says
     "a bool of 2": (raw({"a": entry("BOOL", (4,))}, b"\0\1\2\3"), "neither 0 nor 1"),
     "a manifest that is none": (raw({"__metadata__": {"tsunax": "{}"}}), "no format"),
     "a newer one": (raw({"__metadata__": {"tsunax": '{"format": 9}'}}), "format 9, expected format 1 or earlier"),
+    "deep names": (raw({"a/" * 100_000 + "b": entry()}, bytes(4)), "more than 64 levels"),
     "a leaf above another": (raw({"a": entry(), "a/b": entry(start=4, stop=8)}, bytes(8)), "no tree"),
 }  # fmt: skip
 
@@ -462,7 +464,20 @@ def test_an_index_leads_nowhere_else(tmp_path):
     index = folder / "model.safetensors.index.json"
     body = json.loads(index.read_text())
     elsewhere = ["../out.safetensors", str(tmp_path / "out.safetensors"), "x/../y.safetensors", "..\\out.safetensors"]
-    for bad in (*elsewhere, "..", "", ".", "a\0.safetensors", "C:out.safetensors", 3, None, "out.pt", "x" * 300):
+    for bad in (
+        *elsewhere,
+        "..",
+        "",
+        ".",
+        "a\0.safetensors",
+        "C:out.safetensors",
+        3,
+        None,
+        "out.pt",
+        "x" * 300,
+        [],
+        {},
+    ):
         index.write_text(json.dumps({**body, "weight_map": {"a": bad}}))
         assert "an index that names" in error_of(lambda: exchange.restore(folder))
     index.write_text(json.dumps({**body, "weight_map": {"z": body["weight_map"]["a"]}}))
@@ -472,6 +487,24 @@ def test_an_index_leads_nowhere_else(tmp_path):
     for content in ("[]", "{}", '{"weight_map": []}', "nonsense"):
         index.write_text(content)
         error_of(lambda: exchange.restore(folder))
+    rng, outcomes = random.Random(0), {"refused": 0, "read": 0}
+    for _ in range(200):
+        index.write_bytes(hostile.mutated(rng, body))
+        try:
+            assert set(exchange.restore(folder, where="*")) <= {"a", "b"}
+            outcomes["read"] += 1
+        except CheckpointError:
+            outcomes["refused"] += 1
+    assert outcomes["refused"] > 100, outcomes
+
+
+def test_a_name_that_is_missing_among_very_many(tmp_path):
+    path, start = tmp_path / "a.safetensors", time.monotonic()
+    many = {f"{i}{'x' * 100 * (i % 50)}": entry(start=4 * i, stop=4 * i + 4) for i in range(20_000)}
+    path.write_bytes(raw(many, bytes(80_000)))
+    text = error_of(lambda: exchange.restore(path, {"0y": np.ones(1, np.float32)}))
+    assert "nothing named '0y'" in text and "and 19991 more" in text and len(text) < 8000
+    assert time.monotonic() - start < 10
 
 
 # -------------------------------------------------------------------------------------------------- whole or not at all

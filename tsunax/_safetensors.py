@@ -72,7 +72,7 @@ def contents(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     where, about = body.get("weight_map"), body.get("metadata", {})
     if not isinstance(where, dict) or not isinstance(about, dict):
         raise Damaged("an index without weight_map")
-    files = {name: _header(path.parent / _plain_name(name))[0] for name in dict.fromkeys(where.values())}
+    files = {name: _header(path.parent / name)[0] for name in dict.fromkeys(map(_plain_name, where.values()))}
     for name, file in where.items():
         if name not in files[file]:
             raise Damaged(f"{name!r:.80} is not in {file}")

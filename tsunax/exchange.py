@@ -29,7 +29,8 @@ __all__ = ["contents", "restore", "restore_flax", "restore_orbax", "save"]
 
 Rename = Callable[[str], str] | Mapping[str, str] | None
 _MANIFEST, _NAMES, _SUM = "tsunax", "tsunax.names", "tsunax.sha256"  # of both texts
-_WHERE_OF_A_STATE = "params/"
+_PARAMS = "params/"  # what the names of a whole state's params begin with
+_DEPTH = 64
 
 
 # ---------------------------------------------------------------------------------------------------------- saving
@@ -265,12 +266,8 @@ def _names_of(text: str, n: int) -> list[str]:
         names = json.loads(text)
     except (ValueError, RecursionError):
         names = None
-    if (
-        not isinstance(names, list)
-        or len(names) != n
-        or len({*map(str, names)}) != n
-        or not all(isinstance(x, str) for x in names)
-    ):
+    is_list = isinstance(names, list) and all(isinstance(x, str) for x in names)
+    if not is_list or not len(set(names)) == len(names) == n:
         raise Damaged(f"{_NAMES}: no list of {n} names")
     return names
 
@@ -327,7 +324,7 @@ def _by_name(source: _Source, tree, where, rename: Rename, cast: bool):
     leaves, treedef = jax.tree.flatten(tree)
     flags = _where.select(where, tree) if where is not None else (True,) * len(leaves)
     of_state = rename is None and source.manifest is not None and () in source.manifest.states
-    prefix = _WHERE_OF_A_STATE if of_state else ""
+    prefix = _PARAMS if of_state else ""
     names = [prefix + name for name in _names_in(tree, rename)]
     paths = [_manifest.show("tree", path) for path, _ in _manifest.tree_of(tree).leaves]
     wanted = [i for i, flag in enumerate(flags) if flag]
@@ -340,9 +337,11 @@ def _by_name(source: _Source, tree, where, rename: Rename, cast: bool):
         elif not _fits(mine, theirs, cast):
             differences.append(f"{paths[i]}: {names[i]!r} is {theirs}, expected {mine}")
     if where is None:
-        more = [name for name in source.leaves if name.startswith(prefix) and name not in names]
+        known = set(names)
+        more = [name for name in source.leaves if name.startswith(prefix) and name not in known]
         differences += [f"{name!r} is {source.leaves[name]}, expected nothing of that name" for name in more]
-    near = ", ".join(map(repr, _where.nearest(missing, source.leaves))) if missing else ""
+    likely = [name for name in source.leaves if len(name) < 200][:2000]  # comparing texts takes its time
+    near = ", ".join(map(repr, _where.nearest(missing, likely))) if missing else ""
     fix = f"Nearest to {missing!r}: {near}. rename= finds other names." if near else "where= takes a part."
     _target.refuse(f"other arrays in {source.path}", differences, fix)
     values = source.read([names[i] for i in wanted])
@@ -363,6 +362,8 @@ def _nested(source: _Source, where):
     out: dict[str, Any] = {}
     for name in source.leaves:
         *parents, last = name.split("/")
+        if len(parents) > _DEPTH:
+            raise Damaged(f"{name!r:.80}: more than {_DEPTH} levels")
         node = out
         for parent in parents:
             node = node.setdefault(parent, {})

@@ -41,7 +41,7 @@ import numpy as np
 from orbax.checkpoint import v1 as _imported  # noqa: F401, once for all children
 
 import tsunax as ts
-from tests.faults import hostile, target
+from tests.faults import hostile, others, target
 from tsunax import checkpoint
 
 HERE = Path(__file__).parent
@@ -51,6 +51,8 @@ FIT_STEPS, GRACE = 200, 30.0
 
 class Run:
     """One directory, its log, and the processes that work on it."""
+
+    store: type | None = None  # None: Checkpoints
 
     def __init__(self, folder: Path, cache: Path, leave_out: str = ""):
         self.folder, self.log, self.cache, self.leave_out = folder / "run", folder / "log", cache, leave_out
@@ -71,7 +73,7 @@ class Run:
             if fault is not None:
                 arm(self.folder, *fault)
             if fitted is None:
-                target.main(str(self.folder), str(self.log), STEPS, EVERY, self.leave_out)
+                target.main(str(self.folder), str(self.log), STEPS, EVERY, self.leave_out, self.store)
             else:
                 target.fitted(str(self.folder), str(self.log), FIT_STEPS, 60, fitted)
             code = 0
@@ -254,7 +256,7 @@ def fs(kind: str, sticky: bool, seeds: range, cache: Path, wanted: str, counts, 
         if not pid:
             arm(run.folder, -1, 0, 0)
             jax.config.update("jax_compilation_cache_dir", str(cache))
-            target.main(str(run.folder), str(run.log), STEPS, EVERY)
+            target.main(str(run.folder), str(run.log), STEPS, EVERY, store=Run.store)
             (run.folder.parent / "seen").write_text(str(ctypes.CDLL(None).fault_seen()))
             os._exit(0)
         os.waitpid(pid, 0)
@@ -284,10 +286,10 @@ def damage(n: int, seed: int, counts) -> None:
     batch = np.ones((4, 6), np.float32), np.ones((4, 2), np.float32)
     digests = {}
     with tempfile.TemporaryDirectory() as folder:
-        with checkpoint.Checkpoints(folder) as checkpoints:
+        with (Run.store or checkpoint.Checkpoints)(folder) as checkpoints:
             for _ in range(2):
                 state, _info = step(state, batch)
-                checkpoints.save(state, data={"n": 1}, history={"loss": np.arange(50.0)})
+                checkpoints.save(state, data={"epoch": 1, "position": 2}, history={"loss": np.arange(50.0)})
                 digests[int(state.step)] = target.digest(state)
         like, _ = target.make(60_000)
         paths = [p for p in sorted(Path(folder, "2").rglob("*")) if p.is_file() and p.stat().st_size]
@@ -321,9 +323,10 @@ def restored(folder, like, digests: dict[int, str], counts, what: str) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            found = checkpoint.Checkpoints(folder, read_only=True).restore(like)
-        except ts.errors.CheckpointError:
+            found = (Run.store or checkpoint.Checkpoints)(folder, read_only=True).restore(like)
+        except Exception as error:
             counts["refused"] += 1
+            assert Run.store or isinstance(error, ts.errors.CheckpointError), error
             return
     if target.digest(found.state) != digests[found.step]:
         counts["silently wrong"] += 1
@@ -438,6 +441,7 @@ def main() -> None:
     parser.add_argument("--mutations", action="store_true")
     parser.add_argument("--leave-out", choices=target.LEAVE_OUT, default="", help="a run, or a tsunax, without this")
     parser.add_argument("--seeds", default="0:10")
+    parser.add_argument("--store", choices=["tsunax", "orbax"], default="tsunax")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "counts.jsonl")
     args = parser.parse_args()
     seeds = range(*map(int, args.seeds.split(":")))
@@ -447,6 +451,9 @@ def main() -> None:
             os.unlink(os.environ["LD_PRELOAD"])
     counts: collections.Counter = collections.Counter()
     left = {"left out": args.leave_out} if args.leave_out else {}
+    if args.store == "orbax":
+        Run.store = others.Orbax
+        left["store"] = "orbax's CheckpointManager"
     if args.mutations:
         sys.exit(not mutations(args.results))
     if args.damage:

@@ -99,7 +99,7 @@ def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None
     say("DIGEST", digest(state, history["loss"], history["val/norm"]))
 
 
-def main(folder: str, log: str, steps: int, every: int = 2, forgotten: str = "") -> None:
+def main(folder: str, log: str, steps: int, every: int = 2, forgotten: str = "", store=None) -> None:
     import numpy as np
 
     from tsunax.checkpoint import Checkpoints
@@ -110,7 +110,7 @@ def main(folder: str, log: str, steps: int, every: int = 2, forgotten: str = "")
     state, step = make()
     leave_out(forgotten)
     data, losses = {"epoch": 0, "position": 0}, []
-    with Checkpoints(folder, every=every, fingerprint={"rows": ROWS, "batch": SIZE}) as checkpoints:
+    with (store or Checkpoints)(folder, every=every, fingerprint={"rows": ROWS, "batch": SIZE}) as checkpoints:
         found = checkpoints.restore(state)
         done = 0
         if found.step is not None:
