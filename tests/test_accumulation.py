@@ -122,6 +122,20 @@ def test_weights_are_data_and_have_no_gradient(accumulate):
     np.testing.assert_array_equal(grads["t"], np.zeros(3))
 
 
+@pytest.mark.parametrize("kind", [np.asarray, list, tuple])
+def test_a_mask_may_be_of_any_kind_also_outside_of_jit(kind):
+    """NumPy's and JAX's ones are told apart inside: a mask that nobody gave is NumPy's, and lets every row through."""
+    averaged = lambda params, batch, mask: ts.Loss.mean(batch * params["w"], mask)
+    plain = lambda params, batch, mask: jnp.sum(batch * params["w"] * mask) / jnp.sum(mask)
+    unnamed = lambda params, batch, **given: averaged(params, batch, given["mask"])
+    state, x, mask = ts.setup(ts.rules.sgd(0.1), {"w": jnp.float32(1)}), jnp.array([1.0, 2, 3, 4]), kind([1, 0, 1, 0])
+    for fn in (averaged, plain, unnamed):
+        for accumulate in (1, 2):
+            f = ts.value_and_grad(fn, accumulate=accumulate)
+            for loss, grads in (f(state, x, mask=mask), jax.jit(f)(state, x, mask=mask)):
+                assert [float(n) for n in (loss.compute(), loss.weight, grads["w"])] == [2, 2, 2]
+
+
 def test_a_mean_over_nothing_adds_nothing_to_an_evaluation():
     fn = lambda params, batch, mask: jnp.sum(batch @ params["w"] * mask) / jnp.sum(mask)
     state, evaluate = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(1)}), ts.eval_step(fn)

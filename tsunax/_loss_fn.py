@@ -21,6 +21,7 @@ import numpy as np
 from tsunax import _tree, _where
 from tsunax._loss import Loss, as_loss, check_scalar, rows_of, uneven
 from tsunax.errors import LossError, WrongTypeError, message, remedy, told
+from tsunax.metrics import as_array
 from tsunax.state import TrainState, averaged_params, in_precision
 
 _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
@@ -66,6 +67,8 @@ class LossFn:
     def keywords(self, state: TrainState, batch, extra, *, train: bool) -> dict[str, Any]:
         """What this function names, from the state and `extra`. Raises LossError for what is not there."""
         _check_extra(state, extra, train)
+        if extra.get("mask") is not None:  # NumPy's is the one that nobody gave: known to let every row through
+            extra = extra | {"mask": as_array("mask", extra["mask"], "the step")}
         offered = {"train": train, "step": state.step, "mask": None, **extra}
         if train and state.key is not None:
             offered["key"] = jax.random.fold_in(state.key, state.calls)
@@ -76,7 +79,7 @@ class LossFn:
         out = dict(extra) if self.takes_any else {}
         for name in self.names:
             if name == "mask" and "mask" not in extra:
-                out[name] = np.ones(rows_of(batch), np.float32)  # NumPy's: known to let every row through
+                out[name] = np.ones(rows_of(batch), np.float32)
             elif name in offered:
                 out[name] = offered[name]
             elif name not in self.optional:
