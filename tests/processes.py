@@ -62,18 +62,19 @@ def answers() -> dict:
     return found
 
 
-def losses(resident: int = 0, rows: int = 24, batch_size: int = 8) -> list[float]:
-    """Training over all processes; the same numbers as with one."""
+def losses(rows: int = 27, resident: int = 0) -> list[float]:
+    """Training and evaluation over all processes; the same numbers as with one, also where rows do not divide."""
     import jax
     import jax.numpy as jnp
 
     draw = np.random.default_rng(0)
     x = draw.normal(size=(rows, 5)).astype(np.float32)
     arrays = {"x": x, "y": np.tanh(x @ np.arange(5, dtype=np.float32))}
-    data = ts.batches(arrays, batch_size, shuffle=True, seed=3, device=ts.mesh() if resident else None)
+    mesh = ts.mesh(devices=jax.devices() if distributed.process_count() > 1 else jax.devices()[:1])
+    data = ts.batches(arrays, 8, shuffle=True, seed=3, device=mesh if resident else None)
     params = {"w": jax.random.normal(jax.random.key(0), (5, 6)) * 0.3, "v": jnp.zeros(6)}
     state = ts.setup(ts.rules.adam(0.05), params, key=jax.random.key(1))
-    state = ts.shard(state, ts.mesh())
+    state = ts.shard(state, mesh)
 
     def loss_fn(params, batch):
         return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - batch["y"]) ** 2)
@@ -83,6 +84,9 @@ def losses(resident: int = 0, rows: int = 24, batch_size: int = 8) -> list[float
         for batch in data:
             state, info = step(state, batch)
             found.append(float(info.loss))
+    for masked in (lambda params, batch, mask: ts.Loss.mean(batch["y"] - params["v"][0], mask), loss_fn):
+        nine = ts.batches({name: x[:9] for name, x in arrays.items()}, 8)
+        found.append(ts.evaluate(ts.eval_step(masked), state, nine)["loss"])
     distributed.check_in_sync(state=state, losses=found)
     return found
 

@@ -158,15 +158,37 @@ def test_a_window_reads_no_further_than_it_must():
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("size, n", [(6, 2), (6, 3), (8, 4), (8, 8)])
-def test_processes_share_a_batch(size, n, shuffle):
-    whole = list(batches(ARRAYS, size, shuffle=shuffle))
-    shares = [list(batches(ARRAYS, size, shuffle=shuffle, process=(i, n))) for i in range(n)]
+@pytest.mark.parametrize(
+    "rows, size, n", [(N, 6, 2), (N, 6, 3), (N, 8, 4), (9, 8, 8), (3, 16, 8), (13, 8, 2), (14, 8, 2)]
+)
+@pytest.mark.parametrize("kind", ["arrays", "stream", "taken", "prefetched", "prefetched stream"])
+def test_processes_share_a_batch(rows, size, n, shuffle, kind):
+    arrays = jax.tree.map(lambda x: x[:rows], ARRAYS)
+    stream = [jax.tree.map(lambda x, i=i: x[i], arrays) for i in range(rows)]
+    given = (
+        (lambda: iter(stream), {"shuffle_window": 5}) if "stream" in kind else (lambda: arrays, {"shuffle": shuffle})
+    )
+
+    def given_out(i):
+        data, parts = batches(given[0](), size, process=(i, n), **given[1]), []
+        source = as_source(prefetch(data) if "prefetched" in kind else data)
+        while (chunk := source.take(2) if kind == "taken" else source.next()) is not None:
+            chunk = chunk if kind == "taken" else jax.tree.map(lambda x: x[None], chunk)
+            parts += [(jax.tree.map(lambda x, j=j: x[j], chunk), source.is_whole) for j in range(len(chunk["x"]))]
+        return parts
+
+    whole = list(batches(given[0](), size, **given[1]))
+    shares = [given_out(i) for i in range(n)]
     assert {len(share) for share in shares} == {len(whole)}
     for batch, *parts in zip(whole, *shares, strict=True):
-        assert_trees_equal(jax.tree.map(lambda *x: np.concatenate(x), *parts), batch)
-        rows = [len(part["x"]) for part in parts]
-        assert max(rows) - min(rows) <= 1 and (len(batch["x"]) < size or set(rows) == {size // n})
+        here = len(batch["x"])
+        assert {is_whole for _, is_whole in parts} == {here % n > 0}
+        parts = [part for part, _ in parts]
+        if here % n:
+            [assert_trees_equal(part, batch) for part in parts]
+        else:
+            assert_trees_equal(jax.tree.map(lambda *x: np.concatenate(x), *parts), batch)
+            assert {len(part["x"]) for part in parts} == {here // n}
 
 
 def test_a_process_has_its_own_part_by_default(monkeypatch):

@@ -519,10 +519,10 @@ def test_slurm_by_its_variables(launch):
         "SLURM_STEP_NUM_NODES": "1",
         "JAX_COORDINATOR_PORT": str(port),
     }
-    started = launch(2, "losses", 1, variables=variables, start={})  # with the data on the devices, too
+    started = launch(2, "losses", 24, 1, variables=variables, start={})  # with the data on the devices, too
     assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
     for i, one in enumerate(started):
-        np.testing.assert_allclose(found(one.text)[i], processes.losses(), rtol=1e-5)
+        np.testing.assert_allclose(found(one.text)[i], processes.losses(24), rtol=1e-5)
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -103,10 +103,10 @@ def _shuffled(words: np.ndarray) -> np.ndarray:
     return words.astype(np.int32 if n < 2**31 else np.int64)
 
 
-def _share(rows: int, process: tuple[int, int]) -> slice:
-    """What a process has of a global batch; the shares differ by one row at most."""
+def _share(rows: int, process: tuple[int, int], is_whole: bool = False) -> slice:
+    """What a process has of a global batch: its part, or all of a short one that has none for every device."""
     index, count = process
-    return slice(index * rows // count, (index + 1) * rows // count)
+    return slice(rows) if is_whole else slice(index * rows // count, (index + 1) * rows // count)
 
 
 # Places
@@ -205,12 +205,13 @@ class _Epoch:
         if left <= 0:
             return None
         first = position * data.share
-        shape: tuple[int, ...] = (min(data.share, data._mine - first),)
+        full = data._full - position
+        shape: tuple[int, ...] = (data.share if full else data._rest,)
         if most is not None:
-            full = min(most, (data._mine - first) // data.share)
-            shape = (max(full, 1), *shape)
+            shape = (max(min(most, full), 1), *shape)
         position += 1 if most is None else shape[0]
         self.place, data._place = (epoch, position), (epoch, position)
+        data.is_whole = not full and data._is_whole(data.tail_rows or 0)
         return first, shape
 
     def _next(self, most: int | None) -> Any:
@@ -242,6 +243,7 @@ class Batches:
         self.batch_size, self.resident = batch_size, None
         self._seed, self._window, self._tail, self._process = seed, window, tail, process
         self._place, self._restored = (0, 0), False
+        self.is_whole = False  # the batch given last: the same on all processes
         self.share = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = window is not None or process[1] > 1
         self._rows: Any = None  # of all processes; None for a stream that does not know
@@ -251,13 +253,14 @@ class Batches:
             return
         self._rows = check_batch(arrays, root="arrays")
         rest = self._rows % batch_size
-        self._mine = self._rows // batch_size * self.share + len(range(rest)[_share(rest, process)])
+        self._full = self._rows // batch_size
+        self._rest = len(range(rest)[_share(rest, process, self._is_whole(rest))])  # rows of the short batch
         if device is None:
             leaves, self._treedef = jax.tree.flatten(arrays)
             self._leaves = [np.asarray(x) if _tree.is_array(x) else x for x in leaves]
             return
         self._sharding = _placement(device, "batches()")
-        for rows in (self.share, self._mine % self.share if tail == "keep" else 0):
+        for rows in (self.share, self._rest if tail == "keep" else 0):
             _sharding_of((rows,), self._sharding)
         self._whole = _sharding_of((), self._sharding)  # every device has all rows, and gathers its own: no traffic
         self.resident = _put(arrays, self._whole)
@@ -281,6 +284,14 @@ class Batches:
         if self._rows is None:
             raise TypeError(message("length", "batches", "a stream that does not know it", "arrays, or one with len()"))
         return self._rows // self.batch_size if self._tail == "drop" else -(-self._rows // self.batch_size)
+
+    def _is_whole(self, rows: int) -> bool:
+        """Whether a batch of so many rows is for every process whole: a short one that does not divide by the devices.
+
+        Equal parts are what an array of all processes is made of, and what keeps their programs the same.
+        """
+        count = self._process[1]
+        return count > 1 and rows < self.batch_size and bool(rows % _parts(count))
 
     @property
     def tail_rows(self) -> int | None:
@@ -342,7 +353,8 @@ class Batches:
             return rows
         full = rows[: n - n % self.batch_size].reshape(-1, self.batch_size)
         tail = rows[full.size :]
-        shares = full[:, _share(self.batch_size, self._process)], tail[_share(len(tail), self._process)]
+        mine = _share(len(tail), self._process, self._is_whole(len(tail)))
+        shares = full[:, _share(self.batch_size, self._process)], tail[mine]
         return np.concatenate([share.ravel() for share in shares])
 
     def device_order(self, epoch: int) -> jax.Array | None:
@@ -386,10 +398,15 @@ class Batches:
             following = list(itertools.islice(records, size))
             position += 1
             self._place = (epoch, position) if len(following) >= enough else (epoch + 1, 0)
-            mine = _share(len(rows), self._process)
-            batch = jax.tree.map(lambda *x: np.stack(x), *(rows[mine] or rows[:1]))
-            yield batch if rows[mine] else jax.tree.map(lambda x: x[:0], batch)
+            self.is_whole = self._is_whole(len(rows))
+            mine = _share(len(rows), self._process, self.is_whole)
+            yield jax.tree.map(lambda *x: np.stack(x), *rows[mine])
             rows = following
+
+
+def _parts(count: int) -> int:
+    """Into how many parts the rows of so many processes are cut: those of their devices, once they train as one."""
+    return jax.device_count() if count == process_count() else count
 
 
 def _spans(device: Any) -> bool:
@@ -436,8 +453,9 @@ def batches(
       device: True, a device, a Mesh or a NamedSharding: the arrays are put there once, on each device all of them, and
         batches are gathered by a compiled program. `resident` and `device_order` are for loops that fuse.
       process: `(index, count)`: of each batch the part of this process; by default what `ts.distributed` says. All have
-        equally many batches; in the last one of an epoch their rows may differ by one, and a process have none. With a
-        device of all processes (a Mesh) each one has all rows, and a batch is one array of theirs.
+        equally many batches of equally many rows. A short last batch that does not divide by their devices is whole on
+        every one of them, as `is_whole` tells. With a device of all processes (a Mesh) each one has all rows, and a
+        batch is one array of theirs.
 
     Raises DataError and WrongTypeError for arrays and settings that make no batches.
 
@@ -484,15 +502,16 @@ _END = object()
 def _placer(device: Any):
     """A function that puts a batch on a device, or its rows over the devices of a mesh."""
     if device is None:
-        return lambda batch: batch
+        return lambda batch, is_whole: batch
     sharding = _placement(device, "prefetch()")
     if not isinstance(sharding, NamedSharding):
-        return lambda batch: jax.device_put(batch, sharding)
+        return lambda batch, is_whole: jax.device_put(batch, sharding)
     if sharding.is_fully_addressable:
-        return lambda batch: jax.device_put(batch, jax.tree.map(lambda x: _sharding_of(np.shape(x), sharding), batch))
+        where = lambda x: _sharding_of(np.shape(x), sharding)
+        return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(where, batch))
     alone = _sharding_of((), sharding)
-    put = lambda x: jax.make_array_from_process_local_data(sharding if np.ndim(x) else alone, np.asarray(x))
-    return functools.partial(jax.tree.map, put)
+    put = lambda x, where: jax.make_array_from_process_local_data(where if np.ndim(x) else alone, np.asarray(x))
+    return lambda batch, is_whole: jax.tree.map(lambda x: put(x, alone if is_whole else sharding), batch)
 
 
 def _run_ahead(source: Source, place, slots: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
@@ -500,7 +519,8 @@ def _run_ahead(source: Source, place, slots: queue.SimpleQueue, ready: queue.Sim
     try:
         while slots.get():
             batch = source.next()
-            ready.put((_END if batch is None else place(batch), source.state(), None))
+            is_whole = source.is_whole
+            ready.put((_END if batch is None else place(batch, is_whole), (source.state(), is_whole), None))
             if batch is None:
                 return
     except BaseException as error:
@@ -553,7 +573,8 @@ class _Ahead:
                 raise error
             finally:
                 del error  # or the traceback would keep this frame, and this frame the error
-        self._owner._state = state
+        if state is not None:
+            self._owner._state, self._owner.is_whole = state
         if batch is _END:
             raise StopIteration
         return batch
@@ -570,6 +591,7 @@ class Prefetched:
     def __init__(self, data: Any, device: Any, size: int):
         self._source, self._place, self._size = as_source(data), _placer(device), size
         self._state: dict | None = None
+        self.is_whole = False  # the batch given last: the same on all processes
         self._running: Any = lambda: None
 
     @property
@@ -657,7 +679,8 @@ class Source:
     def __init__(self, data: Any):
         self.data, self.epoch, self.position = data, 0, 0
         self._batches: Any = None  # the iterator of this epoch
-        self._held: Any = None  # what `take` read too much, and the state before it
+        self._held: Any = None  # what `take` read too much, the state before it, and whether it is whole
+        self.is_whole = False  # whether the batch given last is the same on all processes: a short one, not shared
         self._given, self._restored = 0, False
         self._is_ours = isinstance(data, (Batches, Prefetched))
 
@@ -712,13 +735,19 @@ class Source:
         Raises DataError where the data raises (that is its cause), gives None, or has no batch left to begin with.
         """
         batch = self._pull() if self._held is None else self._held[0]
+        is_whole = self._pulls_whole if self._held is None else self._held[2]
         self._held = None
         if isinstance(batch, TsunaxError):
             raise batch
         if batch is _END:
             return self._ended()
         self._count(1)
+        self.is_whole = is_whole
         return batch
+
+    @property
+    def _pulls_whole(self) -> bool:
+        return self._is_ours and self.data.is_whole
 
     def _count(self, n: int) -> None:
         self.position, self._given, self._restored = self.position + n, self._given + n, False
@@ -733,6 +762,7 @@ class Source:
             if chunk is _END:
                 return self._ended()
             self._count(len(jax.tree.leaves(chunk)[0]))
+            self.is_whole = self._pulls_whole
             return chunk
         if (batch := self.next()) is None:
             return None
@@ -743,8 +773,9 @@ class Source:
                 batch = self._pull()
             except TsunaxError as error:  # after the batches before it
                 batch = error
-            if batch is _END or isinstance(batch, TsunaxError) or _shapes(batch) != shapes:
-                self._held = batch, before
+            is_other = batch is _END or isinstance(batch, TsunaxError) or _shapes(batch) != shapes
+            if is_other or self._pulls_whole:
+                self._held = batch, before, self._pulls_whole
             else:
                 chunk.append(batch)
                 self._count(1)

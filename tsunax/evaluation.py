@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from tsunax import _place, _tree
 from tsunax._loss import Loss
@@ -50,16 +51,19 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
         raise WrongTypeError(message("eval_step", "evaluate()", _tree.describe(eval_step), "ts.eval_step(loss_fn)"))
     pads = isinstance(eval_step, EvalStep) and "mask" in LossFn.of(eval_step.loss_fn).names and "mask" not in extra
     total, rows, home = None, 0, _place.home_of(state)
+    extra = _place.whole(extra, home)
+    alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
     # with a place of its own: these may be the data of a run under way
     source = as_source(data.afresh() if isinstance(data, Batches | Prefetched) else data)
     while (batch := source.next()) is not None:
         here = check_batch(batch, "evaluate()")
         rows = rows or here
-        given = dict(extra)
+        mask = {}
         if pads:
-            batch, given["mask"] = _place.padded(batch, here, max(here, rows))
-        batch, given = _place.put((batch, given), home, whole=True)
-        loss = eval_step(state, batch, **given)
+            batch, mask["mask"] = _place.padded(batch, here, max(here, rows))
+        parts = batch, mask
+        batch, mask = _place.whole(parts, home) if source.is_whole else _place.put(parts, home, whole=alone)
+        loss = eval_step(state, batch, **extra, **mask)
         if not isinstance(loss, Loss):
             raise WrongTypeError(message("result", "eval_step", _tree.describe(loss), "a ts.Loss"))
         total = loss if total is None else _merged(total, loss)
