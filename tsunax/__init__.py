@@ -22,7 +22,7 @@ from tsunax.state import TrainState, averaged, setup, trainable
 from tsunax.step import StepInfo, flush, update, value_and_grad
 
 if _TYPE_CHECKING:  # loaded when they are first asked for
-    from tsunax import callbacks, loggers, losses, metrics, models, regularize
+    from tsunax import callbacks, distributed, exchange, loggers, losses, metrics, models, regularize
     from tsunax.checkpoint import Checkpoints
     from tsunax.data import batches, prefetch
     from tsunax.evaluation import evaluate
@@ -78,9 +78,11 @@ __all__ = [
     "device_info",
     "device_of",
     "devices",
+    "distributed",
     "errors",
     "eval_step",
     "evaluate",
+    "exchange",
     "explain",
     "fit",
     "flush",

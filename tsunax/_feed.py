@@ -104,7 +104,8 @@ class Feed:
             self._block = None
         if self._home is _UNKNOWN:
             self._home = _place.home_of(state)
-        feed, sent = place(_fused.Stacked(batches), count, self._home, limit, getattr(self._step, "masks", False))
+        masks, is_whole = getattr(self._step, "masks", False), self.source.is_whole
+        feed, sent = place(_fused.Stacked(batches), count, self._home, limit, masks=masks, whole=is_whole)
         return Chunk(feed, sent, count, epoch, block.bytes)
 
     def _single(self, state, step: int) -> Chunk | None:
@@ -115,7 +116,10 @@ class Feed:
             return None
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), batch)
         bytes = self._known(stacked, step)[1]
-        if not isinstance(self._step, TrainStep) and isinstance(home := _place.home_of(state), NamedSharding):
+        home = _place.home_of(state)
+        if self.source.is_whole:
+            batch = _place.whole(batch, home)
+        elif not isinstance(self._step, TrainStep) and isinstance(home, NamedSharding):
             batch = _place.put(batch, home)
         return Chunk(_fused.Single(batch), None, 1, epoch, bytes)
 
@@ -265,19 +269,23 @@ def buffer_size(batch, leaves, steps_per_call, interval: float) -> int:
     return int(max(2, min(most, interval)))
 
 
-def place(feed, n: int, home, limit: int = NO_LIMIT, masks: bool = False) -> tuple[Any, Any]:
+def place(feed, n: int, home, limit: int = NO_LIMIT, *, masks=False, whole=False) -> tuple[Any, Any]:
     """Stacked batches and their number where the state lives; jit itself is the fastest way to a single device.
 
-    Rows that do not divide by the devices of a mesh are padded where the step `masks`.
+    Rows that do not divide by the devices of a mesh are padded where the step masks. A batch that is `whole` on every
+    process stays so.
     """
     count = np.array([n, limit], np.int32)
-    if isinstance(home, NamedSharding) and masks:
-        rows, parts = jax.tree.leaves(feed.batches)[0].shape[1], _place.parts_of(home.mesh)
-        if padding := -rows % parts:
+    if isinstance(home, NamedSharding) and not whole and masks:
+        rows = jax.tree.leaves(feed.batches)[0].shape[1]
+        if padding := -rows % _place.parts_here(home.mesh):
             batches, mask = _place.padded(feed.batches, rows, rows + padding, axis=1)
             feed = _fused.Stacked(batches, _place.put(mask, home))
+    if whole:
+        return _place.whole((feed, count), home)
     elsewhere = home is not None and any(isinstance(x, jax.Array) for x in jax.tree.leaves(feed))
-    return _place.put((feed, count), home, axis=1) if elsewhere or isinstance(home, NamedSharding) else (feed, count)
+    is_on_mesh = isinstance(home, NamedSharding)
+    return _place.put((feed, count), home, axis=1) if elsewhere or is_on_mesh else (feed, count)
 
 
 def _settings_of(data) -> dict[str, Any] | None:

@@ -37,6 +37,21 @@ def names_of(entry) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
+@functools.lru_cache(maxsize=64)
+def parts_here(mesh) -> int:
+    """How many of those parts are this process's own. Raises DataError where processes would share one."""
+    parts = parts_of(mesh)
+    if not mesh.is_multi_process:
+        return parts
+    spread = NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
+    mine = len({part[0].start for part in spread.addressable_devices_indices_map((parts,)).values() if part})
+    if mine * jax.process_count() != parts:
+        got = f"{parts} parts of rows for {jax.process_count()} processes"
+        fix = "Give axes of the mesh that hold rows (data, fsdp) to the processes, and tensor to the devices of one."
+        raise DataError(message("mesh", str(dict(mesh.shape)), got, "as many for each process", fix))
+    return mine
+
+
 def is_explicit(mesh) -> bool:
     """Whether shardings are part of the types of arrays on this mesh."""
     return any("Explicit" in str(kind) for kind in mesh.axis_types)
@@ -62,7 +77,7 @@ class Home:
 
     sharding: NamedSharding  # of one of them
     layout: Any  # of all
-    parts: int  # into which rows are cut
+    parts: int  # into which the rows that this process has are cut
 
     @property
     def whole(self) -> NamedSharding:
@@ -73,7 +88,7 @@ class Home:
 def _home(treedef, shardings: tuple) -> Home:
     sharding = next(s for s in shardings if s is not None)
     layout = [_on(sharding.mesh, None) if s is None else s for s in shardings]
-    return Home(sharding, treedef.unflatten(layout), parts_of(sharding.mesh))
+    return Home(sharding, treedef.unflatten(layout), parts_here(sharding.mesh))
 
 
 def home_on_mesh(tree) -> Home | None:
@@ -95,15 +110,17 @@ def put(tree, home, axis: int = 0, *, whole: bool = False):
     """
     if not isinstance(home, NamedSharding):
         return jax.device_put(tree, home)
-    mesh, parts = home.mesh, parts_of(home.mesh)
+    mesh, parts, spans = home.mesh, parts_here(home.mesh), home.mesh.is_multi_process
 
     def where(x):
         if np.ndim(x) <= axis:
             return _on(mesh, None)
-        rows = np.shape(x)[axis] * (1 if home.is_fully_addressable else jax.process_count())
-        if rows % parts and not whole:
+        rows = np.shape(x)[axis]
+        if rows % parts and (spans or not whole):
+            of = " of this process" if spans else ""
             fix = 'Choose another batch_size, tail="drop", or pad the batch and name `mask` in loss_fn.'
-            raise DataError(message("batch", f"mesh {dict(mesh.shape)}", f"{rows} rows", f"a multiple of {parts}", fix))
+            got = f"{rows} rows{of}"
+            raise DataError(message("batch", f"mesh {dict(mesh.shape)}", got, f"a multiple of {parts}", fix))
         return _on(mesh, None if rows % parts else axis)
 
     leaves, treedef = jax.tree.flatten(tree)
@@ -164,6 +181,11 @@ def rows_over(home, rows: int) -> NamedSharding | None:
     if not isinstance(home, NamedSharding) or is_explicit(home.mesh) or rows % parts_of(home.mesh):
         return None
     return _on(home.mesh, 0)
+
+
+def is_on(tree, mesh) -> bool:
+    """Whether all of a tree lies on a mesh."""
+    return all(_is_on(x, mesh) for x in jax.tree.leaves(tree))
 
 
 def _is_on(x, mesh) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _checks, _feed, _fused, _place, _tree, guard
+from tsunax import _checks, _feed, _fused, _place, _tree, distributed, guard
 from tsunax._options import Options, is_bare, wants
 from tsunax._profile import Profile
 from tsunax._signals import Interrupt
@@ -110,7 +110,7 @@ class Fit:
         run, options = self.run, self.options
         self.boundary(["start"])
         boundary, since = 0.0, -1
-        while not (options.goal.reached(run.step, self.feed.epoch) or run.stopped or interrupt.asked):
+        while not (options.goal.reached(run.step, self.feed.epoch) or run.stopped or self.asked(interrupt)):
             if run.step != since:
                 boundary, since = options.next_boundary(run.step), run.step
             ahead = run.step + self.ahead  # the most that the clock can be at by now
@@ -135,6 +135,11 @@ class Fit:
             run.stop("interrupted")
         due = options.evaluate is not None and self.evaluated != run.step and not interrupt.asked
         self.boundary([*(["evaluate"] if due else []), *(["step"] if options.smoke else []), "end"])
+
+    def asked(self, interrupt: Interrupt) -> bool:
+        """Whether somebody wants the run to end: a signal, to this process or to another one."""
+        interrupt.asked = distributed.agree(interrupt.asked)
+        return bool(interrupt.asked)
 
     def per_call(self) -> int:
         given = self.options.steps_per_call
@@ -318,6 +323,7 @@ class Fit:
                     event == "step" and self.options.smoke and not is_bare(callback)
                 ):
                     self.call_back(name, callback)
+        run.stopped = distributed.first_of("a boundary of fit()", run.stopped)  # a clock may say so to one process only
         if "end" in events and run.stopped:
             run.history.mark("stop", run.step, run.stopped)
         self.flush()

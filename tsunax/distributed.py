@@ -42,6 +42,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "check_in_sync",
+    "first_of",
     "give_up",
     "is_main",
     "process_count",
@@ -196,10 +197,12 @@ def start(
     line, hellos, port, hub = _peers.meet((host, address[1]), {**me, "versions": versions}, alone, timeout, _free_port)
     _peers_of_run = _peers.Peers(line, hellos, launch.index, hub, peer_timeout, timeout)
     atexit.register(_at_exit)
-    whole = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    there = whole = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if launch.index and not getattr(jax.config, "jax_mtls_cert_file", None):  # whose certificates name the host
+        there = f"127.0.0.1:{_peers.Relay((host, port), time.monotonic() + timeout).port}"
     with _same_sigterm():
         jax.distributed.initialize(
-            whole,
+            there,
             launch.count,
             launch.index,
             launch.local_device_ids,
@@ -332,6 +335,11 @@ def agree(asked: int = 0) -> int:
     (0, 15)
     """
     return asked if _peers_of_run is None else _peers_of_run.agree(asked)
+
+
+def first_of(name: str, text: str) -> str:
+    """What the first process that says anything says, on all of them; "" where none does. It waits for all of them."""
+    return text if _peers_of_run is None else next(filter(None, _gather(name, text)), "")
 
 
 def check_in_sync(**things: Any) -> None:

@@ -212,7 +212,7 @@ class TrainStep:
         """A host batch over the mesh of the state, padded if its rows do not divide and loss_fn masks; extra whole."""
         mask = {name: extra.pop(name) for name in ("mask",) if name in extra}
         rows = rows_of(batch)
-        if rows % home.parts and self.masks:
+        if rows % home.parts and self.masks and not _place.is_on(batch, home.sharding.mesh):
             batch, more = _place.padded(batch, rows, rows + -rows % home.parts)
             mask = {"mask": more if not mask else _place.padded(mask["mask"], rows, len(more))[0] * more}
         batch, mask = _place.put((batch, mask), home.sharding)
