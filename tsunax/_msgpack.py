@@ -17,7 +17,6 @@ __all__ = []
 
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3  # flax's numbers of the extension types
 _CHUNKED = "__msgpack_chunked_array__"
-_LONGEST = 1 << 16  # entries of a list: room for it is made before they are read
 
 
 def read(content: bytes) -> dict[str, Any]:
@@ -25,14 +24,7 @@ def read(content: bytes) -> dict[str, Any]:
     import msgpack
 
     try:
-        found = msgpack.unpackb(
-            content,
-            ext_hook=_extension,
-            raw=False,
-            strict_map_key=False,
-            max_array_len=_LONGEST,
-            unicode_errors="strict",
-        )
+        found = msgpack.unpackb(content, ext_hook=_extension, raw=False, strict_map_key=False)
         tree = _whole(found)
     except Damaged:
         raise
@@ -47,14 +39,14 @@ def _extension(code: int, data: bytes):
     import msgpack
 
     if code in (_ARRAY, _SCALAR):
-        shape, name, content = msgpack.unpackb(data, raw=True, max_array_len=64)
+        shape, name, content = msgpack.unpackb(data, raw=True)
         dtype = _manifest.dtype_of(name.decode("ascii"))
         if dtype is None:  # object among them, whose bytes would be taken for pointers
             raise Damaged(f"an array of dtype {name!r:.40}")
         array = np.frombuffer(content, dtype).reshape(_shape(shape)).copy()
         return array[()] if code == _SCALAR else array
     if code == _COMPLEX:
-        real, imag = msgpack.unpackb(data, max_array_len=2)
+        real, imag = msgpack.unpackb(data)
         return complex(real, imag)
     raise Damaged(f"an extension type {code}")
 
