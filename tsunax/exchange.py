@@ -256,9 +256,10 @@ def _names_of(text: str, n: int) -> list[str]:
         _manifest.check_pieces(text.encode())
         names = json.loads(text)
     except (ValueError, RecursionError):
-        names = None
-    is_list = isinstance(names, list) and all(isinstance(x, str) for x in names)
-    if not is_list or not len(set(names)) == len(names) == n:
+        names = []
+    if not isinstance(names, list) or not all(isinstance(x, str) for x in names):
+        names = []
+    if not len(set(names)) == len(names) == n:
         raise Damaged(f"{_NAMES}: no list of {n} names")
     return names
 
