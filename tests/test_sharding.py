@@ -287,6 +287,16 @@ def test_batch_statistics_and_dropout_are_those_of_the_whole_batch():
     assert_trees_close(states[1].model_state, states[0].model_state, rtol=1e-5, atol=1e-7)
 
 
+def test_a_refresh_spreads_its_rows_too():
+    def loss(params, batch, model_state):
+        return ts.Loss.mean(batch["x"], model_state={"mean": jnp.mean(batch["x"], 0)})
+
+    state = ts.shard(setup(model_state={"mean": np.zeros(WIDTH, np.float32)}), ts.mesh())
+    batch = batches_of(1)[0]
+    found = ts.refresh(loss)(state, batch).model_state["mean"]
+    np.testing.assert_allclose(found, batch["x"].mean(0), rtol=1e-5, atol=1e-6)
+
+
 def test_hyperparameters_and_freezing_where_it_lives():
     mesh, _ = mesh_of("fsdp", 8)
     step, state, batch = ts.train_step(loss_fn), ts.shard(setup(freezable=True), mesh), batches_of(1)[0]

@@ -259,8 +259,9 @@ class Fit:
         run, at = self.run, i
         chunk = next(chunk for chunk in chunks if (at := at - chunk.steps) < 0)
         assert run.info is not None
-        why, limit = "not finite", f"the last of {self.max_bad} in a row, max_bad={self.max_bad}"
-        if isinstance(self.step, TrainStep):
+        limit = f"the last of {self.max_bad} in a row, max_bad={self.max_bad}"
+        why = guard.explain(run.info.verdict, None) if isinstance(run.info, StepInfo) else "not finite"
+        if isinstance(self.step, TrainStep) and jax.process_count() == 1:  # else nobody has the batch
             batch = jax.device_get(chunk.feed.at(at + chunk.steps))
             why = self.step.why(run.state, run.info, batch, self.extra)
         limit = limit if self.max_bad > 1 else "on_nonfinite='raise'"

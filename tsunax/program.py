@@ -258,6 +258,8 @@ class TrainStep:
             return
         what = f"step {int(state.step)} (call {int(state.calls) - 1}) was rejected"
         why = self.why(state, info, batch, extra)
+        if state.loss_scale is not None:
+            why += f", {int(state.rejected_in_a_row)} rejected in a row"
         raise NonFiniteError(f"{what}: {why}. `error.state` is the state before it.", state, info)
 
     def why(self, state: TrainState, info: StepInfo, batch, extra) -> str:
@@ -272,7 +274,7 @@ class TrainStep:
             what += f", {found}" if found else ""
         if (scale := state.loss_scale) is not None:
             floor = ", its floor" if scale.dynamic and info.loss_scale <= scale.floor else ""
-            what += f", loss scale {float(info.loss_scale)}{floor}, {int(state.rejected_in_a_row)} rejected in a row"
+            what += f", loss scale {float(info.loss_scale)}{floor}"
         return what
 
     def _about_labels(self, state: TrainState, batch, extra) -> str:
@@ -459,6 +461,9 @@ def refresh(loss_fn: Callable) -> Callable:
 
     def call(state: TrainState, batch, **extra) -> TrainState:
         check_state(state, "refresh()", batch)
+        home = home_of(state, state.params)
+        if home is not None and not _any_traced((batch, extra)):
+            batch, extra = _place.put(batch, home.sharding), _place.whole(extra, home.sharding)
         with _explained(state, batch, extra):
             return run(state, batch, extra)
 
