@@ -16,16 +16,13 @@ import numpy as np
 import pytest
 
 from tests import processes
-from tests.helpers import absent
+from tests.faults import peers
+from tests.faults.peers import free_port
+from tests.helpers import absent, need
 from tsunax import _peers, distributed
 from tsunax.errors import ProcessError, WrongTypeError
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 # --- the line between processes, in threads ---------------------------------------------------
@@ -477,25 +474,9 @@ def test_an_exception_ends_all(launch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_is_hurt_ends_the_others(launch, number):
-    assert hurt(launch, 2, 1, number, peer_timeout=3.0) < 10
-
-
-def hurt(launch, n, victim, number, peer_timeout, within=45.0) -> float:
-    """Hurt one of n processes that are in collectives; seconds until all others have ended with its name."""
-    started = launch(n, "endless", peer_timeout=peer_timeout)
-    ready(started)
-    others = [one for one in started if one.index != victim]
-    began = time.monotonic()
-    os.kill(started[victim].process.pid, number)
-    for one in others:
-        assert one.wait(within + 30) not in (0, None)
-    seconds = time.monotonic() - began
-    for one in others:
-        assert f"process {victim} (host {socket.gethostname()}, pid {started[victim].process.pid})" in one.text, (
-            one.text
-        )
-    return seconds
+def test_a_process_that_is_hurt_ends_the_others(tmp_path, number):
+    found = peers.hurt(tmp_path, 2, 1, number, peer_timeout=3.0)
+    assert not found["wrong"] and found["seconds"] < 10
 
 
 def test_sigterm_to_one_ends_all_at_one_step(launch):
@@ -525,25 +506,41 @@ def test_slurm_by_its_variables(launch):
         np.testing.assert_allclose(found(one.text)[i], processes.losses(24), rtol=1e-5)
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_mpirun(n):
+def mpirun(n, *before) -> dict:
+    """What n processes under mpirun found."""
     if shutil.which("mpirun") is None:
         absent("mpi", "there is no mpirun: Debian's openmpi-bin has one")
     command = ["mpirun", "-np", str(n), "--oversubscribe", "--bind-to", "none"]
-    if os.geteuid() == 0:
-        command.append("--allow-run-as-root")
+    command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    command += [*before, sys.executable, "-m", "tests.processes", "losses"]
     env = {**os.environ, "XLA_FLAGS": "", "TSUNAX_TEST_START": json.dumps({"timeout": 60})}
-    done = subprocess.run(
-        [*command, sys.executable, "-m", "tests.processes", "losses"],
-        env=env, cwd=ROOT, capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
-    for i, losses in found(done.stdout).items():
-        np.testing.assert_allclose(losses, processes.losses(), rtol=1e-5, err_msg=str(i))
+    return found(done.stdout)
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_mpirun(n):
+    losses = mpirun(n)
+    assert set(losses) == set(range(n))
+    for i in range(n):
+        np.testing.assert_allclose(losses[i], processes.losses(), rtol=1e-5, err_msg=str(i))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mpi4py", [False, True])
+def test_mpirun_of_open_mpi_5(mpi4py):
+    """Its variables, made from those of 4: without mpi4py on one host, with it on several."""
+    change = ["OMPI_COMM_WORLD_LOCAL_SIZE=1"] if mpi4py else [f"PMIX_NAMESPACE={free_port()}"]
+    if mpi4py:
+        need("mpi4py")
+    losses = mpirun(2, "env", "-u", "OMPI_MCA_orte_hnp_uri", *change)
+    np.testing.assert_allclose(losses[1], processes.losses(), rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("n, victim", [(n, i) for n in (2, 4) for i in range(n)])
-def test_any_process_may_be_hurt(launch, n, victim, number):
-    assert hurt(launch, n, victim, number, peer_timeout=5.0) < 15
+def test_any_process_may_be_hurt(tmp_path, n, victim, number):
+    found = peers.hurt(tmp_path, n, victim, number, peer_timeout=5.0)
+    assert not found["wrong"] and found["seconds"] < 15

@@ -32,6 +32,8 @@ class Line:
     def __init__(self, connection: socket.socket):
         self.socket, self._rest, self._sending = connection, b"", threading.Lock()
         connection.settimeout(PATIENCE)  # of a send to who does not read; what is read has come already
+        with contextlib.suppress(OSError):  # no TCP within a process
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, value: Any) -> None:
         """Raises OSError where the other end is gone."""
@@ -402,6 +404,50 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
+class Relay:
+    """Carries JAX's own connection to process 0, from a port of this host, and keeps its end open when that one dies.
+
+    JAX aborts within a millisecond of such a death, before anybody could name it. Behind a relay it waits for its
+    heartbeat to time out, and `Peers` has the word.
+    """
+
+    def __init__(self, address: tuple[str, int], deadline: float):
+        self._address, self._deadline = address, deadline
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._start(self._accept)
+
+    def _start(self, work: Callable, *args) -> None:
+        threading.Thread(target=work, args=args, name="tsunax-relay", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near = self._server.accept()[0]
+            far = None
+            while far is None and time.monotonic() < self._deadline:
+                with contextlib.suppress(OSError):  # JAX's service may not be up yet
+                    far = socket.create_connection(self._address, PATIENCE)
+                if far is None:
+                    time.sleep(0.05)
+            if far is None:
+                near.close()
+                continue
+            far.settimeout(None)
+            for one in (near, far):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._start(_carry, near, far, True)
+            self._start(_carry, far, near, False)
+
+
+def _carry(source: socket.socket, target: socket.socket, ends: bool) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    if ends:
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+
 def leave(text: str, index: int) -> None:
     """Say why, if there is something to say, and end this process: its main thread may be in a collective for ever."""
     if text:
@@ -415,4 +461,4 @@ def leave(text: str, index: int) -> None:
     os._exit(1)
 
 
-__all__ = ["Hub", "Line", "Peers", "leave", "meet", "name_of"]
+__all__ = ["Hub", "Line", "Peers", "Relay", "leave", "meet", "name_of"]
