@@ -265,7 +265,7 @@ def cut(batch, n):
 OTHERS = ("lbfgs", "sophia", "galore", "noisy_sgd", "optimistic_adam")
 
 
-QUICK = ("adam", "adafactor", "lion", "momo", "muon", "reduce_on_plateau", "schedule_free_adamw", "sgd")
+QUICK = ("adam", "adafactor", "reduce_on_plateau", "schedule_free_adamw")
 EVERY = [name for name in (*ts.rules.OPTAX, *ts.rules.CONTRIB) if name not in OTHERS]
 
 

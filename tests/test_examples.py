@@ -101,7 +101,7 @@ def as_one_block(page: str) -> str:
     return re.sub(r"^(print\(.*\))\n# (.*)$", r"\1  # \2\n", block, flags=re.MULTILINE)
 
 
-QUICK = ("loop", "data", "callbacks", "checkpoints")  # the others take minutes together; .ci/run has them all
+QUICK = ("data", "loop")  # the others take minutes together; .ci/run has them all
 
 
 @pytest.mark.parametrize(

@@ -780,6 +780,7 @@ def test_freeze_in_jit_scan_and_vmap():
     assert_trees_close(jax.tree.map(lambda x: x[1], many.params), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_whole_population_is_frozen_at_once():
     many = jax.vmap(lambda rate: ts.setup(rules.sgd(rate), PARAMS))(jnp.array([1.0, 2.0]))
     after, _ = jax.vmap(ts.update, in_axes=(0, None))(ts.freeze(many, "head/**"), ONES)

@@ -121,6 +121,7 @@ def test_micro_batches_combine_by_their_maximum(accumulate):
             np.testing.assert_array_equal(got, full)
 
 
+@pytest.mark.slow
 def test_calls_that_only_gather_overwrite_as_in_flax():
     state = start(ts.rules.accumulate(ts.rules.adam(1e-2), every=2))
     step = ts.train_step(loss_fn)
@@ -168,12 +169,14 @@ def test_numbers_of_a_part_are_cut_beside_them():
     assert (flat(after.params["params"]["Dense_1"]) != flat(state.params["params"]["Dense_1"])).any()
 
 
+@pytest.mark.slow
 def test_a_line_search_finds_its_loss():
     state = start(ts.rules.lbfgs())
     after, info = ts.train_step(loss_fn)(state, batch(0))
     assert bool(info.applied) and float(loss_fn(after.params, batch(0))) < float(info.loss)
 
 
+@pytest.mark.slow
 def test_the_adapter_of_linen_puts_them_beside_the_params():
     model = ts.models.linen(NET, VARIABLES)
     assert set(model.params) == {"params", OWG} and not model.model_state

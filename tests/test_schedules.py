@@ -440,6 +440,7 @@ def test_every_formula_has_an_example():
     assert {text.partition("(")[0] for text in EXAMPLES} == {row.name for row in ROWS}
 
 
+@pytest.mark.slow
 def test_jit_equals_eager():
     """To the bit: numbers that are constants of a program, arguments of it, or of none."""
     steps = np.arange(0, 60, 3)

@@ -110,7 +110,10 @@ SEARCHING = {
 }
 
 
-@pytest.mark.parametrize("name", SEARCHING)
+SLOW = {"lbfgs": pytest.mark.slow}  # its search compiles for ten seconds
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in SEARCHING])
 def test_rules_that_ask_for_the_loss_get_it(name):
     plain, live, numbers = SEARCHING[name]
     params, _, _ = plain_steps(plain(**numbers), make_params(), 4, search=True)
