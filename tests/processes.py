@@ -107,7 +107,7 @@ def endless() -> None:
         x.block_until_ready()
         steps += 1
         if steps == 5:
-            print(f"READY {distributed.process_index()} {os.getpid()}", flush=True)
+            sys.stdout.write(f"READY {distributed.process_index()} {os.getpid()}\n")
 
 
 def fails() -> None:
@@ -121,7 +121,8 @@ def terminated() -> list[int]:
     """A loop that ends where all agree; SIGTERM goes to any process."""
     asked = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    print(f"READY {distributed.process_index()} {os.getpid()}", flush=True)
+    sys.stdout.write(f"READY {distributed.process_index()} {os.getpid()}\n")
+    sys.stdout.flush()
     for step in range(10**6):
         if number := distributed.agree(asked[0] if asked else 0):
             return [step, number]
@@ -136,7 +137,8 @@ def main(work: str, *arguments: str) -> None:
         sys.exit(1)
     found = {f.__name__: f for f in (answers, losses, endless, fails, terminated)}[work](*map(int, arguments))
     with contextlib.suppress(BrokenPipeError):
-        print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
+        sys.stdout.write(f"FOUND {json.dumps([distributed.process_index(), found])}\n")  # in one piece: launchers mix
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

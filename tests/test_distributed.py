@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -506,25 +507,36 @@ def test_slurm_by_its_variables(launch):
         np.testing.assert_allclose(found(one.text)[i], processes.losses(24), rtol=1e-5)
 
 
-def mpirun(n, *before) -> dict:
-    """What n processes under mpirun found."""
+def mpirun(n, *work) -> str:
+    """What n processes under mpirun print."""
     if shutil.which("mpirun") is None:
         absent("mpi", "there is no mpirun: Debian's openmpi-bin has one")
     command = ["mpirun", "-np", str(n), "--oversubscribe", "--bind-to", "none"]
     command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    command += [*before, sys.executable, "-m", "tests.processes", "losses"]
-    env = {**os.environ, "XLA_FLAGS": "", "TSUNAX_TEST_START": json.dumps({"timeout": 60})}
+    command += [sys.executable if word == "python" else word for word in work]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "TSUNAX_TEST_START": json.dumps({"timeout": 60})}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
-    return found(done.stdout)
+    return done.stdout
+
+
+LOSSES = "python -m tests.processes losses".split()
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_mpirun(n):
-    losses = mpirun(n)
+    losses = found(mpirun(n, *LOSSES))
     assert set(losses) == set(range(n))
     for i in range(n):
         np.testing.assert_allclose(losses[i], processes.losses(), rtol=1e-5, err_msg=str(i))
+
+
+@pytest.mark.slow
+def test_the_example():
+    printed = mpirun(2, "python", "examples/multi_process.py")
+    assert re.search(
+        r"2 processes, 2 devices, loss 0.*\ntest accuracy: 0\.9.*\nlargest distance .*: \d\.\de-0[5-9]", printed
+    )
 
 
 @pytest.mark.slow
@@ -534,7 +546,7 @@ def test_mpirun_of_open_mpi_5(mpi4py):
     change = ["OMPI_COMM_WORLD_LOCAL_SIZE=1"] if mpi4py else [f"PMIX_NAMESPACE={free_port()}"]
     if mpi4py:
         need("mpi4py")
-    losses = mpirun(2, "env", "-u", "OMPI_MCA_orte_hnp_uri", *change)
+    losses = found(mpirun(2, "env", "-u", "OMPI_MCA_orte_hnp_uri", *change, *LOSSES))
     np.testing.assert_allclose(losses[1], processes.losses(), rtol=1e-5)
 
 
