@@ -174,7 +174,7 @@ def judge(run: Run, wanted: str, counts, fitted: bool | None = None) -> None:
 
 def saving(folder: Path) -> bool:
     with contextlib.suppress(OSError):
-        return any(name.startswith(".tsunax-") for name in os.listdir(folder))
+        return any(name.startswith(".tsunax-") or "checkpoint-tmp" in name for name in os.listdir(folder))
     return False
 
 
