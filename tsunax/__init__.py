@@ -18,7 +18,7 @@ from tsunax import averages, errors, precision, rules, schedules
 from tsunax._loss import Loss
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.program import EvalStep, TrainStep, eval_step, refresh, train_step
-from tsunax.state import TrainState, averaged, setup, trainable
+from tsunax.state import TrainState, averaged, each, setup, trainable
 from tsunax.step import StepInfo, flush, update, value_and_grad
 
 if _TYPE_CHECKING:  # loaded when they are first asked for
@@ -43,6 +43,7 @@ if _TYPE_CHECKING:  # loaded when they are first asked for
     from tsunax.history import History
     from tsunax.loop import fit, iterate, train_epoch, train_steps
     from tsunax.sharding import explain, mesh, shard
+    from tsunax.sweep import member, population, select
 
 _LATER = {
     "checkpoint": ("Checkpoints",),
@@ -56,6 +57,7 @@ _LATER = {
     "history": ("History",),
     "loop": ("fit", "iterate", "train_epoch", "train_steps"),
     "sharding": ("explain", "mesh", "shard"),
+    "sweep": ("member", "population", "select"),
 }
 _HOME = {name: module for module, names in _LATER.items() for name in names}
 
@@ -79,6 +81,7 @@ __all__ = [
     "device_of",
     "devices",
     "distributed",
+    "each",
     "errors",
     "eval_step",
     "evaluate",
@@ -92,11 +95,13 @@ __all__ = [
     "iterate",
     "loggers",
     "losses",
+    "member",
     "mesh",
     "metrics",
     "models",
     "plot",
     "plot_text",
+    "population",
     "precision",
     "prefer",
     "preferred",
@@ -105,6 +110,7 @@ __all__ = [
     "regularize",
     "rules",
     "schedules",
+    "select",
     "setup",
     "shard",
     "simulate",

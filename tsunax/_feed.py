@@ -14,6 +14,7 @@ from tsunax import _fused, _place, _tree
 from tsunax.data import Batches, Prefetched, as_source, check_batch
 from tsunax.errors import DataError, StateError, message
 from tsunax.program import TrainStep
+from tsunax.state import TrainState, members_of
 
 BUFFER_BYTES = 1 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
@@ -41,6 +42,7 @@ class Feed:
 
     def __init__(self, step, data, state, steps_per_call, interval: float):
         self._step = step
+        self._is_population = isinstance(state, TrainState) and members_of(state) is not None
         self.source = as_source(data)
         if isinstance(data, Batches | Prefetched) and self.source.resumable:
             self.source.restore(data.get_state())  # in the middle of an epoch, if they are there
@@ -104,7 +106,7 @@ class Feed:
             self._block = None
         if self._home is _UNKNOWN:
             self._home = _place.home_of(state)
-        masks, is_whole = getattr(self._step, "masks", False), self.source.is_whole
+        masks, is_whole = getattr(self._step, "masks", False), self.source.is_whole or self._is_population
         feed, sent = place(_fused.Stacked(batches), count, self._home, limit, masks=masks, whole=is_whole)
         return Chunk(feed, sent, count, epoch, block.bytes)
 

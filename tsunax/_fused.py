@@ -170,7 +170,7 @@ class Fused:
 
             def goes_on(carry):
                 i, moving, _ = carry
-                return (i < n[0]) & (True if plan is None else jnp.all(moving[0][..., 3] < n[1]))
+                return (i < n[0]) & (True if plan is None else jnp.any(moving[0][..., 3] < n[1]))
 
             def body(carry):
                 i, moving, infos = carry
@@ -221,8 +221,14 @@ def _with_scheduled(infos: Infos, numbers) -> Infos:
         return infos
     held = numbers.named(None)
     moved = jax.vmap(lambda step: {k: x for k, x in numbers.named(step).items() if k not in held})(stacked.step)
-    table = jnp.concatenate([infos.table, *(x.astype(jnp.float32)[:, None] for x in moved.values())], 1)
-    return dataclasses.replace(infos, table=table, named=tuple(moved))
+    columns = dict(column for name, x in moved.items() for column in by_member(name, x))
+    table = jnp.concatenate([infos.table, *(x.astype(jnp.float32)[:, None] for x in columns.values())], 1)
+    return dataclasses.replace(infos, table=table, named=tuple(columns))
+
+
+def by_member(name: str, x) -> list[tuple[str, Any]]:
+    """A number as a column of that name, or one for each member of a population."""
+    return [(name, x)] if np.ndim(x) < 2 else [(f"{name}/{i}", x[:, i]) for i in range(x.shape[1])]
 
 
 def _check_same(old, new) -> None:

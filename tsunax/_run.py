@@ -29,7 +29,7 @@ from tsunax._signals import Interrupt
 from tsunax.errors import NonFiniteError, RowError, StateError, WrongTypeError, message
 from tsunax.history import History, check_row, join
 from tsunax.program import TrainStep, is_searching
-from tsunax.state import TrainState, donated, is_gone
+from tsunax.state import TrainState, donated, is_gone, members_of
 from tsunax.step import StepInfo
 
 MOST_OF_A_METRIC = 100  # numbers of an array that become columns
@@ -91,9 +91,10 @@ class Fit:
         self.seconds = 0.0  # per step, of the calls that were read last
         self.read_at = 0.0  # when; 0 before the first call
         self.rejected, self.in_a_row = _rejected_of(state)[0], 0
+        self.is_population = isinstance(state, TrainState) and members_of(state) is not None
         self.max_bad = 1 if getattr(step, "on_nonfinite", None) == "raise" else options.max_bad
         has_scale = isinstance(state, TrainState) and state.loss_scale is not None  # then some rejections do not count
-        self.limit = _feed.NO_LIMIT if has_scale else self.max_bad + _rejected_of(state)[1]
+        self.limit = _feed.NO_LIMIT if has_scale or self.is_population else self.max_bad + _rejected_of(state)[1]
         self.profile = Profile(None)
         self.row_step = -1
         self.saved: Any = None  # when it was, last
@@ -201,7 +202,7 @@ class Fit:
         run, every = self.run, self.options.log_every
         epochs = np.repeat([chunk.epoch for chunk in chunks], [chunk.steps for chunk in chunks])
         verdicts = _verdicts(infos, len(epochs))
-        is_one = isinstance(infos, StepInfo)  # then the clock is its own, else every call counts
+        is_one = isinstance(infos, StepInfo) and not self.is_population  # then its clock counts, else every call does
         steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
         rejected = self.rejected + np.cumsum(verdicts > 0)
         fatal = self.note_rejected(verdicts, steps, epochs, infos)
@@ -212,9 +213,9 @@ class Fit:
             fix = "Give the metric another name."
             raise RowError(message(f"metric {taken[0]!r}", "loss_fn", "a name of the rows", "one of its own", fix))
         run.taken.update(columns, still)
-        weights = columns.pop("weight", None) if is_one else None
-        if weights is not None:
-            still["examples_per_second"] = float(np.mean(weights)) / self.seconds
+        is_weight = lambda name: name == "weight" or (self.is_population and name.startswith("weight/"))
+        if isinstance(infos, StepInfo) and (names := list(filter(is_weight, columns))):
+            still["examples_per_second"] = float(sum(np.mean(columns.pop(name)) for name in names)) / self.seconds
         due = np.flatnonzero((verdicts[:n] == 0) & ((steps[:n] % every == 0) | (steps[:n] == 1)))
         if len(due):
             columns = {name: x[due] for name, x in columns.items()}
@@ -241,7 +242,7 @@ class Fit:
             info = jax.tree.map(lambda x, i=i: x[i], infos)
             count += 1
             run.history.mark("rejected", int(steps[i]))
-            known = isinstance(info, StepInfo) and isinstance(run.state, TrainState)
+            known = isinstance(info, StepInfo) and isinstance(run.state, TrainState) and not self.is_population
             if known and is_searching(run.state, info, verdict):
                 continue  # for its loss scale
             self.in_a_row += 1
@@ -260,8 +261,9 @@ class Fit:
         chunk = next(chunk for chunk in chunks if (at := at - chunk.steps) < 0)
         assert run.info is not None
         limit = f"the last of {self.max_bad} in a row, max_bad={self.max_bad}"
-        why = guard.explain(run.info.verdict, None) if isinstance(run.info, StepInfo) else "not finite"
-        if isinstance(self.step, TrainStep) and jax.process_count() == 1:  # else nobody has the batch
+        known = isinstance(run.info, StepInfo) and not self.is_population
+        why = guard.explain(run.info.verdict, None) if known else "not finite"
+        if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:  # else nobody has the batch
             batch = jax.device_get(chunk.feed.at(at + chunk.steps))
             why = self.step.why(run.state, run.info, batch, self.extra)
         limit = limit if self.max_bad > 1 else "on_nonfinite='raise'"
@@ -394,7 +396,7 @@ def _check_returned(new, run: Run) -> None:
         parts = (new.params, new.model_state), (old.params, old.model_state)
         for name, (mine, yours) in zip(("params", "model_state"), zip(*parts, strict=True), strict=True):
             _checks.check_like(name, mine, yours, "A callback keeps the structure of the state.")
-        if int(new.step) != run.step:
+        if step_of(new, run.step) != run.step:
             fix = "The history goes forward: state.replace(step=run.step)."
             raise StateError(message("step", "the callback's state", int(new.step), run.step, fix))
         return
@@ -426,7 +428,10 @@ def _verdicts(infos, n: int) -> np.ndarray:
     """int32 (n,): what the guards of all steps in these infos said; above 0 where one rejected."""
     parts = jax.tree.leaves(infos, is_leaf=lambda x: isinstance(x, StepInfo))
     found = [np.asarray(x.verdict) for x in parts if isinstance(x, StepInfo) and x.verdict is not None]
-    return functools.reduce(np.maximum, found) if found else np.zeros(n, np.int32)
+    if not found:
+        return np.zeros(n, np.int32)
+    # of a population a call is rejected where all members reject it
+    return functools.reduce(np.maximum, [x if x.ndim == 1 else np.min(x.reshape(len(x), -1), 1) for x in found])
 
 
 def _own_names(infos) -> list[str]:
@@ -462,23 +467,32 @@ def _columns(infos) -> Iterator[tuple[str, Any]]:
 
 def _still(state) -> dict[str, float]:
     """The live hyperparameters that no schedule moves, by flat name."""
-    return {} if not isinstance(state, TrainState) or state.numbers is None else state.numbers.named(None)
+    if not isinstance(state, TrainState) or state.numbers is None:
+        return {}
+    named = state.numbers.named(None)
+    return {f"{k}/{i}" if np.ndim(x) else k: float(v) for k, x in named.items() for i, v in enumerate(np.ravel(x))}
 
 
 def _scheduled(state, steps) -> dict[str, np.ndarray]:
     """Those that one moves, for a few steps."""
     if not isinstance(state, TrainState) or state.numbers is None or not state.numbers.scheduled:
         return {}
-    held, rows = _still(state), [state.numbers.named(int(step)) for step in steps]
-    return {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else {}) if name not in held}
+    held, rows = state.numbers.named(None), [state.numbers.named(int(step)) for step in steps]
+    moved = {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else {}) if name not in held}
+    return dict(column for name, x in moved.items() for column in _fused.by_member(name, x))
 
 
 def step_of(state, default: int) -> int:
-    return int(state.step) if isinstance(state, TrainState) else default
+    """The clock of a state; of a population, whose members have their own, the calls."""
+    if not isinstance(state, TrainState):
+        return default
+    return int(state.step) if members_of(state) is None else int(np.max(state.calls))
 
 
 def _rejected_of(state) -> tuple[int, int]:
-    return (int(state.rejected), int(state.rejected_in_a_row)) if isinstance(state, TrainState) else (0, 0)
+    if not isinstance(state, TrainState):
+        return 0, 0
+    return int(np.min(state.rejected)), int(np.min(state.rejected_in_a_row))
 
 
 __all__ = ["Fit", "Run", "step_of"]

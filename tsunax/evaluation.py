@@ -15,7 +15,7 @@ from tsunax._loss_fn import LossFn
 from tsunax.data import Batches, Prefetched, as_source, check_batch
 from tsunax.errors import WrongTypeError, message
 from tsunax.program import EvalStep
-from tsunax.state import TrainState
+from tsunax.state import TrainState, members_of
 
 
 def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
@@ -53,6 +53,8 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
     total, rows, home = None, 0, _place.home_of(state)
     extra = _place.whole(extra, home)
     alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
+    is_population = isinstance(state, TrainState) and members_of(state) is not None
+    merged, computed = _OF_MEMBERS if is_population else _OF_ONE
     # with a place of its own: these may be the data of a run under way
     source = as_source(data.afresh() if isinstance(data, Batches | Prefetched) else data)
     while (batch := source.next()) is not None:
@@ -62,19 +64,27 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
         if pads:
             batch, mask["mask"] = _place.padded(batch, here, max(here, rows))
         parts = batch, mask
-        batch, mask = _place.whole(parts, home) if source.is_whole else _place.put(parts, home, whole=alone)
+        batch, mask = (
+            _place.whole(parts, home) if source.is_whole or is_population else _place.put(parts, home, whole=alone)
+        )
         loss = eval_step(state, batch, **extra, **mask)
         if not isinstance(loss, Loss):
             raise WrongTypeError(message("result", "eval_step", _tree.describe(loss), "a ts.Loss"))
-        total = loss if total is None else _merged(total, loss)
+        total = loss if total is None else merged(total, loss)
     assert total is not None  # a source without a batch raises
-    found = {"loss": total.compute(), **{name: m.compute() for name, m in total.metrics.items()}}
-    return _flat(jax.device_get(found))
+    return _flat(jax.device_get(computed(total)))
 
 
-@jax.jit
 def _merged(a: Loss, b: Loss) -> Loss:
     return a.merge(b)
+
+
+def _computed(total: Loss) -> dict[str, Any]:
+    return {"loss": total.compute(), **{name: m.compute() for name, m in total.metrics.items()}}
+
+
+_OF_ONE = jax.jit(_merged), _computed
+_OF_MEMBERS = jax.jit(jax.vmap(_merged)), jax.jit(jax.vmap(_computed))
 
 
 def _flat(found: Mapping[str, Any]) -> dict[str, float]:

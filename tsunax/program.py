@@ -24,7 +24,18 @@ from tsunax import _axes, _checks, _place, _tree, accumulation, guard, losses
 from tsunax._loss import Loss, rows_of
 from tsunax._loss_fn import LossFn
 from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message
-from tsunax.state import Plan, TrainState, check_flags, check_state, donated, is_gone, trained_part, with_rest
+from tsunax.state import (
+    Plan,
+    TrainState,
+    check_flags,
+    check_state,
+    donated,
+    is_gone,
+    members_of,
+    over_members,
+    trained_part,
+    with_rest,
+)
 from tsunax.step import StepInfo, gradient_of, objective_of, seen_by, thawed_flags, update
 
 
@@ -181,7 +192,10 @@ class TrainStep:
         return "mask" in LossFn.of(self.loss_fn).names
 
     def pure(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
-        """The step without compilation and donation."""
+        """The step without compilation and donation; of a population that of each member."""
+        return over_members(self._one, state, batch, extra)
+
+    def _one(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
         search = _search(self.loss_fn, state, batch, extra)  # first: it looks at the names in extra
         loss, grads = self._gradient(state, batch, **extra)
         return update(state, grads, loss=loss, on_nonfinite=self.on_nonfinite, norms=self.norms, **search, **extra)
@@ -208,8 +222,10 @@ class TrainStep:
         out = None if home is None else (home.layout, home.whole)
         return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else (), out_shardings=out)
 
-    def _placed(self, home: _place.Home, batch, extra) -> tuple[Any, dict]:
+    def _placed(self, state: TrainState, home: _place.Home, batch, extra) -> tuple[Any, dict]:
         """A host batch over the mesh of the state, padded if its rows do not divide and loss_fn masks; extra whole."""
+        if members_of(state) is not None:  # the devices share the members, and each member has all rows
+            return _place.whole((batch, extra), home.sharding)
         mask = {name: extra.pop(name) for name in ("mask",) if name in extra}
         rows = rows_of(batch)
         if rows % home.parts and self.masks and not _place.is_on(batch, home.sharding.mesh):
@@ -237,7 +253,7 @@ class TrainStep:
             plan, (moving, still) = state.plan, _apart(state)
             home = state.__dict__["home"] if known else _place.home_on_mesh(moving)
             if home is not None:
-                batch, extra = self._placed(home, batch, extra)
+                batch, extra = self._placed(state, home, batch, extra)
             moving, (loss, weight, *seen) = self._compiled(home)(plan, moving, still, batch, extra)
         except Exception as error:
             if fault := _fault(error, state, batch, extra):
@@ -303,7 +319,7 @@ class TrainStep:
         moving, still = _apart(state)
         home = home_of(state, moving)
         if home is not None:
-            batch, extra = self._placed(home, batch, extra)
+            batch, extra = self._placed(state, home, batch, extra)
         return self._compiled(home).lower(state.plan, moving, still, batch, extra)
 
     def __getstate__(self):
@@ -393,7 +409,10 @@ class EvalStep:
         return _axes.as_axes(self.axis_name, "eval_step()")
 
     def pure(self, state: TrainState, batch, extra) -> Loss:
-        """The evaluation without compilation."""
+        """The evaluation without compilation; of a population that of each member."""
+        return over_members(self._one, state, batch, extra)
+
+    def _one(self, state: TrainState, batch, extra) -> Loss:
         keywords = self._fn.keywords(state, batch, extra, train=False)
         loss = self._fn(*seen_by(state, state.params, batch), keywords, merges=True)
         if axes := _axes.around(self._axes, "eval_step()"):
@@ -418,7 +437,11 @@ class EvalStep:
         home = home_of(state, state.params)
         with _explained(state, batch, extra):
             if home is not None and not _any_traced((batch, extra)):
-                batch, extra = _place.put((batch, extra), home.sharding, whole=True)
+                given = batch, extra
+                is_one = members_of(state) is None
+                batch, extra = (
+                    _place.put(given, home.sharding, whole=True) if is_one else _place.whole(given, home.sharding)
+                )
             return self._compiled(self._read(state), batch, extra)
 
     def __getstate__(self):

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from tsunax import _hoist, _place, _tree, _where
 from tsunax.errors import DeviceError, PatternError, WrongTypeError, message
-from tsunax.state import TrainState, base, trained_part
+from tsunax.state import TrainState, base, members_of, trained_part
 
 __all__ = ["Placement", "explain", "mesh", "shard"]
 
@@ -146,7 +146,13 @@ class _Choice:
         return out
 
     def of_state(self, state: TrainState) -> list[P]:
-        """Those of all leaves of a state: what belongs to a parameter follows it."""
+        """Those of all leaves of a state: what belongs to a parameter follows it. Populations are cut by members."""
+        if (n := members_of(state)) is not None:
+            if n % self.mesh.size:
+                raise DeviceError(
+                    message("population", "shard()", f"{n} members", f"a multiple of {self.mesh.size} devices")
+                )
+            return [P(self.mesh.axis_names)] * len(jax.tree.leaves(state))
         params = self.of_params(state.params)
         places = jax.tree.unflatten(jax.tree.structure(state.params), range(len(params)))
         ruled = jax.tree.leaves(trained_part(dataclasses.replace(state, params=places)))

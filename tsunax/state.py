@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -407,6 +408,37 @@ def is_gone(x) -> bool:
 def donated(where: str) -> str:
     fix = "Go on with what that step returned, or keep it with train_step(..., donate=False)."
     return message("state", where, "one that was donated to an earlier step", "one whose buffers are there", fix)
+
+
+def members_of(state: TrainState) -> int | None:
+    """How many members a population has; None for a single state."""
+    shape: tuple[int, ...] = state.clock.shape
+    return shape[0] if len(shape) > 1 else None
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("tree",), meta_fields=())
+@dataclass(frozen=True)
+class each:
+    """A tree whose arrays have a first axis of members: a batch for each, `step(runs, ts.each(batches))`.
+
+    >>> each(jnp.zeros((3, 8))).tree.shape
+    (3, 8)
+    """
+
+    tree: Any
+
+
+def over_members(f: Callable, state: TrainState, *trees):
+    """`f(state, *trees)`, mapped over the members of a population; a tree in `each` has one for each of them."""
+    if members_of(state) is None:
+        return f(state, *trees)
+    axes = [jax.tree.map(lambda x: 0 if isinstance(x, each) else None, tree, is_leaf=_is_each) for tree in trees]
+    bare = lambda tree: jax.tree.map(lambda x: x.tree if isinstance(x, each) else x, tree, is_leaf=_is_each)
+    return jax.vmap(lambda state, *trees: f(state, *map(bare, trees)), in_axes=(0, *axes))(state, *trees)
+
+
+def _is_each(x) -> bool:
+    return isinstance(x, each)
 
 
 def check_state(state, where: str, second=None) -> None:
