@@ -208,6 +208,18 @@ def test_all_agree_at_the_same_call(group, askers):
     assert all(value - 10 in askers for _, value in found[0])
 
 
+def test_what_was_asked_before_all_agreed_is_not_asked_again():
+    class Ends:
+        def send(self, value):
+            sent.append(value)
+
+    sent = []
+    hub = _peers.Hub({0: Ends(), 1: Ends()}, [hello(0, 2), hello(1, 2)], 5.0)
+    for i, value in ((0, {"ask": [0, 15]}), (0, {"counted": 7}), (1, {"counted": 9}), (1, {"ask": [0, 2]})):
+        hub.hear(i, value)  # the last was sent before the answer came
+    assert sent == [{"count": 0}] * 2 + [{"goal": 10, "value": 15}] * 2
+
+
 def test_who_is_gone_is_named(left):
     parts = met([hello(i, 3) for i in range(3)])
     peers = [_peers.Peers(line, all_, i, hub, 20.0, 5.0) for i, (line, all_, _, hub) in enumerate(parts[:2])]
@@ -280,6 +292,7 @@ LAUNCHERS = {
         SLURM | {"SLURM_STEP_NODELIST": "a", "SLURM_STEP_NUM_NODES": "1"},
         (f"a:{61440 + 615}", 8, 5, [1], True),
     ),
+    "slurm, an interactive shell": (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, (None, 1, None, None, False)),
     "open mpi": (OMPI, (f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 3, [1], False)),
     "open mpi within slurm": (SLURM | OMPI, (f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 3, [1], False)),
     "open mpi 5 on one host": (OMPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ("127.0.0.1", 4, 3, [1], True)),
@@ -335,7 +348,9 @@ def test_an_mpi_without_mpi4py(environment, monkeypatch):
         ({"process_id": -1}, "process_id at start(): got -1, expected an int of 0 or more."),
         ({"process_id": True}, "process_id at start(): got True, expected an int of 0 or more."),
         ({"num_processes": 2.0}, "num_processes at start(): got 2.0, expected an int of 0 or more."),
-        ({"num_processes": 0}, "num_processes"),
+        ({"num_processes": 0}, "num_processes at start(): got 0, expected 1 or more."),
+        ({"peer_timeout": 0}, "peer_timeout at start(): got 0, expected seconds, more than 0."),
+        ({"timeout": "20"}, "timeout at start(): got '20', expected seconds, more than 0."),
         (
             {"coordinator_address": "host"},
             "coordinator_address at start(): got 'host', expected 'host:port' of process 0.",
@@ -452,7 +467,7 @@ def test_two_processes(launch):
     late = one.pop("late")
     assert "barrier 'late': got no word of process 0 (host" in late and zero.pop("late") == ""
     assert zero == one  # errors too: all processes raise the same
-    assert zero["sigterm"] and zero["same"] == ""
+    assert not zero["sigterm"] and zero["same"] == ""
     pid = started[1].process.pid
     who = f"process 1 (host {socket.gethostname()}, pid {pid})"
     assert zero["seed"] == f"processes differ: seed: got 1 on {who}, 0 on process 0. They must be the same on all."

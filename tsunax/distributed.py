@@ -53,6 +53,7 @@ __all__ = [
 
 SPARE = 10  # seconds after `peer_timeout` in which JAX, too, would end the process: should this module ever fail
 SHOWN = 10  # differences in a message
+LAST = 1800.0  # seconds that processes wait at their end for one that still works by itself, say on figures
 
 _peers_of_run: _peers.Peers | None = None
 _is_alone = False  # because start() said so
@@ -80,7 +81,8 @@ def _launched() -> int:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES"):
         if (n := _number(name)) is not None:
             return n
-    return _number("SLURM_NTASKS") or 1 if "SLURM_STEP_NODELIST" in os.environ else 1
+    slurm = _number("SLURM_STEP_NUM_TASKS") or _number("SLURM_NTASKS") or 1
+    return slurm if "SLURM_STEP_NODELIST" in os.environ else 1
 
 
 def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _Launch:
@@ -102,6 +104,8 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
                 local_device_ids = local_device_ids or [_number("OMPI_COMM_WORLD_LOCAL_RANK")]
     elif "SLURM_STEP_NODELIST" in os.environ:
         is_one_host = _number("SLURM_STEP_NUM_NODES") == 1
+        if count is None:  # of this step; in an interactive shell that is 1, whatever the job has
+            count = _number("SLURM_STEP_NUM_TASKS")
     elif (_number("PMI_SIZE") or 1) > 1:  # MPICH, Intel MPI
         method = "mpi4py"
     if count != 1 and None in (address, count, index):
@@ -125,6 +129,8 @@ def _checked(launch: _Launch, given: dict[str, Any]) -> tuple[str, int]:
     if missing := [name for name, value in known.items() if value is None]:
         fix = "No launcher was found that tells."
         raise ProcessError(message("start()", "", f"no {' and no '.join(missing)}", ", ".join(known), fix))
+    if launch.count < 1:
+        raise ProcessError(message("num_processes", "start()", launch.count, "1 or more"))
     if launch.index >= launch.count:
         fix = "They count from 0."
         got = f"{launch.index} of num_processes {launch.count}"
@@ -159,7 +165,7 @@ def start(
       process_id: which one this is, from 0.
       local_device_ids: the devices of this host that this process has. Under MPI and SLURM one GPU each, by the rank on
         the host; else all.
-      timeout: seconds that any wait for processes which are alive may take: here, in `barrier`, at the end.
+      timeout: seconds that any wait for processes which are alive may take, here, and in `barrier` and its like.
       peer_timeout: seconds without a sign of life after which a process counts as dead; a killed one does at once.
 
     When a process dies, is stopped, or ends with an exception, all others end with exit code 1 and a line that names
@@ -177,6 +183,9 @@ def start(
     global _peers_of_run, _is_alone
     if _peers_of_run is not None:
         return
+    for name, seconds in (("timeout", timeout), ("peer_timeout", peer_timeout)):
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e6:
+            raise ProcessError(message(name, "start()", repr(seconds), "seconds, more than 0"))
     launch = _launch(coordinator_address, num_processes, process_id, local_device_ids, timeout)
     address = ("", 0)
     if launch.count != 1 or process_id:
@@ -230,13 +239,13 @@ def _same_sigterm():
 def stop() -> None:
     """Part from the other processes: waits until all are here. Called at the exit of the process, if not before.
 
-    Raises ProcessError where one that is alive does not come.
+    Raises ProcessError where one that is alive does not come within half an hour.
     """
     global _peers_of_run
     peers = _peers_of_run
     if peers is None:
         return
-    peers.gather("stop()")
+    peers.gather("stop()", timeout=LAST)
     atexit.unregister(_at_exit)
     jax.distributed.shutdown()
     peers.close()
