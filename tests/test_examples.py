@@ -87,6 +87,13 @@ def test_data_parallel():
     assert re.search(r"fully sharded +loss 0\.0\d+ .* 173\.2 KiB on a device", run.stdout), run.stdout
 
 
+@pytest.mark.slow
+def test_population():
+    run = run_digits("--members", "16", name="population")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"call +450 +4 members", run.stdout) is None and re.search(r"call +600 +2 members", run.stdout)
+
+
 def as_one_block(page: str) -> str:
     """The page with all of its ```python blocks as one, every line where it was.
 

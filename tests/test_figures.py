@@ -211,3 +211,19 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingLibraryError, match=r"pip install 'tsunax\[plot\]'"):
         plot(made())
+
+
+def test_a_population_is_one_panel_for_each_number():
+    need("matplotlib")
+    history = History()
+    for step in range(3):
+        row = {f"{name}/{i}": 1.0 + i + step for i in range(20) for name in ("loss", "val/loss", "accuracy")}
+        history.add(row, step)
+    loss, accuracy = plot(history).axes
+    assert [loss.get_ylabel(), accuracy.get_ylabel()] == ["loss", "accuracy"]
+    assert len(loss.lines) == 40 and len(accuracy.lines) == 20
+    labels = [text.get_text() for text in loss.get_legend().get_texts()]
+    assert labels == ["loss/0 to loss/19", "val/loss/0 to val/loss/19"]
+    assert loss.lines[0].get_color() is not None and not np.array_equal(
+        *(accuracy.lines[i].get_color() for i in (0, 19))
+    )

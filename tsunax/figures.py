@@ -6,9 +6,11 @@ the same name ("accuracy", "val/accuracy") shares one. No state of pyplot is rea
 
 from __future__ import annotations
 
+import collections
 import functools
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,8 +37,14 @@ _LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dro
 
 
 def _base(name: str) -> str:
-    """The panel of a name: `val/accuracy` → accuracy, `1.learning_rate@head` → learning_rate."""
-    return name.partition("@")[0].rpartition("/")[2].rpartition(".")[2]
+    """The panel of a name: `val/accuracy` → accuracy, `1.learning_rate@head` → learning_rate, `loss/31` → loss."""
+    return _column(name.partition("@")[0]).rpartition("/")[2].rpartition(".")[2]
+
+
+def _column(name: str) -> str:
+    """A name without the number of a member or a class."""
+    head, _, tail = name.rpartition("/")
+    return head if head and tail.isdigit() else name
 
 
 def _panels(history: History, names: Sequence[str] | None, where: str) -> dict[str, list[str]]:
@@ -91,8 +99,9 @@ def plot(history: History, *, names: Sequence[str] | None = None, x: str = "step
 
     `names` are the columns to draw instead; those that end alike share a panel. `x` is "step", or a column to lay them
     out along ("epoch"). More than a few hundred points are drawn as their median with a band from the 10th to the 90th
-    percentile. Values that are not finite are crosses at the lower edge, rejected steps red ticks there, evaluations
-    grey ones; other marks (thaw, restart, stop, yours) are vertical lines.
+    percentile; more than a dozen lines in a panel (a population) are shades of one scale. Values that are not finite
+    are crosses at the lower edge, rejected steps red ticks there, evaluations grey ones; other marks (thaw, restart,
+    stop, yours) are vertical lines.
 
     `plot(history).savefig("run.pdf")` keeps it; as the last line of a notebook's cell it shows itself.
     Raises MissingLibraryError without matplotlib, and RowError for unknown names and a history without rows.
@@ -126,7 +135,8 @@ def _png(figure) -> bytes:
 
 
 def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    for (name, (x, values)), colour in zip(columns.items(), _COLOURS * len(columns), strict=False):
+    is_many = len(columns) > 2 * len(_COLOURS)  # the members of a population
+    for (name, (x, values)), (colour, label) in zip(columns.items(), _styles(list(columns), is_many), strict=True):
         known = np.isfinite(values)
         lost, x, values = x[~known], x[known], values[known]
         if len(values) > 2 * _BINS:
@@ -134,11 +144,12 @@ def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) ->
             x = np.array([part.mean() for part in parts[0]])
             low, values, high = np.array([np.percentile(part, (10, 50, 90)) for part in parts[1]]).T
             axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-        marker = "o" if len(values) <= 40 else None
-        axes.plot(x, values, color=colour, linewidth=1.3, marker=marker, markersize=3, label=name)
+        marker = "o" if len(values) <= 40 and not is_many else None
+        axes.plot(x, values, color=colour, linewidth=0.8 if is_many else 1.3, marker=marker, markersize=3, label=label)
         if len(lost):
             edge = dict(transform=axes.get_xaxis_transform(), color=colour, markersize=4)
-            axes.plot(lost, np.full(len(lost), 0.03), "x", **edge, label=f"{name} not finite")
+            said = None if is_many else f"{name} not finite"
+            axes.plot(lost, np.full(len(lost), 0.03), "x", **edge, label=said)
     if _is_wide(_finite(*(values for _, values in columns.values()))):
         axes.set_yscale("log")
     else:
@@ -150,6 +161,18 @@ def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) ->
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02)
+
+
+def _styles(names: list[str], is_many: bool) -> list[tuple[Any, str | None]]:
+    """A colour and a label for each line; of very many, shades from the first to the last and one label for all."""
+    if not is_many:
+        return list(zip((_COLOURS * len(names))[: len(names)], names, strict=True))
+    import matplotlib
+
+    shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.92, len(names)))
+    counts = collections.Counter(map(_column, names))
+    firsts = {column: f"{column}/0 to {column}/{n - 1}" for column, n in counts.items()}
+    return [(shade, firsts.pop(_column(name), None)) for shade, name in zip(shades, names, strict=True)]
 
 
 def _draw_marks(axes, history: History, x: str, labelled: bool) -> None:
