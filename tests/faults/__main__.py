@@ -242,7 +242,9 @@ def writers(run: Run, wanted: str, counts) -> None:
     counts["one refused, the other the same bits"] += len(refused) == 1 and any(
         one.digest() == wanted for one, _ in ended
     )
-    counts["both let in"] += not refused
+    after_the_end = any(one.lines("RESUMED")[:1] == [["RESUMED", str(STEPS)]] for one, _ in ended)
+    counts["one after the other"] += not refused and after_the_end
+    counts["both let in"] += not refused and not after_the_end
 
 
 def _alive(pid: int) -> bool:
