@@ -33,7 +33,7 @@ def hello(index, count, **changes):
     return {"index": index, "count": count, "host": "h", "pid": 100 + index, "versions": {"jax": "1"}} | changes
 
 
-def together(n, f, *, hellos=None, timeout=5.0):
+def together(n, f):
     """`f(i)` in n threads: what each returned or raised."""
     found = [None] * n
 
