@@ -42,6 +42,7 @@ if _TYPE_CHECKING:  # loaded when they are first asked for
     )
     from tsunax.history import History
     from tsunax.loop import fit, iterate, train_epoch, train_steps
+    from tsunax.reproduce import check_reproducible, fingerprint, isolated_rng, reproducible, worker_seed
     from tsunax.sharding import explain, mesh, shard
     from tsunax.sweep import member, population, select
 
@@ -56,6 +57,7 @@ _LATER = {
     ),
     "history": ("History",),
     "loop": ("fit", "iterate", "train_epoch", "train_steps"),
+    "reproduce": ("check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"),
     "sharding": ("explain", "mesh", "shard"),
     "sweep": ("member", "population", "select"),
 }
@@ -76,6 +78,7 @@ __all__ = [
     "averages",
     "batches",
     "callbacks",
+    "check_reproducible",
     "device",
     "device_info",
     "device_of",
@@ -87,11 +90,13 @@ __all__ = [
     "evaluate",
     "exchange",
     "explain",
+    "fingerprint",
     "fit",
     "flush",
     "freeze",
     "functional",
     "hyperparams",
+    "isolated_rng",
     "iterate",
     "loggers",
     "losses",
@@ -108,6 +113,7 @@ __all__ = [
     "prefetch",
     "refresh",
     "regularize",
+    "reproducible",
     "rules",
     "schedules",
     "select",
@@ -124,6 +130,7 @@ __all__ = [
     "trainable",
     "update",
     "value_and_grad",
+    "worker_seed",
 ]
 
 

@@ -1,0 +1,146 @@
+"""Seeds, flags and fingerprints; and runs that end with the same bits in processes of their own."""
+
+import os
+import random
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tsunax as ts
+from tests.helpers import assert_trees_equal
+from tsunax import reproduce
+from tsunax.errors import DeviceError, StateError, WrongTypeError
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    with ts.isolated_rng():
+        yield
+
+
+def draws():
+    return random.random(), float(np.random.rand())
+
+
+def test_all_generators_start_from_the_seed():
+    key = ts.reproducible(3)
+    first = draws()
+    assert_trees_equal(key, jax.random.key(3))
+    ts.reproducible(3)
+    assert draws() == first
+    ts.reproducible(2**40)
+    high = draws()
+    ts.reproducible(2**41)
+    assert len({first, high, draws()}) == 3
+
+
+def test_a_block_leaves_the_generators_alone():
+    random.seed(1), np.random.seed(1)
+    expected = draws()
+    random.seed(1), np.random.seed(1)
+    with pytest.raises(KeyError), ts.isolated_rng(5):
+        inside = draws()
+        raise KeyError
+    assert draws() == expected != inside
+    with ts.isolated_rng(5):
+        assert draws() == inside
+
+
+def test_seeds_of_workers_differ():
+    found = {ts.worker_seed(s, e, p, w) for s in (0, 1) for e in range(20) for p in range(8) for w in range(8)}
+    assert len(found) == 2 * 20 * 8 * 8 and all(0 <= seed < 2**63 for seed in found)
+    assert ts.worker_seed(0) != ts.worker_seed(0, 0)
+
+
+def test_a_fingerprint_is_of_every_bit():
+    tree = {"w": jnp.array([1.0, 0.0]), "k": jax.random.key(1), "n": 3, "none": None, "s": "relu"}
+    same = {**tree, "w": np.array([1.0, 0.0], np.float32)}
+    assert ts.fingerprint(tree) == ts.fingerprint(same)
+    others = [
+        {**tree, "w": jnp.array([1.0, -0.0])},
+        {**tree, "w": jnp.array([1.0, 0.0], jnp.bfloat16)},
+        {**tree, "w": jnp.array([[1.0, 0.0]])},
+        {**tree, "k": jax.random.key(2)},
+        {**tree, "n": 4},
+        {**tree, "s": "tanh"},
+        {"v": tree["w"], **{k: v for k, v in tree.items() if k != "w"}},
+    ]
+    assert len({ts.fingerprint(other) for other in [tree, *others]}) == len(others) + 1
+    with pytest.raises(StateError, match=r"leaf at tree\['w'\]: got a traced array"):
+        jax.eval_shape(lambda w: ts.fingerprint({"w": w}), tree["w"])
+
+
+def test_a_step_is_checked():
+    def loss_fn(params, batch, key):
+        return jnp.mean((batch + jax.random.normal(key, batch.shape)) @ params["w"])
+
+    state = ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(3)}, key=0)
+    batches = [np.full((4, 3), i, np.float32) for i in range(4)]
+    found = ts.check_reproducible(ts.train_step(loss_fn), state, batches, times=3)
+    for batch in batches:
+        state, _ = ts.train_step(loss_fn)(state, batch)
+    assert found == ts.fingerprint(state)
+
+    calls = []
+
+    def careless(state, batch):
+        calls.append(1)
+        return {"w": state["w"] + 1e-3 * (len(calls) > 5), "b": state["b"]}, None
+
+    with pytest.raises(StateError, match=r"step at batch 2: got other bits in state\['w'\], expected the same"):
+        ts.check_reproducible(careless, {"w": jnp.ones(2), "b": jnp.zeros(1)}, batches)
+
+
+@pytest.mark.parametrize("seed", [1.0, -1, None, 2**63, True, "0", np.zeros(2, np.uint32)])
+def test_seeds_that_are_none(seed):
+    for call in (
+        ts.reproducible,
+        ts.worker_seed,
+        *([] if seed is None else [lambda s: ts.isolated_rng(s).__enter__()]),
+    ):
+        with pytest.raises(WrongTypeError, match=r"seed at .*expected an int from 0 to 2\*\*63 - 1"):
+            call(seed)
+
+
+def test_flags_come_before_the_backend(monkeypatch):
+    monkeypatch.setattr(reproduce.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    ts.reproducible(0)
+    flags = os.environ["XLA_FLAGS"].split()
+    assert flags == ["--xla_dump_to=x", *reproduce._FLAGS]
+    ts.reproducible(0)
+    assert os.environ["XLA_FLAGS"].split() == flags
+    monkeypatch.setattr(reproduce.xla_bridge, "backends_are_initialized", lambda: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    ts.reproducible(0)  # they were set in time
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.raises(DeviceError, match="a GPU that has started without its flags, expected an earlier call"):
+        ts.reproducible(0)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
+    with pytest.raises(DeviceError, match=r"XLA_FLAGS at reproducible.*=false, expected true"):
+        ts.reproducible(0)
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp, numpy as np, tsunax as ts
+key = ts.reproducible(5)
+x = np.random.rand(64, 8).astype(np.float32)
+step = ts.train_step(lambda p, b, key: jnp.mean((jnp.tanh(b @ p["w"]) * jax.random.bernoulli(key, 0.8, (16, 4))) ** 2))
+state = ts.setup(ts.rules.adam(1e-2), {"w": jax.random.normal(key, (8, 4))}, key=key)
+state, history = ts.fit(step, state, ts.batches(x, 16, shuffle=True), epochs=3, progress=False)
+print(ts.fingerprint(state), ts.fingerprint(history["loss"]))
+"""
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_processes_end_with_the_same_bits(n):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    run = lambda: subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=120)
+    found = [run() for _ in range(n)]
+    assert all(done.returncode == 0 for done in found), found[0].stderr
+    assert len({done.stdout for done in found}) == 1 and len(found[0].stdout.split()) == 2

@@ -1,0 +1,171 @@
+"""Same seed, same bits: what has to be seeded, which flags have to be set, and how to see whether it holds.
+
+    key = ts.reproducible(0)                    # the first line of the script
+    print(ts.fingerprint(state))                # the same on every run
+    ts.check_reproducible(step, state, batches)
+
+JAX itself draws from keys and from nothing else. What is left are the global generators of Python and NumPy, which data
+pipelines use, and kernels of a GPU that add in any order. docs/reproducibility.md says what can be promised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax._src import xla_bridge
+
+from tsunax import _tree
+from tsunax.errors import DeviceError, StateError, WrongTypeError, message
+
+__all__ = ["check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"]
+
+_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondeterministic_ops=true")
+_MOST = 2**63
+
+
+def reproducible(seed: int = 0) -> jax.Array:
+    """Seed Python's and NumPy's global generators, ask XLA for deterministic kernels on GPUs, and return a key.
+
+    To be called before JAX starts its backend, for XLA reads its flags then (XLA_FLAGS: `xla_gpu_deterministic_ops`,
+    `xla_gpu_exclude_nondeterministic_ops`; scatters and some convolutions become slower). Kernels that autotuning picks
+    by timing are fixed by the same flags. Starts no backend itself, but for the key that it returns.
+
+    Raises DeviceError where a GPU has started without these flags, WrongTypeError for what is no seed: an int from 0 up
+    to 2**63.
+
+    >>> jax.random.key_data(reproducible(7)).tolist()
+    [0, 7]
+    """
+    seed = _checked(seed, "reproducible()")
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in _FLAGS if flag.partition("=")[0] not in given]
+    off = [flag for flag in _FLAGS if f"{flag.partition('=')[0]}=false" in given]
+    if off:
+        raise DeviceError(message("XLA_FLAGS", "reproducible()", f"{off[0].partition('=')[0]}=false", "true, or none"))
+    if not xla_bridge.backends_are_initialized():
+        os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+    elif missing and jax.default_backend() == "gpu":
+        fix = "Call it first, before anything makes an array; in a notebook restart the kernel."
+        raise DeviceError(
+            message("reproducible()", "", "a GPU that has started without its flags", "an earlier call", fix)
+        )
+    random.seed(seed)
+    np.random.seed(_legacy(seed))
+    return jax.random.key(seed)
+
+
+@contextlib.contextmanager
+def isolated_rng(seed: int | None = None) -> Iterator[None]:
+    """A block that leaves Python's and NumPy's global generators as it found them; with a `seed` it starts from there.
+
+    >>> random.seed(1)
+    >>> with isolated_rng(2):
+    ...     inside = random.random()
+    >>> after = random.random()
+    >>> random.seed(1)
+    >>> after == random.random() != inside
+    True
+    """
+    seed = None if seed is None else _checked(seed, "isolated_rng()")
+    before = random.getstate(), np.random.get_state()
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(_legacy(seed))
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def worker_seed(seed: int, *path: int) -> int:
+    """A seed for one worker of one process of one epoch: `worker_seed(seed, epoch, process, worker)`.
+
+    Seeds of different paths are unrelated (NumPy's SeedSequence, O'Neill's design), where `seed + worker` repeats the
+    augmentations of one epoch in the next.
+
+    >>> worker_seed(0, 1, 2) == worker_seed(0, 1, 2) != worker_seed(0, 2, 1)
+    True
+    """
+    parts = [_checked(x, "worker_seed()") for x in (seed, *path)]
+    low, high = np.random.SeedSequence(parts[0], spawn_key=parts[1:]).generate_state(2)
+    return int(low) | (int(high) & 0x7FFFFFFF) << 32
+
+
+def fingerprint(tree: Any) -> str:
+    """16 hex digits of the sha256 of every leaf's path, shape, dtype and bytes: equal where every bit is. Waits.
+
+    >>> fingerprint({"w": jnp.zeros(2)}) == fingerprint({"w": np.zeros(2, np.float32)})
+    True
+    """
+    total = hashlib.sha256()
+    for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+        if _tree.is_traced(leaf):
+            raise StateError(message("leaf", _tree.access_str("tree", path), "a traced array", "a concrete one"))
+        total.update(_of_leaf(path, leaf))
+    return total.hexdigest()[:16]
+
+
+def _of_leaf(path, leaf) -> bytes:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    part = hashlib.sha256(_tree.path_str(path).encode())
+    if _tree.dtype_of(leaf) is None:
+        part.update(repr(leaf).encode())
+    else:
+        array = np.ascontiguousarray(np.asarray(leaf))
+        part.update(f"{array.dtype}{np.shape(leaf)}".encode())
+        part.update(array.reshape(-1).view(np.uint8) if array.size else b"")
+    return part.digest()
+
+
+def check_reproducible(step: Callable, state: Any, batches: Iterable[Any], *, times: int = 2) -> str:
+    """Run `step` over the batches several times from copies of a state; the fingerprint of where all of them end.
+
+    `step(state, batch) -> (state, info)`. The state given is untouched. Raises StateError that names the first batch
+    after which two runs differ, and the first leaf.
+
+    >>> import tsunax as ts
+    >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
+    >>> len(check_reproducible(step, state, [jnp.eye(2)] * 3))
+    16
+    """
+    batches = list(batches)
+    copied = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
+    runs = [copied(state) for _ in range(max(2, times))]
+    for at, batch in enumerate(batches):
+        runs = [step(run, batch)[0] for run in runs]
+        for other in runs[1:]:
+            if fingerprint(runs[0]) != fingerprint(other):
+                named = zip(jtu.tree_flatten_with_path(runs[0])[0], jax.tree.leaves(other), strict=True)
+                path = next(path for (path, x), y in named if _of_leaf(path, x) != _of_leaf(path, y))
+                got, fix = (
+                    f"other bits in {_tree.access_str('state', path)}",
+                    "Same inputs, same bits: see reproducible().",
+                )
+                raise StateError(message("step", f"batch {at}", got, "the same in every run", fix))
+    return fingerprint(runs[0])
+
+
+def _checked(seed: Any, where: str) -> int:
+    expected = "an int from 0 to 2**63 - 1"
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise WrongTypeError(message("seed", where, _tree.describe(seed), expected))
+    if not 0 <= seed < _MOST:
+        raise WrongTypeError(message("seed", where, seed, expected))
+    return int(seed)
+
+
+def _legacy(seed: int) -> list[int]:
+    """For NumPy's old generator, which takes words of 32 bits."""
+    return [seed & 0xFFFFFFFF, seed >> 32]
