@@ -68,7 +68,7 @@ def stops() -> list:
 
 
 def interrupted() -> list:
-    """Ctrl-C for one of them: all end after the same step."""
+    """A signal to one of them: all end after the same step."""
     arrays, losses, make = problem(64)
     data = ts.batches(arrays, 8, shuffle=True)
 
@@ -86,8 +86,8 @@ def interrupted() -> list:
             callbacks=[ts.callbacks.every(4, slowly)],
             progress=False,
         )
-    except KeyboardInterrupt as error:
-        return [int(error.state.step)]
+    except (KeyboardInterrupt, SystemExit) as error:
+        return [int(error.state.step), type(error).__name__]
     return []
 
 

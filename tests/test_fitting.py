@@ -52,9 +52,10 @@ def test_one_that_has_had_enough_ends_all(launch):
     assert [step, texts] == other == [20, ["time is up"]]
 
 
-def test_ctrl_c_for_one_ends_all_at_one_step(launch):
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit")])
+def test_a_signal_to_one_ends_all_at_one_step(launch, number, raised):
     started = launch(2, "interrupted")
     ready(started)
-    os.kill(started[1].process.pid, signal.SIGINT)
+    os.kill(started[1].process.pid, number)
     first, second = answers(started)
-    assert first == second and first[0] >= 8
+    assert first == second and first[0] >= 8 and first[1] == raised

@@ -170,8 +170,8 @@ def fit(
 
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends the run after the
     call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. SIGTERM does the
-    same where there is a checkpoint, with SystemExit(143). Exceptions that pass through carry `error.state` and
-    `error.history`, the state None where the failed call had consumed it.
+    same where there is a checkpoint, or are several processes, with SystemExit(143). Exceptions that pass through carry
+    `error.state` and `error.history`, the state None where the failed call had consumed it.
 
     Raises WrongTypeError for what it cannot work with, before anything is compiled; DataError for data that gives no
     batch or ends before the goal; NonFiniteError.
@@ -210,7 +210,8 @@ def fit(
             return run.state, run.history
         fitting.profile = Profile(profile)
         stack.callback(fitting.profile.close)
-        signals = (signal.SIGINT,) if saver is None else (signal.SIGINT, signal.SIGTERM)
+        ends_all = saver is not None or jax.process_count() > 1  # then SIGTERM, too, ends the run after its call
+        signals = (signal.SIGINT, signal.SIGTERM) if ends_all else (signal.SIGINT,)
         try:
             with Interrupt(*signals) as interrupt, _loggers(options, _settings(fitting)):
                 fitting.go(interrupt)
