@@ -30,7 +30,7 @@ TIERS = {
         "loggers display checkpoint _files _manifest _store _target _profile exchange _safetensors _msgpack callbacks "
         "evaluation _options _run loop figures"
     ),
-    5: "search sweep insight testing ray",
+    5: "search _memory sweep insight testing ray",
     6: "__init__",
 }
 TIER = {module: tier for tier, modules in TIERS.items() for module in modules.split()}

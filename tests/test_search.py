@@ -1,0 +1,441 @@
+"""The searches before a run, against brute force, plain JAX, and steps that fail where they are told to."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tsunax as ts
+from tests.helpers import assert_trees_equal
+from tsunax import _memory, search
+from tsunax.errors import DataError, HyperparameterError, WrongTypeError
+from tsunax.search import DoesNotFitError, find_accumulation, find_batch_size
+
+MIB = 1 << 20
+X = jax.ShapeDtypeStruct((1, 512), jnp.float32)
+
+
+def loss_fn(params, x, key=None):
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
+
+
+@pytest.fixture(scope="module")
+def state():
+    """63 MiB with Adam: XLA plans memory on a CPU only for programs of some size."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(512, 5376)), "v": rng.normal(size=(5376, 512))}
+    params = {name: x.astype(np.float32) / 64 for name, x in params.items()}
+    return ts.setup(ts.rules.adam(1e-3), params, key=0)
+
+
+class Fake:
+    """A step of which XLA says that it needs `bytes_of(rows)`, arguments and all; compiling fails above `refuses`."""
+
+    def __init__(self, bytes_of, refuses=math.inf):
+        self.bytes_of, self.refuses, self.seen = bytes_of, refuses, []
+
+    def __call__(self, state, batch):
+        raise AssertionError("executed")
+
+    def lower(self, state, batch):
+        self.seen.append(batch.shape[0])
+        return self
+
+    def compile(self):
+        if self.seen[-1] > self.refuses:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while autotuning")
+        return self
+
+    def memory_analysis(self):
+        rows = self.seen[-1]
+        return dataclasses.make_dataclass("Stats", [
+            (f"{name}_in_bytes", int, size)
+            for name, size in {
+                "argument_size": 4 * rows, "output_size": 0, "alias_size": 0,
+                "temp_size": int(self.bytes_of(rows)) - 4 * rows - _memory.CPU_SCRATCH, "generated_code_size": 0,
+            }.items()
+        ])()  # fmt: skip
+
+
+ROW = jax.ShapeDtypeStruct((1,), jnp.float32)
+TINY = {"w": np.zeros(1, np.float32)}
+
+
+def by_analysis(bytes_of, limit, **options):
+    fake = Fake(bytes_of, options.pop("refuses", math.inf))
+    size, report = find_batch_size(fake, TINY, ROW, memory=int(limit), margin=0.0, **options)
+    assert [t.size for t in report.trials] == fake.seen
+    assert any(t.size == size and t.fits for t in report.trials)
+    return size, report
+
+
+# -------------------------------------------------------------------------------------------------- what the line finds
+
+
+@given(
+    fixed=st.integers(50 * MIB, 500 * MIB),
+    per_row=st.integers(1000, 100 * MIB),
+    limit=st.integers(600 * MIB, 1 << 37),
+    unit=st.sampled_from([1, 8, 24]),
+)
+def test_three_compiles_where_memory_is_affine(fixed, per_row, limit, unit):
+    largest = (limit - fixed) // per_row // unit * unit
+    if largest < unit:
+        with pytest.raises(DoesNotFitError, match=f"got {unit} that needs"):
+            by_analysis(lambda n: fixed + per_row * n, limit, mode="binsearch", multiple_of=unit)
+        return
+    size, report = by_analysis(lambda n: fixed + per_row * n, limit, mode="binsearch", multiple_of=unit)
+    assert size == largest
+    assert len(report.trials) <= (3 if largest >= 16 * unit else 5)
+
+
+@settings(max_examples=60)
+@given(
+    parts=st.lists(st.tuples(st.integers(50 * MIB, 2000 * MIB), st.integers(100, 30 * MIB)), min_size=2, max_size=4),
+    limit=st.integers(2100 * MIB, 1 << 36),
+    mode=st.sampled_from(["power", "binsearch"]),
+)
+def test_the_largest_where_memory_is_the_peak_of_several_phases(parts, limit, mode):
+    bytes_of = lambda n: max(fixed + row * n for fixed, row in parts)
+    largest = min((limit - fixed) // row for fixed, row in parts)
+    if largest < 1:
+        return
+    size, report = by_analysis(bytes_of, limit, mode=mode, max_trials=60)
+    assert size == (largest if mode == "binsearch" else 1 << (largest.bit_length() - 1))
+    assert len(report.trials) <= 20
+
+
+def test_steps_of_memory_are_followed_to_the_last_row():
+    bytes_of = lambda n: 100 * MIB + 2 * MIB * n + 70 * MIB * (n // 50)  # a jump at every 50 rows
+    limit = 1000 * MIB
+    largest = max(n for n in range(1, 1000) if bytes_of(n) <= limit)
+    assert by_analysis(bytes_of, limit, mode="binsearch")[0] == largest
+
+
+def test_programs_that_xla_cannot_build_do_not_fit():
+    size, report = by_analysis(lambda n: 50 * MIB + n, 1 << 30, mode="binsearch", refuses=1000)
+    assert size == 1000
+    assert {t.said for t in report.trials if t.size > 1000} == {"out of memory while compiling"}
+
+
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+@pytest.mark.parametrize("method", ["analyse", "run"])
+def test_maximum_and_multiples_hold_in_both_modes(mode, method):
+    for most, unit, expected in [(100, 1, 100), (100, 8, 96), (7, 1, 7), (8, 8, 8), (1, 1, 1)]:
+        options = dict(mode=mode, method=method, max_size=most, multiple_of=unit)
+        if method == "analyse":
+            size, report = by_analysis(lambda n: 50 * MIB + n, 1 << 30, **options)
+        else:
+            size, report = find_batch_size(lambda n: None, **options)
+        assert size == expected
+        assert all(t.size <= most and t.size % unit == 0 for t in report.trials)
+
+
+def test_a_start_that_is_rounded_above_the_maximum():
+    for mode in ("power", "binsearch"):
+        size, _ = by_analysis(lambda n: 50 * MIB + n, 1 << 30, mode=mode, start=9, max_size=12, multiple_of=8)
+        assert size == 8
+
+
+def test_the_margin_stays_free():
+    find = lambda **options: find_batch_size(Fake(lambda n: MIB * (100 + n)), TINY, ROW, mode="binsearch", **options)
+    size, report = find(memory="1000MiB", margin=0.1)
+    assert (size, report.limit) == (800, 900 * MIB)
+    assert find(memory="1000MiB")[0] == 850
+
+
+def test_the_last_trial_is_no_excuse_for_a_size_that_nobody_saw():
+    for most in range(1, 6):
+        bytes_of = lambda n: 100 * MIB + MIB * n
+        size, report = by_analysis(bytes_of, 1000 * MIB, mode="binsearch", max_trials=most)
+        assert len(report.trials) <= most and bytes_of(size) <= 1000 * MIB
+
+
+# ------------------------------------------------------------------------------------------ the search by trials (seed)
+
+
+def fails_above(limit, error=None):
+    tried = []
+
+    def trial(size):
+        tried.append(size)
+        if size > limit:
+            raise error or RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
+
+    return trial, tried
+
+
+@pytest.mark.parametrize("start", [1, 2, 16])
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 16, 17, 1024, 5000])
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_trials_end_at_the_limit(mode, limit, start):
+    trial, tried = fails_above(limit)
+    size, report = find_batch_size(trial, method="run", mode=mode, start=start, steps_per_trial=1)
+    if mode == "binsearch":
+        assert size == limit
+    else:  # the largest of start * 2^k
+        powers = [start * 2**k if k >= 0 else start // 2**-k for k in range(-6, 14) if k >= 0 or start % 2**-k == 0]
+        assert size == max(n for n in powers if n <= limit)
+    assert tried == [t.size for t in report.trials] and size in tried
+    assert tried[0] == start and len(set(tried)) == len(tried)
+
+
+def test_trials_stop_at_their_number():
+    trial, tried = fails_above(1000)
+    assert find_batch_size(trial, method="run", max_trials=4)[0] == 8  # Lightning once returned 16, untested
+    assert sorted(set(tried)) == [1, 2, 4, 8] and len(tried) == 4 * 3  # three steps each
+    trial, _ = fails_above(3)
+    assert find_batch_size(trial, method="run", mode="binsearch", start=64, max_trials=6)[0] == 2
+
+
+def test_the_maximum_is_tried():
+    for mode in ("power", "binsearch"):
+        trial, tried = fails_above(60)
+        assert find_batch_size(trial, method="run", mode=mode, max_size=60)[0] == 60 and 60 in tried
+        trial, tried = fails_above(10**9)
+        assert find_batch_size(trial, method="run", mode=mode, max_size=9000)[0] == 9000 and max(tried) == 9000
+
+
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_nothing_fits(mode):
+    trial, tried = fails_above(0)
+    with pytest.raises(DoesNotFitError, match=r"smallest batch size at find_batch_size.*got 1 that ran out of memory"):
+        find_batch_size(trial, method="run", mode=mode, start=8, steps_per_trial=1)
+    assert tried == [8, 4, 2, 1]
+    trial, _ = fails_above(15)
+    with pytest.raises(MemoryError, match="got 16 that"):
+        find_batch_size(trial, method="run", mode=mode, multiple_of=16)
+
+
+def test_only_the_end_of_memory_is_contained():
+    for error in (MemoryError("malloc"), RuntimeError("CUDA error: out of memory")):
+        assert find_batch_size(fails_above(5, error)[0], method="run", mode="binsearch")[0] == 5
+    for error in (ValueError("RESOURCE_EXHAUSTED"), RuntimeError("INVALID_ARGUMENT: bad"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            find_batch_size(fails_above(5, error)[0], method="run")
+
+
+# ----------------------------------------------------------------------------------------------------------- real steps
+
+
+def bytes_by_hand(state, rows):
+    """What plain JAX says of the step, written out."""
+    step = ts.train_step(loss_fn)
+    program = jax.jit(step.pure, donate_argnums=0).lower(state, jax.ShapeDtypeStruct((rows, 512), jnp.float32), {})
+    stats = program.compile().memory_analysis()
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + stats.temp_size_in_bytes + results + _memory.CPU_SCRATCH
+
+
+def test_the_answer_is_that_of_plain_jax(state):
+    limit = 300 * MIB
+    size, report = find_batch_size(ts.train_step(loss_fn), state, X, mode="binsearch", memory=limit, margin=0.0)
+    small = 4096  # what the two programs hand out beside the state
+    assert bytes_by_hand(state, size) <= limit + small
+    assert bytes_by_hand(state, size + 1) > limit - small
+    assert len(report.trials) <= 6 and size > 1000
+
+
+def test_nothing_is_executed_or_held(state):
+    ran = []
+
+    def told(params, x):
+        jax.debug.callback(lambda: ran.append(1))
+        return loss_fn(params, x)
+
+    example = np.ones((3, 512), np.float32)
+    before, arrays = jax.tree.map(np.array, jax.tree.leaves(state.params)), len(jax.live_arrays())
+    find_batch_size(ts.train_step(told), state, example, memory="256MiB", max_size=64)
+    jax.effects_barrier()
+    assert not ran and len(jax.live_arrays()) == arrays
+    assert_trees_equal(jax.tree.leaves(state.params), before)
+
+
+@pytest.mark.parametrize("options", [dict(confirm=True), dict(method="run"), dict(method="run", mode="binsearch")])
+def test_trials_leave_the_state_as_it_was(options):
+    params = {"w": jnp.ones((8, 8))}
+    state = ts.setup(ts.rules.adam(1e-3), params, key=0, ema=ts.averages.ema(0.9), model_state={"n": jnp.zeros(())})
+
+    def loss_fn(params, x, key, model_state):
+        noise = jax.random.normal(key, x.shape)
+        loss = jnp.mean(((x + noise) @ params["w"]) ** 2)
+        return ts.Loss.mean(loss, model_state={"n": model_state["n"] + 1})
+
+    before, x = jax.tree.map(jnp.copy, state), np.ones((4, 8), np.float32)
+    copy = x.copy()
+    size, report = find_batch_size(ts.train_step(loss_fn), state, x, start=4, max_size=8, steps_per_trial=2, **options)
+    assert size == 8 and report.trials[-1].how == "executed"
+    assert_trees_equal(state, before)
+    np.testing.assert_array_equal(x, copy)
+
+
+def test_on_a_cpu_only_what_fits_is_executed(state):
+    size, report = find_batch_size(
+        ts.train_step(loss_fn), state, X, method="run", memory="220MiB", start=256, steps_per_trial=1
+    )
+    how = {t.size: t.how for t in report.trials}
+    assert how[size] == "executed" and how[2 * size] == "compiled"
+
+
+def test_confirmation_needs_room_for_a_copy(state, monkeypatch):
+    options = dict(memory="1GiB", max_size=8, confirm=True)
+    monkeypatch.setattr(_memory, "free_on_host", lambda: 100 * MIB)
+    _, report = find_batch_size(ts.train_step(loss_fn), state, X, **options)
+    assert [t.how for t in report.trials] == ["compiled"] and "no room for a copy" in repr(report)
+    shapes = jax.eval_shape(lambda: state)
+    _, report = find_batch_size(ts.train_step(loss_fn), shapes, X, **options)
+    assert "the state is shapes only" in repr(report)
+
+
+def test_confirmation_goes_down_where_memory_ends(monkeypatch):
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((8, 8))})
+    step = ts.train_step(lambda params, x: jnp.mean(x @ params["w"]))
+
+    def run(trials, batch):
+        if len(batch) > 16:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(search._Trials, "_run", run)
+    size, report = find_batch_size(step, state, jax.ShapeDtypeStruct((1, 8), jnp.float32), max_size=64, confirm=True)
+    assert size == 16 and [(t.size, t.fits) for t in report.trials][-3:] == [(64, False), (32, False), (16, True)]
+
+
+def test_sharded_states_count_the_bytes_of_one_device(state):
+    step, mesh = ts.train_step(loss_fn), ts.mesh(data=2, fsdp=4)
+    sharded = ts.shard(state, mesh)
+    size, report = find_batch_size(step, sharded, X, mode="binsearch", memory="100MiB", max_size=4096)
+    one = report.trials[0].need
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((sharded.params, sharded.opt_state)))
+    assert held <= one.state <= held + 4096 and size % 8 == 0
+    assert one.batch == report.trials[0].size // 8 * 512 * 4
+    cut, report = find_batch_size(
+        dataclasses.replace(step, accumulate=4), sharded, X, mode="binsearch", memory="100MiB", max_size=1000
+    )
+    assert cut == 992 and all(t.size % 32 == 0 for t in report.trials)
+    x = np.ones((8, 512), np.float32)
+    size, report = find_batch_size(step, sharded, x, memory="1GiB", max_size=16, confirm=True, steps_per_trial=1)
+    assert (size, report.trials[-1].how) == (16, "executed")
+
+
+# ------------------------------------------------------------------------------------------------------------- examples
+
+
+def test_examples_are_batches_shapes_or_functions():
+    rng = np.random.default_rng(0)
+    arrays = {"x": rng.normal(size=(100, 4)).astype(np.float32), "y": np.zeros(100, np.int32)}
+    step = ts.train_step(lambda params, b: jnp.mean((b["x"] @ params["w"])[:, 0] - b["y"]))
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((4, 2))})
+    found = lambda example, **options: find_batch_size(step, state, example, **options)
+    shapes = {"x": jax.ShapeDtypeStruct((1, 4), jnp.float32), "y": jax.ShapeDtypeStruct((1,), jnp.int32)}
+    head = jax.tree.map(lambda x: x[:3], arrays)
+    assert found(head, max_size=40)[0] == found(shapes, max_size=40)[0] == 40
+    for whole in (lambda n: ts.batches(arrays, n), lambda n: jax.tree.map(lambda x: x[:n], arrays)):
+        assert found(whole, mode="binsearch")[0] == 100  # the data have 100 rows
+        assert found(whole, multiple_of=16)[0] == 64
+        assert found(whole, method="run", mode="binsearch", start=64, steps_per_trial=1)[0] == 100
+    data = ts.batches(arrays, 10, shuffle=True, seed=0)
+    next(iter(data))
+    place = data.get_state()
+    found(lambda n: ts.batches(arrays, n, shuffle=True, seed=0), max_size=64, confirm=True)
+    assert data.get_state() == place
+    with pytest.raises(DataError, match="no batch"):
+        found(lambda n: iter(()))
+
+
+def test_other_steps_that_can_be_lowered():
+    @jax.jit
+    def step(params, batch, scale):
+        return jax.tree.map(lambda p: p - scale * batch.mean(), params), batch.sum()
+
+    size, _ = find_batch_size(
+        step, {"w": jnp.ones(4)}, np.ones((2, 3), np.float32), max_size=32, confirm=True, scale=0.1
+    )
+    assert size == 32
+
+
+# --------------------------------------------------------------------------------------------------------- accumulation
+
+
+def test_accumulation_is_the_least_that_fits(state):
+    step, rows, limit = ts.train_step(loss_fn), 4096, 300 * MIB
+    n, report = find_accumulation(step, state, X, rows, memory=limit, margin=0.0)
+    needs = {}
+    for k in (n // 2, n):
+        cut = dataclasses.replace(step, accumulate=k).lower(state, jax.ShapeDtypeStruct((rows, 512), jnp.float32))
+        stats = cut.compile().memory_analysis()
+        results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        needs[k] = stats.argument_size_in_bytes + stats.temp_size_in_bytes + results + _memory.CPU_SCRATCH
+    assert needs[n] <= limit < needs[n // 2]
+    assert report.trials[0].size == rows  # uncut first
+    assert find_accumulation(step, state, X, rows, memory="2GiB")[0] == 1
+    with pytest.raises(DoesNotFitError, match=r"find_accumulation.*got 512 that needs"):
+        find_accumulation(step, state, X, rows, memory="100MiB", multiple_of=512)
+
+
+# ---------------------------------------------------------------------------------------------------- memory, arguments
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes"), [("80GiB", 80 << 30), ("1.5 gib", 3 << 29), ("512MB", 512 * 10**6), ("7 B", 7), (123, 123)]
+)
+def test_bytes(text, bytes):
+    assert _memory.as_bytes(text, "") == bytes
+
+
+def test_free_memory_of_the_machine(monkeypatch):
+    free = _memory.free_on_host()
+    assert free is not None and 1 << 27 < free < 1 << 44
+    state = {"w": jnp.ones((256, 1024))}  # 1 MiB that is there already, and that a step counts
+    monkeypatch.setattr(_memory, "free_on_host", lambda: 10 * MIB)
+    assert _memory.limit_of(None, state, "") == (11 * MIB, "free on this machine")
+
+
+STEP = ts.train_step(loss_fn)
+ANY = lambda **options: find_batch_size(Fake(lambda n: 60 * MIB + n), TINY, ROW, **{"memory": "1GiB", **options})
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "parts"),
+    [
+        (lambda: ANY(start=0), HyperparameterError, ["start at find_batch_size(): got 0, expected an int ≥ 1"]),
+        (lambda: ANY(start=2.0), WrongTypeError, ["start", "2.0 (float)"]),
+        (lambda: ANY(start=True), WrongTypeError, ["start"]),
+        (lambda: ANY(max_size=0), HyperparameterError, ["max_size", "got 0"]),
+        (lambda: ANY(max_size=4, start=8), HyperparameterError, ["max_size", "got 4", "start=8 or more"]),
+        (lambda: ANY(max_size=4, multiple_of=8), HyperparameterError, ["max_size", "got 4", "8 or more"]),
+        (lambda: ANY(multiple_of=-8), HyperparameterError, ["multiple_of", "-8"]),
+        (lambda: ANY(max_trials=0), HyperparameterError, ["max_trials"]),
+        (lambda: ANY(steps_per_trial=0), HyperparameterError, ["steps_per_trial"]),
+        (lambda: ANY(mode="linear"), HyperparameterError, ["mode", "'linear'", "'power' or 'binsearch'"]),
+        (lambda: ANY(method="guess"), HyperparameterError, ["method", "'analyse' or 'run'"]),
+        (lambda: ANY(margin=1.0), HyperparameterError, ["margin", "1.0"]),
+        (lambda: ANY(margin=-0.1), HyperparameterError, ["margin"]),
+        (lambda: ANY(memory="80 apples"), HyperparameterError, ["'80 apples'", "80GiB"]),
+        (lambda: ANY(memory=-1), HyperparameterError, ["memory", "-1"]),
+        (lambda: ANY(memory=1.5), WrongTypeError, ["memory", "1.5"]),
+        (lambda: find_batch_size(Fake(None), TINY), WrongTypeError, ["example", "None"]),
+        (lambda: find_batch_size(Fake(None)), WrongTypeError, ["state", "None"]),
+        (lambda: find_batch_size(3, TINY, ROW), WrongTypeError, ["step", "3 (int)"]),
+        (lambda: find_batch_size(lambda s, b: s, TINY, ROW), WrongTypeError, ["step", 'method="run"']),
+        (lambda: ANY(memory=MIB), DoesNotFitError, ["got 1 that needs 60.0 MiB", "at most 972.8 KiB"]),
+        (lambda: find_accumulation(lambda s, b: s, TINY, ROW, 8), WrongTypeError, ["step", "train_step"]),
+        (lambda: find_accumulation(STEP, TINY, X, 10, multiple_of=16), HyperparameterError, ["got 10", "of 16"]),
+    ],
+)  # fmt: skip
+def test_errors(call, kind, parts):
+    with pytest.raises(kind) as caught:
+        call()
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_a_report_is_a_table():
+    _, report = by_analysis(lambda n: 60 * MIB + MIB * n, 1 << 30, mode="binsearch")
+    lines = repr(report).splitlines()
+    assert lines[0] == "batch size 964, within 1.0 GiB (as given)"
+    assert lines[1].split() == ["size", "state", "batch", "temporary", "results", "runtime", "need", "fits", "how", "s"]
+    assert lines[-1].split()[0] == "964" and "1.0 GiB" in lines[-1] and "yes  compiled" in lines[-1]
