@@ -31,12 +31,12 @@ def launch(tmp_path):
 
 
 def answers(started) -> list:
-    codes = [one.wait() for one in started]
+    codes = [one.wait(240) for one in started]
     assert codes == [0] * len(started), [one.text[-2000:] for one in started]
     return [found(one.text)[one.index] for one in started]
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_the_numbers_of_one_process(launch, n):
     """27 rows in batches of 8, evaluated on 9: tails that do not divide, with a mask and without."""
     (alone,) = answers(launch(1, "fits"))
