@@ -14,7 +14,7 @@ import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import _memory, search
 from tsunax.errors import DataError, HyperparameterError, WrongTypeError
-from tsunax.search import DoesNotFitError, find_accumulation, find_batch_size
+from tsunax.search import DoesNotFitError, find_accumulation, find_batch_size, find_learning_rate
 
 MIB = 1 << 20
 X = jax.ShapeDtypeStruct((1, 512), jnp.float32)
@@ -439,3 +439,121 @@ def test_a_report_is_a_table():
     assert lines[0] == "batch size 964, within 1.0 GiB (as given)"
     assert lines[1].split() == ["size", "state", "batch", "temporary", "results", "runtime", "need", "fits", "how", "s"]
     assert lines[-1].split()[0] == "964" and "1.0 GiB" in lines[-1] and "yes  compiled" in lines[-1]
+
+
+# -------------------------------------------------------------------------------------------------------- learning rate
+
+
+def regression(rule=None, dropout=False, features=8):
+    x = np.random.default_rng(0).normal(size=(96, features)).astype(np.float32)
+
+    def loss_fn(params, x, key=None):
+        seen = x * jax.random.bernoulli(key, 0.5, x.shape) if dropout else x
+        return jnp.mean((seen @ params["w"] - x.sum(1)) ** 2)
+
+    state = ts.setup(rule or ts.rules.sgd(0.1), {"w": jnp.zeros(features)}, key=0)
+    return ts.train_step(loss_fn), state, ts.batches(x, 32, shuffle=True, seed=1), x
+
+
+def test_rates_and_losses_are_those_of_a_loop_by_hand():
+    step, state, data, _ = regression()
+    _, report = find_learning_rate(step, state, data, low=1e-4, high=10.0, points=40, smooth=0.9)
+    w, losses, batches = np.zeros(8), [], [np.asarray(x, np.float64) for _ in range(14) for x in data]
+    rates = 1e-4 * (10.0 / 1e-4) ** (np.arange(40) / 39)
+    for rate, x in zip(rates, batches, strict=False):  # NumPy, in float64
+        losses.append(np.mean((x @ w - x.sum(1)) ** 2))
+        w = w - rate * 2 * x.T @ (x @ w - x.sum(1)) / len(x)
+    np.testing.assert_allclose(report.rates, rates, rtol=1e-5)
+    np.testing.assert_allclose(report.losses[: report.used], losses[: report.used], rtol=1e-3)
+    weights = 0.9 ** np.arange(report.used)[::-1]
+    last = np.average(losses[: report.used], weights=weights)  # the bias-corrected average, in closed form
+    np.testing.assert_allclose(report.smoothed[report.used - 1], last, rtol=1e-3)
+    assert 20 < report.used < 40  # 2 / the largest eigenvalue of the Hessian is about 0.6
+    assert 0.2 < report.rates[report.used] < 10
+
+
+def test_a_linear_range_and_the_suggestions():
+    step, state, data, _ = regression()
+    rate, report = find_learning_rate(step, state, data, low=0.001, high=0.2, points=50, mode="linear", smooth=0.0)
+    np.testing.assert_allclose(report.rates, np.linspace(0.001, 0.2, 50), rtol=1e-5)
+    lines = [np.polyfit(np.arange(11), report.losses[i - 5 : i + 6], 1)[0] for i in range(5, 45)]
+    assert report.used == 50 and rate == report.steepest == pytest.approx(report.rates[5 + int(np.argmin(lines))])
+    assert report.tenth == pytest.approx(report.rates[np.argmin(report.losses)] / 10)
+
+
+def test_the_range_test_changes_nothing():
+    schedule = ts.schedules.linear_schedule(0.1, 0.0, 100)
+    step, state, data, _ = regression(ts.rules.adam(schedule), dropout=True)
+    next(iter(data))
+    before, place = jax.tree.map(jnp.copy, state), data.get_state()
+    find_learning_rate(step, state, data, low=1e-4, points=20)
+    assert_trees_equal(state, before)
+    assert data.get_state() == place
+    assert ts.hyperparams(state)["learning_rate"] == pytest.approx(0.1)  # the schedule's still
+
+
+def test_seeds_give_a_band():
+    step, state, data, x = regression(dropout=True)
+    _, report = find_learning_rate(step, state, data, low=1e-4, points=30, seeds=3)
+    assert report.losses.shape == (30, 3) and np.ptp(report.losses[5]) > 0
+    np.testing.assert_allclose(report.smoothed[0], report.losses[0].mean(), rtol=1e-6)
+    make = lambda key: ts.setup(ts.rules.sgd(0.1), {"w": jax.random.normal(key, (8,))}, key=key)
+    _, report = find_learning_rate(step, make, [x], low=1e-4, points=30, seeds=2)
+    assert report.losses.shape == (30, 2)
+
+
+def test_rejected_steps_end_the_test():
+    step = ts.train_step(
+        lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2) + jnp.where(params["w"][0] > 0.2, jnp.nan, 0)
+    )
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)})
+    _, report = find_learning_rate(step, state, [np.ones((4, 2), np.float32)], low=1e-4, high=10, points=50)
+    assert 10 < report.used < 50 and np.isnan(report.losses[report.used])
+    assert np.isfinite(report.losses[: report.used]).all()
+
+
+def test_a_learning_rate_of_a_part():
+    rule = ts.rules.groups({"a": ts.rules.sgd(0.5), "b": ts.rules.sgd(0.0)})
+    step = ts.train_step(lambda params, x: jnp.mean((x * params["a"] * params["b"] - 2) ** 2))
+    state = ts.setup(rule, {"a": jnp.ones(()), "b": jnp.ones(())})
+    rate, _ = find_learning_rate(step, state, [np.ones(4, np.float32)], low=1e-3, points=30, name="learning_rate@a")
+    assert rate > 1e-3
+    with pytest.raises(HyperparameterError, match="lerning_rate"):
+        find_learning_rate(step, state, [np.ones(4, np.float32)], name="lerning_rate")
+
+
+def test_the_plot_shows_the_curve_and_both_rates():
+    pytest.importorskip("matplotlib")
+    step, state, data, _ = regression(dropout=True)
+    _, report = find_learning_rate(step, state, data, low=1e-4, points=30, seeds=2)
+    (axes,) = report.plot().axes
+    assert axes.get_xscale() == "log" and axes.get_xlabel() == "learning rate"
+    curve, steepest, tenth = axes.get_lines()
+    np.testing.assert_array_equal(curve.get_ydata(), report.smoothed[: report.used])
+    assert (steepest.get_xdata()[0], tenth.get_xdata()[0]) == (report.steepest, report.tenth)
+    assert report.plot()._repr_png_()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "parts"),
+    [
+        (dict(low=1.0, high=0.1), HyperparameterError, ["low and high", "1.0 and 0.1", "0 < low < high"]),
+        (dict(low=0.0), HyperparameterError, ["low and high"]),
+        (dict(points=5), HyperparameterError, ["points", "10 or more"]),
+        (dict(points=10.5), WrongTypeError, ["points"]),
+        (dict(mode="log"), HyperparameterError, ["mode", "'log'"]),
+        (dict(smooth=1.0), HyperparameterError, ["smooth"]),
+        (dict(stop=0.5), HyperparameterError, ["stop"]),
+        (dict(seeds=0), HyperparameterError, ["seeds"]),
+        (dict(data=iter([1])), WrongTypeError, ["data", "read again"]),
+        (dict(step=3), WrongTypeError, ["step", "3 (int)"]),
+        (dict(state=3), WrongTypeError, ["state", "3 (int)"]),
+        (dict(low=1e3, high=1e9, points=10), HyperparameterError, ["learning_rate", "diverges"]),
+    ],
+)  # fmt: skip
+def test_errors_of_the_range_test(options, kind, parts):
+    step, state, data, _ = regression()
+    given = {"step": step, "state": state, "data": data, **options}
+    with pytest.raises(kind) as caught:
+        find_learning_rate(given.pop("step"), given.pop("state"), given.pop("data"), **given)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
