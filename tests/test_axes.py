@@ -5,12 +5,13 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import tsunax as ts
 from tests.helpers import assert_trees_close
-from tsunax.errors import StateError, WrongTypeError
+from tsunax.errors import RuleError, StateError, WrongTypeError
 
 N, ROWS = 4, 16
 
@@ -135,6 +136,15 @@ def test_a_mean_that_was_forgotten_is_an_error():
         ts.train_step(loss_fn, axis_name="data")(setup(), batch)
     with pytest.raises(WrongTypeError, match=r"axis_name at train_step.*3"):
         ts.train_step(loss_fn, axis_name=3)
+
+
+def test_a_line_search_over_rows_of_one_device_is_refused():
+    """Each device would take another step."""
+    loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+    state = ts.setup(optax.lbfgs(), {"w": np.ones((8, 4), np.float32)})
+    for check in (True, False):
+        with pytest.raises(RuleError, match=r"rule at train_step\(axis_name='data'\): got a line search.*ts\.shard"):
+            mapped(ts.train_step(loss, axis_name="data"), check)(state, data(1)[0]["x"])
 
 
 def test_whoever_combines_them_says_so():

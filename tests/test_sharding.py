@@ -1,6 +1,8 @@
 """States over many devices: the numbers of one device, no more memory than promised, and a word where it cannot be."""
 
+import copy
 import dataclasses
+import pickle
 import re
 
 import flax.linen as nn
@@ -15,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
-from tsunax.errors import DataError, DeviceError, PatternError, StateError, WrongTypeError
+from tsunax.errors import DataError, DeviceError, LossError, PatternError, StateError, WrongTypeError
 
 ROWS, WIDTH, HIDDEN = 40, 32, 64
 
@@ -176,6 +178,32 @@ def test_axes_that_are_types():
     np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
 
 
+def test_micro_batches_and_windows_on_axes_that_are_types():
+    """Each device cuts its own rows; where they do not divide they are padded, or refused."""
+    mesh = ts.mesh(data=2, fsdp=4, explicit=True)
+    for rows, accumulate in ((48, 3), (27, 2)):
+        step, data = ts.train_step(loss_fn, accumulate=accumulate), batches_of(1, rows)[0]
+        one, many = step(setup(), data), step(ts.shard(setup(), mesh), data)
+        np.testing.assert_allclose(many[1].loss, one[1].loss, rtol=1e-5)
+        assert_trees_close(many[0].params, one[0].params, rtol=1e-4, atol=1e-5)
+    blind = ts.train_step(lambda params, batch: loss_fn(params, batch, None), accumulate=2)
+    with pytest.raises(DataError, match=r"got 40 rows over 8 devices, expected a multiple of 16.*accumulate=2.*mask"):
+        blind(ts.shard(setup(), mesh), batches_of(1)[0])
+
+
+def test_batches_that_a_program_gathers_are_spread_on_axes_that_are_types():
+    seen = []
+
+    def loss(params, batch, mask):
+        seen.append(jax.typeof(batch["x"]).sharding.spec)
+        return loss_fn(params, batch, mask)
+
+    mesh = ts.mesh(explicit=True)
+    data = ts.batches(batches_of(1)[0], 8, device=mesh)
+    ts.fit(ts.train_step(loss), ts.shard(setup(), mesh), data, steps=2, progress=False)
+    assert seen and all(x == P(("data", "fsdp"), None) for x in seen)
+
+
 # What follows what
 
 
@@ -240,6 +268,20 @@ def test_rows_are_spread_and_never_computed_whole():
         assert len(losses) == 1
 
 
+def test_rows_are_spread_wherever_a_part_of_the_state_is():
+    mesh, params = ts.mesh(), init()
+    state = setup({**params, "up": jax.device_put(params["up"], NamedSharding(mesh, P()))}, trainable="down/**")
+    text = ts.train_step(loss_fn).lower(state, batches_of(1)[0]).compile().as_text()
+    assert f"f32[{ROWS // 8},{HIDDEN}]" in text and f"f32[{ROWS},{HIDDEN}]" not in text
+
+
+def test_a_program_for_shapes():
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches_of(1, rows=27)[0])
+    state = ts.shard(setup(), ts.mesh())
+    for given in (state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)):
+        assert f"f32[4,{HIDDEN}]" in ts.train_step(loss_fn).lower(given, shapes).compile().as_text()
+
+
 def test_rows_that_do_not_divide():
     """Padded where the loss masks them; refused where it does not."""
     batch = batches_of(1, rows=27)[0]
@@ -256,6 +298,53 @@ def test_rows_that_do_not_divide():
     blind = ts.train_step(lambda params, batch: loss_fn(params, batch, None))
     with pytest.raises(DataError, match=r"got 27 rows, expected a multiple of 8.*mask"):
         blind(ts.shard(setup(), ts.mesh()), batch)
+
+
+def test_a_buffer_that_is_filled_again():
+    """A CPU reads NumPy arrays where they are, and a step returns before it has."""
+    step, data, losses = ts.train_step(loss_fn), batches_of(6, rows=64), []
+    buffer = {k: np.empty((64, WIDTH), np.float32) for k in "xy"}
+    for is_same in (False, True):
+        state, infos = ts.shard(setup(), ts.mesh()), []
+        for batch in data:
+            if is_same:
+                for k in "xy":
+                    buffer[k][:] = batch[k]
+            state, info = step(state, buffer if is_same else batch)
+            infos.append(info.loss)
+        losses.append(jax.device_get(infos))
+    assert losses[0] == losses[1]
+
+
+def test_a_mask_that_is_given_counts_beside_padding():
+    rows = 27
+    data = jax.tree.map(lambda *x: np.stack(x), *batches_of(2, rows))
+    for mask in (None, (np.arange(rows) % 3 > 0).astype(np.float32)):
+        extra = {} if mask is None else {"mask": mask}
+        one, many = (
+            ts.train_steps(ts.train_step(loss_fn), state, data, **extra)[1]
+            for state in (setup(), ts.shard(setup(), ts.mesh()))
+        )
+        np.testing.assert_allclose(many.loss, one.loss, rtol=1e-5)
+        np.testing.assert_array_equal(many.weight, one.weight)
+    batch = jax.tree.map(lambda x: x[0], data)
+    found = ts.train_step(loss_fn)(ts.shard(setup(), ts.mesh()), batch, mask=None)[1]
+    assert float(found.weight) == rows
+    with pytest.raises(LossError, match=r"rows at batch.*the same number in every leaf"):
+        ts.train_step(loss_fn)(ts.shard(setup(), ts.mesh()), {**batch, "table": np.zeros((5, 2), np.float32)})
+
+
+def test_an_evaluation_spreads_the_rows_that_it_can_pad():
+    seen = []
+
+    def loss(params, batch, mask):
+        jax.debug.inspect_array_sharding(batch["x"], callback=lambda s: seen.append(s.is_fully_replicated))
+        return loss_fn(params, batch, mask)
+
+    arrays = batches_of(1, rows=36)[0]
+    found = ts.evaluate(ts.eval_step(loss), ts.shard(setup(), ts.mesh()), ts.batches(arrays, 20))
+    assert found["loss"] == pytest.approx(float(ts.eval_step(loss_fn)(setup(), arrays).compute()), rel=1e-6)
+    assert seen == [False]  # one program, rows apart
 
 
 def test_an_epoch_whose_tail_does_not_divide():
@@ -305,6 +394,38 @@ def test_hyperparameters_and_freezing_where_it_lives():
     assert program._cache_size() == 1
 
 
+@pytest.mark.parametrize("axes", [{"data": 1, "fsdp": -1}, {"explicit": True}])
+def test_states_that_were_edited_compile_nothing(axes):
+    """They go back to where they were, under the same names of places."""
+    make = lambda: setup(rule=ts.rules.accumulate(ts.rules.adam(1e-2), every=4))
+    step, state, batch = ts.train_step(loss_fn), ts.shard(make(), ts.mesh(**axes)), batches_of(1)[0]
+    state, _ = step(state, batch)
+    assert pickle.dumps(state)
+    before = state.params["down"]["kernel"].sharding
+    for edit in (
+        ts.flush,
+        copy.deepcopy,
+        lambda s: s.replace(params=init(1)),
+        lambda s: s.replace(params=jax.tree.map(lambda x: x * 1.0, s.params), key=3),
+    ):
+        state, _ = step(edit(state), batch)
+        assert state.params["down"]["kernel"].sharding.is_equivalent_to(before, 2)
+    (program,) = step._programs.values()
+    assert program._cache_size() == 1
+
+
+def test_a_refresh_leaves_everything_in_its_place():
+    def loss(params, batch, model_state):
+        return ts.Loss.mean(batch["x"] @ params["up"]["kernel"], model_state={"mean": jnp.mean(batch["x"], 0)})
+
+    state = ts.shard(setup(model_state={"mean": np.zeros(WIDTH, np.float32)}), ts.mesh(data=1, fsdp=-1))
+    step, batch = ts.train_step(loss), batches_of(1)[0]
+    state, _ = step(state, batch)
+    state, _ = step(ts.refresh(loss)(state, batch), batch)
+    (program,) = step._programs.values()
+    assert program._cache_size() == 1
+
+
 # Errors
 
 
@@ -317,6 +438,9 @@ def test_hyperparameters_and_freezing_where_it_lives():
         ({"data": 16}, "expected sizes that multiply to 8 devices"),
         ({"tensor": 0}, "tensor at mesh"),
         ({"fsdp": 2.0}, "fsdp at mesh"),
+        ({"devices": [0, 0]}, "0 twice, expected each device once"),
+        ({"devices": []}, "no devices"),
+        ({"devices": [99]}, "99"),
     ],
 )
 def test_meshes_that_cannot_be(sizes, text):
@@ -327,6 +451,7 @@ def test_meshes_that_cannot_be(sizes, text):
 @pytest.mark.parametrize(
     ("rules", "kind", "text"),
     [
+        ({"up/kernel": P("data", "data")}, DeviceError, "sharding at up/kernel: got 'data' twice"),
         ({"up/kernel": P("model")}, DeviceError, "sharding at up/kernel: got 'model', expected axes of the mesh: data"),
         (
             {"down/bias": P(None, "tensor")},
@@ -364,5 +489,9 @@ def test_what_is_shown():
     text = repr(ts.explain({"w": jnp.zeros((64, 64)), "host": np.zeros(3), "key": jax.random.key(0)}))
     assert re.search(r"\['w'\]\s+float32\[64, 64\]\s+\S*cpu\S*\s+16.0 KiB", text, re.IGNORECASE), text
     assert "host" in text and text.endswith("in all, 16.0 KiB on each of 1")
+    gone = jnp.zeros(3)
+    gone.delete()
+    text = repr(ts.explain({"gone": gone, "host": np.zeros(3)}))
+    assert re.search(r"'gone'.*donated\n.*'host'.*host\n0 B in all", text), text
     many = repr(ts.explain([jnp.zeros(2)] * 100))
     assert "... 64 more" in many and len(many.splitlines()) == 38

@@ -106,8 +106,8 @@ class Feed:
             self._block = None
         if self._home is _UNKNOWN:
             self._home = _place.home_of(state)
-        masks, is_whole = getattr(self._step, "masks", False), self.source.is_whole or self._is_population
-        feed, sent = place(_fused.Stacked(batches), count, self._home, limit, masks=masks, whole=is_whole)
+        is_whole = self.source.is_whole or self._is_population
+        feed, sent = place(_fused.Stacked(batches), count, self._home, limit, step=self._step, whole=is_whole)
         return Chunk(feed, sent, count, epoch, block.bytes)
 
     def _single(self, state, step: int) -> Chunk | None:
@@ -271,16 +271,17 @@ def buffer_size(batch, leaves, steps_per_call, interval: float) -> int:
     return int(max(2, min(most, interval)))
 
 
-def place(feed, n: int, home, limit: int = NO_LIMIT, *, masks=False, whole=False) -> tuple[Any, Any]:
+def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) -> tuple[Any, Any]:
     """Stacked batches and their number where the state lives; jit itself is the fastest way to a single device.
 
     Rows that do not divide by the devices of a mesh are padded where the step masks. A batch that is `whole` on every
     process stays so.
     """
     count = np.array([n, limit], np.int32)
+    masks, accumulate = getattr(step, "masks", False), getattr(step, "accumulate", 1)
     if isinstance(home, NamedSharding) and not whole and masks:
         rows = jax.tree.leaves(feed.batches)[0].shape[1]
-        if padding := -rows % _place.parts_here(home.mesh):
+        if padding := -rows % _place.divisor(home, accumulate):
             batches, mask = _place.padded(feed.batches, rows, rows + padding, axis=1)
             feed = _fused.Stacked(batches, _place.put(mask, home))
     if whole:

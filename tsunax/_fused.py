@@ -23,7 +23,7 @@ from jax.core import Tracer
 from tsunax import _checks, _convolutions, _place, _tree
 from tsunax.data import gather
 from tsunax.errors import StateError, message
-from tsunax.program import TrainStep, _apart, _assemble, _fault, home_of
+from tsunax.program import TrainStep, _apart, _assemble, _fault, home_of, masked
 from tsunax.state import TrainState, donated, is_gone
 from tsunax.step import StepInfo
 
@@ -80,7 +80,7 @@ class Gathered:
 
     def at(self, i):
         batch = gather(self.arrays, self.order, self.first + i * self.rows, (self.rows,))
-        return batch if self.spread is None else jax.lax.with_sharding_constraint(batch, self.spread)
+        return batch if self.spread is None else _place.spread(batch, self.spread)
 
 
 @functools.partial(
@@ -156,7 +156,8 @@ class Fused:
                 state = moving if plan is None else _assemble(plan, moving, still)
                 run = self.step.pure if isinstance(self.step, TrainStep) else self._plain
                 mask = getattr(feed, "mask", None)
-                new, info = run(state, batch, extra if mask is None else {**extra, "mask": mask})
+                given = extra if mask is None else {**extra, "mask": masked(extra.get("mask"), mask)}
+                new, info = run(state, batch, given)
                 if isinstance(info, StepInfo) and plan is not None:
                     info = info._replace(numbers=None)  # they do not move
                 _check_same(state, new)
@@ -196,7 +197,7 @@ class Fused:
             plan, (moving, still) = state.plan, _apart(state)
         if is_gone(moving[0]) if plan is not None else any(map(is_gone, jax.tree.leaves(state))):
             raise StateError(donated("the loop"))
-        home = home_of(state, moving)
+        home, moving, still = home_of(state, moving, still)
         try:
             moving, infos = self._compiled(home)(plan, moving, still, feed, n, extra)
         except Exception as error:

@@ -75,31 +75,56 @@ def home_of(tree) -> Any:
 class Home:
     """A tree on a mesh: where each array lies, and stays when a program returns it. One object for each value."""
 
-    sharding: NamedSharding  # of one of them
+    whole: NamedSharding  # what is whole on each device
     layout: Any  # of all
     parts: int  # into which the rows that this process has are cut
 
-    @property
-    def whole(self) -> NamedSharding:
-        return _on(self.sharding.mesh, None)
-
 
 @functools.lru_cache(maxsize=256)
-def _home(treedef, shardings: tuple) -> Home:
-    sharding = next(s for s in shardings if s is not None)
-    layout = [_on(sharding.mesh, None) if s is None else s for s in shardings]
-    return Home(sharding, treedef.unflatten(layout), parts_here(sharding.mesh))
+def _home(treedef, mesh, specs: tuple) -> Home:
+    layout = [NamedSharding(mesh, WHOLE if spec is None else spec) for spec in specs]
+    return Home(_on(mesh, None), treedef.unflatten(layout), parts_here(mesh))
 
 
-def home_on_mesh(tree) -> Home | None:
-    """How a tree lies on a mesh; what is not there yet will be, whole. None where all of it is on one device."""
+def home_on_mesh(tree, beside=()) -> Home | None:
+    """How a tree lies on the mesh of its arrays, or of those beside it; what is not there yet will be, whole.
+
+    None where all of it is on one device.
+    """
     leaves, treedef = jax.tree.flatten(tree)
-    is_spread = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer) and len(x.sharding.device_set) > 1
-    if not any(map(is_spread, leaves)):
+    mesh = next(filter(None, map(_mesh_of, leaves)), None)
+    mesh = mesh or next(filter(None, map(_mesh_of, jax.tree.leaves(beside))), None)
+    if mesh is None:
         return None
-    on_mesh = lambda x: is_spread(x) and isinstance(x.sharding, NamedSharding)
-    shardings = tuple(x.sharding if on_mesh(x) else None for x in leaves)
-    return _home(treedef, shardings) if any(shardings) else None
+    return _home(treedef, mesh, tuple(_entries(x.sharding.spec) if _mesh_of(x) == mesh else None for x in leaves))
+
+
+def _mesh_of(x):
+    """The mesh of several devices on which an array, or the shape of one, is; None for others."""
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1 else None
+
+
+def _entries(spec: PartitionSpec) -> PartitionSpec:
+    """A spec without the Nones at its end, which programs tell apart and nobody else does."""
+    n = max((i + 1 for i, entry in enumerate(spec) if entry is not None), default=0)
+    return PartitionSpec(*spec[:n])
+
+
+def settled(tree, layout):
+    """A tree of which each array lies where its `layout` says."""
+
+    def one(x, sharding):
+        if not isinstance(x, jax.Array) or x.sharding == sharding:
+            return x
+        if x.committed and x.sharding.device_set != sharding.device_set:
+            return x  # elsewhere: the program will say so
+        if sharding.is_fully_addressable or not x.sharding.is_equivalent_to(sharding, x.ndim):
+            return jax.device_put(x, sharding)
+        parts = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+    return jax.tree.map(one, tree, layout)
 
 
 def put(tree, home, axis: int = 0, *, whole: bool = False):
@@ -109,7 +134,7 @@ def put(tree, home, axis: int = 0, *, whole: bool = False):
     each device gets, and computes, all of them.
     """
     if not isinstance(home, NamedSharding):
-        return jax.device_put(tree, home)
+        return jax.device_put(_unshared(tree, home), home)
     mesh, parts, spans = home.mesh, parts_here(home.mesh), home.mesh.is_multi_process
 
     def where(x):
@@ -124,6 +149,9 @@ def put(tree, home, axis: int = 0, *, whole: bool = False):
         return _on(mesh, None if rows % parts else axis)
 
     leaves, treedef = jax.tree.flatten(tree)
+    for i, x in enumerate(leaves):
+        if isinstance(x, jax.ShapeDtypeStruct) and not _is_on(x, mesh):
+            leaves[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(x))
     moved = {i: where(x) for i, x in enumerate(leaves) if not _is_on(x, mesh)}
     sent = _sent([leaves[i] for i in moved], list(moved.values()))
     for i, x in zip(moved, sent, strict=True):
@@ -137,6 +165,8 @@ def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
     def one(x):
         if here == rows or np.ndim(x) <= axis:
             return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
         lib, last = jnp if isinstance(x, jax.Array) else np, (*[slice(None)] * axis, slice(-1, None))
         return lib.concatenate([x, lib.repeat(x[last], rows - here, axis)], axis)
 
@@ -146,7 +176,7 @@ def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
 def whole(tree, home):
     """A tree where a state lives, all of it on each device."""
     if not isinstance(home, NamedSharding):
-        return jax.device_put(tree, home)
+        return jax.device_put(_unshared(tree, home), home)
     return jax.tree.map(lambda x: x if _is_on(x, home.mesh) else _sent([x], [_on(home.mesh, None)])[0], tree)
 
 
@@ -178,9 +208,40 @@ def collected(params):
 
 def rows_over(home, rows: int) -> NamedSharding | None:
     """How rows that a program gathers are spread over the mesh of a state; None where nothing is to be said."""
-    if not isinstance(home, NamedSharding) or is_explicit(home.mesh) or rows % parts_of(home.mesh):
+    if not isinstance(home, NamedSharding) or rows % parts_of(home.mesh):
         return None
     return _on(home.mesh, 0)
+
+
+def spread(tree, sharding: NamedSharding):
+    """Rows inside a program, spread over a mesh."""
+    explicit = is_explicit(sharding.mesh)
+    return (jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint)(tree, sharding)
+
+
+def divisor(home, accumulate: int = 1) -> int:
+    """What the number of rows that this process has must be a multiple of.
+
+    Where shardings are types, no row may move when each device cuts its own into micro-batches.
+    """
+    if not isinstance(home, NamedSharding):
+        return 1
+    return parts_here(home.mesh) * (accumulate if is_explicit(home.mesh) else 1)
+
+
+def cut(x, n: int):
+    """Rows along a second axis of n, inside a program."""
+    shape = (len(x) // n, n, *x.shape[1:])
+    sharding = jax.typeof(x).sharding
+    if not is_explicit(sharding.mesh) or sharding.spec[:1] in (PartitionSpec(), PartitionSpec(None)):
+        return x.reshape(shape)
+    parts = int(np.prod([sharding.mesh.shape[name] for name in names_of(sharding.spec[0])]))
+    if len(x) % (parts * n):
+        got, fix = f"{len(x)} rows over {parts} devices", "Name `mask` in loss_fn, and the batch is padded."
+        expected = f"a multiple of {parts * n}, so that each device cuts its own into accumulate={n}"
+        raise DataError(message("batch", "train_step()", got, expected, fix))
+    spec = PartitionSpec(sharding.spec[0], None, *sharding.spec[1:])
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
 def is_on(tree, mesh) -> bool:
@@ -189,25 +250,37 @@ def is_on(tree, mesh) -> bool:
 
 
 def _is_on(x, mesh) -> bool:
-    return isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
+    sharding = getattr(x, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+
+
+def _unshared(tree, sharding):
+    """The tree with NumPy arrays of its own where a CPU would go on reading those of the user, who may refill them."""
+    device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
+    own = lambda x: x.copy() if isinstance(x, np.ndarray) else x
+    return jax.tree.map(own, tree) if device.platform == "cpu" else tree
 
 
 def _sent(leaves: list, shardings: list) -> list:
     """Arrays at their shardings; those of several processes from what each one has."""
     if all(s.is_fully_addressable for s in shardings):
-        return jax.device_put(leaves, shardings)
+        return jax.device_put(_unshared(leaves, shardings[0] if shardings else None), shardings)
     return [jax.make_array_from_process_local_data(s, np.asarray(x)) for x, s in zip(leaves, shardings, strict=True)]
 
 
 __all__ = [
     "Home",
     "collected",
+    "cut",
     "data_axes",
+    "divisor",
     "home_of",
     "home_on_mesh",
     "names_of",
     "padded",
     "put",
     "rows_over",
+    "settled",
+    "spread",
     "whole",
 ]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax import _axes, _checks, _convolutions, _live, _number, _tree, guard
+from tsunax import _axes, _checks, _convolutions, _live, _number, _place, _tree, guard
 from tsunax._loss import Loss, rows_of, uneven
 from tsunax.errors import LossError, RuleError, message
 
@@ -49,7 +49,7 @@ def cut(batch, n: int, mask):
     def apart(x, fill):
         x = jnp.asarray(x)
         x = jnp.concatenate([x, fill(x, padding)]) if padding else x
-        return x.reshape(-1, n, *x.shape[1:])
+        return _place.cut(x, n)
 
     last = lambda x, k: jnp.broadcast_to(x[-1:], (k, *x.shape[1:]))
     nothing = lambda x, k: jnp.zeros((k, *x.shape[1:]), x.dtype)

@@ -62,7 +62,8 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
         rows = rows or here
         mask = {}
         if pads:
-            batch, mask["mask"] = _place.padded(batch, here, max(here, rows))
+            most = max(here, rows)
+            batch, mask["mask"] = _place.padded(batch, here, most + -most % _place.divisor(home))
         parts = batch, mask
         batch, mask = (
             _place.whole(parts, home) if source.is_whole or is_population else _place.put(parts, home, whole=alone)

@@ -51,8 +51,8 @@ def train_steps(step: Callable, state, batches, **extra):
     k = _feed.length_of(batches, "train_steps()")
     if k == 1:  # a loop of one would be another program
         batches = jax.tree.map(lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches)
-    feed, n = _feed.place(_fused.Stacked(batches), k, _place.home_of(state))
-    state, infos = _loop_of(step)(state, feed, n, extra)
+    feed, n = _feed.place(_fused.Stacked(batches), k, _place.home_of(state), step=step)
+    state, infos = _loop_of(step)(state, feed, n, _place.whole(extra, _place.home_of(state)))
     return state, _stacked(state, infos, slice(k))
 
 

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from tsunax import _axes, _checks, _place, _tree, accumulation, guard, losses
-from tsunax._loss import Loss, rows_of
+from tsunax._loss import Loss, rows_of, uneven
 from tsunax._loss_fn import LossFn
-from tsunax.errors import LossError, NonFiniteError, StateError, TsunaxError, WrongTypeError, message
+from tsunax.errors import LossError, NonFiniteError, RuleError, StateError, TsunaxError, WrongTypeError, message
 from tsunax.state import (
     Plan,
     TrainState,
@@ -83,7 +84,7 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
 def _check_places(state: TrainState) -> None:
     """Raise StateError, with a path, where the arrays of a state lie on different devices."""
     named = jax.tree_util.tree_flatten_with_path(state)[0]
-    bound = [(path, x) for path, x in named if isinstance(x, jax.Array) and x.committed]
+    bound = [(path, x) for path, x in named if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed]
     places = collections.Counter(frozenset(x.sharding.device_set) for _, x in bound)
     if len(places) > 1:
         most = places.most_common(1)[0][0]
@@ -116,16 +117,36 @@ def _assemble(plan, moving: tuple, still: tuple) -> TrainState:
     return TrainState(clock, params, opt_state, model_state, key, numbers, frozen, masters, average, loss_scale, plan)
 
 
-def home_of(state, moving) -> _place.Home | None:
-    """How the moving part of a state lies on a mesh, as a step will leave it; None where it is on one device.
+def home_of(state, moving, still=()) -> tuple[_place.Home | None, Any, Any]:
+    """How the moving part of a state lies on a mesh, and both parts as they lie there; None where on one device.
 
-    Looked up once for each state that no step of ours has made: those know.
+    Looked up once for each state that no step of ours has made: those know, and are as they should be.
     """
     known = state.__dict__ if isinstance(state, TrainState) else {}
-    return known["home"] if "home" in known else _place.home_on_mesh(moving)
+    if "home" in known:
+        return known["home"], moving, still
+    home, other = _place.home_on_mesh(moving, still), _place.home_on_mesh(still, moving)
+    if home is None or other is None:
+        return None, moving, still
+    return home, _place.settled(moving, home.layout), _place.settled(still, other.layout)
 
 
-def _search(loss_fn, state: TrainState, batch, extra) -> dict[str, Callable]:
+def masked(given, padding):
+    """A mask that a user gave (or none), beside that of rows of padding behind its own."""
+    if given is None:
+        return padding
+    lib = np if isinstance(given, np.ndarray) else jnp
+    return lib.pad(lib.asarray(given, np.float32), (0, len(padding) - len(given))) * padding
+
+
+def spread(rows, extra, home: _place.Home, *, whole: bool = False) -> tuple[Any, dict]:
+    """A batch and its mask over the mesh of a state, or on each device where they do not divide; extra whole."""
+    batch, mask = _place.put(rows, home.whole, whole=whole)
+    extra = _place.whole({name: x for name, x in extra.items() if name != "mask"}, home.whole)
+    return batch, extra if mask is None else {**extra, "mask": mask}
+
+
+def _search(loss_fn, state: TrainState, batch, extra, axes) -> dict[str, Callable]:
     """The loss at other trained parameters, under the names by which rules ask for it.
 
     optax hands every extra argument that its line search does not know to this function, by the names of its
@@ -135,6 +156,9 @@ def _search(loss_fn, state: TrainState, batch, extra) -> dict[str, Callable]:
     keywords = fn.keywords(state, batch, extra, train=True)
 
     def value_fn(params, **_):
+        if axes:
+            fix = "Over sharded arrays (ts.shard) it can."
+            raise RuleError(message("rule", f"train_step(axis_name={axes!r})", "a line search", "one without", fix))
         thawed, _ = thawed_flags(state)
         if thawed is not None:
             params = guard.choose(thawed, params, trained_part(state))
@@ -196,7 +220,7 @@ class TrainStep:
         return over_members(self._one, state, batch, extra)
 
     def _one(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
-        search = _search(self.loss_fn, state, batch, extra)  # first: it looks at the names in extra
+        search = _search(self.loss_fn, state, batch, extra, self.axis_name)  # first: it looks at the names in extra
         loss, grads = self._gradient(state, batch, **extra)
         return update(state, grads, loss=loss, on_nonfinite=self.on_nonfinite, norms=self.norms, **search, **extra)
 
@@ -225,14 +249,15 @@ class TrainStep:
     def _placed(self, state: TrainState, home: _place.Home, batch, extra) -> tuple[Any, dict]:
         """A host batch over the mesh of the state, padded if its rows do not divide and loss_fn masks; extra whole."""
         if members_of(state) is not None:  # the devices share the members, and each member has all rows
-            return _place.whole((batch, extra), home.sharding)
-        mask = {name: extra.pop(name) for name in ("mask",) if name in extra}
-        rows = rows_of(batch)
-        if rows % home.parts and self.masks and not _place.is_on(batch, home.sharding.mesh):
-            batch, more = _place.padded(batch, rows, rows + -rows % home.parts)
-            mask = {"mask": more if not mask else _place.padded(mask["mask"], rows, len(more))[0] * more}
-        batch, mask = _place.put((batch, mask), home.sharding)
-        return batch, _place.whole(extra, home.sharding) | mask
+            return _place.whole((batch, extra), home.whole)
+        mask, rows = extra.get("mask"), rows_of(batch)
+        padding = -rows % _place.divisor(home.whole, self.accumulate)
+        if padding and self.masks and not _place.is_on(batch, home.whole.mesh):
+            if found := uneven(batch):
+                raise LossError(found)
+            batch, more = _place.padded(batch, rows, rows + padding)
+            mask = masked(mask, more)
+        return spread((batch, mask), extra, home)
 
     def __call__(self, state: TrainState, batch, **extra) -> tuple[TrainState, StepInfo]:
         if not isinstance(state, TrainState):
@@ -251,7 +276,7 @@ class TrainStep:
             if gone:
                 raise StateError(donated("step()"))
             plan, (moving, still) = state.plan, _apart(state)
-            home = state.__dict__["home"] if known else _place.home_on_mesh(moving)
+            home, moving, still = home_of(state, moving, still)
             if home is not None:
                 batch, extra = self._placed(state, home, batch, extra)
             moving, (loss, weight, *seen) = self._compiled(home)(plan, moving, still, batch, extra)
@@ -317,7 +342,7 @@ class TrainStep:
         """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is compiled."""
         check_state(state, "lower()", batch)
         moving, still = _apart(state)
-        home = home_of(state, moving)
+        home, moving, still = home_of(state, moving, still)
         if home is not None:
             batch, extra = self._placed(state, home, batch, extra)
         return self._compiled(home).lower(state.plan, moving, still, batch, extra)
@@ -434,14 +459,13 @@ class EvalStep:
 
     def __call__(self, state: TrainState, batch, **extra) -> Loss:
         check_state(state, "eval_step()", batch)
-        home = home_of(state, state.params)
+        home = home_of(state, state.params)[0]
         with _explained(state, batch, extra):
             if home is not None and not _any_traced((batch, extra)):
-                given = batch, extra
-                is_one = members_of(state) is None
-                batch, extra = (
-                    _place.put(given, home.sharding, whole=True) if is_one else _place.whole(given, home.sharding)
-                )
+                if members_of(state) is None:
+                    batch, extra = spread((batch, extra.get("mask")), extra, home, whole=True)
+                else:
+                    batch, extra = _place.whole((batch, extra), home.whole)
             return self._compiled(self._read(state), batch, extra)
 
     def __getstate__(self):
@@ -484,10 +508,10 @@ def refresh(loss_fn: Callable) -> Callable:
 
     def call(state: TrainState, batch, **extra) -> TrainState:
         check_state(state, "refresh()", batch)
-        home = home_of(state, state.params)
-        if home is not None and not _any_traced((batch, extra)):
-            batch, extra = _place.put(batch, home.sharding), _place.whole(extra, home.sharding)
+        home = home_of(state, state.params)[0]
         with _explained(state, batch, extra):
+            if home is not None and not _any_traced((batch, extra)):
+                batch, extra = spread((batch, extra.get("mask")), extra, home)
             return run(state, batch, extra)
 
     return call

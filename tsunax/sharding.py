@@ -21,9 +21,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tsunax import _hoist, _place, _tree, _where
+from tsunax import _hoist, _place, _tree, _where, hardware
 from tsunax.errors import DeviceError, PatternError, WrongTypeError, message
-from tsunax.state import TrainState, base, members_of, trained_part
+from tsunax.state import TrainState, base, is_gone, members_of, trained_part
 
 __all__ = ["Placement", "explain", "mesh", "shard"]
 
@@ -37,7 +37,7 @@ def mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None, explic
     Rows of a batch are spread over `data` and `fsdp`; parameters, and what follows them, over `fsdp` and `tensor`.
 
     Args:
-      devices: a list of them; by default all of the backend, those of other processes too.
+      devices: a list of them, or what `devices` takes; by default all of the backend, those of other processes too.
       explicit: whether shardings are part of the types of arrays (`AxisType.Explicit`), or the compiler's to spread.
 
     Raises DeviceError where the sizes do not multiply to the number of devices.
@@ -45,7 +45,11 @@ def mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None, explic
     >>> mesh().axis_names
     ('data', 'fsdp', 'tensor')
     """
-    devices = jax.devices() if devices is None else list(np.ravel(np.asarray(devices, object)))
+    if devices is None:
+        devices = jax.devices()
+    else:
+        asked = devices if isinstance(devices, str) else list(np.ravel(np.asarray(devices, object)))
+        devices = hardware.devices(asked)
     sizes = dict(zip(_AXES, (data, fsdp, tensor), strict=True))
     for name, size in sizes.items():
         if not isinstance(size, int | np.integer) or isinstance(size, bool) or (size < 1 and size != -1):
@@ -83,6 +87,8 @@ def shard(state: Any, mesh: Mesh, rules=None, *, logical: Mapping[str, Any] | No
       state: a `TrainState`, any tree of arrays, or a function that makes one: then nothing is ever whole on one device.
       mesh: from `mesh`, or any `jax.sharding.Mesh`.
       zero1: spread moments, averages and master copies over all data axes, and leave the parameters as they are.
+
+    What lies on a device of the mesh already is not copied: the first step consumes the state that was given, too.
 
     Raises PatternError for a rule that matches nothing, DeviceError for one that the mesh or the shape cannot follow.
     Source of the scheme: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), GSPMD (Xu et al. 2021, arXiv:2105.04663).
@@ -162,9 +168,10 @@ class _Choice:
         owners = _hoist.owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
         opt_state = []
         for owner, leaf in zip(owners, jax.tree.leaves(state.opt_state), strict=True):
-            is_like = owner is not None and np.shape(leaf) == shapes[owner]
-            own = follow[owner] if is_like else self._over(P(), leaf, "fsdp")
-            opt_state.append(own if is_like or not self.zero1 else self._spread(own, np.shape(leaf)))
+            if owner is not None and np.shape(leaf) == shapes[owner]:
+                opt_state.append(follow[owner])
+            else:
+                opt_state.append(self._spread(self._over(P(), leaf, "fsdp"), np.shape(leaf)))
         by_name = {
             "params": params,
             "opt_state": opt_state,
@@ -217,11 +224,15 @@ class _Choice:
         if len(spec) > len(shape):
             got = f"{spec} for shape {shape}"
             raise DeviceError(message("sharding", path, got, f"at most {len(shape)} axes"))
+        used: tuple[str, ...] = ()
         for axis, names in enumerate(spec):
             names = _place.names_of(names)
             if missing := [name for name in names if name not in self.mesh.shape]:
                 expected = f"axes of the mesh: {', '.join(self.mesh.axis_names)}"
                 raise DeviceError(message("sharding", path, repr(missing[0]), expected))
+            if twice := [name for name in names if name in used]:
+                raise DeviceError(message("sharding", path, f"{twice[0]!r} twice in {spec}", "each axis once"))
+            used += names
             parts = int(np.prod([self.mesh.shape[name] for name in names]))
             if shape[axis] % parts:
                 got = f"axis {axis} of shape {shape} over {parts} devices ({' x '.join(names)})"
@@ -270,7 +281,7 @@ class Placement:
             "  ".join(f"{row[i]:<{widths[i]}}" for i in range(3)) + (f"  {_tree.bytes_str(row[3])}" if row[3] else "")
             for row in rows
         ]
-        held = sorted(set(self.bytes.values()))
+        held = sorted(set(self.bytes.values())) or [0]
         on = (
             f"{_tree.bytes_str(held[0])}"
             if len(held) == 1
@@ -291,15 +302,16 @@ def explain(tree) -> Placement:
     rows, held, total = [], {}, 0
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         kind = f"{_tree.dtype_of(x)}{list(np.shape(x))}"
-        if not isinstance(x, jax.Array) or _tree.is_traced(x):
-            rows.append((_tree.access_str("", path), kind, "traced" if _tree.is_traced(x) else "host", 0))
+        elsewhere = "traced" if _tree.is_traced(x) else "donated" if is_gone(x) else "host"
+        if not isinstance(x, jax.Array) or elsewhere != "host":
+            rows.append((_tree.access_str("", path), kind, elsewhere, 0))
             continue
         x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         parts = [(str(shard.device), shard.data.nbytes) for shard in x.addressable_shards]
         for device, n in parts:
             held[device] = held.get(device, 0) + n
         total += x.nbytes
-        rows.append((_tree.access_str("", path), kind, _words(x), max(n for _, n in parts)))
+        rows.append((_tree.access_str("", path), kind, _words(x), max((n for _, n in parts), default=0)))
     return Placement(tuple(rows), held, total)
 
 

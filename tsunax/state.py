@@ -167,14 +167,31 @@ class TrainState:
                 clock = jnp.where(
                     np.arange(len(COUNTS)) == at, jnp.asarray(fields.pop(name), jnp.int32)[..., None], clock
                 )
-        fields = {name: jax.tree.map(own, value) for name, value in fields.items()}
+        fields = {name: _like(value, getattr(self, name)) for name, value in fields.items()}
         return dataclasses.replace(self, clock=clock, **fields)
 
     def __repr__(self) -> str:
         return describe(self)
 
+    def __getstate__(self):
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
 
 COUNTS = ("step", "calls", "rejected", "rejected_in_a_row")
+
+
+def _like(new, old):
+    """Copies of arrays, on the mesh where the old ones lie."""
+    new = jax.tree.map(own, new)
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        return new
+
+    def one(x, y):
+        moves = isinstance(x, jax.Array) and not _tree.is_traced(x) and not x.committed
+        spread = isinstance(y, jax.Array) and not _tree.is_traced(y) and len(y.sharding.device_set) > 1
+        return jax.device_put(x, y.sharding) if moves and spread and x.ndim == y.ndim else x
+
+    return jax.tree.map(one, new, old)
 
 
 def _tick(clock, i):

@@ -267,6 +267,12 @@ def flush(state: TrainState) -> TrainState:
     check_state(state, "flush()")
     if accumulation.any_emitted(state.opt_state) is None:
         return state
+    if (home := _place.home_on_mesh(state)) is not None:  # what it computes stays where it was
+        return jax.jit(_flushed, out_shardings=home.layout)(_place.settled(state, home.layout))
+    return _flushed(state)
+
+
+def _flushed(state: TrainState) -> TrainState:
     nothing = jax.tree.map(jnp.zeros_like, trained_part(state))
     nothing = _together(nothing, state.plan.apart(moving_part(state))[1])
     new, _ = update(state, nothing, weight=0.0, flush=True)
