@@ -43,6 +43,7 @@ if _TYPE_CHECKING:  # loaded when they are first asked for
     from tsunax.history import History
     from tsunax.loop import fit, iterate, train_epoch, train_steps
     from tsunax.reproduce import check_reproducible, fingerprint, isolated_rng, reproducible, worker_seed
+    from tsunax.search import find_accumulation, find_batch_size, find_learning_rate
     from tsunax.sharding import explain, mesh, shard
     from tsunax.sweep import member, population, select
 
@@ -58,6 +59,7 @@ _LATER = {
     "history": ("History",),
     "loop": ("fit", "iterate", "train_epoch", "train_steps"),
     "reproduce": ("check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"),
+    "search": ("find_accumulation", "find_batch_size", "find_learning_rate"),
     "sharding": ("explain", "mesh", "shard"),
     "sweep": ("member", "population", "select"),
 }
@@ -90,6 +92,9 @@ __all__ = [
     "evaluate",
     "exchange",
     "explain",
+    "find_accumulation",
+    "find_batch_size",
+    "find_learning_rate",
     "fingerprint",
     "fit",
     "flush",
