@@ -22,8 +22,6 @@ from tsunax import _place, _tree
 from tsunax._loss import rows_of
 from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError, message
 from tsunax.hardware import device_info
-from tsunax.program import TrainStep, _apart, home_of
-from tsunax.state import TrainState
 
 CPU_SCRATCH = 40 << 20  # of XLA's threads, which its count leaves out: 34 to 66 MB, measured on three models
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -62,14 +60,12 @@ def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
     """What a step needs for such a batch, of arrays or shapes; on a mesh with all its rows. Compiles it."""
     mesh, extra = mesh_of(state), jax.tree.map(shape_of, extra)
     batch = jax.tree.map(shape_of, batch)
-    if mesh is None:
-        lowered = step.lower(state, batch, **extra)
-    else:
+    if mesh is not None:
         spread = lambda x, axes: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, axes))
         rows = PartitionSpec(_place.data_axes(mesh))
         batch = jax.tree.map(lambda x: spread(x, rows if x.ndim else PartitionSpec()), batch)
         extra = jax.tree.map(lambda x: spread(x, PartitionSpec()), extra)
-        lowered = _lowered_on_mesh(step, state, batch, extra)
+    lowered = step.lower(state, batch, **extra)
     found = lowered.compile().memory_analysis()
     if found is None:
         fix = 'Use method="run", which executes trials.'
@@ -84,14 +80,6 @@ def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
         results=max(0, found.output_size_in_bytes - found.alias_size_in_bytes),
         runtime=found.generated_code_size_in_bytes + scratch,
     )
-
-
-def _lowered_on_mesh(step, state, batch, extra):
-    """`step.lower` for shapes that have shardings."""
-    if not isinstance(step, TrainStep) or not isinstance(state, TrainState):
-        return step.lower(state, batch, **extra)
-    moving, still = _apart(state)
-    return step._compiled(home_of(state, moving)).lower(state.plan, moving, still, batch, extra)
 
 
 def _part(x: Any) -> tuple[int, ...]:
