@@ -63,7 +63,9 @@ def vary(tree, axes: Axes):
         new = tuple(name for name in axes if name not in have)
         if not new:
             return x
-        return jax.lax.pcast(x, new, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, new)
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, new, to="varying")
+        return getattr(jax.lax, "pvary")(x, new)  # noqa: B009, jax 0.7's name for it
 
     return jax.tree.map(one, tree) if axes else tree
 

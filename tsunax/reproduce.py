@@ -124,7 +124,7 @@ def _of_leaf(path, leaf) -> bytes:
     else:
         array = np.ascontiguousarray(np.asarray(leaf))
         part.update(f"{array.dtype}{np.shape(leaf)}".encode())
-        part.update(array.reshape(-1).view(np.uint8) if array.size else b"")
+        part.update(array.tobytes())
     return part.digest()
 
 

@@ -56,7 +56,8 @@ def population(make: Callable[..., TrainState], n: int, *, key: Any = 0, **value
             if np.shape(leaf)[:1] != (n,):
                 got, fix = f"shape {np.shape(leaf)}", "One entry for each member; bind what they share to make."
                 raise StateError(message(repr(name), "population()", got, f"a first axis of {n}", fix))
-    keys = jax.random.split(as_key(key, "population()"), n)
+    one: Any = as_key(key, "population()")
+    keys = jax.random.split(one, n)
     runs = jax.jit(jax.vmap(lambda key, values: make(key, **values)))(keys, values)
     if not isinstance(runs, TrainState):
         fix = "make returns ts.setup(rule, params, ...)."
