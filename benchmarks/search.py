@@ -1,0 +1,193 @@
+"""What the searches find against memory as it is used, and how long they take beside Lightning's tuner.
+
+    python -m benchmarks search             # Lightning in .peers/, as for `loop`
+    python -m benchmarks search --no-peers
+
+Resident memory is that of a process of its own: what it grows by while the step runs at the size found, and the state.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import tsunax as ts
+from benchmarks._common import copied, interleave, mlp, mlp_loss, ratio, save, table
+from benchmarks.loop import environment
+from examples import gpt
+from tsunax.search import _Ramp, find_batch_size
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 1 << 30
+MODELS = ("mlp", "cnn", "gpt", "gpt, accumulate=4", "gpt, remat", "mlp, sharded over 4")
+
+
+def made(name: str):
+    """`(step, state, one row)` of a model, and the multiple that its sizes have."""
+    kind, _, option = name.partition(", ")
+    if kind == "mlp":
+        params, loss_fn = mlp([512, 2048, 2048, 512]), lambda params, x: jnp.mean((_forward(params, x) - x) ** 2)
+        row, unit = jnp.zeros((1, 512)), 256
+    elif kind == "cnn":
+        net = nnx.Sequential(
+            nnx.Conv(3, 64, (3, 3), rngs=nnx.Rngs(0)), nnx.relu, nnx.Conv(64, 128, (3, 3), rngs=nnx.Rngs(1)), nnx.relu
+        )
+        graphdef, params = nnx.split(net, nnx.Param)
+        loss_fn = lambda params, x: jnp.mean(nnx.merge(graphdef, params)(x) ** 2)
+        row, unit = jnp.zeros((1, 32, 32, 3)), 8
+    else:
+        graphdef, params = nnx.split(gpt.GPT(384, 6, nnx.Rngs(0)), nnx.Param)
+        row, unit = jnp.zeros((1, 129), jnp.int32), 4
+
+        def loss_fn(params, rows):
+            logits = nnx.merge(graphdef, params)(rows[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
+
+    more = {"accumulate=4": {"accumulate": 4}, "remat": {"remat": "dots_saveable"}}.get(option, {})
+    state = ts.setup(ts.rules.adam(1e-3), params)
+    if "sharded" in option:
+        state = ts.shard(state, ts.mesh(data=1, fsdp=4))
+    return ts.train_step(loss_fn, **more), state, row, unit
+
+
+def _forward(params, x):
+    for w, b in params[:-1]:
+        x = jax.nn.relu(x @ w + b)
+    return x @ params[-1][0] + params[-1][1]
+
+
+def _status() -> dict[str, int]:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Vm")}
+
+
+def resident(name: str, size: int) -> None:
+    """Prints the bytes that a process takes for a step of this size, the state included."""
+    if "sharded" in name:
+        ts.simulate(4)
+    step, state, row, _ = made(name)
+    batch = np.repeat(np.asarray(row), size, 0)
+    held = sum(x.nbytes for x in jax.tree.leaves(state))
+    step.lower(state, batch).compile()  # what the compiler takes is not the step's
+    now = lambda field: _status()[field]
+    before = now("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(2):
+        state, _ = step(state, batch)
+        jax.block_until_ready(state.params)
+    print(json.dumps(now("VmHWM") - before + held))
+
+
+def accuracy() -> dict:
+    rows = []
+    for name in MODELS:
+        command = [sys.executable, "-m", "benchmarks.search", "--found", name]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        command = [sys.executable, "-m", "benchmarks.search", "--resident", name, str(found["size"])]
+        used = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        need = found["need"] * found["devices"]
+        rows.append((name, found["size"], found["compiles"], found["seconds"], need / 2**20, used / 2**20, used / need))
+    head = ("model", "size", "compiles", "s", "need MiB", "resident MiB", "resident / need")
+    table("within 1 GiB, no margin; each in a process of its own", rows, head)
+    return {"columns": head, "rows": rows}
+
+
+def found(name: str) -> None:
+    if "sharded" in name:
+        ts.simulate(4)
+    step, state, row, unit = made(name)
+    devices, began = 4 if "sharded" in name else 1, time.perf_counter()
+    options = dict(mode="binsearch", multiple_of=unit, memory=LIMIT // devices, margin=0.0)
+    size, report = find_batch_size(step, state, row, **options)
+    need = next(t.need.total for t in report.trials if t.size == size)
+    seconds = time.perf_counter() - began
+    print(json.dumps(dict(size=size, need=need, devices=devices, compiles=len(report.trials), seconds=seconds)))
+
+
+def beside_lightning() -> dict:
+    """The same GPT; in torch the limit is that of the address space, since on a CPU nothing else raises."""
+    rows = []
+    for mode in ("power", "binsearch"):
+        code = f"from benchmarks.search import *; beside({mode!r})"
+        ours = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+        rows.append((f"tsunax, {mode}", *json.loads(ours.stdout.splitlines()[-1])))
+        script = ROOT / "benchmarks" / "_peers" / "tuner.py"
+        theirs = subprocess.run(
+            [environment("lightning"), script, mode], capture_output=True, text=True, cwd=ROOT / ".peers"
+        )
+        if theirs.returncode:
+            print(f"  Lightning, {mode}: {theirs.stderr.strip().splitlines()[-1]}")
+            continue
+        rows.append((f"Lightning, {mode}", *json.loads(theirs.stdout.splitlines()[-1])))
+    table("GPT of 4 layers of 192, 128 bytes a row, 1 GiB beyond the state", rows, ("", "s", "size", "trials"))
+    return {"columns": ("", "s", "size", "trials"), "rows": rows}
+
+
+def beside(mode: str) -> None:
+    graphdef, params = nnx.split(gpt.GPT(192, 4, nnx.Rngs(0)), nnx.Param)
+
+    def loss_fn(params, rows):
+        logits = nnx.merge(graphdef, params)(rows[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
+
+    step, state = ts.train_step(loss_fn), ts.setup(ts.rules.adam(1e-3), params)
+    memory = LIMIT + sum(x.nbytes for x in jax.tree.leaves(state))
+    jax.block_until_ready(jnp.zeros(3) + 1)
+    began = time.perf_counter()
+    size, report = find_batch_size(step, state, jax.ShapeDtypeStruct((1, 129), jnp.int32), mode=mode, memory=memory)
+    print(json.dumps([time.perf_counter() - began, size, len(report.trials)]))
+
+
+def range_test(rounds: int = 9) -> dict:
+    """A hundred steps of a range test over a hundred plain ones, in the same compiled loop."""
+    x, y = np.random.default_rng(0).normal(size=(100, 256, 64)).astype(np.float32), np.zeros((100, 256), np.int32)
+    step, ramp = ts.train_step(mlp_loss), (np.float32(1e-6), np.float32(0.1), np.int32(0))
+    rising, batches = _Ramp(step, "learning_rate", "exponential"), jax.device_put((x, y))
+
+    def bursts(step, **extra):
+        held = [ts.setup(ts.rules.adam(1e-3), copied(mlp([64, 512, 512, 10])))]
+
+        def burst(n):
+            for _ in range(n):
+                held[0], _ = ts.train_steps(step, held[0], batches, **extra)
+            jax.block_until_ready(held[0].params)
+
+        return burst
+
+    times = interleave({"plain": bursts(step), "rising": bursts(rising, ramp=ramp)}, rounds=rounds, steps=1)
+    found = ratio(times, "rising", "plain")
+    table(
+        "100 steps of a range test over 100 plain ones",
+        [("ratio", *found, "<= 1.1")],
+        ("", "low", "median", "high", ""),
+    )
+    return {"low, median, high": found, "target": 1.1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks search", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--no-peers", action="store_true", help="leave Lightning out")
+    options, _ = parser.parse_known_args()
+    results = {"accuracy": accuracy(), "range test": range_test()}
+    if not options.no_peers:
+        results["beside Lightning"] = beside_lightning()
+    results["peak of this process, KiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    save("search", results)
+
+
+if __name__ == "__main__":
+    if "--found" in sys.argv:
+        found(sys.argv[-1])
+    elif "--resident" in sys.argv:
+        resident(sys.argv[-2], int(sys.argv[-1]))
+    else:
+        main()
