@@ -482,6 +482,7 @@ def test_two_processes(launch):
     assert [value for _, value in zero["agreed"]] == [15, 2]
 
 
+@pytest.mark.slow
 def test_an_exception_ends_all(launch):
     started = launch(2, "fails")
     assert [one.wait() for one in started] == [1, 1]
@@ -489,12 +490,14 @@ def test_an_exception_ends_all(launch):
     assert f"pid {started[1].process.pid}) ended: ValueError bad luck. This process (0) ends too." in started[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_is_hurt_ends_the_others(tmp_path, number):
     found = peers.hurt(tmp_path, 2, 1, number, peer_timeout=3.0)
     assert not found["wrong"] and found["seconds"] < 10
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_ends_all_at_one_step(launch):
     started = launch(2, "terminated")
     ready(started)
@@ -505,6 +508,7 @@ def test_sigterm_to_one_ends_all_at_one_step(launch):
     assert zero == one and zero[1] == signal.SIGTERM and zero[0] > 10
 
 
+@pytest.mark.slow
 def test_slurm_by_its_variables(launch):
     port = free_port()
     variables = lambda i: {

@@ -88,6 +88,12 @@ def test_data_parallel():
 
 
 @pytest.mark.slow
+def test_batch_size():
+    run = run_digits(name="batch_size")
+    assert run.returncode == 0 and float(run.stdout.split()[-1]) >= 0.95, run.stdout + run.stderr
+
+
+@pytest.mark.slow
 def test_population():
     run = run_digits("--members", "16", name="population")
     assert run.returncode == 0, run.stdout + run.stderr

@@ -47,11 +47,13 @@ def test_the_numbers_of_one_process(launch, n):
             np.testing.assert_allclose(column, expected, rtol=2e-5, err_msg=case)
 
 
+@pytest.mark.slow
 def test_one_that_has_had_enough_ends_all(launch):
     (step, texts), other = answers(launch(2, "stops"))
     assert [step, texts] == other == [20, ["time is up"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit")])
 def test_a_signal_to_one_ends_all_at_one_step(launch, number, raised):
     started = launch(2, "interrupted")

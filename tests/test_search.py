@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import _memory, search
-from tsunax.errors import DataError, HyperparameterError, WrongTypeError
-from tsunax.search import DoesNotFitError, find_accumulation, find_batch_size, find_learning_rate
+from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError
+from tsunax.search import find_accumulation, find_batch_size, find_learning_rate
 
 MIB = 1 << 20
 X = jax.ShapeDtypeStruct((1, 512), jnp.float32)
@@ -232,6 +232,7 @@ def bytes_by_hand(state, rows):
     return stats.argument_size_in_bytes + stats.temp_size_in_bytes + results + _memory.CPU_SCRATCH
 
 
+@pytest.mark.slow
 def test_the_answer_is_that_of_plain_jax(state):
     limit = 300 * MIB
     size, report = find_batch_size(ts.train_step(loss_fn), state, X, mode="binsearch", memory=limit, margin=0.0)
@@ -256,6 +257,7 @@ def test_nothing_is_executed_or_held(state):
     assert_trees_equal(jax.tree.leaves(state.params), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [dict(confirm=True), dict(method="run"), dict(method="run", mode="binsearch")])
 def test_trials_leave_the_state_as_it_was(options):
     params = {"w": jnp.ones((8, 8))}
@@ -274,6 +276,7 @@ def test_trials_leave_the_state_as_it_was(options):
     np.testing.assert_array_equal(x, copy)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_only_what_fits_is_executed(state):
     size, report = find_batch_size(
         ts.train_step(loss_fn), state, X, method="run", memory="220MiB", start=256, steps_per_trial=1
@@ -282,6 +285,7 @@ def test_on_a_cpu_only_what_fits_is_executed(state):
     assert how[size] == "executed" and how[2 * size] == "compiled"
 
 
+@pytest.mark.slow
 def test_confirmation_needs_room_for_a_copy(state, monkeypatch):
     options = dict(memory="1GiB", max_size=8, confirm=True)
     monkeypatch.setattr(_memory, "free_on_host", lambda: 100 * MIB)
@@ -305,6 +309,7 @@ def test_confirmation_goes_down_where_memory_ends(monkeypatch):
     assert size == 16 and [(t.size, t.fits) for t in report.trials][-3:] == [(64, False), (32, False), (16, True)]
 
 
+@pytest.mark.slow
 def test_sharded_states_count_the_bytes_of_one_device(state):
     step, mesh = ts.train_step(loss_fn), ts.mesh(data=2, fsdp=4)
     sharded = ts.shard(state, mesh)
@@ -325,6 +330,7 @@ def test_sharded_states_count_the_bytes_of_one_device(state):
 # ------------------------------------------------------------------------------------------------------------- examples
 
 
+@pytest.mark.slow
 def test_examples_are_batches_shapes_or_functions():
     rng = np.random.default_rng(0)
     arrays = {"x": rng.normal(size=(100, 4)).astype(np.float32), "y": np.zeros(100, np.int32)}
@@ -347,6 +353,7 @@ def test_examples_are_batches_shapes_or_functions():
         found(lambda n: iter(()))
 
 
+@pytest.mark.slow
 def test_other_steps_that_can_be_lowered():
     @jax.jit
     def step(params, batch, scale):
@@ -361,6 +368,7 @@ def test_other_steps_that_can_be_lowered():
 # --------------------------------------------------------------------------------------------------------- accumulation
 
 
+@pytest.mark.slow
 def test_accumulation_is_the_least_that_fits(state):
     step, rows, limit = ts.train_step(loss_fn), 4096, 300 * MIB
     n, report = find_accumulation(step, state, X, rows, memory=limit, margin=0.0)
@@ -492,6 +500,7 @@ def test_the_range_test_changes_nothing():
     assert ts.hyperparams(state)["learning_rate"] == pytest.approx(0.1)  # the schedule's still
 
 
+@pytest.mark.slow
 def test_seeds_give_a_band():
     step, state, data, x = regression(dropout=True)
     _, report = find_learning_rate(step, state, data, low=1e-4, points=30, seeds=3)
@@ -502,6 +511,7 @@ def test_seeds_give_a_band():
     assert report.losses.shape == (30, 2)
 
 
+@pytest.mark.slow
 def test_rejected_steps_end_the_test():
     def loss_fn(params, x):  # finite everywhere; beyond 0.2 its gradient is 0 / 0
         return jnp.mean((x @ params["w"] - 1) ** 2) + jnp.sqrt(jnp.maximum(0.2 - params["w"][0], 0.0))
@@ -513,6 +523,7 @@ def test_rejected_steps_end_the_test():
     assert np.isfinite(report.losses[: report.used]).all()
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_a_part():
     rule = ts.rules.groups({"a": ts.rules.sgd(0.5), "b": ts.rules.sgd(0.0)})
     step = ts.train_step(lambda params, x: jnp.mean((x * params["a"] * params["b"] - 2) ** 2))
@@ -523,6 +534,7 @@ def test_a_learning_rate_of_a_part():
         find_learning_rate(step, state, [np.ones(4, np.float32)], name="lerning_rate")
 
 
+@pytest.mark.slow
 def test_the_plot_shows_the_curve_and_both_rates():
     pytest.importorskip("matplotlib")
     step, state, data, _ = regression(dropout=True)

@@ -178,6 +178,7 @@ def test_axes_that_are_types():
     np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_micro_batches_and_windows_on_axes_that_are_types():
     """Each device cuts its own rows; where they do not divide they are padded, or refused."""
     mesh = ts.mesh(data=2, fsdp=4, explicit=True)
@@ -191,6 +192,7 @@ def test_micro_batches_and_windows_on_axes_that_are_types():
         blind(ts.shard(setup(), mesh), batches_of(1)[0])
 
 
+@pytest.mark.slow
 def test_batches_that_a_program_gathers_are_spread_on_axes_that_are_types():
     seen = []
 
@@ -347,6 +349,7 @@ def test_an_evaluation_spreads_the_rows_that_it_can_pad():
     assert seen == [False]  # one program, rows apart
 
 
+@pytest.mark.slow
 def test_an_epoch_whose_tail_does_not_divide():
     arrays = batches_of(1, rows=83)[0]
     step, data = ts.train_step(loss_fn), lambda: ts.batches(arrays, 16, shuffle=True)

@@ -66,6 +66,7 @@ def test_each_member_is_its_single_run(accumulate):
         assert int(taken.step) == int(one.step) == 18
 
 
+@pytest.mark.slow
 def test_one_program_and_any_number_of_calls():
     step = ts.train_step(loss_fn)
     states = [fit(ts.population(make, N, rate=RATES), step, steps_per_call=k)[0] for k in (1, 5, "auto")]
@@ -113,6 +114,7 @@ def test_selected_members():
     assert not runs.params["w"].is_deleted()
 
 
+@pytest.mark.slow
 def test_over_devices():
     """Members are shared by the devices, and none of them talks to another."""
     step, whole = ts.train_step(loss_fn), ts.population(make, 8, rate=np.logspace(-3, -1, 8))
@@ -134,6 +136,7 @@ def test_over_devices():
         ts.shard(ts.population(make, 3, rate=RATES[:3]), ts.mesh())
 
 
+@pytest.mark.slow
 def test_a_run_of_a_population_goes_on(tmp_path):
     step = ts.train_step(loss_fn)
     expected, _ = fit(ts.population(make, N, rate=RATES), step)

@@ -97,6 +97,10 @@ class SaveError(TsunaxError, OSError):
     """A checkpoint could not be written: which step, where, and why."""
 
 
+class DoesNotFitError(TsunaxError, MemoryError):
+    """Not even the smallest batch fits into memory."""
+
+
 class NonFiniteError(TsunaxError, ArithmeticError):
     """Loss or gradients stayed non-finite; `state` and `info` are the last ones."""
 

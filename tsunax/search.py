@@ -26,13 +26,12 @@ import numpy as np
 from tsunax import _checks, _feed, _fused, _memory, _place, _tree, distributed, figures
 from tsunax._loss import rows_of
 from tsunax._memory import Need
-from tsunax.errors import DataError, HyperparameterError, MissingLibraryError, TsunaxError, WrongTypeError, message
+from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, MissingLibraryError, WrongTypeError, message
 from tsunax.hyper import adjust
 from tsunax.program import TrainStep
 from tsunax.state import TrainState, over_members, own
 
 __all__ = [
-    "DoesNotFitError",
     "RangeTest",
     "Report",
     "Trial",
@@ -43,10 +42,6 @@ __all__ = [
 
 _MOST = 1 << 31  # rows, where nobody gives a maximum
 _FIRST = 8  # times the start: batches of few rows are compiled into other programs than those of many
-
-
-class DoesNotFitError(TsunaxError, MemoryError):
-    """Not even the smallest batch fits into memory."""
 
 
 @dataclass(frozen=True)
