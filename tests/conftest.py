@@ -5,6 +5,7 @@ The environment is set before jax is imported; the subprocesses that tests start
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +43,15 @@ hypothesis.settings.load_profile("tsunax")
 def _strict_ranks():
     with jax.numpy_rank_promotion("raise"):
         yield
+
+
+# The tests that take longest, by name: those of --durations=0 from 1.6 s on two cores. Without them the suite is the fast
+# one; .ci/run has a step for them.
+_LONG = frozenset(Path(__file__).with_name("long.txt").read_text(encoding="utf-8").splitlines())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid in _LONG:
+            item.add_marker(pytest.mark.slow)
