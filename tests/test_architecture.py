@@ -24,7 +24,7 @@ TIERS = {
         "_number _live _hoist _parity _loss rules schedules losses regularize metrics precision accumulation guard "
         "averages reproduce"
     ),
-    2: "state _loss_fn step program hyper",
+    2: "state _members _loss_fn step program hyper",
     3: "hardware sharding distributed data models history _feed _fused _signals _preference _peers",
     4: (
         "loggers display checkpoint _files _manifest _store _target _profile exchange _safetensors _msgpack callbacks "

@@ -66,8 +66,7 @@ def _leaf_fault(leaf: Any, name: _tree.Names) -> tuple[str, str, str, str] | Non
             fix = "Keep it outside of params; for equinox, params, rest = eqx.partition(model, eqx.is_array)."
         return "leaf that is no number", _tree.describe(leaf), floats, fix
     if not _tree.is_inexact(leaf):
-        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        fix = "A key belongs to setup(..., key=...)." if is_key else aside if name else ""
+        fix = "A key belongs to setup(..., key=...)." if _tree.is_key(leaf) else aside if name else ""
         return "leaf that cannot be trained", f"dtype {dtype}", floats, fix
     wide = {"g": "float32", "G": "complex64"}.get(getattr(dtype, "char", ""))  # NumPy's longdouble
     canonical = jax.dtypes.canonicalize_dtype(wide or dtype)

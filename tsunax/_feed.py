@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tsunax import _fused, _place, _tree
+from tsunax._members import members_of
 from tsunax.data import Batches, Prefetched, as_source, check_batch
 from tsunax.errors import DataError, StateError, message
 from tsunax.program import TrainStep
-from tsunax.state import TrainState, members_of
 
 BUFFER_BYTES = 1 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
@@ -42,7 +42,7 @@ class Feed:
 
     def __init__(self, step, data, state, steps_per_call, interval: float):
         self._step = step
-        self._is_population = isinstance(state, TrainState) and members_of(state) is not None
+        self._is_population = members_of(state) is not None
         self.source = as_source(data)
         if isinstance(data, Batches | Prefetched) and self.source.resumable:
             self.source.restore(data.get_state())  # in the middle of an epoch, if they are there
@@ -106,9 +106,13 @@ class Feed:
             self._block = None
         if self._home is _UNKNOWN:
             self._home = _place.home_of(state)
-        is_whole = self.source.is_whole or self._is_population
-        feed, sent = place(_fused.Stacked(batches), count, self._home, limit, step=self._step, whole=is_whole)
+        feed, sent = place(_fused.Stacked(batches), count, self._home, limit, step=self._step, whole=self._is_whole)
         return Chunk(feed, sent, count, epoch, block.bytes)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether each device takes all rows: of a population each has members of its own."""
+        return self.source.is_whole or self._is_population
 
     def _single(self, state, step: int) -> Chunk | None:
         """The next batch, for a step that is called as it is: a `TrainStep` places it itself."""
@@ -119,7 +123,7 @@ class Feed:
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), batch)
         bytes = self._known(stacked, step)[1]
         home = _place.home_of(state)
-        if self.source.is_whole:
+        if self._is_whole:
             batch = _place.whole(batch, home)
         elif not isinstance(self._step, TrainStep) and isinstance(home, NamedSharding):
             batch = _place.put(batch, home)
@@ -145,7 +149,7 @@ class Feed:
         size = self.size if rows == self._rows else 2  # the short batch at the end
         if self._home is _UNKNOWN:
             self._home = _place.home_of(state)
-        spread = _place.rows_over(self._home, rows)
+        spread = None if self._is_population else _place.rows_over(self._home, rows)
         feed = _fused.Gathered(data.resident, data.device_order(epoch), np.int32(first), rows, size, spread)
         return Chunk(feed, np.array([count, limit], np.int32), count, epoch, 0)
 

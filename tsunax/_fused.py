@@ -142,13 +142,8 @@ class Fused:
     donate: bool
 
     @functools.cached_property
-    def _programs(self) -> dict[Any, Any]:
-        return {}
-
-    def _compiled(self, home: _place.Home | None) -> Any:
-        if home not in self._programs:
-            self._programs[home] = self._compiled_on(home)
-        return self._programs[home]
+    def _programs(self) -> _place.Programs:
+        return _place.Programs(self._compiled_on)
 
     def _compiled_on(self, home: _place.Home | None) -> Any:
         def train_steps(plan, moving, still, feed, n, extra):
@@ -199,7 +194,7 @@ class Fused:
             raise StateError(donated("the loop"))
         home, moving, still = home_of(state, moving, still)
         try:
-            moving, infos = self._compiled(home)(plan, moving, still, feed, n, extra)
+            moving, infos = self._programs[home](plan, moving, still, feed, n, extra)
         except Exception as error:
             batch = jax.tree.map(lambda x: x[0], feed.batches if isinstance(feed, Stacked) else feed.arrays)
             if isinstance(state, TrainState) and (fault := _fault(error, state, batch, extra)):

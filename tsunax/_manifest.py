@@ -94,10 +94,6 @@ def dtype_of(name: str) -> np.dtype | None:
     return None
 
 
-def is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def implementation(dtype) -> str:
     """The name of the generator of a key dtype: "fry"."""
     return re.sub(r"[^\w]", "", str(dtype).removeprefix("key"))[:40]
@@ -109,7 +105,7 @@ def key_shape(leaf) -> tuple[int, ...]:
 
 def leaf_of(path: Path, x, root: str = "state") -> Leaf:
     """What is expected of a leaf, or said of one that is saved: without its shards. WrongTypeError for other things."""
-    if is_key(x):
+    if _tree.is_key(x):
         return Leaf(path, f"key:{implementation(x.dtype)}", key_shape(x), "uint32")
     if isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         name = dtype_name(x.dtype)
@@ -346,7 +342,7 @@ def encode(x: Any, keep: Callable[[np.ndarray], Any], where: str, depth: int = 0
     if isinstance(x, (list, tuple)):
         found = [inner(value, i) for i, value in enumerate(x)]
         return found if isinstance(x, list) else {"$tuple": found}
-    if is_key(x):
+    if _tree.is_key(x):
         return {"$key": implementation(_tree.dtype_of(x)), "data": inner(np.asarray(jax.random.key_data(x)), "key")}
     if _tree.is_array(x) and dtype_name(_tree.dtype_of(x)) is not None and getattr(x, "is_fully_addressable", True):
         return {"$array": keep(np.array(x, copy=True))}

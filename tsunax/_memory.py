@@ -46,8 +46,7 @@ class Need:
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     """An array as its shape, in the dtype that JAX would give it."""
     dtype = _tree.dtype_of(x)
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return jax.ShapeDtypeStruct(np.shape(x), dtype if is_key else jax.dtypes.canonicalize_dtype(dtype))
+    return jax.ShapeDtypeStruct(np.shape(x), dtype if _tree.is_key(x) else jax.dtypes.canonicalize_dtype(dtype))
 
 
 def mesh_of(state: Any) -> Any:
@@ -169,7 +168,7 @@ def with_rows(example: Any, size: int, *, shapes: bool) -> Any:
     def one(x):
         if isinstance(x, jax.ShapeDtypeStruct):
             return np.zeros((size, *x.shape[1:]) if x.shape else (), x.dtype)
-        if jnp.issubdtype(_tree.dtype_of(x), jax.dtypes.prng_key):
+        if _tree.is_key(x):
             return x[index] if np.ndim(x) else x
         return np.asarray(x)[index] if np.ndim(x) else x
 

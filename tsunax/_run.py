@@ -23,13 +23,14 @@ import jax
 import numpy as np
 
 from tsunax import _checks, _feed, _fused, _place, _tree, distributed, guard
+from tsunax._members import members_of
 from tsunax._options import Options, is_bare, wants
 from tsunax._profile import Profile
 from tsunax._signals import Interrupt
 from tsunax.errors import NonFiniteError, RowError, StateError, WrongTypeError, message
 from tsunax.history import History, check_row, join
 from tsunax.program import TrainStep, is_searching
-from tsunax.state import TrainState, donated, is_gone, members_of
+from tsunax.state import TrainState, donated, is_gone
 from tsunax.step import StepInfo
 
 MOST_OF_A_METRIC = 100  # numbers of an array that become columns
@@ -91,7 +92,7 @@ class Fit:
         self.seconds = 0.0  # per step, of the calls that were read last
         self.read_at = 0.0  # when; 0 before the first call
         self.rejected, self.in_a_row = _rejected_of(state)[0], 0
-        self.is_population = isinstance(state, TrainState) and members_of(state) is not None
+        self.is_population = members_of(state) is not None
         self.max_bad = 1 if getattr(step, "on_nonfinite", None) == "raise" else options.max_bad
         has_scale = isinstance(state, TrainState) and state.loss_scale is not None  # then some rejections do not count
         self.limit = _feed.NO_LIMIT if has_scale or self.is_population else self.max_bad + _rejected_of(state)[1]

@@ -86,7 +86,7 @@ def copied(tree: _manifest.Tree, copies: list[np.ndarray]) -> list[Leaf]:
     """Every leaf, its array copied to the host: one block for each distinct shard."""
     facts = [_manifest.leaf_of(path, x) for path, x in tree.leaves]
     shards = [
-        [s for s in (jax.random.key_data(x) if _manifest.is_key(x) else x).addressable_shards if s.replica_id == 0]
+        [s for s in (jax.random.key_data(x) if _tree.is_key(x) else x).addressable_shards if s.replica_id == 0]
         if isinstance(x, jax.Array)
         else []
         for _, x in tree.leaves

@@ -46,6 +46,12 @@ def dtype_of(x: Any) -> Any:
     return jnp.result_type(x) if isinstance(x, (bool, int, float, complex)) else None
 
 
+def is_key(x: Any) -> bool:
+    """Whether it is a typed key, or an array of them."""
+    dtype = dtype_of(x)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def is_inexact(x: Any) -> bool:
     """Whether `x` is floating point or complex: what can have a gradient."""
     dtype = dtype_of(x)

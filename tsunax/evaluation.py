@@ -12,10 +12,11 @@ from jax.sharding import NamedSharding
 from tsunax import _place, _tree
 from tsunax._loss import Loss
 from tsunax._loss_fn import LossFn
+from tsunax._members import members_of
 from tsunax.data import Batches, Prefetched, as_source, check_batch
 from tsunax.errors import WrongTypeError, message
 from tsunax.program import EvalStep
-from tsunax.state import TrainState, members_of
+from tsunax.state import TrainState
 
 
 def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
@@ -53,7 +54,7 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
     total, rows, home = None, 0, _place.home_of(state)
     extra = _place.whole(extra, home)
     alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
-    is_population = isinstance(state, TrainState) and members_of(state) is not None
+    is_population = members_of(state) is not None
     merged, computed = _OF_MEMBERS if is_population else _OF_ONE
     # with a place of its own: these may be the data of a run under way
     source = as_source(data.afresh() if isinstance(data, Batches | Prefetched) else data)

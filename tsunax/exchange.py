@@ -124,7 +124,7 @@ def _check_array(path, x, leaf: Leaf) -> None:
 
 
 def _host(x) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if _manifest.is_key(x) else x)
+    return np.asarray(jax.random.key_data(x) if _tree.is_key(x) else x)
 
 
 def _texts(metadata) -> dict[str, str]:

@@ -403,7 +403,7 @@ def to_host(tree: Any) -> Any:
     """
     leaves, treedef = jax.tree.flatten(tree)
     arrays = {id(x): x for x in leaves if isinstance(x, jax.Array)}
-    keys = {i: x for i, x in arrays.items() if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
+    keys = {i: x for i, x in arrays.items() if _tree.is_key(x)}
     plain = {i: x for i, x in arrays.items() if i not in keys}
     for x in plain.values():
         x.copy_to_host_async()  # all transfers run at once

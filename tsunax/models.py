@@ -153,7 +153,7 @@ def nnx(module, *, wrt=None) -> Model:
         root = jax.random.key(0) if key is None else key
 
         def one(i, x):
-            if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            if not _tree.is_key(x):
                 return jnp.zeros(x.shape, x.dtype)
             return jax.random.split(jax.random.fold_in(root, i), x.shape)  # x may be an array of keys
 

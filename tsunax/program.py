@@ -24,6 +24,7 @@ from jax.core import Tracer
 from tsunax import _axes, _checks, _place, _tree, accumulation, guard, losses
 from tsunax._loss import Loss, rows_of, uneven
 from tsunax._loss_fn import LossFn
+from tsunax._members import members_of, over_members
 from tsunax.errors import LossError, NonFiniteError, RuleError, StateError, TsunaxError, WrongTypeError, message
 from tsunax.state import (
     Plan,
@@ -32,8 +33,6 @@ from tsunax.state import (
     check_state,
     donated,
     is_gone,
-    members_of,
-    over_members,
     trained_part,
     with_rest,
 )
@@ -229,13 +228,8 @@ class TrainStep:
         return jax.jit(self.pure)
 
     @functools.cached_property
-    def _programs(self) -> dict[Any, Any]:
-        return {}
-
-    def _compiled(self, home: _place.Home | None) -> Any:
-        if home not in self._programs:
-            self._programs[home] = self._compiled_on(home)
-        return self._programs[home]
+    def _programs(self) -> _place.Programs:
+        return _place.Programs(self._compiled_on)
 
     def _compiled_on(self, home: _place.Home | None) -> Any:
         def train_step(plan, moving, still, batch, extra):
@@ -279,7 +273,7 @@ class TrainStep:
             home, moving, still = home_of(state, moving, still)
             if home is not None:
                 batch, extra = self._placed(state, home, batch, extra)
-            moving, (loss, weight, *seen) = self._compiled(home)(plan, moving, still, batch, extra)
+            moving, (loss, weight, *seen) = self._programs[home](plan, moving, still, batch, extra)
         except Exception as error:
             if fault := _fault(error, state, batch, extra):
                 raise fault from None
@@ -345,7 +339,7 @@ class TrainStep:
         home, moving, still = home_of(state, moving, still)
         if home is not None:
             batch, extra = self._placed(state, home, batch, extra)
-        return self._compiled(home).lower(state.plan, moving, still, batch, extra)
+        return self._programs[home].lower(state.plan, moving, still, batch, extra)
 
     def __getstate__(self):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

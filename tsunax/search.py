@@ -25,11 +25,12 @@ import numpy as np
 
 from tsunax import _checks, _feed, _fused, _memory, _place, _tree, distributed, figures
 from tsunax._loss import rows_of
+from tsunax._members import over_members
 from tsunax._memory import Need
 from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, MissingLibraryError, WrongTypeError, message
 from tsunax.hyper import adjust
 from tsunax.program import TrainStep
-from tsunax.state import TrainState, over_members, own
+from tsunax.state import TrainState, own
 
 __all__ = [
     "RangeTest",

@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tsunax import _hoist, _place, _tree, _where, hardware
+from tsunax._members import members_of
 from tsunax.errors import DeviceError, PatternError, WrongTypeError, message
-from tsunax.state import TrainState, base, is_gone, members_of, trained_part
+from tsunax.state import TrainState, base, is_gone, trained_part
 
 __all__ = ["Placement", "explain", "mesh", "shard"]
 
@@ -121,7 +121,7 @@ def _moved(tree, where):
         return jax.device_put(tree, where)
 
     def one(x, sharding):  # each process has all of it, and gives its own part
-        is_key = _tree.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        is_key = _tree.is_key(x)
         bits = np.asarray(jax.random.key_data(x) if is_key else x)
         made = jax.make_array_from_callback(bits.shape, sharding, lambda at: bits[at])
         return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x)) if is_key else made
@@ -306,7 +306,7 @@ def explain(tree) -> Placement:
         if not isinstance(x, jax.Array) or elsewhere != "host":
             rows.append((_tree.access_str("", path), kind, elsewhere, 0))
             continue
-        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        x = jax.random.key_data(x) if _tree.is_key(x) else x
         parts = [(str(shard.device), shard.data.nbytes) for shard in x.addressable_shards]
         for device, n in parts:
             held[device] = held.get(device, 0) + n

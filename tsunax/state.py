@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -427,37 +426,6 @@ def donated(where: str) -> str:
     return message("state", where, "one that was donated to an earlier step", "one whose buffers are there", fix)
 
 
-def members_of(state: TrainState) -> int | None:
-    """How many members a population has; None for a single state."""
-    shape: tuple[int, ...] = state.clock.shape
-    return shape[0] if len(shape) > 1 else None
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("tree",), meta_fields=())
-@dataclass(frozen=True)
-class each:
-    """A tree whose arrays have a first axis of members: a batch for each, `step(runs, ts.each(batches))`.
-
-    >>> each(jnp.zeros((3, 8))).tree.shape
-    (3, 8)
-    """
-
-    tree: Any
-
-
-def over_members(f: Callable, state: TrainState, *trees):
-    """`f(state, *trees)`, mapped over the members of a population; a tree in `each` has one for each of them."""
-    if members_of(state) is None:
-        return f(state, *trees)
-    axes = [jax.tree.map(lambda x: 0 if isinstance(x, each) else None, tree, is_leaf=_is_each) for tree in trees]
-    bare = lambda tree: jax.tree.map(lambda x: x.tree if isinstance(x, each) else x, tree, is_leaf=_is_each)
-    return jax.vmap(lambda state, *trees: f(state, *map(bare, trees)), in_axes=(0, *axes))(state, *trees)
-
-
-def _is_each(x) -> bool:
-    return isinstance(x, each)
-
-
 def check_state(state, where: str, second=None) -> None:
     """Raise unless `state` is a TrainState that was not donated; `second` is what was given after it."""
     if isinstance(state, TrainState):
@@ -492,7 +460,7 @@ def as_key(key, where: str):
     if isinstance(key, jax.Array):
         if key.is_deleted():
             raise StateError(message("key", where, "a deleted array", expected))
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        typed = _tree.is_key(key)
         if (typed and key.ndim == 0) or (key.dtype == np.uint32 and key.ndim == 1):
             return key
         if typed or key.dtype == np.uint32:

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _tree
+from tsunax import _checks, _tree
+from tsunax._members import members_of
 from tsunax.errors import StateError, WrongTypeError, message
-from tsunax.state import TrainState, as_key, members_of
+from tsunax.state import TrainState, as_key
 
 __all__ = ["member", "population", "select"]
 
@@ -49,8 +50,7 @@ def population(make: Callable[..., TrainState], n: int, *, key: Any = 0, **value
     """
     if not callable(make):
         raise WrongTypeError(message("make", "population()", _tree.describe(make), "a function make(key, **values)"))
-    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
-        raise WrongTypeError(message("n", "population()", _tree.describe(n), "an int ≥ 1"))
+    _checks.check_count(n, "population()", "n")
     for name, x in values.items():
         for leaf in jax.tree.leaves(x):
             if np.shape(leaf)[:1] != (n,):
@@ -93,7 +93,7 @@ def _taken(runs: TrainState, at) -> TrainState:
 
 
 def _members(runs: Any, where: str) -> int:
-    n = members_of(runs) if isinstance(runs, TrainState) else None
+    n = members_of(runs)
     if n is None:
         raise StateError(message("runs", where, _tree.describe(runs), "a population", "Make one: ts.population(...)."))
     return n

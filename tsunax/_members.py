@@ -1,0 +1,48 @@
+"""Populations: states whose arrays have a leading axis of members. How one is told, and how a function is mapped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tsunax.state import TrainState
+
+
+def members_of(state: Any) -> int | None:
+    """How many members a population has; None for a single state, and for what is no `TrainState`."""
+    if not isinstance(state, TrainState):
+        return None
+    shape: tuple[int, ...] = state.clock.shape
+    return shape[0] if len(shape) > 1 else None
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("tree",), meta_fields=())
+@dataclass(frozen=True)
+class each:
+    """A tree whose arrays have a first axis of members: a batch for each, `step(runs, ts.each(batches))`.
+
+    >>> each(jax.numpy.zeros((3, 8))).tree.shape
+    (3, 8)
+    """
+
+    tree: Any
+
+
+def over_members(f: Callable, state: TrainState, *trees):
+    """`f(state, *trees)`, mapped over the members of a population; a tree in `each` has one for each of them."""
+    if members_of(state) is None:
+        return f(state, *trees)
+    axes = [jax.tree.map(lambda x: 0 if isinstance(x, each) else None, tree, is_leaf=_is_each) for tree in trees]
+    bare = lambda tree: jax.tree.map(lambda x: x.tree if isinstance(x, each) else x, tree, is_leaf=_is_each)
+    return jax.vmap(lambda state, *trees: f(state, *map(bare, trees)), in_axes=(0, *axes))(state, *trees)
+
+
+def _is_each(x) -> bool:
+    return isinstance(x, each)
+
+
+__all__ = ["each", "members_of", "over_members"]
