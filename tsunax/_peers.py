@@ -293,7 +293,7 @@ class Peers:
         self.index, self.count, self.timeout, self.patience = index, len(hellos), timeout, patience
         self.names = [name_of(hello) for hello in hellos]
         self._line, self._changed = line, threading.Condition()
-        self._number, self._found = 0, {}
+        self._numbers, self._found = {}, {}
         self._calls = self._round = self._asked = self._goal = self._value = 0
         self._is_counting = self._is_closing = self._is_failing = False
         self._hub = None if hub is None else Hub(hub, hellos, patience)
@@ -304,12 +304,15 @@ class Peers:
 
     # ------------------------------------------------------------------------------------------------- for callers
 
-    def gather(self, name: str, text: str = "", timeout: float | None = None) -> list[str]:
-        """What all processes said here, by index. Raises ProcessError where one did not come, or was elsewhere."""
+    def gather(self, name: str, text: str = "", timeout: float | None = None, thread: str = "") -> list[str]:
+        """What all processes said here, by index. Raises ProcessError where one did not come, or was elsewhere.
+
+        A thread beside the main one gives its name: its gatherings have an order of their own.
+        """
         timeout = self.timeout if timeout is None else timeout
         with self._changed:
-            self._number += 1
-            number = self._number
+            self._numbers[thread] = self._numbers.get(thread, 0) + 1
+            number = f"{thread} {self._numbers[thread]}"
         self._send({"say": [number, name, text, timeout]})
         with self._changed:
             # the hub keeps the time; where the hub is gone, the process ends

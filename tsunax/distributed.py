@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ from jax._src import xla_bridge
 from jax._src.clusters import ClusterEnv
 
 from tsunax import _peers, _tree
-from tsunax.errors import ProcessError, WrongTypeError, message, told
+from tsunax.errors import ProcessError, TsunaxError, WrongTypeError, message, told
 
 __all__ = [
     "agree",
@@ -45,10 +45,12 @@ __all__ = [
     "first_of",
     "give_up",
     "is_main",
+    "name_of",
     "process_count",
     "process_index",
     "start",
     "stop",
+    "together",
 ]
 
 SPARE = 10  # seconds after `peer_timeout` in which JAX, too, would end the process: should this module ever fail
@@ -313,14 +315,14 @@ def is_main() -> bool:
 # What all agree on
 
 
-def _gather(name: str, text: str = "", timeout: float | None = None) -> list[str]:
-    """What all processes say at this place, by index."""
+def _gather(name: str, text: str = "", timeout: float | None = None, thread: str = "") -> list[str]:
+    """What all processes say at this place, by index; a thread beside the main one has places of its own."""
     if _peers_of_run is None:
         if process_count() > 1:
             fix = "Call ts.distributed.start() in place of jax.distributed.initialize()."
             raise ProcessError(message(name, "", "processes that did not start here", "ts.distributed.start()", fix))
         return [text]
-    return _peers_of_run.gather(name, text, timeout)
+    return _peers_of_run.gather(name, text, timeout, thread)
 
 
 def barrier(name: str = "barrier", timeout: float | None = None) -> None:
@@ -349,6 +351,45 @@ def agree(asked: int = 0) -> int:
 def first_of(name: str, text: str) -> str:
     """What the first process that says anything says, on all of them; "" where none does. It waits for all of them."""
     return text if _peers_of_run is None else next(filter(None, _gather(name, text)), "")
+
+
+def together(
+    name: str,
+    f: Callable[[], tuple[Any, str]],
+    *,
+    timeout: float | None = None,
+    thread: str = "",
+    kinds: Sequence[type[Exception]] = (),
+) -> tuple[Any, list[str]]:
+    """`f()` on all processes, or an error on all of them: (its value, the words of all), where `f` gives (value, word).
+
+    Of several errors all raise one: the process whose error it is that one, the others a ProcessError that names it, or
+    one of these kinds, which are listed from the mildest on; any other is graver.
+    """
+    if process_count() == 1:
+        value, word = f()
+        return value, [word]
+    value, word, mine, said = None, "", None, [len(kinds), "", ""]
+    try:
+        value, word = f()
+        said = [-1, "", word]
+    except Exception as error:
+        mine, known = error, isinstance(error, (TsunaxError, *kinds))
+        grade = next((i for i, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
+        said = [grade, str(error) if known else told(error), ""]
+    everyone = [json.loads(text) for text in _gather(name, json.dumps(said), timeout, thread)]
+    grade, problem, _ = worst = max(everyone, key=lambda said: said[0])
+    if grade < 0:
+        return value, [word for _, _, word in everyone]
+    who = everyone.index(worst)
+    if who == process_index() and mine is not None:
+        raise mine
+    raise [*kinds, ProcessError][grade](f"{name_of(who)}: {problem}")
+
+
+def name_of(index: int) -> str:
+    """How messages call a process."""
+    return f"process {index}" if _peers_of_run is None else _peers_of_run.names[index]
 
 
 def check_in_sync(**things: Any) -> None:
