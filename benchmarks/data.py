@@ -13,7 +13,8 @@ import numpy as np
 
 import tsunax as ts
 from benchmarks._common import interleave, ratio, save, table
-from tsunax.data import batches, gather, prefetch
+from tsunax import batches, prefetch
+from tsunax.data import gather
 
 
 def forever(make):

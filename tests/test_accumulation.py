@@ -10,7 +10,7 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax.errors import LossError, RuleError, StateError, TsunaxError, WrongTypeError
+from tsunax.errors import HyperparameterError, LossError, RuleError, StateError, TsunaxError, WrongTypeError
 
 FEATURES, CLASSES = 5, 3
 
@@ -227,10 +227,11 @@ def test_one_program_serves_all_batches_and_memory_is_that_of_one_micro_batch():
 
 @pytest.mark.parametrize("n", [0, -2, 2.5, True, "4", None])
 def test_only_counts_are_taken(n):
-    with pytest.raises(WrongTypeError, match=r"accumulate at train_step\(\): got .*expected an int ≥ 1"):
+    kind = HyperparameterError if type(n) is int else WrongTypeError
+    with pytest.raises(kind, match=r"accumulate at train_step\(\): got .*expected an int ≥ 1"):
         ts.train_step(plain, accumulate=n)
     if not callable(n):
-        with pytest.raises(WrongTypeError, match=r"every at accumulate\(\): got .*expected an int ≥ 1"):
+        with pytest.raises(kind, match=r"every at accumulate\(\): got .*expected an int ≥ 1"):
             ts.rules.accumulate(ts.rules.sgd(0.1), every=n)
 
 

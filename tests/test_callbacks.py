@@ -387,7 +387,7 @@ def test_best_is_remembered_logged_and_kept(resuming):
         (lambda: every(2, None), "fn at every(): got None, expected a function"),
         (lambda: early_stopping(3), "metric at early_stopping(): got 3 (int), expected a name"),
         (lambda: early_stopping(patience=0), "patience at early_stopping(): got 0, expected ≥ 1"),
-        (lambda: early_stopping(mode="less"), "mode at early_stopping(): got 'less', expected 'min' or 'max'"),
+        (lambda: early_stopping(mode="less"), "mode at early_stopping(): got 'less' (str), expected 'min' or 'max'"),
         (lambda: early_stopping(min_delta=-1), "min_delta at early_stopping(): got -1, expected ≥ 0"),
         (lambda: early_stopping(min_delta=NAN), "min_delta at early_stopping(): got nan, expected a finite number"),
         (lambda: early_stopping(divergence="10"), "divergence at early_stopping(): got '10' (str), expected a number"),

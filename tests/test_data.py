@@ -19,8 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
 from tsunax import distributed
-from tsunax.data import as_source, batches, check_batch, gather, prefetch
+from tsunax._ahead import prefetch
+from tsunax.data import batches, check_batch, gather
 from tsunax.errors import DataError, WrongTypeError
+from tsunax.source import as_source
 
 N = 23
 ARRAYS = {"x": np.arange(N * 3, dtype=np.float32).reshape(N, 3), "y": (np.arange(N, dtype=np.int8), None)}
@@ -383,7 +385,7 @@ def test_the_thread_ends_with_the_loop(how):
 def test_the_interpreter_exits_while_a_thread_waits():
     code = (
         "import itertools, numpy as np, jax\n"
-        "from tsunax.data import prefetch\n"
+        "from tsunax import prefetch\n"
         "it = iter(prefetch(itertools.repeat(np.ones(2)), jax.devices()[0]))\n"
         "next(it); print('done')"
     )

@@ -32,6 +32,7 @@ from tsunax.hardware import (
     to_device,
     to_host,
 )
+from tsunax.source import as_source
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = jax.devices("cpu")
@@ -616,7 +617,7 @@ def test_any_iterable_of_batches_is_a_loader():
         loader.set_state({})
     once = to_device(iter(Loader()), CPU[1])
     assert len(list(once)) == 3 and list(once) == []
-    assert not ts.data.as_source(once).restartable and ts.data.as_source(loader).restartable
+    assert not as_source(once).restartable and as_source(loader).restartable
     pair = to_device([np.ones(2), np.zeros(2)], CPU[1])  # a list is a tree
     assert isinstance(pair, list) and device_of(pair) == CPU[1]
 
@@ -654,11 +655,11 @@ def test_the_place_of_an_iterator_shows():
         def __iter__(self):
             return Place()
 
-    source = ts.data.as_source(to_device(Loader(), CPU[1]))
+    source = as_source(to_device(Loader(), CPU[1]))
     source.next()
     state = source.state()
     assert state["data"] == {"at": 1}
-    again = ts.data.as_source(to_device(Loader(), CPU[1]))
+    again = as_source(to_device(Loader(), CPU[1]))
     again.restore(state)
     assert int(again.next()[0]) == 2 and source.resumable
 

@@ -14,7 +14,8 @@ import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import _memory, search
 from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError
-from tsunax.search import find_accumulation, find_batch_size, find_learning_rate
+from tsunax.range_test import find_learning_rate
+from tsunax.search import find_accumulation, find_batch_size
 
 MIB = 1 << 20
 X = jax.ShapeDtypeStruct((1, 512), jnp.float32)

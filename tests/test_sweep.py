@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
-from tsunax.errors import DeviceError, StateError, WrongTypeError
+from tsunax.errors import DeviceError, HyperparameterError, StateError, WrongTypeError
 
 N, RATES = 4, np.logspace(-3, -1, 4)
 RNG = np.random.default_rng(0)
@@ -149,7 +149,7 @@ def test_a_run_of_a_population_goes_on(tmp_path):
     ("call", "kind", "text"),
     [
         (lambda runs: ts.population(make, 3, rate=RATES), StateError, r"'rate' at population.*\(4,\).*first axis of 3"),
-        (lambda runs: ts.population(make, 0, rate=RATES), WrongTypeError, "n at population.*0"),
+        (lambda runs: ts.population(make, 0, rate=RATES), HyperparameterError, "n at population.*0"),
         (lambda runs: ts.population(make, 2.0), WrongTypeError, "n at population"),
         (lambda runs: ts.population({}, 2), WrongTypeError, "make at population"),
         (lambda runs: ts.population(lambda key: key, 2), StateError, "result at make"),

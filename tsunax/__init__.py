@@ -24,8 +24,9 @@ from tsunax.step import StepInfo, flush, update, value_and_grad
 
 if _TYPE_CHECKING:  # loaded when they are first asked for
     from tsunax import callbacks, distributed, exchange, loggers, losses, metrics, models, regularize
+    from tsunax._ahead import prefetch
     from tsunax.checkpoint import Checkpoints
-    from tsunax.data import batches, prefetch
+    from tsunax.data import batches
     from tsunax.evaluation import evaluate
     from tsunax.figures import plot, plot_text
     from tsunax.hardware import (
@@ -43,14 +44,16 @@ if _TYPE_CHECKING:  # loaded when they are first asked for
     )
     from tsunax.history import History
     from tsunax.loop import fit, iterate, train_epoch, train_steps
+    from tsunax.range_test import find_learning_rate
     from tsunax.reproduce import check_reproducible, fingerprint, isolated_rng, reproducible, worker_seed
-    from tsunax.search import find_accumulation, find_batch_size, find_learning_rate
+    from tsunax.search import find_accumulation, find_batch_size
     from tsunax.sharding import explain, mesh, shard
     from tsunax.sweep import member, population, select
 
 _LATER = {
     "checkpoint": ("Checkpoints",),
-    "data": ("batches", "prefetch"),
+    "data": ("batches",),
+    "_ahead": ("prefetch",),
     "evaluation": ("evaluate",),
     "figures": ("plot", "plot_text"),
     "hardware": (
@@ -60,7 +63,8 @@ _LATER = {
     "history": ("History",),
     "loop": ("fit", "iterate", "train_epoch", "train_steps"),
     "reproduce": ("check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"),
-    "search": ("find_accumulation", "find_batch_size", "find_learning_rate"),
+    "range_test": ("find_learning_rate",),
+    "search": ("find_accumulation", "find_batch_size"),
     "sharding": ("explain", "mesh", "shard"),
     "sweep": ("member", "population", "select"),
 }

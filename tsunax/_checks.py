@@ -1,6 +1,6 @@
 """What params and other trees must be: checked before anything is compiled, on concrete arrays only."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax import _tree
-from tsunax.errors import ParamsError, StateError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, ParamsError, StateError, WrongTypeError, message
 
 
 def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
@@ -174,6 +174,14 @@ def is_real(x: Any) -> bool:
 
 
 def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
-    """Raise WrongTypeError unless it is an int, and not below `least`."""
-    if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < least:
+    """Raise WrongTypeError unless it is an int, HyperparameterError where it is below `least`."""
+    if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
         raise WrongTypeError(message(name, where, _tree.describe(n), f"an int ≥ {least}"))
+    if n < least:
+        raise HyperparameterError(message(name, where, n, f"an int ≥ {least}"))
+
+
+def check_choice(value: Any, where: str, name: str, known: Sequence[str]) -> None:
+    """Raise HyperparameterError unless it is one of the names that are known."""
+    if value not in known:
+        raise HyperparameterError(message(name, where, _tree.describe(value), " or ".join(map(repr, known))))

@@ -11,10 +11,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tsunax import _fused, _place, _tree
+from tsunax._ahead import Prefetched
 from tsunax._members import members_of
-from tsunax.data import Batches, Prefetched, as_source, check_batch
+from tsunax.data import Batches, Data, check_batch
 from tsunax.errors import DataError, StateError, message
 from tsunax.program import TrainStep
+from tsunax.source import as_source
 
 BUFFER_BYTES = 1 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
@@ -44,7 +46,7 @@ class Feed:
         self._step = step
         self._is_population = members_of(state) is not None
         self.source = as_source(data)
-        if isinstance(data, Batches | Prefetched) and self.source.resumable:
+        if isinstance(data, Data) and self.source.resumable:
             self.source.restore(data.get_state())  # in the middle of an epoch, if they are there
         self._start = self.source.state() if self.source.resumable else None
         self._setting, self._interval = steps_per_call, interval
@@ -78,7 +80,7 @@ class Feed:
     def _is_through(self) -> bool:
         data, position = self.source.data, self.source.position
         try:
-            return isinstance(data, Batches | Prefetched) and position >= len(data)
+            return isinstance(data, Data) and position >= len(data)
         except TypeError:  # a stream does not know its length
             return False
 

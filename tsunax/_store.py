@@ -23,19 +23,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _files, _manifest, _tree
+from tsunax import _checks, _files, _manifest, _tree
 from tsunax._manifest import Damaged, Leaf, Manifest
 from tsunax.errors import CheckpointError, HyperparameterError, StateError, WrongTypeError, message, told
 from tsunax.state import donated, is_gone
 
 __all__ = []
-
-
-def check_count(name: str, value, least: int = 1, where: str = "Checkpoints()") -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise WrongTypeError(message(name, where, _tree.describe(value), f"an int ≥ {least}"))
-    if value < least:
-        raise HyperparameterError(message(name, where, value, f"≥ {least}"))
 
 
 # ------------------------------------------------------------------------------------------------- to the host
@@ -62,7 +55,7 @@ def step_of(tree: _manifest.Tree, step) -> int:
             fix = "save(state, step=...)."
             raise WrongTypeError(message("state", "save()", "a tree without a TrainState", "one, or step=", fix))
         step = int(np.max(np.asarray(next(iter(tree.states.values())).step)))
-    check_count("step", step, 0, "save()")
+    _checks.check_count(step, "save()", "step", 0)
     if step >= 1 << 48:
         raise HyperparameterError(message("step", "save()", step, "< 2**48"))
     return int(step)

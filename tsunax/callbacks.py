@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
-from tsunax import _number, _tree, _where
+from tsunax import _checks, _number, _tree, _where
 from tsunax.errors import HyperparameterError, RowError, WrongTypeError, message
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 
@@ -62,8 +62,7 @@ def _function(where: str, name: str, fn) -> None:
 def _watched(where: str, metric, mode) -> None:
     if not isinstance(metric, str) or not metric:
         raise WrongTypeError(message("metric", where, _tree.describe(metric), "a name, as in 'val/loss'"))
-    if mode not in ("min", "max"):
-        raise HyperparameterError(message("mode", where, repr(mode), "'min' or 'max'"))
+    _checks.check_choice(mode, where, "mode", ("min", "max"))
 
 
 # ------------------------------------------------------------------------------------------------------------ watching

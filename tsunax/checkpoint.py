@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _files, _manifest, _store, _target, _tree
+from tsunax import _checks, _files, _manifest, _store, _target, _tree
 from tsunax._manifest import Damaged, Leaf, Manifest, TooNew
 from tsunax.errors import CheckpointError, HyperparameterError, SaveError, WrongTypeError, message, told
 
@@ -56,7 +56,7 @@ class Best:
     def __post_init__(self):
         if not isinstance(self.metric, str) or not self.metric:
             raise WrongTypeError(message("metric", "Best()", _tree.describe(self.metric), "the name of a metric"))
-        _store.check_count("k", self.k)
+        _checks.check_count(self.k, "Best()", "k")
         if self.mode not in ("min", "max"):
             raise WrongTypeError(message("mode", "Best()", _tree.describe(self.mode), "'min' or 'max'"))
 
@@ -129,7 +129,7 @@ class Checkpoints:
     ):
         for name, value in {"every": every, "keep_last": keep_last, "keep_every": keep_every}.items():
             if value is not None:
-                _store.check_count(name, value)
+                _checks.check_count(value, "Checkpoints()", name)
         if not isinstance(timeout, (int, float)) or not timeout > 0:
             raise HyperparameterError(message("timeout", "Checkpoints()", _tree.describe(timeout), "seconds > 0"))
         if keep_best is not None and not isinstance(keep_best, Best):
@@ -293,7 +293,7 @@ class Checkpoints:
                 raise CheckpointError(message("checkpoints", str(self.path), got, "none: resume='never'", fix))
             return Restored(like)
         if step is not None:
-            _store.check_count("step", step, 0, "restore()")
+            _checks.check_count(step, "restore()", "step", 0)
             if step not in found:
                 raise CheckpointError(message("checkpoint", str(self.path), f"step {step}", f"one of {_brief(found)}"))
             found = [int(step)]

@@ -1,25 +1,18 @@
 """Batches: where they come from, in which order, and how they get to the device in time.
 
-    data = ts.batches({"x": x, "y": y}, 128, shuffle=True, seed=0)
-    for batch in ts.prefetch(data, device):
+    for batch in ts.batches({"x": x, "y": y}, 128, shuffle=True, seed=0):
         ...
 
-Data is any iterable of batches, and a batch is any pytree of arrays with rows along axis 0. `batches` makes one from
-arrays, or from a stream of records; its order is a function of (seed, epoch), its place two integers. `prefetch` runs
-any data ahead in a thread. `as_source` is what a loop sees of all of them, also of other libraries' loaders: the next
-batch, the next k at once, and the place to go on from. Nothing here knows of states and steps.
+A batch is any pytree of arrays with rows along axis 0. `batches` makes them from arrays, or from a stream of records;
+their order is a function of (seed, epoch), their place two integers. Nothing here knows of states and steps.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
 import math
-import queue
-import threading
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -32,9 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from tsunax import _tree
 from tsunax._place import data_axes
 from tsunax.distributed import process_count, process_index
-from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
+from tsunax.errors import DataError, WrongTypeError, message
 
-__all__ = ["Batches", "Prefetched", "Source", "as_source", "batches", "check_batch", "gather", "prefetch"]
+__all__ = ["Batches", "Data", "batches", "check_batch", "gather", "placement", "sharding_of"]
 
 
 def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
@@ -112,7 +105,7 @@ def _share(rows: int, process: tuple[int, int], is_whole: bool = False) -> slice
 # Places
 
 
-def _placement(device: Any, where: str) -> Any:
+def placement(device: Any, where: str) -> Any:
     """The sharding of batches, rows over the devices; None for JAX's default device."""
     if device is True or isinstance(device, (NamedSharding, SingleDeviceSharding)):
         return None if device is True else device
@@ -124,7 +117,7 @@ def _placement(device: Any, where: str) -> Any:
     raise WrongTypeError(message("device", where, _tree.describe(device), expected))
 
 
-def _sharding_of(shape: tuple[int, ...], sharding: Any, axis: int = 0) -> Any:
+def sharding_of(shape: tuple[int, ...], sharding: Any, axis: int = 0) -> Any:
     """The sharding for an array whose rows lie along an axis. Raises DataError where they do not divide."""
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -164,7 +157,7 @@ def gather(resident: Any, order: Any, first: Any, shape: tuple[int, ...]) -> Any
 @functools.lru_cache(maxsize=64)
 def _gather_to(sharding: Any, shape: tuple[int, ...], ordered: bool):
     """`gather` compiled: rows chosen by the host, or from one row on. A slice of an order would be a kernel more."""
-    placed = _sharding_of(shape, sharding, len(shape) - 1)
+    placed = sharding_of(shape, sharding, len(shape) - 1)
     take = lambda resident, at: gather(resident, *((at, 0) if ordered else (None, at)), shape)
     return jax.jit(take, out_shardings=placed if isinstance(placed, NamedSharding) else None)
 
@@ -236,14 +229,32 @@ class _Epoch:
         return self._advance(k)  # type: ignore[return-value]
 
 
-class Batches:
+class Data:
+    """Data of ours: iterable again and again, an epoch each time, from a place that it knows."""
+
+    is_whole = False  # the batch given last: the same on all processes
+    resumable = True  # whether `set_state` needs nothing but the place
+
+    def __len__(self) -> int:
+        """The batches of an epoch. Raises TypeError where nobody knows."""
+        raise NotImplementedError
+
+    def get_state(self) -> dict:
+        """The place after the last batch given."""
+        raise NotImplementedError
+
+    def afresh(self) -> Any:
+        """The same data at the start of an epoch, with a place of its own."""
+        raise NotImplementedError
+
+
+class Batches(Data):
     """What `batches` returns: data that can be iterated again and again, an epoch each time, and knows its place."""
 
     def __init__(self, arrays, batch_size, *, seed, window, tail, process, device):
         self.batch_size, self.resident = batch_size, None
         self._seed, self._window, self._tail, self._process = seed, window, tail, process
         self._place, self._restored = (0, 0), False
-        self.is_whole = False  # the batch given last: the same on all processes
         self.share = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = window is not None or process[1] > 1
         self._rows: Any = None  # of all processes; None for a stream that does not know
@@ -259,10 +270,10 @@ class Batches:
             leaves, self._treedef = jax.tree.flatten(arrays)
             self._leaves = [np.asarray(x) if _tree.is_array(x) else x for x in leaves]
             return
-        self._sharding = _placement(device, "batches()")
+        self._sharding = placement(device, "batches()")
         for rows in (self.share, self._rest if tail == "keep" else 0):
-            _sharding_of((rows,), self._sharding)
-        self._whole = _sharding_of((), self._sharding)  # every device has all rows, and gathers its own: no traffic
+            sharding_of((rows,), self._sharding)
+        self._whole = sharding_of((), self._sharding)  # every device has all rows, and gathers its own: no traffic
         self.resident = _put(arrays, self._whole)
         self._uploaded = (-1, None)
 
@@ -491,392 +502,3 @@ def batches(
         got = f"{data._rows} rows, fewer than batch_size={batch_size}"
         raise DataError(message("arrays", "batches()", got, 'one batch at least with tail="drop"'))
     return data
-
-
-# Ahead of time
-
-
-_END = object()
-
-
-def _placer(device: Any):
-    """A function that puts a batch on a device, or its rows over the devices of a mesh."""
-    if device is None:
-        return lambda batch, is_whole: batch
-    sharding = _placement(device, "prefetch()")
-    if not isinstance(sharding, NamedSharding):
-        return lambda batch, is_whole: jax.device_put(batch, sharding)
-    if sharding.is_fully_addressable:
-        where = lambda x: _sharding_of(np.shape(x), sharding)
-        return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(where, batch))
-    alone = _sharding_of((), sharding)
-    put = lambda x, where: jax.make_array_from_process_local_data(where if np.ndim(x) else alone, np.asarray(x))
-    return lambda batch, is_whole: jax.tree.map(lambda x: put(x, alone if is_whole else sharding), batch)
-
-
-def _run_ahead(source: Source, place, slots: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
-    """The thread: a batch, and the place after it, for every slot; ends at the end, an error, or a closed slot."""
-    try:
-        while slots.get():
-            batch = source.next()
-            is_whole = source.is_whole
-            ready.put((_END if batch is None else place(batch, is_whole), (source.state(), is_whole), None))
-            if batch is None:
-                return
-    except BaseException as error:
-        ready.put((_END, None, error))
-
-
-def _end(slots: queue.SimpleQueue, thread: threading.Thread) -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            slots.get_nowait()
-    slots.put(False)
-    if thread is not threading.current_thread():  # where it is collected as garbage
-        thread.join(5)  # one that waits for a batch ends with it
-
-
-class _Ahead:
-    """An iterator over what its thread has read. The thread does not know it, and ends when it is gone."""
-
-    def __init__(self, owner: Prefetched):
-        self._owner, self._thread = owner, None
-        self._slots, self._ready = queue.SimpleQueue(), queue.SimpleQueue()
-
-    def __iter__(self) -> _Ahead:
-        return self
-
-    def _start(self) -> None:
-        owner = self._owner
-        owner.close()
-        owner._running = weakref.ref(self)
-        owner._source.rewind()
-        for _ in range(owner._size):
-            self._slots.put(True)
-        work = (owner._source, owner._place, self._slots, self._ready)
-        self._thread = threading.Thread(target=_run_ahead, args=work, name="tsunax-prefetch", daemon=True)
-        self._finish = weakref.finalize(self, _end, self._slots, self._thread)  # when it is collected, and at exit
-        self._thread.start()
-
-    def __next__(self) -> Any:
-        if self._thread is None:
-            self._start()
-        if not self._finish.alive:
-            raise StopIteration
-        batch, state, error = self._ready.get()
-        if batch is _END:
-            self.close()
-        else:
-            self._slots.put(True)
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # or the traceback would keep this frame, and this frame the error
-        if state is not None:
-            self._owner._state, self._owner.is_whole = state
-        if batch is _END:
-            raise StopIteration
-        return batch
-
-    def close(self) -> None:
-        """End the thread now. Batches that were read ahead are given up."""
-        if self._thread is not None:
-            self._finish()
-
-
-class Prefetched:
-    """What `prefetch` returns: data that is read ahead while it is iterated; its place is that of the batches given."""
-
-    def __init__(self, data: Any, device: Any, size: int):
-        self._source, self._place, self._size = as_source(data), _placer(device), size
-        self._state: dict | None = None
-        self.is_whole = False  # the batch given last: the same on all processes
-        self._running: Any = lambda: None
-
-    @property
-    def data(self) -> Any:
-        """What is read ahead."""
-        return self._source.data
-
-    def afresh(self) -> Prefetched:
-        """The same data at the start of an epoch, with a place and a thread of its own."""
-        data = self.data.afresh() if isinstance(self.data, Batches) else self.data
-        other = copy.copy(self)
-        other._source, other._state, other._running = as_source(data), None, lambda: None
-        return other
-
-    def __len__(self) -> int:
-        return len(self._source.data)
-
-    def __iter__(self) -> _Ahead:
-        return _Ahead(self)
-
-    def get_state(self) -> dict:
-        """The place after the last batch given, whatever was read ahead: what the data itself would give there."""
-        return self._source.state() if self._state is None else self._state
-
-    def close(self) -> None:
-        """End the thread of the loop that runs, if one does."""
-        if running := self._running():
-            running.close()
-
-    def set_state(self, state: Mapping, replay: bool = False) -> None:
-        """Go on from such a place; see `Source.restore`."""
-        self.close()
-        self._source.restore(state, replay)
-        self._state = None
-
-
-def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
-    """Data whose next `size` batches are made, and brought to a device, by a thread while this one is worked on.
-
-        for batch in prefetch(data, device):  # the same batches in the same order
-            state, info = step(state, batch)
-
-    With a Mesh or NamedSharding the rows are spread over the devices along axis 0, and leaves without rows are there on
-    each; of several processes each one gives its own part. Without a device only the making runs ahead. What the data
-    raises is raised here, with its traceback. The thread ends with the loop, however that ends; a new loop ends an
-    older one. The data must make fresh arrays for each batch; batches of arrays in memory gain nothing. What was read
-    ahead of data that cannot be put to its place (a generator) is lost when a loop over it ends.
-
-    Raises DataError for a size below 1, and while it runs for rows that do not divide by the devices.
-
-    >>> data = prefetch(batches(np.arange(6), 2))
-    >>> for batch in data:
-    ...     print(batch, data.get_state())
-    [0 1] {'epoch': 0, 'position': 1}
-    [2 3] {'epoch': 0, 'position': 2}
-    [4 5] {'epoch': 1, 'position': 0}
-    """
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise DataError(message("size", "prefetch()", repr(size), "an int of 1 or more"))
-    return Prefetched(data, device, size)
-
-
-# Any iterable
-
-
-def _shapes(batch: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(batch)
-    return treedef, [(np.shape(x), _tree.dtype_of(x)) for x in leaves]
-
-
-def _stack(*leaves: Any) -> Any:
-    return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)
-
-
-def _as_array(leaf: Any) -> Any:
-    return np.asarray(leaf) if hasattr(leaf, "__array__") and not _tree.is_array(leaf) else leaf
-
-
-class Source:
-    """A cursor over any iterable of batches: `next`, `take`, `state`, `restore`; what `as_source` returns.
-
-    `epoch` and `position` count the epochs and the batches of this one that were given.
-    """
-
-    def __init__(self, data: Any):
-        self.data, self.epoch, self.position = data, 0, 0
-        self._batches: Any = None  # the iterator of this epoch
-        self._held: Any = None  # what `take` read too much, the state before it, and whether it is whole
-        self.is_whole = False  # whether the batch given last is the same on all processes: a short one, not shared
-        self._given, self._restored = 0, False
-        self._is_ours = isinstance(data, (Batches, Prefetched))
-
-    @property
-    def restartable(self) -> bool:
-        """Whether there is a second epoch: an iterator, such as a generator, as a rule gives one only."""
-        return not isinstance(self.data, Iterator)
-
-    @property
-    def resumable(self) -> bool:
-        """Whether the data knows its place: `restore` needs no replay. An iterator's state shows once there is one."""
-        if isinstance(self.data, Prefetched):
-            return self.data._source.resumable
-        return any(hasattr(x, name) for x in (self.data, self._batches) for name in ("set_state", "load_state_dict"))
-
-    def __iter__(self) -> Iterator[Any]:
-        while (batch := self.next()) is not None:
-            yield batch
-
-    def _pull(self, k: int | None = None) -> Any:
-        """The next batch, or k of them stacked; `_END` after the last one of an epoch."""
-        where = f"batch {self.position} of epoch {self.epoch}"
-        try:
-            if self._batches is None:
-                self._batches = iter(self.data)
-            batch = next(self._batches, _END) if k is None else self._batches.take(k)
-        except TsunaxError:
-            raise
-        except Exception as error:
-            unparsed = type(error).__name__ == "UnparsedFlagAccessError"  # grain's workers, outside of absl.app
-            fix = "Call absl.flags.FLAGS.mark_as_parsed() first." if unparsed else ""
-            raise DataError(message("data", where, told(error), "a batch", fix)) from error
-        if k is not None and batch is None:
-            return _END
-        if batch is None:
-            raise DataError(message("batch", where, "None", "a tree of arrays"))
-        return batch if batch is _END or self._is_ours else jax.tree.map(_as_array, batch)
-
-    def _ended(self) -> None:
-        if self.position == 0:
-            where, fix = f"epoch {self.epoch}", "One for every epoch: a list, ts.batches(arrays, ...), grain."
-            if self._given and not self.restartable:
-                got = f"a {type(self.data).__name__} that is used up after {self._given} batches"
-                raise DataError(message("data", where, got, "data that can be iterated again", fix))
-            raise DataError(message("data", where, "no batch at all", "at least one"))
-        self._batches, self._restored = None, False
-        self.epoch, self.position = self.epoch + 1, 0
-
-    def next(self) -> Any:
-        """The next batch; None at the end of an epoch, after which the next one begins.
-
-        Raises DataError where the data raises (that is its cause), gives None, or has no batch left to begin with.
-        """
-        batch = self._pull() if self._held is None else self._held[0]
-        is_whole = self._pulls_whole if self._held is None else self._held[2]
-        self._held = None
-        if isinstance(batch, TsunaxError):
-            raise batch
-        if batch is _END:
-            return self._ended()
-        self._count(1)
-        self.is_whole = is_whole
-        return batch
-
-    @property
-    def _pulls_whole(self) -> bool:
-        return self._is_ours and self.data.is_whole
-
-    def _count(self, n: int) -> None:
-        self.position, self._given, self._restored = self.position + n, self._given + n, False
-
-    def take(self, k: int) -> Any:
-        """The next k batches as one tree with a leading axis; fewer at an end or where shapes change; None as `next`.
-
-        Of `Batches` in one gather.
-        """
-        if isinstance(self.data, Batches) and self.data._records is None:
-            chunk = self._pull(k)
-            if chunk is _END:
-                return self._ended()
-            self._count(len(jax.tree.leaves(chunk)[0]))
-            self.is_whole = self._pulls_whole
-            return chunk
-        if (batch := self.next()) is None:
-            return None
-        chunk, shapes = [batch], _shapes(batch)
-        while len(chunk) < k and self._held is None:
-            before = self.state()
-            try:
-                batch = self._pull()
-            except TsunaxError as error:  # after the batches before it
-                batch = error
-            is_other = batch is _END or isinstance(batch, TsunaxError) or _shapes(batch) != shapes
-            if is_other or self._pulls_whole:
-                self._held = batch, before, self._pulls_whole
-            else:
-                chunk.append(batch)
-                self._count(1)
-        return jax.tree.map(_stack, *chunk)
-
-    def advance(self, k: int) -> tuple[int, tuple[int, int]] | None:
-        """What `take(k)` would gather, `(first row in the order, (k, rows))`, of `Batches` that are resident."""
-        if self._batches is None:
-            self._batches = iter(self.data)
-        ahead = self._batches.advance(k)
-        if ahead is None:
-            return self._ended()
-        self._count(ahead[1][0])
-        return ahead
-
-    def rewind(self) -> None:
-        """Leave the rest of an epoch that was begun; not one whose place was just restored."""
-        if self.position and not self._restored:
-            self._batches = self._held = None
-            self.epoch, self.position = self.epoch + 1, 0
-
-    def _call(self, names: tuple[str, str], *args: Any) -> tuple[bool, Any]:
-        """Call a method of the data, or of its iterator, by whichever name it has."""
-        for holder in (self.data, self._batches):
-            for name in names:
-                if callable(method := getattr(holder, name, None)):
-                    return True, method(*args)
-        return False, None
-
-    def state(self) -> dict:
-        """The place after the last batch given: `{"epoch", "position"}`, and the data's own state if it keeps one."""
-        if self._held is not None:
-            return self._held[1]
-        if self._is_ours:
-            return self.data.get_state()
-        inner = self._call(("get_state", "state_dict"))[1]
-        return {"epoch": self.epoch, "position": self.position, "data": inner}
-
-    def restore(self, state: Mapping, replay: bool = False) -> None:
-        """Go on from a place that `state` gave.
-
-        Data without get_state/set_state or state_dict/load_state_dict, of its own or of its iterator, is read from its
-        beginning and dropped up to there with `replay=True`: the same run if it gives the same batches again. Raises
-        DataError without.
-        """
-        keys = {"epoch", "position"} | (set() if self._is_ours else {"data"})
-        if not isinstance(state, Mapping) or not keys <= set(state):
-            fix = "The data it was taken from was of another kind." if isinstance(state, Mapping) else ""
-            raise DataError(message("state", "restore", state, f"{', '.join(sorted(keys))}", fix))
-        self._batches = self._held = None
-        self.epoch, self.position, self._restored = state["epoch"], state["position"], True
-        if self._is_ours:
-            with_replay = {"replay": replay} if isinstance(self.data, Prefetched) else {}
-            return self.data.set_state(state, **with_replay)
-        if state["data"] is not None:
-            setters = ("set_state", "load_state_dict")
-            if not any(hasattr(self.data, name) for name in setters):
-                self._batches = iter(self.data)
-            if not self._call(setters, state["data"])[0]:
-                got = f"a {type(self.data).__name__} without set_state and load_state_dict"
-                raise DataError(message("data", "restore", got, "data that can be put back to its place"))
-        elif self.position or (self.epoch and not self.restartable):
-            self._replay(replay)
-        return None
-
-    def _replay(self, wanted: bool) -> None:
-        goal = self.epoch, self.position
-        if not wanted:
-            got = f"a {type(self.data).__name__} without a state, at epoch {goal[0]}, position {goal[1]}"
-            fix = "Use ts.batches or grain, or accept replay=True: all batches before are read again and dropped."
-            raise DataError(message("data", "restore", got, "get_state/set_state or state_dict/load_state_dict", fix))
-        self.epoch = self.position = 0
-        while (self.epoch, self.position) != goal:
-            self.next()
-            if (self.epoch, self.position) > goal:
-                got, place = f"the end of epoch {goal[0]} before", f"epoch {goal[0]}, position {goal[1]}"
-                raise DataError(message("data", "restore", got, place, "It gives fewer batches than it did."))
-        self._restored = True
-
-
-def as_source(data: Any) -> Source:
-    """A cursor over any iterable of batches: `batches`, `prefetch`, a list, a generator, grain, torch, tf.data, ...
-
-    Leaves of other libraries, such as torch's tensors on the CPU, become NumPy arrays. The data's state is found by
-    duck type: get_state/set_state, or state_dict/load_state_dict, of the iterable or of its iterator. Raises
-    WrongTypeError for arrays and what else is no iterable of batches.
-
-    >>> source = as_source([np.zeros(2), np.ones(2), np.ones(3)])
-    >>> source.take(8).shape, source.take(8).shape, source.state()
-    ((2, 2), (1, 3), {'epoch': 0, 'position': 3, 'data': None})
-    >>> source.take(8) is None, source.epoch
-    (True, 1)
-    """
-    if isinstance(data, Source):
-        return data
-    are_arrays = (
-        _tree.is_array(data)
-        or isinstance(data, (Mapping, str))
-        or (isinstance(data, tuple) and data and all(map(_tree.is_array, data)))
-    )
-    if are_arrays or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
-        fix = "Of arrays: ts.batches(arrays, batch_size). One batch: [batch]." if are_arrays else ""
-        raise WrongTypeError(message("data", "", _tree.describe(data), "an iterable of batches", fix))
-    return Source(data)

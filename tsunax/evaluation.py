@@ -13,9 +13,10 @@ from tsunax import _place, _tree
 from tsunax._loss import Loss
 from tsunax._loss_fn import LossFn
 from tsunax._members import members_of
-from tsunax.data import Batches, Prefetched, as_source, check_batch
+from tsunax.data import Data, check_batch
 from tsunax.errors import WrongTypeError, message
 from tsunax.program import EvalStep
+from tsunax.source import as_source
 from tsunax.state import TrainState
 
 
@@ -57,7 +58,7 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
     is_population = members_of(state) is not None
     merged, computed = _OF_MEMBERS if is_population else _OF_ONE
     # with a place of its own: these may be the data of a run under way
-    source = as_source(data.afresh() if isinstance(data, Batches | Prefetched) else data)
+    source = as_source(data.afresh() if isinstance(data, Data) else data)
     while (batch := source.next()) is not None:
         here = check_batch(batch, "evaluate()")
         rows = rows or here

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _files, _manifest, _msgpack, _safetensors, _store, _target, _tree, _where
+from tsunax import _checks, _files, _manifest, _msgpack, _safetensors, _store, _target, _tree, _where
 from tsunax._manifest import Damaged, Leaf, Manifest, TooNew
 from tsunax.errors import CheckpointError, SaveError, WrongTypeError, message, told
 from tsunax.state import TrainState
@@ -71,7 +71,7 @@ def save(
     if not path.name.endswith(".safetensors") or path.name == ".safetensors":
         raise CheckpointError(message("path", "save()", repr(path.name), "a name that ends in .safetensors"))
     if max_bytes is not None:
-        _store.check_count("max_bytes", max_bytes, 1, "save()")
+        _checks.check_count(max_bytes, "save()", "max_bytes")
     about = _texts(metadata)
     known = _manifest.tree_of(tree)
     _store.check_saveable(known)

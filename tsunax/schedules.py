@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _number, _tree, _where
+from tsunax import _checks, _number, _tree, _where
 from tsunax.errors import HyperparameterError, WrongTypeError, message, remedy, told
 
 P = ParamSpec("P")
@@ -240,8 +240,7 @@ def _flag(where, name, value):
 
 
 def _curve(where, name, value):
-    if value not in ("linear", "cosine"):
-        raise HyperparameterError(message(name, where, _tree.describe(value), "'linear' or 'cosine'"))
+    _checks.check_choice(value, where, name, ("linear", "cosine"))
     return value
 
 

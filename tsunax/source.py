@@ -1,0 +1,246 @@
+"""What a loop sees of any data: the next batch, the next k at once, and the place to go on from.
+
+Data is any iterable of batches: `batches`, `prefetch`, a list, a generator, and the loaders of other libraries, whose
+state is found by duck type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax import _tree
+from tsunax.data import Batches, Data
+from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
+
+__all__ = ["END", "Source", "as_source"]
+
+END = object()
+
+
+def _shapes(batch: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(batch)
+    return treedef, [(np.shape(x), _tree.dtype_of(x)) for x in leaves]
+
+
+def _stack(*leaves: Any) -> Any:
+    return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)
+
+
+def _as_array(leaf: Any) -> Any:
+    return np.asarray(leaf) if hasattr(leaf, "__array__") and not _tree.is_array(leaf) else leaf
+
+
+class Source:
+    """A cursor over any iterable of batches: `next`, `take`, `state`, `restore`; what `as_source` returns.
+
+    `epoch` and `position` count the epochs and the batches of this one that were given.
+    """
+
+    def __init__(self, data: Any):
+        self.data, self.epoch, self.position = data, 0, 0
+        self._batches: Any = None  # the iterator of this epoch
+        self._held: Any = None  # what `take` read too much, the state before it, and whether it is whole
+        self.is_whole = False  # whether the batch given last is the same on all processes: a short one, not shared
+        self._given, self._restored = 0, False
+        self._is_ours = isinstance(data, Data)
+
+    @property
+    def restartable(self) -> bool:
+        """Whether there is a second epoch: an iterator, such as a generator, as a rule gives one only."""
+        return not isinstance(self.data, Iterator)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the data knows its place: `restore` needs no replay. An iterator's state shows once there is one."""
+        if self._is_ours:
+            return self.data.resumable
+        return any(hasattr(x, name) for x in (self.data, self._batches) for name in ("set_state", "load_state_dict"))
+
+    def __iter__(self) -> Iterator[Any]:
+        while (batch := self.next()) is not None:
+            yield batch
+
+    def _pull(self, k: int | None = None) -> Any:
+        """The next batch, or k of them stacked; `END` after the last one of an epoch."""
+        where = f"batch {self.position} of epoch {self.epoch}"
+        try:
+            if self._batches is None:
+                self._batches = iter(self.data)
+            batch = next(self._batches, END) if k is None else self._batches.take(k)
+        except TsunaxError:
+            raise
+        except Exception as error:
+            unparsed = type(error).__name__ == "UnparsedFlagAccessError"  # grain's workers, outside of absl.app
+            fix = "Call absl.flags.FLAGS.mark_as_parsed() first." if unparsed else ""
+            raise DataError(message("data", where, told(error), "a batch", fix)) from error
+        if k is not None and batch is None:
+            return END
+        if batch is None:
+            raise DataError(message("batch", where, "None", "a tree of arrays"))
+        return batch if batch is END or self._is_ours else jax.tree.map(_as_array, batch)
+
+    def _ended(self) -> None:
+        if self.position == 0:
+            where, fix = f"epoch {self.epoch}", "One for every epoch: a list, ts.batches(arrays, ...), grain."
+            if self._given and not self.restartable:
+                got = f"a {type(self.data).__name__} that is used up after {self._given} batches"
+                raise DataError(message("data", where, got, "data that can be iterated again", fix))
+            raise DataError(message("data", where, "no batch at all", "at least one"))
+        self._batches, self._restored = None, False
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def next(self) -> Any:
+        """The next batch; None at the end of an epoch, after which the next one begins.
+
+        Raises DataError where the data raises (that is its cause), gives None, or has no batch left to begin with.
+        """
+        batch = self._pull() if self._held is None else self._held[0]
+        is_whole = self._pulls_whole if self._held is None else self._held[2]
+        self._held = None
+        if isinstance(batch, TsunaxError):
+            raise batch
+        if batch is END:
+            return self._ended()
+        self._count(1)
+        self.is_whole = is_whole
+        return batch
+
+    @property
+    def _pulls_whole(self) -> bool:
+        return self._is_ours and self.data.is_whole
+
+    def _count(self, n: int) -> None:
+        self.position, self._given, self._restored = self.position + n, self._given + n, False
+
+    def take(self, k: int) -> Any:
+        """The next k batches as one tree with a leading axis; fewer at an end or where shapes change; None as `next`.
+
+        Of `Batches` in one gather.
+        """
+        if isinstance(self.data, Batches) and self.data._records is None:
+            chunk = self._pull(k)
+            if chunk is END:
+                return self._ended()
+            self._count(len(jax.tree.leaves(chunk)[0]))
+            self.is_whole = self._pulls_whole
+            return chunk
+        if (batch := self.next()) is None:
+            return None
+        chunk, shapes = [batch], _shapes(batch)
+        while len(chunk) < k and self._held is None:
+            before = self.state()
+            try:
+                batch = self._pull()
+            except TsunaxError as error:  # after the batches before it
+                batch = error
+            is_other = batch is END or isinstance(batch, TsunaxError) or _shapes(batch) != shapes
+            if is_other or self._pulls_whole:
+                self._held = batch, before, self._pulls_whole
+            else:
+                chunk.append(batch)
+                self._count(1)
+        return jax.tree.map(_stack, *chunk)
+
+    def advance(self, k: int) -> tuple[int, tuple[int, int]] | None:
+        """What `take(k)` would gather, `(first row in the order, (k, rows))`, of `Batches` that are resident."""
+        if self._batches is None:
+            self._batches = iter(self.data)
+        ahead = self._batches.advance(k)
+        if ahead is None:
+            return self._ended()
+        self._count(ahead[1][0])
+        return ahead
+
+    def rewind(self) -> None:
+        """Leave the rest of an epoch that was begun; not one whose place was just restored."""
+        if self.position and not self._restored:
+            self._batches = self._held = None
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _call(self, names: tuple[str, str], *args: Any) -> tuple[bool, Any]:
+        """Call a method of the data, or of its iterator, by whichever name it has."""
+        for holder in (self.data, self._batches):
+            for name in names:
+                if callable(method := getattr(holder, name, None)):
+                    return True, method(*args)
+        return False, None
+
+    def state(self) -> dict:
+        """The place after the last batch given: `{"epoch", "position"}`, and the data's own state if it keeps one."""
+        if self._held is not None:
+            return self._held[1]
+        if self._is_ours:
+            return self.data.get_state()
+        inner = self._call(("get_state", "state_dict"))[1]
+        return {"epoch": self.epoch, "position": self.position, "data": inner}
+
+    def restore(self, state: Mapping, replay: bool = False) -> None:
+        """Go on from a place that `state` gave.
+
+        Data without get_state/set_state or state_dict/load_state_dict, of its own or of its iterator, is read from its
+        beginning and dropped up to there with `replay=True`: the same run if it gives the same batches again. Raises
+        DataError without.
+        """
+        keys = {"epoch", "position"} | (set() if self._is_ours else {"data"})
+        if not isinstance(state, Mapping) or not keys <= set(state):
+            fix = "The data it was taken from was of another kind." if isinstance(state, Mapping) else ""
+            raise DataError(message("state", "restore", state, f"{', '.join(sorted(keys))}", fix))
+        self._batches = self._held = None
+        self.epoch, self.position, self._restored = state["epoch"], state["position"], True
+        if self._is_ours:
+            return self.data.set_state(state, **({} if self.data.resumable else {"replay": replay}))
+        if state["data"] is not None:
+            setters = ("set_state", "load_state_dict")
+            if not any(hasattr(self.data, name) for name in setters):
+                self._batches = iter(self.data)
+            if not self._call(setters, state["data"])[0]:
+                got = f"a {type(self.data).__name__} without set_state and load_state_dict"
+                raise DataError(message("data", "restore", got, "data that can be put back to its place"))
+        elif self.position or (self.epoch and not self.restartable):
+            self._replay(replay)
+        return None
+
+    def _replay(self, wanted: bool) -> None:
+        goal = self.epoch, self.position
+        if not wanted:
+            got = f"a {type(self.data).__name__} without a state, at epoch {goal[0]}, position {goal[1]}"
+            fix = "Use ts.batches or grain, or accept replay=True: all batches before are read again and dropped."
+            raise DataError(message("data", "restore", got, "get_state/set_state or state_dict/load_state_dict", fix))
+        self.epoch = self.position = 0
+        while (self.epoch, self.position) != goal:
+            self.next()
+            if (self.epoch, self.position) > goal:
+                got, place = f"the end of epoch {goal[0]} before", f"epoch {goal[0]}, position {goal[1]}"
+                raise DataError(message("data", "restore", got, place, "It gives fewer batches than it did."))
+        self._restored = True
+
+
+def as_source(data: Any) -> Source:
+    """A cursor over any iterable of batches: `batches`, `prefetch`, a list, a generator, grain, torch, tf.data, ...
+
+    Leaves of other libraries, such as torch's tensors on the CPU, become NumPy arrays. The data's state is found by
+    duck type: get_state/set_state, or state_dict/load_state_dict, of the iterable or of its iterator. Raises
+    WrongTypeError for arrays and what else is no iterable of batches.
+
+    >>> source = as_source([np.zeros(2), np.ones(2), np.ones(3)])
+    >>> source.take(8).shape, source.take(8).shape, source.state()
+    ((2, 2), (1, 3), {'epoch': 0, 'position': 3, 'data': None})
+    >>> source.take(8) is None, source.epoch
+    (True, 1)
+    """
+    if isinstance(data, Source):
+        return data
+    are_arrays = (
+        _tree.is_array(data)
+        or isinstance(data, (Mapping, str))
+        or (isinstance(data, tuple) and data and all(map(_tree.is_array, data)))
+    )
+    if are_arrays or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
+        fix = "Of arrays: ts.batches(arrays, batch_size). One batch: [batch]." if are_arrays else ""
+        raise WrongTypeError(message("data", "", _tree.describe(data), "an iterable of batches", fix))
+    return Source(data)
