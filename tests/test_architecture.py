@@ -19,7 +19,7 @@ PACKAGE = ROOT / "tsunax"
 
 # A new module is entered here before it is written. `__init__` is above all: nothing imports it.
 TIERS = {
-    0: "_types _tree _where _checks _convolutions _place _axes errors",
+    0: "_types _tree _words _where _checks _convolutions _place _axes errors",
     1: (
         "_number _live _hoist _parity _loss rules schedules losses regularize metrics precision accumulation guard "
         "averages reproduce"
@@ -27,7 +27,7 @@ TIERS = {
     2: "state _members _loss_fn step program hyper",
     3: "hardware sharding distributed data source _ahead models history _feed _fused _signals _preference _peers",
     4: (
-        "loggers display checkpoint _files _manifest _store _target _profile exchange _safetensors _msgpack callbacks "
+        "loggers display checkpoint _files _folder _manifest _store _target _profile exchange _safetensors _msgpack callbacks "
         "evaluation _options _run loop figures"
     ),
     5: "search range_test _memory sweep insight testing ray",

@@ -215,9 +215,9 @@ def test_what_was_asked_before_all_agreed_is_not_asked_again():
 
     sent = []
     hub = _peers.Hub({0: Ends(), 1: Ends()}, [hello(0, 2), hello(1, 2)], 5.0)
-    for i, value in ((0, {"ask": [0, 15]}), (0, {"counted": 7}), (1, {"counted": 9}), (1, {"ask": [0, 2]})):
+    for i, value in ((0, {"ask": [0, 15]}), (0, {"counted": [1, 7]}), (1, {"counted": [1, 9]}), (1, {"ask": [0, 2]})):
         hub.hear(i, value)  # the last was sent before the answer came
-    assert sent == [{"count": 0}] * 2 + [{"goal": 10, "value": 15}] * 2
+    assert sent == [{"count": 0}] * 2 + [{"goal": [1, 10], "value": 15}] * 2
 
 
 def test_who_is_gone_is_named(left):

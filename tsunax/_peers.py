@@ -143,7 +143,7 @@ def _hello(line: Line) -> dict | None:
     """Who has connected; None for what is none of us."""
     try:
         hello = line.read_one(time.monotonic() + PATIENCE)
-        return hello if {"index", "count", "host", "pid", "versions"} <= set(hello) else None
+        return hello if {"index", "count", "host", "pid", "versions"} <= dict(hello).keys() else None
     except (OSError, ValueError, TypeError):
         return None
 
@@ -151,11 +151,15 @@ def _hello(line: Line) -> dict | None:
 def _problem(hello, hellos, me) -> str:
     """Why a process cannot join, in words."""
     who, index = name_of(hello), hello["index"]
+    if not isinstance(index, int) or index < 0:
+        return message("process_id", who, repr(index), "an int of 0 or more")
     if hello["count"] != me["count"]:
         return message("num_processes", who, hello["count"], f"{me['count']}, as on {name_of(me)}")
     if index in hellos:
         fix = "Every process has its own, from 0 to num_processes - 1."
         return message("process_id", who, f"{index}, which {name_of(hellos[index])} has too", "another one", fix)
+    if index >= me["count"]:
+        return message("process_id", who, index, f"at most {me['count'] - 1}", "They count from 0.")
     for library, version in me["versions"].items():
         if hello["versions"].get(library) != version:
             return message(library, who, hello["versions"].get(library), f"{version}, as on {name_of(me)}")
@@ -259,7 +263,8 @@ class Hub(threading.Thread):
         elif "counted" in value:
             self.counts[i] = value["counted"]
             if len(self.counts) == len(self.lines):
-                self.tell({"goal": max(self.counts.values()) + 1, "value": self.asked})
+                gatherings, calls = max(self.counts.values())
+                self.tell({"goal": [gatherings, calls + 1], "value": self.asked})
                 self.round, self.asked, self.counts = self.round + 1, 0, {}
         return None
 
@@ -294,7 +299,9 @@ class Peers:
         self.names = [name_of(hello) for hello in hellos]
         self._line, self._changed = line, threading.Condition()
         self._numbers, self._found = {}, {}
-        self._calls = self._round = self._asked = self._goal = self._value = 0
+        self._round = self._asked = self._value = 0
+        self._calls, self._goal = [0, 0], []  # gatherings, and calls of `agree` since the last of them
+        self._relay: Relay | None = None
         self._is_counting = self._is_closing = self._is_failing = False
         self._hub = None if hub is None else Hub(hub, hellos, patience)
         self._thread = threading.Thread(target=self._listen, name="tsunax-peers", daemon=True)
@@ -313,10 +320,18 @@ class Peers:
         with self._changed:
             self._numbers[thread] = self._numbers.get(thread, 0) + 1
             number = f"{thread} {self._numbers[thread]}"
+            if not thread:
+                self._calls = [self._numbers[thread], 0]  # all are here: who called less often before is even again
         self._send({"say": [number, name, text, timeout]})
         with self._changed:
             # the hub keeps the time; where the hub is gone, the process ends
-            self._changed.wait_for(lambda: number in self._found, timeout + 2 * self.patience)
+            if not self._changed.wait_for(lambda: number in self._found, min(timeout, self.timeout) + 1):
+                if timeout > self.timeout:
+                    note = f"process {self.index} has waited for the others for {self.timeout:g} s at {name}"
+                    os.write(2, f"tsunax: {note}\n".encode())
+                self._changed.wait_for(
+                    lambda: number in self._found, max(timeout - self.timeout, 0.0) + 2 * self.patience
+                )
             found = self._found.pop(number, {"wrong": message(name, "", "no answer", "one of process 0")})
         if "wrong" in found:
             raise ProcessError(found["wrong"])
@@ -326,13 +341,13 @@ class Peers:
         """0, until a process asked: then what it asked, on all of them at the same call. No wait but right then."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_counting)
-            self._calls += 1
+            self._calls[1] += 1
             if asked and not self._asked and not self._goal:
                 self._asked = asked
                 self._send({"ask": [self._round, asked]})
             if not self._goal or self._calls < self._goal:
                 return 0
-            value, self._goal, self._asked = self._value, 0, 0
+            value, self._goal, self._asked = self._value, [], 0
             self._round += 1
             return value
 
@@ -343,6 +358,11 @@ class Peers:
         if not stay:
             self._thread.join(PATIENCE)  # process 0 must not go before all have heard
 
+    def relay(self, address: tuple[str, int]) -> int:
+        """The port of a relay to JAX's service at an address, which ends with this."""
+        self._relay = Relay(address, time.monotonic() + self.timeout)
+        return self._relay.port
+
     def close(self) -> None:
         """Part in peace, once all others are here too."""
         self._is_closing = True
@@ -350,6 +370,8 @@ class Peers:
         if self._hub is not None:
             self._hub.join(PATIENCE)
         self._line.close()
+        if self._relay is not None:
+            self._relay.close()
 
     def _send(self, value: Any) -> None:
         with contextlib.suppress(OSError):  # gone: the thread will read so, and end this process
@@ -396,7 +418,7 @@ class Peers:
                 self._found[value["number"]] = value
             elif "count" in value:
                 self._is_counting = True
-                self._send({"counted": self._calls})
+                self._send({"counted": list(self._calls)})
             elif "goal" in value:
                 self._goal, self._value, self._is_counting = value["goal"], value["value"], False
             self._changed.notify_all()
@@ -423,9 +445,18 @@ class Relay:
     def _start(self, work: Callable, *args) -> None:
         threading.Thread(target=work, args=args, name="tsunax-relay", daemon=True).start()
 
+    def close(self) -> None:
+        """Take no more connections; those that are there end with either end."""
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        self._server.close()
+
     def _accept(self) -> None:
         while True:
-            near = self._server.accept()[0]
+            try:
+                near = self._server.accept()[0]
+            except OSError:
+                return
             far = None
             while far is None and time.monotonic() < self._deadline:
                 with contextlib.suppress(OSError):  # JAX's service may not be up yet

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import importlib.util
 import json
 import math
@@ -24,7 +23,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +33,7 @@ import numpy as np
 from jax._src import xla_bridge
 from jax._src.clusters import ClusterEnv
 
-from tsunax import _peers, _tree
+from tsunax import _peers, _tree, _words
 from tsunax.errors import ProcessError, TsunaxError, WrongTypeError, message, told
 
 __all__ = [
@@ -42,6 +41,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "check_in_sync",
+    "compare",
     "first_of",
     "give_up",
     "is_main",
@@ -73,9 +73,11 @@ class _Launch(NamedTuple):
 
 
 def _number(name: str) -> int | None:
-    """A variable of the environment as a number."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else None
+    """A variable of the environment as a number; None without. Raises ProcessError for one that is no number."""
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdigit():
+        raise ProcessError(message(name, "the environment", repr(text), "a number"))
+    return int(text) if text else None
 
 
 def _launched() -> int:
@@ -114,9 +116,16 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
         if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
             fix = "pip install mpi4py, or say coordinator_address=, num_processes= and process_id=."
             raise ProcessError(message("launcher", "start()", "an MPI that JAX knows by mpi4py only", "mpi4py", fix))
-        address, count, index, local_device_ids = ClusterEnv.auto_detect_unset_distributed_params(
-            address, count, index, local_device_ids, method, math.ceil(timeout)
-        )
+        try:
+            address, count, index, local_device_ids = ClusterEnv.auto_detect_unset_distributed_params(
+                address, count, index, local_device_ids, method, math.ceil(timeout)
+            )
+        except Exception as error:
+            fix = (
+                "Say coordinator_address=, num_processes= and process_id=; start(num_processes=1) for a process alone."
+            )
+            got = f"{told(error)}, when JAX asked it"
+            raise ProcessError(message("launcher", "start()", got, "who is who", fix)) from error
     if (address, count, index) == (None, None, None):
         count, index = 1, 0
     return _Launch(address, count, index, local_device_ids, is_one_host)
@@ -141,6 +150,12 @@ def _checked(launch: _Launch, given: dict[str, Any]) -> tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ProcessError(message("coordinator_address", "start()", repr(launch.address), "'host:port' of process 0"))
     return host.strip("[]"), int(port)
+
+
+def _check_seconds(where: str, **given: Any) -> None:
+    for name, seconds in given.items():
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e6:
+            raise ProcessError(message(name, where, repr(seconds), "seconds, more than 0"))
 
 
 def start(
@@ -185,9 +200,7 @@ def start(
     global _peers_of_run, _is_alone
     if _peers_of_run is not None:
         return
-    for name, seconds in (("timeout", timeout), ("peer_timeout", peer_timeout)):
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e6:
-            raise ProcessError(message(name, "start()", repr(seconds), "seconds, more than 0"))
+    _check_seconds("start()", timeout=timeout, peer_timeout=peer_timeout)
     launch = _launch(coordinator_address, num_processes, process_id, local_device_ids, timeout)
     address = ("", 0)
     if launch.count != 1 or process_id:
@@ -209,19 +222,25 @@ def start(
     _peers_of_run = _peers.Peers(line, hellos, launch.index, hub, peer_timeout, timeout)
     atexit.register(_at_exit)
     there = whole = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    if launch.index and not getattr(jax.config, "jax_mtls_cert_file", None):  # whose certificates name the host
-        there = f"127.0.0.1:{_peers.Relay((host, port), time.monotonic() + timeout).port}"
-    with _same_sigterm():
-        jax.distributed.initialize(
-            there,
-            launch.count,
-            launch.index,
-            launch.local_device_ids,
-            cluster_detection_method="deactivate",
-            initialization_timeout=math.ceil(timeout),
-            heartbeat_timeout_seconds=math.ceil(peer_timeout) + SPARE,
-            coordinator_bind_address=whole if alone else None,
-        )
+    try:
+        if launch.index and not getattr(jax.config, "jax_mtls_cert_file", None):  # whose certificates name the host
+            there = f"127.0.0.1:{_peers_of_run.relay((host, port))}"
+        with _same_sigterm():
+            jax.distributed.initialize(
+                there,
+                launch.count,
+                launch.index,
+                launch.local_device_ids,
+                cluster_detection_method="deactivate",
+                initialization_timeout=math.ceil(timeout),
+                heartbeat_timeout_seconds=math.ceil(peer_timeout) + SPARE,
+                coordinator_bind_address=whole if alone else None,
+            )
+    except BaseException as error:
+        give_up(error)  # else another start() would find all done
+        if not isinstance(error, Exception):
+            raise
+        raise ProcessError(message("jax.distributed", "start()", told(error), "that it starts")) from error
 
 
 def _free_port() -> int:
@@ -330,6 +349,8 @@ def barrier(name: str = "barrier", timeout: float | None = None) -> None:
 
     On the host, and bounded by `timeout` seconds (that of `start` if None). It does not wait for the devices.
     """
+    if timeout is not None:
+        _check_seconds("barrier()", timeout=timeout)
     _gather(f"barrier {name!r}", "", timeout)
 
 
@@ -395,57 +416,44 @@ def name_of(index: int) -> str:
 def check_in_sync(**things: Any) -> None:
     """Raise ProcessError on all processes unless each thing is the same on all: seeds, settings, trees, states.
 
-    The message names up to 10 leaves that differ, with both sides. Arrays are compared by shape, dtype and a hash of
-    their bytes; of an array that is spread over processes, shape and dtype only; functions by name.
+    The message names up to 10 leaves that differ, with both sides. Containers and static fields count as leaves do.
+    Arrays are compared by shape, dtype and a hash of their bytes; of an array that is spread over processes, shape and
+    dtype only. Objects are compared by their fields, functions by name, code, defaults and what they close over.
 
     >>> check_in_sync(seed=0, params={"w": np.ones(3)})
     """
-    leaves = {name: _fingerprints(name, thing) for name, thing in things.items()}
-    mine = {name: _hash(json.dumps(found).encode()) for name, found in leaves.items()}
-    everyone = [json.loads(text) for text in _gather("check_in_sync()", json.dumps(mine))]
-    names = [
-        name for name in dict.fromkeys(k for said in everyone for k in said) if len({s.get(name) for s in everyone}) > 1
-    ]
-    if not names:
+    compare("check_in_sync()", things)
+
+
+def compare(where: str, things: Mapping[str, Any], timeout: float | None = None) -> None:
+    """`check_in_sync` at a place, whose name the message has where others are at another one."""
+    if _peers_of_run is None and process_count() == 1:
         return
-    parts = {place: text for name in names for place, text in leaves.get(name, {}).items()}
-    everyone = [json.loads(text) for text in _gather("check_in_sync() in detail", json.dumps(parts))]
+    parts = {place: text for name, thing in things.items() for place, text in _words.parts_of(name, thing).items()}
+    if len(set(_gather(where, _words.hash_of(json.dumps(parts).encode()), timeout))) == 1:
+        return
+    everyone = [json.loads(text) for text in _gather(f"{where} in detail", json.dumps(parts))]
     differ = []
     for place in dict.fromkeys(k for said in everyone for k in said):
         first = everyone[0].get(place, "nothing")
         for i, said in enumerate(everyone):
-            if said.get(place, "nothing") != first:
-                assert _peers_of_run is not None
-                who, zero = _peers_of_run.names[i], "process 0"
-                differ.append(f"{place}: got {said.get(place, 'nothing')} on {who}, {first} on {zero}")
+            if (other := said.get(place, "nothing")) != first:
+                cut = _where_they_part(other, first)
+                differ.append(f"{place}: got {_cut(other, cut)} on {name_of(i)}, {_cut(first, cut)} on process 0")
                 break
     more = f"; and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
-    raise ProcessError(f"processes differ: {'; '.join(differ[:SHOWN])}{more}. They must be the same on all.")
+    at = "" if where == "check_in_sync()" else f" at {where}"
+    raise ProcessError(f"processes differ{at}: {'; '.join(differ[:SHOWN])}{more}. They must be the same on all.")
 
 
-def _fingerprints(name: str, thing: Any) -> dict[str, str]:
-    """What a leaf is, in a few words, by its place."""
-    keyed = jtu.tree_flatten_with_path(thing, is_leaf=lambda x: x is None)[0]
-    return {_tree.access_str(name, path): _fingerprint(leaf) for path, leaf in keyed}
+def _where_they_part(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _fingerprint(leaf: Any) -> str:
-    if not _tree.is_array(leaf):
-        plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes))
-        text = repr(leaf) if plain else getattr(leaf, "__qualname__", type(leaf).__qualname__)
-        return text if len(text) < 80 else f"{text[:60]}… {_hash(text.encode())}"
-    words = _tree.describe(leaf)
-    if isinstance(leaf, jax.Array):
-        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-            return words
-        leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-        leaf = leaf if leaf.is_fully_addressable else leaf.addressable_data(0)
-    array = np.asarray(leaf)
-    return f"{words} {array[()]}" if array.ndim == 0 else f"{words} {_hash(np.ascontiguousarray(array).tobytes())}"
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
+def _cut(text: str, at: int) -> str:
+    """What is around a place in a long text."""
+    start = 0 if len(text) < 80 else max(0, at - 30)
+    return f"{'…' * (start > 0)}{text[start : start + 80]}{'…' * (start + 80 < len(text))}"
 
 
 def broadcast(tree: Any, root: int = 0) -> Any:
@@ -453,7 +461,7 @@ def broadcast(tree: Any, root: int = 0) -> Any:
 
     The trees have the same structure everywhere. Arrays (shape and dtype the same on all) travel over the devices, and
     arrive as NumPy arrays where they were, else where they lay; numbers and strings may differ, and need no device.
-    Raises ProcessError for trees that do not fit, or a root that is not there.
+    Raises ProcessError for trees that do not fit, or a root that is not there, WrongTypeError for other leaves.
 
     >>> broadcast({"run": "2026-11-21", "seed": 3})
     {'run': '2026-11-21', 'seed': 3}
@@ -468,13 +476,13 @@ def broadcast(tree: Any, root: int = 0) -> Any:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             got = f"{_tree.describe(leaf)} of all processes"
             raise ProcessError(message("leaf", place, got, "an array of this process", "It is one array already."))
-        if not (_tree.is_array(leaf) or isinstance(leaf, (bool, int, float, str))):
+        if not (_tree.is_array(leaf) or isinstance(leaf, (bool, int, float, str))) or _holds_objects(leaf):
             raise WrongTypeError(message("leaf", place, _tree.describe(leaf), "an array, a number or a string"))
-        known[place] = _tree.describe(leaf) if _tree.is_array(leaf) else "a number or a string"
+        known[place] = f"{leaf.dtype}{list(leaf.shape)}" if _tree.is_array(leaf) else "a number or a string"
         values.append(None if _tree.is_array(leaf) else leaf)
     if count == 1:
         return tree
-    check_in_sync(broadcast=known)
+    compare("broadcast()", known)
     values = json.loads(_gather("broadcast()", json.dumps(values))[root])
     bits = [_bits(leaf) for _, leaf in keyed if _tree.is_array(leaf)]
     if bits:
@@ -489,17 +497,20 @@ def broadcast(tree: Any, root: int = 0) -> Any:
     return treedef.unflatten(values)
 
 
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def _holds_objects(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.dtype.hasobject
 
 
 def _bits(leaf: Any) -> np.ndarray:
-    """An array on the host, a key as its words."""
-    return np.ascontiguousarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    bits = _words.bits_of(leaf)
+    assert bits is not None
+    return bits.reshape(-1).reshape(bits.shape)  # contiguous, and a scalar stays one
 
 
 def _like(leaf: Any, new: np.ndarray) -> Any:
     """Bits as an array of the kind that another one is."""
-    if _is_key(leaf):
+    if _tree.is_key(leaf):
         return jax.random.wrap_key_data(jnp.asarray(new), impl=jax.random.key_impl(leaf))
-    return jax.device_put(new, leaf.sharding) if isinstance(leaf, jax.Array) else new
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(new, leaf.sharding if leaf.committed else None)
+    return new if isinstance(leaf, np.ndarray) else new[()]

@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax._src import xla_bridge
 
-from tsunax import _tree
+from tsunax import _tree, _words
 from tsunax.errors import DeviceError, StateError, WrongTypeError, message
 
 __all__ = ["check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"]
@@ -104,6 +103,10 @@ def worker_seed(seed: int, *path: int) -> int:
 def fingerprint(tree: Any) -> str:
     """16 hex digits of the sha256 of every leaf's path, shape, dtype and bytes: equal where every bit is. Waits.
 
+    Of several processes each has its own, the same where every process has all of each array. Raises StateError for
+    traced arrays, and those of which other processes have a part.
+
+    >>> import jax.numpy as jnp
     >>> fingerprint({"w": jnp.zeros(2)}) == fingerprint({"w": np.zeros(2, np.float32)})
     True
     """
@@ -116,15 +119,19 @@ def fingerprint(tree: Any) -> str:
 
 
 def _of_leaf(path, leaf) -> bytes:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
     part = hashlib.sha256(_tree.path_str(path).encode())
-    if _tree.dtype_of(leaf) is None:
-        part.update(repr(leaf).encode())
+    bits = None if _tree.dtype_of(leaf) is None else _words.bits_of(leaf)
+    if bits is not None and not bits.dtype.hasobject:
+        part.update(f"{bits.dtype}{bits.shape}".encode())
+        part.update(bits.tobytes())
+    elif _tree.dtype_of(leaf) is None or bits is not None:
+        part.update(_words.words_of(leaf).encode())
     else:
-        array = np.ascontiguousarray(np.asarray(leaf))
-        part.update(f"{array.dtype}{np.shape(leaf)}".encode())
-        part.update(array.tobytes())
+        got, fix = (
+            f"{_tree.describe(leaf)}, of which other processes have a part",
+            "Of each process's own: x.addressable_shards.",
+        )
+        raise StateError(message("leaf", _tree.access_str("tree", path), got, "a whole array", fix))
     return part.digest()
 
 
@@ -134,6 +141,7 @@ def check_reproducible(step: Callable, state: Any, batches: Iterable[Any], *, ti
     `step(state, batch) -> (state, info)`. The state given is untouched. Raises StateError that names the first batch
     after which two runs differ, and the first leaf.
 
+    >>> import jax.numpy as jnp
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
