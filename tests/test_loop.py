@@ -255,6 +255,34 @@ def test_train_epoch():
     np.testing.assert_array_equal(losses, rows["loss"].astype(np.float32))
 
 
+@pytest.mark.parametrize("per_call", ["auto", None])
+def test_metrics_with_a_number_for_each_row(per_call):
+    """The short batch at the end of an epoch has fewer of them."""
+
+    def step(state, batch):
+        new, info = STEP.pure(state, batch, {})
+        return new, {"loss": info.loss, "row": errors(state.params, batch)}
+
+    step = jax.jit(step) if per_call is None else step
+    errors = lambda params, batch: jnp.mean((predict(params, batch[0]) - batch[1]) ** 2, -1)
+    short = lambda: ts.batches((X[:12], Y[:12]), 8)
+    _, rows = fit(step, ts.setup(RULE, init()), short(), epochs=2, log_every=1, steps_per_call=per_call)
+    expected = errors(init(), (X[:8], Y[:8]))
+    np.testing.assert_allclose([rows[f"row/{i}"][0] for i in range(8)], expected, rtol=1e-6)
+    assert np.isfinite(rows["row/3"]).all() and np.isnan(rows["row/4"]).tolist() == [False, True, False, True]
+    with pytest.raises(StateError, match=r"info at train_epoch\(\): got .*expected the same numbers of every step"):
+        train_epoch(step, ts.setup(RULE, init()), short())
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda data: data])
+def test_a_goal_in_steps_that_is_the_end_of_an_epoch(kind):
+    seen = []
+    fit(
+        STEP, ts.setup(RULE, init()), kind(data()), steps=14, callbacks=[lambda run: seen.append((run.event, run.step))]
+    )
+    assert ("epoch", 7) in seen and ("epoch", 14) in seen and seen[-1] == ("end", 14)
+
+
 @pytest.mark.parametrize("per_call", [1, 4])
 def test_iterate(per_call):
     expected, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=9)

@@ -80,7 +80,7 @@ class Feed:
     def _is_through(self) -> bool:
         data, position = self.source.data, self.source.position
         try:
-            return isinstance(data, Data) and position >= len(data)
+            return isinstance(data, Data | list | tuple) and position >= len(data)
         except TypeError:  # a stream does not know its length
             return False
 
@@ -101,14 +101,15 @@ class Feed:
             if batches is None:
                 self._ended = True
                 return None
-            self._block = _Block.of(batches, n, *self._known(batches, step), before)
+            leaves, treedef = jax.tree.flatten(batches)
+            size, bytes = self._known(treedef, leaves, step, 1)
+            self._block = _Block(leaves, treedef, n, size, size * bytes, before)
         block = self._block
         batches, count = block.next(n)
         if block.is_empty:
             self._block = None
-        if self._home is _UNKNOWN:
-            self._home = _place.home_of(state)
-        feed, sent = place(_fused.Stacked(batches), count, self._home, limit, step=self._step, whole=self._is_whole)
+        where = {"step": self._step, "whole": self._is_whole}
+        feed, sent = place(_fused.Stacked(batches), count, self._home_of(state), limit, **where)
         return Chunk(feed, sent, count, epoch, block.bytes)
 
     @property
@@ -122,9 +123,9 @@ class Feed:
         if (batch := self.source.next()) is None:
             self._ended = True
             return None
-        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), batch)
-        bytes = self._known(stacked, step)[1]
-        home = _place.home_of(state)
+        leaves, treedef = jax.tree.flatten(batch)
+        bytes = self._known(treedef, leaves, step, 0)[1]
+        home = self._home_of(state)
         if self._is_whole:
             batch = _place.whole(batch, home)
         elif not isinstance(self._step, TrainStep) and isinstance(home, NamedSharding):
@@ -149,23 +150,29 @@ class Feed:
         first, (count, rows) = ahead
         self._rows = max(self._rows, rows)
         size = self.size if rows == self._rows else 2  # the short batch at the end
-        if self._home is _UNKNOWN:
-            self._home = _place.home_of(state)
-        spread = None if self._is_population else _place.rows_over(self._home, rows)
+        spread = None if self._is_population else _place.rows_over(self._home_of(state), rows)
         feed = _fused.Gathered(data.resident, data.device_order(epoch), np.int32(first), rows, size, spread)
         return Chunk(feed, np.array([count, limit], np.int32), count, epoch, 0)
 
-    def _known(self, batches, step: int) -> tuple[int, int]:
-        """For how many batches of this shape a call has room, and the bytes of those. Raises for what cannot be."""
-        leaves, treedef = jax.tree.flatten(batches)
-        shapes = (treedef, *((x.shape[1:], x.dtype) for x in leaves))
-        if shapes not in self._sizes:
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
+    def _home_of(self, state) -> Any:
+        if self._home is _UNKNOWN:
+            self._home = _place.home_of(state)
+        return self._home
+
+    def _known(self, treedef, leaves: list, step: int, stacked: int) -> tuple[int, int]:
+        """For how many batches of this shape a call has room, and the bytes of one. Raises for what cannot be.
+
+        The leaves have so many axes before those of a batch.
+        """
+        shapes = tuple([(x.shape[stacked:], x.dtype) for x in leaves])
+        if (treedef, shapes) not in self._sizes:
+            one = treedef.unflatten([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes])
             check_batch(one, f"step {step}")
-            self._sizes[shapes] = self._new(one, leaves, step)
-        size, bytes = self._sizes[shapes], sum(int(np.prod(x.shape[1:])) * x.dtype.itemsize for x in leaves)
+            bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes)
+            self._sizes[treedef, shapes] = self._new(one, leaves, step), bytes
+        size, bytes = self._sizes[treedef, shapes]
         self._ahead = max(1, min(AHEAD, BUFFER_BYTES // max(bytes, 1)))
-        return size, size * bytes
+        return size, bytes
 
     def _new(self, one, leaves, step: int) -> int:
         if self._first is None:
@@ -228,18 +235,14 @@ class Feed:
 class _Block:
     """Batches that were read together, and are given out in calls: each a view of `size` of them, no copy."""
 
-    def __init__(self, leaves: list, treedef, count: int, size: int, bytes: int, before):
-        self.leaves, self.treedef, self.count, self.size, self.bytes = leaves, treedef, count, size, bytes
+    def __init__(self, leaves: list, treedef, n: int, size: int, bytes: int, before):
+        """Of stacked leaves, of which n batches at most go into the first call."""
+        count = len(leaves[0])
+        self.size = max(size, count) if count <= n else size
+        room = self.size if count <= n else count + size - 1  # the last call may look beyond the end
+        self.leaves, self.treedef, self.count, self.bytes = [_padded(x, room) for x in leaves], treedef, count, bytes
         self.before = before  # the place of the data where it begins; None where nothing was read ahead
         self.at = 0
-
-    @classmethod
-    def of(cls, batches, n: int, size: int, bytes: int, before) -> _Block:
-        leaves, treedef = jax.tree.flatten(batches)
-        count = len(leaves[0])
-        size = max(size, count) if count <= n else size
-        room = size if count <= n else count + size - 1  # the last call may look beyond the end
-        return cls([_padded(x, room) for x in leaves], treedef, count, size, bytes, before)
 
     def next(self, n: int) -> tuple[Any, int]:
         """The next batches, n at most, in a tree with room for `size`."""

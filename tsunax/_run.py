@@ -185,7 +185,7 @@ class Fit:
         """Wait for all calls but the last `leave`, and make rows of their numbers."""
         cut = len(self.pending) - leave
         pending, self.pending = self.pending[:cut], self.pending[cut:]
-        for _, part in itertools.groupby(pending, lambda call: jax.tree.structure(call[1])):
+        for _, part in itertools.groupby(pending, lambda call: form_of(call[1])):
             chunks, infos = zip(*part, strict=True)
             with self.profile.phase("read"):  # the one wait
                 infos = [_hosted(x) for x in infos]
@@ -410,19 +410,29 @@ def _check_returned(new, run: Run) -> None:
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
+def form_of(infos) -> tuple:
+    """What the infos of two calls have to share to become rows together: structure, and shapes but for the steps."""
+    if isinstance(infos, _fused.Infos):
+        return jax.tree.structure(infos), *[x.shape[1:] for x in infos.others]
+    leaves, treedef = jax.tree.flatten(infos)
+    return treedef, *map(np.shape, leaves)
+
+
 def _hosted(infos):
     """Infos as NumPy arrays."""
     if isinstance(infos, _fused.Infos):  # as device_get, without its walk over trees: this is done for every call
         return dataclasses.replace(infos, table=np.asarray(infos.table), others=[np.asarray(x) for x in infos.others])
-    return jax.device_get(infos)
+    if isinstance(infos, StepInfo):
+        infos = infos._replace(numbers=None)
+    leaves, treedef = jax.tree.flatten(infos)  # device_get costs ten times as much for so small ones
+    return treedef.unflatten(map(np.asarray, leaves))
 
 
 def _unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.ndarray]]:
     """Infos on the host, stacked by steps, and the scheduled hyperparameters of those that came out of a loop."""
     if isinstance(infos[0], _fused.Infos):
         return infos[0].unpacked(list(zip(infos, counts, strict=True)))
-    plain = [x._replace(numbers=None) if isinstance(x, StepInfo) else x for x in infos]
-    return jax.tree.map(lambda *x: np.stack(x), *plain), {}
+    return jax.tree.map(lambda *x: np.stack(x), *infos), {}
 
 
 def _verdicts(infos, n: int) -> np.ndarray:
@@ -496,4 +506,4 @@ def _rejected_of(state) -> tuple[int, int]:
     return int(np.min(state.rejected)), int(np.min(state.rejected_in_a_row))
 
 
-__all__ = ["Fit", "Run", "step_of"]
+__all__ = ["Fit", "Run", "form_of", "step_of"]

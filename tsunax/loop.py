@@ -24,10 +24,10 @@ import numpy as np
 from tsunax import _feed, _fused, _place, _tree, display
 from tsunax._options import Goal, Options, options_of
 from tsunax._profile import Profile
-from tsunax._run import Fit, Run, step_of
+from tsunax._run import Fit, Run, form_of, step_of
 from tsunax._signals import Interrupt, in_notebook
 from tsunax.checkpoint import Checkpoints, Restored
-from tsunax.errors import WrongTypeError, message
+from tsunax.errors import StateError, WrongTypeError, message
 from tsunax.history import History
 from tsunax.hyper import hyperparams
 from tsunax.program import TrainStep
@@ -73,7 +73,13 @@ def train_epoch(step: Callable, state, data, **extra):
     feed, parts = _feed.Feed(step, data, state, "auto", float("inf")), []
     while (chunk := feed.take(_feed.RESIDENT, state, 0)) is not None:
         state, infos = _loop_of(step)(state, chunk.feed, chunk.n, extra)
-        parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
+        infos = jax.tree.map(lambda x, n=chunk.steps: x[:n], infos)
+        if parts and form_of(infos) != form_of(parts[0]):
+            new, old = (x.stacked(None) for x in (infos, parts[0]))
+            got = _tree.first_difference(new, old, "info") or "a number of another shape"
+            fix = "Use fit, which takes it, or make the metrics independent of the rows of a batch."
+            raise StateError(message("info", "train_epoch()", got, "the same numbers of every step", fix))
+        parts.append(infos)
     whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return state, _stacked(state, whole, slice(None))
 
