@@ -52,7 +52,7 @@ class Feed:
         self._setting, self._interval = steps_per_call, interval
         self.size = 1  # batches of a call at most, of the shape of the first one
         self._first: Any = None  # that batch, as shapes
-        self._sizes: dict[Any, int] = {}
+        self._sizes: dict[Any, tuple[int, int]] = {}
         self._ended = False
         self._rows = 0
         self._block: _Block | None = None
