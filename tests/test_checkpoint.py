@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import tsunax as ts
 from tests.faults import hostile, target
 from tests.helpers import assert_trees_equal, need
-from tsunax import _files, _manifest, _store, checkpoint
+from tsunax import _files, _folder, _manifest, _store, checkpoint
 from tsunax.checkpoint import Best, Checkpoints
 from tsunax.errors import CheckpointError, DataError, HyperparameterError, SaveError, StateError, WrongTypeError
 
@@ -288,7 +288,7 @@ def test_a_state_moves_between_topologies(saved_sharded, there):
 
 
 def test_each_shard_is_stored_once(saved_sharded):
-    manifest = checkpoint._manifest_in(saved_sharded[4, 0] / "1", 1)
+    manifest = _folder.manifest_in(saved_sharded[4, 0] / "1", 1)
     shards = {"".join(leaf.path): [s.bounds for s in leaf.shards] for leaf in manifest.leaves}
     assert sorted(shards["['w']"]) == [((2 * i, 2 * i + 2), (0, 16)) for i in range(4)]
     assert shards["['s']"] == [()]  # replicated: one
@@ -309,7 +309,7 @@ def test_nnx_linen_and_equinox_parameters(tmp_path):
         found = restored(tmp_path / str(i), make(params=like)).state
         assert_trees_equal(found.params, saved)
         assert jax.tree.structure(found.params) == jax.tree.structure(saved)
-    names = [leaf.path for leaf in checkpoint._manifest_in(tmp_path / "0" / "0", 0).leaves if leaf.path[0] == ".params"]
+    names = [leaf.path for leaf in _folder.manifest_in(tmp_path / "0" / "0", 0).leaves if leaf.path[0] == ".params"]
     assert ("value" in str(names), len(names)) == (False, 2)
 
 
@@ -540,15 +540,14 @@ def test_another_run_or_other_data(tmp_path):
     assert restored(tmp_path, make()).step == 0
 
 
-def test_other_formats_are_not_opened(tmp_path, copy):
+def test_other_formats_are_not_opened(tmp_path):
     from orbax.checkpoint import v1 as ocp
 
-    path, _ = copy
     plain = tmp_path / "plain"
-    shutil.copytree(path / "2" / "arrays", plain)
+    ocp.save(plain, {"w": np.ones(3)})
     assert error_of(lambda: Checkpoints(plain).restore(make())) == (
-        f"checkpoints at {plain}: got _CHECKPOINT_METADATA, expected checkpoints of tsunax, or none. "
-        "Nothing in it was opened. tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
+        f"checkpoints at {plain}: got _CHECKPOINT_METADATA, commit_success.txt, expected checkpoints of tsunax, "
+        "or none. Nothing in it was opened. tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
     )
     managed = tmp_path / "managed"
     shutil.copytree(plain, managed / "4")
@@ -561,7 +560,6 @@ def test_other_formats_are_not_opened(tmp_path, copy):
         folder.mkdir()
         (folder / name).write_bytes(b"\x80\x04")
         assert name in error_of(lambda folder=folder: Checkpoints(folder).restore(make()))
-    assert ocp is not None
 
 
 def rewrite(folder: Path, change) -> None:
@@ -576,7 +574,7 @@ def test_a_newer_format_is_named(copy):
     path, _ = copy
     rewrite(path / "2", lambda body: {"format": 9, "anything": body})
     assert error_of(lambda: restored(path, make())) == (
-        f"checkpoint at {path / '2'}: got format 9, expected format 1 or earlier. Update tsunax."
+        f"checkpoint at {path / '2'}: got format 9, expected format 2 or earlier. Update tsunax."
     )
     assert Checkpoints(path, read_only=True).steps() == [0, 1]
 
@@ -676,7 +674,7 @@ IN_A_RUN = {  # what is wrong with the directory that `fit` is given, and what i
     "nothing, but must": (lambda p: replaced(p, p.mkdir), {"resume": "must"}, "got none, expected at least one"),
     "something, but never": (None, {"resume": "never"}, "expected none: resume='never'"),
     "all damaged": (damaged, {}, "expected a good one. To start afresh, give another path"),
-    "a newer format": (newer, {}, "format 9, expected format 1 or earlier"),
+    "a newer format": (newer, {}, "format 9, expected format 2 or earlier"),
     "another rule": (
         None,
         {"state": lambda: make(rule=ts.rules.sgd(0.1))},
@@ -758,8 +756,6 @@ def test_no_damaged_file_is_believed(copy, tmp_path, how):
     like, outcomes = make(), []
     for file in files_of(path / "2"):
         content = file.read_bytes()
-        if not content and how not in ("text", "gone", "a directory"):
-            continue  # orbax.checkpoint is empty
         file.unlink()
         if DAMAGE[how]:
             file.write_bytes(DAMAGE[how](content))
@@ -776,7 +772,7 @@ def test_no_damaged_file_is_believed(copy, tmp_path, how):
         assert all(len(line) < 400 for line in told)
         file.rmdir() if how == "a directory" else file.unlink(missing_ok=True)
         file.write_bytes(content)
-    assert len(outcomes) > 8
+    assert len(outcomes) == 3
     assert restored(path, like).step == 2
 
 
@@ -787,7 +783,7 @@ def test_a_flip_in_a_large_array_names_the_leaf(tmp_path):
     data = max(files_of(tmp_path / "2"), key=lambda p: p.stat().st_size)
     size = data.stat().st_size
     assert size > _files.SMALL
-    for at in (size // 3, size // 2, size - 1000):  # the end is an index that is no longer read
+    for at in (size // 3, size // 2, size - 1000):
         with open(data, "r+b") as file:
             file.seek(at)
             byte = file.read(1)
@@ -809,7 +805,7 @@ def test_swapped_shards_of_one_shape_are_found(tmp_path):
         checkpoints.save(tree, step=1)
     rewrite(
         tmp_path / "1",
-        lambda body: [leaf[4][0].__setitem__(2, str(1 - i)) for i, leaf in enumerate(body["leaves"])] and None,
+        lambda body: [leaf[4][0].__setitem__(2, f"0/{1 - i}") for i, leaf in enumerate(body["leaves"])] and None,
     )
     with pytest.raises(CheckpointError, match=r"state\['a'\]: other bytes"):
         restored(tmp_path, tree)
@@ -873,7 +869,7 @@ def test_an_old_one_goes_only_when_the_newer_reads_back_as_it_was(tmp_path, monk
     write = _store.write
 
     def spoiled(path, arrays):
-        write(path, {name: array + 1 for name, array in arrays.items()})
+        write(path, [array + 1 for array in arrays])
 
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     checkpoints.save({"w": jnp.ones(3)}, step=1)
@@ -882,11 +878,10 @@ def test_an_old_one_goes_only_when_the_newer_reads_back_as_it_was(tmp_path, monk
     checkpoints.save({"w": jnp.ones(3)}, step=2)
     with pytest.raises(SaveError, match=r"save of step 2 at .*2: got state\['w'\]: other bytes than were saved"):
         checkpoints.wait()
-    assert checkpoints.steps() == [1]
+    assert checkpoints.steps() == [1] and sorted(os.listdir(tmp_path)) == ["1", "tsunax.lock"]
     monkeypatch.undo()
     checkpoints.save({"w": jnp.ones(3)}, step=2)
-    with pytest.warns(UserWarning, match="moved to 2.damaged-1"):
-        checkpoints.close()
+    checkpoints.close()
     assert Checkpoints(tmp_path).steps() == [2]
 
 
@@ -1001,7 +996,7 @@ def test_fit_does_not_let_go_of_signals_before_its_last_save_is_written(tmp_path
 
 def test_a_restore_that_hangs_is_given_up(three, monkeypatch):
     go = threading.Event()
-    monkeypatch.setattr(_store, "_raw", lambda *_: go.wait(30))
+    monkeypatch.setattr(_store, "verified", lambda *_: go.wait(30) and {})
     with pytest.raises(CheckpointError, match=r"restore of step 2 at restore\(\): got nothing after 0.05 s"):
         Checkpoints(three[0], read_only=True, timeout=0.05).restore(make())
     go.set()
@@ -1036,7 +1031,7 @@ if what == "full":
 if what == "hang":
     import threading
     def hang(*a):
-        threading.Thread(target=time.sleep, args=(60,)).start()  # not a daemon, as orbax's own are not
+        threading.Thread(target=time.sleep, args=(60,)).start()  # not a daemon
         time.sleep(60)
     _store.write = hang
 checkpoints = Checkpoints(path, timeout=1.0 if what == "hang" else 60.0)
@@ -1068,15 +1063,10 @@ def test_scripts_that_do_not_close(tmp_path):
     """The last save is waited for at the end; where it fails or hangs, the exit status says so, and soon."""
     runs = {what: program(tmp_path / what, what) for what in ("plain", "full", "hang")}
     ended = {what: (*run.communicate(timeout=90), run.returncode) for what, run in runs.items()}
-    if ended["plain"][2] == 0:
-        assert Checkpoints(tmp_path / "plain").steps() == [1]
-    else:  # Python 3.12 allows no new thread by then, and orbax needs some
-        assert sys.version_info[:2] == (3, 12) and "can't create new thread" in ended["plain"][1]
+    assert ended["plain"][2] == 0 and Checkpoints(tmp_path / "plain").steps() == [1]
     for what, why in {"full": "OSError [Errno 28] No space left on device", "hang": "nothing after 1 s"}.items():
         out, err, code = ended[what]
         assert code == 1 and "end" in out
-        if sys.version_info[:2] == (3, 12) and "can't create new thread" in err:
-            continue
         assert err.splitlines()[-1] == (
             f"tsunax: save of step 1 at {tmp_path / what / '1'}: got {why}, expected a finished save. "
             "Call close() in time, or write `with Checkpoints(...)`."
@@ -1169,14 +1159,12 @@ def test_readers_while_a_run_rotates(tmp_path):
             last = found.step
     writer.join()
     assert reads > 3 and not wrong
-    assert reader.latest() == 7  # the writer came to its end, too: orbax lets a load beside a save break that
+    assert reader.latest() == 7  # the writer came to its end, too
 
 
 # ---------------------------------------------------------------------------------------------------- hostile files
 
 
-# TensorStore's threads may call the loop of a read that failed after orbax closed it
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_mutated_manifests(capfd):
     counts = collections.Counter()
     with jax.numpy_rank_promotion("allow"):
@@ -1201,7 +1189,8 @@ def test_small_files_that_claim_much_cost_nothing(copy):
     good = (folder / "manifest.json").read_bytes()
 
     def claim(body):
-        body["arrays"][0][2], body["arrays"][0][4][0][0] = [2**40], [[0, 2**40]]
+        history = body["parts"][0][1][0]
+        history[2], history[4][0][0] = [2**40], [[0, 2**40]]
 
     def claim_leaf(body):
         leaf = next(x for x in body["leaves"] if x[0][-1] == "['head']")

@@ -408,7 +408,7 @@ HEADERS = {  # file, what the error says
     "text that is none": (raw({"__metadata__": {"a": 1}}), "not text"),
     "a bool of 2": (raw({"a": entry("BOOL", (4,))}, b"\0\1\2\3"), "neither 0 nor 1"),
     "a manifest that is none": (raw({"__metadata__": {"tsunax": "{}"}}), "no format"),
-    "a newer one": (raw({"__metadata__": {"tsunax": '{"format": 9}'}}), "format 9, expected format 1 or earlier"),
+    "a newer one": (raw({"__metadata__": {"tsunax": '{"format": 9}'}}), "format 9, expected format 2 or earlier"),
     "deep names": (raw({"a/" * 100_000 + "b": entry()}, bytes(4)), "more than 64 levels"),
     "a leaf above another": (raw({"a": entry(), "a/b": entry(start=4, stop=8)}, bytes(8)), "no tree"),
 }  # fmt: skip

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import tsunax as ts
+from tests import saving
 from tests.golden import make
 from tsunax import exchange
+from tsunax.errors import CheckpointError
 
 ARCHIVES = sorted(path for path in make.HERE.glob("format-*") if path.is_dir())
 CASES = [(path, name) for path in ARCHIVES for name in make.setups()]
@@ -35,6 +37,25 @@ def test_old_checkpoints_come_back(archive, name, tmp_path):
     only = reader.restore(make.setups()[name].params, params_only=True)
     assert make.digest(only.state) == known[name]["params"]
     assert isinstance(found.state, ts.TrainState) and str(found.state)
+
+
+def test_what_two_processes_saved_comes_back_in_one():
+    archive = make.HERE / "format-2"
+    found = ts.Checkpoints(archive / "processes", read_only=True).restore(saving.blank())
+    assert len(list((archive / "processes").rglob("*.safetensors"))) == 2
+    assert make.digest(found.state) == json.loads((archive / "digests.json").read_text())["processes"]
+    assert found.data == {"position": 7} and found.history["loss"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("flip", [0.1, 0.5, 0.9])
+def test_damage_in_the_first_format_is_found(flip, tmp_path):
+    shutil.copytree(make.HERE / "format-1" / "mlp", tmp_path / "run")
+    file = max((p for p in tmp_path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[int(flip * len(content))] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"other bytes than were saved \(sha256\)"):
+        ts.Checkpoints(tmp_path / "run", read_only=True).restore(make.setups()["mlp"])
 
 
 @pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)

@@ -119,9 +119,14 @@ def listing(top: Path) -> dict[str, tuple[int, str]]:
             if not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
                 raise ValueError(f"{path.relative_to(top)} is no file of ours")
             if stat.S_ISREG(about.st_mode):
-                digest = sha256(read(path, SMALL)) if about.st_size <= SMALL else ""
-                out[path.relative_to(top).as_posix()] = about.st_size, digest
+                out[path.relative_to(top).as_posix()] = facts(path)
     return out
+
+
+def facts(path: Path) -> tuple[int, str]:
+    """The size of a file, and the sha256 of a small one."""
+    size = os.lstat(path).st_size
+    return size, sha256(read(path, SMALL)) if size <= SMALL else ""
 
 
 def sizes(top: Path) -> int:
@@ -154,16 +159,20 @@ class Lock:
     outlives its parent) does not have it. It does not hold against a second owner in the same process.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, is_mine: bool = True):
         self.pid = os.getpid()
+        self._fd: int | None = None
+        if not is_mine:  # of several processes the first one has it for all
+            return
         path = folder / LOCK
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-        self._fd: int | None = os.open(path, flags, 0o666)
+        self._fd = os.open(path, flags, 0o666)
         try:
             self._take(folder)
             os.ftruncate(self._fd, 0)
             about = {"pid": self.pid, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             os.pwrite(self._fd, json.dumps(about).encode(), 0)
+            os.fsync(self._fd)  # for those who read it on other hosts
         except BaseException:
             os.close(self._fd)
             raise

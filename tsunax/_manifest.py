@@ -24,13 +24,13 @@ import jax.tree_util as jtu
 import ml_dtypes
 import numpy as np
 
-from tsunax import _hoist, _live, _tree
+from tsunax import _hoist, _live, _place, _tree
 from tsunax.errors import WrongTypeError, message
 from tsunax.state import TrainState
 
 __all__ = []
 
-FORMAT = 1
+FORMAT = 2  # 1 had all arrays in one directory of orbax's, and the values of one process
 LIMIT = 64 << 20  # bytes of a manifest
 _PIECES = 1_000_000  # brackets and commas in it: what bounds the memory that parsing takes
 DEPTH = 64
@@ -52,7 +52,7 @@ class TooNew(Exception):
 
 @dataclass(frozen=True)
 class Shard:
-    """A stored array: (start, stop) of each axis, the sha256 of its bytes, the name under which it is stored."""
+    """A stored array: (start, stop) of each axis, the sha256 of its bytes, "file/number" where it is stored."""
 
     bounds: tuple[tuple[int, int], ...]
     sha256: str
@@ -284,7 +284,7 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
         members, n = jnp.shape(state.clock)[:-1], len(jax.tree.leaves(trained))
         words = jnp.zeros((*members, -(-n // 32)), jnp.uint32)
         if not _tree.is_traced(state.clock) and state.clock.committed:
-            words = jax.device_put(words, state.clock.sharding)
+            words = _place.whole(words, state.clock.sharding)
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers, frozen=words)
 
 
@@ -344,7 +344,8 @@ def encode(x: Any, keep: Callable[[np.ndarray], Any], where: str, depth: int = 0
         return found if isinstance(x, list) else {"$tuple": found}
     if _tree.is_key(x):
         return {"$key": implementation(_tree.dtype_of(x)), "data": inner(np.asarray(jax.random.key_data(x)), "key")}
-    if _tree.is_array(x) and dtype_name(_tree.dtype_of(x)) is not None and getattr(x, "is_fully_addressable", True):
+    is_here = getattr(x, "is_fully_addressable", True) or getattr(x, "is_fully_replicated", True)
+    if _tree.is_array(x) and dtype_name(_tree.dtype_of(x)) is not None and is_here:
         return {"$array": keep(np.array(x, copy=True))}
     expected = "None, numbers, strings, arrays, and lists, tuples and dicts of them"
     raise WrongTypeError(message("value", where, _tree.describe(x), expected))
@@ -387,6 +388,14 @@ def wrap_key(data, name: str):
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Data, history and callbacks of one process: see `encode`; `arrays` are those of them."""
+
+    values: dict[str, Any]
+    arrays: list[Leaf]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What is known of a checkpoint without reading its arrays."""
 
@@ -394,12 +403,16 @@ class Manifest:
     leaves: list[Leaf]
     nodes: dict[Path, str]
     states: dict[Path, dict[str, Any]]
-    parts: dict[str, Any]  # data, history, callbacks: see `encode`
-    arrays: list[Leaf]  # of the parts
+    parts: list[Parts]  # of each process; after the first, what differs from the first one's
     metrics: dict[str, float]
     fingerprint: dict[str, Any]
     versions: dict[str, str]
     files: dict[str, tuple[int, str]]  # those that hold the arrays: size, and sha256 of the small ones
+
+    def of_arrays(self) -> list[Leaf]:
+        """All leaves that have arrays, those of the parts too."""
+        leaves = [*self.leaves, *(x for part in self.parts for x in part.arrays)]
+        return [leaf for leaf in leaves if leaf.shards]
 
     def dump(self) -> bytes:
         leaf = lambda x: [list(x.path), x.kind, list(x.shape), x.dtype, [shard(s) for s in x.shards], x.value]
@@ -413,23 +426,35 @@ class Manifest:
             "states": [[list(path), facts] for path, facts in self.states.items()],
             "nodes": [[list(path), kind] for path, kind in self.nodes.items()],
             "leaves": [leaf(x) for x in self.leaves],
-            "parts": self.parts,
-            "arrays": [leaf(x) for x in self.arrays],
+            "parts": [[part.values, [leaf(x) for x in part.arrays]] for part in self.parts],
             "files": self.files,
         }
         return json.dumps(body, allow_nan=False, separators=(",", ":"), ensure_ascii=True).encode()
 
     @staticmethod
-    def parse(content: bytes) -> Manifest:
-        """Raises Damaged for anything that is no manifest, TooNew for one of a later format."""
+    def parse(content: bytes, whole: bool = True) -> Manifest:
+        """Raises Damaged for anything that is no manifest, TooNew for one of a later format.
+
+        Unless it is of the `whole`, leaves may lack shards: those that other processes have.
+        """
         check_pieces(content)
         try:
             body = json.loads(content)
             if isinstance(body, dict) and type(body.get("format")) is int and body["format"] > FORMAT:
                 raise TooNew(f"format {body['format']}")
-            return _parsed(body)
+            return _parsed(body, whole)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise Damaged(f"manifest: {type(error).__name__} {str(error)[:80]}") from None
+
+
+def merged(parts: list[Manifest]) -> Manifest:
+    """One manifest of what several processes have of the shards of one tree."""
+    leaves = []
+    for same in zip(*(part.leaves for part in parts), strict=True):
+        leaves.append(dataclasses.replace(same[0], shards=tuple(s for leaf in same for s in leaf.shards)))
+    files = {name: facts for part in parts for name, facts in part.files.items()}
+    own = [one for part in parts for one in part.parts]
+    return dataclasses.replace(parts[0], leaves=leaves, parts=own, files=files)
 
 
 def check_pieces(content: bytes) -> None:
@@ -454,7 +479,7 @@ def _size(x) -> int:
     return x
 
 
-def _leaf(x) -> Leaf:
+def _leaf(x, whole: bool = True) -> Leaf:
     path, kind, shape, dtype, shards, value = _is(x, list)
     shape = tuple(map(_size, _is(shape, list)))
     if len(shape) > 64:
@@ -472,7 +497,7 @@ def _leaf(x) -> Leaf:
         if len(s.bounds) != len(shape) or any(not a <= b <= n for (a, b), n in zip(s.bounds, shape, strict=True)):
             raise ValueError("a shard outside of its array")
         total += math.prod(s.shape)
-    if total != math.prod(shape):
+    if whole and total != math.prod(shape):
         raise ValueError("shards that do not make up their array")
     return leaf
 
@@ -480,7 +505,8 @@ def _leaf(x) -> Leaf:
 def _shard(x) -> Shard:
     bounds, digest, name = _is(x, list)
     bounds = tuple((_size(a), _size(b)) for a, b in _is(bounds, list))
-    if not re.fullmatch(r"[0-9a-f]{64}", _is(digest, str)) or not re.fullmatch(r"[0-9]{1,9}", _is(name, str)):
+    is_name = re.fullmatch(r"([0-9]{1,9}/)?[0-9]{1,9}", _is(name, str))
+    if not re.fullmatch(r"[0-9a-f]{64}", _is(digest, str)) or not is_name:
         raise ValueError("a shard without a hash or a name")
     return Shard(bounds, digest, name)
 
@@ -508,27 +534,34 @@ def _cut(x) -> list:
     return [_size(at), of, labels]
 
 
-def _parsed(body) -> Manifest:
-    if type(body.get("format")) is not int or body["format"] != FORMAT:
+def _parsed(body, whole: bool) -> Manifest:
+    if type(body.get("format")) is not int or body["format"] not in (1, FORMAT):
         raise ValueError("no format")
-    leaves, arrays = ([_leaf(x) for x in _is(body[name], list)] for name in ("leaves", "arrays"))
-    names = [s.name for leaf in [*leaves, *arrays] for s in leaf.shards]
-    if len(set(names)) != len(names) or not all(leaf.dtype for leaf in arrays):
+    leaves = [_leaf(x, whole) for x in _is(body["leaves"], list)]
+    parts = [[body["parts"], body["arrays"]]] if body["format"] == 1 else _is(body["parts"], list)
+    parts = [_parts(*_is(x, list)) for x in parts]
+    names = [s.name for leaf in [*leaves, *(x for part in parts for x in part.arrays)] for s in leaf.shards]
+    if len(set(names)) != len(names):
         raise ValueError("two shards of one name")
-    parts = {_is(k, str): v for k, v in _is(body["parts"], dict).items()}
-    _check_depth(parts)
     return Manifest(
         step=_size(body["step"]),
         leaves=leaves,
         nodes={_path(path): _is(kind, str) for path, kind in _is(body["nodes"], list)},
         states={_path(path): _facts(facts) for path, facts in _is(body["states"], list)},
         parts=parts,
-        arrays=arrays,
         metrics={_is(k, str): float(_unfinite(v)) for k, v in _is(body["metrics"], dict).items()},
         fingerprint=_is(body["fingerprint"], dict),
         versions={_is(k, str): _is(v, str) for k, v in _is(body["versions"], dict).items()},
         files={k: (_size(n), _is(digest, str)) for k, (n, digest) in _is(body["files"], dict).items()},
     )
+
+
+def _parts(values, arrays) -> Parts:
+    values, arrays = {_is(k, str): v for k, v in _is(values, dict).items()}, [_leaf(x) for x in _is(arrays, list)]
+    _check_depth(values)
+    if not all(leaf.dtype for leaf in arrays):
+        raise ValueError("an array without a dtype")
+    return Parts(values, arrays)
 
 
 def _check_depth(x) -> None:

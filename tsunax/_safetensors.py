@@ -188,7 +188,7 @@ def save(path: Path, specs: Specs, get: Callable[[str], np.ndarray], about: dict
             part = f"{path.stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors"
             final = path if len(groups) == 1 else path.with_name(part)
             ready.append((_files.aside(path.parent, "tmp", 0), final))
-            _write(
+            write(
                 ready[-1][0], {name: specs[name] for name in group}, get, about if len(groups) == 1 else _format(about)
             )
         if len(groups) > 1:
@@ -226,7 +226,7 @@ def _groups(specs: Specs, most: int | None) -> list[list[str]]:
     return groups
 
 
-def _write(path: Path, specs: Specs, get: Callable[[str], np.ndarray], about: dict[str, str]) -> None:
+def write(path: Path, specs: Specs, get: Callable[[str], np.ndarray], about: dict[str, str]) -> None:
     """A new file, on the disk when this returns."""
     body: dict[str, Any] = {"__metadata__": about}
     at = 0

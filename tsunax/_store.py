@@ -1,6 +1,7 @@
-"""Arrays on their way to the disk and back: host copies, their hashes, and the directory that orbax keeps them in.
+"""Arrays on their way to the disk and back: host copies, their hashes, and the files that hold them.
 
-The only module that knows orbax. What comes back has been hashed and is what was saved, or Damaged is raised.
+Each process writes one file of the safetensors format, with the shards that are its own, by number. What comes back has
+been hashed and is what was saved, or Damaged is raised. The only module that knows orbax, whose directories it reads.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import gc
 import importlib
 import logging
 import math
@@ -23,12 +23,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _checks, _files, _manifest, _tree
+from tsunax import _checks, _files, _manifest, _safetensors, _tree
 from tsunax._manifest import Damaged, Leaf, Manifest
 from tsunax.errors import CheckpointError, HyperparameterError, StateError, WrongTypeError, message, told
 from tsunax.state import donated, is_gone
 
 __all__ = []
+
+Bounds = tuple[tuple[int, int], ...]
 
 
 # ------------------------------------------------------------------------------------------------- to the host
@@ -61,46 +63,57 @@ def step_of(tree: _manifest.Tree, step) -> int:
     return int(step)
 
 
-def stored(path, kind: str, shape, dtype, blocks, copies: list[np.ndarray]) -> Leaf:
+def stored(path, kind: str, shape, dtype, blocks, copies: list[np.ndarray], process: int) -> Leaf:
     """A leaf whose blocks, [(bounds, host array)], go to the end of `copies`; those without elements are not stored."""
     shards = []
     for bounds, block in blocks:
         if bounds is None:
             bounds = tuple((0, n) for n in shape)
         if block.size:
-            shards.append(_manifest.Shard(bounds, "", str(len(copies))))
+            shards.append(_manifest.Shard(bounds, "", f"{process}/{len(copies)}"))
             copies.append(block)
     name = _manifest.dtype_name(dtype)
     assert name is not None
     return Leaf(path, kind, tuple(shape), name, tuple(shards))
 
 
-def copied(tree: _manifest.Tree, copies: list[np.ndarray]) -> list[Leaf]:
-    """Every leaf, its array copied to the host: one block for each distinct shard."""
+def is_local(x) -> bool:
+    """Whether a leaf is no array over several processes: then each of them has all of it."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def copied(tree: _manifest.Tree, copies: list[np.ndarray], process: int) -> list[Leaf]:
+    """Every leaf, its array copied to the host: one block for each distinct shard that is for this process to save."""
     facts = [_manifest.leaf_of(path, x) for path, x in tree.leaves]
+    mine = [process == 0 or not is_local(x) for _, x in tree.leaves]
     shards = [
         [s for s in (jax.random.key_data(x) if _tree.is_key(x) else x).addressable_shards if s.replica_id == 0]
-        if isinstance(x, jax.Array)
+        if isinstance(x, jax.Array) and is_mine
         else []
-        for _, x in tree.leaves
+        for is_mine, (_, x) in zip(mine, tree.leaves, strict=True)
     ]
     on_host = lambda s: s.device.platform == "cpu"
     for s in (s for found in shards for s in found if not on_host(s)):
         s.data.copy_to_host_async()  # all transfers run at once
     leaves = []
-    for fact, found, (path, x) in zip(facts, shards, tree.leaves, strict=True):
+    for fact, found, is_mine, (path, x) in zip(facts, shards, mine, tree.leaves, strict=True):
         if not fact.dtype:
             leaves.append(fact)
             continue
         blocks: list[tuple[Any, np.ndarray]] = []
         for s in found:
-            bounds = tuple(sl.indices(n)[:2] for sl, n in zip(s.index, fact.shape, strict=True))
+            bounds = bounds_of(s.index, fact.shape)
             # on the CPU a view: it must be copied, and it must not outlive this line, or the leaf cannot be donated
             blocks.append((bounds, np.array(s.data, copy=True) if on_host(s) else np.asarray(s.data)))
-        if not found and not isinstance(x, jax.Array):
+        if is_mine and not isinstance(x, jax.Array):
             blocks.append((None, np.array(x, copy=True)))
-        leaves.append(stored(path, fact.kind, fact.shape, _manifest.dtype_of(fact.dtype), blocks, copies))
+        leaves.append(stored(path, fact.kind, fact.shape, _manifest.dtype_of(fact.dtype), blocks, copies, process))
     return leaves
+
+
+def bounds_of(index, shape) -> Bounds:
+    """(start, stop) of each axis of what an index selects."""
+    return tuple(cut.indices(n)[:2] for cut, n in zip(index, shape, strict=True))
 
 
 def digest(array: np.ndarray) -> str:
@@ -109,64 +122,41 @@ def digest(array: np.ndarray) -> str:
 
 
 def with_hashes(manifest: Manifest, hashes: list[str]) -> Manifest:
-    shard = lambda s: dataclasses.replace(s, sha256=hashes[int(s.name)])
+    shard = lambda s: dataclasses.replace(s, sha256=hashes[int(s.name.rpartition("/")[2])])
     leaf = lambda x: dataclasses.replace(x, shards=tuple(map(shard, x.shards)))
-    return dataclasses.replace(
-        manifest, leaves=[leaf(x) for x in manifest.leaves], arrays=[leaf(x) for x in manifest.arrays]
-    )
+    parts = [dataclasses.replace(part, arrays=[leaf(x) for x in part.arrays]) for part in manifest.parts]
+    return dataclasses.replace(manifest, leaves=[leaf(x) for x in manifest.leaves], parts=parts)
 
 
-# ----------------------------------------------------------------------------------------------------- orbax
+# ----------------------------------------------------------------------------------------------------- files
 
 
-def _orbax() -> Any:
-    return importlib.import_module("orbax.checkpoint").v1
+def file_of(arrays: Path, process) -> Path:
+    return arrays / f"{process}.safetensors"
 
 
-# orbax names its operations by one count of the process: a load beside a save takes the save's directory from under it
-_ONE_AT_A_TIME = threading.Lock()
+def _spec(dtype, shape) -> tuple[str, tuple[int, ...]]:
+    """As what an array is stored: bytes, where the format has no name for its dtype."""
+    name, n = str(dtype), math.prod(shape)
+    return (name, tuple(shape)) if name in _safetensors.CODE_OF else ("uint8", (n * np.dtype(dtype).itemsize,))
 
 
-def _context(ocp):
-    """Plain chunks: compressing costs twice the time of the write for a tenth of its bytes. No copy of our copy.
-
-    Directories are made before their files: made beside them, a failure leaves threads that wait for ever.
-    """
-    options = ocp.options
-    if not hasattr(ocp.Context(), "array"):  # before 0.12.8
-        return ocp.Context(
-            array_options=options.ArrayOptions(saving=options.ArrayOptions.Saving(use_compression=False)),
-            async_options=options.AsyncOptions(create_directories_asynchronously=False),
-        )
-    context = ocp.Context()
-    context.array.saving.use_compression = False
-    context.asynchronous.create_directories_asynchronously = False
-    context.memory.deepcopy_host_arrays = False
-    return context
+def write(file: Path, arrays: list[np.ndarray]) -> None:
+    """One file of arrays by number, on the disk when this returns."""
+    specs = {str(i): _spec(x.dtype, x.shape) for i, x in enumerate(arrays)}
+    _safetensors.write(file, specs, lambda name: arrays[int(name)], {})
 
 
-def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    ocp = _orbax()
-    with _ONE_AT_A_TIME, _context(ocp):
-        ocp.save(path, arrays)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(
-            path / "commit_success.txt"
-        )  # it holds the absolute path; what completes a checkpoint is the manifest
-
-
-@contextlib.contextmanager
-def _quiet():
-    """Damaged bytes make asyncio and absl log pages, some when tasks are collected; the error says it in a line."""
-    drop = lambda record: False
-    loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
-    for logger in loggers:
-        logger.addFilter(drop)
+def digests(arrays: list[np.ndarray]) -> Callable[[], list[str]]:
+    """The sha256 of each, when the function that this returns is called; until then threads are at work on it."""
+    pool = concurrent.futures.ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1)))
     try:
-        yield
+        jobs = [pool.submit(digest, x) for x in arrays]
+    except RuntimeError:  # Python 3.12 allows no new thread at its end
+        return lambda: [digest(x) for x in arrays]
     finally:
-        for logger in loggers:
-            logger.removeFilter(drop)
+        pool.shutdown(wait=False)
+    return lambda: [job.result() for job in jobs]
 
 
 def check_files(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
@@ -188,63 +178,118 @@ def check_files(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
             raise Damaged(f"arrays: {name}: {why}")
 
 
-def read(path: Path, files: Mapping, leaves: list[Leaf], place: bool = True) -> list[Any]:
-    """The saved leaves as host arrays, every shard verified; with `place=False` only that. Raises Damaged."""
-    check_files(path, files)
-    shards = {s.name: (s, leaf) for leaf in leaves for s in leaf.shards}
-    blocks, fault = {}, None
-    with _quiet():
-        try:
-            blocks = _raw(path, shards) if shards else {}
-        except (Damaged, MemoryError):
-            raise
-        except Exception as error:  # whatever orbax, TensorStore and asyncio raise for bytes that are not theirs
-            fault = Damaged(f"arrays: {told(error)}")
-        if fault is not None:
-            gc.collect()  # the tasks that failed, while nobody listens
-            raise fault
-    with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
-        for (s, leaf), found in zip(shards.values(), pool.map(digest, blocks.values()), strict=True):
-            if found != s.sha256:
-                where = _manifest.show("state", leaf.path) if leaf.path[:1] != ("0",) else "history, data or callbacks"
-                raise Damaged(f"{where}: other bytes than were saved (sha256)")
-    return [_joined(leaf, blocks) for leaf in leaves] if place else []
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Those parts of an array that one process needs, where that is not all of it: `pieces[index]` is one of them."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    parts: Mapping[Bounds, np.ndarray]
+
+    def __getitem__(self, index) -> np.ndarray:
+        return self.parts[bounds_of(index, self.shape)]
+
+    def astype(self, dtype, copy: bool = True) -> Pieces:
+        return Pieces(self.shape, dtype, {at: x.astype(dtype, copy=copy) for at, x in self.parts.items()})
 
 
-def _joined(leaf: Leaf, blocks: dict[str, np.ndarray]):
-    if not leaf.dtype:
-        return _manifest.plain_value(leaf)
-    if len(leaf.shards) == 1:
-        return blocks.pop(leaf.shards[0].name)
-    out = np.zeros(leaf.shape, _manifest.dtype_of(leaf.dtype))
-    for s in leaf.shards:
-        out[tuple(slice(a, b) for a, b in s.bounds)] = blocks.pop(s.name)
+def read(arrays: Path, files: Mapping, leaves: list[Leaf], needed: list[tuple[Bounds, ...] | None]) -> list[Any]:
+    """The saved leaves, or what is needed of them, as host arrays; every shard that is read is verified. Or Damaged."""
+    check_files(arrays, files)
+    shards = {s.name: (s, leaf) for leaf, parts in zip(leaves, needed, strict=True) for s in leaf.shards
+              if parts is None or any(_overlap(s.bounds, part) is not None for part in parts)}  # fmt: skip
+    blocks = verified(arrays, shards)
+    out = []
+    for leaf, parts in zip(leaves, needed, strict=True):
+        if not leaf.dtype:
+            out.append(_manifest.plain_value(leaf))
+        elif parts is None:
+            out.append(_part(leaf, tuple((0, n) for n in leaf.shape), blocks))
+        else:
+            dtype = _manifest.dtype_of(leaf.dtype)
+            out.append(Pieces(leaf.shape, dtype, {part: _part(leaf, part, blocks) for part in parts}))
+        for s in leaf.shards:
+            blocks.pop(s.name, None)
     return out
 
 
-def _raw(path: Path, shards: dict[str, tuple[_manifest.Shard, Leaf]]) -> dict[str, np.ndarray]:
-    ocp = _orbax()
-    with _ONE_AT_A_TIME, _context(ocp):
-        known = ocp.metadata(path).metadata
-        if not isinstance(known, Mapping):
-            raise Damaged("arrays: other ones than were saved")
-        target = dict.fromkeys(known, ocp.PLACEHOLDER)
-        for name, (s, leaf) in shards.items():  # before anything of that size is allocated
-            about = known.get(name)
-            chunk = getattr(getattr(about, "storage_metadata", None), "chunk_shape", None) or s.shape
-            same = about is not None and tuple(about.shape) == s.shape and str(about.dtype) == leaf.dtype
-            if not same or math.prod(chunk) > math.prod(s.shape):
-                raise Damaged(f"arrays: {name} is not as the manifest says")
-            target[name] = about
-        found = ocp.load(path, target)
-    for name, (s, leaf) in shards.items():
-        got = found[name] = np.asarray(found[name])
-        if got.shape != s.shape or got.dtype != _manifest.dtype_of(leaf.dtype):
+def verified(arrays: Path, shards: Mapping[str, tuple[_manifest.Shard, Leaf]]) -> dict[str, np.ndarray]:
+    """Stored arrays by name, each of them hashed. Raises Damaged."""
+    of_orbax = [name for name in shards if "/" not in name]
+    found = _of_format_1(arrays, {name: shards[name] for name in of_orbax}) if of_orbax else {}
+    try:
+        files = {name.partition("/")[0] for name in shards.keys() - found.keys()}
+        known = {file: _safetensors.contents(file_of(arrays, file))[0] for file in files}
+        with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
+            one = lambda name: _verified(name, *shards[name], found.get(name), known)
+            return dict(zip(shards, pool.map(one, shards), strict=True))
+    except OSError as error:
+        raise Damaged(f"arrays: {told(error)}") from None
+
+
+def _verified(name: str, s: _manifest.Shard, leaf: Leaf, array, known: Mapping) -> np.ndarray:
+    dtype = np.dtype(_manifest.dtype_of(leaf.dtype))
+    if array is None:
+        file, _, number = name.partition("/")
+        entry = known[file].get(number)
+        if entry is None or (entry.dtype, entry.shape) != _spec(dtype, s.shape):
             raise Damaged(f"arrays: {name} is not as the manifest says")
-    return {name: found[name] for name in shards}
+        array = _safetensors.read(entry)
+        array = array if entry.dtype == leaf.dtype else array.view(dtype).reshape(s.shape)
+    if digest(array) != s.sha256:
+        where = _manifest.show("state", leaf.path) if leaf.path[:1] != ("0",) else "history, data or callbacks"
+        raise Damaged(f"{where}: other bytes than were saved (sha256)")
+    return array
 
 
-# ---------------------------------------------------------------------------------------------- orbax's own directories
+def _overlap(a: Bounds, b: Bounds) -> Bounds | None:
+    both = tuple((max(i, k), min(j, n)) for (i, j), (k, n) in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def _part(leaf: Leaf, bounds: Bounds, blocks: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Part of a leaf, from the shards that hold it."""
+    for s in leaf.shards:
+        if s.bounds == bounds:
+            return blocks[s.name]
+    out = np.zeros([stop - start for start, stop in bounds], _manifest.dtype_of(leaf.dtype))
+    for s in leaf.shards:
+        if (both := _overlap(s.bounds, bounds)) is not None:
+            inside = lambda of, both=both: tuple(slice(i - k, j - k) for (i, j), (k, _) in zip(both, of, strict=True))
+            out[inside(bounds)] = blocks[s.name][inside(s.bounds)]
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ orbax's directories
+
+
+def _orbax() -> Any:
+    return importlib.import_module("orbax.checkpoint").v1
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Damaged bytes make asyncio and absl log pages, some when tasks are collected; the error says it in a line."""
+    drop = lambda record: False
+    loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
+    for logger in loggers:
+        logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(drop)
+
+
+def _of_format_1(path: Path, shards: Mapping[str, tuple[_manifest.Shard, Leaf]]) -> dict[str, np.ndarray]:
+    """Stored arrays of the first format: by number in one directory of orbax's."""
+    about = foreign(path)
+    for name, (s, leaf) in shards.items():
+        known = about.get(name) if isinstance(about, Mapping) else None
+        if known is None or tuple(known.shape) != s.shape or str(known.dtype) != leaf.dtype:
+            raise Damaged(f"arrays: {name} is not as the manifest says")
+    found = dict(zip(shards, read_foreign(path, about, list(shards)), strict=True))
+    return {name: np.asarray(x) for name, x in found.items()}
 
 
 def foreign(path: Path) -> Any:
@@ -283,12 +328,16 @@ def read_foreign(path: Path, tree, names: list[str]) -> list[Any]:
     return [by_name[name] for name in names]
 
 
+# orbax names its operations by one count of the process, and one load would take another one's from under it
+_ONE_AT_A_TIME = threading.Lock()
+
+
 def _of_orbax(f, what: str):
     """`f(orbax)`, its logs kept quiet and whatever it raises as Damaged, given up after ten minutes."""
 
     def run():
         ocp = _orbax()
-        with _ONE_AT_A_TIME, _context(ocp):
+        with _ONE_AT_A_TIME:
             return f(ocp)
 
     fault = None

@@ -140,6 +140,16 @@ class Plan:
     columns: dict
     edited: list[str]
 
+    def needed(self, pair: _manifest.Wanted) -> tuple | None:
+        """What this process needs of a saved leaf, as bounds of its axes; None for all of it."""
+        sharding = getattr(pair.leaf, "sharding", None)
+        if sharding is None or sharding.is_fully_addressable or pair.saved.kind != "array" or pair.path in self.columns:
+            return None
+        shape = pair.saved.shape
+        indices = sharding.addressable_devices_indices_map(shape).values()
+        cut = lambda index: tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
+        return tuple(dict.fromkeys(map(cut, indices)))
+
     def filled(self, values: list):
         """The target with these values, verified before, in the place of its own."""
         new = {pair.path: self._placed(pair, value) for pair, value in zip(self.pairs, values, strict=True)}
@@ -169,18 +179,22 @@ def restarted(state: TrainState, **parts) -> TrainState:
 
 
 def placed(value, like, kind: str):
-    """A verified host value as what stands in its place in `like`: same dtype, same devices."""
+    """A verified host value as what stands in its place in `like`: same dtype, same devices.
+
+    Of an array over several processes the value may be what this process needs of it, see `Plan.needed`.
+    """
     if not hasattr(like, "dtype"):
         return value
     if isinstance(like, np.generic):
         return value.astype(like.dtype)[()]
     if isinstance(like, np.ndarray):
         return value.astype(like.dtype, copy=False)
-    if kind.startswith("key:"):
-        value = _manifest.wrap_key(value, kind.removeprefix("key:"))
-    else:
-        value = value.astype(like.dtype, copy=False)
-    sharding = like.sharding
+    sharding, of_key = like.sharding, kind.removeprefix("key:") if kind.startswith("key:") else ""
+    value = value if of_key else value.astype(like.dtype, copy=False)
+    if sharding is not None and not sharding.is_fully_addressable:  # each process makes its part, and nobody waits
+        made = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
+        return _manifest.wrap_key(made, of_key) if of_key else made
+    value = _manifest.wrap_key(value, of_key) if of_key else value
     if sharding is None or (isinstance(like, jax.Array) and not like.committed):
         return jax.device_put(value)
     return jax.device_put(value, sharding)

@@ -1,26 +1,29 @@
 """Checkpoints: a training state on the disk, whole or not at all, and read back to the last bit.
 
-    save:     host copies -> (orbax writes them | sha256 of each) -> manifest -> fsync -> rename
-    restore:  newest manifest -> compare with the script's state -> read -> sha256 -> place
+    save:     host copies -> (written | sha256 of each) -> all processes are there -> manifest -> fsync -> rename
+    restore:  newest manifest -> compare with the script's state -> read -> sha256 -> all processes are there -> place
 
-orbax holds the arrays; what makes a directory a checkpoint is the manifest in it, written last. This module knows
-files, threads and orbax; what a tree is and whether two agree is told by `_manifest`.
+Each of several processes writes the shards that are its own, and reads those that it needs; the first one alone decides
+what is there and gives a step its name. What makes a directory a checkpoint is the manifest in it, written last
+(`_folder`). This module knows threads, locks and processes; what a tree is and whether two agree is told by
+`_manifest`, where arrays are kept by `_store`.
 """
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import shutil
 import sys
 import threading
+import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +31,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _checks, _files, _manifest, _store, _target, _tree
-from tsunax._manifest import Damaged, Leaf, Manifest, TooNew
-from tsunax.errors import CheckpointError, HyperparameterError, SaveError, WrongTypeError, message, told
+from tsunax import _checks, _files, _folder, _manifest, _store, _target, _tree, distributed
+from tsunax._folder import ARRAYS, Folder
+from tsunax._manifest import Damaged, Leaf, Manifest, Parts, TooNew
+from tsunax.errors import (
+    CheckpointError,
+    HyperparameterError,
+    ProcessError,
+    SaveError,
+    WrongTypeError,
+    message,
+    told,
+)
 
 __all__ = ["Best", "Checkpoints", "Restored"]
-
-_MANIFEST, _SUM, _ARRAYS = "manifest.json", "manifest.sha256", "arrays"
-_KNOWN = (_MANIFEST, _SUM, _ARRAYS)
-_FOREIGN = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint", "commit_success.txt")
-_FOREIGN_ENDS = (".msgpack", ".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".safetensors", ".npz", ".h5", ".keras")
-_NO_CODE = "Nothing in it was opened."
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,10 @@ class Checkpoints:
       read_only: only restore. Needs no write access and takes no lock, also while a run writes.
       timeout: seconds after which a save or a restore that has not ended counts as failed.
 
-    Raises CheckpointError where the path cannot be used: a file, not writable, in use by another process.
+    Over several processes (`distributed`) all of them make one, of the same directory on a disk that they share, and
+    call `save` and `restore` alike. What goes wrong on one is raised by all, and names it.
+
+    Raises CheckpointError where the path cannot be used: a file, not writable, in use by another run, not shared.
 
     >>> import jax.numpy as jnp, tempfile, tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
@@ -134,21 +143,43 @@ class Checkpoints:
             raise HyperparameterError(message("timeout", "Checkpoints()", _tree.describe(timeout), "seconds > 0"))
         if keep_best is not None and not isinstance(keep_best, Best):
             keep_best = Best(keep_best)
-        if jax.process_count() > 1:
-            got, expected = f"{jax.process_count()} processes", "one, until each writes its own part"
-            raise CheckpointError(message("processes", "Checkpoints()", got, expected))
         self.path = _absolute(path)
         self.every, self.keep_last, self.keep_best, self.keep_every = every, keep_last, keep_best, keep_every
         self.read_only, self.timeout = read_only, timeout
+        self._process, self._count = distributed.process_index(), distributed.process_count()
         self._fingerprint: dict[str, Any] = _manifest.encode(dict(fingerprint or {}), _no_arrays, "fingerprint")
         self._job: _Job | None = None
-        self._bad: dict[int, str] = {}  # steps that did not stand their verification, and why
-        self._known: dict[int, dict[str, float]] | None = None  # good steps and their metrics
-        self._notes: list[str] = []
+        self._folder = Folder(self.path)
         self._lock: _files.Lock | None = None
         if not read_only:
+            self._open()
+
+    def _open(self) -> None:
+        """The first process takes the directory for all; the others look whether they see the same one."""
+
+        def take():
+            if self._process:
+                return None, ""
             _open(self)
-            self._tidy()
+            self._folder.tidy()
+            return None, _files.read(self.path / _files.LOCK, 200).decode() if self._count > 1 else ""
+
+        def join():
+            if self._process:
+                with contextlib.suppress(OSError, ValueError):
+                    if _files.read(self.path / _files.LOCK, 200).decode() == words[0]:
+                        return _open(self), ""
+                fix = "All processes of a run save into one directory, on a disk that they share."
+                raise CheckpointError(message("path", str(self.path), "another directory", "that of process 0", fix))
+            return None, ""
+
+        _, words = self._together("Checkpoints()", take)
+        if self._count > 1:
+            self._together("Checkpoints()", join)
+
+    def _together(self, name: str, f: Callable[[], tuple[Any, str]], **how) -> tuple[Any, list[str]]:
+        limit, kinds = self.timeout + 10, (Damaged, CheckpointError, SaveError)
+        return distributed.together(name, f, **{"timeout": limit, "kinds": kinds, **how})
 
     # ---------------------------------------------------------------------------------------------------- saving
 
@@ -176,38 +207,59 @@ class Checkpoints:
         for a step before the newest one, WrongTypeError for leaves that cannot be saved.
         """
         self._check_writer("save()")
-        self.wait()
-        tree = _manifest.tree_of(state)
-        _store.check_saveable(tree)
-        step = _store.step_of(tree, step)
-        known = self._scan()
-        if known and step < max(known):
-            fix = "To go on from an earlier step, give another path: Checkpoints(other).save(...)."
-            raise CheckpointError(message("step", "save()", step, f"≥ {max(known)}, the newest in {self.path}", fix))
-        copies: list[np.ndarray] = []
-        leaves = _store.copied(tree, copies)
+        given = {"data": data, "history": history, "callbacks": callbacks}
+        numbers = _numbers(metrics)
+
+        def begin():
+            self.wait()
+            tree = _manifest.tree_of(state)
+            _store.check_saveable(tree)
+            at = _store.step_of(tree, step)
+            copies: list[np.ndarray] = []
+            leaves = _store.copied(tree, copies, self._process)
+            word = {"digests": _digests(given)} if self._count > 1 else {}
+            if not self._process:
+                known = self._folder.known()
+                if known and at < max(known):
+                    fix = "To go on from an earlier step, give another path: Checkpoints(other).save(...)."
+                    raise CheckpointError(
+                        message("step", "save()", at, f"≥ {max(known)}, the newest in {self.path}", fix)
+                    )
+                word |= {"folder": _files.aside(self.path, "tmp", at).name, "drop": self._dropped(at, numbers)}
+            return (tree, at, copies, leaves), json.dumps(word)
+
+        (tree, at, copies, leaves), words = self._together("save()", begin)
+        first, mine = json.loads(words[0]), json.loads(words[self._process])
+        facts = {path: _manifest.state_facts(s) for path, s in tree.states.items()}
+        if self._count > 1:
+            kept = [x if _store.is_local(x) else str(leaf) for (_, x), leaf in zip(tree.leaves, leaves, strict=True)]
+            alike = {"step": at, "state": jax.tree.structure(state).unflatten(kept), "setup": list(facts.values())}
+            distributed.check_in_sync(**alike, fingerprint=self._fingerprint)
+        if self._process:  # of data and callbacks what differs from the first process's; the history is that one's
+            own = [name for name, digest in mine["digests"].items() if digest != first["digests"][name]]
+        else:
+            own = [name for name, value in given.items() if value is not None]
         arrays: list[Leaf] = []
 
-        def keep(array: np.ndarray) -> int:
-            arrays.append(
-                _store.stored((str(len(arrays)),), "array", array.shape, array.dtype, [(None, array)], copies)
-            )
+        def keep(x: np.ndarray) -> int:
+            block = [(None, x)]
+            path = (str(len(arrays)),)
+            arrays.append(_store.stored(path, "array", x.shape, x.dtype, block, copies, self._process))
             return len(arrays) - 1
 
-        parts = {"data": data, "history": history, "callbacks": callbacks}
+        values = {name: _manifest.encode(given[name], keep, name) for name in own}
         manifest = Manifest(
-            step=step,
+            step=at,
             leaves=leaves,
             nodes=tree.nodes,
-            states={path: _manifest.state_facts(s) for path, s in tree.states.items()},
-            parts={name: _manifest.encode(value, keep, name) for name, value in parts.items() if value is not None},
-            arrays=arrays,
-            metrics=_numbers(metrics),
+            states=facts,
+            parts=[Parts(values, arrays)],
+            metrics=numbers,
             fingerprint=self._fingerprint,
             versions=_store.versions(),
             files={},
         )
-        self._job = _Job(self, manifest, copies)
+        self._job = _Job(self, manifest, copies, self.path / first["folder"], first["drop"])
         self._job.start()
 
     def poll(self) -> None:
@@ -228,10 +280,10 @@ class Checkpoints:
             job.told = True
             if job.error is not None:
                 fix = "Earlier checkpoints are as they were."
-                got = told(job.error) if not isinstance(job.error, Damaged) else str(job.error)
+                got = str(job.error) if isinstance(job.error, (Damaged, ProcessError)) else told(job.error)
                 text = message(f"save of step {job.step}", str(self.path / str(job.step)), got, "a finished save", fix)
                 raise SaveError(text) from job.error
-        notes, self._notes = self._notes, []
+        notes, self._folder.notes = self._folder.notes, []
         for note in notes:
             warnings.warn(note, stacklevel=3)
 
@@ -285,8 +337,12 @@ class Checkpoints:
         """
         if resume not in ("auto", "must", "never"):
             raise WrongTypeError(message("resume", "restore()", _tree.describe(resume), "'auto', 'must' or 'never'"))
-        self.wait()
-        found = self._steps_there()
+
+        def look():
+            self.wait()
+            return None, "" if self._process else json.dumps(self._folder.steps())
+
+        found = json.loads(self._together("restore()", look)[1][0])
         if resume == "never":
             if found:
                 got, fix = f"steps {_brief(found)}", "Give another path, or delete them yourself."
@@ -303,9 +359,10 @@ class Checkpoints:
             try:
                 restored = self._read(at, how)
             except Damaged as error:
-                if step is None and not _files.is_real_directory(self.path / str(at)):
+                there = lambda at=at: (None, str(_files.is_real_directory(self.path / str(at))))
+                if step is None and self._together("restore()", there)[1][0] != "True":
                     continue  # a writer replaced it meanwhile
-                self._bad[at] = str(error)
+                self._folder.bad[at] = str(error)
                 problems.append(f"step {at}: {error}")
                 continue
             for problem in problems:
@@ -319,7 +376,7 @@ class Checkpoints:
             )
             got = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if problems[10:] else "")
             raise CheckpointError(message("checkpoints", str(self.path), got, "a good one", fix))
-        self._check_not_foreign()
+        self._together("restore()", lambda: (self._folder.check_not_foreign(), ""))
         if resume == "must":
             raise CheckpointError(message("checkpoints", str(self.path), "none", "at least one: resume='must'"))
         return Restored(like)
@@ -327,11 +384,11 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps whose checkpoint is complete, in order. Their arrays are verified when they are restored."""
         found = []
-        for step in self._steps_there(warn=False):
+        for step in self._folder.steps(warn=False):
             with contextlib.suppress(Damaged, TooNew):
-                _manifest_in(self.path / str(step), step)
+                _folder.manifest_in(self.path / str(step), step)
                 found.append(step)
-        return [step for step in found if step not in self._bad]
+        return [step for step in found if step not in self._folder.bad]
 
     def latest(self) -> int | None:
         """The newest of `steps()`, or None."""
@@ -339,31 +396,53 @@ class Checkpoints:
 
     def _read(self, step: int, how: _target.How) -> Restored:
         folder = self.path / str(step)
-        try:
-            manifest = _manifest_in(folder, step)
-        except TooNew as error:
-            got, fix = f"{error}", "Update tsunax."
-            raise CheckpointError(
-                message("checkpoint", str(folder), got, f"format {_manifest.FORMAT} or earlier", fix)
-            ) from None
-        self._check_fingerprint(manifest, folder)
-        plan = how.plan(manifest, folder)
-        wanted = [pair.saved for pair in plan.pairs]
-        parts = [] if how.only_params else manifest.arrays
-        declared = sum(math.prod(x.shape) * _manifest.dtype_of(x.dtype).itemsize for x in parts)  # type: ignore[union-attr]
-        if parts and declared > (64 << 20) + 256 * _files.sizes(folder):
-            raise Damaged(f"history, data and callbacks declare {declared} bytes, far more than their files have")
-        arrays = _store.bounded(
-            lambda: _store.read(folder / _ARRAYS, manifest.files, [*wanted, *parts]),
-            self.timeout,
-            f"restore of step {step}",
-        )
-        state = plan.filled(arrays[: len(wanted)])
+
+        def describe():
+            try:
+                manifest = _folder.manifest_in(folder, step)
+            except TooNew as error:
+                got, expected = f"{error}", f"format {_manifest.FORMAT} or earlier"
+                raise CheckpointError(message("checkpoint", str(folder), got, expected, "Update tsunax.")) from None
+            self._check_fingerprint(manifest, folder)
+            return manifest, _files.sha256(manifest.dump()) if self._count > 1 else ""
+
+        def read():
+            plan = how.plan(manifest, folder)
+            parts = [] if how.only_params else self._parts(manifest, folder)
+            arrays = [x for part in parts for x in part.arrays]
+            leaves, needed = [pair.saved for pair in plan.pairs], [plan.needed(pair) for pair in plan.pairs]
+            found = _store.bounded(
+                lambda: _store.read(
+                    folder / ARRAYS, manifest.files, [*leaves, *arrays], [*needed, *[None] * len(arrays)]
+                ),
+                self.timeout,
+                f"restore of step {step}",
+            )
+            return (plan, parts, found[: len(leaves)], found[len(leaves) :]), ""
+
+        # what follows each of these may run programs over all devices, for which every process has to be there
+        manifest, sums = self._together(f"restore of step {step}: manifest", describe)
+        if len(set(sums)) > 1:
+            raise Damaged("manifest: processes read different ones; is it one directory?")
+        (plan, parts, found, arrays), _ = self._together(f"restore of step {step}: arrays", read)
+        state = plan.filled(found)
         _target.warn_of_edits(plan.edited, 2)
-        if how.only_params:
-            return Restored(state, step=step)
-        values = {name: _manifest.decode(x, arrays[len(wanted) :]) for name, x in manifest.parts.items()}
+        values: dict[str, Any] = {}
+        for part in parts:
+            values |= {name: _manifest.decode(x, arrays[: len(part.arrays)]) for name, x in part.values.items()}
+            arrays = arrays[len(part.arrays) :]
         return Restored(state, values.get("data"), values.get("history"), values.get("callbacks"), step)
+
+    def _parts(self, manifest: Manifest, folder: Path) -> list[Parts]:
+        """Data, history and callbacks for this process: the first one's, and what it had of its own."""
+        first, others = manifest.parts[:1], manifest.parts[1:]
+        if len(manifest.parts) == self._count:
+            return first + manifest.parts[self._process : self._process + 1] if self._process else first
+        if any("data" in part.values for part in others):
+            got, expected = f"those of {len(manifest.parts)} processes, each at its own", f"{self._count}"
+            fix = "Go on with as many; or take the state, restore(like, params_only=True), and start the data anew."
+            raise CheckpointError(message("places of the data", str(folder), got, expected, fix))
+        return first
 
     def _check_fingerprint(self, manifest: Manifest, folder: Path) -> None:
         theirs, mine = manifest.fingerprint, self._fingerprint
@@ -374,145 +453,68 @@ class Checkpoints:
         fix = "It is of another run, or of other data: give another path."
         raise CheckpointError(message("checkpoint of another run", str(folder), a, b, fix))
 
-    def _check_not_foreign(self) -> None:
-        names = sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []
-        odd = [name for name in names if name in _FOREIGN or name.lower().endswith(_FOREIGN_ENDS)]
-        if odd:
-            got, expected = _tree.listed(odd, 4), "checkpoints of tsunax, or none"
-            fix = f"{_NO_CODE} tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
-            raise CheckpointError(message("checkpoints", str(self.path), got, expected, fix))
+    # ----------------------------------------------------------------------------------------------- in the background
 
-    # ----------------------------------------------------------------------------------------------- directories
-
-    def _steps_there(self, warn: bool = True) -> list[int]:
-        """Steps that a directory is named after, in order; says which odd names are ignored."""
-        found = []
+    def _write(self, job: _Job, manifest: Manifest, copies: list[np.ndarray]) -> None:
+        """The whole of one save: every process its part, then the first one all of it."""
+        end = time.monotonic() + 0.9 * self.timeout  # so that who is missing is named before `wait` gives up
+        together = lambda name, f: self._together(
+            f"{name} of step {job.step}", f, thread="saves", timeout=max(1.0, end - time.monotonic()), kinds=(Damaged,)
+        )[0]
         try:
-            names = os.listdir(self.path)
-        except FileNotFoundError:
-            names = []
-        for name in names:
-            step = _files.step_of(name)
-            real = _files.is_real_directory(self.path / name)
-            if step is not None and real:
-                found.append(step)
-            elif warn and (step is not None or name.lstrip("-+").isdigit()):
-                why = "a link" if os.path.islink(self.path / name) else "no step's name" if step is None else "a file"
-                warnings.warn(f"{self.path / name} is ignored: {why}.", stacklevel=3)
-        return sorted(found)
-
-    def _scan(self) -> dict[int, dict[str, float]]:
-        """The complete steps and their metrics; read once, because nobody else writes here."""
-        if self._known is None:
-            known = {}
-            for step in self._steps_there(warn=False):
-                with contextlib.suppress(Damaged, TooNew):
-                    known[step] = _manifest_in(self.path / str(step), step).metrics
-            self._known = known
-        for step in [step for step in self._known if step in self._bad]:
-            del self._known[step]
-        return self._known
-
-    def _tidy(self) -> None:
-        """Finish what a killed run left half done: drop what it was writing, put back what it was replacing."""
-        for name in sorted(os.listdir(self.path)):
-            mine, folder = _files.ours(name), self.path / name
-            if mine is None or not _files.is_real_directory(folder):
-                continue
-            kind, step = mine
-            final = self.path / str(step)
-            if kind == "tmp":
-                shutil.rmtree(folder, ignore_errors=True)
-            elif (folder / _MANIFEST).is_file() and not os.path.lexists(final):
-                os.rename(folder, final)
-            else:
-                _files.remove(folder, _KNOWN)
-
-    def _write(self, manifest: Manifest, copies: list[np.ndarray]) -> None:
-        """The whole of one save; runs in the background."""
-        step = manifest.step
-        folder = _files.aside(self.path, "tmp", step)
-        os.mkdir(folder)
-        try:
-            with concurrent.futures.ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
-                digests = [pool.submit(_store.digest, copy) for copy in copies]
-                if copies:
-                    _store.write(folder / _ARRAYS, {str(i): copy for i, copy in enumerate(copies)})
-                hashes = [digest.result() for digest in digests]
-            copies.clear()
-            files = _files.listing(folder / _ARRAYS)
-            manifest = dataclasses.replace(_store.with_hashes(manifest, hashes), files=files)
-            body = manifest.dump()
-            if len(body) > _manifest.LIMIT:
-                raise ValueError(f"a manifest of {len(body)} bytes, more than {_manifest.LIMIT}")
-            Manifest.parse(body)
-            _files.write(folder / _MANIFEST, body)
-            _files.write(folder / _SUM, _sum_of(body))
-            _files.sync_tree(folder)
-            old = self._make_room(step)
-            os.rename(folder, self.path / str(step))
-            _files.sync(self.path)
+            manifest = together("part", lambda: (self._write_part(job, manifest, copies), ""))
+            old = together("manifest", lambda: (None if self._process else self._complete(job, manifest), ""))
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            if not self._process:
+                shutil.rmtree(job.folder, ignore_errors=True)
             raise
-        known = self._scan()
-        known[step] = manifest.metrics
-        self._bad.pop(step, None)
-        if old is not None:
-            _files.remove(old, _KNOWN)
-        self._prune(manifest)
+        if not self._process:
+            if old is not None:
+                _files.remove(old, _folder.KNOWN)
+            self._folder.drop(job.drop)
 
-    def _make_room(self, step: int) -> Path | None:
-        """Move what has this step's name out of the way: to be deleted if it is a checkpoint, to stay if it is not."""
-        final = self.path / str(step)
-        if not os.path.lexists(final):
-            return None
-        if not _files.is_real_directory(final):
-            raise FileExistsError(f"{final} is no directory of ours")
-        try:
-            if step in self._bad:
-                raise Damaged(self._bad[step])
-            _manifest_in(final, step)
-            if set(os.listdir(final)) <= set(_KNOWN):
-                old = _files.aside(self.path, "old", step)
-                os.rename(final, old)
-                return old
-            why = "it holds files that are not tsunax's"
-        except (Damaged, TooNew) as error:
-            why = str(error)
-        for n in range(1, 1000):
-            other = self.path / f"{step}.damaged-{n}"
-            if not os.path.lexists(other):
-                os.rename(final, other)
-                self._notes.append(f"{final} was moved to {other.name}: {why}.")
-                return None
-        raise FileExistsError(f"{final} cannot be moved aside")
+    def _write_part(self, job: _Job, manifest: Manifest, copies: list[np.ndarray]) -> Manifest:
+        """The shards of this process, on the disk. Read back, where older ones are to be deleted for them."""
+        arrays = job.folder / ARRAYS
+        os.makedirs(arrays, exist_ok=True)
+        file = _store.file_of(arrays, self._process)
+        hashes = _store.digests(copies)
+        if copies:
+            _store.write(file, copies)
+        manifest = _store.with_hashes(manifest, hashes())
+        copies.clear()
+        if manifest.of_arrays():
+            if job.drop:
+                _store.verified(arrays, {s.name: (s, leaf) for leaf in manifest.of_arrays() for s in leaf.shards})
+            manifest = dataclasses.replace(manifest, files={file.name: _files.facts(file)})
+        _files.sync(arrays)
+        if self._process:
+            _files.write(job.folder / _part(self._process), manifest.dump())
+        return manifest
 
-    def _prune(self, newest: Manifest) -> None:
-        """Delete what no policy keeps, once the newest was read back and is what was saved."""
-        known = self._scan()
+    def _complete(self, job: _Job, manifest: Manifest) -> Path | None:
+        """The parts of all processes as one checkpoint."""
+        manifests = [manifest]
+        for i in range(1, self._count):
+            path = job.folder / _part(i)
+            try:
+                manifests.append(Manifest.parse(_files.read(path, _manifest.LIMIT), whole=False))
+            except (OSError, ValueError) as error:
+                raise Damaged(f"part of {distributed.name_of(i)}: {told(error)}") from None
+            os.unlink(path)
+        return self._folder.complete(job.folder, _manifest.merged(manifests))
+
+    def _dropped(self, newest: int, metrics: dict[str, float]) -> list[int]:
+        """What no policy keeps, once the newest is there."""
+        known = {**self._folder.known(), newest: metrics}
         if self.keep_last is None:
-            return
-        kept = {*sorted(known)[-self.keep_last :], newest.step}
+            return []
+        kept = {*sorted(known)[-self.keep_last :], newest}
         if self.keep_best is not None:
             kept.update(self.keep_best.of(known))
         if self.keep_every is not None:
             kept.update(step for step in known if step % self.keep_every == 0)
-        dropped = [step for step in sorted(known) if step not in kept]
-        if not dropped:
-            return
-        try:
-            _store.read(self.path / str(newest.step) / _ARRAYS, newest.files, [*newest.leaves, *newest.arrays], False)
-        except Damaged as error:
-            self._bad[newest.step] = str(error)
-            raise
-        for step in dropped:
-            folder = self.path / str(step)
-            del known[step]
-            if _files.is_real_directory(folder) and set(os.listdir(folder)) <= set(_KNOWN):
-                old = _files.aside(self.path, "old", step)
-                os.rename(folder, old)
-                _files.remove(old, _KNOWN)
+        return [step for step in sorted(known) if step not in kept]
 
     def _check_writer(self, where: str) -> None:
         if self.read_only:
@@ -551,28 +553,15 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     return out
 
 
-def _sum_of(body: bytes) -> bytes:
-    return f"{_files.sha256(body)}  {_MANIFEST}\n".encode()
+def _digests(given: Mapping[str, Any]) -> dict[str, str]:
+    """Of what each process has of its own: whether it differs from that of another one."""
+    content = lambda x: f"{x.dtype} {x.shape} {_store.digest(x)}"
+    coded = {name: _manifest.encode(given[name], content, name) for name in ("data", "callbacks")}
+    return {name: _files.sha256(json.dumps(x, sort_keys=True).encode()) for name, x in coded.items()}
 
 
-def _manifest_in(folder: Path, step: int) -> Manifest:
-    """The manifest of a checkpoint's directory. Raises Damaged, or TooNew."""
-    if not _files.is_real_directory(folder):
-        raise Damaged("not a directory")
-    try:
-        expected = _files.read(folder / _SUM, 200)
-        body = _files.read(folder / _MANIFEST, _manifest.LIMIT)
-    except FileNotFoundError:
-        plain = any(os.path.lexists(folder / name) for name in _FOREIGN)
-        raise Damaged("no manifest" + (": orbax's own, not tsunax's" if plain else "")) from None
-    except (OSError, ValueError) as error:
-        raise Damaged(f"manifest: {told(error)}") from None
-    if expected != _sum_of(body):
-        raise Damaged("manifest: other bytes than were saved (sha256)")
-    manifest = Manifest.parse(body)
-    if manifest.step != step:
-        raise Damaged(f"manifest: of step {manifest.step}")
-    return manifest
+def _part(process: int) -> str:
+    return f"part-{process}.json"
 
 
 # ------------------------------------------------------------------------------------ threads, locks, the end
@@ -581,8 +570,9 @@ def _manifest_in(folder: Path, step: int) -> Manifest:
 class _Job:
     """One save in the background. A daemon: a hung disk must not keep the process; `_finish` waits for the others."""
 
-    def __init__(self, owner: Checkpoints, manifest: Manifest, copies: list[np.ndarray]):
+    def __init__(self, owner: Checkpoints, manifest: Manifest, copies: list[np.ndarray], folder: Path, drop: list[int]):
         self.owner, self.step, self.path = owner, manifest.step, owner.path
+        self.folder, self.drop = folder, drop  # where it is written; the steps to be deleted once it is there
         self.error: BaseException | None = None
         self.done, self.told, self.given_up = threading.Event(), False, False
         self._work = manifest, copies
@@ -593,7 +583,7 @@ class _Job:
             _JOBS.append(self)
             if not _HOOKED:
                 _HOOKED.append(True)
-                # before concurrent.futures refuses new work, which is before any `atexit`; hooks run last in, first out
+                # before any `atexit`, where processes part; hooks run last in, first out
                 getattr(threading, "_register_atexit", atexit.register)(_finish)
         threading.Thread(target=self._run, name=f"tsunax-save-{self.step}", daemon=True).start()
 
@@ -601,7 +591,7 @@ class _Job:
         manifest, copies = self._work
         del self._work
         try:
-            self.owner._write(manifest, copies)
+            self.owner._write(self, manifest, copies)
         except BaseException as error:
             self.error = error
         finally:
@@ -616,10 +606,7 @@ _HELD: dict[tuple[int, int], tuple[_files.Lock, weakref.ref]] = {}
 
 
 def _finish() -> None:
-    """At the interpreter's end: wait for saves; one that failed unseen, or hangs, makes the exit status 1.
-
-    Python 3.12 (not 3.11, not 3.13) allows no new thread by then, so that a save that is still to be written fails.
-    """
+    """At the interpreter's end: wait for saves; one that failed unseen, or hangs, makes the exit status 1."""
     failed = False
     for job in [job for job in _JOBS if os.getpid() == _pid(job)]:
         if job.told:
@@ -648,7 +635,7 @@ def _open(owner: Checkpoints) -> None:
     where, fix = str(owner.path), "Give the path of a directory that can be written."
     if os.path.exists(owner.path) and not os.path.isdir(owner.path):
         got = "a file"
-        fix = f"{_NO_CODE} {fix}"
+        fix = f"{_folder.NO_CODE} {fix}"
         raise CheckpointError(message("path", where, got, "a directory of checkpoints", fix))
     try:
         owner.path.mkdir(parents=True, exist_ok=True)
@@ -663,7 +650,7 @@ def _open(owner: Checkpoints) -> None:
                     other.wait()
                     other._lock = None
             else:
-                lock = _files.Lock(owner.path)
+                lock = _files.Lock(owner.path, is_mine=not owner._process)
             _HELD[key] = lock, weakref.ref(owner)
             owner._lock = lock
     except OSError as error:

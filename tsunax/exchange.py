@@ -81,7 +81,7 @@ def save(
         raise WrongTypeError(message("tree", "save()", "no array", "at least one"))
     step = _store.step_of(known, None) if known.states else 0
     states = {at: _manifest.state_facts(s) for at, s in known.states.items()}
-    manifest = Manifest(step, leaves, known.nodes, states, {}, [], {}, {}, _store.versions(), {})
+    manifest = Manifest(step, leaves, known.nodes, states, [], {}, {}, _store.versions(), {})
     texts = manifest.dump().decode(), json.dumps(names)
     about |= {_MANIFEST: texts[0], _NAMES: texts[1], _SUM: _files.sha256("".join(texts).encode())}
     specs = {name: (leaf.dtype, leaf.shape) for name, (leaf, _) in arrays.items()}

@@ -191,7 +191,7 @@ def write_manifest(folder: Path, content: bytes) -> None:
 
 
 def run(n: int, seed: int, counts) -> None:
-    """Every tenth one is metadata of orbax, listed in a manifest that fits; every tenth a header of safetensors."""
+    """Every tenth one is the header of the arrays, with a manifest that fits; every tenth that of an export."""
     rng, reached = random.Random(seed), []
     state, step = target.make()
     state, _ = step(state, (np.ones((4, 6), np.float32), np.ones((4, 2), np.float32)))
@@ -207,21 +207,22 @@ def run(n: int, seed: int, counts) -> None:
         content = file.read_bytes()
         length = int.from_bytes(content[:8], "little")
         header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
-        inner = {str(p.relative_to(folder / "arrays")): p.read_bytes() for p in (folder / "arrays").rglob("*METADATA")}
+        stored = folder / "arrays" / "0.safetensors"
+        whole = stored.read_bytes()
+        start = 8 + int.from_bytes(whole[:8], "little")
         reader = Checkpoints(run_at, read_only=True, timeout=SECONDS)
         manifests = lambda: reader.restore(like, step=1).state
 
-        def of_orbax():
-            name = rng.choice(list(inner))
-            body = json.loads(inner[name])
-            new = mutated(rng, body) if isinstance(body, dict) and body else rng.randbytes(50)
-            (folder / "arrays" / name).write_bytes(new)
-            about = [len(new), hashlib.sha256(new).hexdigest() if len(new) <= 1 << 20 else ""]
-            write_manifest(folder, json.dumps({**good, "files": {**good["files"], name: about}}).encode())
+        def of_arrays():
+            new = mutated(rng, json.loads(whole[8:start]))
+            new = (len(new) if rng.random() < 0.9 else rng.choice(NUMBERS[:8]) % 2**64).to_bytes(8, "little") + new
+            stored.write_bytes(new + whole[start:])
+            about = [stored.stat().st_size, hashlib.sha256(stored.read_bytes()).hexdigest()]
+            write_manifest(folder, json.dumps({**good, "files": {stored.name: about}}).encode())
             try:
                 return manifests()
             finally:
-                (folder / "arrays" / name).write_bytes(inner[name])
+                stored.write_bytes(whole)
 
         def of_header():
             about = header["__metadata__"]
@@ -245,7 +246,7 @@ def run(n: int, seed: int, counts) -> None:
                 warnings.simplefilter("ignore")
                 return kind()
 
-        cases = [of_manifest] * 8 + [of_orbax, of_header]
+        cases = [of_manifest] * 8 + [of_arrays, of_header]
         listed = lambda: [sorted(os.listdir(at)) for at in (top, run_at, os.getcwd())]
         before_all = listed()
         write_manifest(folder, json.dumps(good).encode())
