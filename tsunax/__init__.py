@@ -23,7 +23,7 @@ from tsunax.state import TrainState, averaged, setup, trainable
 from tsunax.step import StepInfo, flush, update, value_and_grad
 
 if _TYPE_CHECKING:  # loaded when they are first asked for
-    from tsunax import callbacks, distributed, exchange, loggers, losses, metrics, models, regularize
+    from tsunax import callbacks, distributed, exchange, loggers, losses, metrics, models, regularize, spaces, tuning
     from tsunax._ahead import prefetch
     from tsunax.checkpoint import Checkpoints
     from tsunax.data import batches
@@ -49,6 +49,7 @@ if _TYPE_CHECKING:  # loaded when they are first asked for
     from tsunax.search import find_accumulation, find_batch_size
     from tsunax.sharding import explain, mesh, shard
     from tsunax.sweep import member, population, select
+    from tsunax.tuning import tune
 
 _LATER = {
     "checkpoint": ("Checkpoints",),
@@ -67,6 +68,7 @@ _LATER = {
     "search": ("find_accumulation", "find_batch_size"),
     "sharding": ("explain", "mesh", "shard"),
     "sweep": ("member", "population", "select"),
+    "tuning": ("tune",),
 }
 _HOME = {name: module for module, names in _LATER.items() for name in names}
 
@@ -130,6 +132,7 @@ __all__ = [
     "setup",
     "shard",
     "simulate",
+    "spaces",
     "supported_devices",
     "thaw",
     "to_device",
@@ -138,6 +141,8 @@ __all__ = [
     "train_step",
     "train_steps",
     "trainable",
+    "tune",
+    "tuning",
     "update",
     "value_and_grad",
     "worker_seed",

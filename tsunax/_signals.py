@@ -26,6 +26,9 @@ class Interrupt:
             raise KeyboardInterrupt
         if not self.asked:
             self.asked = number
+            outer = getattr(self._previous.get(number), "__self__", None)
+            if isinstance(outer, Interrupt):  # a sweep around this run, which ends with it
+                outer.asked = outer.asked or number
             if number == signal.SIGINT:
                 print("\nending after this call; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 

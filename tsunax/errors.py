@@ -25,6 +25,7 @@ __all__ = [
     "RuleError",
     "SaveError",
     "StateError",
+    "TrialError",
     "TsunaxError",
     "WrongTypeError",
     "message",
@@ -95,6 +96,10 @@ class CheckpointError(TsunaxError, ValueError):
 
 class SaveError(TsunaxError, OSError):
     """A checkpoint could not be written: which step, where, and why."""
+
+
+class TrialError(TsunaxError, LookupError):
+    """A sweep has no such column, or no trial to choose."""
 
 
 class DoesNotFitError(TsunaxError, MemoryError):

@@ -18,7 +18,7 @@ from tsunax import _tree
 from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, WrongTypeError, message
 from tsunax.history import History
 
-__all__ = ["plot", "plot_text"]
+__all__ = ["plot", "plot_text", "scatter"]
 
 _BINS = 250  # of a panel's width: more points are drawn as their median and a band
 _COLOURS = (
@@ -109,12 +109,7 @@ def plot(history: History, *, names: Sequence[str] | None = None, x: str = "step
     panels = _panels(history, names, "plot()")
     if x != "step":
         history.series(x)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        fix = "pip install 'tsunax[plot]'"
-        raise MissingLibraryError(message("library", "plot()", "no matplotlib", "matplotlib", fix)) from None
-    figure = Figure(figsize=(6.4, 0.6 + 1.8 * len(panels)), dpi=150, layout="constrained")
+    figure = _figure(6.4, 0.6 + 1.8 * len(panels))
     rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, (base, found) in zip(rows, panels.items(), strict=True):
         _draw(axes, base, {name: _values(history, name, x) for name in found})
@@ -125,6 +120,16 @@ def plot(history: History, *, names: Sequence[str] | None = None, x: str = "step
     rows[-1].set_xlabel(x, fontsize=9)
     rows[-1].xaxis.set_major_formatter("{x:,.6g}")
     figure.align_ylabels()
+    return figure
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        fix = "pip install 'tsunax[plot]'"
+        raise MissingLibraryError(message("library", "plot()", "no matplotlib", "matplotlib", fix)) from None
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython asks for it
     return figure
 
@@ -154,13 +159,17 @@ def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) ->
         axes.set_yscale("log")
     else:
         axes.ticklabel_format(axis="y", scilimits=(-2, 4))
-    axes.yaxis.get_offset_text().set_fontsize(8)
     axes.set_ylabel(base.replace("_", " "), fontsize=9)
+    _quiet(axes)
+    axes.margins(x=0.02)
+
+
+def _quiet(axes) -> None:
+    axes.yaxis.get_offset_text().set_fontsize(8)
     axes.tick_params(labelsize=8)
     axes.grid(color="0.92", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.02)
 
 
 def _styles(names: list[str], is_many: bool) -> list[tuple[Any, str | None]]:
@@ -188,6 +197,60 @@ def _draw_marks(axes, history: History, x: str, labelled: bool) -> None:
         if labelled and len(others) <= 12:
             said = f"{name} {text}" if text and name in ("thaw", "freeze", "adjust") and len(text) <= 24 else name
             axes.text(at, 1.02, said, transform=edge, rotation=30, fontsize=7, color="0.35", ha="left", va="bottom")
+
+
+def scatter(columns: dict[str, list], values: Sequence[float | None], groups: Sequence[str], best: int, label="value"):
+    """A matplotlib Figure with a panel for each column: `values` over what is in it, coloured by their group.
+
+    What is no number lies side by side. None and what is not finite are crosses at the upper edge.
+    """
+    across = 2 if len(columns) == 4 else min(len(columns), 3)
+    down = -(-len(columns) // across)
+    figure = _figure(0.6 + 2.6 * across, 0.5 + 2.2 * down)
+    panels = figure.subplots(down, across, sharey=True, squeeze=False)
+    y = np.array([np.nan if x is None else x for x in values], float)
+    for axes, (name, column) in zip(panels.flat, columns.items(), strict=False):
+        _draw_column(axes, name, column, y, np.array(groups), best)
+    if _is_wide(_finite(y)):
+        panels[0, 0].set_yscale("log")
+    for axes in panels.flat[len(columns) :]:
+        axes.set_visible(False)
+    for axes in panels[:, 0]:
+        axes.set_ylabel(label, fontsize=9)
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside upper right", ncols=len(labels))
+    return figure
+
+
+_GROUP_COLOURS = {"done": "#0072B2", "pruned": "0.6", "failed": "#C00000", "interrupted": "0.6"}
+
+
+def _draw_column(axes, name: str, column: list, y: np.ndarray, groups: np.ndarray, best: int) -> None:
+    there = np.array([x is not None for x in column])
+    is_number = all(isinstance(x, int | float) and not isinstance(x, bool) for x in column if x is not None)
+    if is_number:
+        x = np.array([np.nan if value is None else value for value in column], float)
+        if _is_wide(_finite(x)):
+            axes.set_xscale("log")
+    else:
+        labels = list(dict.fromkeys(str(value) for value in column if value is not None))
+        spread = 0.25 * np.cos(2.4 * np.arange(len(column)))  # side by side, and the same in every picture
+        x = np.array([labels.index(str(value)) if value is not None else np.nan for value in column]) + spread
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set_xlim(-0.6, len(labels) - 0.4)
+    for group, colour in _GROUP_COLOURS.items():
+        mine = there & (groups == group)
+        known = mine & np.isfinite(y)
+        style = dict(linestyle="", color=colour)
+        if known.any() and group != "failed":
+            axes.plot(x[known], y[known], "o", markersize=4, alpha=0.8, markeredgewidth=0, label=group, **style)
+        lost = mine if group == "failed" else mine & ~known
+        if lost.any():
+            edge = np.full(lost.sum(), 0.97)
+            axes.plot(x[lost], edge, "x", transform=axes.get_xaxis_transform(), markersize=4, label=group, **style)
+    axes.plot(x[best], y[best], "*", color="#D55E00", markersize=11, linestyle="", label="best", zorder=3)
+    axes.set_xlabel(name.replace("_", " "), fontsize=9)
+    _quiet(axes)
 
 
 # ----------------------------------------------------------------------------------------------------------- characters

@@ -1,0 +1,219 @@
+"""Sweeps that are killed: no trial may be lost, none run again once it is in the journal.
+
+    python -m tests.faults.sweeps --kills 100       # kill -9 at any time, on one sweep after the other
+    python -m tests.faults.sweeps --kills 100 --backend optuna
+    python -m tests.faults.sweeps --writers 20      # two sweeps start in one directory
+    python -m tests.faults.sweeps --leave-out sync  # a journal that is written late: it must be noticed
+
+A run is one process, forked from this one after its imports; its objective is arithmetic and a short sleep. Counts are
+appended to `--results`.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import jax  # only for its version
+
+from tests.faults.__main__ import HERE, _alive
+from tsunax import _journal, _sweeping, spaces, tuning
+from tsunax.errors import CheckpointError
+
+TRIALS = 60
+SPACE = {
+    "x": spaces.log_uniform(1e-3, 1.0),
+    "rule": spaces.choice(["a", "b", "c"]),
+    "m": spaces.when("rule", "b", spaces.integer(1, 9)),
+}
+
+
+def objective(log: Path, trial, x, rule, report, m=0):
+    """Says when it begins and how often its trial stood in the journal by then; some fail, some are pruned."""
+    there = sum(f'"index": {trial},' in line for line in (log.parent / "sweep" / _journal.NAME).open())
+    with log.open("a") as file:
+        file.write(f"{trial} {there}\n")
+    time.sleep(0.004)
+    report(1, x + m + 1)
+    time.sleep(0.004)
+    if trial % 11 == 5:
+        raise ValueError(f"trial {trial}")
+    report(2, x + m)
+    return {"loss": x + m, "other": float("nan") if trial % 13 == 7 else 1.0}
+
+
+def sweep(folder: Path, backend: str, leave_out: str) -> tuning.Result:
+    if leave_out == "sync":
+        write_late()
+    if leave_out == "resume":
+        _sweeping.replayed = lambda records: ({}, {})
+    warnings.simplefilter("ignore")
+    if backend == "optuna":
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+    log = folder / "log"
+
+    def mine(trial, x, rule, report, m=0):
+        return objective(log, trial, x, rule, report, m)
+
+    options = dict(trials=TRIALS, metric="loss", pruner=tuning.median(), attempts=1000, backend=backend)
+    return tuning.tune(mine, SPACE, directory=folder / "sweep", progress=False, **options)
+
+
+def write_late() -> None:
+    write, late = _journal.Journal.write, []
+
+    def lazily(self, record):
+        late.append(record)
+        if len(late) > 3:
+            write(self, late.pop(0))
+
+    _journal.Journal.write = lazily
+
+
+def start(folder: Path, backend: str, leave_out: str = "") -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        err = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(err, 1), os.dup2(err, 2)
+        sweep(folder, backend, leave_out)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def end(pid: int, limit: float = 60.0):
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "hung"
+
+
+def told(result: tuning.Result) -> list:
+    return [(t.index, t.values, t.status, t.value, repr(t.metrics), t.cause, t.reports) for t in result.trials]
+
+
+@contextlib.contextmanager
+def scratch():
+    folder = Path(tempfile.mkdtemp(prefix="tsunax-sweep-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def undisturbed(backend: str) -> tuple[list, float]:
+    with scratch() as folder:
+        began = time.monotonic()
+        if status := end(start(folder, backend)):
+            sys.exit(f"the undisturbed sweep ended with {status}:\n{(folder / 'stderr').read_text()[-3000:]}")
+        return told(tuning.read(folder / "sweep")), time.monotonic() - began
+
+
+def kills(n: int, seed: int, backend: str, counts, leave_out: str = "") -> None:
+    """n kills, on as many sweeps as it takes; each then runs to its end, and is compared."""
+    wanted, seconds = undisturbed(backend)
+    rng = random.Random(seed)
+    while counts["kills"] < n:
+        with scratch() as folder:
+            while counts["kills"] < n:
+                pid = start(folder, backend, leave_out)
+                time.sleep(rng.uniform(0, seconds / 3))
+                if _alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+                    counts["kills"] += 1
+                if end(pid) == 0:
+                    break
+            status = end(start(folder, backend, leave_out))
+            judge(folder, status, wanted, counts)
+
+
+def judge(folder: Path, status, wanted: list, counts) -> None:
+    counts["sweeps"] += 1
+    if status != 0:
+        counts["no end"] += 1
+        print(f"  ended with {status}: {(folder / 'stderr').read_text()[-800:]}", flush=True)
+        return
+    try:
+        found = told(tuning.read(folder / "sweep"))
+    except CheckpointError as error:
+        counts["journals that cannot be read"] += 1
+        print(f"  {error}", flush=True)
+        return
+    began = [tuple(map(int, line.split())) for line in (folder / "log").read_text().splitlines()]
+    counts["trials"] += len(found)
+    counts["lost"] += len({t[0] for t in wanted} - {t[0] for t in found})
+    counts["doubled"] += sum(there > 0 for _, there in began)  # begun although it had an end
+    counts["other results"] += sum(a != b for a, b in zip(found, wanted, strict=False))
+    counts["begun again"] += len(began) - len({trial for trial, _ in began})
+
+
+def writers(n: int, counts) -> None:
+    """Two at once in one directory: one is refused, or comes after the other's end."""
+    wanted, _ = undisturbed("random")
+    for _ in range(n):
+        with scratch() as folder:
+            statuses = sorted(end(pid) for pid in [start(folder, "random"), start(folder, "random")])
+            counts["starts"] += 1
+            counts["one refused"] += statuses == [0, 1] and "directory in use at" in (folder / "stderr").read_text()
+            judge(folder, statuses[0], wanted, counts)
+
+
+def is_well(counts) -> bool:
+    return not any(
+        counts.get(name) for name in ("no end", "journals that cannot be read", "lost", "doubled", "other results")
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="tests.faults.sweeps", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--writers", type=int, default=0)
+    parser.add_argument("--backend", choices=["random", "optuna"], default="random")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--leave-out", choices=["", "sync", "resume"], default="")
+    parser.add_argument("--results", type=Path, default=HERE / "results" / "counts.jsonl")
+    args = parser.parse_args()
+    counts: collections.Counter = collections.Counter()
+    what = {"what": "sweeps", "backend": args.backend, "seed": args.seed}
+    if args.leave_out:
+        what["left out"] = args.leave_out
+    if args.kills:
+        kills(args.kills, args.seed, args.backend, counts, args.leave_out)
+    if args.writers:
+        writers(args.writers, counts)
+        what["what"] = "sweeps, writers"
+    about = {"jax": jax.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    line = json.dumps({**what, **about, "counts": dict(counts)})
+    print(line, flush=True)
+    with args.results.open("a") as file:
+        file.write(line + "\n")
+    sys.exit(not is_well(counts))
+
+
+if __name__ == "__main__":
+    main()

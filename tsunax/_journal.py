@@ -1,0 +1,148 @@
+"""What happened in a sweep, line by line: JSON, appended, on the disk before anything follows from it.
+
+    {"sweep": {...}, "crc": ...}        what is searched: a directory goes on with this and nothing else
+    {"start": [3], "crc": ...}
+    {"end": [{"index": 3, ...}], "crc": ...}
+
+A process may die at any byte. The line that it did not finish is cut off by the next one, and everything before it
+stands; a line that was damaged since is an error. It knows nothing of objectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tsunax import _files
+from tsunax.errors import CheckpointError, SaveError, message, told
+
+__all__ = ["NAME", "Journal", "cut_torn_line", "read"]
+
+NAME = "trials.jsonl"
+
+
+class Journal:
+    """The journal of a directory, for one process at a time; `records` are those that were there before."""
+
+    def __init__(self, folder: Path, about: dict[str, Any]):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _files.Lock(folder)
+        except OSError as error:
+            raise CheckpointError(message("directory", str(folder), told(error), "one to write into")) from error
+        self._path, self._fd = folder / NAME, -1
+        try:
+            cut_torn_line(self._path)
+            self.records = list(read(self._path)) if self._path.exists() else []
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+            self._fd = os.open(self._path, flags, 0o666)
+            if self.records:
+                _check_same(self.records[0], about, folder)
+            else:
+                self.write({"sweep": about})
+                _files.sync(folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One line more, on the disk when this returns. Raises SaveError, and the journal is as it was."""
+        size = os.fstat(self._fd).st_size
+        line = memoryview(_line(record))
+        try:
+            while line:
+                line = line[os.write(self._fd, line) :]
+            os.fsync(self._fd)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, size)
+            raise SaveError(message("journal", str(self._path), told(error), "a line more")) from error
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._lock.release()
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a journal, but for a last line that is still being written. Raises CheckpointError."""
+    try:
+        with _files.opened(path) as file:
+            content = file.read()
+    except OSError as error:
+        raise CheckpointError(message("journal", str(path), told(error), "a sweep's journal")) from error
+    *lines, _ = content.split(b"\n")
+    for i, line in enumerate(lines):
+        record = _parsed(line)
+        if record is None or (i == 0) != ("sweep" in record):
+            fix = "It was changed, or its disk fails. The lines before it are good: keep them, and delete the others."
+            where = f"{path}, line {i + 1}"
+            raise CheckpointError(message("journal", where, repr(line[:40]), "a line with its checksum", fix))
+        yield record
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cut off what a writer that died left behind the last whole line."""
+    try:
+        with open(path, "r+b") as file:
+            content = file.read()
+            whole = content.rfind(b"\n") + 1
+            if whole < len(content):
+                file.truncate(whole)
+                os.fsync(file.fileno())
+                warnings.warn(f"{path}: a line that was cut short is dropped: {content[whole:][:40]!r}", stacklevel=4)
+    except FileNotFoundError:
+        pass
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    text = json.dumps(_encoded(record), allow_nan=False)[:-1]
+    return f'{text}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    text, mark, crc = line.rpartition(b', "crc": ')
+    if not mark or crc != b'"%08x"}' % zlib.crc32(text):
+        return None
+    return _decoded(json.loads(text + b"}"))
+
+
+_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _encoded(x: Any) -> Any:
+    """JSON has no nan and no inf: they are {"float": "nan"}."""
+    if isinstance(x, float) and not math.isfinite(x):
+        return {"float": str(x)}
+    if isinstance(x, dict):
+        return {key: _encoded(value) for key, value in x.items()}
+    return [_encoded(value) for value in x] if isinstance(x, list | tuple) else x
+
+
+def _decoded(x: Any) -> Any:
+    if isinstance(x, dict):
+        if list(x) == ["float"] and isinstance(x["float"], str):
+            return _NUMBERS[x["float"]]
+        return {key: _decoded(value) for key, value in x.items()}
+    return [_decoded(value) for value in x] if isinstance(x, list) else x
+
+
+def _check_same(first: dict[str, Any], about: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError where a directory is of another sweep, naming what differs."""
+    old, new = first["sweep"], json.loads(json.dumps(about))
+    fix = "Give another directory."
+    for name in {**old.get("space", {}), **new["space"]}:
+        there, here = old.get("space", {}).get(name, "nothing"), new["space"].get(name, "nothing")
+        if there != here:
+            raise CheckpointError(message(f"space[{name!r}]", "tune()", here, f"{there}, as in {folder}", fix))
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            raise CheckpointError(message(name, "tune()", new.get(name), f"{old.get(name)}, as in {folder}", fix))
