@@ -1,15 +1,19 @@
 """What one of several processes saves in a test: `python -m tests.saving WORK FOLDER`; prints what it found as JSON."""
 
 import contextlib
+import errno
 import json
 import os
 import sys
+import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 
 import tsunax as ts
 from tsunax import distributed
+from tsunax.errors import TsunaxError
 
 SHAPES = {"w": (8, 6), "deep": {"v": (4, 1024), "b": (6,)}}
 
@@ -77,6 +81,100 @@ def moves(folder: Path) -> dict:
     return found
 
 
+def shares(folder: Path) -> dict:
+    """What is each process's own, what must be the same, and what one of them does wrong."""
+    from tsunax import _files, _store
+
+    _files.SMALL = 0  # no file is small: only who reads a shard knows of damage in it
+    me, found = distributed.process_index(), {}
+    state = ts.shard(trained(), ts.mesh(data=1, fsdp=-1))
+    like = ts.shard(blank(), ts.mesh(data=1, fsdp=-1))
+    path = folder / "run"
+
+    def of(checkpoints, tree=state, step=None, **about):
+        checkpoints.save(tree, step=step, **about)
+        checkpoints.wait()
+
+    with ts.Checkpoints(path, keep_last=None, timeout=60) as checkpoints:
+        own = {"data": {"file": f"part {me}"}, "callbacks": {"same": np.arange(3)}, "history": {"rate": [float(me)]}}
+        of(checkpoints, **own)
+        back = checkpoints.restore(like)
+        found["own"] = [back.data, back.callbacks["same"].tolist(), back.history, same(back.state, trained())]
+        local = {"w": np.full(3, float(me)), "x": np.ones(2), "n": 3}
+        found["local"] = told(of, checkpoints, local, 3)
+        found["steps"] = told(of, checkpoints, state, 3 + me)
+        found["older"] = told(of, checkpoints, state, 1)
+        found["tree"] = told(of, checkpoints, {"a": np.ones(2)} if me else {"b": np.ones(2)}, 3)
+
+        write = _store.write
+        if me:
+            _store.write = full_disk
+        found["full"] = told(of, checkpoints, state, 3)
+        found["left"] = sorted(os.listdir(path))
+        _store.write = write
+        of(checkpoints, state.replace(step=3), data={"n": 3})
+        found["steps there"] = checkpoints.steps()
+        other = ts.shard(other_rule(), ts.mesh(data=1, fsdp=-1))
+        found["another rule"] = told(checkpoints.restore, other if me else like)
+        distributed.barrier("before the damage")
+        if me:
+            flip(path / "3" / "arrays" / "1.safetensors")
+        distributed.barrier("damaged")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            back = checkpoints.restore(like)
+        found["damaged"] = [back.step, same(back.state, trained()), [str(w.message) for w in caught]]
+        distributed.barrier("seen")
+
+    if not me:
+        (folder / "elsewhere").mkdir()
+    found["elsewhere"] = told(ts.Checkpoints, folder / ("elsewhere" if me else "run"))
+    slow = ts.Checkpoints(folder / "slow", timeout=3.0)
+    if me:
+        _store.write = lambda *_: time.sleep(8)
+    start = time.monotonic()
+    found["hangs"] = told(of, slow, state, 3)
+    found["after"] = time.monotonic() - start
+    return found
+
+
+def holds(folder: Path) -> str:
+    """The directory, until a file says that it is enough; or who else has it."""
+    path = folder / "run"
+    try:
+        checkpoints = ts.Checkpoints(path)
+    except TsunaxError as error:
+        return f"{type(error).__name__}: {error}"
+    print(f"READY {distributed.process_index()} {os.getpid()}", flush=True)
+    until = time.monotonic() + 60
+    while not (folder / "enough").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    checkpoints.close()
+    return ""
+
+
+def told(f, *args, **kwargs) -> str:
+    try:
+        f(*args, **kwargs)
+    except TsunaxError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def other_rule():
+    return ts.setup(ts.rules.sgd(0.1), blank().params, key=0, ema=0.5, model_state=blank().model_state)
+
+
 def _leaves(tree):
     import jax
 
@@ -85,7 +183,7 @@ def _leaves(tree):
 
 def main(work: str, folder: str) -> None:
     distributed.start(**json.loads(os.environ.get("TSUNAX_TEST_START", "{}")))
-    found = {f.__name__: f for f in (moves,)}[work](Path(folder))
+    found = {f.__name__: f for f in (holds, moves, shares)}[work](Path(folder))
     with contextlib.suppress(BrokenPipeError):
         print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
 

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from tsunax import _checks, _files, _folder, _manifest, _store, _target, _tree, distributed
@@ -232,9 +231,10 @@ class Checkpoints:
         first, mine = json.loads(words[0]), json.loads(words[self._process])
         facts = {path: _manifest.state_facts(s) for path, s in tree.states.items()}
         if self._count > 1:
-            kept = [x if _store.is_local(x) else str(leaf) for (_, x), leaf in zip(tree.leaves, leaves, strict=True)]
-            alike = {"step": at, "state": jax.tree.structure(state).unflatten(kept), "setup": list(facts.values())}
-            distributed.check_in_sync(**alike, fingerprint=self._fingerprint)
+            alike = {"step": at, "fingerprint": self._fingerprint, "setup": list(facts.values())}
+            for (path, x), leaf in zip(tree.leaves, leaves, strict=True):
+                alike[_manifest.show("state", path)] = x if _store.is_local(x) else str(leaf)
+            distributed.compare("save()", alike, self.timeout + 10)
         if self._process:  # of data and callbacks what differs from the first process's; the history is that one's
             own = [name for name, digest in mine["digests"].items() if digest != first["digests"][name]]
         else:
@@ -280,7 +280,7 @@ class Checkpoints:
             job.told = True
             if job.error is not None:
                 fix = "Earlier checkpoints are as they were."
-                got = str(job.error) if isinstance(job.error, (Damaged, ProcessError)) else told(job.error)
+                got = str(job.error).rstrip(".") if isinstance(job.error, (Damaged, ProcessError)) else told(job.error)
                 text = message(f"save of step {job.step}", str(self.path / str(job.step)), got, "a finished save", fix)
                 raise SaveError(text) from job.error
         notes, self._folder.notes = self._folder.notes, []

@@ -1,0 +1,108 @@
+"""Checkpoints of several processes: what each writes and reads, what they agree on, and what ends them."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from tests.faults import fleet
+from tests.test_distributed import Started, found, free_port, ready
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """A function that starts n processes of `tests.saving`, all of which are ended afterwards."""
+    started = []
+
+    def run(n, work, folder="saved"):
+        out = tmp_path / f"out {len(started)}"
+        out.mkdir()
+        (tmp_path / folder).mkdir(exist_ok=True)
+        given = {"coordinator_address": f"localhost:{free_port()}", "num_processes": n, "timeout": 60}
+        command = [sys.executable, "-u", "-m", "tests.saving", work, str(tmp_path / folder)]
+        new = [Started(out, i, command, {}, {**given, "process_id": i}) for i in range(n)]
+        started.extend(new)
+        return new
+
+    yield run
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+def answers(started, code=0) -> list:
+    codes = [one.wait(240) for one in started]
+    assert code is None or codes == [code] * len(started), [one.text[-2000:] for one in started]
+    return [found(one.text)[one.index] for one in started]
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 1), pytest.param((4, 2, 4, 1), marks=pytest.mark.slow)])
+def test_a_state_moves_between_processes(launch, counts):
+    """Whole on each, spread, mixed; every piece on the disk once; the same bits in their new places."""
+    seen = []
+    for n in counts:
+        for answer in answers(launch(n, "moves")):
+            assert set(answer) == {f"{a} to {b}" for a in seen for b in kinds(n)}
+            for case, got in answer.items():
+                assert got == [2, True, True, {"position": 7}], case
+        seen += [f"{n} {kind}" for kind in kinds(n) if f"{n} {kind}" not in seen]
+
+
+def kinds(n):
+    return ["replicated", "spread", *(["mixed"] if n > 2 else [])]
+
+
+def test_what_is_each_ones_own_and_what_one_does_wrong(launch):
+    started = launch(2, "shares")
+    zero, one = answers(started, None)
+    who = [rf"process {i} \(host \S+, pid {each.process.pid}\)" for i, each in enumerate(started)]
+    for i, own in enumerate([zero["own"], one["own"]]):  # a history is that of the first one
+        assert own == [{"file": f"part {i}"}, [0, 1, 2], {"rate": [0.0]}, True]
+    assert zero["local"] == one["local"]  # as are all errors that the processes find together
+    assert re.search(
+        rf"differ at save\(\): state\['w'\]: got float64\[3\] \S+ on {who[1]}, .*must be the same on all", one["local"]
+    )
+    assert zero["steps"] == one["steps"] and re.search(
+        rf"differ at save\(\): step: got 4 on {who[1]}, 3 on process 0", one["steps"]
+    )
+    assert zero["tree"] == one["tree"] and "state['a']" in one["tree"] and "state['b']" in one["tree"]
+    assert zero["older"].startswith("CheckpointError: step at save(): got 1, expected ≥ 2, the newest in ")
+    assert re.match(rf"CheckpointError: {who[0]}: step at save\(\): got 1", one["older"])
+
+    assert re.search(rf"got {who[1]}: OSError \[Errno 28\] No space left on device, expected a finished", zero["full"])
+    assert "SaveError: save of step 3 at" in one["full"] and "got OSError [Errno 28] No space" in one["full"]
+    assert zero["left"] == ["2", "tsunax.lock"] and zero["steps there"] == one["steps there"] == [2, 3]
+    assert re.match(rf"CheckpointError: {who[1]}: checkpoint of another state at", zero["another rule"])
+
+    assert zero["damaged"][:2] == one["damaged"][:2] == [2, True]  # both go back, though one alone read the damage
+    assert re.search(rf"step 3: {who[1]}: state\.\S+: other bytes than were saved \(sha256\)", zero["damaged"][2][0])
+    assert re.search(r"step 3: state\.\S+: other bytes than were saved", one["damaged"][2][0])
+
+    assert re.match(rf"CheckpointError: {who[1]}: path at .*: got another directory, expected that", zero["elsewhere"])
+    assert re.search(rf"step 3 at .*: got part of step 3: got no word of {who[1]}, expected all", zero["hangs"])
+    assert "got nothing after 3 s" in one["hangs"] and zero["after"] < 10 > one["after"]
+
+
+@pytest.mark.slow
+def test_one_run_a_directory(launch, tmp_path):
+    """A second one is refused on all of its processes, and the first one does not notice."""
+    first = launch(2, "holds")
+    ready(first)
+    refused = answers(launch(2, "holds"))
+    pid = first[0].process.pid
+    assert all(
+        f"directory in use at {tmp_path / 'saved' / 'run'}: got process {pid}, since" in text for text in refused
+    )
+    (tmp_path / "saved" / "enough").touch()
+    assert answers(first) == ["", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--kills", "2", "--seeds", "0:2"], ["--signals", "--seeds", "0:3"]])
+def test_hurt_runs_end_with_the_same_bits(tmp_path, monkeypatch, arguments):
+    results = tmp_path / "counts.jsonl"
+    monkeypatch.setattr(sys, "argv", ["fleet", *arguments, "--results", str(results)])
+    assert fleet.main() == 0
+    counts = json.loads(results.read_text())["counts"]
+    assert counts["same bits"] == counts["runs"] and counts.get("kills", 0) + counts.get("signals", 0) > 0
