@@ -71,6 +71,12 @@ class Options:
         """And at these steps."""
         return [place for f in self.callbacks for place in getattr(f, "at", ())]
 
+    def deciding(self) -> dict[str, Any]:
+        """What decides when a call ends: the same on all processes."""
+        names = "evaluate_steps", "evaluate_epochs", "log_every", "steps_per_call", "max_bad", "smoke", "intervals"
+        found = {name: getattr(self, name) for name in (*names, "places", "listens_to_epochs")}
+        return {"goal": str(self.goal), "evaluate": self.evaluate is not None, **found}
+
     @property
     def listens_to_epochs(self) -> bool:
         listeners = self.evaluate_epochs, self.goal.epochs, self.saves_epochs, any(map(is_bare, self.callbacks))

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _checks, _feed, _fused, _place, _tree, distributed, guard
+from tsunax import _alike, _checks, _feed, _fused, _place, _tree, distributed, guard
 from tsunax._members import members_of
 from tsunax._options import Options, is_bare, wants
 from tsunax._profile import Profile
@@ -86,6 +86,9 @@ class Fit:
         self.feed = _feed.Feed(step, data, state, options.steps_per_call, interval)
         self.loop = _fused.fused(step, not isinstance(step, TrainStep) or step.donate)
         self.run = Run(state, start, self.feed.epoch, history)
+        self.alike = _alike.Alike("fit()", state, data)
+        self.signal = 0  # that ended the run: the same on all processes
+        self.has_changed = False  # whether a callback of this boundary returned a state
         self.extra = _place.whole(dict(options.extra), _place.home_of(state))  # once, not by every call
         self.pending: list[tuple[_feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead = 0  # steps in them
@@ -110,6 +113,7 @@ class Fit:
     def go(self, interrupt: Interrupt) -> None:
         """Run until the goal is reached, somebody stops, or Ctrl-C is pressed."""
         run, options = self.run, self.options
+        self.alike.start(options=options.deciding(), place=self.feed.source.state(), state=_alike.small(run.state))
         self.boundary(["start"])
         boundary, since = 0.0, -1
         while not (options.goal.reached(run.step, self.feed.epoch) or run.stopped or self.asked(interrupt)):
@@ -125,6 +129,10 @@ class Fit:
             with self.profile.phase("batches"):
                 left = boundary - ahead
                 chunk = self.feed.take(int(min(self.per_call(), left)), run.state, ahead, self.limit, until=left)
+                if chunk is None:
+                    self.alike.batch(f"step {ahead + 1}", None)
+                else:
+                    self.alike.batch(f"step {ahead + 1}", chunk.feed, chunk.steps, self.feed.source.trouble)
             if chunk is not None:
                 with self.profile.phase("dispatch"):
                     self.call(chunk)
@@ -133,21 +141,22 @@ class Fit:
                 events = options.events(run.step) if run.step == boundary else []
                 self.boundary([*dict.fromkeys([*events, *self.epoch_events()])])
         self.settle()
-        if interrupt.asked:
+        self.signal = self.signal or self.alike.signal(interrupt.asked)
+        if self.signal:
             run.stop("interrupted")
-        due = options.evaluate is not None and self.evaluated != run.step and not interrupt.asked
+        due = options.evaluate is not None and self.evaluated != run.step and not self.signal
         self.boundary([*(["evaluate"] if due else []), *(["step"] if options.smoke else []), "end"])
 
     def asked(self, interrupt: Interrupt) -> bool:
         """Whether somebody wants the run to end: a signal, to this process or to another one."""
-        interrupt.asked = distributed.agree(interrupt.asked)
-        return bool(interrupt.asked)
+        self.signal = distributed.agree(interrupt.asked) if self.alike.spans else interrupt.asked
+        return bool(self.signal)
 
     def per_call(self) -> int:
         given = self.options.steps_per_call
         if given != "auto":
             return given or 1
-        if jax.process_count() > 1:  # no clock on the wall: all processes run the same programs
+        if self.alike.spans:  # no clock on the wall: all processes run the same programs
             return self.feed.size
         return int(max(1, min(CALL_SECONDS / self.seconds, self.feed.size))) if self.seconds else 1
 
@@ -166,7 +175,7 @@ class Fit:
         self.read_at = self.read_at or now  # the first call compiles: no measure of anything
         self.pending.append((chunk, infos))
         self.ahead += chunk.steps
-        late = now - self.read_at > CALL_SECONDS or len(self.pending) * chunk.bytes > WAITING_BYTES
+        late = self.alike.spans or now - self.read_at > CALL_SECONDS or len(self.pending) * chunk.bytes > WAITING_BYTES
         if len(self.pending) > 1 and (late or not self.seconds):
             self.read(1)
 
@@ -327,7 +336,8 @@ class Fit:
                     event == "step" and self.options.smoke and not is_bare(callback)
                 ):
                     self.call_back(name, callback)
-        run.stopped = distributed.first_of("a boundary of fit()", run.stopped)  # a clock may say so to one process only
+        run.stopped = self.alike.boundary(f"step {run.step}", run.stopped, run.state, self.has_changed)
+        self.has_changed = False
         if "end" in events and run.stopped:
             run.history.mark("stop", run.step, run.stopped)
         self.flush()
@@ -356,6 +366,7 @@ class Fit:
         with _blame("evaluate", self.options.evaluate, run):
             found = check_row(self.options.evaluate(run.state), "evaluate")
             run.check_own(found, "evaluate")
+            found = self.alike.numbers(f"evaluate at step {run.step}", found)
         self.evaluated = run.step
         row = join(run.row if self.row_step == run.step else {}, found, "evaluate")
         self.add({name: row[name] for name in found}, run.step)
@@ -373,7 +384,7 @@ class Fit:
             state = callback(run)
             if state is not None:
                 _check_returned(state, run)
-                run.state = state
+                run.state, self.has_changed = state, True
         if logged := {k: x for k, x in run.row.items() if k not in before}:
             run.history.add(logged, run.step)
 

@@ -284,6 +284,25 @@ class Batches(Data):
         return other
 
     @property
+    def process(self) -> tuple[int, int]:
+        """Whose part of each batch it gives: `(index, count)`."""
+        return self._process
+
+    @property
+    def is_of_arrays(self) -> bool:
+        """Whether it is no stream."""
+        return self._records is None
+
+    def sample(self) -> list[Any]:
+        """A few rows of the arrays, which tell them from others; none of a stream."""
+        if self._records is not None:
+            return []
+        rows = np.unique(np.linspace(0, self._rows - 1, 8).astype(int))
+        if self.resident is None:
+            return [_read(leaf, rows) for leaf in self._leaves]
+        return [x.addressable_data(0)[rows] for x in jax.tree.leaves(self.resident)]
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What the order of an epoch depends on, but for its number."""
         window = None if self._window is None else min(self._window, 2**62)

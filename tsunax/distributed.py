@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,14 +48,16 @@ __all__ = [
     "name_of",
     "process_count",
     "process_index",
+    "spans_all",
     "start",
     "stop",
     "together",
+    "words",
 ]
 
 SPARE = 10  # seconds after `peer_timeout` in which JAX, too, would end the process: should this module ever fail
 SHOWN = 10  # differences in a message
-LAST = 1800.0  # seconds that processes wait at their end for one that still works by itself, say on figures
+LAST = 1800.0  # seconds that processes wait for one that works by itself: a callback of `fit`, figures at the end
 
 _peers_of_run: _peers.Peers | None = None
 _is_alone = False  # because start() said so
@@ -369,9 +371,19 @@ def agree(asked: int = 0) -> int:
     return asked if _peers_of_run is None else _peers_of_run.agree(asked)
 
 
+def spans_all(devices: Iterable[Any]) -> bool:
+    """Whether these devices are of several processes, and all that `start` has brought together."""
+    return _peers_of_run is not None and len({one.process_index for one in devices}) == _peers_of_run.count
+
+
+def words(name: str, text: str) -> list[str]:
+    """What each process says at this place, by index. It waits for all of them, half an hour at most."""
+    return [text] if _peers_of_run is None else _gather(name, text, LAST)
+
+
 def first_of(name: str, text: str) -> str:
     """What the first process that says anything says, on all of them; "" where none does. It waits for all of them."""
-    return text if _peers_of_run is None else next(filter(None, _gather(name, text)), "")
+    return next(filter(None, words(name, text)), "")
 
 
 def together(
@@ -478,7 +490,7 @@ def broadcast(tree: Any, root: int = 0) -> Any:
             raise ProcessError(message("leaf", place, got, "an array of this process", "It is one array already."))
         if not (_tree.is_array(leaf) or isinstance(leaf, (bool, int, float, str))) or _holds_objects(leaf):
             raise WrongTypeError(message("leaf", place, _tree.describe(leaf), "an array, a number or a string"))
-        known[place] = f"{leaf.dtype}{list(leaf.shape)}" if _tree.is_array(leaf) else "a number or a string"
+        known[place] = _kind_of(leaf)
         values.append(None if _tree.is_array(leaf) else leaf)
     if count == 1:
         return tree
@@ -495,6 +507,10 @@ def broadcast(tree: Any, root: int = 0) -> Any:
         news = iter(parts)
         values = [_like(x, next(news)) if _tree.is_array(x) else v for (_, x), v in zip(keyed, values, strict=True)]
     return treedef.unflatten(values)
+
+
+def _kind_of(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if _tree.is_array(leaf) else "a number or a string"
 
 
 def _holds_objects(leaf: Any) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tsunax import _place, _tree
+from tsunax._alike import Alike
 from tsunax._loss import Loss
 from tsunax._loss_fn import LossFn
 from tsunax._members import members_of
@@ -57,6 +58,8 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
     alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
     is_population = members_of(state) is not None
     merged, computed = _OF_MEMBERS if is_population else _OF_ONE
+    alike = Alike("evaluate()", state, data)
+    alike.start()
     # with a place of its own: these may be the data of a run under way
     source = as_source(data.afresh() if isinstance(data, Data) else data)
     while (batch := source.next()) is not None:
@@ -66,6 +69,7 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
         if pads:
             most = max(here, rows)
             batch, mask["mask"] = _place.padded(batch, here, most + -most % _place.divisor(home))
+        alike.batch("the next batch", batch)
         parts = batch, mask
         batch, mask = (
             _place.whole(parts, home) if source.is_whole or is_population else _place.put(parts, home, whole=alone)
@@ -74,6 +78,7 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
         if not isinstance(loss, Loss):
             raise WrongTypeError(message("result", "eval_step", _tree.describe(loss), "a ts.Loss"))
         total = loss if total is None else merged(total, loss)
+    alike.batch("the next batch", None)
     assert total is not None  # a source without a batch raises
     return _flat(jax.device_get(computed(total)))
 

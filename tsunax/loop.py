@@ -216,7 +216,7 @@ def fit(
             return run.state, run.history
         fitting.profile = Profile(profile)
         stack.callback(fitting.profile.close)
-        ends_all = saver is not None or jax.process_count() > 1  # then SIGTERM, too, ends the run after its call
+        ends_all = saver is not None or fitting.alike.spans  # then SIGTERM, too, ends the run after its call
         signals = (signal.SIGINT, signal.SIGTERM) if ends_all else (signal.SIGINT,)
         try:
             with Interrupt(*signals) as interrupt, _loggers(options, _settings(fitting)):
@@ -231,9 +231,12 @@ def fit(
             raise
         if smoke:
             fitting.feed.back()
-    if interrupt.asked == signal.SIGTERM:
+    if interrupt.asked and not fitting.signal and fitting.alike.spans:
+        os.kill(os.getpid(), interrupt.asked)  # too late for all to end together: as if it had come after this
+    asked = fitting.signal or interrupt.asked
+    if asked == signal.SIGTERM:
         raise _with_state(SystemExit(128 + signal.SIGTERM), run)
-    if interrupt.asked and not in_notebook():
+    if asked and not in_notebook():
         raise _with_state(KeyboardInterrupt(f"at step {run.step}; `error.state` is the state"), run)
     return run.state, run.history
 

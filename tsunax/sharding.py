@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tsunax import _hoist, _place, _tree, _where, hardware
+from tsunax import _hoist, _place, _tree, _where, distributed, hardware
 from tsunax._members import members_of
 from tsunax.errors import DeviceError, PatternError, WrongTypeError, message
 from tsunax.state import TrainState, base, is_gone, trained_part
@@ -107,12 +107,20 @@ def shard(state: Any, mesh: Mesh, rules=None, *, logical: Mapping[str, Any] | No
     where = jax.tree.unflatten(jax.tree.structure(like), [NamedSharding(mesh, spec) for spec in specs])
     if make is not None:
         with jax.set_mesh(mesh):
-            return jax.jit(make, out_shardings=where)()
+            made = jax.jit(make, out_shardings=where)()
+        return _the_same(made, mesh)
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         if not _tree.is_array(leaf) and not isinstance(leaf, int | float):
             at = _tree.access_str("state", path)
             raise WrongTypeError(message("leaf", at, _tree.describe(leaf), "an array"))
-    return _moved(state, where)
+    return _moved(_the_same(state, mesh), where)
+
+
+def _the_same(state, mesh):
+    """A state, once all processes have the same: a copy on each of them is taken for one array."""
+    if distributed.spans_all(mesh.devices.flat):
+        distributed.compare("shard()", {"state": state})
+    return state
 
 
 def _moved(tree, where):

@@ -61,6 +61,12 @@ class Source:
             return self.data.resumable
         return any(hasattr(x, name) for x in (self.data, self._batches) for name in ("set_state", "load_state_dict"))
 
+    @property
+    def trouble(self) -> str:
+        """The error that comes instead of the next batch, where that is known; else nothing."""
+        error = self._held[0] if self._held is not None else None
+        return told(error) if isinstance(error, TsunaxError) else ""
+
     def __iter__(self) -> Iterator[Any]:
         while (batch := self.next()) is not None:
             yield batch

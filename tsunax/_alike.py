@@ -1,0 +1,136 @@
+"""What `fit` and `evaluate` make sure of where several processes train one state: that all of them do the same.
+
+A program over all devices is run by every process, with its part of the same arrays. XLA does not look: other rows,
+another number of batches, another rate on one of them are wrong numbers, or a wait for ever. So the processes compare
+what decides: settings and data at the start, batches of other loaders as they come, and what a callback changed.
+Each comparison is a word over a socket. Where a state lives on devices of one process, that one is by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax import _tree, distributed
+from tsunax._ahead import Prefetched
+from tsunax._members import members_of
+from tsunax.data import Batches
+from tsunax.errors import DataError, ProcessError, StateError, message
+from tsunax.hyper import hyperparams
+from tsunax.state import TrainState
+
+SMALL = 1 << 16  # bytes of an array that is compared in full
+
+
+class Alike:
+    """The processes of one run, or of one evaluation. Nothing for a process alone."""
+
+    def __init__(self, where: str, state: Any, data: Any):
+        self.where = where
+        leaves = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not x.is_fully_addressable)
+        spread = next(leaves, None)
+        self.spans = spread is not None
+        self._speaks = spread is not None and distributed.spans_all(spread.sharding.device_set)
+        while isinstance(data, Prefetched):
+            data = data.data
+        self._data = data if isinstance(data, Batches) else None
+        self._is_known = self._data is not None and self._data.is_of_arrays  # then its settings say what will come
+        self._has_warned = False
+        if self.spans and members_of(state) is not None:
+            fix = (
+                "Let each process have members of its own: ts.shard(population, ts.mesh(devices=jax.local_devices()))."
+            )
+            raise StateError(message("population", where, "members on devices of several processes", "of one", fix))
+        if self._data is not None and distributed.process_count() > 1:
+            self._check_parts(self._data.process[1])
+        if self.spans and not self._speaks:
+            text = f"{where}: processes that ts.distributed.start() did not bring together are not compared"
+            warnings.warn(f"{text}, and a signal or a limit ends one of them alone", stacklevel=3)
+
+    def _check_parts(self, parts: int) -> None:
+        if parts > 1 and not self.spans:
+            got = "on devices of this process alone, and of the data only its part"
+            fix = "ts.shard(state, ts.mesh()); or batches(..., process=(0, 1)), to train by itself."
+            raise StateError(message("state", self.where, got, "on a mesh of all processes", fix))
+        if self.spans and parts not in (1, jax.process_count()):
+            expected = f"of {jax.process_count()}, or of one with rows of its own"
+            raise DataError(message("data", self.where, f"batches(process=) of {parts} processes", expected))
+
+    def start(self, **settings: Any) -> None:
+        """Compare settings, and the data. Raises ProcessError on all processes where they differ."""
+        if not self._speaks:
+            return
+        if self._data is not None:
+            data = dict(self._data.settings)
+            own = self._data.process[1] == 1 and self._data.resident is None  # then rows and order are its own, too
+            settings["data"] = {**data, "seed": None} if own else {**data, "some rows": self._data.sample()}
+        distributed.compare(self.where, settings, distributed.LAST)
+
+    def batch(self, place: str, batch: Any, steps: int = 1, then: str = "") -> None:
+        """Compare how the next batches look, None after the last, of data that may be another one on each process.
+
+        What comes `then` is said too: an error, if one is known already.
+        """
+        if not self._speaks or self._is_known:
+            return
+        shapes = [_tree.describe(x) for x in jax.tree.leaves(batch)]
+        found = (
+            "none, the data have ended"
+            if batch is None
+            else f"{then}{then and ', after '}{steps} of {', '.join(shapes)}"
+        )
+        distributed.compare(f"{place} of {self.where}", {"batches": found}, distributed.LAST)
+
+    def numbers(self, place: str, found: dict[str, float]) -> dict[str, float]:
+        """Those of process 0. Raises ProcessError for other names; warns, once, of other numbers."""
+        if not self._speaks:
+            return found
+        everyone = [json.loads(text) for text in distributed.words(f"{place} of {self.where}", json.dumps(found))]
+        first = everyone[0]
+        for i, other in enumerate(everyone):
+            if other.keys() != first.keys():
+                got = f"{', '.join(other)} on {distributed.name_of(i)}"
+                raise ProcessError(message("numbers", place, got, f"{', '.join(first)}, as on process 0"))
+            differ = [k for k in first if not np.isclose(other[k], first[k], rtol=1e-5, equal_nan=True)]
+            if differ and not self._has_warned:
+                self._has_warned = True
+                name = differ[0]
+                text = f"{name} is {first[name]:.6g} on process 0, and {other[name]:.6g} on {distributed.name_of(i)}"
+                fix = "ts.evaluate over batches of all processes gives the same number to all"
+                warnings.warn(f"{place}: {text}: that of process 0 counts on all. {fix}.", stacklevel=2)
+        return first
+
+    def boundary(self, place: str, stopped: str, state: Any, has_changed: bool) -> str:
+        """Why the run stops, if a callback of any process said so; a clock may say so to one only.
+
+        Raises ProcessError where callbacks changed the state on some processes only, or otherwise.
+        """
+        if not self._speaks:
+            return stopped
+        said = distributed.words(f"{place} of {self.where}", json.dumps([stopped, has_changed]))
+        everyone = [json.loads(text) for text in said]
+        if any(changed for _, changed in everyone):
+            numbers = hyperparams(state) if isinstance(state, TrainState) else {}
+            things = {"hyperparams": numbers, "state": small(state)}
+            distributed.compare(f"the callbacks of {place}", things, distributed.LAST)
+        return next((text for text, _ in everyone if text), "")
+
+    def signal(self, asked: int) -> int:
+        """The signal that any of them got."""
+        if not self._speaks:
+            return asked
+        said = distributed.words(f"the end of {self.where}", str(asked))
+        return next((int(text) for text in said if text != "0"), 0)
+
+
+def small(state: Any) -> Any:
+    """A tree in which large arrays are their shapes: what is compared in no time."""
+    is_small = lambda x: not isinstance(x, jax.Array) or x.nbytes <= SMALL
+    return jax.tree.map(lambda x: x if is_small(x) else _tree.describe(x), state)
+
+
+__all__ = ["Alike", "small"]
