@@ -21,7 +21,7 @@ from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import distributed
 from tsunax._ahead import prefetch
 from tsunax.data import batches, check_batch, gather
-from tsunax.errors import DataError, WrongTypeError
+from tsunax.errors import DataError, HyperparameterError, WrongTypeError
 from tsunax.source import as_source
 
 N = 23
@@ -635,6 +635,16 @@ MESSAGES = {
     "size 0": (lambda: batches(np.ones(3), 0), "batch_size at batches(): got 0, expected an int of 1 or more"),
     "size 2.0": (lambda: batches(np.ones(3), 2.0), "batch_size at batches(): got 2.0, expected an int of 1"),
     "seed": (lambda: batches(np.ones(3), 2, seed=-1), "seed at batches(): got -1, expected an int of 0 or more"),
+    "shuffle": (
+        lambda: batches(np.ones(3), 2, shuffle="yes"),
+        "shuffle at batches(): got 'yes' (str), expected True or",
+    ),
+    "process kind": (
+        lambda: batches(np.ones(4), 2, process=3),
+        "process at batches(): got 3 (int), expected (index, count)",
+    ),
+    "processes": (lambda: batches(np.ones(4), 2, process=("0", 2)), "process at batches(): got tuple of 2, expected"),
+    "epoch": (lambda: batches(np.ones(3), 2).order(-1), "epoch at order(): got -1, expected an int ≥ 0"),
     "tail": (lambda: batches(np.ones(3), 2, tail="pad"), 'tail at batches(): got \'pad\', expected "keep" or "drop"'),
     "none left": (lambda: batches(np.ones(3), 4, tail="drop"), "arrays at batches(): got 3 rows, fewer than batch_siz"),
     "process": (
@@ -665,7 +675,7 @@ MESSAGES = {
 @pytest.mark.parametrize("name", MESSAGES)
 def test_messages(name):
     make, text = MESSAGES[name]
-    kinds = (TypeError,) if name == "stream length" else (DataError, WrongTypeError)
+    kinds = (TypeError,) if name == "stream length" else (DataError, WrongTypeError, HyperparameterError)
     with pytest.raises(kinds) as raised:
         make()
     assert str(raised.value).startswith(text)

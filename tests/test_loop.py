@@ -255,6 +255,35 @@ def test_train_epoch():
     np.testing.assert_array_equal(losses, rows["loss"].astype(np.float32))
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    {
+        "a loss": (lambda: fit(loss_fn, _fresh(), data(), steps=1), r"step at fit\(\): got loss_fn\(params, batch\)"),
+        "steps of a loss": (lambda: train_steps(loss_fn, _fresh(), (X[None], Y[None])), r"step at train_steps\(\)"),
+        "steps of params": (
+            lambda: train_steps(STEP, init(), (X[None], Y[None])),
+            r"state at train_steps\(\): got dict",
+        ),
+        "epoch of none": (lambda: train_epoch(None, _fresh(), data()), r"step at train_epoch\(\): got None"),
+        "iterate by none": (lambda: next(_iterate(None)), r"steps_per_call at iterate\(\): got None"),
+        "iterate by name": (lambda: next(_iterate("auto")), r"steps_per_call at iterate\(\): got 'auto'"),
+        "iterate by 0": (lambda: next(_iterate(0)), r"steps_per_call at iterate\(\): got 0, expected an int ≥ 1"),
+        "sent": (lambda: [run := _iterate(1), next(run), run.send(init())], r"state at iterate\(\): got dict with"),
+    }.values(),
+)
+def test_wrong_arguments_of_the_smaller_loops(call, text):
+    with pytest.raises((WrongTypeError, HyperparameterError), match=text):
+        call()
+
+
+def _fresh():
+    return ts.setup(RULE, init())
+
+
+def _iterate(per_call):
+    return iterate(STEP, _fresh(), data(), steps=4, steps_per_call=per_call)
+
+
 @pytest.mark.parametrize("per_call", ["auto", None])
 def test_metrics_with_a_number_for_each_row(per_call):
     """The short batch at the end of an epoch has fewer of them."""
@@ -604,6 +633,17 @@ FITS = {
     "every": (dict(steps=2, evaluate=print, evaluate_every="3 weeks"), r"evaluate_every at fit\(\): got '3 weeks'"),
     "callback": (dict(steps=2, callbacks=[3]), r"callback at fit\(\): got 3 .*, expected a function"),
     "logger": (dict(steps=2, logger="log.csv"), r"logger at fit\(\): got 'log\.csv'"),
+    "evaluate of two": (
+        dict(steps=2, evaluate=lambda a, b: 1),
+        r"evaluate at fit\(\): got <lambda>\(a, b\), expected f\(",
+    ),
+    "callback of none": (
+        dict(steps=2, callbacks=[lambda: 1]),
+        r"callback at fit\(\): got <lambda>\(\), expected f\(run",
+    ),
+    "logger of one": (dict(steps=2, logger=lambda row: 1), r"logger at fit\(\): .*, expected f\(row, step=...\)"),
+    "profile": (dict(steps=2, profile=3), r"profile at fit\(\): got 3"),
+    "history": (dict(steps=2, history={}), r"history at fit\(\): got an empty dict, expected a ts.History"),
     "log_every": (dict(steps=2, log_every=0), r"log_every at fit\(\): got 0"),
     "per call": (dict(steps=2, steps_per_call="many"), r"steps_per_call at fit\(\): got 'many'"),
     "max_bad": (dict(steps=2, max_bad=True), r"max_bad at fit\(\): got True"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import jax
 
 from tsunax import _checks, _tree
 from tsunax.errors import WrongTypeError, message
+from tsunax.program import TrainStep
+from tsunax.state import TrainState, check_state
 
 
 class Goal:
@@ -142,6 +145,8 @@ def options_of(
     if evaluate is not None and not callable(evaluate):
         fix = "For example lambda state: ts.evaluate(eval_step, state, data)."
         raise WrongTypeError(message("evaluate", where, _tree.describe(evaluate), "f(state) -> {name: number}", fix))
+    if evaluate is not None:
+        check_takes("evaluate", where, evaluate, "f(state)", None)
     if isinstance(every, str) and (found := re.fullmatch(r"(?:(\d+) )?epochs?", every)):
         epochs = int(found[1] or 1)
     else:
@@ -155,7 +160,7 @@ def options_of(
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise WrongTypeError(message("extra", where, _tree.describe(extra), "{name: arrays}, with str names"))
     _checks.check_arrays(extra, "extra", "Bind it to the step instead, with functools.partial.")
-    if steps_per_call not in ("auto", None):
+    if not (steps_per_call is None or (isinstance(steps_per_call, str) and steps_per_call == "auto")):
         check_whole(where, steps_per_call=steps_per_call)
     callbacks = tuple(callbacks) if isinstance(callbacks, list | tuple) else (callbacks,)
     loggers = tuple(logger) if isinstance(logger, list | tuple) else () if logger is None else (logger,)
@@ -163,11 +168,48 @@ def options_of(
         for f in found:
             if not callable(f):
                 raise WrongTypeError(message(name, where, _tree.describe(f), "a function"))
+    for f in callbacks:
+        check_takes("callback", where, f, "f(run)", None)
+    for f in loggers:
+        check_takes("logger", where, f, "f(row, step=...)", {}, step=0)
     if jax.process_index():
         loggers = ()
     return Options(
         goal, evaluate, steps, epochs, callbacks, loggers, log_every, steps_per_call, max_bad, extra, saver, smoke
     )
+
+
+def check_step(where: str, step, state) -> None:
+    """Raise WrongTypeError for what is no step, or no state for it."""
+    expected = "a function (state, batch) -> (state, info)"
+    if not callable(step):
+        is_state = isinstance(step, TrainState)
+        fix = f"The order is {where[:-1]}step, state, data, ...)." if is_state else "Make one: ts.train_step(loss_fn)."
+        raise WrongTypeError(message("step", where, _tree.describe(step), expected, fix))
+    if isinstance(step, TrainStep):
+        check_state(state, where)
+        return
+    if isinstance(state, TrainState) and next(iter(_parameters(step)), "") == "params":
+        raise WrongTypeError(message("step", where, _tree.describe_call(step), expected, "ts.train_step of it is one."))
+    if not jax.tree.leaves(state):
+        raise WrongTypeError(message("state", where, _tree.describe(state), "a tree of arrays"))
+
+
+def check_takes(what: str, where: str, f: Callable, expected: str, *args, **kwargs) -> None:
+    """Raise WrongTypeError for a function that cannot be called so, as far as its signature tells."""
+    try:
+        inspect.signature(f).bind(*args, **kwargs)
+    except TypeError:
+        raise WrongTypeError(message(what, where, _tree.describe_call(f), expected)) from None
+    except ValueError:  # some builtins have none
+        return
+
+
+def _parameters(f: Callable) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(f).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def check_whole(where: str, **values) -> None:
@@ -176,4 +218,4 @@ def check_whole(where: str, **values) -> None:
         _checks.check_count(value, where, name)
 
 
-__all__ = ["Goal", "Options", "check_whole", "is_bare", "is_every", "options_of", "wants"]
+__all__ = ["Goal", "Options", "check_step", "check_whole", "is_bare", "is_every", "options_of", "wants"]

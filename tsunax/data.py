@@ -22,7 +22,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from tsunax import _tree
+from tsunax import _checks, _tree
 from tsunax._place import data_axes
 from tsunax.distributed import process_count, process_index
 from tsunax.errors import DataError, WrongTypeError, message
@@ -369,6 +369,7 @@ class Batches(Data):
         """
         if self._records is not None:
             raise DataError(message("order", "batches", "a stream", "arrays"))
+        _checks.check_count(epoch, "order()", "epoch", 0)
         n, dtype = self._rows, np.int32 if self._rows < 2**31 else np.int64
         if self._window is None:
             rows = np.arange(n, dtype=dtype)
@@ -501,6 +502,11 @@ def batches(
             raise DataError(message(name, "batches()", repr(value), f"an int of {least} or more"))
     if tail not in ("keep", "drop"):
         raise DataError(message("tail", "batches()", repr(tail), '"keep" or "drop"'))
+    if not isinstance(shuffle, bool | np.bool_):
+        raise WrongTypeError(message("shuffle", "batches()", _tree.describe(shuffle), "True or False"))
+    is_pair = process is None or (isinstance(process, tuple) and len(process) == 2)
+    if not is_pair or not all(isinstance(x, int | np.integer) for x in process or ()):
+        raise WrongTypeError(message("process", "batches()", _tree.describe(process), "(index, count), two ints"))
     index, count = process or ((0, 1) if _spans(device) else (process_index(), process_count()))
     if not 0 <= index < count or (_spans(device) and count > 1):
         expected = "(0, 1), with a device of all processes" if _spans(device) else "an index below the count"

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import _feed, _fused, _place, _tree, display
-from tsunax._options import Goal, Options, options_of
+from tsunax._options import Goal, Options, check_step, check_whole, options_of
 from tsunax._profile import Profile
 from tsunax._run import Fit, Run, form_of, step_of
 from tsunax._signals import Interrupt, in_notebook
@@ -31,7 +31,7 @@ from tsunax.errors import StateError, WrongTypeError, message
 from tsunax.history import History
 from tsunax.hyper import hyperparams
 from tsunax.program import TrainStep
-from tsunax.state import TrainState, check_flags, check_state, is_gone, own
+from tsunax.state import TrainState, check_flags, is_gone, own
 
 
 def train_steps(step: Callable, state, batches, **extra):
@@ -48,6 +48,7 @@ def train_steps(step: Callable, state, batches, **extra):
     >>> [f"{loss:.4f}" for loss in infos.loss]
     ['2.5000', '2.0250', '1.6402']
     """
+    check_step("train_steps()", step, state)
     k = _feed.length_of(batches, "train_steps()")
     if k == 1:  # a loop of one would be another program
         batches = jax.tree.map(lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches)
@@ -70,6 +71,7 @@ def train_epoch(step: Callable, state, data, **extra):
     >>> [f"{loss:.4f}" for loss in infos.loss]
     ['1.0000', '0.8100', '0.6561']
     """
+    check_step("train_epoch()", step, state)
     feed, parts = _feed.Feed(step, data, state, "auto", float("inf")), []
     while (chunk := feed.take(_feed.RESIDENT, state, 0)) is not None:
         state, infos = _loop_of(step)(state, chunk.feed, chunk.n, extra)
@@ -103,6 +105,8 @@ def iterate(
     the next step: keep a copy of what you want to keep. Send another one, and the loop goes on with it.
     """
     goal = Goal("iterate()", steps, epochs)
+    check_step("iterate()", step, state)
+    check_whole("iterate()", steps_per_call=steps_per_call)
     feed = _feed.Feed(step, data, state, steps_per_call, float("inf"))
     loop, calls = _loop_of(step), 0
     while not goal.reached(calls, feed.epoch):
@@ -111,7 +115,9 @@ def iterate(
             state, infos = loop(state, chunk.feed, chunk.n, extra)
             calls += chunk.steps
             sent = yield state, _stacked(state, infos, chunk.steps - 1)
-            state = state if sent is None else sent
+            if sent is not None:
+                check_step("iterate()", step, sent)
+                state = sent
 
 
 def fit(
@@ -192,7 +198,7 @@ def fit(
     array([9.        , 1.350..., 0.164...])
     """
     goal = Goal("fit()", steps, epochs)
-    _check_fit(step, state, smoke, resume, checkpoint)
+    _check_fit(step, state, smoke, resume, checkpoint, profile, history)
     if smoke:
         state, goal = jax.tree.map(own, state), Goal("fit()", step_of(state, 0) + 2, None)
         logger, checkpoint, resume, progress, history = (), None, "auto", False, None
@@ -272,25 +278,17 @@ def _begin(step, state, data, options: Options, progress, history: History | Non
     return fitting
 
 
-def _check_fit(step, state, smoke, resume, checkpoint) -> None:
+def _check_fit(step, state, smoke, resume, checkpoint, profile, history) -> None:
     check_flags("fit()", smoke=smoke)
     if resume not in ("auto", "must", "never"):
         raise WrongTypeError(message("resume", "fit()", _tree.describe(resume), "'auto', 'must' or 'never'"))
     if resume == "must" and checkpoint is None:
         raise WrongTypeError(message("resume", "fit()", "'must' without checkpoint=", "a path to resume from"))
-    if not callable(step):
-        fix = (
-            "The order is fit(step, state, data, ...)."
-            if isinstance(step, TrainState)
-            else "Make one: ts.train_step(loss_fn)."
-        )
-        raise WrongTypeError(
-            message("step", "fit()", _tree.describe(step), "a function (state, batch) -> (state, info)", fix)
-        )
-    if isinstance(step, TrainStep):
-        check_state(state, "fit()")
-    elif not jax.tree.leaves(state):
-        raise WrongTypeError(message("state", "fit()", _tree.describe(state), "a tree of arrays"))
+    if profile is not None and not isinstance(profile, str | os.PathLike):
+        raise WrongTypeError(message("profile", "fit()", _tree.describe(profile), "a directory"))
+    if history is not None and not isinstance(history, History):
+        raise WrongTypeError(message("history", "fit()", _tree.describe(history), "a ts.History, to go on with"))
+    check_step("fit()", step, state)
 
 
 def _settings(fitting: Fit) -> dict[str, Any]:
