@@ -10,8 +10,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tsunax import _journal, _sweeping, spaces
 from tsunax._trials import Trial
 from tsunax.errors import CheckpointError, MissingLibraryError, WrongTypeError, message
@@ -74,20 +72,25 @@ class Proposed(_sweeping.Drawn):
         for name, entry in self.space.items():
             entry = spaces.entry_of(entry, found)
             if not spaces.is_absent(entry):
+                self._seed(index, name)
                 found[name] = _suggested(trial, name, entry)
         return found
 
+    def _seed(self, index: int, name: str) -> None:
+        """A new sampler for each trial and name: where the process dies between two, it goes on as it would have."""
+        if self.make is not None:
+            self.study.sampler = self.make(spaces.seed_of(self.seed, index, name))
+
     def _trial(self, index: int) -> Any:
         if index not in self.asked:
-            if self.make is not None:  # for each trial anew: after a restart it goes on as it would have
-                seed = np.random.SeedSequence([self.seed, index]).generate_state(1)[0]
-                self.study.sampler = self.make(int(seed))
+            self._seed(index, "")
             there = self.study.get_trials(deepcopy=False)
             if index < len(there):
                 self.asked[index] = _optuna(".trial").Trial(self.study, there[index]._trial_id)
             else:
                 self.asked[index] = self.study.ask()
             _check_there(self.asked[index].number, index)
+            _ = self.asked[index].relative_params  # what is drawn together, lazily: now, by this seed
         return self.asked[index]
 
     def prunes(self, index: int, reports: dict[int, float], others) -> bool:

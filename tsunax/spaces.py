@@ -173,9 +173,18 @@ def is_absent(entry: Any) -> bool:
 
 
 def _drawn(seed: int, trial: int, name: str) -> float:
-    """Uniform in [0, 1), a function of its arguments. `SeedSequence` is what NumPy promises not to change."""
-    word = np.random.SeedSequence([seed, trial, *name.encode()]).generate_state(1, np.uint64)[0]
-    return int(word >> np.uint64(11)) * 2.0**-53
+    """Uniform in [0, 1), a function of its arguments."""
+    return (_words(seed, trial, name, np.uint64) >> 11) * 2.0**-53
+
+
+def seed_of(seed: int, trial: int, name: str) -> int:
+    """A seed of 32 bits, a function of its arguments."""
+    return _words(seed, trial, name, np.uint32)
+
+
+def _words(seed: int, trial: int, name: str, dtype: Any) -> int:
+    """Random bits. `SeedSequence` is what NumPy promises not to change."""
+    return int(np.random.SeedSequence([seed, trial, *name.encode()]).generate_state(1, dtype)[0])
 
 
 def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
