@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
+import warnings
 
 import numpy as np
 
@@ -51,6 +53,104 @@ def fits() -> dict:
     return found
 
 
+def misused() -> dict:
+    """What runs that differ from process to process are told, and what still has one answer."""
+    import jax
+
+    i = distributed.process_index()
+    arrays, (masked, blind), make = problem(32)
+    step, state, found = ts.train_step(blind), make(), {}
+    one = lambda at, rows=4: {name: x[at : at + rows] for name, x in arrays.items()}
+    other = {name: x + i for name, x in arrays.items()}
+    eight = lambda: ts.batches(arrays, 8)
+    local = ts.setup(ts.rules.adam(0.05), state_of(make), key=0)
+
+    def fit(data, state=None, step=step, **options):
+        state = make() if state is None else state
+        return ts.fit(step, state, data, **{"epochs": 2, "progress": False, **options})
+
+    def evaluate(data, loss=masked, state=state):
+        return ts.evaluate(ts.eval_step(loss), state, data)
+
+    plateau = ts.callbacks.plateau("val/loss", patience=1 + i)
+    cases = {
+        "seed": lambda: fit(ts.batches(arrays, 8, shuffle=True, seed=i)),
+        "arrays": lambda: fit(ts.batches(other, 8)),
+        "resident": lambda: fit(ts.batches(other, 8, device=ts.mesh())),
+        "goal": lambda: fit(eight(), epochs=2 + i),
+        "callbacks": lambda: fit(eight(), callbacks=[ts.callbacks.every(3, print)] * i),
+        "local": lambda: fit(eight(), local),
+        "parts": lambda: fit(ts.batches(arrays, 8, process=(0, 4))),
+        "init": lambda: ts.shard({"w": np.full(3, i)}, ts.mesh()),
+        "key": lambda: ts.shard(lambda: ts.setup(ts.rules.sgd(0.1), {"w": np.ones(3, np.float32)}, key=i), ts.mesh()),
+        "adjusted": lambda: fit(eight(), ts.adjust(make(), learning_rate=0.1 * (1 + i))),
+        "rows": lambda: fit([one(0, 4 + i)] * 3),
+        "rows, called": lambda: fit([one(0, 4 + i)] * 3, steps_per_call=None),
+        "batches": lambda: fit([one(0)] * (3 + i)),
+        "a loader": lambda: fit(broken(one(0), 3 if i else 30)),
+        "evaluated rows": lambda: evaluate([one(0, 4 + i)]),
+        "evaluated batches": lambda: evaluate([one(0)] * (1 + i)),
+        "evaluated alone": lambda: distributed.barrier("elsewhere") if i else evaluate(eight()),
+        "evaluated arrays": lambda: evaluate(ts.batches(other, 8)),
+        "evaluated local": lambda: evaluate(eight(), state=local),
+        "names": lambda: fit(eight(), evaluate=lambda state: {f"val/{i}": 1.0}),
+        "a state": lambda: fit(eight(), callbacks=[plateau], epochs=4, evaluate=lambda state: {"val/loss": 1.0}),
+        "population": lambda: fit(eight(), ts.shard(ts.population(lambda key: local, 2, key=0), ts.mesh())),
+        "spread": lambda: ts.fingerprint(ts.shard({"w": np.ones((64, 64))}, ts.mesh(1, -1))),
+    }
+    for name, f in cases.items():
+        try:
+            f()
+            found[name] = ""
+        except ts.errors.TsunaxError as error:
+            found[name] = f"{type(error).__name__} {error}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state, history = fit(eight(), epochs=3, evaluate=lambda state: {"val/loss": 1.0 + i})
+    texts = [str(one.message) for one in caught]
+    found["numbers"] = [history["val/loss"][-1], sum("that of process 0 counts" in text for text in texts)]
+    alone = ts.shard(local, ts.mesh(devices=jax.local_devices()))  # each process by itself, and not as often
+    for _ in range(1 + i):
+        mine = ts.batches(arrays, 8, process=(0, 1))
+        own, _ = fit(mine, jax.tree.map(lambda x: x.copy(), alone), callbacks=[ts.callbacks.every(2, lambda run: None)])
+    found["alone"] = [int(own.step), ts.evaluate(ts.eval_step(masked), own, mine)["loss"]]
+    found["fingerprint"] = ts.fingerprint(state)
+    return found
+
+
+def state_of(make):
+    """The parameters, on the host."""
+    import jax
+
+    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), make().params)
+
+
+def broken(batch, n: int):
+    for _ in range(n):
+        yield batch
+    raise OSError("disk")
+
+
+def too_late() -> list:
+    """A signal that comes when the last call is under way: one evaluation more, or none, on all of them."""
+    arrays, losses, make = problem(64)
+    data, index = ts.batches(arrays, 8), distributed.process_index()
+
+    def late(run):
+        if run.event == "step" and run.step == 8 and index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    evaluate = lambda state: {"val/loss": ts.evaluate(ts.eval_step(losses[0]), state, data)["loss"]}
+    try:
+        ts.fit(
+            ts.train_step(losses[0]), make(), data, steps=8, evaluate=evaluate, evaluate_every=5,
+            callbacks=[ts.callbacks.every(8, late)], progress=False,
+        )  # fmt: skip
+    except SystemExit as error:
+        return [int(error.state.step), error.code, distributed.agree(0)]
+    return []
+
+
 def stops() -> list:
     """One process has had enough: all of them end at the same step."""
     arrays, losses, make = problem(64)
@@ -93,7 +193,7 @@ def interrupted() -> list:
 
 def main(work: str) -> None:
     distributed.start(**json.loads(os.environ.get("TSUNAX_TEST_START", "{}")))
-    found = {f.__name__: f for f in (fits, stops, interrupted)}[work]()
+    found = {f.__name__: f for f in (fits, misused, stops, too_late, interrupted)}[work]()
     with contextlib.suppress(BrokenPipeError):
         print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
 

@@ -3,6 +3,7 @@
 Prints or writes what it found as JSON; the tests compare.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -53,6 +54,11 @@ def answers() -> dict:
     got = distributed.broadcast(tree, root=n - 1)
     found["broadcast"] = [got["run"], got["f"], str(got["x"].tolist()), np.asarray(got["j"]).tolist()]
     found["broadcast"] += [jax.random.key_data(got["k"]).tolist(), type(got["x"]).__name__, type(got["j"]).__name__]
+    scalars = [jnp.bfloat16(i), jnp.float32(i), np.int64(i), np.zeros((0, 2), bool)]
+    scalars = distributed.broadcast(scalars, root=n - 1)
+    found["scalars"] = [[str(x.dtype), list(x.shape), str(x)] for x in scalars]
+    found["committed"] = scalars[0].committed
+    found["settings"] = told(distributed.check_in_sync, settings=argparse.Namespace(rate=i))
     found["shapes"] = told(distributed.broadcast, np.zeros(i + 1))
     found["place"] = told(distributed.barrier, "a" if i else "b")
     found["late"] = told(distributed.barrier, "late", 0.3) if i else ""
@@ -125,6 +131,19 @@ def fails() -> None:
     distributed.barrier("never")
 
 
+def fails_to_start() -> list:
+    """JAX itself fails on process 0."""
+    import jax
+
+    def fails(*_, **__):
+        raise RuntimeError("bad weather")
+
+    start = json.loads(os.environ["TSUNAX_TEST_START"])
+    if start["process_id"] == 0:
+        jax.distributed.initialize = fails
+    return [told(distributed.start, **start), distributed.process_count()]
+
+
 def terminated() -> list[int]:
     """A loop that ends where all agree; SIGTERM goes to any process."""
     asked = []
@@ -140,10 +159,12 @@ def terminated() -> list[int]:
 
 def main(work: str, *arguments: str) -> None:
     start = json.loads(os.environ.get("TSUNAX_TEST_START", "{}"))
-    if text := told(distributed.start, **start):
+    if work != "fails_to_start" and (text := told(distributed.start, **start)):
         print(json.dumps(text))
         sys.exit(1)
-    found = {f.__name__: f for f in (answers, losses, endless, fails, terminated)}[work](*map(int, arguments))
+    found = {f.__name__: f for f in (answers, losses, endless, fails, fails_to_start, terminated)}[work](
+        *map(int, arguments)
+    )
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(f"FOUND {json.dumps([distributed.process_index(), found])}\n")  # in one piece: launchers mix
         sys.stdout.flush()

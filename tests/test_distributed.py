@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def hello(index, count, **changes):
-    return {"index": index, "count": count, "host": "h", "pid": 100 + index, "versions": {"jax": "1"}} | changes
+    pid = 100 + index if isinstance(index, int) else 9
+    return {"index": index, "count": count, "host": "h", "pid": pid, "versions": {"jax": "1"}} | changes
 
 
 def together(n, f):
@@ -112,6 +113,8 @@ def test_who_does_not_come_is_named():
     [
         (hello(1, 3), "num_processes at process 1 (host h, pid 101): got 3, expected 2, as on process 0 (host h, pid"),
         (hello(0, 2, pid=9), "process_id at process 0 (host h, pid 9): got 0, which process 0 (host h, pid 100) has"),
+        (hello(2, 2), "process_id at process 2 (host h, pid 102): got 2, expected at most 1. They count from 0."),
+        (hello("1", 2), "process_id at process 1 (host h, pid 9): got '1', expected an int of 0 or more."),
         (hello(1, 2, versions={"jax": "2"}), "jax at process 1 (host h, pid 101): got 2, expected 1, as on process 0"),
     ],
 )
@@ -206,6 +209,34 @@ def test_all_agree_at_the_same_call(group, askers):
     found = together(3, run)
     assert found[0] == found[1] == found[2] and len(found[0]) == 2
     assert all(value - 10 in askers for _, value in found[0])
+
+
+def test_calls_count_from_the_last_gathering(group):
+    """Of runs that ended with an error, each process may have called another number of times."""
+    peers = group(3)
+
+    def run(i):
+        for _ in range(10 * i):
+            assert peers[i].agree(0) == 0
+        peers[i].gather("the next run")
+        for call in range(100_000):
+            if value := peers[i].agree(15 if i == 1 and call == 20 else 0):
+                return call, value
+            time.sleep(1e-3)
+
+    found = together(3, run)
+    assert found[0] == found[1] == found[2] and found[0][1] == 15
+
+
+def test_a_long_wait_says_so(group, capfd):
+    peers = group(2, timeout=0.2)
+
+    def run(i):
+        time.sleep(1.5 * i)
+        return peers[i].gather("step 4 of fit()", timeout=20)
+
+    assert together(2, run) == [["", ""]] * 2
+    assert capfd.readouterr().err == "tsunax: process 0 has waited for the others for 0.2 s at step 4 of fit()\n"
 
 
 def test_what_was_asked_before_all_agreed_is_not_asked_again():
@@ -333,6 +364,25 @@ def test_arguments_win(environment):
     distributed.start(num_processes=1)
 
 
+@pytest.mark.parametrize(
+    "name", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"]
+)
+def test_a_variable_that_is_no_number(environment, name):
+    environment({**SLURM, "JAX_NUM_PROCESSES": "", name: "two"})
+    with pytest.raises(ProcessError, match=f"{name} at the environment: got 'two', expected a number"):
+        distributed.start()
+
+
+def test_a_launcher_that_does_not_answer(environment, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("Kubernetes API Error: 403")
+
+    environment({})
+    monkeypatch.setattr(distributed.ClusterEnv, "auto_detect_unset_distributed_params", fails)
+    with pytest.raises(ProcessError, match=r"launcher at start\(\): got RuntimeError Kubernetes API Error: 403, when"):
+        distributed.start()
+
+
 def test_an_mpi_without_mpi4py(environment, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for variables in ({"PMI_SIZE": "2", "PMI_RANK": "0"}, OMPI_5):
@@ -405,6 +455,11 @@ def test_a_process_alone(environment):
         distributed.broadcast(tree, root=1)
     with pytest.raises(WrongTypeError, match=r"leaf at tree\['f'\]: got the function"):
         distributed.broadcast({"f": free_port})
+    with pytest.raises(WrongTypeError, match=r"leaf at tree: got object\[1\], expected an array"):
+        distributed.broadcast(np.array([None]))
+    for seconds in (0, "5", True, float("nan")):
+        with pytest.raises(ProcessError, match=r"timeout at barrier\(\): got .*, expected seconds, more than 0"):
+            distributed.barrier("x", seconds)
 
 
 # --- real processes ---------------------------------------------------------------------------
@@ -477,6 +532,16 @@ def test_two_processes(launch):
     assert "tree['b']" not in zero["tree"]
     key = jax.random.key_data(jax.random.key(1)).tolist()
     assert zero["broadcast"] == ["run 1", 0.1, "[[-0.0], [-0.0]]", [1, 2, 3], key, "ndarray", "ArrayImpl"]
+    assert zero["scalars"] == [
+        ["bfloat16", [], "1"],
+        ["float32", [], "1.0"],
+        ["int64", [], "1"],
+        ["bool", [0, 2], "[]"],
+    ]
+    assert zero["committed"] is False
+    assert zero["settings"].startswith(
+        f"processes differ: settings: got Namespace(rate=1) on {who}, Namespace(rate=0) on"
+    )
     assert "got 'float64[2]' on process 1" in zero["shapes"]
     assert "All processes call the same" in zero["place"]
     assert [value for _, value in zero["agreed"]] == [15, 2]
@@ -575,3 +640,14 @@ def test_mpirun_of_open_mpi_5(mpi4py):
 def test_any_process_may_be_hurt(tmp_path, n, victim, number):
     found = peers.hurt(tmp_path, n, victim, number, peer_timeout=5.0)
     assert not found["wrong"] and found["seconds"] < 15
+
+
+@pytest.mark.slow
+def test_a_start_that_failed_may_be_tried_again(launch):
+    started = launch(2, "fails_to_start")
+    assert [one.wait() for one in started] == [0, 1], [one.text for one in started]
+    zero = found(started[0].text)[0]
+    assert zero == ["jax.distributed at start(): got RuntimeError bad weather, expected one that starts.", 1]
+    assert (
+        "ended: RuntimeError bad weather. This" in started[1].text and "This process (1) ends too." in started[1].text
+    )

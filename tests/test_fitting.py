@@ -47,6 +47,48 @@ def test_the_numbers_of_one_process(launch, n):
             np.testing.assert_allclose(column, expected, rtol=2e-5, err_msg=case)
 
 
+SAYS = {
+    "seed": "processes differ at fit(): data['seed']: got 1 on process 1 (",
+    "arrays": "processes differ at fit(): data['some rows'][0]: got float32[8,5] ",
+    "resident": "processes differ at fit(): data['some rows'][0]: got float32[8,5] ",
+    "goal": "processes differ at fit(): options['goal']: got 'epochs=3' on process 1 (",
+    "callbacks": "processes differ at fit(): options['intervals'][0]: got 3 on process 1 (",
+    "local": "StateError state at fit(): got on devices of this process alone, and of the data only its part,",
+    "parts": "DataError data at fit(): got batches(process=) of 4 processes, expected of 2, or of one",
+    "init": "processes differ at shard(): state['w']: got int64[3] ",
+    "key": "processes differ at shard(): state.key: got key<fry>[] ",
+    "adjusted": "processes differ at fit(): state.numbers.values: got float32[4,5] ",
+    "rows": "processes differ at step 1 of fit(): batches: got '1 of float32[64,10,5], float32[64,10]'",
+    "rows, called": "processes differ at step 1 of fit(): batches: got '1 of float32[5,5], float32[5]' on",
+    "batches": "processes differ at step 2 of fit(): batches: got '3 of float32[64,8,5], float32[64,8]' on process 1 (",
+    "a loader": "batches: got 'DataError data at batch 3 of epoch 0: got OSError disk, expected a batch",
+    "evaluated rows": "processes differ at the next batch of evaluate(): batches: got '1 of float32[5,5], float32[5]'",
+    "evaluated batches": ", 'none, the data have ended' on process 0.",
+    "evaluated alone": "All processes call the same, in the same order.",
+    "evaluated arrays": "processes differ at evaluate(): data['some rows'][0]: got float32[8,5] ",
+    "evaluated local": "StateError state at evaluate(): got on devices of this process alone",
+    "names": "numbers at evaluate at step 4: got val/1 on process 1 (",
+    "a state": "processes differ at the callbacks of step 8: hyperparams['learning_rate']: got 0.05",
+    "population": "StateError population at fit(): got members on devices of several processes, expected of one.",
+    "spread": "StateError leaf at tree['w']: got float32[64,64], of which other processes have a part, expected",
+}
+
+
+@pytest.mark.slow
+def test_processes_that_differ_are_told(launch):
+    first, second = answers(launch(2, "misused"))
+    assert first == second  # errors too: all raise, and go on together
+    wrong = {name: first[name] for name, text in SAYS.items() if text not in first[name]}
+    assert set(SAYS) < set(first)
+    assert not wrong, wrong
+    assert first["numbers"] == [1.0, 1]  # that of process 0, and one warning
+
+
+@pytest.mark.slow
+def test_a_signal_that_comes_late_has_one_answer(launch):
+    assert answers(launch(2, "too_late")) == [[8, 143, 0]] * 2
+
+
 @pytest.mark.slow
 def test_one_that_has_had_enough_ends_all(launch):
     (step, texts), other = answers(launch(2, "stops"))

@@ -132,7 +132,8 @@ class Fit:
                 if chunk is None:
                     self.alike.batch(f"step {ahead + 1}", None)
                 else:
-                    self.alike.batch(f"step {ahead + 1}", chunk.feed, chunk.steps, self.feed.source.trouble)
+                    batch = getattr(chunk.feed, "batch", chunk.feed)
+                    self.alike.batch(f"step {ahead + 1}", batch, chunk.steps, self.feed.source.trouble)
             if chunk is not None:
                 with self.profile.phase("dispatch"):
                     self.call(chunk)

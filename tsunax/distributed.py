@@ -242,7 +242,7 @@ def start(
         give_up(error)  # else another start() would find all done
         if not isinstance(error, Exception):
             raise
-        raise ProcessError(message("jax.distributed", "start()", told(error), "that it starts")) from error
+        raise ProcessError(message("jax.distributed", "start()", told(error), "one that starts")) from error
 
 
 def _free_port() -> int:
