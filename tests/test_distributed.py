@@ -251,6 +251,13 @@ def test_what_was_asked_before_all_agreed_is_not_asked_again():
     assert sent == [{"count": 0}] * 2 + [{"goal": [1, 10], "value": 15}] * 2
 
 
+def test_a_hub_that_fails_says_so(group, left):
+    peers = group(2)
+    peers[1]._send({"say": [1]})
+    until(lambda: len(left) == 2)
+    assert all("process 0 (host h, pid 100) cannot hear the others: ValueError " in text for text in left.values())
+
+
 def test_who_is_gone_is_named(left):
     parts = met([hello(i, 3) for i in range(3)])
     peers = [_peers.Peers(line, all_, i, hub, 20.0, 5.0) for i, (line, all_, _, hub) in enumerate(parts[:2])]

@@ -11,7 +11,7 @@ import pytest
 from tests import processes
 from tests.helpers import need
 from tsunax import ray as ts_ray
-from tsunax.errors import MissingLibraryError
+from tsunax.errors import MissingLibraryError, TsunaxError
 
 ROOT = str(Path(__file__).resolve().parents[1])
 ENV = {"env_vars": {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}}
@@ -66,3 +66,9 @@ def test_without_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingLibraryError, match=r"pip install 'tsunax\[ray\]'"):
         ts_ray.run(processes.losses, 2)
+
+
+def test_a_number_of_processes_that_makes_no_sense():
+    for n in (0, "2", 2.0):
+        with pytest.raises(TsunaxError, match=r"processes at ray\.run\(\): got"):
+            ts_ray.run(processes.losses, n)

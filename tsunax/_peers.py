@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tsunax.errors import ProcessError, message
+from tsunax.errors import ProcessError, message, told
 
 PATIENCE = 5.0  # seconds for a few bytes to go, or for what has connected to say who it is
 
@@ -187,6 +187,12 @@ def _no_answer(address, timeout: float, error: Exception) -> str:
     return message("coordinator", "{}:{}".format(*address), got, "process 0", fix)
 
 
+def free_port() -> int:
+    """A port that nobody has right now."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
 def name_of(hello) -> str:
     """How messages call a process."""
     return f"process {hello['index']} (host {hello['host']}, pid {hello['pid']})"
@@ -204,6 +210,12 @@ class Hub(threading.Thread):
         self.round, self.asked, self.counts = 0, 0, {}
 
     def run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # else the others would call process 0 silent
+            self.end(f"{self.names[0]} cannot hear the others: {told(error)}")
+
+    def _serve(self) -> None:
         heard = dict.fromkeys(self.lines, time.monotonic())
         with selectors.DefaultSelector() as selector:
             for i, line in self.lines.items():
@@ -495,4 +507,4 @@ def leave(text: str, index: int) -> None:
     os._exit(1)
 
 
-__all__ = ["Hub", "Line", "Peers", "Relay", "leave", "meet", "name_of"]
+__all__ = ["Hub", "Line", "Peers", "Relay", "free_port", "leave", "meet", "name_of"]

@@ -220,7 +220,9 @@ def start(
     host = ("::1" if address[0] == "::1" else "127.0.0.1") if alone else address[0]
     versions = {"jax": jax.__version__, "python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     me = {"index": launch.index, "count": launch.count, "host": socket.gethostname(), "pid": os.getpid()}
-    line, hellos, port, hub = _peers.meet((host, address[1]), {**me, "versions": versions}, alone, timeout, _free_port)
+    line, hellos, port, hub = _peers.meet(
+        (host, address[1]), {**me, "versions": versions}, alone, timeout, _peers.free_port
+    )
     _peers_of_run = _peers.Peers(line, hellos, launch.index, hub, peer_timeout, timeout)
     atexit.register(_at_exit)
     there = whole = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -243,11 +245,6 @@ def start(
         if not isinstance(error, Exception):
             raise
         raise ProcessError(message("jax.distributed", "start()", told(error), "one that starts")) from error
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
 
 
 @contextlib.contextmanager

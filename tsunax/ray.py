@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tsunax import distributed
+from tsunax import _checks, _peers, distributed
 from tsunax.errors import MissingLibraryError, message
 
 __all__ = ["run", "trainer"]
@@ -27,11 +26,6 @@ def _ray(part: str = "") -> Any:
     except ModuleNotFoundError as error:
         fix = "pip install 'tsunax[ray]'"
         raise MissingLibraryError(message("ray", "tsunax.ray", "no such library", "Ray", fix)) from error
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
 
 
 def _as_one(f: Callable, args: tuple, address: str, count: int, index: int, options: Mapping[str, Any]) -> Any:
@@ -51,7 +45,7 @@ class _Process:
 
     def place(self) -> tuple[str, int]:
         """The address of its host, and a port that is free there."""
-        return _ray(".util").get_node_ip_address(), _free_port()
+        return _ray(".util").get_node_ip_address(), _peers.free_port()
 
     def run(self, f, args, address, count, index, options) -> Any:
         return _as_one(f, args, address, count, index, options)
@@ -74,7 +68,9 @@ def run(
       start: options of `ts.distributed.start`, such as `{"peer_timeout": 60}`.
 
     The exception of the first process that fails is raised, and all are ended. Raises MissingLibraryError without Ray.
+    Ray itself waits without a limit for a cluster that has the resources.
     """
+    _checks.check_count(processes, "ray.run()", "processes")
     ray = _ray()
     actor = ray.remote(_Process).options(**(resources or {}))
     actors = [actor.remote() for _ in range(processes)]
@@ -125,7 +121,7 @@ def trainer(
     def loop(config):
         context = _ray(".train").get_context()
         index, count = context.get_world_rank(), context.get_world_size()
-        mine = f"{_ray('.util').get_node_ip_address()}:{_free_port()}" if index == 0 else ""
+        mine = f"{_ray('.util').get_node_ip_address()}:{_peers.free_port()}" if index == 0 else ""
         address = _ray(".train.collective").broadcast_from_rank_zero(mine)
         return _as_one(f, (config,) if takes_config else (), address, count, index, given)
 

@@ -119,7 +119,7 @@ def shard(state: Any, mesh: Mesh, rules=None, *, logical: Mapping[str, Any] | No
 def _the_same(state, mesh):
     """A state, once all processes have the same: a copy on each of them is taken for one array."""
     if distributed.spans_all(mesh.devices.flat):
-        distributed.compare("shard()", {"state": state})
+        distributed.compare("shard()", {"state": state}, distributed.LAST)
     return state
 
 
