@@ -994,6 +994,24 @@ def test_fit_does_not_let_go_of_signals_before_its_last_save_is_written(tmp_path
     assert len(seen) > 1 and signal.SIG_DFL not in seen
 
 
+def test_a_second_sigterm_does_not_cut_the_save_short(tmp_path, monkeypatch):
+    import signal
+
+    again, write = [], _store.write
+
+    def slowly(*arguments):
+        again.append(os.kill(os.getpid(), signal.SIGTERM))
+        time.sleep(0.2)
+        write(*arguments)
+
+    monkeypatch.setattr(_store, "write", slowly)
+    stop = ts.callbacks.every(3, lambda run: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        ts.fit(STEP, make(), data(), steps=10**6, checkpoint=tmp_path, callbacks=[stop], progress=False)
+    assert ended.value.code == 143 and again and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert Checkpoints(tmp_path, read_only=True).latest() == int(ended.value.state.step) >= 3
+
+
 def test_a_restore_that_hangs_is_given_up(three, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(_store, "verified", lambda *_: go.wait(30) and {})

@@ -9,6 +9,7 @@ is opened here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -99,14 +100,15 @@ def implementation(dtype) -> str:
     return re.sub(r"[^\w]", "", str(dtype).removeprefix("key"))[:40]
 
 
-def key_shape(leaf) -> tuple[int, ...]:
-    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)).shape
+@functools.cache  # `eval_shape` keeps a kilobyte of each call for ever
+def key_shape(shape: tuple[int, ...], dtype) -> tuple[int, ...]:
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype)).shape
 
 
 def leaf_of(path: Path, x, root: str = "state") -> Leaf:
     """What is expected of a leaf, or said of one that is saved: without its shards. WrongTypeError for other things."""
     if _tree.is_key(x):
-        return Leaf(path, f"key:{implementation(x.dtype)}", key_shape(x), "uint32")
+        return Leaf(path, f"key:{implementation(x.dtype)}", key_shape(x.shape, x.dtype), "uint32")
     if isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         name = dtype_name(x.dtype)
         if name is not None:
@@ -378,10 +380,15 @@ def decode(x, arrays: list[np.ndarray], depth: int = 0):
 
 def wrap_key(data, name: str):
     """Key data as typed keys of the generator with this name."""
-    for known in ("threefry2x32", "rbg", "unsafe_rbg"):
-        if implementation(jax.eval_shape(lambda known=known: jax.random.key(0, impl=known)).dtype) == name:
-            return jax.random.wrap_key_data(data, impl=known)
-    raise Damaged(f"a key of the generator {name!r}, which is not known here")
+    if name not in _generators():
+        raise Damaged(f"a key of the generator {name!r}, which is not known here")
+    return jax.random.wrap_key_data(data, impl=_generators()[name])
+
+
+@functools.cache
+def _generators() -> dict[str, str]:
+    key = lambda known: jax.eval_shape(lambda: jax.random.key(0, impl=known))
+    return {implementation(key(known).dtype): known for known in ("threefry2x32", "rbg", "unsafe_rbg")}
 
 
 # ----------------------------------------------------------------------------------------------------- the manifest
