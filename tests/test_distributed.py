@@ -299,6 +299,7 @@ def test_who_fails_says_why(group, left):
 def test_who_gives_up_stays(group, left):
     peers = group(3)
     peers[0].fail("caught", stay=True)  # and is the hub
+    assert not peers[0]._hub.is_alive()  # all have been told: it may exit now
     until(lambda: len(left) == 2)
     time.sleep(0.1)
     assert left == dict.fromkeys((1, 2), "process 0 (host h, pid 100) ended: caught")

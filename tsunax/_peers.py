@@ -367,8 +367,10 @@ class Peers:
         """End all other processes, which say why; and this one, unless it stays."""
         self._is_failing, self._is_closing = True, stay
         self._send({"failed": text})
+        if self._hub is not None:
+            self._hub.join(PATIENCE)  # process 0 must not go before all have heard
         if not stay:
-            self._thread.join(PATIENCE)  # process 0 must not go before all have heard
+            self._thread.join(PATIENCE)
 
     def relay(self, address: tuple[str, int]) -> int:
         """The port of a relay to JAX's service at an address, which ends with this."""

@@ -42,7 +42,6 @@ __all__ = [
     "broadcast",
     "check_in_sync",
     "compare",
-    "first_of",
     "give_up",
     "is_main",
     "name_of",
@@ -375,12 +374,7 @@ def spans_all(devices: Iterable[Any]) -> bool:
 
 def words(name: str, text: str) -> list[str]:
     """What each process says at this place, by index. It waits for all of them, half an hour at most."""
-    return [text] if _peers_of_run is None else _gather(name, text, LAST)
-
-
-def first_of(name: str, text: str) -> str:
-    """What the first process that says anything says, on all of them; "" where none does. It waits for all of them."""
-    return next(filter(None, words(name, text)), "")
+    return _gather(name, text, LAST)
 
 
 def together(

@@ -182,8 +182,11 @@ def fit(
 
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends the run after the
     call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. SIGTERM does the
-    same where there is a checkpoint, or are several processes, with SystemExit(143). Exceptions that pass through carry
-    `error.state` and `error.history`, the state None where the failed call had consumed it.
+    same where there is a checkpoint, or a state of several processes, with SystemExit(143). Exceptions that pass
+    through carry `error.state` and `error.history`, the state None where the failed call had consumed it.
+
+    Where a state lives on devices of several processes, they compare what decides (settings, data, what callbacks
+    changed), and raise ProcessError on all of them where it differs. The numbers of `evaluate` are those of process 0.
 
     Raises WrongTypeError for what it cannot work with, before anything is compiled; DataError for data that gives no
     batch or ends before the goal; NonFiniteError.

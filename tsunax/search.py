@@ -440,7 +440,7 @@ def _all_say(fits: bool) -> bool:
     """Whether it fits on all processes, which go on together."""
     if distributed.process_count() == 1:
         return fits
-    return not distributed.first_of("find_batch_size()", "" if fits else "no")
+    return not any(distributed.words("find_batch_size()", "" if fits else "no"))
 
 
 # The arguments
@@ -469,7 +469,7 @@ def _limit(memory, state, margin: float, where: str) -> tuple[int, str]:
     """Bytes that may be taken on one device, by the smallest of all processes."""
     limit, source = _memory.limit_of(memory, state, where)
     if distributed.process_count() > 1:
-        limit = min(map(int, distributed._gather(where, str(limit))))
+        limit = min(map(int, distributed.words(where, str(limit))))
     percent = f", {margin:.0%} of it kept free" if margin else ""
     return int(limit * (1 - margin)), source + percent
 
