@@ -100,6 +100,23 @@ def test_population():
     assert re.findall(r"(\d+) members", run.stdout) == ["16", "8", "4", "2"], run.stdout
 
 
+@pytest.mark.slow
+def test_tune(tmp_path):
+    """The second time all trials are in the journal."""
+    options = "--trials", "24", "--directory", tmp_path
+    first, second = (run_digits(*options, name="tune") for _ in range(2))
+    assert first.returncode == second.returncode == 0, first.stdout + first.stderr + second.stderr
+    assert "24 trials: 24 done" in first.stdout and first.stdout.splitlines()[-1] == second.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_hypergradients():
+    run = run_digits("--outer", "15", name="hypergradients")
+    assert run.returncode == 0 and re.search(r"held-out loss: 1\.\d+ before, 0\.[2-5]", run.stdout), (
+        run.stdout + run.stderr
+    )
+
+
 def as_one_block(page: str) -> str:
     """The page with all of its ```python blocks as one, every line where it was.
 
