@@ -17,10 +17,12 @@ import numpy as np
 
 from tsunax import _tree, distributed
 from tsunax._ahead import Prefetched
+from tsunax._feed import Chunk
 from tsunax._members import members_of
 from tsunax.data import Batches
 from tsunax.errors import DataError, ProcessError, StateError, message
 from tsunax.hyper import hyperparams
+from tsunax.source import Source
 from tsunax.state import TrainState
 
 SMALL = 1 << 16  # bytes of an array that is compared in full
@@ -41,17 +43,15 @@ class Alike:
         self._is_known = self._data is not None and self._data.is_of_arrays  # then its settings say what will come
         self._has_warned = False
         if self.spans and members_of(state) is not None:
-            fix = (
-                "Let each process have members of its own: ts.shard(population, ts.mesh(devices=jax.local_devices()))."
-            )
+            fix = "Members of its own for each process: ts.shard(population, ts.mesh(devices=jax.local_devices()))."
             raise StateError(message("population", where, "members on devices of several processes", "of one", fix))
         if self._data is not None and distributed.process_count() > 1:
-            self._check_parts(self._data.process[1])
+            self._check_part(*self._data.process)
         if self.spans and not self._speaks:
             text = f"{where}: processes that ts.distributed.start() did not bring together are not compared"
             warnings.warn(f"{text}, and a signal or a limit ends one of them alone", stacklevel=3)
 
-    def _check_parts(self, parts: int) -> None:
+    def _check_part(self, part: int, parts: int) -> None:
         if parts > 1 and not self.spans:
             got = "on devices of this process alone, and of the data only its part"
             fix = "ts.shard(state, ts.mesh()); or batches(..., process=(0, 1)), to train by itself."
@@ -59,6 +59,9 @@ class Alike:
         if self.spans and parts not in (1, jax.process_count()):
             expected = f"of {jax.process_count()}, or of one with rows of its own"
             raise DataError(message("data", self.where, f"batches(process=) of {parts} processes", expected))
+        if parts > 1 and part != jax.process_index():
+            got, expected = f"the part of process {part} on process {jax.process_index()}", "its own"
+            raise DataError(message("data", self.where, got, expected, "It is so without process=."))
 
     def start(self, **settings: Any) -> None:
         """Compare settings, and the data. Raises ProcessError on all processes where they differ."""
@@ -66,8 +69,12 @@ class Alike:
             return
         if self._data is not None:
             data = dict(self._data.settings)
-            own = self._data.process[1] == 1 and self._data.resident is None  # then rows and order are its own, too
-            settings["data"] = {**data, "seed": None} if own else {**data, "some rows": self._data.sample()}
+            if self._data.process[1] == 1 and self._data.resident is None:  # rows of its own, in their own order
+                length = len(self._data) if self._data.is_of_arrays else None
+                data |= {"seed": None, "rows": None, "batches": length, "rows of the last": self._data.tail_rows}
+            else:
+                data["some rows"] = self._data.sample()
+            settings["data"] = data
         distributed.compare(self.where, settings, distributed.LAST)
 
     def batch(self, place: str, batch: Any, steps: int = 1, then: str = "") -> None:
@@ -77,13 +84,17 @@ class Alike:
         """
         if not self._speaks or self._is_known:
             return
-        shapes = [_tree.describe(x) for x in jax.tree.leaves(batch)]
-        found = (
-            "none, the data have ended"
-            if batch is None
-            else f"{then}{then and ', after '}{steps} of {', '.join(shapes)}"
-        )
+        shapes = ", ".join(_tree.describe(x) for x in jax.tree.leaves(batch))
+        found = f"{then}{then and ', after '}{steps} of {shapes}" if shapes else "none, the data have ended"
         distributed.compare(f"{place} of {self.where}", {"batches": found}, distributed.LAST)
+
+    def chunk(self, step: int, chunk: Chunk | None, source: Source) -> Chunk | None:
+        """The batches of a call that begins with a step, compared."""
+        if chunk is None:
+            self.batch(f"step {step}", None)
+        else:
+            self.batch(f"step {step}", getattr(chunk.feed, "batch", chunk.feed), chunk.steps, source.trouble)
+        return chunk
 
     def numbers(self, place: str, found: dict[str, float]) -> dict[str, float]:
         """Those of process 0. Raises ProcessError for other names; warns, once, of other numbers."""

@@ -129,11 +129,7 @@ class Fit:
             with self.profile.phase("batches"):
                 left = boundary - ahead
                 chunk = self.feed.take(int(min(self.per_call(), left)), run.state, ahead, self.limit, until=left)
-                if chunk is None:
-                    self.alike.batch(f"step {ahead + 1}", None)
-                else:
-                    batch = getattr(chunk.feed, "batch", chunk.feed)
-                    self.alike.batch(f"step {ahead + 1}", batch, chunk.steps, self.feed.source.trouble)
+                self.alike.chunk(ahead + 1, chunk, self.feed.source)
             if chunk is not None:
                 with self.profile.phase("dispatch"):
                     self.call(chunk)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _feed, _fused, _place, _tree, display
+from tsunax import _alike, _feed, _fused, _place, _tree, display
 from tsunax._options import Goal, Options, check_step, check_whole, options_of
 from tsunax._profile import Profile
 from tsunax._run import Fit, Run, form_of, step_of
@@ -73,7 +73,10 @@ def train_epoch(step: Callable, state, data, **extra):
     """
     check_step("train_epoch()", step, state)
     feed, parts = _feed.Feed(step, data, state, "auto", float("inf")), []
-    while (chunk := feed.take(_feed.RESIDENT, state, 0)) is not None:
+    alike, done = _alike.Alike("train_epoch()", state, data), 0
+    alike.start(place=feed.source.state())
+    while (chunk := alike.chunk(done + 1, feed.take(_feed.RESIDENT, state, 0), feed.source)) is not None:
+        done += chunk.steps
         state, infos = _loop_of(step)(state, chunk.feed, chunk.n, extra)
         infos = jax.tree.map(lambda x, n=chunk.steps: x[:n], infos)
         if parts and form_of(infos) != form_of(parts[0]):
@@ -109,8 +112,11 @@ def iterate(
     check_whole("iterate()", steps_per_call=steps_per_call)
     feed = _feed.Feed(step, data, state, steps_per_call, float("inf"))
     loop, calls = _loop_of(step), 0
+    alike = _alike.Alike("iterate()", state, data)
+    alike.start(goal=str(goal), steps_per_call=steps_per_call, place=feed.source.state())
     while not goal.reached(calls, feed.epoch):
         chunk = feed.take(int(min(steps_per_call, goal.left(calls))), state, calls)
+        alike.chunk(calls + 1, chunk, feed.source)
         if chunk is not None:
             state, infos = loop(state, chunk.feed, chunk.n, extra)
             calls += chunk.steps
