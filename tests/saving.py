@@ -31,7 +31,7 @@ def trained(scale=1.0):
     for i in range(2):
         grads = jax.tree.map(lambda x, i=i: jnp.asarray(draw.normal(size=x.shape) * scale + i, jnp.float32), params)
         state, _ = ts.update(state, grads)
-    return state
+    return ts.freeze(ts.adjust(state, "w", learning_rate=0.5), "deep/b")
 
 
 def blank():
@@ -67,12 +67,17 @@ def same(found, expected) -> bool:
 
 def moves(folder: Path) -> dict:
     """Restore whatever others saved, onto every mesh that there is here; save from each mesh."""
+    import jax
+
     expected, found = trained(), {}
     for path in sorted(folder.iterdir()) if folder.exists() else []:
         for name, mesh in meshes().items():
-            like = ts.shard(blank(), mesh)
-            restored = ts.Checkpoints(path, read_only=True).restore(like)
-            placed = all(a.sharding == b.sharding for a, b in zip(_leaves(restored.state), _leaves(like), strict=True))
+            restored = ts.Checkpoints(path, read_only=True).restore(ts.shard(blank(), mesh))
+            home = jax.tree.leaves(ts.shard(expected, mesh))
+            placed = all(
+                x.sharding.is_equivalent_to(y.sharding, x.ndim)
+                for x, y in zip(jax.tree.leaves(restored.state), home, strict=True)
+            )
             found[f"{path.name} to {name}"] = [restored.step, same(restored.state, expected), placed, restored.data]
     distributed.barrier("read")
     for name, mesh in meshes().items():
@@ -138,6 +143,28 @@ def shares(folder: Path) -> dict:
     return found
 
 
+def continues(folder: Path, mesh=None) -> list:
+    """Five steps more than there are, and all losses so far."""
+    import jax
+
+    mesh = ts.mesh(data=1, fsdp=-1) if mesh is None else mesh
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(26, 8)).astype(np.float32)
+    batches = ts.batches({"x": x, "y": np.tanh(x @ np.arange(8, dtype=np.float32))}, 8, shuffle=True, seed=3)
+
+    def loss_fn(params, batch, mask):
+        return ts.Loss.mean((jax.numpy.tanh(batch["x"] @ params["w"]) @ params["v"] - batch["y"]) ** 2, mask)
+
+    params = {"w": draw.normal(size=(8, 256)).astype(np.float32) / 8, "v": np.zeros(256, np.float32)}
+    state = ts.shard(lambda: ts.setup(ts.rules.adam(0.01), params), mesh)
+    there = ts.Checkpoints(folder, read_only=True).latest() or 0
+    distributed.barrier("all have looked")
+    _, history = ts.fit(
+        ts.train_step(loss_fn), state, batches, steps=there + 5, checkpoint=folder, log_every=1, progress=False
+    )
+    return history["loss"].tolist()
+
+
 def holds(folder: Path) -> str:
     """The directory, until a file says that it is enough; or who else has it."""
     path = folder / "run"
@@ -175,15 +202,9 @@ def other_rule():
     return ts.setup(ts.rules.sgd(0.1), blank().params, key=0, ema=0.5, model_state=blank().model_state)
 
 
-def _leaves(tree):
-    import jax
-
-    return jax.tree.leaves(tree)
-
-
 def main(work: str, folder: str) -> None:
     distributed.start(**json.loads(os.environ.get("TSUNAX_TEST_START", "{}")))
-    found = {f.__name__: f for f in (holds, moves, shares)}[work](Path(folder))
+    found = {f.__name__: f for f in (continues, holds, moves, shares)}[work](Path(folder))
     with contextlib.suppress(BrokenPipeError):
         print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
 

@@ -4,10 +4,16 @@ import json
 import re
 import sys
 
+import jax
+import numpy as np
 import pytest
 
+import tsunax as ts
+from tests import saving
 from tests.faults import fleet
 from tests.test_distributed import Started, found, free_port, ready
+from tsunax import _files
+from tsunax.errors import CheckpointError
 
 
 @pytest.fixture
@@ -53,7 +59,7 @@ def kinds(n):
     return ["replicated", "spread", *(["mixed"] if n > 2 else [])]
 
 
-def test_what_is_each_ones_own_and_what_one_does_wrong(launch):
+def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeypatch):
     started = launch(2, "shares")
     zero, one = answers(started, None)
     who = [rf"process {i} \(host \S+, pid {each.process.pid}\)" for i, each in enumerate(started)]
@@ -81,7 +87,28 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch):
 
     assert re.match(rf"CheckpointError: {who[1]}: path at .*: got another directory, expected that", zero["elsewhere"])
     assert re.search(rf"step 3 at .*: got part of step 3: got no word of {who[1]}, expected all", zero["hangs"])
+    alone = ts.Checkpoints(tmp_path / "saved" / "run", read_only=True)
+    monkeypatch.setattr(_files, "SMALL", 0)
+    with pytest.raises(CheckpointError) as refused:
+        alone.restore(saving.blank(), step=2)
+    assert str(refused.value) == (
+        f"places of the data at {alone.path / '2'}: got those of 2 processes, each at its own, expected 1. Go on with "
+        "as many; or take the state, restore(like, params_only=True), and start the data anew."
+    )
+    assert alone.restore(saving.blank().params, step=2, params_only=True).step == 2
     assert "got nothing after 3 s" in one["hangs"] and zero["after"] < 10 > one["after"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(2, 1, 2), (1, 4, 2)])
+def test_a_run_goes_on_with_other_processes(launch, tmp_path, counts):
+    """In the middle of an epoch of four batches, the last one short: no row is left out or read twice."""
+    answered = [answers(launch(n, "continues")) for n in counts]
+    assert all(one == all_[0] for all_ in answered for one in all_)
+    for _ in counts:
+        expected = saving.continues(tmp_path / "alone", ts.mesh(devices=jax.devices()[:1]))
+    assert len(expected) == 15
+    np.testing.assert_allclose(answered[-1][0], expected, rtol=2e-5)
 
 
 @pytest.mark.slow

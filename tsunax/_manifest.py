@@ -281,6 +281,10 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
             cuts[at] = _live.Cut(tuple(of), tuple(labels)), (0,) * len(labels)
         if cuts:
             opt_state, numbers = _hoist.recut(opt_state, numbers, state.step, trained, cuts)
+            old = state.numbers.values  # type: ignore[union-attr]
+            if isinstance(old, jax.Array) and not _tree.is_traced(old):  # a cut is made on the host
+                home = old.sharding if old.committed else None
+                numbers = dataclasses.replace(numbers, values=_place.whole(np.asarray(numbers.values), home))  # type: ignore[union-attr, type-var]
     words = state.frozen
     if frozen and words is None:
         members, n = jnp.shape(state.clock)[:-1], len(jax.tree.leaves(trained))

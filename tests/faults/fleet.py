@@ -59,7 +59,7 @@ def target(folder: Path) -> None:
         say("RESUMED" if run.event == "start" else "STEP", run.step)
         time.sleep(0.01)
 
-    note.events = ("start",)
+    note.events = ("start", "end")
     with ts.Checkpoints(folder / "run", every=EVERY, fingerprint={"rows": 22}) as checkpoints:
         state, history = ts.fit(
             ts.train_step(loss_fn), state, data, steps=STEPS, checkpoint=checkpoints, progress=False, log_every=1,
@@ -202,6 +202,8 @@ def terminated(fleet: Fleet, victim: int, counts) -> None:
         there = [p.name for p in (fleet.folder / "run").iterdir() if p.name.isdigit()]
         is_whole = len(set(last)) == 1 and last[0] in (*there, "0")
         counts["all saved at one step, with 143" if is_whole else "elsewhere"] += 1
+        if not is_whole:
+            print(f"  last steps {last}, saved {there}", flush=True)
     elif fleet.digests():
         counts["had ended"] += 1
     elif not has_begun:
