@@ -232,7 +232,7 @@ def test_a_long_wait_says_so(group, capfd):
     peers = group(2, timeout=0.2)
 
     def run(i):
-        time.sleep(1.5 * i)
+        time.sleep(3 * i)
         return peers[i].gather("step 4 of fit()", timeout=20)
 
     assert together(2, run) == [["", ""]] * 2
