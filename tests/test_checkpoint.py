@@ -1047,9 +1047,7 @@ path, what = sys.argv[1:]
 if what == "full":
     _store.write = lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
 if what == "hang":
-    import threading
     def hang(*a):
-        threading.Thread(target=time.sleep, args=(60,)).start()  # not a daemon
         time.sleep(60)
     _store.write = hang
 checkpoints = Checkpoints(path, timeout=1.0 if what == "hang" else 60.0)

@@ -6,7 +6,7 @@ been hashed and is what was saved, or Damaged is raised. The only module that kn
 
 from __future__ import annotations
 
-import concurrent.futures
+import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded
 import contextlib
 import dataclasses
 import importlib

@@ -583,7 +583,7 @@ class _Job:
             _JOBS.append(self)
             if not _HOOKED:
                 _HOOKED.append(True)
-                # before any `atexit`, where processes part; hooks run last in, first out
+                # before concurrent.futures refuses new work, and before any `atexit`, where processes part
                 getattr(threading, "_register_atexit", atexit.register)(_finish)
         threading.Thread(target=self._run, name=f"tsunax-save-{self.step}", daemon=True).start()
 
