@@ -44,6 +44,7 @@ if _TYPE_CHECKING:  # loaded when they are first asked for
     )
     from tsunax.history import History
     from tsunax.loop import fit, iterate, train_epoch, train_steps
+    from tsunax.migration import migrate
     from tsunax.range_test import find_learning_rate
     from tsunax.reproduce import check_reproducible, fingerprint, isolated_rng, reproducible, worker_seed
     from tsunax.search import find_accumulation, find_batch_size
@@ -63,6 +64,7 @@ _LATER = {
     ),
     "history": ("History",),
     "loop": ("fit", "iterate", "train_epoch", "train_steps"),
+    "migration": ("migrate",),
     "reproduce": ("check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"),
     "range_test": ("find_learning_rate",),
     "search": ("find_accumulation", "find_batch_size"),
@@ -115,6 +117,7 @@ __all__ = [
     "member",
     "mesh",
     "metrics",
+    "migrate",
     "models",
     "plot",
     "plot_text",

@@ -160,6 +160,16 @@ def on_own_clocks(opt_state, numbers: Numbers | None, step) -> tuple[Any, Number
     return hoist(jax.tree.map(lambda x: jnp.array(x, copy=True), apart))
 
 
+def with_own_counts(opt_state, step: int):
+    """A whole optimizer state in which counts other than `step` are no longer left to the clock."""
+
+    def one(_, s):
+        differs = _on_the_clock(s) and any(int(count) != step for count in _counts(s.inner))
+        return dataclasses.replace(s, one_clock=None) if differs else s
+
+    return map_live(one, opt_state)
+
+
 def recut(opt_state, numbers: Numbers, step, params, cuts: Mapping[int, tuple]) -> tuple[Any, Numbers | None]:
     """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}, see `_live.recut`."""
 

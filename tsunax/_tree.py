@@ -162,6 +162,15 @@ def _named(tree: Any, path: tuple, name: Names) -> Iterator[tuple[Names, tuple, 
             yield inner, path + tail, node
 
 
+def child(node: Any, entry: Any) -> Any:
+    """What lies under one entry of a key path."""
+    if isinstance(entry, jtu.GetAttrKey):
+        return getattr(node, entry.name)
+    if isinstance(entry, (jtu.DictKey, jtu.SequenceKey)):
+        return node[entry.key if isinstance(entry, jtu.DictKey) else entry.idx]
+    return next(inner for path, inner in _children(node) if path == (entry,))
+
+
 def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
     """`(names, key path, leaf)` of every leaf in flatten order; `None` is no leaf.
 
@@ -349,7 +358,7 @@ def _owners_by_marks(init: Callable[[Any], Any], params: Any, keyed: list) -> li
     return [next((k.owner for k in path if isinstance(k, _Mark)), None) for path, _ in marked]
 
 
-def _owners_by_suffix(params: Any, keyed: list) -> list[int | None]:
+def owners_by_suffix(params: Any, keyed: list) -> list[int | None]:
     """The parameter with the longest equal end of the key path that has the same shape."""
     flat = jtu.tree_flatten_with_path(params)[0]
     index = {(path, np.shape(leaf)): i for i, (path, leaf) in enumerate(flat)}
@@ -372,5 +381,5 @@ def owners(init: Callable[[Any], Any], params: Any) -> tuple[Any, list[tuple], l
     keyed = jtu.tree_flatten_with_path(shapes)[0]
     found = _owners_by_marks(init, params, keyed)
     if found is None:
-        found = _owners_by_suffix(params, keyed)
+        found = owners_by_suffix(params, keyed)
     return shapes, [path for path, _ in keyed], found

@@ -17,7 +17,7 @@ import optax
 
 from tsunax import _hoist, _live, _number, _tree, _where
 from tsunax.errors import HyperparameterError, PatternError, RuleError, message
-from tsunax.state import TrainState, beside, check_state, trainable, trained_part
+from tsunax.state import TrainState, beside, check_state, frozen_words, trainable, trained_part
 
 
 def hyperparams(state: TrainState) -> dict[str, Any]:
@@ -129,9 +129,7 @@ def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
         raise _left_out(state, outside[0], fix)
     if on and not all(trained):
         _check_can_freeze(state)
-    words = np.zeros(-(-len(trained) // 32), np.uint32)
-    for k in np.flatnonzero(trained):
-        words[k // 32] |= np.uint32(1 << (k % 32))
+    words = frozen_words(trained)
     if state.frozen is None:
         if not on:
             return state

@@ -604,6 +604,14 @@ def frozen_flags(state: TrainState) -> np.ndarray:
     return (words[np.arange(n) // 32] >> np.arange(n) % 32 & 1).astype(bool)
 
 
+def frozen_words(flags) -> np.ndarray:
+    """The inverse: uint32 words, one bit per trained leaf."""
+    words = np.zeros(-(-len(flags) // 32), np.uint32)
+    for k, on in enumerate(flags):
+        words[k // 32] |= np.uint32(int(on) << (k % 32))
+    return words
+
+
 def describe(state: TrainState) -> str:
     """The text of `repr(state)`: tree, counts, hyperparameters, frozen parts, bytes, placement."""
     leaves = jax.tree.leaves(state)

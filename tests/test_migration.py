@@ -1,0 +1,344 @@
+"""A run that goes on under another rule: 30 edits of 10 rules, and what no edit may lose."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tsunax as ts
+from tests.helpers import assert_trees_equal
+from tsunax.errors import StateError, WrongTypeError
+from tsunax.migration import migrate
+
+X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+chain, clip = ts.rules.chain, ts.rules.clip_global_norm(1e9)
+
+RULES: dict[str, Callable[[float], Any]] = {
+    "sgd": lambda rate: ts.rules.sgd(rate, momentum=0.9),
+    "adam": ts.rules.adam,
+    "adamw": lambda rate: ts.rules.adamw(rate, weight_decay=0.01),
+    "nadam": ts.rules.nadam,
+    "amsgrad": ts.rules.amsgrad,
+    "adabelief": ts.rules.adabelief,
+    "rmsprop": lambda rate: ts.rules.rmsprop(rate, momentum=0.5),
+    "adagrad": ts.rules.adagrad,
+    "lion": lambda rate: ts.rules.lion(rate / 10),
+    "adamax": ts.rules.adamax,
+}
+
+
+def init(extra: bool = False):
+    keys = iter(jax.random.split(jax.random.key(0), 4))
+    layer = lambda i, o: {"kernel": jax.random.normal(next(keys), (i, o)) / 2, "bias": jnp.full(o, 0.1)}
+    params = {"body": layer(4, 5), "head": layer(4, 4)}
+    return {**params, "lora": {"a": jnp.ones((4, 2))}} if extra else params
+
+
+def loss_fn(params, x):
+    """Two models beside each other, so that neither sees what the other does; what else there is has no gradient."""
+    rest = sum(jnp.sum(leaf) * 0 for leaf in jax.tree.leaves(params.get("lora")))
+    outs = [jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"][None]) for name in ("body", "head")]
+    return sum(jnp.mean((out - x[:, :1]) ** 2) for out in outs) + rest
+
+
+STEP = ts.train_step(loss_fn, donate=False)
+
+
+def step(state, x):
+    """Operation by operation: where XLA fuses two programs of the same ones otherwise, it rounds otherwise."""
+    with jax.disable_jit():
+        return STEP.pure(state, x, {})
+
+
+ALL, BODY, HEAD = ("body", "head"), ("body",), ("head",)
+same = lambda rule: rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+    """A run set up with `before` goes on with `after`; the leaves that train on as without it are `untouched`."""
+
+    before: Callable = same
+    after: Callable = same
+    setup: Mapping = dataclasses.field(default_factory=dict)
+    migrate: Mapping = dataclasses.field(default_factory=dict)
+    untouched: tuple = ALL
+    rate: float = 0.01  # of the new rule
+    then: Callable = same  # done to the state before
+
+
+def both(name, one: Edit, other: str, **changes) -> dict[str, Edit]:
+    """An edit, and the way back."""
+    back = dataclasses.replace(one, before=one.after, after=one.before, setup=one.migrate, migrate=one.setup, **changes)
+    return {name: one, other: back}
+
+
+parts = lambda rule: ts.rules.groups({"body/**": rule, "**": rule})
+halves = lambda rule: ts.rules.groups({"head/kernel": rule, "*/bias": rule, "**": rule})
+decayed = lambda rule: ts.rules.groups({"body/**": chain(ts.rules.weight_decay(0.1), rule), "**": rule})
+replaced = lambda rule: ts.rules.groups({"body/**": ts.rules.sgd(0.1), "**": rule})
+EDITS: dict[str, Edit] = {
+    **both("add a clip", Edit(after=lambda rule: chain(clip, rule)), "drop a clip"),
+    "another bound": Edit(lambda rule: chain(clip, rule), lambda rule: chain(ts.rules.clip_global_norm(1e8), rule)),
+    **both("add two clips", Edit(after=lambda r: chain(ts.rules.clip_value(1e9), clip, r)), "drop two clips"),
+    "another clip": Edit(lambda rule: chain(clip, rule), lambda rule: chain(ts.rules.clip_value(1e9), rule)),
+    **both("a chain in a chain", Edit(after=lambda rule: chain(chain(rule))), "no chain"),
+    **both("add an average", Edit(setup={"ema": None}, migrate={"ema": 0.9}), "drop an average"),
+    "another average": Edit(setup={"ema": 0.9}, migrate={"ema": 0.5}),
+    **both("split into groups", Edit(after=parts), "merge groups"),
+    "other groups": Edit(parts, halves),
+    "the way back": Edit(halves, parts),
+    **both("another rule for a part", Edit(after=replaced, untouched=HEAD), "the same rule for all"),
+    **both("decay of a part", Edit(after=decayed, untouched=HEAD), "no decay of a part"),
+    **both("add accumulation", Edit(after=lambda rule: ts.rules.accumulate(rule, 1)), "drop accumulation"),
+    **both("add a loss scale", Edit(setup={"loss_scale": None}, migrate={"loss_scale": 1024.0}), "drop a loss scale"),
+    "another loss scale": Edit(setup={"loss_scale": 1024.0}, migrate={"loss_scale": 4096.0}),
+    **both("train a part", Edit(migrate={"trainable": "head/**"}, untouched=HEAD), "train all", untouched=HEAD),
+    "train another part": Edit(
+        setup={"trainable": "*/bias"}, migrate={"trainable": ["*/bias", "head/**"]}, untouched=()
+    ),
+    "add a lora": Edit(migrate={"params": "lora"}),
+    "drop a lora": Edit(setup={"params": init(True)}, migrate={"params": "no lora"}),
+    "add a key": Edit(setup={"key": None}, migrate={"key": 1}),
+    "skip zeros": Edit(after=ts.rules.skip_zero),
+    "after an adjustment": Edit(then=lambda state: ts.adjust(state, learning_rate=0.003)),
+    "after a freeze": Edit(then=lambda state: ts.freeze(state, "body/**"), after=lambda rule: chain(clip, rule)),
+    "another rate for a part": Edit(
+        after=lambda rule: rule, then=lambda s: ts.adjust(s, "head/**", learning_rate=0.02)
+    ),
+}
+assert len(EDITS) >= 30
+FAST = [(rule, edit) for rule in RULES for edit in EDITS if rule == "adam" or edit == "add a clip"]
+REST = [(rule, edit) for rule in RULES for edit in EDITS if (rule, edit) not in FAST]
+
+
+def before(rule: str, edit: Edit):
+    given = {"params": init(), **edit.setup}
+    state = ts.setup(edit.before(RULES[rule](0.01)), given.pop("params"), **given)
+    for _ in range(4):
+        state, _ = step(state, X)
+    return edit.then(state)
+
+
+def after(rule: str, edit: Edit, state):
+    given = dict(edit.migrate)
+    if "params" in given:
+        here = {name: state.params[name] for name in ALL}
+        given["params"] = {**here, "lora": init(True)["lora"]} if given["params"] == "lora" else here
+    return migrate(state, edit.after(RULES[rule](edit.rate)), **given)
+
+
+def check(rule: str, edit: Edit):
+    state = before(rule, edit)
+    held = jax.tree.map(np.array, state)
+    new, report = after(rule, edit, state)
+    assert int(new.step) == 4
+    for _ in range(3):
+        state, _ = step(state, X)
+        new, _ = step(new, X)
+    assert int(new.step) == 7
+    for name in edit.untouched:
+        assert_trees_equal(new.params[name], state.params[name])
+    assert_trees_equal(jax.tree.map(np.array, before(rule, edit)), held)  # the old one is as it was
+    return report
+
+
+@pytest.mark.parametrize(("rule", "edit"), FAST)
+def test_what_an_edit_leaves_alone_trains_on_to_the_bit(rule, edit):
+    check(rule, EDITS[edit])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_what_an_edit_leaves_alone_in_full(rule):
+    for edit in [edit for of, edit in REST if of == rule]:
+        check(rule, EDITS[edit])
+
+
+def trained(rule, n=4, **given):
+    state = ts.setup(rule, given.pop("params", None) or init(), **given)
+    for _ in range(n):
+        state, _ = STEP(state, X)
+    return state
+
+
+def test_the_report_names_what_it_kept_what_is_new_and_what_is_gone():
+    state = trained(ts.rules.adam(0.01), ema=0.9)
+    new, report = migrate(state, replaced(ts.rules.adam(0.01)), ema=None)
+    gone = ["body/bias", "body/kernel"]
+    assert report.new == () and "ScaleByAdamState.mu of head/kernel" in report.kept
+    assert [x for x in report.dropped if x.startswith("Scale")] == [
+        f"ScaleByAdamState.{moment} of {name}" for moment in ("mu", "nu") for name in gone
+    ]
+    assert "average of head/bias" in report.dropped and "learning_rate" not in repr(report.notes)
+    assert repr(report).splitlines()[0] == f"kept {len(report.kept)}, new 0, dropped 8"
+
+    _, report = migrate(new, ts.rules.rmsprop(0.01))
+    assert set(report.new) == {f"ScaleByRmsState.nu of {part}/{name}" for part in ALL for name in ("bias", "kernel")}
+
+
+def test_a_count_goes_with_the_moments_beside_it():
+    """Moments that begin anew are corrected as young ones, and schedules run on."""
+    schedule = optax.linear_schedule(0.1, 0.0, 100)
+    state = trained(ts.rules.groups({"body/**": ts.rules.sgd(0.1), "**": ts.rules.adam(schedule)}))
+    both_adam = ts.rules.groups({"body/**": ts.rules.adam(0.01), "**": ts.rules.adam(schedule)})
+    new, report = migrate(state, both_adam)
+    assert "ScaleByAdamState.mu of body/bias" in report.new and "ScaleByAdamState.nu of head/bias" in report.kept
+    grads = jax.tree.map(jnp.ones_like, new.params)
+    after_one, _ = ts.update(new, grads)
+    np.testing.assert_allclose(after_one.params["body"]["bias"], new.params["body"]["bias"] - 0.01, rtol=1e-5)
+    assert ts.hyperparams(new)["learning_rate@**"] == pytest.approx(0.096)
+    for _ in range(3):  # it is donated, saved and compiled as any other
+        new, info = ts.train_step(loss_fn)(new, X)
+    assert int(new.step) == 7 and np.isfinite(info.loss)
+
+
+def test_what_could_be_one_of_several_begins_anew():
+    twice = chain(ts.rules.live(optax.trace)(decay=0.9), ts.rules.live(optax.trace)(decay=0.5), ts.rules.sgd(0.1))
+    state = trained(twice)
+    one = chain(ts.rules.live(optax.trace)(decay=0.9), ts.rules.sgd(0.1))
+    new, report = migrate(state, one)
+    assert len(report.new) == 4 and len(report.notes) >= 4
+    assert any("begins anew, 2 there and 1 here" in note for note in report.notes)
+    assert all(not np.any(x) for x in jax.tree.leaves(new.opt_state) if np.ndim(x))
+    _, report = migrate(state, twice)
+    assert report.new == () and len(report.kept) == 8
+
+
+def test_numbers_that_were_adjusted_go_on_and_those_that_the_script_changed_are_its_own():
+    state = ts.adjust(trained(ts.rules.adam(0.01, b1=0.8)), learning_rate=0.002)
+    new, report = migrate(state, chain(clip, ts.rules.adam(0.01, b1=0.7)))
+    found = ts.hyperparams(new)
+    assert found["learning_rate"] == pytest.approx(0.002) and found["b1"] == pytest.approx(0.7)
+    assert report.notes == ("b1: 0.8 then, 0.7 now",)
+
+
+def test_parts_with_numbers_of_their_own_and_frozen_ones():
+    state = ts.freeze(ts.adjust(trained(ts.rules.adam(0.01)), "head/**", learning_rate=0.02), "body/kernel")
+    new, report = migrate(state, chain(clip, ts.rules.adam(0.01)))
+    assert ts.hyperparams(new) == {**ts.hyperparams(state), "max": pytest.approx(1e9)} and report.notes == ()
+    moved, _ = STEP(new, X)
+    assert_trees_equal(moved.params["body"]["kernel"], state.params["body"]["kernel"])
+    assert not np.array_equal(moved.params["body"]["bias"], state.params["body"]["bias"])
+    _, report = migrate(state, halves(ts.rules.adam(0.01)))
+    assert report.notes[0] == "adam: the numbers of head/** alone are gone"
+
+
+def test_master_copies_survive_another_precision():
+    state = trained(ts.rules.adam(0.01), precision="bfloat16")
+    masters = state.params if state.masters is None else state.masters
+    wide, _ = migrate(state, ts.rules.adam(0.01), precision=None)
+    assert wide.masters is None
+    assert_trees_equal(wide.params, masters)
+    stored = ts.precision.Policy(compute="bfloat16", param="bfloat16")
+    low, _ = migrate(wide, ts.rules.adam(0.01), precision=stored)
+    assert low.params["body"]["bias"].dtype == jnp.bfloat16
+    assert_trees_equal(low.masters, wide.params)
+    again, _ = migrate(low, chain(clip, ts.rules.adam(0.01)))
+    assert_trees_equal((again.params, again.masters), (low.params, low.masters))
+
+
+def test_averages_keep_what_they_know():
+    state = trained(ts.rules.adam(0.01), ema=ts.averages.ema(0.9, warmup=True))
+    new, report = migrate(state, ts.rules.sgd(0.01))
+    assert_trees_equal(new.average.params, state.average.params)
+    assert int(new.average.count) == 4 and "average of body/bias" in report.kept
+    other, report = migrate(state, ts.rules.sgd(0.01), ema=ts.averages.polyak())
+    assert_trees_equal(other.average.params, state.params)
+    assert report.notes[-1] == "average: of another kind, begins anew"
+
+
+def test_from_flax_and_from_optax():
+    tx = optax.chain(optax.clip_by_global_norm(1e9), optax.adam(0.01))
+    theirs = flax.training.train_state.TrainState.create(apply_fn=None, params=init(), tx=tx)
+    grad = jax.grad(loss_fn)
+    for _ in range(4):
+        theirs = theirs.apply_gradients(grads=grad(theirs.params, X))
+    ours, report = migrate(theirs, ts.rules.adam(0.01))
+    assert int(ours.step) == 4 and report.new == () and report.dropped == ()
+    bare, _ = migrate(theirs.opt_state, ts.rules.adam(0.01), params=theirs.params)
+    for _ in range(3):
+        theirs = theirs.apply_gradients(grads=grad(theirs.params, X))
+        ours, _ = ts.update(ours, grad(ours.params, X))
+        bare, _ = ts.update(bare, grad(bare.params, X))
+    for state in (ours, bare):
+        for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(theirs.params), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
+    sgd = optax.sgd(0.1, momentum=0.9)
+    told, _ = migrate(sgd.init(init()), ts.rules.sgd(0.1, momentum=0.9), params=init(), step=7)
+    assert int(told.step) == 7 and int(told.calls) == 7
+
+
+def test_the_old_state_and_the_new_one_own_their_arrays():
+    state = trained(ts.rules.adam(0.01), ema=0.9)
+    new, _ = migrate(state, chain(clip, ts.rules.adam(0.01)))
+    new, _ = ts.train_step(loss_fn)(new, X)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    state, _ = ts.train_step(loss_fn)(state, X)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(new))
+
+
+def test_on_a_mesh():
+    mesh, spread = ts.mesh(fsdp=4), jax.sharding.PartitionSpec("fsdp")
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    state = ts.shard(ts.setup(ts.rules.adam(0.01), {"w": jnp.eye(64)}), mesh)
+    state, _ = step(state, np.ones((8, 64), np.float32))
+    new, report = migrate(state, chain(clip, ts.rules.adam(0.01)), ema=0.5)
+    assert report.new == ("average of w",)
+    for _ in range(2):
+        wide = [x for x in jax.tree.leaves(new) if x.ndim == 2 and x.shape[0] == 64]
+        assert len(wide) == 4 and {x.sharding.spec for x in wide} == {spread}
+        new, _ = step(new, np.ones((8, 64), np.float32))
+
+
+ERRORS: dict[str, tuple] = {
+    "population": (
+        lambda rule: migrate(ts.population(lambda key: ts.setup(rule, init(), key=key), 2), rule),
+        StateError,
+        r"state at migrate\(\): got a population, expected one state. Each alone: ts.member",
+    ),
+    "traced": (
+        lambda rule: jax.jit(lambda s: migrate(s, rule)[0])(ts.setup(rule, init())),
+        StateError,
+        r"state at migrate\(\): got a traced state, .*outside of jit",
+    ),
+    "no params": (
+        lambda rule: migrate(optax.adam(0.1).init(init()), rule),
+        WrongTypeError,
+        r"state at migrate\(\): got .*Of an optax state give params=, too",
+    ),
+    "no step": (
+        lambda rule: migrate(optax.trace(0.9).init(init()), rule, params=init()),
+        StateError,
+        r"step at migrate\(\): got an optax state with no counts.*Give step=",
+    ),
+    "two steps": (
+        lambda rule: migrate(ts.setup(rule, init()), rule, step=3),
+        WrongTypeError,
+        r"step at migrate\(\): got 3, .*state\.replace\(step=",
+    ),
+    "new leaf": (
+        lambda rule: migrate(ts.setup(rule, init(), trainable="head/**"), rule, params=init(True)),
+        StateError,
+        r"leaf 'lora/a' at migrate\(\): got a new one, .*give trainable=",
+    ),
+    "donated": (
+        lambda rule: (lambda state: [ts.train_step(loss_fn)(state, X), migrate(state, rule)])(ts.setup(rule, init())),
+        StateError,
+        r"state at migrate\(\): got one that was donated",
+    ),
+    "rule": (lambda rule: migrate(ts.setup(rule, init()), ts.rules.adam), WrongTypeError, r"rule at setup\(\)"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    call, kind, text = ERRORS[name]
+    with pytest.raises(kind, match=text):
+        call(ts.rules.adam(0.01))

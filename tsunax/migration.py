@@ -1,0 +1,402 @@
+"""A run carried over to another rule, selection or precision: what has the same name goes on, the rest is told.
+
+    state, report = migrate(state, ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adamw(3e-4)))
+
+A new state is set up, and every array of the old one that it also has takes its place. Arrays of an optimizer state are
+told by what they are, not by where they stand in a chain: `ScaleByAdamState.mu` of `encoder/kernel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from tsunax import _hoist, _live, _manifest, _tree
+from tsunax._members import members_of
+from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.rules import GroupsState
+from tsunax.state import (
+    TrainState,
+    base,
+    beside,
+    check_state,
+    frozen_flags,
+    frozen_words,
+    moving_part,
+    own,
+    setup,
+    trained_part,
+)
+
+__all__ = ["Report", "migrate"]
+
+KEEP: Any = ...
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of each array and number, by names as `ScaleByAdamState.mu of head/bias`; prints as a list."""
+
+    kept: tuple[str, ...]
+    new: tuple[str, ...]  # begins anew: the old state has none, or several and nothing tells which
+    dropped: tuple[str, ...]  # the new state has none
+    notes: tuple[str, ...]  # numbers that the script changed, cuts and averages that ended
+
+    def __repr__(self) -> str:
+        lines = [f"kept {len(self.kept)}, new {len(self.new)}, dropped {len(self.dropped)}"]
+        for what, names in (("new", self.new), ("dropped", self.dropped), ("note", self.notes)):
+            shown = [*names[:20], *([f"... and {len(names) - 20} more"] if len(names) > 20 else [])]
+            lines += [f"  {what:<7}  {name}" for name in shown]
+        return "\n".join(lines)
+
+    def joined(self, other: Report) -> Report:
+        """Both in one."""
+        parts = (getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self))
+        return Report(*parts)
+
+
+class _Slot(NamedTuple):
+    """An array of an optimizer state, and what tells it from the others."""
+
+    what: str  # "ScaleByAdamState.mu"
+    owner: str | None  # the name of its parameter; None for counts
+    home: tuple  # key path of the state that it is a field of
+    groups: tuple[str, ...]  # of rules, in which that stands
+    value: Any
+
+    @property
+    def name(self) -> str:
+        return self.what if self.owner is None else f"{self.what} of {self.owner}"
+
+    @property
+    def kind(self) -> tuple:
+        return self.what, self.owner, jnp.shape(self.value), _tree.dtype_of(self.value)
+
+
+@dataclass(frozen=True)
+class _Old:
+    """What is carried over, whatever library made it."""
+
+    params: Any
+    slots: list[_Slot]
+    step: int
+    state: TrainState | None
+    model_state: Any = None
+    key: Any = None
+
+
+def migrate(
+    state: Any,
+    rule: Any,
+    *,
+    params: Any = KEEP,
+    trainable: Any = KEEP,
+    ema: Any = KEEP,
+    precision: Any = KEEP,
+    loss_scale: Any = KEEP,
+    model_state: Any = KEEP,
+    key: Any = KEEP,
+    step: int | None = None,
+) -> tuple[TrainState, Report]:
+    """The state under another rule, and what was kept, is new, and was dropped: `(state, report)`.
+
+    What is not named stays as it is. Arrays are matched by what they are, the name of their parameter, shape and dtype;
+    a count goes with the moments beside it. A live number goes on if both rules were given the same one; where the
+    script has another the script's is used, and the report says so. Frozen leaves stay frozen, by name. What could be
+    one of several begins anew, and the report says so: nothing is guessed.
+
+    Args:
+      state: a `TrainState`; a flax `TrainState`; or an optax state, with its `params=`.
+      rule: the new rule, or the old one for a change of something else.
+      params: another tree, as a model with LoRA has: leaves of the same name and shape keep their optimizer state.
+      trainable, ema, precision, loss_scale, model_state, key: as in `setup`.
+      step: the number of updates so far, of an optax state without counts.
+
+    The old state is not consumed. Raises StateError for populations, traced and donated states, and for new leaves that
+    no `trainable=` tells of; and what `setup` raises.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.adam(1e-3), {"w": jnp.ones(2)})
+    >>> state, _ = ts.update(state, {"w": jnp.ones(2)})
+    >>> rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adam(1e-3))
+    >>> state, report = migrate(state, rule, ema=0.99)
+    >>> report
+    kept 3, new 1, dropped 0
+      new      average of w
+    >>> int(state.step), ts.hyperparams(state)["max"]
+    (1, 1.0)
+    """
+    old = _as_old(state, params, rule, step)
+    known, given = old.state, old.params if params is KEEP else params
+    options = {
+        "trainable": _trained_by_name(given, old) if trainable is KEEP else trainable,
+        "model_state": old.model_state if model_state is KEEP else model_state,
+        "key": old.key if key is KEEP else key,
+        "ema": known and jax.tree.map(own, known.average) if ema is KEEP else ema,
+        "precision": known and known.plan.precision if precision is KEEP else precision,
+        "loss_scale": known and jax.tree.map(own, known.loss_scale) if loss_scale is KEEP else loss_scale,
+    }
+    fresh = setup(rule, _wide(given, known), **options)
+    full = _hoist.lower(fresh.opt_state, fresh.numbers, jnp.zeros((), jnp.int32))
+    full, report = _filled(full, old.slots, _slots(full, _owners_of(fresh), base(fresh)))
+    opt_state, numbers = _hoist.hoist(_hoist.with_own_counts(full, old.step))
+    counts = own(known.clock) if known is not None else jnp.array([old.step, old.step, 0, 0], jnp.int32)
+    fresh = dataclasses.replace(fresh, clock=beside(fresh.params, counts), opt_state=opt_state, numbers=numbers)
+    if known is not None:
+        for carry in (_cuts, _numbers, _average, _frozen):
+            fresh, more = carry(known, fresh)
+            report = report.joined(more)
+    return fresh, report
+
+
+# ---------------------------------------------------------------------------------------------------- what there was
+
+
+def _as_old(state, params, rule, step) -> _Old:
+    where = "migrate()"
+    if isinstance(state, TrainState):
+        check_state(state, where)
+        if step is not None:
+            fix = "state.replace(step=...) changes it."
+            raise WrongTypeError(message("step", where, step, "None: a TrainState knows its own", fix))
+        if members_of(state) is not None:
+            raise StateError(message("state", where, "a population", "one state", "Each alone: ts.member(runs, i)."))
+        if any(map(_tree.is_traced, jax.tree.leaves(state))):
+            raise StateError(message("state", where, "a traced state", "a concrete one", "Call it outside of jit."))
+        full = _hoist.lower(state.opt_state, state.numbers, state.step)
+        slots = _told(_slots(full, _owners_of(state), base(state)))
+        return _Old(state.params, slots, int(state.step), state, state.model_state, state.key)
+    if hasattr(state, "opt_state") and hasattr(state, "tx"):  # flax
+        owners = _tree.owners(state.tx.init, state.params)[2]
+        slots = _told(_slots(state.opt_state, owners, state.params))
+        return _Old(state.params, slots, int(state.step) if step is None else step, None)
+    if params is KEEP:
+        fix = "Of an optax state give params=, too."
+        raise WrongTypeError(message("state", where, _tree.describe(state), "a TrainState", fix))
+    slots = _told(_slots(state, _owners_in(state, rule, params), params))
+    counts = {int(slot.value) for slot in slots if slot.what.endswith(".count") and not np.ndim(slot.value)}
+    if step is None and len(counts) != 1:
+        got = f"an optax state with {len(counts) or 'no'} counts"
+        raise StateError(message("step", where, got, "one that tells the number of updates", "Give step=."))
+    return _Old(params, slots, counts.pop() if step is None else step, None)
+
+
+def _told(slots: list[_Slot | None]) -> list[_Slot]:
+    return [slot for slot in slots if slot is not None]
+
+
+def _owners_of(state: TrainState) -> list[int | None]:
+    """For each leaf of the whole optimizer state, with its tables and clocks, the place of its parameter."""
+    owners = _hoist.owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
+    if state.numbers is None:
+        return owners
+    layout, known = state.numbers.layout, iter(owners)
+    gone = {*layout.tables, *layout.clocks}
+    return [None if i in gone else next(known) for i in range(layout.full.num_leaves)]
+
+
+def _owners_in(opt_state, rule, params) -> list[int | None]:
+    """Those of a bare optax state: as the rule's init says, if it makes the like, or by the ends of the key paths."""
+    shapes, _, owners = _tree.owners(rule.init, params)
+    if jax.tree.structure(shapes) == jax.tree.structure(opt_state):
+        return owners
+    return _tree.owners_by_suffix(params, jtu.tree_flatten_with_path(opt_state)[0])
+
+
+def _slots(full, owners: list[int | None], params) -> list[_Slot | None]:
+    """One for each leaf of an optimizer state; None for tables of numbers, and counters of cuts."""
+    named = _tree.leaves_with_names(params)
+    out: list[_Slot | None] = []
+    for (path, x), owner in zip(jtu.tree_flatten_with_path(full)[0], owners, strict=True):
+        name, end = (None, ()) if owner is None else ("/".join(named[owner][0]), named[owner][1])
+        inside = path[: len(path) - len(end)] if end and path[-len(end) :] == tuple(end) else path
+        out.append(_slot(full, inside, name, x))
+    return out
+
+
+def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
+    node, what, home, groups = full, "state", (), []
+    for i, entry in enumerate(path):
+        if _live.is_live(node):
+            if entry.name in ("table", "extra"):
+                return None
+            if entry.name == "count":
+                what, home = f"{node.live.title}.count", path[:i]
+        elif isinstance(entry, jtu.DictKey):
+            groups.append(str(entry.key))
+        elif not isinstance(node, GroupsState) and type(node) not in (tuple, list):
+            what, home = f"{type(node).__name__}.{_tree.key_name(entry)}", path[:i]
+        node = _tree.child(node, entry)
+    return _Slot(what, owner, home, tuple(groups), value)
+
+
+# -------------------------------------------------------------------------------------------------- what there will be
+
+
+def _wide(params, known: TrainState | None):
+    """Params with master copies in the place of those that the state rounded."""
+    if known is None or known.masters is None:
+        return params
+    stored = jax.tree.leaves(trained_part(known))
+    wide = {id(x): master for x, master in zip(stored, jax.tree.leaves(known.masters), strict=True)}
+    return jax.tree.map(lambda x: wide.get(id(x), x), params)
+
+
+def _trained_by_name(params, old: _Old) -> Any:
+    """Which leaves of a tree the old state trains. Raises StateError for one that it has not."""
+    plan = old.state and old.state.plan
+    if plan is None or plan.selected is None:
+        return "**"
+    names = ["/".join(name) for name, _, _ in _tree.leaves_with_names(old.params)]
+    trained = dict(zip(names, plan.selected, strict=True))
+    here = ["/".join(name) for name, _, _ in _tree.leaves_with_names(params)]
+    if unknown := [name for name in here if name not in trained]:
+        fix = "Of the others the state trains a part only: give trainable=."
+        raise StateError(message(f"leaf {unknown[0]!r}", "migrate()", "a new one", "those of the state", fix))
+    return jax.tree.unflatten(jax.tree.structure(params), [trained[name] for name in here])
+
+
+def _filled(full, old: list[_Slot], new: list[_Slot | None]) -> tuple[Any, Report]:
+    """A whole optimizer state with the arrays of the old one."""
+    slots = {i: slot for i, slot in enumerate(new) if slot is not None}
+    found, notes = _of_parameters(old, slots)
+    homes: dict[tuple, set] = {}  # of each new state those that its arrays come from
+    for i, slot in found.items():
+        homes.setdefault(slots[i].home, set()).add(slot.home)
+    owned = {slot.home for slot in slots.values() if slot.owner is not None}
+    for i, slot in slots.items():
+        if slot.owner is None:
+            from_there = lambda o, slot=slot: slot.home not in owned or o.home in homes.get(slot.home, ())
+            same = [o for o in old if o.kind == slot.kind and from_there(o)]
+            values = {np.asarray(o.value).tobytes() for o in same}
+            if len(values) > 1 and len(same) == sum(s.kind == slot.kind for s in slots.values()):
+                same = [same[[j for j, s in slots.items() if s.kind == slot.kind].index(i)]]
+            elif len(values) > 1:
+                same = sorted(same, key=lambda o: np.sum(np.asarray(o.value)))[-1:]
+                notes.append(f"{slot.name}: one of {len(values)} values there, the largest taken")
+            if same:
+                found[i] = same[-1]
+    used = {id(slot) for slot in found.values()}
+    leaves, treedef = jax.tree.flatten(full)
+    fresh = lambda x: x if np.ndim(x) else own(x)  # counts may be one array, and are donated each
+    leaves = [_there(found[i].value, x) if i in found else fresh(x) for i, x in enumerate(leaves)]
+    kept, anew = ([slot.name for i, slot in slots.items() if (i in found) == known] for known in (True, False))
+    dropped = [slot.name for slot in old if id(slot) not in used and slot.kind not in {slots[i].kind for i in found}]
+    return treedef.unflatten(leaves), Report(tuple(kept), tuple(anew), tuple(dropped), tuple(notes))
+
+
+def _of_parameters(old: list[_Slot], slots: dict[int, _Slot]) -> tuple[dict[int, _Slot], list[str]]:
+    """For the arrays that belong to parameters those of the old state, by their places; and what was ambiguous."""
+    there: dict[tuple, list[_Slot]] = {}
+    here: dict[tuple, list[int]] = {}
+    for slot in old:
+        there.setdefault(slot.kind, []).append(slot)
+    for i, slot in slots.items():
+        if slot.owner is not None:
+            here.setdefault(slot.kind, []).append(i)
+    found, notes = {}, []
+    for kind, places in here.items():
+        known = there.get(kind, [])
+        if len(known) == len(places):
+            found.update(zip(places, known, strict=True))
+        elif known:
+            for i in places:
+                same = [slot for slot in known if slot.groups == slots[i].groups]
+                rivals = [j for j in places if slots[j].groups == slots[i].groups]
+                if len(same) == len(rivals) == 1:
+                    found[i] = same[0]
+                else:
+                    notes.append(f"{slots[i].name}: begins anew, {len(known)} there and {len(places)} here")
+    return found, notes
+
+
+def _there(x, like):
+    """A copy of an array where another one is, if that is bound to devices."""
+    x = own(x)
+    if not isinstance(like, jax.Array) or not like.committed or x.sharding.device_set == like.sharding.device_set:
+        return x
+    return jax.device_put(x, like.sharding)
+
+
+# --------------------------------------------------------------------------------------------------------- the rest
+
+
+def _cuts(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
+    """Subtrees with numbers of their own, where both rules have the same live rule over the same leaves."""
+    if old.numbers is None or not any(s.cut for _, s in old.numbers.layout.lives):
+        return new, Report((), (), (), ())
+    there = [s for _, s in old.numbers.layout.lives]
+    numbers = new.numbers
+    here = [] if numbers is None else [s for _, s in numbers.layout.lives]
+    alike = lambda lives, s: [at for at, t in enumerate(lives) if (t.live.title, t.paths) == (s.live.title, s.paths)]
+    cuts, notes = {}, []
+    for s in there:
+        if s.cut is None:
+            continue
+        places = alike(here, s)
+        if len(places) == len(alike(there, s)) == 1:
+            cuts[places[0]] = s.cut, (0,) * s.groups
+        else:
+            notes.append(f"{s.live.title}: the numbers of {', '.join(s.cut.labels[1:])} alone are gone")
+    if numbers is not None and cuts:
+        opt_state, numbers = _hoist.recut(new.opt_state, numbers, new.step, trained_part(new), cuts)
+        new = dataclasses.replace(new, opt_state=beside(new.params, opt_state), numbers=beside(new.params, numbers))
+    return new, Report((), (), (), tuple(notes))
+
+
+def _numbers(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
+    if old.numbers is None or new.numbers is None:
+        return new, Report((), (), (), ())
+    facts = [_manifest.state_facts(state) for state in (old, new)]
+    values = [np.asarray(state.numbers.values) for state in (old, new)]
+    merged, edited = _manifest.merged_numbers(values[0], facts[0], values[1], facts[1])
+    known = {name for name, _ in facts[0]["columns"]}
+    notes = [note for note in edited if note.partition(":")[0] in known]
+    numbers = dataclasses.replace(new.numbers, values=_there(jnp.asarray(merged), new.numbers.values))
+    return dataclasses.replace(new, numbers=numbers), Report((), (), (), tuple(notes))
+
+
+def _average(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
+    average, before = new.average, old.average
+    there = {} if before is None else _by_name(old, before.params)
+    if average is None:
+        return new, Report((), (), tuple(f"average of {name}" for name in there), ())
+    here = _by_name(new, average.params)
+    if before is not None and before.uniform != average.uniform:
+        note = "average: of another kind, begins anew"
+        return new, Report((), tuple(f"average of {name}" for name in here), (), (note,))
+    fits = [name in there and np.shape(there[name]) == np.shape(x) for name, x in here.items()]
+    leaves = [_there(there[name], x) if fit else x for (name, x), fit in zip(here.items(), fits, strict=True)]
+    params = jax.tree.unflatten(jax.tree.structure(average.params), leaves)
+    count = average.count if before is None else _there(before.count, average.count)
+    average = dataclasses.replace(average, params=params, count=count)
+    kept, anew = (
+        tuple(f"average of {name}" for name, fit in zip(here, fits, strict=True) if fit == known)
+        for known in (True, False)
+    )
+    return dataclasses.replace(new, average=average), Report(kept, anew, (), ())
+
+
+def _by_name(state: TrainState, tree) -> dict[str, Any]:
+    """The leaves of a tree like the trained params, by their names."""
+    named = _tree.leaves_with_names(trained_part(state))
+    return {"/".join(name): x for (name, _, _), x in zip(named, jax.tree.leaves(tree), strict=True)}
+
+
+def _frozen(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
+    if old.frozen is None:
+        return new, Report((), (), (), ())
+    flags = dict(zip(_moving_names(old), frozen_flags(old), strict=True))
+    here = _moving_names(new)
+    words = frozen_words([bool(flags.get(name, False)) for name in here])
+    return dataclasses.replace(new, frozen=beside(new.params, words)), Report((), (), (), ())
+
+
+def _moving_names(state: TrainState) -> list[str]:
+    return ["/".join(name) for name, _, _ in _tree.leaves_with_names(moving_part(state))]
