@@ -148,6 +148,29 @@ def test_a_port_that_is_taken():
             _peers.meet(address, hello(0, 2), True, 0.4, lambda: 7)
 
 
+def test_who_comes_first_does_not_meet_itself(monkeypatch):
+    """A client may get the very port that it asks for, where nobody listens yet: it hears itself, and keeps it."""
+    address, connect, calls = ("127.0.0.1", free_port()), socket.create_connection, []
+
+    def first_to_itself(to, timeout):
+        calls.append(to)
+        if len(calls) > 1:
+            return connect(to, timeout)
+        one = socket.socket()
+        one.bind(to)
+        one.connect(to)
+        return one
+
+    monkeypatch.setattr(socket, "create_connection", first_to_itself)
+
+    def come(i):
+        time.sleep(0.3 * (1 - i))
+        return _peers.meet(address, hello(i, 2), True, 5.0, lambda: 7)
+
+    zero, one = together(2, come)
+    assert zero[2] == one[2] == 7 and len(calls) > 1
+
+
 def test_strangers_at_the_port_are_sent_away():
     address = ("127.0.0.1", free_port())
 

@@ -15,6 +15,7 @@ import json
 import os
 import selectors
 import socket
+import struct
 import sys
 import threading
 import time
@@ -172,6 +173,12 @@ def _visit(address, me, deadline, timeout) -> Line:
     while True:
         try:
             line = Line(socket.create_connection(address, max(deadline - time.monotonic(), 1e-3)))
+            if line.socket.getsockname() == line.socket.getpeername():  # it got this port by chance, and hears itself
+                line.socket.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )  # gives it back now
+                line.close()
+                raise ConnectionRefusedError("nobody listens")
             line.send(me)
             return line
         except OSError as error:
