@@ -251,6 +251,7 @@ def test_calls_count_from_the_last_gathering(group):
     assert found[0] == found[1] == found[2] and found[0][1] == 15
 
 
+@pytest.mark.slow
 def test_a_long_wait_says_so(group, capfd):
     peers = group(2, timeout=0.2)
 
