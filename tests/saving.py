@@ -173,7 +173,7 @@ def holds(folder: Path) -> str:
     except TsunaxError as error:
         return f"{type(error).__name__}: {error}"
     print(f"READY {distributed.process_index()} {os.getpid()}", flush=True)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while not (folder / "enough").exists() and time.monotonic() < until:
         time.sleep(0.05)
     checkpoints.close()

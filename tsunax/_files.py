@@ -161,6 +161,7 @@ class Lock:
 
     def __init__(self, folder: Path, is_mine: bool = True):
         self.pid = os.getpid()
+        self.text = ""  # what the file says; to open it again, and close it, would drop the lock
         self._fd: int | None = None
         if not is_mine:  # of several processes the first one has it for all
             return
@@ -171,7 +172,8 @@ class Lock:
             self._take(folder)
             os.ftruncate(self._fd, 0)
             about = {"pid": self.pid, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-            os.pwrite(self._fd, json.dumps(about).encode(), 0)
+            self.text = json.dumps(about)
+            os.pwrite(self._fd, self.text.encode(), 0)
             os.fsync(self._fd)  # for those who read it on other hosts
         except BaseException:
             os.close(self._fd)

@@ -161,16 +161,18 @@ class Checkpoints:
                 return None, ""
             _open(self)
             self._folder.tidy()
-            return None, _files.read(self.path / _files.LOCK, 200).decode() if self._count > 1 else ""
+            return None, self._lock.text if self._lock is not None else ""
 
         def join():
-            if self._process:
-                with contextlib.suppress(OSError, ValueError):
-                    if _files.read(self.path / _files.LOCK, 200).decode() == words[0]:
-                        return _open(self), ""
+            if not self._process:
+                return None, ""
+            seen = ""
+            with contextlib.suppress(OSError, ValueError):
+                seen = _files.read(self.path / _files.LOCK, 200).decode()
+            if seen != words[0]:
                 fix = "All processes of a run save into one directory, on a disk that they share."
                 raise CheckpointError(message("path", str(self.path), "another directory", "that of process 0", fix))
-            return None, ""
+            return _open(self), ""
 
         _, words = self._together("Checkpoints()", take)
         if self._count > 1:
@@ -205,12 +207,12 @@ class Checkpoints:
         Raises SaveError if that one failed (its step, path, cause; what was to be saved now is not), CheckpointError
         for a step before the newest one, WrongTypeError for leaves that cannot be saved.
         """
-        self._check_writer("save()")
         given = {"data": data, "history": history, "callbacks": callbacks}
-        numbers = _numbers(metrics)
 
         def begin():
+            self._check_writer("save()")
             self.wait()
+            numbers = _numbers(metrics)
             tree = _manifest.tree_of(state)
             _store.check_saveable(tree)
             at = _store.step_of(tree, step)
@@ -225,9 +227,9 @@ class Checkpoints:
                         message("step", "save()", at, f"≥ {max(known)}, the newest in {self.path}", fix)
                     )
                 word |= {"folder": _files.aside(self.path, "tmp", at).name, "drop": self._dropped(at, numbers)}
-            return (tree, at, copies, leaves), json.dumps(word)
+            return (tree, at, copies, leaves, numbers), json.dumps(word)
 
-        (tree, at, copies, leaves), words = self._together("save()", begin)
+        (tree, at, copies, leaves, numbers), words = self._together("save()", begin)
         first, mine = json.loads(words[0]), json.loads(words[self._process])
         facts = {path: _manifest.state_facts(s) for path, s in tree.states.items()}
         if self._count > 1:
