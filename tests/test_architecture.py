@@ -30,7 +30,10 @@ TIERS = {
         "_alike loggers display checkpoint _files _folder _manifest _store _target _profile exchange _safetensors "
         "_msgpack callbacks evaluation _options _run loop figures"
     ),
-    5: "search range_test migration _memory sweep insight testing ray spaces _journal _trials _sweeping _optuna _ray_tune tuning",
+    5: (
+        "search range_test migration _memory _cost _blame sweep insight testing ray spaces _journal _trials _sweeping "
+        "_optuna _ray_tune tuning"
+    ),
     6: "__init__",
 }
 TIER = {module: tier for tier, modules in TIERS.items() for module in modules.split()}

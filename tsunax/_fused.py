@@ -21,6 +21,7 @@ import numpy as np
 from jax.core import Tracer
 
 from tsunax import _checks, _convolutions, _place, _tree
+from tsunax._traces import Trace
 from tsunax.data import gather
 from tsunax.errors import StateError, message
 from tsunax.program import TrainStep, _apart, _assemble, _fault, home_of, masked
@@ -147,6 +148,10 @@ class Fused:
 
     def _compiled_on(self, home: _place.Home | None) -> Any:
         def train_steps(plan, moving, still, feed, n, extra):
+            if isinstance(self.step, TrainStep):
+                state = moving if plan is None else _assemble(plan, moving, still)
+                self.step.traces.append(Trace.of("loop", home, state, {"batches": feed, **extra}))
+
             def one(moving, batch):
                 state = moving if plan is None else _assemble(plan, moving, still)
                 run = self.step.pure if isinstance(self.step, TrainStep) else self._plain

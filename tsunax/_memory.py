@@ -57,6 +57,12 @@ def mesh_of(state: Any) -> Any:
 
 def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
     """What a step needs for such a batch, of arrays or shapes; on a mesh with all its rows. Compiles it."""
+    batch, extra = as_shapes(state, batch, extra)
+    return need_in(step.lower(state, batch, **extra).compile(), state, batch)
+
+
+def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What a step takes beside its state, as shapes that lie where it would put the arrays."""
     mesh, extra = mesh_of(state), jax.tree.map(shape_of, extra)
     batch = jax.tree.map(shape_of, batch)
     if mesh is not None:
@@ -64,13 +70,17 @@ def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
         rows = PartitionSpec(_place.data_axes(mesh))
         batch = jax.tree.map(lambda x: spread(x, rows if x.ndim else PartitionSpec()), batch)
         extra = jax.tree.map(lambda x: spread(x, PartitionSpec()), extra)
-    lowered = step.lower(state, batch, **extra)
-    found = lowered.compile().memory_analysis()
+    return batch, extra
+
+
+def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
+    """What a compiled step needs for a batch of such shapes."""
+    found = compiled.memory_analysis()
     if found is None:
         fix = 'Use method="run", which executes trials.'
         raise DeviceError(message("memory analysis", "find_batch_size()", "none of this backend", "one", fix))
     device = device_of_state(state)
-    taken = sum(math.prod(_part(x)) * x.dtype.itemsize for x in jax.tree.leaves(batch))
+    taken = sum(map(bytes_on_one, jax.tree.leaves(batch)))
     scratch = CPU_SCRATCH // _neighbours(state) if device.platform == "cpu" else 0
     return Need(
         state=max(0, found.argument_size_in_bytes - taken),
@@ -79,6 +89,11 @@ def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
         results=max(0, found.output_size_in_bytes - found.alias_size_in_bytes),
         runtime=found.generated_code_size_in_bytes + scratch,
     )
+
+
+def bytes_on_one(x: Any) -> int:
+    """Bytes of an array, or of the shape of one, on each of its devices."""
+    return math.prod(_part(x)) * x.dtype.itemsize
 
 
 def _part(x: Any) -> tuple[int, ...]:
@@ -104,7 +119,7 @@ def _neighbours(state: Any) -> int:
 def held_by(state: Any) -> int:
     """Bytes of a state that are on each of its devices now."""
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-    return sum(math.prod(_part(x)) * x.dtype.itemsize for x in arrays)
+    return sum(map(bytes_on_one, arrays))
 
 
 def free_on_host() -> int | None:
@@ -186,4 +201,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and ended)
 
 
-__all__ = ["Need", "as_bytes", "free_on_host", "is_out_of_memory", "limit_of", "mesh_of", "need_of", "with_rows"]
+__all__ = [
+    "Need",
+    "as_bytes",
+    "as_shapes",
+    "bytes_on_one",
+    "device_of_state",
+    "free_on_host",
+    "is_out_of_memory",
+    "limit_of",
+    "mesh_of",
+    "need_in",
+    "need_of",
+    "with_rows",
+]

@@ -25,6 +25,7 @@ from tsunax import _axes, _checks, _place, _tree, accumulation, guard, losses
 from tsunax._loss import Loss, rows_of, uneven
 from tsunax._loss_fn import LossFn
 from tsunax._members import members_of, over_members
+from tsunax._traces import Trace
 from tsunax.errors import LossError, NonFiniteError, RuleError, StateError, TsunaxError, WrongTypeError, message
 from tsunax.state import (
     Plan,
@@ -199,9 +200,12 @@ class TrainStep:
     remat: Any = None
     norms: bool = True
     axis_name: Any = None
+    at_once: int | None = None
 
     def __post_init__(self):
         check_flags("train_step()", donate=self.donate, norms=self.norms)
+        if self.at_once is not None:
+            _checks.check_count(self.at_once, "train_step()", "at_once")
         _ = self._gradient  # the errors of all others belong here, not into the first call
 
     @functools.cached_property
@@ -216,12 +220,17 @@ class TrainStep:
 
     def pure(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
         """The step without compilation and donation; of a population that of each member."""
-        return over_members(self._one, state, batch, extra)
+        return over_members(self._one, state, batch, extra, at_once=self.at_once)
 
     def _one(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
         search = _search(self.loss_fn, state, batch, extra, self.axis_name)  # first: it looks at the names in extra
         loss, grads = self._gradient(state, batch, **extra)
         return update(state, grads, loss=loss, on_nonfinite=self.on_nonfinite, norms=self.norms, **search, **extra)
+
+    @functools.cached_property
+    def traces(self) -> list[Trace]:
+        """What each trace of this step was given, in order: `ts.describe` says why there was more than one."""
+        return []
 
     @functools.cached_property
     def _traced(self) -> Any:
@@ -233,7 +242,9 @@ class TrainStep:
 
     def _compiled_on(self, home: _place.Home | None) -> Any:
         def train_step(plan, moving, still, batch, extra):
-            state, (loss, weight, *seen, _) = self.pure(_assemble(plan, moving, still), batch, extra)
+            state = _assemble(plan, moving, still)
+            self.traces.append(Trace.of("step", home, state, {"batch": batch, **extra}))
+            state, (loss, weight, *seen, _) = self.pure(state, batch, extra)
             weight = _Known(weight) if isinstance(weight, np.ndarray | np.generic) else weight
             return _apart(state)[0], (loss, weight, *seen)  # numbers are put back outside, and info made there: faster
 
@@ -334,12 +345,16 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch, **extra) -> jax.stages.Lowered:
         """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is compiled."""
+        return self.trace(state, batch, **extra).lower()
+
+    def trace(self, state: TrainState, batch, **extra) -> jax.stages.Traced:
+        """The same before it is lowered: `.jaxpr`."""
         check_state(state, "lower()", batch)
         moving, still = _apart(state)
         home, moving, still = home_of(state, moving, still)
         if home is not None:
             batch, extra = self._placed(state, home, batch, extra)
-        return self._programs[home].lower(state.plan, moving, still, batch, extra)
+        return self._programs[home].trace(state.plan, moving, still, batch, extra)
 
     def __getstate__(self):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -363,6 +378,7 @@ def train_step(
     remat: Any = None,
     norms: bool = True,
     axis_name: Any = None,
+    at_once: int | None = None,
 ) -> TrainStep:
     """The compiled step of a loss function: `step(state, batch, **extra) -> (state, info)`.
 
@@ -388,6 +404,7 @@ def train_step(
       axis_name: inside `jax.shard_map` or `jax.pmap`, where each device has rows of its own: the axis, or axes, over
         which losses, metrics and gradients are combined (once, by weight) and model states averaged; each device has a
         key of its own. () for none: then combine them yourself. Not needed, and refused, on sharded arrays.
+      at_once: of a population so many members together, one group after the other, for the memory of one group.
 
     `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host arrays.
 
@@ -406,7 +423,7 @@ def train_step(
     2.0250
     1.6402
     """
-    return TrainStep(loss_fn, accumulate, on_nonfinite, donate, remat, norms, axis_name)
+    return TrainStep(loss_fn, accumulate, on_nonfinite, donate, remat, norms, axis_name, at_once)
 
 
 @dataclass(frozen=True)
