@@ -52,6 +52,16 @@ def is_key(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def bits_differ(x: Any, y: Any) -> bool:
+    """Whether two leaves have other shapes, dtypes or bits: 0.0 is not -0.0, and a NaN is itself."""
+    if not (is_array(x) and is_array(y)):
+        return type(x) is not type(y) or x != y
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return True
+    x, y = (np.asarray(jax.random.key_data(z) if is_key(z) else z) for z in (x, y))
+    return x.tobytes() != y.tobytes()
+
+
 def is_inexact(x: Any) -> bool:
     """Whether `x` is floating point or complex: what can have a gradient."""
     dtype = dtype_of(x)

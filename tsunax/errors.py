@@ -13,6 +13,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeviceError",
+    "CheckError",
     "CheckpointError",
     "HyperparameterError",
     "LossError",
@@ -100,6 +101,10 @@ class SaveError(TsunaxError, OSError):
 
 class TrialError(TsunaxError, LookupError):
     """A sweep has no such column, or no trial to choose."""
+
+
+class CheckError(TsunaxError, AssertionError):
+    """A check of `tsunax.testing` found a difference: in which leaf, and how large."""
 
 
 class DoesNotFitError(TsunaxError, MemoryError):

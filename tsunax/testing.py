@@ -1,0 +1,312 @@
+"""Checks of a step of your own: does it still train rightly when a trick is switched on?
+
+    def test_my_step():
+        ts.testing.check_accumulation(step, state, batch, n=4)
+        ts.testing.check_resume(step, state, data)
+
+Each runs the step both ways from copies of the state, which stays as it is, and raises CheckError that names the leaf
+that differs most, and by how much. Where nothing differs too much it returns that number. Numbers are relative to the
+largest element of a leaf, where nothing else is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax import _hoist, _tree
+from tsunax._loss import rows_of
+from tsunax.data import Data
+from tsunax.errors import CheckError, StateError, TsunaxError, WrongTypeError, message
+from tsunax.hyper import freeze
+from tsunax.loop import fit
+from tsunax.program import TrainStep
+from tsunax.sharding import mesh as all_devices
+from tsunax.sharding import shard
+from tsunax.state import Plan, TrainState, base, check_state, frozen_flags, moving_part, own, with_rest
+from tsunax.step import gradient_of
+from tsunax.sweep import member, population
+
+__all__ = [
+    "check_accumulation",
+    "check_frozen",
+    "check_fused",
+    "check_population",
+    "check_precision",
+    "check_purity",
+    "check_resume",
+    "check_sharding",
+]
+
+EXACT = 1e-5  # of float32, for sums in another order
+STEPS = 3
+
+
+def check_accumulation(
+    step: TrainStep, state: TrainState, batch: Any, n: int = 4, tolerance: float = EXACT, **extra
+) -> float:
+    """That gradients and loss of n micro-batches are those of the whole batch, up to the order of sums.
+
+    What a model that looks at its batch as a whole (batch statistics, contrastive losses) does not stand, nor a loss
+    that is a mean of means. Randomness that is drawn per row differs by construction: give a state without a key.
+
+    >>> import tsunax as ts
+    >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
+    >>> check_accumulation(step, state, np.ones((8, 2), np.float32)) < 1e-6
+    True
+    """
+    _check(step, state, "check_accumulation()")
+    if rows_of(batch) % n:
+        raise WrongTypeError(message("batch", "check_accumulation()", f"{rows_of(batch)} rows", f"a multiple of {n}"))
+    one, many = (_gradient(dataclasses.replace(step, accumulate=k), state, batch, extra) for k in (1, n))
+    worst = _compared(f"accumulate={n}", many[0], one[0], tolerance, "loss")
+    return max(worst, _compared(f"accumulate={n}", many[1], one[1], tolerance, "grads"))
+
+
+def check_precision(step: TrainStep, state: TrainState, batch: Any, tolerance: float = 0.05, **extra) -> float:
+    """That the gradients in the state's precision are near those in float32: by norm, leaf by leaf.
+
+    Names leaves that overflow, underflow to zero, or lose more than `tolerance` of their norm. bfloat16 has 8 bits of
+    a number, float16 has 11.
+    """
+    _check(step, state, "check_precision()")
+    plan = state.plan
+    if plan.precision is None:
+        raise StateError(message("precision", "check_precision()", "None", "one: setup(..., precision='bfloat16')"))
+    wide = dataclasses.replace(
+        state,
+        params=with_rest(state, base(state)),
+        masters=None,
+        loss_scale=None,
+        plan=Plan(plan.init, plan.update, plan.selected, None, plan.overwritten),
+    )
+    full, low = (_gradient(step, s, batch, extra)[1] for s in (wide, state))
+    scale = state.loss_scale
+    while scale is not None and scale.dynamic and scale.scale > scale.floor and not _all_finite(low):
+        scale = dataclasses.replace(scale, scale=scale.scale / scale.factor)  # as the steps of a run would find it
+        low = _gradient(step, dataclasses.replace(state, loss_scale=scale), batch, extra)[1]
+    return _compared(f"precision {plan.precision.compute}", low, full, tolerance, "grads", by_norm=True)
+
+
+def check_sharding(
+    step: TrainStep,
+    state: TrainState,
+    batch: Any,
+    mesh: Any = None,
+    tolerance: float = EXACT,
+    steps: int = STEPS,
+    **extra,
+) -> float:
+    """That losses and params after a few steps over the devices of a mesh are those of one device.
+
+    Without a mesh: that of all devices, `ts.mesh()`. Randomness has to come from the key, not from shapes.
+    """
+    _check(step, state, "check_sharding()")
+    mesh = all_devices() if mesh is None else mesh
+    where = f"mesh {dict(mesh.shape)}"
+    single, spread = _copy(state), shard(_copy(state), mesh)
+    worst = 0.0
+    for i in range(steps):
+        single, one = step(single, batch, **extra)
+        spread, many = step(spread, batch, **extra)
+        worst = max(worst, _compared(f"{where}, step {i + 1}", many.loss, one.loss, tolerance, "loss"))
+    return max(worst, _compared(where, spread.params, single.params, tolerance * steps, "params"))
+
+
+def check_resume(step: Callable, state: Any, data: Any, steps: int = 6, at: int = 3, **options: Any) -> None:
+    """That a run stopped at step `at` and started again from its checkpoint ends with the bits of one that was not.
+
+    State, key, place of the data, losses. `data` has to be readable again; `options` go to `fit`, as `replay=True` for
+    data without a place of its own.
+
+    >>> import tsunax as ts
+    >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    >>> state = ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(2)})
+    >>> check_resume(step, state, ts.batches(np.ones((8, 2), np.float32), 2, shuffle=True))
+    """
+    where = "check_resume()"
+    if not 0 < at < steps:
+        raise WrongTypeError(message("at", where, at, f"a step before steps={steps}"))
+    options = {"progress": False, "log_every": 1, **options}
+    run = lambda state, n, **more: fit(step, state, _afresh(data, where), steps=n, **options, **more)
+    expected, rows = run(_copy(state), steps)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run"
+        run(_copy(state), at, checkpoint=path)
+        found, again = run(_copy(state), steps, checkpoint=path, resume="must")
+    _compared(f"a run resumed at step {at}", found, expected, 0.0, "state")
+    _compared(f"losses of a run resumed at step {at}", again["loss"], rows["loss"], 0.0, "losses")
+
+
+def check_fused(step: Callable, state: Any, data: Any, steps: int = 6, tolerance: float = EXACT) -> float:
+    """That many steps in one compiled loop give the bits of one at a time, and a loop in Python the same numbers.
+
+    Between two programs XLA may round otherwise; `tolerance` is for that.
+    """
+    where = "check_fused()"
+    runs = {}
+    for per_call in (1, 4, "auto", None):
+        given = _afresh(data, where)
+        runs[per_call], _ = fit(step, _copy(state), given, steps=steps, steps_per_call=per_call, progress=False)
+    for per_call in (4, "auto"):
+        _compared(f"steps_per_call={per_call!r}", runs[per_call], runs[1], 0.0, "state")
+    return _compared("the plain loop", _params(runs[None]), _params(runs[1]), tolerance * steps, "params")
+
+
+def check_frozen(step: TrainStep, state: TrainState, batch: Any, where: Any, steps: int = STEPS, **extra) -> None:
+    """That leaves frozen by `where` stay bit for bit what they are, with moments and averages, and that others move."""
+    _check(step, state, "check_frozen()")
+    before = freeze(_copy(state), where)
+    held = jax.tree.map(own, before)
+    after = before
+    for _ in range(steps):
+        after, _ = step(after, batch, **extra)
+    frozen = frozen_flags(held)
+    parts = [(moving_part(s), s.average and s.average.params) for s in (held, after)]
+    then, now = (_named(part, "state") for part in parts)
+    n = len(frozen)
+    still = {name: x for i, (name, x) in enumerate(then.items()) if frozen[i % n]}
+    owners = _hoist.owners_of(held.plan.init, held.opt_state, held.numbers, base(held))
+    moments = zip(owners, _named(held.opt_state, "opt_state").items(), strict=True)
+    still |= {name: x for owner, (name, x) in moments if owner is not None and frozen[owner]}
+    now |= _named(after.opt_state, "opt_state")
+    for name, x in still.items():
+        if _tree.bits_differ(now[name], x):
+            raise CheckError(
+                message(f"leaf {name}", f"freeze({where!r})", f"other bits after {steps} steps", "its own")
+            )
+    others = [name for i, name in enumerate(_named(moving_part(held), "params")) if not frozen[i]]
+    moved = _named(moving_part(after), "params")
+    if others and all(not _tree.bits_differ(moved[name], _named(moving_part(held), "params")[name]) for name in others):
+        raise CheckError(message("others", f"freeze({where!r})", f"none that moved in {steps} steps", "one at least"))
+
+
+def check_population(
+    step: TrainStep, make: Callable, batch: Any, n: int = 3, tolerance: float = EXACT, steps: int = STEPS, **values
+) -> float:
+    """That each member of `population(make, n, **values)` trains as its single run.
+
+    A batch of matrix products rounds otherwise than one of them: hence a tolerance.
+    """
+    runs, worst = population(make, n, key=0, **values), 0.0
+    keys = jax.random.split(jax.random.key(0), n)
+    for _ in range(steps):
+        runs, _ = step(runs, batch)
+    for i in range(n):
+        one = make(keys[i], **{name: jax.tree.map(lambda x, i=i: np.asarray(x)[i], x) for name, x in values.items()})
+        for _ in range(steps):
+            one, _ = step(one, batch)
+        worst = max(
+            worst, _compared(f"member {i}", _params(member(runs, i)), _params(one), tolerance * steps, "params")
+        )
+    return worst
+
+
+def check_purity(step: TrainStep, state: TrainState, batch: Any, **extra) -> None:
+    """That the loss function is a function of its arguments: traced anew it gives the same bits, and keeps no tracer.
+
+    Finds NumPy's and Python's random numbers, clocks and counters that are read while it is traced.
+    """
+    where = "check_purity()"
+    _check(step, state, where)
+    ends = []
+    for _ in range(2):
+        anew = dataclasses.replace(step, donate=False)  # an equal step, which has compiled nothing yet
+        try:
+            with jax.checking_leaks():
+                ends.append(anew(_copy(state), batch, **extra)[0])
+        except TsunaxError:
+            raise
+        except Exception as error:
+            if "leak" not in str(error).lower():
+                raise
+            got, fix = "a tracer that outlives its trace", "Return it: metrics, or model_state."
+            raise CheckError(message("loss_fn", where, got, "values that are returned", fix)) from error
+    try:
+        _compared("a second trace", ends[1], ends[0], 0.0, "state")
+    except CheckError as error:
+        fix = (
+            "It reads what is no argument: np.random, random, time, a global that changes. Randomness comes from `key`."
+        )
+        raise CheckError(f"{error} {fix}") from None
+
+
+# ------------------------------------------------------------------------------------------------------------ comparing
+
+
+def _check(step: Any, state: Any, where: str) -> None:
+    if not isinstance(step, TrainStep):
+        raise WrongTypeError(message("step", where, _tree.describe(step), "a train_step"))
+    check_state(state, where)
+
+
+def _copy(state):
+    return jax.tree.map(own, state)
+
+
+def _afresh(data: Any, where: str) -> Any:
+    if isinstance(data, Iterator):
+        raise WrongTypeError(message("data", where, _tree.describe(data), "data that can be read again", "A list is."))
+    return data.afresh() if isinstance(data, Data) else data
+
+
+def _params(state: Any) -> Any:
+    return state.params if isinstance(state, TrainState) else state
+
+
+def _gradient(step: TrainStep, state: TrainState, batch: Any, extra) -> tuple[Any, Any]:
+    """Loss and gradients of a step, in float32 at least."""
+    run = gradient_of(step.loss_fn, step.accumulate, step.remat, "ignore", "testing", None)
+    loss, grads = jax.jit(run)(_copy(state), batch, **extra)
+    return loss.compute(), grads
+
+
+def _all_finite(tree: Any) -> bool:
+    return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(tree))
+
+
+def _named(tree: Any, root: str) -> dict[str, Any]:
+    return {_tree.access_str(root, path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def _compared(where: str, got: Any, expected: Any, tolerance: float, root: str, *, by_norm: bool = False) -> float:
+    """The largest relative difference of two trees. Raises CheckError with its leaf where it is above the tolerance."""
+    if difference := _tree.first_difference(got, expected, root):
+        raise CheckError(f"tree of {where}: {difference}.")
+    worst, name, text = 0.0, "", ""
+    theirs = _named(expected, root)
+    for here, x in _named(got, root).items():
+        far, said = _distance(x, theirs[here], exact=tolerance == 0, by_norm=by_norm)
+        if far > worst:
+            worst, name, text = far, here, said
+    if worst > tolerance:
+        expects = "the same bits" if tolerance == 0 else f"at most {tolerance:.2g}"
+        raise CheckError(message(f"leaf {name}", where, text, expects))
+    return worst
+
+
+def _distance(x: Any, y: Any, *, exact: bool, by_norm: bool) -> tuple[float, str]:
+    """How far two leaves are apart, and that in words."""
+    if not _tree.bits_differ(x, y):
+        return 0.0, ""
+    x, y = (np.asarray(jax.random.key_data(z) if _tree.is_key(z) else z) for z in (x, y))
+    if x.shape != y.shape or (x.dtype != y.dtype and exact):
+        return np.inf, f"{x.dtype}{list(x.shape)} for {y.dtype}{list(y.shape)}"
+    wide = [z.astype(np.complex128 if np.iscomplexobj(z) else np.float64) for z in (x, y)]
+    gap = np.abs(wide[0] - wide[1])
+    if exact or not np.all(np.isfinite(wide[0]) == np.isfinite(wide[1])) or np.isnan(gap).any():
+        at = (
+            tuple(np.argwhere(~((gap == 0) | (np.isnan(wide[0]) & np.isnan(wide[1]))))[0].tolist()) if gap.any() else ()
+        )
+        return np.inf, f"{x[at]!s} for {y[at]!s}" + (f" at {list(at)}" if at else "")
+    size = np.linalg.norm(wide[1]) if by_norm else np.max(np.abs(wide[1]))
+    far = float((np.linalg.norm(gap) if by_norm else gap.max()) / size) if size else np.inf
+    return far, f"a difference of {far:.2g} of its {'norm' if by_norm else 'largest element'}"
