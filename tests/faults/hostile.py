@@ -119,7 +119,7 @@ def types(rng, body):
         list: lambda x: dict(enumerate(map(str, x))) and {str(i): y for i, y in enumerate(x)},
         dict: lambda x: list(x.items()),
         str: lambda x: rng.choice([[x], list(x), x.encode().hex(), {"$dict": x}]),
-        int: lambda x: rng.choice([str(x), float(x), [x], bool(x), x + 1, x - 1]),
+        int: lambda x: rng.choice([str(x), float(max(-(10**300), min(x, 10**300))), [x], bool(x), x + 1, x - 1]),
     }
     return put(body, at, others.get(type(x), lambda x: [x])(x))
 
@@ -209,14 +209,14 @@ def run(n: int, seed: int, counts) -> None:
         header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
         stored = folder / "arrays" / "0.safetensors"
         whole = stored.read_bytes()
-        start = 8 + int.from_bytes(whole[:8], "little")
+        rest = 8 + int.from_bytes(whole[:8], "little")
         reader = Checkpoints(run_at, read_only=True, timeout=SECONDS)
         manifests = lambda: reader.restore(like, step=1).state
 
         def of_arrays():
-            new = mutated(rng, json.loads(whole[8:start]))
+            new = mutated(rng, json.loads(whole[8:rest]))
             new = (len(new) if rng.random() < 0.9 else rng.choice(NUMBERS[:8]) % 2**64).to_bytes(8, "little") + new
-            stored.write_bytes(new + whole[start:])
+            stored.write_bytes(new + whole[rest:])
             about = [stored.stat().st_size, hashlib.sha256(stored.read_bytes()).hexdigest()]
             write_manifest(folder, json.dumps({**good, "files": {stored.name: about}}).encode())
             try:
