@@ -32,13 +32,21 @@ class each:
     tree: Any
 
 
-def over_members(f: Callable, state: TrainState, *trees):
-    """`f(state, *trees)`, mapped over the members of a population; a tree in `each` has one for each of them."""
+def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = None):
+    """`f(state, *trees)`, mapped over the members of a population; a tree in `each` has one for each of them.
+
+    `at_once` of them together, one group after the other; None: all.
+    """
     if members_of(state) is None:
         return f(state, *trees)
-    axes = [jax.tree.map(lambda x: 0 if isinstance(x, each) else None, tree, is_leaf=_is_each) for tree in trees]
-    bare = lambda tree: jax.tree.map(lambda x: x.tree if isinstance(x, each) else x, tree, is_leaf=_is_each)
-    return jax.vmap(lambda state, *trees: f(state, *map(bare, trees)), in_axes=(0, *axes))(state, *trees)
+    leaves, treedef = jax.tree.flatten(trees, is_leaf=_is_each)
+
+    def one(args):
+        state, own = args[0], iter(args[1])
+        return f(state, *treedef.unflatten([next(own) if _is_each(x) else x for x in leaves]))
+
+    args = state, [x.tree for x in leaves if _is_each(x)]
+    return jax.vmap(one)(args) if at_once is None else jax.lax.map(one, args, batch_size=at_once)
 
 
 def _is_each(x) -> bool:

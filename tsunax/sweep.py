@@ -12,8 +12,10 @@ one for each.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,9 +25,11 @@ import numpy as np
 from tsunax import _checks, _tree
 from tsunax._members import members_of
 from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.program import TrainStep
 from tsunax.state import TrainState, as_key
+from tsunax.step import StepInfo
 
-__all__ = ["member", "population", "select"]
+__all__ = ["Stoppable", "member", "plateau", "population", "select", "stoppable", "stopping"]
 
 
 def population(make: Callable[..., TrainState], n: int, *, key: Any = 0, **values: Any) -> TrainState:
@@ -85,6 +89,119 @@ def select(runs: TrainState, indices: Any) -> TrainState:
         got = _tree.describe(indices) if not is_list else f"{at.min()} ... {at.max()}"
         raise StateError(message("indices", "select()", got, f"a list of ints below {n}"))
     return _taken(runs, (at % n).astype(np.int32))
+
+
+# Members that stop
+
+
+@dataclass(frozen=True)
+class plateau:
+    """Stop a member whose smoothed loss has not improved by more than `min_delta` for `patience` calls.
+
+    Smoothed with `decay`, as m ← decay m + (1 - decay) loss over 1 - decay^calls. A loss that is not finite is left out
+    of it, and is no improvement.
+    """
+
+    patience: int
+    min_delta: float = 0.0
+    decay: float = 0.9
+
+    def __post_init__(self):
+        _checks.check_count(self.patience, "plateau()", "patience")
+
+    def init(self) -> dict[str, Any]:
+        zero = np.float32(0)
+        return {"mean": zero, "weight": zero, "best": np.float32(np.inf), "since": np.int32(0)}
+
+    def __call__(self, memory: dict[str, Any], state: TrainState, info: StepInfo) -> tuple[dict[str, Any], Any]:
+        is_finite = jnp.isfinite(info.loss)
+        moved = lambda old, new: jnp.where(is_finite, self.decay * old + (1 - self.decay) * new, old)
+        mean, weight = moved(memory["mean"], info.loss), moved(memory["weight"], 1.0)
+        smooth = jnp.where(weight > 0, mean / jnp.where(weight > 0, weight, 1), jnp.inf)
+        improves = is_finite & (smooth < memory["best"] - self.min_delta)
+        since = jnp.where(improves, 0, memory["since"] + 1)
+        best = jnp.where(improves, smooth, memory["best"])
+        return {"mean": mean, "weight": weight, "best": best, "since": since}, since >= self.patience
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("runs", "stopped", "memory"), meta_fields=("rule",))
+@dataclass(frozen=True)
+class Stoppable:
+    """A population of which members may have stopped: `runs`, and one bool for each."""
+
+    runs: TrainState
+    stopped: Any  # bool (n,)
+    memory: Any  # of the rule, for each member
+    rule: Callable | None = None
+
+    def stop(self, where: Any) -> Stoppable:
+        """Stop the members where this is true, too."""
+        n = _members(self.runs, "stop()")
+        if np.shape(where) != (n,):
+            raise StateError(message("where", "stop()", _tree.describe(where), f"a bool for each of {n} members"))
+        return dataclasses.replace(self, stopped=self.stopped | jnp.asarray(where, bool))
+
+
+def stoppable(runs: TrainState, rule: Callable | None = None) -> Stoppable:
+    """A population whose members stop by a rule, for a step made by `stopping`.
+
+    Args:
+      rule: `plateau(patience)`, or any `rule(memory, state, info) -> (memory, stop)` of one member, with `rule.init()`
+        for its first memory; a function without `init` has None. By None they stop where you say, `runs.stop(where)`.
+    """
+    n = _members(runs, "stoppable()")
+    if rule is not None and not callable(rule):
+        expected = "a function (memory, state, info) -> (memory, stop)"
+        raise WrongTypeError(message("rule", "stoppable()", _tree.describe(rule), expected))
+    first = rule.init() if hasattr(rule, "init") else None  # type: ignore[union-attr]
+    memory = jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *np.shape(x))), first)
+    return Stoppable(runs, jnp.zeros(n, bool), memory, rule)
+
+
+def stopping(step: TrainStep) -> Callable:
+    """A step of a `Stoppable`: members that have stopped stand still to the last bit, the others go on.
+
+        new, info = step(runs, batch)
+        runs = where(stopped, runs, new)
+
+    The call in which a member stops is its last one that counts. `info.metrics` has "running", 1 or 0 for each member,
+    and info is otherwise what a step would give, were it taken. Stopped members are still computed: `select` those that
+    run, where that is worth a compilation.
+    """
+    if not isinstance(step, TrainStep):
+        raise WrongTypeError(message("step", "stopping()", _tree.describe(step), "a train_step"))
+
+    @jax.jit
+    def stopping_step(state: Stoppable, batch, **extra) -> tuple[Stoppable, StepInfo]:
+        n = _members(getattr(state, "runs", state), "the step")
+        if not isinstance(state, Stoppable):
+            raise WrongTypeError(message("state", "the step", "a population", "ts.sweep.stoppable(runs)"))
+        new, info = step.pure(state.runs, batch, extra)
+        still = lambda a, b: _where(state.stopped, a, b)
+        runs = jax.tree.map(still, state.runs, new)
+        memory, stopped = state.memory, state.stopped
+        if state.rule is not None:
+            memory, found = jax.vmap(state.rule)(memory, runs, _per_member(info, n))
+            memory = jax.tree.map(still, state.memory, memory)
+            stopped = stopped | found
+        running = jnp.where(state.stopped, 0.0, 1.0).astype(jnp.float32)
+        info = info._replace(metrics={**(info.metrics or {}), "running": running})
+        if info.verdict is not None:  # a member that stands still rejects nothing, and lets `fit` count its calls
+            info = info._replace(verdict=jnp.where(state.stopped, 0, info.verdict))
+        return Stoppable(runs, stopped, memory, state.rule), info
+
+    return stopping_step
+
+
+def _where(stopped, old, new):
+    """`old` for members that have stopped, else `new`; keys, too."""
+    flags = jnp.reshape(stopped, (len(stopped),) + (1,) * (jnp.ndim(new) - 1))
+    return jnp.where(flags, old, new)
+
+
+def _per_member(info: StepInfo, n: int) -> StepInfo:
+    """Infos with a member axis on every leaf."""
+    return jax.tree.map(lambda x: x if np.ndim(x) else jnp.broadcast_to(x, (n,)), info)
 
 
 @functools.partial(jax.jit)
