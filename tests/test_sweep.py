@@ -1,5 +1,7 @@
 """Populations: each member is its single run, in one program."""
 
+import dataclasses
+import itertools
 import re
 
 import jax
@@ -10,6 +12,7 @@ from jax.sharding import NamedSharding
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
+from tsunax import sweep
 from tsunax.errors import DeviceError, HyperparameterError, StateError, WrongTypeError
 
 N, RATES = 4, np.logspace(-3, -1, 4)
@@ -145,6 +148,126 @@ def test_a_run_of_a_population_goes_on(tmp_path):
     assert_trees_equal(runs.params, expected.params)
 
 
+# ------------------------------------------------------------------------------------------------ members that stop
+
+
+def alone(i, calls):
+    """A member's own run of so many calls."""
+    step, state = ts.train_step(loss_fn), ts.member(ts.population(make, N, key=0, rate=RATES), i)
+    for batch in itertools.islice(itertools.cycle(data()), calls):
+        state, info = step(state, batch)
+    return state, info
+
+
+def test_members_that_are_told_to_stop_stand_still():
+    mine, step = data(), sweep.stopping(ts.train_step(loss_fn))
+    runs = sweep.stoppable(ts.population(make, N, key=0, rate=RATES))
+    runs, first = ts.fit(step, runs, mine, steps=6, log_every=1, progress=False)
+    before = ts.member(runs.runs, 1)
+    before = jax.tree.map(np.asarray, (before.clock, before.params, before.opt_state, before.average))
+    runs = runs.stop([False, True, False, False])
+    runs, history = ts.fit(step, runs, mine, steps=12, log_every=1, progress=False)
+    after = ts.member(runs.runs, 1)
+    assert_trees_equal(
+        jax.tree.leaves((after.clock, after.params, after.opt_state, after.average)), jax.tree.leaves(before)
+    )
+    assert runs.stopped.tolist() == [False, True, False, False] and runs.runs.calls.tolist() == [18, 6, 18, 18]
+    assert set(history["running/1"]) == {0.0} and set(history["running/0"]) == {1.0} == set(first["running/1"])
+    assert not history.marks  # nothing was rejected
+    whole, _ = ts.fit(
+        ts.train_step(loss_fn), ts.population(make, N, key=0, rate=RATES), data(), steps=18, progress=False
+    )
+    assert_trees_close(ts.member(runs.runs, 3).params, ts.member(whole, 3).params, rtol=1e-4, atol=1e-6)
+
+
+def test_a_member_stops_by_its_own_rule():
+    """At the call where a plateau of its own loss, in NumPy, says so; all after it is as if there were no others."""
+    rule = sweep.plateau(3, min_delta=0.004)
+    runs = sweep.stoppable(ts.population(make, N, key=0, rate=RATES), rule)
+    plain, rows = ts.fit(
+        ts.train_step(loss_fn), ts.population(make, N, key=0, rate=RATES), data(), steps=18, log_every=1, progress=False
+    )
+    wanted = []
+    for i in range(N):
+        mean, weight, best, since, calls = 0.0, 0.0, np.inf, 0, 18
+        for k, loss in enumerate(rows[f"loss/{i}"]):
+            mean, weight = 0.9 * mean + 0.1 * loss, 0.9 * weight + 0.1
+            better = mean / weight < best - 0.004
+            best, since = (mean / weight, 0) if better else (best, since + 1)
+            if since >= 3:
+                calls = k + 1
+                break
+        wanted.append(calls)
+    assert len(set(wanted)) > 1 and min(wanted) < 18 == max(wanted), wanted
+    runs, history = ts.fit(sweep.stopping(ts.train_step(loss_fn)), runs, data(), steps=18, log_every=1, progress=False)
+    assert runs.runs.calls.tolist() == wanted
+    assert [int(history[f"running/{i}"].sum()) for i in range(N)] == wanted
+    i = int(np.argmin(wanted))
+    assert_trees_close(ts.member(runs.runs, i).params, alone(i, wanted[i])[0].params, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(
+        ts.member(runs.runs, N - 1).params["w"], ts.member(plain, N - 1).params["w"], rtol=1e-3, atol=1e-5
+    )
+
+
+def test_a_rule_of_ones_own_and_one_that_fails():
+    rule = lambda memory, state, info: (memory, state.rejected_in_a_row >= 2)
+    step = sweep.stopping(ts.train_step(lambda params, batch: jnp.mean(batch @ params["w"]) * params["s"]))
+
+    def with_scale(key, bad):
+        return ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(8), "s": bad}, trainable="w")
+
+    runs = sweep.stoppable(ts.population(with_scale, 3, bad=np.array([1.0, np.nan, np.inf], np.float32)), rule)
+    for _ in range(5):
+        runs, info = step(runs, X)
+    assert runs.stopped.tolist() == [False, True, True] and runs.runs.rejected.tolist() == [0, 2, 2]
+    assert info.verdict.tolist() == [0, 0, 0] and info.metrics["running"].tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_groups_of_members_are_the_whole_population(at_once):
+    """One group after the other, for the memory of one group: the same numbers up to rounding."""
+    step = ts.train_step(masked, accumulate=2)
+    cut = dataclasses.replace(step, at_once=at_once)
+    batches = ts.each(
+        jax.tree.map(lambda *x: np.stack(x), *[(X[16 * i : 16 * i + 16], Y[16 * i : 16 * i + 16]) for i in range(N)])
+    )
+    expected, wanted = step(ts.population(make, N, key=0, rate=RATES), batches)
+    found, info = cut(ts.population(make, N, key=0, rate=RATES), batches)
+    np.testing.assert_allclose(info.loss, wanted.loss, rtol=1e-5)
+    assert_trees_close(found.params, expected.params, rtol=1e-4, atol=1e-6)
+    assert found.calls.tolist() == [1] * N
+
+
+def test_groups_take_the_memory_of_one():
+    """Temporary bytes by XLA's own count: 32 members at once, and 2."""
+    big = jax.ShapeDtypeStruct((4096, 8), np.float32), jax.ShapeDtypeStruct((4096, 3), np.float32)
+    runs = jax.eval_shape(lambda: ts.population(make, 32, rate=np.full(32, 0.01)))
+    step = ts.train_step(loss_fn)
+
+    def temporary(step):
+        return step.lower(runs, big).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(dataclasses.replace(step, at_once=2)) < temporary(step) / 6
+
+
+def test_population_based_training():
+    """The worst go on from copies of the best, moments too, with learning rates of their own."""
+    step, runs = ts.train_step(loss_fn), ts.population(make, N, key=0, rate=RATES)
+    runs, info = step(runs, (X[:16], Y[:16]))
+    order, arange = np.argsort(info.loss), np.arange(N)
+    is_worst = np.isin(arange, order[-2:])
+    chosen = ts.select(runs, np.where(is_worst, order[0], arange))
+    for i in arange:
+        source = order[0] if is_worst[i] else i
+        assert_trees_equal(
+            jax.tree.leaves(ts.member(chosen, i).opt_state), jax.tree.leaves(ts.member(runs, source).opt_state)
+        )
+        assert_trees_equal(ts.member(chosen, i).params, ts.member(runs, source).params)
+    rates = np.where(is_worst, 0.5, 0.25).astype(np.float32)
+    chosen = ts.adjust(chosen, learning_rate=rates)
+    np.testing.assert_array_equal(ts.hyperparams(chosen)["learning_rate"], rates)
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
@@ -159,6 +282,13 @@ def test_a_run_of_a_population_goes_on(tmp_path):
         (lambda runs: ts.select(runs, [0, 4]), StateError, "indices at select.*0 ... 4.*below 4"),
         (lambda runs: ts.select(runs, []), StateError, "indices at select"),
         (lambda runs: ts.select(runs, 2), StateError, "indices at select"),
+        (lambda runs: sweep.stoppable(ts.member(runs, 0)), StateError, "runs at stoppable.*a population"),
+        (lambda runs: sweep.stoppable(runs, 3), WrongTypeError, "rule at stoppable"),
+        (lambda runs: sweep.plateau(0), HyperparameterError, "patience at plateau.*an int ≥ 1"),
+        (lambda runs: sweep.stopping(loss_fn), WrongTypeError, "step at stopping.*a train_step"),
+        (lambda runs: sweep.stopping(ts.train_step(loss_fn))(runs, X), WrongTypeError, "state at the step.*stoppable"),
+        (lambda runs: sweep.stoppable(runs).stop(True), StateError, "where at stop.*a bool for each of 4"),
+        (lambda runs: ts.train_step(loss_fn, at_once=0), HyperparameterError, "at_once at train_step.*an int ≥ 1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(call, kind, text):

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from tsunax import (
+    _checks,
     _journal,
     _optuna,
     _ray_tune,
@@ -368,18 +369,9 @@ def _check(objective, trials, backend, seed, mode, metric, members, attempts, wh
     ):
         if value not in known:
             raise HyperparameterError(message(name, where, repr(value), " or ".join(map(repr, known))))
-    for name, n, least in (
-        ("trials", trials, 1),
-        ("members", members, 1),
-        ("attempts", attempts, 1),
-        ("seed", seed, 0),
-    ):
-        if n is None and name == "trials":
-            continue
-        if isinstance(n, bool) or not isinstance(n, int | np.integer):
-            raise WrongTypeError(message(name, where, _tree.describe(n), f"an int ≥ {least}"))
-        if n < least:
-            raise HyperparameterError(message(name, where, n, f"an int ≥ {least}"))
+    counts = {"members": (members, 1), "attempts": (attempts, 1), "seed": (seed, 0)}
+    for name, (n, least) in (counts | ({} if trials is None else {"trials": (trials, 1)})).items():
+        _checks.check_count(n, where, name, least)
     if metric is not None and not isinstance(metric, str):
         raise WrongTypeError(message("metric", where, _tree.describe(metric), "a name in what the objective returns"))
     if (count := distributed.process_count()) > 1:
