@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import tsunax as ts
@@ -88,7 +89,11 @@ GOOD = {
     "frozen": lambda: testing.check_frozen(STEP, make(), X, "body/**"),
     "population": lambda: testing.check_population(STEP, make, X, rate=np.array([0.1, 0.01, 0.001])),
     "purity": lambda: testing.check_purity(STEP, make(0), X),
+    "donation": lambda: testing.check_donation(STEP, make(), X) * 0,
+    "recompiles": lambda: testing.check_recompiles(STEP, make(), [X, X, X[:4]], most=2) * 0,
 }
+low_init = lambda params: jax.tree.map(jnp.zeros_like, params)
+low_update = lambda grads, state, params=None: (grads, jax.tree.map(lambda x: x.astype(jnp.bfloat16), grads))
 KEPT: list = []
 BAD = {
     "accumulation": (
@@ -141,9 +146,22 @@ BAD = {
         lambda: testing.check_purity(ts.train_step(lambda p, x: (KEPT.append(p["head"]), loss_fn(p, x))[1]), make(), X),
         r"loss_fn at check_purity\(\): got a tracer that outlives its trace",
     ),
+    "recompiles": (
+        lambda: testing.check_recompiles(STEP, make(), [X, X, X[:4]]),
+        r"traces at 3 batches: got 2, expected at most 1. step: batch has shape \(4, 4\), had \(16, 4\)",
+    ),
+    "donation": (
+        lambda: testing.check_donation(STEP, ts.setup(optax.GradientTransformation(low_init, low_update), init()), X),
+        r"donation at the compiled step: got memory that no result takes: .*state.opt_state\['body'\]\['kernel'\]",
+    ),
 }
 WRONG = {
     "step": (lambda: testing.check_purity(loss_fn, make(), X), WrongTypeError, r"step at check_purity\(\)"),
+    "donates": (
+        lambda: testing.check_donation(ts.train_step(loss_fn, donate=False), make(), X),
+        WrongTypeError,
+        "donate=False",
+    ),
     "rows": (lambda: testing.check_accumulation(STEP, make(), X[:15]), WrongTypeError, "got 15 rows, expected a mul"),
     "precision": (lambda: testing.check_precision(STEP, make(), X), StateError, "precision at check_precision.*None"),
     "at": (lambda: testing.check_resume(STEP, make(), data(), at=9), WrongTypeError, "at at check_resume.*got 9"),

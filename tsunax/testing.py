@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ import numpy as np
 
 from tsunax import _hoist, _tree
 from tsunax._loss import rows_of
+from tsunax._traces import why
 from tsunax.data import Data
 from tsunax.errors import CheckError, StateError, TsunaxError, WrongTypeError, message
 from tsunax.hyper import freeze
+from tsunax.insight import describe
 from tsunax.loop import fit
 from tsunax.program import TrainStep
 from tsunax.sharding import mesh as all_devices
@@ -36,11 +38,13 @@ from tsunax.sweep import member, population
 
 __all__ = [
     "check_accumulation",
+    "check_donation",
     "check_frozen",
     "check_fused",
     "check_population",
     "check_precision",
     "check_purity",
+    "check_recompiles",
     "check_resume",
     "check_sharding",
 ]
@@ -237,6 +241,44 @@ def check_purity(step: TrainStep, state: TrainState, batch: Any, **extra) -> Non
             "It reads what is no argument: np.random, random, time, a global that changes. Randomness comes from `key`."
         )
         raise CheckError(f"{error} {fix}") from None
+
+
+def check_donation(step: TrainStep, state: TrainState, batch: Any, **extra) -> int:
+    """That the results of the compiled step take the memory of all that it consumes; the bytes on one device.
+
+    A donated array that no result can take the place of (another dtype, shape or sharding) is memory held twice, of
+    which JAX says nothing once its warning has passed. Nothing is executed.
+    """
+    _check(step, state, "check_donation()")
+    if not step.donate:
+        fix = "train_step(loss_fn) donates."
+        raise WrongTypeError(message("step", "check_donation()", "train_step(..., donate=False)", "one that does", fix))
+    found = describe(step, state, batch, **extra)
+    if found.not_aliased:
+        got = f"memory that no result takes: {_tree.listed(found.not_aliased, 3)}"
+        raise CheckError(message("donation", "the compiled step", got, "all of it used again"))
+    return found.aliased
+
+
+def check_recompiles(step: TrainStep, state: TrainState, batches: Iterable[Any], most: int = 1, **extra) -> int:
+    """That a step over these batches is compiled `most` times at the most; how often it was. Names why it was again.
+
+    >>> import tsunax as ts
+    >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
+    >>> check_recompiles(step, state, [np.ones((4, 2)), np.ones((3, 2))])
+    Traceback (most recent call last):
+    tsunax.errors.CheckError: traces at 2 batches: got 2, expected at most 1. step: batch has shape (3, 2), had (4, 2).
+    """
+    _check(step, state, "check_recompiles()")
+    anew, state, n = dataclasses.replace(step), _copy(state), 0
+    for batch in batches:
+        state, _ = anew(state, batch, **extra)
+        n += 1
+    if len(anew.traces) > most:
+        reasons = "; ".join(why(anew.traces))
+        raise CheckError(message("traces", f"{n} batches", len(anew.traces), f"at most {most}", reasons))
+    return len(anew.traces)
 
 
 # ------------------------------------------------------------------------------------------------------------ comparing
