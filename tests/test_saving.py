@@ -85,6 +85,7 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeyp
     assert re.search(rf"step 3: {who[1]}: state\.\S+: other bytes than were saved \(sha256\)", zero["damaged"][2][0])
     assert re.search(r"step 3: state\.\S+: other bytes than were saved", one["damaged"][2][0])
 
+    assert zero["two at once"] == one["two at once"] == ["", "", "", "", [2], [2]]
     assert re.match(rf"CheckpointError: {who[1]}: path at .*: got another directory, expected that", zero["elsewhere"])
     assert re.search(rf"step 3 at .*: got part of step 3: got no word of {who[1]}, expected all", zero["hangs"])
     alone = ts.Checkpoints(tmp_path / "saved" / "run", read_only=True)

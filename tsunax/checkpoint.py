@@ -17,6 +17,7 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 import shutil
 import sys
 import threading
@@ -161,7 +162,7 @@ class Checkpoints:
                 return None, ""
             _open(self)
             self._folder.tidy()
-            return None, self._lock.text if self._lock is not None else ""
+            return None, json.dumps([self._lock.text if self._lock is not None else "", secrets.token_hex(4)])
 
         def join():
             if not self._process:
@@ -169,12 +170,13 @@ class Checkpoints:
             seen = ""
             with contextlib.suppress(OSError, ValueError):
                 seen = _files.read(self.path / _files.LOCK, 200).decode()
-            if seen != words[0]:
+            if seen != text:
                 fix = "All processes of a run save into one directory, on a disk that they share."
                 raise CheckpointError(message("path", str(self.path), "another directory", "that of process 0", fix))
             return _open(self), ""
 
         _, words = self._together("Checkpoints()", take)
+        text, self._name = json.loads(words[0])  # its threads speak under a name of their own: there may be others
         if self._count > 1:
             self._together("Checkpoints()", join)
 
@@ -461,7 +463,11 @@ class Checkpoints:
         """The whole of one save: every process its part, then the first one all of it."""
         end = time.monotonic() + 0.9 * self.timeout  # so that who is missing is named before `wait` gives up
         together = lambda name, f: self._together(
-            f"{name} of step {job.step}", f, thread="saves", timeout=max(1.0, end - time.monotonic()), kinds=(Damaged,)
+            f"{name} of step {job.step}",
+            f,
+            thread=self._name,
+            timeout=max(1.0, end - time.monotonic()),
+            kinds=(Damaged,),
         )[0]
         try:
             manifest = together("part", lambda: (self._write_part(job, manifest, copies), ""))
