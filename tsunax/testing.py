@@ -268,7 +268,7 @@ def check_recompiles(step: TrainStep, state: TrainState, batches: Iterable[Any],
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
     >>> check_recompiles(step, state, [np.ones((4, 2)), np.ones((3, 2))])
     Traceback (most recent call last):
-    tsunax.errors.CheckError: traces at 2 batches: got 2, expected at most 1. step: batch has shape (3, 2), had (4, 2).
+    tsunax.errors.CheckError: traces at 2 batches: got 2, expected at most 1. step: batch has shape (3, 2), had ...
     """
     _check(step, state, "check_recompiles()")
     anew, state, n = dataclasses.replace(step), _copy(state), 0
