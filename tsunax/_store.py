@@ -1,21 +1,16 @@
 """Arrays on their way to the disk and back: host copies, their hashes, and the files that hold them.
 
 Each process writes one file of the safetensors format, with the shards that are its own, by number. What comes back has
-been hashed and is what was saved, or Damaged is raised. The only module that knows orbax, whose directories it reads.
+been hashed and is what was saved, or Damaged is raised.
 """
 
 from __future__ import annotations
 
 import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded
-import contextlib
 import dataclasses
-import importlib
-import logging
 import math
 import os
 import sys
-import threading
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _checks, _files, _manifest, _safetensors, _tree
+from tsunax import _checks, _files, _manifest, _orbax, _safetensors, _tree
 from tsunax._manifest import Damaged, Leaf, Manifest
-from tsunax.errors import CheckpointError, HyperparameterError, StateError, WrongTypeError, message, told
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message, told
 from tsunax.state import donated, is_gone
 
 __all__ = []
@@ -216,7 +211,7 @@ def read(arrays: Path, files: Mapping, leaves: list[Leaf], needed: list[tuple[Bo
 def verified(arrays: Path, shards: Mapping[str, tuple[_manifest.Shard, Leaf]]) -> dict[str, np.ndarray]:
     """Stored arrays by name, each of them hashed. Raises Damaged."""
     of_orbax = [name for name in shards if "/" not in name]
-    found = _of_format_1(arrays, {name: shards[name] for name in of_orbax}) if of_orbax else {}
+    found = _orbax.of_format_1(arrays, {name: shards[name] for name in of_orbax}) if of_orbax else {}
     try:
         files = {name.partition("/")[0] for name in shards.keys() - found.keys()}
         known = {file: _safetensors.contents(file_of(arrays, file))[0] for file in files}
@@ -258,119 +253,6 @@ def _part(leaf: Leaf, bounds: Bounds, blocks: Mapping[str, np.ndarray]) -> np.nd
             inside = lambda of, both=both: tuple(slice(i - k, j - k) for (i, j), (k, _) in zip(both, of, strict=True))
             out[inside(bounds)] = blocks[s.name][inside(s.bounds)]
     return out
-
-
-# ------------------------------------------------------------------------------------------------ orbax's directories
-
-
-def _orbax() -> Any:
-    return importlib.import_module("orbax.checkpoint").v1
-
-
-@contextlib.contextmanager
-def _quiet():
-    """Damaged bytes make asyncio and absl log pages, some when tasks are collected; the error says it in a line."""
-    drop = lambda record: False
-    loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
-    for logger in loggers:
-        logger.addFilter(drop)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(drop)
-
-
-def _of_format_1(path: Path, shards: Mapping[str, tuple[_manifest.Shard, Leaf]]) -> dict[str, np.ndarray]:
-    """Stored arrays of the first format: by number in one directory of orbax's."""
-    about = foreign(path)
-    for name, (s, leaf) in shards.items():
-        known = about.get(name) if isinstance(about, Mapping) else None
-        if known is None or tuple(known.shape) != s.shape or str(known.dtype) != leaf.dtype:
-            raise Damaged(f"arrays: {name} is not as the manifest says")
-    found = dict(zip(shards, read_foreign(path, about, list(shards)), strict=True))
-    return {name: np.asarray(x) for name, x in found.items()}
-
-
-def foreign(path: Path) -> Any:
-    """The tree that a directory of orbax's own says it has, by its old interface or the new one. Raises Damaged."""
-    os.listdir(path)
-    found = _of_orbax(lambda ocp: ocp.metadata(path).metadata, "the description")
-    if not isinstance(found, Mapping | list | tuple):
-        raise Damaged("no tree of arrays")
-    return found
-
-
-def as_struct(x):
-    """A leaf of such a description as what `leaf_of` knows: arrays as their shape and dtype."""
-    is_array = getattr(x, "shape", None) is not None and getattr(x, "dtype", None) is not None
-    return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype) if is_array and not _tree.is_array(x) else x
-
-
-def read_foreign(path: Path, tree, names: list[str]) -> list[Any]:
-    """Leaves of such a directory by name, arrays as NumPy's. Nothing is read that its files are far too small for."""
-    wanted, target, declared = set(names), [], 0
-    leaves, treedef = jax.tree.flatten(tree)
-    found_names = ["/".join(name) for name, _, _ in _tree.leaves_with_names(tree)]
-    for name, x in zip(found_names, leaves, strict=True):
-        if name not in wanted:
-            target.append(...)
-        elif isinstance(about := as_struct(x), jax.ShapeDtypeStruct):
-            chunk = getattr(getattr(x, "storage_metadata", None), "chunk_shape", None) or about.shape
-            declared += max(math.prod(chunk), about.size) * about.dtype.itemsize
-            target.append(np.broadcast_to(np.zeros((), about.dtype), about.shape))
-        else:
-            target.append(x)
-    if declared > (64 << 20) + 256 * _files.sizes(path):
-        raise Damaged(f"{declared} bytes declared, far more than its files have")
-    found = _of_orbax(lambda ocp: ocp.load(path, treedef.unflatten(target)), "the arrays")
-    by_name = dict(zip(found_names, jax.tree.leaves(found), strict=True))
-    return [by_name[name] for name in names]
-
-
-# orbax names its operations by one count of the process, and one load would take another one's from under it
-_ONE_AT_A_TIME = threading.Lock()
-
-
-def _of_orbax(f, what: str):
-    """`f(orbax)`, its logs kept quiet and whatever it raises as Damaged, given up after ten minutes."""
-
-    def run():
-        ocp = _orbax()
-        with _ONE_AT_A_TIME:
-            return f(ocp)
-
-    fault = None
-    with _quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it was saved with shardings: given ones win
-        try:
-            return bounded(run, 600.0, what)
-        except CheckpointError:
-            raise
-        except Exception as error:  # whatever orbax, TensorStore and asyncio raise for bytes that are not theirs
-            fault = Damaged(told(error))
-    raise fault
-
-
-def bounded(f: Callable[[], Any], limit: float, what: str):
-    """`f()` in a thread that is given up after `limit` seconds."""
-    answer: list[Any] = []
-    done = threading.Event()
-
-    def run():
-        try:
-            answer.append((f(), None))
-        except BaseException as error:
-            answer.append((None, error))
-        done.set()
-
-    threading.Thread(target=run, name="tsunax-restore", daemon=True).start()
-    if not done.wait(limit):
-        raise CheckpointError(message(what, "restore()", f"nothing after {limit:g} s", "an answer"))
-    value, error = answer[0]
-    if error is not None:
-        raise error
-    return value
 
 
 def versions() -> dict[str, str]:

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax import _checks, _files, _folder, _manifest, _store, _target, _tree, distributed
+from tsunax import _checks, _files, _folder, _manifest, _orbax, _store, _target, _tree, distributed
 from tsunax._folder import ARRAYS, Folder
 from tsunax._manifest import Damaged, Leaf, Manifest, Parts, TooNew
 from tsunax.errors import (
@@ -415,7 +415,7 @@ class Checkpoints:
             parts = [] if how.only_params else self._parts(manifest, folder)
             arrays = [x for part in parts for x in part.arrays]
             leaves, needed = [pair.saved for pair in plan.pairs], [plan.needed(pair) for pair in plan.pairs]
-            found = _store.bounded(
+            found = _orbax.bounded(
                 lambda: _store.read(
                     folder / ARRAYS, manifest.files, [*leaves, *arrays], [*needed, *[None] * len(arrays)]
                 ),

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _checks, _files, _manifest, _msgpack, _safetensors, _store, _target, _tree, _where
+from tsunax import _checks, _files, _manifest, _msgpack, _orbax, _safetensors, _store, _target, _tree, _where
 from tsunax._manifest import Damaged, Leaf, Manifest, TooNew
 from tsunax.errors import CheckpointError, SaveError, WrongTypeError, message, told
 from tsunax.state import TrainState
@@ -191,9 +191,9 @@ def restore_orbax(path: str | os.PathLike, like=None, *, where: Any = None, rena
     fix = "Give the directory of one step, with _CHECKPOINT_METADATA in it."
     with _refusing("orbax checkpoint", path, fix):
         folder = _as_path(path)
-        about = _store.foreign(folder)
+        about = _orbax.foreign(folder)
         source = _from_tree(folder, about)
-        source.read = lambda names: _store.read_foreign(folder, about, names)
+        source.read = lambda names: _orbax.read_foreign(folder, about, names)
         return _restored(source, like, where, rename, cast, "restore_orbax()")
 
 
@@ -279,7 +279,7 @@ def _from_tree(path: Path, tree) -> _Source:
     leaves = {}
     for name, x in named.items():
         try:
-            leaves[name] = _manifest.leaf_of((name,), _store.as_struct(x))
+            leaves[name] = _manifest.leaf_of((name,), _orbax.as_struct(x))
         except WrongTypeError:
             raise Damaged(f"{name!r:.80}: {_tree.describe(x)}, no array") from None
     return _Source(path, leaves, lambda names: [named[name] for name in names])
