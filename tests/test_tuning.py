@@ -146,7 +146,7 @@ def test_dicts_of_numbers():
 
 
 def test_the_picture():
-    pytest.importorskip("matplotlib")
+    need("matplotlib")
     figure = tune(trials=20).plot()
     panels = [axes for axes in figure.axes if axes.get_visible()]
     assert [axes.get_xlabel() for axes in panels] == ["rate", "rule", "momentum"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -54,6 +55,7 @@ class Spread(_sweeping.Drawn):
             fix = 'ray.tune.schedulers.ASHAScheduler(time_attr="step", max_t=...), say.'
             raise WrongTypeError(message("pruner", "tune(backend='ray')", repr(pruner), "scheduler=", fix))
         self.scheduler, self.resources, self.concurrent = scheduler, resources, concurrent
+        self.started: set[int] = set()
         _tune()
 
     def go(self, sweep: _sweeping.Sweep, left: list[int]) -> None:
@@ -70,7 +72,13 @@ class Spread(_sweeping.Drawn):
         with tempfile.TemporaryDirectory(prefix="tsunax-ray-", ignore_cleanup_errors=True) as folder:
             run = tune.RunConfig(storage_path=folder, callbacks=[_recorder(sweep)], verbose=0)
             space = {"trial": tune.grid_search(left)}
-            tune.Tuner(train, param_space=space, tune_config=config, run_config=run).fit()
+            try:
+                tune.Tuner(train, param_space=space, tune_config=config, run_config=run).fit()
+            finally:
+                sweep = _SWEEPS.pop(id(sweep))
+        if missing := [i for i in left if i not in sweep.trials]:  # Ray heard a signal itself, and returned
+            sweep.ending.asked = sweep.ending.asked or signal.SIGINT
+            sweep.interrupt([Trial(i, self.values(i), "interrupted") for i in missing if i in self.started])
 
 
 def _recorded(values: Callable, objective: Callable, metric: str | None) -> Callable:
@@ -107,6 +115,7 @@ def _recorder(sweep: _sweeping.Sweep) -> Any:
             self.key, self.reports = key, {}
 
         def on_trial_start(self, iteration, trials, trial, **_):
+            _SWEEPS[self.key].source.started.add(trial.config["trial"])
             _SWEEPS[self.key].start([trial.config["trial"]])
 
         def on_trial_result(self, iteration, trials, trial, result, **_):

@@ -106,7 +106,7 @@ class Sweep:
         began = time.perf_counter()
         outcome = self._called(values, index, report)
         if self.ending.asked:
-            self._interrupt([Trial(index, values, "interrupted")])
+            self.interrupt([Trial(index, values, "interrupted")])
         else:
             seconds = time.perf_counter() - began
             self.end([_trials.judged(index, values, outcome, self.metric, reports, seconds)])
@@ -127,7 +127,7 @@ class Sweep:
         outcome = self._called(given, np.array(indices), functools.partial(_trials.note_all, reports, len(indices)))
         seconds = (time.perf_counter() - began) / len(indices)
         if self.ending.asked:
-            self._interrupt([Trial(i, values[i], "interrupted") for i in indices])
+            self.interrupt([Trial(i, values[i], "interrupted") for i in indices])
         elif isinstance(outcome, Cause) and len(indices) > 1:
             for i in indices:
                 if not self.ending.asked:
@@ -177,7 +177,7 @@ class Sweep:
         best = {"best": (min if self.source.mode == "min" else max)(done)} if done else {}
         self.bar.show(len(self.trials), best)
 
-    def _interrupt(self, trials: list[Trial]) -> None:
+    def interrupt(self, trials: list[Trial]) -> None:
         self.interrupted = trials
         self._write({"interrupted": [trial.index for trial in trials]})
 
