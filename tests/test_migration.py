@@ -114,7 +114,7 @@ EDITS: dict[str, Edit] = {
     ),
 }
 assert len(EDITS) >= 30
-SOME = (
+SOME = ("drop a clip", "add an average", "split into groups", "another rule for a part", "add accumulation", "train a part")
     "drop a clip",
     "add an average",
     "split into groups",
