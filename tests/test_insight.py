@@ -13,8 +13,8 @@ import pytest
 
 import tsunax as ts
 from tsunax import _cost
-from tsunax.errors import HyperparameterError, WrongTypeError
-from tsunax.insight import describe
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError
+from tsunax.insight import describe, replay
 
 ROWS = 512
 SIZES = (64, 256, 256, 256, 16)
@@ -406,3 +406,200 @@ def test_peak_memory_is_what_the_process_grows_by(model):
     out = subprocess.run([sys.executable, "-c", _MEMORY.format(**model)], capture_output=True, text=True, check=True)
     said, grown = map(int, out.stdout.split())
     assert said == pytest.approx(grown, rel=0.1)
+
+
+# -------------------------------------------------------------------------------------------------------------- replay
+
+# name: what is computed of t (1 in all rows but one), where it is not finite, the primitive, whether in the gradient.
+# `p` is a parameter, `h` the hidden layer; every function stands on a line of its own, which the report must name.
+FAULTS = {
+    "log of 0": (lambda t, p, h: jnp.log(t) * p, 0.0, "log", False),
+    "0 / 0": (lambda t, p, h: p * t / t, 0.0, "div", False),
+    "x / 0": (lambda t, p, h: p / t, 0.0, "div", False),
+    "sqrt at 0": (lambda t, p, h: jnp.sqrt(t * p), 0.0, "div", True),
+    "where and sqrt": (lambda t, p, h: jnp.where(t > 0, jnp.sqrt(t * p), p), 0.0, "div", True),
+    "sqrt below 0": (lambda t, p, h: p * jnp.sqrt(t), -1.0, "sqrt", False),
+    "exp": (lambda t, p, h: p * jnp.exp(t), 1000.0, "exp", False),
+    "exp in a softmax": (lambda t, p, h: p * jnp.exp(t) / (1 + jnp.exp(t)), 1000.0, "exp", False),
+    "inf - inf": (lambda t, p, h: p * (jnp.where(t > 5, jnp.inf, t) - jnp.where(t > 5, jnp.inf, 0)), 9.0, "sub", False),
+    "0 * inf": (lambda t, p, h: p * (jnp.where(t > 5, jnp.inf, t) * jnp.where(t > 5, 0, t)), 9.0, "mul", False),
+    "norm at 0": (lambda t, p, h: jnp.linalg.norm(t[:, None] * p * h, axis=-1), 0.0, "div", True),
+    "power of 0": (lambda t, p, h: p * t**-1.5, 0.0, "pow", False),
+    "power below 0": (lambda t, p, h: p * t**0.5001, -2.0, "pow", False),
+    "label": (
+        lambda t, p, h: p * jnp.take_along_axis(h, t.astype(int)[:, None], 1, mode="fill")[:, 0],
+        7.0,
+        "gather",
+        False,
+    ),
+    "mask": (lambda t, p, h: p * jax.nn.softmax(jnp.where(t[:, None] < 5, h, -jnp.inf), -1)[:, 0], 9.0, "sub", False),
+    "log1p": (lambda t, p, h: p * jnp.log1p(-(t - 1)), 2.0, "log1p", False),
+    "overflow": (lambda t, p, h: p * (t * 3e38), 10.0, "mul", False),
+}
+VARIANTS = {
+    "plain": ({}, {}, False),
+    "cut": ({"accumulate": 4}, {}, False),
+    "scan": ({}, {}, True),
+    "scan, cut, remat": ({"accumulate": 4, "remat": True}, {}, True),
+    "bfloat16": ({}, {"precision": "bfloat16"}, False),
+    "dropping, cut": ({"accumulate": 4, "on_nonfinite": "drop"}, {}, False),
+}
+
+
+def planted(fault, row, options, setup, in_scan):
+    """A step, a state and a batch with a fault in one row."""
+    f, value, _, _ = FAULTS[fault]
+
+    def loss_fn(params, batch):
+        h, t, p = jnp.tanh(batch["x"] @ params["w"]), batch["t"], params["p"]
+        if not in_scan:
+            return jnp.mean(h[:, 0] + f(t, p, h))
+
+        def layer(carry, i):
+            return carry + f(jnp.where(i == 1, t, jnp.ones_like(t)), p, h), None
+
+        return jnp.mean(jax.lax.scan(layer, h[:, 0], jnp.arange(3))[0])
+
+    x = np.random.default_rng(row).normal(size=(8, 4)).astype(np.float32)
+    batch = {"x": x, "t": np.where(np.arange(8) == row, np.float32(value), np.float32(1))}
+    state = state_of({"w": np.eye(4, dtype=np.float32), "p": np.float32(0.5)}, key=0, **setup)
+    return ts.train_step(loss_fn, **options), state, batch
+
+
+def check(fault, row, variant):
+    options, setup, in_scan = VARIANTS[variant]
+    step, state, batch = planted(fault, row, options, setup, in_scan)
+    f, _, primitive, in_gradient = FAULTS[fault]
+    report = replay(step, state, batch)
+    said = fault, variant, row, repr(report)
+    assert report.primitive == primitive and report.argument == "", said
+    assert report.in_gradient == in_gradient, said
+    # the first leaf in order that the fault reaches: p, but where the gradient of h is wrong too and w comes first
+    assert report.result == ("gradient of params['p']" if in_gradient else "loss"), said
+    assert report.micro_batch == (row % 4 if "accumulate" in options else None), said
+    assert report.trips == ((1,) if in_scan else ()), said
+    line = f.__code__.co_firstlineno
+    assert report.line.startswith(f"{__file__}:{line} "), said
+    assert "lambda t, p, h:" in report.code, said
+    assert not state.params["w"].is_deleted() and int(state.calls) == 0
+
+
+@pytest.mark.parametrize("fault", ["log of 0", "sqrt at 0", "mask"])
+def test_planted_faults(fault):
+    check(fault, 5, "scan, cut, remat")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_planted_faults_everywhere(variant):
+    for row, fault in enumerate(FAULTS):
+        check(fault, row % 8, variant)
+
+
+def test_faults_of_what_was_given():
+    step, state, batch = planted("exp", 3, {"accumulate": 4}, {}, False)
+    batch = {"x": batch["x"], "t": np.ones(8, np.float32)}
+    report = replay(step, state, batch)
+    assert report.result == "" and "finite" in repr(report)
+    x = batch["x"].copy()
+    x[6, 1] = np.nan
+    report = replay(step, state, {**batch, "x": x})
+    assert (report.argument, report.micro_batch, report.primitive) == ("batch['x']", 2, "")
+    assert "nan at [6, 1], 1 of 32" in repr(report)
+    sick = state.replace(params={**state.params, "w": state.params["w"].at[0, 1].set(jnp.nan)})
+    report = replay(step, sick, batch)
+    assert (report.argument, report.micro_batch) == ("state.params['w']", None)
+    named = ts.train_step(lambda params, x, model_state, teacher: ts.Loss.mean(x @ params + model_state * teacher))
+    state = ts.setup(ts.rules.sgd(0.1), np.ones((4, 1), np.float32), model_state=np.float32(np.inf))
+    assert replay(named, state, x[:5], teacher=np.float32(1)).argument == "state.model_state"
+    state = state.replace(model_state=np.float32(1))
+    assert replay(named, state, x[:5], teacher=np.float32(np.nan)).argument == "extra['teacher']"
+
+
+def test_float16_that_overflows_under_a_loss_scale():
+    def loss_fn(params, x):
+        return jnp.mean(x @ params["w"])  # the line
+
+    state = ts.setup(ts.rules.sgd(0.1), {"w": np.ones((4, 2), np.float32)}, precision="float16", loss_scale="dynamic")
+    state = state.replace(loss_scale=dataclasses.replace(state.loss_scale, scale=jnp.float32(1024)))
+    step, x = ts.train_step(loss_fn), np.full((8, 4), 200, np.float32)  # 8 rows of 200 times 1024 / 16: 102400
+    after, info = step(jax.tree.map(jnp.copy, state), x)
+    assert not bool(info.applied)
+    report = replay(step, state, x)
+    assert report.in_gradient and report.result == "gradient of params['w']" and "# the line" in report.code
+    assert report.primitive == "dot_general"
+    gone = replay(step, after.replace(loss_scale=dataclasses.replace(after.loss_scale, scale=jnp.float32(1))), x)
+    assert gone.result == ""
+
+
+def test_it_draws_as_that_call_did():
+    def loss_fn(params, x, key, mask):
+        draw = jax.random.uniform(key, x.shape[:1])
+        return ts.Loss.mean(jnp.log(jnp.where(draw > 0.9, 0.0, 1.0)) + x @ params, where=mask)
+
+    step = ts.train_step(loss_fn)
+    state = ts.setup(ts.rules.sgd(0.1), np.ones(3, np.float32), key=1)
+    x, found = np.ones((4, 3), np.float32), []
+    for _ in range(12):
+        before = jax.tree.map(jnp.copy, state)
+        state, info = step(state, x)
+        again = replay(step, before, x)
+        assert (again.result == "loss") == (not bool(info.applied)), (int(before.calls), repr(again))
+        assert again.primitive in ("", "log")
+        found.append(bool(info.applied))
+    assert 0 < sum(found) < 12
+
+
+def test_what_is_harmless_is_not_blamed():
+    """Infinities that a mask puts in, that cancel, or that are in a branch that is not taken."""
+
+    def loss_fn(params, batch):
+        scores = jnp.where(batch["seen"], batch["x"] @ params["w"], -jnp.inf)
+        weights = jax.nn.softmax(scores, -1)
+        harmless = jnp.where(batch["t"] > 0, 1.0, jnp.exp(1000 * jnp.abs(params["p"]) * jnp.ones(4)))
+        return jnp.mean(jnp.log(batch["t"]) * params["p"] + weights[:, 0] + harmless)  # blamed
+
+    seen = np.ones((4, 4), bool)
+    seen[:, 2] = False
+    batch = {"x": np.ones((4, 4), np.float32), "seen": seen, "t": np.array([1, 2, 3, 4], np.float32)}
+    step, state = ts.train_step(loss_fn), state_of({"w": np.eye(4, dtype=np.float32), "p": np.float32(1)})
+    assert replay(step, state_of({"w": np.eye(4, dtype=np.float32), "p": np.float32(0)}), batch).result == ""
+    batch["t"] = np.array([1, 2, 3, 0], np.float32)
+    report = replay(step, state, batch)
+    assert report.primitive in ("log", "exp") and report.result == "loss"
+
+
+def test_loops_and_branches():
+    def loss_fn(params, x):
+        x = jax.lax.fori_loop(0, 6, lambda i, x: x + jnp.log(5.0 - i - (i == 3) * 2), x)  # while or scan
+        return jnp.mean(x @ params)
+
+    state = ts.setup(ts.rules.sgd(0.1), np.ones(3, np.float32))
+    report = replay(ts.train_step(loss_fn), state, np.ones((2, 3), np.float32))
+    assert (report.primitive, report.trips) == ("log", (3,)) and "while or scan" in report.code
+
+    def branching(params, x):
+        y = jax.lax.cond(x[0, 0] > 0, lambda x: x / (x - 1), lambda x: x, x)
+        return (
+            jnp.mean(jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, y))[1]) * params.sum()
+        )
+
+    report = replay(ts.train_step(branching), state, np.ones((2, 3), np.float32))
+    assert (report.primitive, report.trips) == ("div", ()) and "lax.cond" in report.code
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "text"),
+    [
+        (lambda: replay(square, state_of(), BATCH), WrongTypeError, "step at replay"),
+        (lambda: replay(ts.train_step(mlp), BATCH, state_of()), WrongTypeError, "The state comes first"),
+        (
+            lambda: replay(ts.train_step(mlp), ts.population(lambda key: state_of(key=key), 2, key=0), BATCH),
+            StateError,
+            "one member",
+        ),
+    ],
+)
+def test_wrong_arguments_of_replay(wrong, kind, text):
+    with pytest.raises(kind, match=text):
+        wrong()

@@ -143,12 +143,12 @@ def _check_extra(state: TrainState, extra, train: bool) -> None:
             raise LossError(message("keyword", "the step", repr(name), "another name for what you give it", fix))
 
 
-_LIBRARIES = "<frozen", os.path.join(os.path.dirname(os.__file__), ""), os.path.join(os.path.dirname(__file__), "")
+LIBRARIES = "<frozen", os.path.join(os.path.dirname(os.__file__), ""), os.path.join(os.path.dirname(__file__), "")
 
 
 def _user_frame(error) -> str:
     """Where in the user's own code an exception came from: the innermost frame outside of libraries."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(_LIBRARIES)]
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(LIBRARIES)]
     frame = [*frames[:1], *own][-1] if frames else None
     return f"{frame.name} ({frame.filename}:{frame.lineno})" if frame else "its call"

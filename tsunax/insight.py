@@ -9,7 +9,9 @@ Both are functions of what the step itself is given, and change none of it.
 from __future__ import annotations
 
 import html
+import linecache
 import math
+import re
 import time
 import warnings
 from collections import Counter
@@ -21,16 +23,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _checks, _cost, _fused, _hoist, _memory, _traces, _tree, _where
+from tsunax import _blame, _checks, _cost, _fused, _hoist, _memory, _traces, _tree, _where, guard
 from tsunax._cost import Collective, Flops
 from tsunax._live import PatternMask
+from tsunax._loss_fn import LIBRARIES
+from tsunax._members import members_of
 from tsunax._memory import Need
-from tsunax.errors import HyperparameterError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
 from tsunax.hyper import hyperparams
-from tsunax.program import TrainStep, _apart
+from tsunax.program import TrainStep, _apart, home_of
 from tsunax.state import TrainState, check_state, frozen_flags, trained_part
+from tsunax.step import gradient_of
 
-__all__ = ["Description", "Leaf", "describe", "measured_peak"]
+__all__ = ["Description", "Leaf", "Report", "describe", "measured_peak", "replay"]
 
 MOST_ROWS = 24  # of leaves, before those alike are shown as one
 
@@ -393,3 +398,162 @@ def _while_same(parts: list[list[str]]) -> list[str]:
             break
         same.append(names[0])
     return same
+
+
+# --------------------------------------------------------------------------------------------------------------- replay
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `replay` returns: plain data, and a paragraph when it is printed."""
+
+    result: str  # what was not finite: "loss", "gradient of params['w']", "" where all was
+    argument: str  # the leaf of the batch, the params or the model state that was not finite when it was given; or ""
+    micro_batch: int | None  # of `accumulate`, counted from 0
+    primitive: str  # of JAX, that gave the first value that is not finite; "" where it was an argument
+    line: str  # "path.py:12 (function)" in the user's code
+    code: str  # the text of that line
+    in_gradient: bool  # whether the loss itself was finite
+    trips: tuple[int, ...]  # of the user's own loops around it, outermost first, counted from 0
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def replay(step: TrainStep, state: TrainState, batch, **extra) -> Report:
+    """Where the first value that is not finite came from, in a step that was rejected: runs it again, with checks.
+
+    The loss and its gradient are computed once more, with keys, mask, model state and micro-batches as in that call, so
+    that every value can be looked at; then they are walked back from what was not finite to what made it so. It names
+    the micro-batch, the argument or the primitive, and the line. -inf that a mask puts in, or log(0) in a branch that
+    `where` does not take, is not blamed. Nothing is donated, and the state stays as it is. It needs memory for every
+    intermediate value of the step.
+
+    Args:
+      step: the `train_step`.
+      state: as it was given to that call. A rejected step leaves it as it was, but for the count: of the one after it
+        `state.replace(calls=state.calls - 1)`, with a loss scale also that one's. What `fit` rejected knows them:
+        `replay(step, *error.rejected[-1].of(error.state))`.
+      batch, extra: the arguments of that call.
+
+    Raises WrongTypeError and StateError for what is no train_step, no state, or a population.
+
+    >>> import jax.numpy as jnp
+    >>> import tsunax as ts
+    >>> step = ts.train_step(lambda params, x: jnp.mean(jnp.sqrt(x * params["w"])))
+    >>> report = replay(step, ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)}), jnp.array([4.0, 0.0, 1.0]))
+    >>> report.result, report.primitive, report.in_gradient
+    ("gradient of params['w']", 'div', True)
+    """
+    where = "replay()"
+    if not isinstance(step, TrainStep):
+        fix = "Make one: ts.train_step(loss_fn)."
+        raise WrongTypeError(message("step", where, _tree.describe(step), "a train_step", fix))
+    check_state(state, where, batch)
+    if members_of(state) is not None:
+        raise StateError(message("state", where, "a population", "one member", "Give ts.member(state, i)."))
+    home = home_of(state, state.params)[0]
+    if home is not None:
+        batch, extra = step._placed(state, home, batch, extra)
+    gradient = gradient_of(step.loss_fn, step.accumulate, step.remat, "skip", where, step.axis_name)
+
+    def look(state, batch, extra):
+        loss, grads = gradient(state, batch, **extra)
+        return loss.compute(), grads
+
+    given = state, batch, extra
+    program, shapes = jax.make_jaxpr(look, return_shape=True)(*given)
+    values = jax.tree.leaves(jax.jit(look)(*given))
+    names = ["loss", *(f"gradient of {_tree.access_str('params', path)}" for path, _ in _keyed(shapes[1]))]
+    wrong = [(i, found) for i, x in enumerate(values) if (found := _blame.bad(x)) is not None]
+    if not wrong:
+        return _nothing(step, state, batch, shapes, values)
+    place, found = wrong[0]
+    origin = _blame.origin(program, jax.tree.leaves(given), place, found)
+    what = f"{names[place]} is {_what(np.asarray(values[place]))}"
+    return _report(step, given, names[place], what, origin)
+
+
+def _keyed(tree) -> list[tuple[tuple, Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _nothing(step: TrainStep, state: TrainState, batch, shapes, values) -> Report:
+    grads = jax.tree.unflatten(jax.tree.structure(shapes[1]), values[1:])
+    found = guard.locate(state.plan.apart(grads)[0])
+    if found != "gradient norm":
+        text = f"{found} overflows when it is squared: every value is finite."
+        return Report(found, "", None, "", "", "", True, (), text)
+    text = (
+        "Loss and gradients are finite. If the step was rejected, a rule did it (a spike, clip_array_norm), the state "
+        "is not the one of that call, or the step computes in another order where nobody looks."
+    )
+    return Report("", "", None, "", "", "", False, (), text)
+
+
+def _report(step: TrainStep, given: tuple, result: str, what: str, origin: _blame.Origin) -> Report:
+    n, trips = step.accumulate, tuple(i for _, i in origin.trips)
+    micro = None
+    if n > 1 and origin.argument is None and trips:  # the outermost loop is that over micro-batches
+        micro, trips = trips[0], trips[1:]
+    in_gradient = result != "loss"
+    argument = line = code = ""
+    if origin.argument is not None:
+        argument = _argument(given, origin.argument)
+        bad = _blame.bad(origin.value)
+        if n > 1 and argument.startswith("batch") and bad is not None and bad.ndim:
+            micro = int(np.argwhere(bad)[0][0]) % n
+        made = f"{argument} was given so: {_what(origin.value)}"
+    else:
+        line, code = _line(origin.sources)
+        said = "a constant" if origin.constant else _what(origin.value)
+        derivative = "the derivative of " if in_gradient else ""
+        at = f" at {derivative}{line}" if line else ""
+        made = f"{origin.primitive} gave {said}{_from(origin)}{at}" + (f": `{code}`" if code else "")
+    places = [f"micro-batch {micro} of {n}"] if micro is not None else []
+    places += [f"trip {i} of a loop" for i in trips]
+    text = f"The {what}. The first such value: {made}" + (f" ({', '.join(places)})" if places else "") + "."
+    primitive = "" if origin.argument is not None else origin.primitive
+    return Report(result, argument, micro, primitive, line, code, in_gradient, trips, text)
+
+
+def _argument(given: tuple, place: int) -> str:
+    path = _keyed(given)[place][0]
+    name, rest = ("state", "batch", "")[path[0].idx], path[1:]
+    return _tree.access_str(name, rest) if name else _tree.access_str("extra", rest)
+
+
+def _what(x: np.ndarray) -> str:
+    """How many elements are not finite, and what the first one is."""
+    x = np.asarray(x)
+    bad = ~np.isfinite(x)
+    first = tuple(int(i) for i in np.argwhere(bad)[0])
+    value = f"{x[first]}"
+    return value if not x.shape else f"{value} at {list(first)}, {int(bad.sum())} of {x.size} not finite"
+
+
+def _from(origin: _blame.Origin) -> str:
+    """The operands where the first bad value is, for a primitive that works element by element."""
+    out = np.asarray(origin.value)
+    first = tuple(np.argwhere(~np.isfinite(out))[0])
+    operands = [np.asarray(x) for x in origin.operands if hasattr(x, "dtype") or isinstance(x, (int, float))]
+    if not operands or len(operands) != len(origin.operands) or any(x.shape not in ((), out.shape) for x in operands):
+        return ""
+    return " from " + " and ".join(f"{x[first] if x.shape else x[()]}" for x in operands)
+
+
+def _line(sources: tuple) -> tuple[str, str]:
+    """The innermost line of the user's own code that an equation comes from, and its text."""
+    from jax.extend import source_info_util
+
+    for source in sources:
+        lines = reversed(source_info_util.summarize(source, num_frames=100).splitlines())
+        found = [match for line in lines if (match := _FRAME.match(line))]
+        own = [match for match in found if "site-packages" not in match[1] and not match[1].startswith(LIBRARIES)]
+        if match := next(iter(own or ()), None):
+            return f"{match[1]}:{match[2]} ({match[3]})", linecache.getline(match[1], int(match[2])).strip()
+    return "", ""
+
+
+_FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)$")

@@ -1,0 +1,275 @@
+"""Where a value that is not finite came from: a program run so that all it computes can be looked at, and walked back.
+
+    bad result -> the equation that gave it -> its bad operands -> ... -> the first one whose operands were all finite
+
+Only what leads to the bad result counts: an infinity that a mask puts in and `where` takes out again, or log(0) in a
+branch that is not taken, is nobody's fault. A constant that is infinite by intent (-inf in a mask) is blamed only for
+what is made of it. Inner programs (jit, scan, while, cond, checkpoint, custom derivatives) are looked into where the
+walk leads there, a loop at the first trip that went wrong. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._cost import inner
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first bad value on the way to a bad result."""
+
+    argument: int | None  # which argument of the program it is; None where the program made it
+    primitive: str = ""
+    sources: tuple[Any, ...] = ()  # `source_info` of its equation, then of the calls around that
+    trips: tuple[tuple[Any, int], ...] = ()  # the loops around it, outermost first: their equation, which trip
+    operands: tuple[Any, ...] = ()  # what the primitive was given, on the host
+    value: Any = None  # what it gave
+    constant: bool = False  # whether it is, or comes from, a constant of the program: bad by intent
+
+
+def bad(x: Any) -> Any:
+    """Where an array is not finite; None where it is nowhere."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, np.inexact):
+        return None
+    found = ~np.isfinite(np.asarray(x))
+    return found if found.any() else None
+
+
+def origin(program: Any, arguments: Sequence[Any], place: int, where: Any) -> Origin:
+    """The origin of what is bad in one result of a closed jaxpr, at the places that `where` marks."""
+    return _Run(program.jaxpr, program.consts, arguments).of(program.jaxpr.outvars[place], where)
+
+
+class _Run:
+    """One run of a program, with every value that it computed."""
+
+    def __init__(
+        self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], trips: tuple = (), sources: tuple = ()
+    ):
+        self.jaxpr, self.trips, self.sources = jaxpr, trips, sources
+        self.argument_of = {v: i for i, v in enumerate(jaxpr.invars)}
+        self.constants = set(jaxpr.constvars)
+        self.maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self.known: dict[tuple[Any, bytes], Origin] = {}
+        self.values = dict(zip(jaxpr.invars, arguments, strict=True)) | dict(zip(jaxpr.constvars, consts, strict=True))
+        made = [v for eqn in jaxpr.eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
+        self.values |= zip(made, _all_values(jaxpr, made)(consts, arguments), strict=True)
+
+    def value(self, v: Any) -> Any:
+        return v.val if hasattr(v, "val") else self.values[v]
+
+    def of(self, v: Any, where: Any) -> Origin:
+        """The origin of what is bad in a variable, at these places."""
+        if hasattr(v, "val") or v in self.constants:
+            return Origin(None, "constant", constant=True)
+        if v in self.argument_of:
+            return Origin(self.argument_of[v], value=np.asarray(self.value(v)), trips=self.trips)
+        key = v, where.tobytes()
+        if key not in self.known:
+            eqn = self.jaxpr.eqns[self.maker[v]]
+            self.known[key] = self.inside(eqn, v, where) or self.through(eqn, v, where)
+        return self.known[key]
+
+    def through(self, eqn: Any, v: Any, where: Any) -> Origin:
+        """Of what a primitive made: of its bad operands, or its own work where they were not bad, or only by intent."""
+        out = np.asarray(self.value(v))
+        operands = [(x, self.at(eqn, i, x, where)) for i, x in enumerate(eqn.invars)]
+        wrong = [(x, places) for x, places in operands if places is not None]
+        made_nan = bool(np.isnan(out[where]).any())
+        order = lambda pair: self.maker.get(pair[0], -1) if not hasattr(pair[0], "val") else -2
+        nans = [(x, p) for x, p in wrong if made_nan and np.isnan(np.asarray(self.value(x))[p]).any()]
+        constant = None
+        for x, places in sorted(nans or wrong, key=order):
+            if nans:
+                places = places & np.isnan(np.asarray(self.value(x)))
+            found = self.of(x, places)
+            if not found.constant:
+                return found
+            constant = found
+        mine = self.blame(eqn, out)
+        if constant is None or (made_nan and not nans) or self.is_new(eqn, out, where):
+            return mine
+        # infinite by intent so far: whoever asks may blame an equation further on
+        return constant if constant.sources else self.blame(eqn, out, constant=True)
+
+    def blame(self, eqn: Any, out: Any, constant: bool = False) -> Origin:
+        given = tuple(_on_host(self.value(x)) for x in eqn.invars)
+        return Origin(None, eqn.primitive.name, (eqn.source_info, *self.sources), self.trips, given, out, constant)
+
+    def at(self, eqn: Any, i: int, x: Any, where: Any) -> Any:
+        """Where an operand is bad, as far as the result at `where` depends on it; None where it is not."""
+        found = bad(self.value(x))
+        if found is None:
+            return None
+        name = eqn.primitive.name
+        if name == "select_n":
+            chosen = np.asarray(self.value(eqn.invars[0])).astype(int)
+            found = found & where & (chosen == i - 1)
+        elif name in ("reshape", "squeeze", "expand_dims"):
+            found = found & where.reshape(found.shape)
+        elif name == "transpose":
+            found = found & where.transpose(np.argsort(eqn.params["permutation"]))
+        elif found.shape == where.shape and name in _ELEMENTWISE:
+            found = found & where
+        return found if found.any() else None
+
+    def is_new(self, eqn: Any, out: Any, where: Any) -> bool:
+        """Whether an elementwise primitive made something bad where all its operands were finite."""
+        if eqn.primitive.name not in _ELEMENTWISE:
+            return False
+        fine = np.ones(out.shape, bool)
+        for x in eqn.invars:
+            found = bad(self.value(x))
+            fine = fine if found is None else fine & ~found
+        return bool((fine & where & ~np.isfinite(out)).any())
+
+    # ------------------------------------------------------------------------------------------------ inner programs
+
+    def inside(self, eqn: Any, v: Any, where: Any) -> Origin | None:
+        """The origin within the program of an equation; None where there is none to look into."""
+        name, place = eqn.primitive.name, eqn.outvars.index(v)
+        given = [self.value(x) for x in eqn.invars]
+        if name == "scan":
+            found = self.in_scan(eqn, given, place, where)
+        elif name == "while":
+            found = self.in_while(eqn, given, place, where)
+        elif name == "cond":
+            branch = eqn.params["branches"][int(np.asarray(given[0]))]
+            run = _Run(branch.jaxpr, branch.consts, given[1:], self.trips, self.around(eqn))
+            found = _shifted(run.of(branch.jaxpr.outvars[place], where), 1)
+        elif (called := _called(eqn)) is not None:
+            jaxpr, consts = called
+            found = _Run(jaxpr, consts, given, self.trips, self.around(eqn)).of(jaxpr.outvars[place], where)
+        else:
+            return None
+        if found.argument is None:
+            return found
+        x = eqn.invars[found.argument]
+        places = bad(self.value(x))
+        return None if places is None else self.of(x, places)
+
+    def around(self, eqn: Any) -> tuple:
+        return eqn.source_info, *self.sources
+
+    def in_scan(self, eqn: Any, given: list, place: int, where: Any) -> Origin:
+        p = eqn.params
+        body, length = p["jaxpr"], p["length"]
+        fixed, carried = _split(eqn)
+        consts, carry, rows = given[:fixed], given[fixed : fixed + carried], given[fixed + carried :]
+        order = range(length - 1, -1, -1) if p["reverse"] else range(length)
+        run = _compiled(body.jaxpr)
+        before: list[list] = []  # what each trip was given
+        for i in order:
+            before.append([*consts, *carry, *(x[i] for x in rows)])
+            out = run(body.consts, before[-1])
+            carry = out[:carried]
+            if place >= carried:
+                wrong = bad(out[place])
+                wrong = None if wrong is None or not where[i].any() else wrong & where[i]
+                is_it = wrong is not None and wrong.any()
+            else:
+                is_it = bad(carry[place]) is not None
+            if is_it:
+                break
+        else:
+            return self.blame(eqn, None)
+        at = len(before) - 1
+        return self.back(eqn, body, before, list(order), at, place, fixed, carried)
+
+    def back(
+        self, eqn: Any, body: Any, before: list, order: list, at: int, place: int, fixed: int, carried: int
+    ) -> Origin:
+        """From the trip in which a result of a loop went wrong, trip by trip as long as the carry was wrong already."""
+        while True:
+            trips = (*self.trips, (eqn, order[at]))
+            run = _Run(body.jaxpr, body.consts, before[at], trips, self.around(eqn))
+            v = body.jaxpr.outvars[place]
+            found = run.of(v, bad(run.value(v)))
+            if found.argument is None or not fixed <= found.argument < fixed + carried or at == 0:
+                return found
+            at, place = at - 1, found.argument - fixed
+
+    def in_while(self, eqn: Any, given: list, place: int, where: Any) -> Origin:
+        p = eqn.params
+        test, body, n, m = p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"]
+        for_test, consts, carry = given[:n], given[n : n + m], given[n + m :]
+        run, goes_on = _compiled(body.jaxpr), _compiled(test.jaxpr)
+        before: list[list] = []
+        while bool(np.all(np.asarray(goes_on(test.consts, [*for_test, *carry])[0]))):
+            before.append([*consts, *carry])
+            carry = run(body.consts, before[-1])
+            if bad(carry[place]) is not None:
+                break
+        if not before or bad(carry[place]) is None:
+            return Origin(n + m + place)
+        found = self.back(eqn, body, before, list(range(len(before))), len(before) - 1, place, m, len(carry))
+        return _shifted(found, n)
+
+
+_ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh digamma "
+    "div erf erf_inv erfc exp exp2 expm1 floor integer_pow lgamma log log1p logistic max min mul neg nextafter pow "
+    "real reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh".split()
+)
+
+
+def _all_values(jaxpr: Any, made: list) -> Callable:
+    """`(consts, arguments) -> every value` of a program, compiled as one."""
+    return _compiled(jaxpr.replace(outvars=made, debug_info=_unnamed(jaxpr, made)))
+
+
+def _unnamed(jaxpr: Any, outvars: list) -> Any:
+    """The debug info of a program that has other results, which it names."""
+    info = jaxpr.debug_info
+    return info._replace(result_paths=None) if hasattr(info, "_replace") and hasattr(info, "result_paths") else info
+
+
+def _compiled(jaxpr: Any) -> Callable:
+    from jax.extend import core
+
+    @jax.jit
+    def run(consts, arguments):
+        return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(consts)))(*arguments)
+
+    return lambda consts, arguments: run(tuple(consts), tuple(arguments))
+
+
+def _called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The one program that an equation stands for, and its constants: jit, checkpoint, custom derivatives."""
+    programs = inner(eqn)
+    if len(programs) != 1:
+        return None
+    closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is programs[0])
+    shapes = lambda variables: [v.aval.shape for v in variables]
+    same = shapes(programs[0].invars) == shapes(eqn.invars) and shapes(programs[0].outvars) == shapes(eqn.outvars)
+    return (programs[0], getattr(closed, "consts", ())) if same else None
+
+
+def _split(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are the same in every trip, and how many it carries."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    parts = [list(part) for part in eqn.params["ft_in"].update(range(len(eqn.invars))).unpack()]  # jax 0.12
+    return len(parts[0]), len(parts[1])
+
+
+def _shifted(found: Origin, n: int) -> Origin:
+    """An origin whose argument is one of the operands after the first n."""
+    if found.argument is None:
+        return found
+    return Origin(found.argument + n, value=found.value, trips=found.trips)
+
+
+def _on_host(x: Any) -> Any:
+    return np.asarray(x) if jnp.issubdtype(getattr(x, "dtype", np.dtype(float)), np.number) else x
+
+
+__all__ = ["Origin", "bad", "origin"]
