@@ -73,6 +73,8 @@ def test_what_is_drawn_is_spread_as_it_says():
     np.testing.assert_allclose(np.bincount(numbers)[3:] / 2000, 0.25, atol=0.03)
     powers = np.array([spaces.sample({"n": spaces.integer(1, 1023, log=True)}, 1, i)["n"] for i in range(2000)])
     assert powers.min() == 1 and powers.max() <= 1023 and np.mean(powers < 32) == pytest.approx(0.5, abs=0.03)
+    ones = np.mean([spaces.sample({"n": spaces.integer(1, 2, log=True)}, 1, i)["n"] == 1 for i in range(2000)])
+    assert ones == pytest.approx(math.log(2) / math.log(3), abs=0.03)
     for entry in (spaces.uniform(0.1, 0.3), spaces.log_uniform(0.1, 0.3), spaces.integer(1, 3, log=True)):
         for u in (0.0, 1 - 2**-53):  # the ends, whatever is rounded
             assert entry.low <= entry.at(u) <= entry.high
@@ -240,7 +242,7 @@ def test_what_is_not_finite_is_pruned_and_never_the_best():
         report(1, math.nan if trial == 1 else 1.0)
         return float(trial)
 
-    result = tune(objective, {"rate": SPACE["rate"]}, trials=3, pruner=tuning.median(), mode="max")
+    result = tune(objective, {"rate": SPACE["rate"]}, trials=3, pruner=tuning.median(startup=1), mode="max")
     assert [t.status for t in result.trials] == ["done", "pruned", "done"] and result.best.index == 2
 
 
@@ -309,6 +311,23 @@ def test_a_trial_that_kills_its_process_has_failed(tmp_path):
     assert str(result.trials[2].cause) == "Killed: the process ended 3 times during this trial"
 
 
+def test_an_interrupted_trial_has_not_died(tmp_path):
+    left = [4]
+
+    def objective(trial, rate):
+        left[0] -= trial == 1
+        if trial == 1 and left[0]:
+            raise KeyboardInterrupt
+        return rate
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            tune(objective, {"rate": SPACE["rate"]}, trials=2, directory=tmp_path)
+    assert [t.status for t in tune(objective, {"rate": SPACE["rate"]}, trials=2, directory=tmp_path).trials] == [
+        "done"
+    ] * 2
+
+
 def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path, monkeypatch):
     result = tune(trials=2, directory=tmp_path)
     before = (tmp_path / "trials.jsonl").read_bytes()
@@ -372,8 +391,13 @@ def test_a_run_that_is_interrupted_inside_a_trial(tmp_path, monkeypatch):
     step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
     data = ts.batches(np.ones((8, 2), np.float32), 4)
 
+    sent = []  # a second one would stop at once
+
     def objective(rate, trial):
-        ctrl_c = lambda run: os.kill(os.getpid(), signal.SIGINT) if trial == 1 and run.step == 4 else None
+        def ctrl_c(run):
+            if trial == 1 and not sent:
+                sent.append(os.kill(os.getpid(), signal.SIGINT))
+
         state = ts.setup(ts.rules.sgd(rate), {"w": jnp.ones(2)})
         state, history = ts.fit(step, state, data, steps=8, log_every=2, callbacks=ctrl_c, progress=False)
         return history["loss"][-1]
