@@ -75,7 +75,7 @@ class Folder:
             real = _files.is_real_directory(self.path / name)
             if step is not None and real:
                 found.append(step)
-            elif warn and (step is not None or name.lstrip("-+").isdigit()):
+            elif warn and (step is not None or name.lstrip("-+").isdigit()) and os.path.lexists(self.path / name):
                 why = "a link" if os.path.islink(self.path / name) else "no step's name" if step is None else "a file"
                 warnings.warn(f"{self.path / name} is ignored: {why}.", stacklevel=5)
         return sorted(found)
