@@ -24,7 +24,8 @@ import tsunax as ts
 from benchmarks._common import copied, interleave, mlp, mlp_loss, ratio, save, table
 from benchmarks.loop import environment
 from examples import gpt
-from tsunax.search import _Ramp, find_batch_size
+from tsunax.range_test import _Ramp
+from tsunax.search import find_batch_size
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1 << 30

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax import _memory, search
+from tsunax import _cost, _memory, search
 from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.range_test import find_learning_rate
 from tsunax.search import find_accumulation, find_batch_size
@@ -571,3 +571,13 @@ def test_errors_of_the_range_test(options, kind, parts):
     with pytest.raises(kind) as caught:
         find_learning_rate(given.pop("step"), given.pop("state"), given.pop("data"), **given)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_a_convolution_on_a_cpu_needs_room_for_packed_operands():
+    x, w = jnp.ones((8, 32, 32, 4)), jnp.ones((3, 3, 4, 16))
+    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    text = jax.jit(conv).lower(x, w).compile().as_text()
+    assert _cost.largest_convolution(text) == x.nbytes + w.nbytes
+    text = jax.jit(jax.grad(lambda w: jnp.sum(conv(x, w) ** 2))).lower(w).compile().as_text()
+    assert _cost.largest_convolution(text) == x.nbytes + conv(x, w).nbytes
+    assert _cost.largest_convolution(jax.jit(lambda x: x @ x).lower(jnp.eye(4)).compile().as_text()) == 0

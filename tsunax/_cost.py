@@ -207,6 +207,7 @@ _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CALLED = re.compile(r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_MADE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ([a-z]\w*)\[([\d,]*)\]\S* ([\w\-]+)\(([^)]*)\)")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 
 
@@ -253,6 +254,19 @@ def _bytes(dtype: str, shape: str) -> float:
     return size * math.prod(int(n) for n in shape.split(",") if n)
 
 
+def largest_convolution(text: str) -> float:
+    """Bytes of both operands of the convolution of a compiled program in which they are largest; 0 without one."""
+    largest = 0.0
+    for lines in _computations(text)[1].values():
+        known = {made[1]: made for line in lines if (made := _MADE.match(line)) is not None}
+        for made in known.values():
+            if made[4] == "convolution":
+                names = (name.strip().rpartition("%")[2] for name in made[5].split(","))
+                operands = [known[name] for name in names if name in known]
+                largest = max(largest, sum(_bytes(x[2], x[3]) for x in operands))
+    return largest
+
+
 def donated_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
     """The names of the arguments of a compiled program, and of those whose memory it gives its results in."""
     entry, computations = _computations(text)
@@ -267,4 +281,4 @@ def donated_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(names.values()), frozenset(names[n] for n in aliased if n in names)
 
 
-__all__ = ["Collective", "Flops", "collectives_in", "donated_in", "flops_of", "inner"]
+__all__ = ["Collective", "Flops", "collectives_in", "donated_in", "flops_of", "inner", "largest_convolution"]
