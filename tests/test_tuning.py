@@ -679,7 +679,8 @@ def test_as_a_trainable_of_ray(ray, tmp_path):
 
 @pytest.mark.parametrize(("backend", "extra"), [("optuna", "tune"), ("ray", "ray")])
 def test_without_the_library(monkeypatch, backend, extra, tmp_path):
-    monkeypatch.setitem(sys.modules, backend, None)
+    for name in (backend, f"{backend}.tune"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingLibraryError, match=rf"{backend} at tune.*pip install 'tsunax\[{extra}\]'"):
         tune(backend=backend, directory=tmp_path / "a")
     assert not (tmp_path / "a").exists()
