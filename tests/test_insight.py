@@ -1,9 +1,11 @@
 """`describe` and `replay`: counts against hand counts, reasons against what was done, faults where they were put."""
 
+import contextlib
 import dataclasses
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +111,7 @@ def test_flops_of_a_cnn():
 def test_flops_of_a_gpt():
     from flax import nnx
 
-    sys.path.insert(0, str(__import__("pathlib").Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     from examples.gpt import GPT
 
     width, depth, t, rows = 128, 2, 64, 4
@@ -603,3 +605,90 @@ def test_loops_and_branches():
 def test_wrong_arguments_of_replay(wrong, kind, text):
     with pytest.raises(kind, match=text):
         wrong()
+
+
+# ------------------------------------------------------------------------------------------------- what fit rejected
+
+
+def risky(params, batch, key):
+    return jnp.mean(jnp.log(batch["t"]) * params["w"] + 0 * jax.random.normal(key, batch["t"].shape))
+
+
+def run_of(bad_calls, n=24, max_bad=2, rows=4, **options):
+    """A run of n batches of which some have a 0: its error, or None, and what callbacks saw."""
+    t = np.ones((n, rows), np.float32)
+    for call in bad_calls:
+        t[call, call % rows] = 0
+    seen = []
+    state = ts.setup(ts.rules.sgd(0.1), {"w": np.float32(1)}, key=0)
+    step = ts.train_step(risky)
+    data = [{"t": x, "call": np.full(rows, i)} for i, x in enumerate(t)]
+    keep = lambda run: seen.append(list(run.rejected))
+    try:
+        with pytest.warns(RuntimeWarning, match="rejected") if bad_calls else contextlib.nullcontext():
+            options = {"callbacks": keep, "progress": False, "max_bad": max_bad, **options}
+            state, _ = ts.fit(step, state, data, epochs=1, **options)
+    except ts.errors.NonFiniteError as error:
+        return step, error, seen
+    return step, state, seen
+
+
+@pytest.mark.parametrize("per_call", ["auto", 5, None])
+def test_fit_keeps_the_last_rejected_calls(per_call):
+    step, error, _ = run_of([3, 9, 10, 11], max_bad=3, steps_per_call=per_call)
+    assert isinstance(error, ts.errors.NonFiniteError)
+    assert [(kept.step, kept.calls, kept.epoch) for kept in error.rejected] == [(8, 9, 0), (8, 10, 0), (8, 11, 0)]
+    for kept in error.rejected:
+        assert (kept.batch["call"] == kept.calls).all() and isinstance(kept.batch["t"], np.ndarray)
+        state, batch = kept.of(error.state)
+        assert int(state.calls) == kept.calls
+        report = replay(step, state, batch)
+        assert (report.primitive, report.result) == ("log", "loss")
+        assert f"at [{kept.calls % 4}]" in repr(report)
+
+
+def test_rejected_calls_of_a_run_that_went_on():
+    _, state, seen = run_of([2, 20], max_bad=5)
+    assert int(state.step) == 22 and [kept.calls for kept in seen[-1]] == [2, 20]
+    with pytest.raises(StateError, match=r"state at Rejected\.of"):
+        seen[-1][0].of(state)
+    later, _ = seen[-1][0].of(state, exact=False)
+    assert int(later.calls) == 2
+    assert run_of([])[2][-1] == []
+
+
+_ELSEWHERE = """
+import sys
+import numpy as np
+sys.path.insert(0, sys.argv[2])
+import test_insight as test
+import tsunax as ts
+from tsunax.insight import replay
+state = ts.setup(ts.rules.sgd(0.1), {"w": np.float32(5)}, key=7)
+like = {"state": state, "batch": {"t": np.ones(4, np.float32), "call": np.ones(4, np.int32)}}
+found = ts.exchange.restore(sys.argv[1], like)
+print(int(found["state"].calls), float(found["state"].params["w"]), replay(ts.train_step(test.risky), **found))
+"""
+
+
+@pytest.mark.slow
+def test_a_rejected_call_is_saved_and_replayed_elsewhere(tmp_path):
+    _, error, _ = run_of([5, 6], max_bad=2)
+    state, batch = error.rejected[-1].of(error.state)
+    ts.exchange.save(tmp_path / "bad.safetensors", {"state": state, "batch": batch})
+    command = [sys.executable, "-c", _ELSEWHERE, str(tmp_path / "bad.safetensors"), str(Path(__file__).parent)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.startswith(f"6 {float(state.params['w'])} The loss is ")
+    assert "log gave -inf at [2]" in said and "jnp.log(batch" in said
+
+
+def test_a_loss_scale_is_put_back():
+    def loss_fn(params, x):
+        return jnp.mean(x @ params["w"])
+
+    state = ts.setup(ts.rules.sgd(0.1), {"w": np.ones((4, 2), np.float32)}, precision="float16", loss_scale=1024.0)
+    step, data = ts.train_step(loss_fn), [np.full((8, 4), 200, np.float32)] * 3
+    with pytest.raises(ts.errors.NonFiniteError) as caught:
+        ts.fit(step, state, data, epochs=1, progress=False, max_bad=1)
+    before, batch = caught.value.rejected[-1].of(caught.value.state)
+    assert float(before.loss_scale.scale) == 1024 and replay(step, before, batch).primitive == "dot_general"

@@ -10,6 +10,7 @@ walk leads there, a loop at the first trip that went wrong. Knows nothing of tra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,23 +46,22 @@ def bad(x: Any) -> Any:
 
 def origin(program: Any, arguments: Sequence[Any], place: int, where: Any) -> Origin:
     """The origin of what is bad in one result of a closed jaxpr, at the places that `where` marks."""
-    return _Run(program.jaxpr, program.consts, arguments).of(program.jaxpr.outvars[place], where)
+    own = lambda i, places: Origin(i, value=np.asarray(arguments[i]))
+    return _Run(program.jaxpr, program.consts, arguments, own).of(program.jaxpr.outvars[place], where)
 
 
 class _Run:
     """One run of a program, with every value that it computed."""
 
-    def __init__(
-        self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], trips: tuple = (), sources: tuple = ()
-    ):
-        self.jaxpr, self.trips, self.sources = jaxpr, trips, sources
+    def __init__(self, jaxpr, consts, arguments, outer: Callable[[int, Any], Origin], trips=(), sources=()):
+        self.jaxpr, self.outer, self.trips, self.sources = jaxpr, outer, trips, sources
         self.argument_of = {v: i for i, v in enumerate(jaxpr.invars)}
         self.constants = set(jaxpr.constvars)
         self.maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.known: dict[tuple[Any, bytes], Origin] = {}
         self.values = dict(zip(jaxpr.invars, arguments, strict=True)) | dict(zip(jaxpr.constvars, consts, strict=True))
         made = [v for eqn in jaxpr.eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
-        self.values |= zip(made, _all_values(jaxpr, made)(consts, arguments), strict=True)
+        self.values |= zip(made, _compiled(jaxpr, tuple(made))(consts, arguments), strict=True)
 
     def value(self, v: Any) -> Any:
         return v.val if hasattr(v, "val") else self.values[v]
@@ -71,7 +71,7 @@ class _Run:
         if hasattr(v, "val") or v in self.constants:
             return Origin(None, "constant", constant=True)
         if v in self.argument_of:
-            return Origin(self.argument_of[v], value=np.asarray(self.value(v)), trips=self.trips)
+            return self.outer(self.argument_of[v], where)
         key = v, where.tobytes()
         if key not in self.known:
             eqn = self.jaxpr.eqns[self.maker[v]]
@@ -138,80 +138,85 @@ class _Run:
         name, place = eqn.primitive.name, eqn.outvars.index(v)
         given = [self.value(x) for x in eqn.invars]
         if name == "scan":
-            found = self.in_scan(eqn, given, place, where)
-        elif name == "while":
-            found = self.in_while(eqn, given, place, where)
-        elif name == "cond":
-            branch = eqn.params["branches"][int(np.asarray(given[0]))]
-            run = _Run(branch.jaxpr, branch.consts, given[1:], self.trips, self.around(eqn))
-            found = _shifted(run.of(branch.jaxpr.outvars[place], where), 1)
-        elif (called := _called(eqn)) is not None:
-            jaxpr, consts = called
-            found = _Run(jaxpr, consts, given, self.trips, self.around(eqn)).of(jaxpr.outvars[place], where)
-        else:
+            return self.in_scan(eqn, given, place, where)
+        if name == "while":
+            return self.in_while(eqn, given, place, where)
+        first, called = 0, None
+        if name == "cond":
+            first, called = 1, eqn.params["branches"][int(np.asarray(given[0]))]
+            called = called.jaxpr, called.consts
+        called = called or _called(eqn)
+        if called is None:
             return None
-        if found.argument is None:
-            return found
-        x = eqn.invars[found.argument]
-        places = bad(self.value(x))
-        return None if places is None else self.of(x, places)
-
-    def around(self, eqn: Any) -> tuple:
-        return eqn.source_info, *self.sources
+        outer = lambda i, places: self.of(eqn.invars[first + i], places)
+        run = _Run(*called, given[first:], outer, self.trips, (eqn.source_info, *self.sources))
+        return run.of(called[0].outvars[place], where)
 
     def in_scan(self, eqn: Any, given: list, place: int, where: Any) -> Origin:
-        p = eqn.params
-        body, length = p["jaxpr"], p["length"]
+        body, length = eqn.params["jaxpr"], eqn.params["length"]
         fixed, carried = _split(eqn)
         consts, carry, rows = given[:fixed], given[fixed : fixed + carried], given[fixed + carried :]
-        order = range(length - 1, -1, -1) if p["reverse"] else range(length)
-        run = _compiled(body.jaxpr)
+        order = list(range(length))[:: -1 if eqn.params["reverse"] else 1]
+        run = _compiled(body.jaxpr, None)
         before: list[list] = []  # what each trip was given
-        for i in order:
+
+        def outer(i, places, trip):
+            if fixed <= i < fixed + carried and trip > 0:
+                return walk(trip - 1, i - fixed, places)
+            if i < fixed + carried:
+                return self.of(eqn.invars[i], places)
+            whole = np.zeros(np.shape(given[i]), bool)
+            whole[order[trip]] = places
+            return self.of(eqn.invars[i], whole)
+
+        walk = functools.partial(self.in_trip, eqn, body, before, order, outer)
+        for trip, i in enumerate(order):
             before.append([*consts, *carry, *(x[i] for x in rows)])
             out = run(body.consts, before[-1])
             carry = out[:carried]
-            if place >= carried:
-                wrong = bad(out[place])
-                wrong = None if wrong is None or not where[i].any() else wrong & where[i]
-                is_it = wrong is not None and wrong.any()
-            else:
-                is_it = bad(carry[place]) is not None
-            if is_it:
-                break
-        else:
-            return self.blame(eqn, None)
-        at = len(before) - 1
-        return self.back(eqn, body, before, list(order), at, place, fixed, carried)
-
-    def back(
-        self, eqn: Any, body: Any, before: list, order: list, at: int, place: int, fixed: int, carried: int
-    ) -> Origin:
-        """From the trip in which a result of a loop went wrong, trip by trip as long as the carry was wrong already."""
-        while True:
-            trips = (*self.trips, (eqn, order[at]))
-            run = _Run(body.jaxpr, body.consts, before[at], trips, self.around(eqn))
-            v = body.jaxpr.outvars[place]
-            found = run.of(v, bad(run.value(v)))
-            if found.argument is None or not fixed <= found.argument < fixed + carried or at == 0:
-                return found
-            at, place = at - 1, found.argument - fixed
+            wrong = bad(out[place])
+            if wrong is not None and place >= carried:
+                wrong &= where[i]
+            if wrong is not None and wrong.any():
+                return walk(trip, place, wrong)
+        return self.blame(eqn, np.asarray(self.value(eqn.outvars[place])))
 
     def in_while(self, eqn: Any, given: list, place: int, where: Any) -> Origin:
-        p = eqn.params
-        test, body, n, m = p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"]
+        test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         for_test, consts, carry = given[:n], given[n : n + m], given[n + m :]
-        run, goes_on = _compiled(body.jaxpr), _compiled(test.jaxpr)
+        run, goes_on = _compiled(body.jaxpr, None), _compiled(test.jaxpr, None)
         before: list[list] = []
+
+        def outer(i, places, trip):
+            if i >= m and trip > 0:
+                return walk(trip - 1, i - m, places)
+            return self.of(eqn.invars[n + i], places)
+
+        walk = functools.partial(self.in_trip, eqn, body, before, range(1 << 62), outer)
+        if (wrong := bad(carry[place])) is not None:
+            return self.of(eqn.invars[n + m + place], wrong)
         while bool(np.all(np.asarray(goes_on(test.consts, [*for_test, *carry])[0]))):
             before.append([*consts, *carry])
             carry = run(body.consts, before[-1])
-            if bad(carry[place]) is not None:
-                break
-        if not before or bad(carry[place]) is None:
-            return Origin(n + m + place)
-        found = self.back(eqn, body, before, list(range(len(before))), len(before) - 1, place, m, len(carry))
-        return _shifted(found, n)
+            if (wrong := bad(carry[place])) is not None:
+                return walk(len(before) - 1, place, wrong)
+        return self.blame(eqn, np.asarray(self.value(eqn.outvars[place])))
+
+    def in_trip(self, eqn: Any, body: Any, before: list, order: Sequence[int], outer: Callable, *at: Any) -> Origin:
+        """Within one trip of a loop, the `at` of which is (trip, result, places)."""
+        trip, place, where = at
+        trips, sources = (*self.trips, (eqn, order[trip])), (eqn.source_info, *self.sources)
+        ask = functools.partial(_swapped, outer, trip)
+        run = _Run(body.jaxpr, body.consts, before[trip], ask, trips, sources)
+        v = body.jaxpr.outvars[place]
+        wrong = bad(run.value(v))
+        shared = where if wrong is None else wrong & where
+        return run.of(v, shared if wrong is None or shared.any() else wrong)
+
+
+def _swapped(f: Callable, last: Any, i: int, places: Any) -> Origin:
+    return f(i, places, last)
 
 
 _ELEMENTWISE = frozenset(
@@ -221,19 +226,19 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def _all_values(jaxpr: Any, made: list) -> Callable:
-    """`(consts, arguments) -> every value` of a program, compiled as one."""
-    return _compiled(jaxpr.replace(outvars=made, debug_info=_unnamed(jaxpr, made)))
-
-
-def _unnamed(jaxpr: Any, outvars: list) -> Any:
+def _unnamed(jaxpr: Any) -> Any:
     """The debug info of a program that has other results, which it names."""
     info = jaxpr.debug_info
     return info._replace(result_paths=None) if hasattr(info, "_replace") and hasattr(info, "result_paths") else info
 
 
-def _compiled(jaxpr: Any) -> Callable:
+@functools.lru_cache(maxsize=64)  # the body of a loop is walked trip by trip
+def _compiled(jaxpr: Any, made: tuple | None) -> Callable:
+    """`(consts, arguments) -> results` of a program, or the values of these variables."""
     from jax.extend import core
+
+    if made is not None:
+        jaxpr = jaxpr.replace(outvars=list(made), debug_info=_unnamed(jaxpr))
 
     @jax.jit
     def run(consts, arguments):
@@ -259,13 +264,6 @@ def _split(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     parts = [list(part) for part in eqn.params["ft_in"].update(range(len(eqn.invars))).unpack()]  # jax 0.12
     return len(parts[0]), len(parts[1])
-
-
-def _shifted(found: Origin, n: int) -> Origin:
-    """An origin whose argument is one of the operands after the first n."""
-    if found.argument is None:
-        return found
-    return Origin(found.argument + n, value=found.value, trips=found.trips)
 
 
 def _on_host(x: Any) -> Any:

@@ -10,6 +10,7 @@ call may follow the clock on the wall: it never changes a bit (`_fused.py`).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -17,6 +18,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -35,12 +37,40 @@ from tsunax.step import StepInfo
 
 MOST_OF_A_METRIC = 100  # numbers of an array that become columns
 WAITING_BYTES = 64 << 20  # of batches of calls that were not read yet
+MOST_REJECTED = 3  # calls that are kept, each with its batch on the host
 CALL_SECONDS = 0.05  # of a call under "auto": nobody sees it, and its fixed cost of 0.3 ms is nothing
 
 
 # names that rows have of themselves; no metric may be called so
 OF_ROWS = ("loss", "grad_norm", "update_norm", "loss_scale", "dropped", "weight", "step")
 OF_FIT = ("epoch", "rejected", "steps_per_second", "examples_per_second")
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A call whose step was rejected: what it takes, beside the state, to have it again."""
+
+    step: int  # of the clock
+    calls: int  # of the state when it was called: its keys come from that
+    epoch: int
+    batch: Any  # on the host, without rows of padding
+    loss_scale: Any  # the one that it used, where the state has one
+
+    def of(self, state: TrainState, *, exact: bool = True) -> tuple[TrainState, Any]:
+        """`(state, batch)` of that call, for `ts.replay(step, *rejected.of(state))`.
+
+        From the state that the run ended in, as `error.state`. A rejected step leaves a state as it was; where others
+        were applied since, StateError, or with `exact=False` the batch and the keys of that call with later params.
+        """
+        if exact and int(state.step) != self.step:
+            fix = "Take of(state, exact=False), or end the run at the first one: max_bad=1."
+            got = f"step {int(state.step)}"
+            raise StateError(message("state", "Rejected.of()", got, f"that of step {self.step}, where it was", fix))
+        fields: dict[str, Any] = {"calls": self.calls}
+        if self.loss_scale is not None and state.loss_scale is not None:
+            scale = np.float32(self.loss_scale)
+            fields["loss_scale"] = dataclasses.replace(state.loss_scale, scale=scale)
+        return state.replace(**fields), self.batch
 
 
 class Run:
@@ -59,6 +89,7 @@ class Run:
         self.taken: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
         self.note: Callable[[str], None] = print  # a line above the progress
+        self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)  # the last ones
 
     def log(self, **numbers) -> None:
         """Let numbers join the row of this step."""
@@ -96,6 +127,7 @@ class Fit:
         self.read_at = 0.0  # when; 0 before the first call
         self.rejected, self.in_a_row = _rejected_of(state)[0], 0
         self.is_population = members_of(state) is not None
+        self.calls = _calls_of(state)  # of the state before the calls that were not read
         self.max_bad = 1 if getattr(step, "on_nonfinite", None) == "raise" else options.max_bad
         has_scale = isinstance(state, TrainState) and state.loss_scale is not None  # then some rejections do not count
         self.limit = _feed.NO_LIMIT if has_scale or self.is_population else self.max_bad + _rejected_of(state)[1]
@@ -214,6 +246,7 @@ class Fit:
         rejected = self.rejected + np.cumsum(verdicts > 0)
         fatal = self.note_rejected(verdicts, steps, epochs, infos)
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
+        self.keep_rejected(verdicts[:n], steps, chunks, infos)
         columns = {**dict(_columns(infos)), **named, "epoch": epochs, "rejected": rejected}
         still = {"steps_per_second": 1 / self.seconds} | self.still()
         if taken := [name for name in _own_names(infos) if name in {*OF_ROWS, *OF_FIT, *named, *still}]:
@@ -262,19 +295,39 @@ class Fit:
                 return i
         return None
 
+    def keep_rejected(self, verdicts, steps, chunks, infos) -> None:
+        """Keep the last rejected calls, for `replay`: a transfer of one batch for each of them."""
+        state, before = self.run.state, self.calls
+        self.calls += len(verdicts)
+        known = isinstance(infos, StepInfo) and isinstance(state, TrainState) and not self.is_population
+        if not known or not np.any(verdicts > 0) or jax.process_count() > 1:  # no process has the whole batch
+            return
+        for i in map(int, np.flatnonzero(verdicts > 0)[-MOST_REJECTED:]):
+            info = jax.tree.map(lambda x, i=i: x[i], infos)
+            if not is_searching(state, info, verdicts[i]):
+                chunk, batch = self.batch_of(i, chunks)
+                kept = Rejected(int(steps[i]), before + i, chunk.epoch, batch, info.loss_scale)
+                self.run.rejected.append(kept)
+
+    def batch_of(self, i: int, chunks) -> tuple[_feed.Chunk, Any]:
+        """The batch of the i-th of the calls that these chunks hold, on the host, and its chunk."""
+        chunk = next(chunk for chunk in chunks if (i := i - chunk.steps) < 0)
+        batch, mask = jax.device_get((chunk.feed.at(i + chunk.steps), getattr(chunk.feed, "mask", None)))
+        rows = None if mask is None else int(np.sum(mask))
+        return chunk, jax.tree.map(lambda x: x[:rows] if np.ndim(x) else x, batch) if rows else batch
+
     def give_up(self, i: int, chunks) -> None:
         """Raise for a call that was one rejected too many, and say what was wrong with it."""
-        run, at = self.run, i
-        chunk = next(chunk for chunk in chunks if (at := at - chunk.steps) < 0)
+        run = self.run
         assert run.info is not None
         limit = f"the last of {self.max_bad} in a row, max_bad={self.max_bad}"
         known = isinstance(run.info, StepInfo) and not self.is_population
         why = guard.explain(run.info.verdict, None) if known else "not finite"
         if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:  # else nobody has the batch
-            batch = jax.device_get(chunk.feed.at(at + chunk.steps))
-            why = self.step.why(run.state, run.info, batch, self.extra)
+            why = self.step.why(run.state, run.info, self.batch_of(i, chunks)[1], self.extra)
         limit = limit if self.max_bad > 1 else "on_nonfinite='raise'"
-        what = f"step {run.step} of epoch {chunk.epoch} was rejected: {why}; {limit}"
+        epochs = [chunk.epoch for chunk in chunks for _ in range(chunk.steps)]
+        what = f"step {run.step} of epoch {epochs[i]} was rejected: {why}; {limit}"
         raise NonFiniteError(f"{what}. `error.state` is the state before it.", run.state, run.info)
 
     def still(self) -> dict[str, float]:
@@ -382,6 +435,7 @@ class Fit:
             if state is not None:
                 _check_returned(state, run)
                 run.state, self.has_changed = state, True
+                self.calls = _calls_of(state)
         if logged := {k: x for k, x in run.row.items() if k not in before}:
             run.history.add(logged, run.step)
 
@@ -508,10 +562,14 @@ def step_of(state, default: int) -> int:
     return int(state.step) if members_of(state) is None else int(np.max(state.calls))
 
 
+def _calls_of(state) -> int:
+    return int(np.max(state.calls)) if isinstance(state, TrainState) else 0
+
+
 def _rejected_of(state) -> tuple[int, int]:
     if not isinstance(state, TrainState):
         return 0, 0
     return int(np.min(state.rejected)), int(np.min(state.rejected_in_a_row))
 
 
-__all__ = ["Fit", "Run", "form_of", "step_of"]
+__all__ = ["Fit", "Rejected", "Run", "form_of", "step_of"]

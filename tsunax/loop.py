@@ -189,7 +189,8 @@ def fit(
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends the run after the
     call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. SIGTERM does the
     same where there is a checkpoint, or a state of several processes, with SystemExit(143). Exceptions that pass
-    through carry `error.state` and `error.history`, the state None where the failed call had consumed it.
+    through carry `error.state`, `error.history` and `error.rejected` (for `ts.replay`), the state None where the failed
+    call had consumed it.
 
     Where a state lives on devices of several processes, they compare what decides (settings, data, what callbacks
     changed), and raise ProcessError on all of them where it differs. The numbers of `evaluate` are those of process 0.
@@ -338,6 +339,7 @@ def _with_state(error: BaseException, run: Run) -> BaseException:
     if not hasattr(error, "state") or error.state is None:  # type: ignore[attr-defined]
         error.state = None if gone else run.state  # type: ignore[attr-defined]
     error.history = run.history  # type: ignore[attr-defined]
+    error.rejected = tuple(run.rejected)  # type: ignore[attr-defined]
     if gone:
         error.add_note(f"the failed call had consumed the state of step {run.step}: error.state is None")
     return error
