@@ -661,16 +661,18 @@ def test_ray(ray, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_as_a_trainable_of_ray(ray, tmp_path):
+    from ray import tune as tuner_of
+
     def objective(x, report):
         for step in range(1, 4):
             report(step, x / step)
         return x * 2
 
-    tuner = ray.tune.Tuner(
+    tuner = tuner_of.Tuner(
         tuning.as_trainable(objective),
-        param_space={"x": ray.tune.grid_search([1.0, 2.0])},
-        tune_config=ray.tune.TuneConfig(metric="value", mode="max"),
-        run_config=ray.tune.RunConfig(storage_path=str(tmp_path), verbose=0),
+        param_space={"x": tuner_of.grid_search([1.0, 2.0])},
+        tune_config=tuner_of.TuneConfig(metric="value", mode="max"),
+        run_config=tuner_of.RunConfig(storage_path=str(tmp_path), verbose=0),
     )
     best = tuner.fit().get_best_result()
     assert best.config == {"x": 2.0} and best.metrics["value"] == 4.0
