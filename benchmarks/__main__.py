@@ -5,7 +5,7 @@ import sys
 
 ALL = (
     *("recompiles", "selection", "step", "rules", "convolutions", "accumulate", "precision", "remat"),
-    *("data", "loop", "checkpoint", "sharding", "population", "search", "importing"),
+    *("data", "loop", "checkpoint", "sharding", "population", "search", "insight", "importing"),
 )
 
 if __name__ == "__main__":

@@ -114,15 +114,8 @@ EDITS: dict[str, Edit] = {
     ),
 }
 assert len(EDITS) >= 30
-SOME = ("drop a clip", "add an average", "split into groups", "another rule for a part", "add accumulation", "train a part")
-    "drop a clip",
-    "add an average",
-    "split into groups",
-    "another rule for a part",
-    "add accumulation",
-    "train a part",
-)
-FAST = [("adam", edit) for edit in (*SOME, "add a lora", "after a freeze", "another rate for a part")]
+SOME = "drop a clip", "add an average", "split into groups", "another rule for a part", "add accumulation"
+FAST = [("adam", edit) for edit in (*SOME, "train a part", "add a lora", "after a freeze", "another rate for a part")]
 FAST += [("sgd", "add a clip"), ("rmsprop", "add a clip")]
 REST = [(rule, edit) for rule in RULES for edit in EDITS if (rule, edit) not in FAST]
 

@@ -52,6 +52,9 @@ class Fake:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while autotuning")
         return self
 
+    def as_text(self):
+        return ""
+
     def memory_analysis(self):
         rows = self.seen[-1]
         return dataclasses.make_dataclass("Stats", [

@@ -23,7 +23,20 @@ from tsunax.state import TrainState, averaged, setup, trainable
 from tsunax.step import StepInfo, flush, update, value_and_grad
 
 if _TYPE_CHECKING:  # loaded when they are first asked for
-    from tsunax import callbacks, distributed, exchange, loggers, losses, metrics, models, regularize, spaces, tuning
+    from tsunax import (
+        callbacks,
+        distributed,
+        exchange,
+        loggers,
+        losses,
+        metrics,
+        models,
+        regularize,
+        spaces,
+        sweep,
+        testing,
+        tuning,
+    )
     from tsunax._ahead import prefetch
     from tsunax.checkpoint import Checkpoints
     from tsunax.data import batches
@@ -43,6 +56,7 @@ if _TYPE_CHECKING:  # loaded when they are first asked for
         to_host,
     )
     from tsunax.history import History
+    from tsunax.insight import Description, describe, measured_peak, replay
     from tsunax.loop import fit, iterate, train_epoch, train_steps
     from tsunax.migration import migrate
     from tsunax.range_test import find_learning_rate
@@ -63,6 +77,7 @@ _LATER = {
         *("supported_devices", "to_device", "to_host"),
     ),
     "history": ("History",),
+    "insight": ("Description", "describe", "measured_peak", "replay"),
     "loop": ("fit", "iterate", "train_epoch", "train_steps"),
     "migration": ("migrate",),
     "reproduce": ("check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"),
@@ -78,6 +93,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Checkpoints",
+    "Description",
     "EvalStep",
     "History",
     "Loss",
@@ -90,6 +106,7 @@ __all__ = [
     "batches",
     "callbacks",
     "check_reproducible",
+    "describe",
     "device",
     "device_info",
     "device_of",
@@ -114,6 +131,7 @@ __all__ = [
     "iterate",
     "loggers",
     "losses",
+    "measured_peak",
     "member",
     "mesh",
     "metrics",
@@ -128,6 +146,7 @@ __all__ = [
     "prefetch",
     "refresh",
     "regularize",
+    "replay",
     "reproducible",
     "rules",
     "schedules",
@@ -137,6 +156,8 @@ __all__ = [
     "simulate",
     "spaces",
     "supported_devices",
+    "sweep",
+    "testing",
     "thaw",
     "to_device",
     "to_host",

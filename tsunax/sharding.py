@@ -93,6 +93,7 @@ def shard(state: Any, mesh: Mesh, rules=None, *, logical: Mapping[str, Any] | No
     Raises PatternError for a rule that matches nothing, DeviceError for one that the mesh or the shape cannot follow.
     Source of the scheme: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), GSPMD (Xu et al. 2021, arXiv:2105.04663).
 
+    >>> import jax.numpy as jnp
     >>> import tsunax as ts
     >>> state = shard(ts.setup(ts.rules.adam(1e-3), {"w": jnp.zeros((8, 4))}), mesh())
     >>> len(state.params["w"].sharding.device_set) == len(jax.devices())
@@ -303,6 +304,7 @@ class Placement:
 def explain(tree) -> Placement:
     """Who lives where: for each array of a tree how it is spread, and the bytes that each device holds.
 
+    >>> import jax.numpy as jnp
     >>> import tsunax as ts
     >>> explain(ts.shard({"w": jnp.zeros((64, 64))}, mesh(fsdp=-1, data=1)))
     ['w']  float32[64, 64]  ...
