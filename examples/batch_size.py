@@ -17,7 +17,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import tsunax as ts
-from tsunax.search import find_batch_size, find_learning_rate
+from tsunax import find_batch_size, find_learning_rate
 
 WIDTH = 1024
 
