@@ -28,6 +28,8 @@ os.environ.pop("TSUNAX_DEVICE", None)
 import hypothesis
 import jax
 
+from tests.helpers import need
+
 # The first example of a property compiles, the others do not: time per example says nothing.
 hypothesis.settings.register_profile("tsunax", deadline=None)
 hypothesis.settings.load_profile("tsunax")
@@ -55,3 +57,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid in _LONG:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def ray():
+    """A local Ray, one for the process: a second `ray.init` ends it."""
+    ray = need("ray")
+    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+    root = str(Path(__file__).resolve().parents[1])
+    env = {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
+    yield ray
+    ray.shutdown()

@@ -1,29 +1,14 @@
 """Training on a real local Ray: plain actors, and Ray Train."""
 
 import json
-import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests import processes
-from tests.helpers import need
 from tsunax import ray as ts_ray
 from tsunax.errors import MissingLibraryError, TsunaxError
-
-ROOT = str(Path(__file__).resolve().parents[1])
-ENV = {"env_vars": {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}}
-
-
-@pytest.fixture(scope="module")
-def ray():
-    ray = need("ray")
-    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=ENV)
-    yield ray
-    ray.shutdown()
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own

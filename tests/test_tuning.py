@@ -616,16 +616,6 @@ def test_optunas_own_samplers(optuna):
         tune(backend="optuna", sampler=3)
 
 
-@pytest.fixture(scope="module")
-def ray():
-    ray = need("ray")
-    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
-    env = {"env_vars": {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}}
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=env)
-    yield ray
-    ray.shutdown()
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_ray(ray, tmp_path):
