@@ -1,6 +1,7 @@
 """The examples run and reach their numbers; the pages of docs/ do what they print; README's diff is the examples'."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import assert_trees_equal, need
-from test_readme import broken_promises
+from test_readme import broken_promises, promises
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "```python" in page.read_text(encoding="utf-8")]
@@ -152,18 +153,66 @@ def test_pages_are_read_block_by_block(tmp_path):
     assert broken_promises(copy, tmp_path) == ["page.md:10: printed ['1'], expected ['2']"]
 
 
-@pytest.mark.slow  # a kernel, and two figures
-def test_the_notebook_runs_and_shows(tmp_path):
+# ----------------------------------------------------------------------------------------------------- notebooks
+
+NOTEBOOKS = {"quickstart": (1, 2), "finetune_lora": (1, 1), "population": (3, 0)}  # pictures, and states and tables
+
+
+def notebook(name: str) -> list[dict]:
+    return json.loads((ROOT / "examples" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+
+
+def unkept(cells: list[dict]) -> list[str]:
+    """What the cells promise, `print(...)  # text`, and none of their lines says, in this order."""
+    problems = []
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            outputs = (output["text"] for output in cell["outputs"] if output.get("name") == "stdout")
+            lines = iter("".join(outputs).splitlines())
+            problems += [text for text in promises("".join(cell["source"])).values() if text not in lines]
+    return problems
+
+
+@pytest.mark.slow  # a kernel each, and figures
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs_and_shows(name, tmp_path):
     nbclient, nbformat = need("nbclient"), need("nbformat")
     need("ipykernel"), need("matplotlib")
-    notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
+    cells = nbformat.read(ROOT / "examples" / f"{name}.ipynb", as_version=4)
     env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         [patch.delenv(name, raising=False) for name in set(os.environ) - set(env)]
-        nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    kinds = [set(output.get("data", {})) for cell in notebook.cells for output in cell.get("outputs", ())]
-    assert any("image/png" in kind for kind in kinds) and sum("text/html" in kind for kind in kinds) >= 2
+        nbclient.NotebookClient(cells, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    kinds = [set(output.get("data", {})) for cell in cells.cells for output in cell.get("outputs", ())]
+    pictures, tables = NOTEBOOKS[name]
+    assert sum("image/png" in kind for kind in kinds) >= pictures
+    assert sum("text/html" in kind for kind in kinds) >= tables
+    assert unkept(cells.cells) == []
+
+
+def test_promises_of_a_notebook_are_looked_at():
+    cell = {"cell_type": "code", "source": ["print(1)  # 1\n", "print(2)  # 3"]}
+    says = lambda text: [cell | {"outputs": [{"name": "stdout", "text": text}]}]
+    assert unkept(says("1\n2\n")) == ["3"] and unkept(says("1\nmore\n3\n")) == [] and unkept(says("")) == ["1", "3"]
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_starts_with_the_line_for_colab_and_ends_in_a_number(name):
+    first, *_, last = (cell for cell in notebook(name) if cell["cell_type"] == "code")
+    line = "".join(first["source"]).removeprefix("# %pip install --quiet ").split()
+    assert line[0] == "tsunax" and set(line[1:]) <= {"scikit-learn", "matplotlib"}  # and no jax, which Colab has
+    assert re.search(r"^assert \w+ > 0\.\d+$", "".join(last["source"]), re.MULTILINE)
+    assert not any(cell.get("outputs") for cell in notebook(name))
+
+
+def test_the_index_has_every_example():
+    index = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in index.splitlines() if line.startswith("| [")]
+    files = {path.name for path in (ROOT / "examples").glob("*") if path.suffix in (".py", ".ipynb")}
+    assert sorted(re.findall(r"^\| \[(\S+)\]\((\S+)\)", "\n".join(rows), re.M)) == sorted((f, f) for f in files)
+    assert {path.stem for path in (ROOT / "examples").glob("*.ipynb")} == set(NOTEBOOKS)
+    assert [row for row in rows if not re.fullmatch(r"\|.+\|.+\| \w+ \| (about )?\d+ \| `.*\d.*` \|", row)] == []
 
 
 def test_the_readme_shows_the_twins():
