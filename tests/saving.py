@@ -1,6 +1,7 @@
 """What one of several processes saves in a test: `python -m tests.saving WORK FOLDER`; prints what it found as JSON."""
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import tsunax as ts
-from tsunax import distributed
+from tsunax import distributed, exchange
 from tsunax.errors import TsunaxError
 
 SHAPES = {"w": (8, 6), "deep": {"v": (4, 1024), "b": (6,)}}
@@ -121,6 +122,14 @@ def shares(folder: Path) -> dict:
         found["steps there"] = checkpoints.steps()
         other = ts.shard(other_rule(), ts.mesh(data=1, fsdp=-1))
         found["another rule"] = told(checkpoints.restore, other if me else like)
+        found["another resume"] = told(checkpoints.restore, like, resume="never" if me else "auto")
+        found["another part"] = told(checkpoints.restore, like, partial="w" if me else "deep/**")
+        members = dataclasses.replace(state, clock=spread(np.zeros((2, 4), np.int32)))
+        found["members"] = [told(of, checkpoints, members), told(checkpoints.restore, members)]
+        whole = ts.shard(trained().params, ts.mesh())
+        exchange.save(folder / f"{me}.safetensors", whole)
+        found["given away"] = same(exchange.restore(folder / f"{me}.safetensors", whole), trained().params)
+        found["a part given away"] = told(exchange.save, folder / "parts.safetensors", {"x": spread(np.ones(4))})
         distributed.barrier("before the damage")
         if me:
             flip(path / "3" / "arrays" / "1.safetensors")
@@ -140,6 +149,7 @@ def shares(folder: Path) -> dict:
     found["two at once"] = [told(one.save, state) for one in two] + [told(one.wait) for one in two]
     found["two at once"] += [one.steps() for one in two]
     _store.write = write
+    found["other settings"] = told(ts.Checkpoints, folder / "run", every=2 + me, keep_last=3, fingerprint={"rows": me})
     if not me:
         (folder / "elsewhere").mkdir()
     found["elsewhere"] = told(ts.Checkpoints, folder / ("elsewhere" if me else "run"))
@@ -187,6 +197,14 @@ def holds(folder: Path) -> str:
         time.sleep(0.05)
     checkpoints.close()
     return ""
+
+
+def spread(x):
+    """An array with a row on each process."""
+    import jax
+
+    rows = jax.sharding.NamedSharding(ts.mesh(), jax.sharding.PartitionSpec("data"))
+    return jax.make_array_from_callback(x.shape, rows, x.__getitem__)
 
 
 def told(f, *args, **kwargs) -> str:

@@ -482,16 +482,23 @@ def test_paths(tmp_path, monkeypatch):
 
 
 def test_settings(tmp_path):
-    for name, value in {"every": 0, "keep_last": 0, "keep_every": -1, "timeout": 0}.items():
+    endless = {"timeout": float("inf"), "timeout ": 1e12, " timeout": float("nan"), " timeout ": True}
+    for name, value in {"every": 0, "keep_last": 0, "keep_every": -1, "timeout": 0, **endless}.items():
+        name = name.strip()
         assert f"{name} at Checkpoints(): got " in error_of(
             lambda: Checkpoints(tmp_path, **{name: value}), HyperparameterError
         )
-    for name, value in {"every": 2.5, "keep_last": True, "keep_every": "4", "keep_best": 3}.items():
+    of_another_type = {"read_only": "no", "fingerprint": [("seed", 0)]}
+    for name, value in {"every": 2.5, "keep_last": True, "keep_every": "4", "keep_best": 3, **of_another_type}.items():
         assert " at " in error_of(lambda: Checkpoints(tmp_path, **{name: value}), WrongTypeError)
     assert "got 'least' (str), expected 'min' or 'max'" in error_of(lambda: Best("a", mode="least"), WrongTypeError)
     assert "got 'yes' (str), expected 'auto', 'must' or 'never'" in error_of(
         lambda: Checkpoints(tmp_path).restore(make(), resume="yes"), WrongTypeError
     )
+    for name in ("cast", "params_only"):
+        assert f"{name} at restore(): got 'no' (str), expected True or False" in error_of(
+            lambda: Checkpoints(tmp_path).restore(make(), **{name: "no"}), WrongTypeError
+        )
     checkpoints = Checkpoints(tmp_path, every=3)
     assert [checkpoints.due(i) for i in range(7)] == [False, False, False, True, False, False, True]
     assert not Checkpoints(tmp_path).due(3)
@@ -605,11 +612,12 @@ def test_leaves_that_cannot_be_saved(tmp_path):
         "strings": np.array(["a"]),
         "bytes": b"x",
         "dates": np.array(1, "M8[s]"),
+        "masked": np.ma.array([1.0, 2.0], mask=[False, True]),
     }
     for value in bad.values():
         text = error_of(lambda value=value: checkpoints.save({"a": jnp.ones(1), "x": value}, step=0), WrongTypeError)
         assert text.startswith("leaf at state['x']: got ") and text.endswith("Leave it out of what is saved.")
-    for name, value in {"data": {1: 2}, "history": object(), "callbacks": [jnp.sin]}.items():
+    for name, value in {"data": {1: 2}, "history": object(), "callbacks": [jnp.sin, bad["masked"]]}.items():
         assert f" at {name}" in error_of(lambda: checkpoints.save(make(), **{name: value}), WrongTypeError)
     assert "without a TrainState" in error_of(lambda: checkpoints.save({"a": jnp.ones(1)}), WrongTypeError)
     assert "without leaves" in error_of(lambda: checkpoints.save({}, step=0), WrongTypeError)
@@ -621,7 +629,10 @@ def test_leaves_that_cannot_be_saved(tmp_path):
     assert "donated" in error_of(lambda: checkpoints.save(state), StateError)
     traced = lambda x: checkpoints.save({"x": x}, step=0)
     assert "Save outside of jit" in error_of(lambda: jax.jit(traced)(1.0), WrongTypeError)
-    assert "one number" in error_of(lambda: checkpoints.save(make(), metrics={"a": np.ones(2)}), WrongTypeError)
+    for value in (np.ones(2), 1j, 10**400, "x", None):
+        text = error_of(lambda value=value: checkpoints.save(make(), metrics={"a": value}), WrongTypeError)
+        assert text.startswith("metric 'a' at save(): got ") and text.endswith("expected one number.")
+    assert "a dict of numbers" in error_of(lambda: checkpoints.save(make(), metrics=[("a", 1)]), WrongTypeError)
     assert checkpoints.steps() == []
 
 
@@ -1012,6 +1023,52 @@ def test_a_second_sigterm_does_not_cut_the_save_short(tmp_path, monkeypatch):
     assert Checkpoints(tmp_path, read_only=True).latest() == int(ended.value.state.step) >= 3
 
 
+def test_a_directory_that_goes_away_under_a_run_is_not_made_anew(tmp_path):
+    """Nor one written into that has come in its place: only the lock that was taken keeps others out."""
+    cases = {
+        "moved": lambda path: os.rename(path, tmp_path / "elsewhere"),
+        "deleted": shutil.rmtree,
+        "another in its place": lambda path: (os.rename(path, tmp_path / "old"), path.mkdir(), lock(path)),
+        "lock deleted": lambda path: (path / "tsunax.lock").unlink(),
+        "lock of another run": lambda path: ((path / "tsunax.lock").unlink(), lock(path)),
+    }
+    lock = lambda path: (path / "tsunax.lock").touch()
+    for name, change in cases.items():
+        path = tmp_path / name
+        checkpoints = Checkpoints(path)
+        checkpoints.save(make())
+        checkpoints.wait()
+        change(path)
+        before = sorted(os.listdir(path)) if path.exists() else None
+        checkpoints.save(updated(make()))
+        with pytest.raises(SaveError, match=r"save of step 1 at .*(No such file|another directory)"):
+            checkpoints.close()
+        assert (sorted(os.listdir(path)) if path.exists() else None) == before, name
+
+
+def test_the_lock_is_kept_from_those_who_delete_what_is_old(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        os.utime(tmp_path / "tsunax.lock", (0, 0))
+        checkpoints.save(make())
+        checkpoints.wait()
+        assert time.time() - os.stat(tmp_path / "tsunax.lock").st_mtime < 60
+
+
+def test_a_save_that_was_given_up_never_appears_after_the_lock_has_gone(tmp_path, monkeypatch):
+    go, write = threading.Event(), _store.write
+    monkeypatch.setattr(_store, "write", lambda *a: (go.wait(30), write(*a)))
+    checkpoints = Checkpoints(tmp_path, timeout=1.0)
+    checkpoints.save(make())
+    job = checkpoints._job
+    with pytest.raises(SaveError, match="got nothing after 0 s"):
+        checkpoints.wait(0.0)
+    checkpoint._release(checkpoints)
+    go.set()
+    assert job.done.wait(30) and "closed before it was written" in str(job.error)
+    job.told = True
+    assert os.listdir(tmp_path) == ["tsunax.lock"]
+
+
 def test_a_restore_that_hangs_is_given_up(three, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(_store, "verified", lambda *_: go.wait(30) and {})
@@ -1053,6 +1110,10 @@ if what == "hang":
 checkpoints = Checkpoints(path, timeout=1.0 if what == "hang" else 60.0)
 checkpoints.save({"w": jnp.ones(3)}, step=1)
 if what == "fork" and os.fork() == 0:
+    try:
+        checkpoints.save({"w": jnp.ones(3)}, step=2)
+    except Exception as error:
+        print(error, flush=True)
     time.sleep(20)
     os._exit(0)
 if what in ("kill", "fork"):
@@ -1101,7 +1162,10 @@ def test_one_writer_a_directory(tmp_path):
     run.communicate("", timeout=60)
     assert Checkpoints(tmp_path).steps() == [1]
     for what, other in dead.items():
-        assert other.stdout.readline() == "saved\n", other.stderr.read()
+        said = sorted(other.stdout.readline() for _ in range(2 if what == "fork" else 1))
+        assert said[-1] == "saved\n", other.stderr.read()
+        if what == "fork":
+            assert said[0] == "checkpoints at save(): got those of the process that forked, expected own ones.\n"
         assert other.wait(60) == -9
         checkpoints = Checkpoints(tmp_path / what)
         checkpoints.save({"w": jnp.ones(3)}, step=2)

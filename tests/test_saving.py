@@ -81,6 +81,18 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeyp
     assert zero["left"] == ["2", "tsunax.lock"] and zero["steps there"] == one["steps there"] == [2, 3]
     assert re.match(rf"CheckpointError: {who[1]}: checkpoint of another state at", zero["another rule"])
 
+    for case, what in {
+        "another resume": r"restore\(\): resume: got 'never' on {}, 'auto' on process 0",
+        "another part": r"restore\(\): partial: got 'w' on {}, 'deep/\*\*' on process 0",
+        "other settings": r"Checkpoints\(\): fingerprint\['rows'\]: got 1 on {0}, 0 .*; every: got 3 on {0}, 2",
+    }.items():
+        assert zero[case] == one[case] and re.search(what.format(who[1]), one[case]), zero[case]
+    for i, call in enumerate(["save", "restore"]):
+        text = f"StateError: population at {call}(): got members on devices of several processes, expected of one."
+        assert zero["members"][i] == text and one["members"][i].endswith(text.removeprefix("StateError"))
+    assert zero["given away"] and one["given away"]
+    assert "got an array of which other processes have a part" in zero["a part given away"]
+
     assert zero["damaged"][:2] == one["damaged"][:2] == [2, True]  # both go back, though one alone read the damage
     assert re.search(rf"step 3: {who[1]}: state\.\S+: other bytes than were saved \(sha256\)", zero["damaged"][2][0])
     assert re.search(r"step 3: state\.\S+: other bytes than were saved", one["damaged"][2][0])

@@ -159,7 +159,7 @@ class Lock:
     outlives its parent) does not have it. It does not hold against a second owner in the same process.
     """
 
-    def __init__(self, folder: Path, is_mine: bool = True):
+    def __init__(self, folder: Path, is_mine: bool = True, reader: str = "read_only=True"):
         self.pid = os.getpid()
         self.text = ""  # what the file says; to open it again, and close it, would drop the lock
         self._fd: int | None = None
@@ -169,7 +169,7 @@ class Lock:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         self._fd = os.open(path, flags, 0o666)
         try:
-            self._take(folder)
+            self._take(folder, reader)
             os.ftruncate(self._fd, 0)
             about = {"pid": self.pid, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             self.text = json.dumps(about)
@@ -179,7 +179,7 @@ class Lock:
             os.close(self._fd)
             raise
 
-    def _take(self, folder: Path) -> None:
+    def _take(self, folder: Path, reader: str) -> None:
         try:
             import fcntl
 
@@ -187,10 +187,19 @@ class Lock:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (ImportError, OSError) as error:
             if getattr(error, "errno", None) in (errno.EACCES, errno.EAGAIN):
-                got, fix = self._owner(), "Wait for it to end, give another path, or read with read_only=True."
+                got, fix = self._owner(), f"Wait for it to end, give another path, or read with {reader}."
                 where = str(folder)
                 raise CheckpointError(message("directory in use", where, got, "no other writer", fix)) from None
             warnings.warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.", stacklevel=4)
+
+    def check(self, folder: Path) -> None:
+        """Raise OSError unless the file in `folder` is still the locked one; else another run may be at work there."""
+        if self._fd is None:
+            return
+        mine, there = os.fstat(self._fd), os.lstat(folder / LOCK)
+        if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+            raise FileExistsError(f"{folder} is another directory than at the start, or its {LOCK} another file")
+        os.utime(self._fd)  # for those who delete what is old
 
     def _owner(self) -> str:
         try:

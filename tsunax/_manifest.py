@@ -81,10 +81,10 @@ class Leaf:
         return f"{self.kind} {self.value!r:.40}" if self.value is not None else self.kind
 
 
-def dtype_name(dtype) -> str | None:
-    """The name of a dtype that can be saved; None for object, str, dates and records."""
-    name = np.dtype(dtype).name
-    return name if dtype_of(name) == dtype else None
+def dtype_name(x) -> str | None:
+    """The name of an array's dtype, if it can be saved; None for object, str, dates, records, and under a mask."""
+    name = np.dtype(x.dtype).name
+    return name if dtype_of(name) == x.dtype and not isinstance(x, np.ma.MaskedArray) else None
 
 
 def dtype_of(name: str) -> np.dtype | None:
@@ -110,7 +110,7 @@ def leaf_of(path: Path, x, root: str = "state") -> Leaf:
     if _tree.is_key(x):
         return Leaf(path, f"key:{implementation(x.dtype)}", key_shape(x.shape, x.dtype), "uint32")
     if isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
-        name = dtype_name(x.dtype)
+        name = dtype_name(x)
         if name is not None:
             return Leaf(path, "array", tuple(x.shape), name)
     elif isinstance(x, (bool, int, float, complex, str)) and type(x).__module__ == "builtins":
@@ -351,7 +351,7 @@ def encode(x: Any, keep: Callable[[np.ndarray], Any], where: str, depth: int = 0
     if _tree.is_key(x):
         return {"$key": implementation(_tree.dtype_of(x)), "data": inner(np.asarray(jax.random.key_data(x)), "key")}
     is_here = getattr(x, "is_fully_addressable", True) or getattr(x, "is_fully_replicated", True)
-    if _tree.is_array(x) and dtype_name(_tree.dtype_of(x)) is not None and is_here:
+    if _tree.is_array(x) and dtype_name(x) is not None and is_here:
         return {"$array": keep(np.array(x, copy=True))}
     expected = "None, numbers, strings, arrays, and lists, tuples and dicts of them"
     raise WrongTypeError(message("value", where, _tree.describe(x), expected))

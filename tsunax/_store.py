@@ -46,19 +46,26 @@ def check_saveable(tree: _manifest.Tree) -> None:
             raise WrongTypeError(message("leaf", _manifest.show("state", path), "a ShapeDtypeStruct", "an array"))
 
 
+def check_members(tree: _manifest.Tree, where: str) -> None:
+    for state in tree.states.values():
+        if not (is_local(state.clock) or state.clock.is_fully_replicated):
+            got = "members on devices of several processes"
+            raise StateError(message("population", where, got, "of one"))
+
+
 def step_of(tree: _manifest.Tree, step) -> int:
     if step is None:
         if not tree.states:
             fix = "save(state, step=...)."
             raise WrongTypeError(message("state", "save()", "a tree without a TrainState", "one, or step=", fix))
-        step = int(np.max(np.asarray(next(iter(tree.states.values())).step)))
+        step = int(np.max(np.asarray(next(iter(tree.states.values())).clock)[..., 0]))
     _checks.check_count(step, "save()", "step", 0)
     if step >= 1 << 48:
         raise HyperparameterError(message("step", "save()", step, "< 2**48"))
     return int(step)
 
 
-def stored(path, kind: str, shape, dtype, blocks, copies: list[np.ndarray], process: int) -> Leaf:
+def stored(path, kind: str, shape, dtype: str, blocks, copies: list[np.ndarray], process: int) -> Leaf:
     """A leaf whose blocks, [(bounds, host array)], go to the end of `copies`; those without elements are not stored."""
     shards = []
     for bounds, block in blocks:
@@ -67,9 +74,7 @@ def stored(path, kind: str, shape, dtype, blocks, copies: list[np.ndarray], proc
         if block.size:
             shards.append(_manifest.Shard(bounds, "", f"{process}/{len(copies)}"))
             copies.append(block)
-    name = _manifest.dtype_name(dtype)
-    assert name is not None
-    return Leaf(path, kind, tuple(shape), name, tuple(shards))
+    return Leaf(path, kind, tuple(shape), dtype, tuple(shards))
 
 
 def is_local(x) -> bool:
@@ -102,7 +107,7 @@ def copied(tree: _manifest.Tree, copies: list[np.ndarray], process: int) -> list
             blocks.append((bounds, np.array(s.data, copy=True) if on_host(s) else np.asarray(s.data)))
         if is_mine and not isinstance(x, jax.Array):
             blocks.append((None, np.array(x, copy=True)))
-        leaves.append(stored(path, fact.kind, fact.shape, _manifest.dtype_of(fact.dtype), blocks, copies, process))
+        leaves.append(stored(path, fact.kind, fact.shape, fact.dtype, blocks, copies, process))
     return leaves
 
 

@@ -43,6 +43,7 @@ from tsunax.errors import (
     message,
     told,
 )
+from tsunax.state import check_flags
 
 __all__ = ["Best", "Checkpoints", "Restored"]
 
@@ -139,8 +140,13 @@ class Checkpoints:
         for name, value in {"every": every, "keep_last": keep_last, "keep_every": keep_every}.items():
             if value is not None:
                 _checks.check_count(value, "Checkpoints()", name)
-        if not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise HyperparameterError(message("timeout", "Checkpoints()", _tree.describe(timeout), "seconds > 0"))
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
+            expected = "seconds > 0, < 1e6"
+            raise HyperparameterError(message("timeout", "Checkpoints()", _tree.describe(timeout), expected))
+        if not isinstance(fingerprint, Mapping | None):
+            got, expected = _tree.describe(fingerprint), "a dict of plain values"
+            raise WrongTypeError(message("fingerprint", "Checkpoints()", got, expected))
+        check_flags("Checkpoints()", read_only=read_only)
         if keep_best is not None and not isinstance(keep_best, Best):
             keep_best = Best(keep_best)
         self.path = _absolute(path)
@@ -175,6 +181,9 @@ class Checkpoints:
                 raise CheckpointError(message("path", str(self.path), "another directory", "that of process 0", fix))
             return _open(self), ""
 
+        settings = ("every", "keep_last", "keep_best", "keep_every", "timeout")
+        alike = {"fingerprint": self._fingerprint, **{name: getattr(self, name) for name in settings}}
+        distributed.compare("Checkpoints()", alike, self.timeout + 10)
         _, words = self._together("Checkpoints()", take)
         text, self._name = json.loads(words[0])  # its threads speak under a name of their own: there may be others
         if self._count > 1:
@@ -217,6 +226,7 @@ class Checkpoints:
             numbers = _numbers(metrics)
             tree = _manifest.tree_of(state)
             _store.check_saveable(tree)
+            _store.check_members(tree, "save()")
             at = _store.step_of(tree, step)
             copies: list[np.ndarray] = []
             leaves = _store.copied(tree, copies, self._process)
@@ -235,7 +245,7 @@ class Checkpoints:
         first, mine = json.loads(words[0]), json.loads(words[self._process])
         facts = {path: _manifest.state_facts(s) for path, s in tree.states.items()}
         if self._count > 1:
-            alike = {"step": at, "fingerprint": self._fingerprint, "setup": list(facts.values())}
+            alike = {"step": at, "setup": list(facts.values())}
             for (path, x), leaf in zip(tree.leaves, leaves, strict=True):
                 alike[_manifest.show("state", path)] = x if _store.is_local(x) else str(leaf)
             distributed.compare("save()", alike, self.timeout + 10)
@@ -248,7 +258,7 @@ class Checkpoints:
         def keep(x: np.ndarray) -> int:
             block = [(None, x)]
             path = (str(len(arrays)),)
-            arrays.append(_store.stored(path, "array", x.shape, x.dtype, block, copies, self._process))
+            arrays.append(_store.stored(path, "array", x.shape, x.dtype.name, block, copies, self._process))
             return len(arrays) - 1
 
         values = {name: _manifest.encode(given[name], keep, name) for name in own}
@@ -341,9 +351,13 @@ class Checkpoints:
         """
         if resume not in ("auto", "must", "never"):
             raise WrongTypeError(message("resume", "restore()", _tree.describe(resume), "'auto', 'must' or 'never'"))
+        check_flags("restore()", cast=cast, params_only=params_only)
+        alike = {"step": step, "partial": partial, "cast": cast, "resume": resume, "params_only": params_only}
+        distributed.compare("restore()", alike, self.timeout + 10)
 
         def look():
             self.wait()
+            _store.check_members(_manifest.tree_of(like), "restore()")
             return None, "" if self._process else json.dumps(self._folder.steps())
 
         found = json.loads(self._together("restore()", look)[1][0])
@@ -484,7 +498,8 @@ class Checkpoints:
     def _write_part(self, job: _Job, manifest: Manifest, copies: list[np.ndarray]) -> Manifest:
         """The shards of this process, on the disk. Read back, where older ones are to be deleted for them."""
         arrays = job.folder / ARRAYS
-        os.makedirs(arrays, exist_ok=True)
+        for folder in (job.folder, arrays):  # not the run's own: that was moved or deleted, if it is not there
+            folder.mkdir(exist_ok=True)
         file = _store.file_of(arrays, self._process)
         hashes = _store.digests(copies)
         if copies:
@@ -510,6 +525,10 @@ class Checkpoints:
             except (OSError, ValueError) as error:
                 raise Damaged(f"part of {distributed.name_of(i)}: {told(error)}") from None
             os.unlink(path)
+        lock = self._lock
+        if lock is None:
+            raise Damaged("closed before it was written")
+        lock.check(self.path)
         return self._folder.complete(job.folder, _manifest.merged(manifests))
 
     def _dropped(self, newest: int, metrics: dict[str, float]) -> list[int]:
@@ -527,6 +546,8 @@ class Checkpoints:
     def _check_writer(self, where: str) -> None:
         if self.read_only:
             raise CheckpointError(message("checkpoints", where, "read_only=True", "ones that write"))
+        if self._lock is not None and self._lock.pid != os.getpid():
+            raise CheckpointError(message("checkpoints", where, "those of the process that forked", "own ones"))
         if self._lock is None:
             fix = "One Checkpoints a directory and process writes: the one made last."
             raise CheckpointError(message("checkpoints", where, "closed ones", "open ones", fix))
@@ -553,11 +574,17 @@ def _no_arrays(array):
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    if not isinstance(metrics, Mapping | None):
+        raise WrongTypeError(message("metrics", "save()", _tree.describe(metrics), "a dict of numbers"))
     out = {}
     for name, value in (metrics or {}).items():
-        if not isinstance(name, str) or np.ndim(value) or _tree.dtype_of(value) is None:
-            raise WrongTypeError(message(f"metric {name!r:.60}", "save()", _tree.describe(value), "one number"))
-        out[name] = float(value)
+        try:
+            if not isinstance(name, str) or np.ndim(value) or _tree.dtype_of(value) is None:
+                raise TypeError
+            out[name] = float(value)
+        except (TypeError, OverflowError):
+            where = f"metric {name!r:.60}"
+            raise WrongTypeError(message(where, "save()", _tree.describe(value), "one number")) from None
     return out
 
 

@@ -118,7 +118,7 @@ def _check_array(path, x, leaf: Leaf) -> None:
     if leaf.dtype not in _safetensors.CODE_OF:
         fix = "Cast it, or save with Checkpoints."
         raise WrongTypeError(message("leaf", where, str(leaf), "a dtype that safetensors has", fix))
-    if not getattr(x, "is_fully_addressable", True):
+    if not _store.is_local(x) and not x.is_fully_replicated:
         fix = "Gather it: jax.experimental.multihost_utils.process_allgather."
         raise WrongTypeError(message("leaf", where, "an array of which other processes have a part", "a whole", fix))
 
