@@ -1,17 +1,30 @@
-"""Run the benchmarks named on the command line, or all of them."""
+"""Run the benchmarks named on the command line, or all of them, each in a process of its own; then write RESULTS.md."""
 
-import importlib
+import os
+import subprocess
 import sys
 
-ALL = (
-    *("recompiles", "selection", "step", "rules", "convolutions", "accumulate", "precision", "remat"),
-    *("data", "loop", "checkpoint", "sharding", "population", "search", "insight", "importing"),
-)
+from benchmarks._report import TARGETS, report
+
+EIGHT = "--xla_force_host_platform_device_count=8"
+
+
+def main() -> None:
+    options = [arg for arg in sys.argv[1:] if arg.startswith("-")]
+    names = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
+    for name in names:
+        if name not in TARGETS:
+            sys.exit(f"benchmarks: got {name!r}, expected one of {', '.join(TARGETS)}")
+    failed = []
+    for name in names or TARGETS:
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {EIGHT}" if name == "sharding" else os.environ.get("XLA_FLAGS", "")
+        command = [sys.executable, "-c", f"from benchmarks.{name} import main; main()", *options]
+        if subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags.strip()}).returncode:
+            failed.append(name)
+    report()
+    if failed:
+        sys.exit(f"benchmarks: failed: {', '.join(failed)}")
+
 
 if __name__ == "__main__":
-    names = [name for name in sys.argv[1:] if not name.startswith("--")] or ALL
-    for name in names:
-        if name not in ALL:
-            sys.exit(f"benchmarks: got {name!r}, expected one of {', '.join(ALL)}")
-    for name in names:
-        importlib.import_module(f"benchmarks.{name}").main()
+    main()

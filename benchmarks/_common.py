@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 RESULTS = Path(__file__).parent / "results"
+_shown: list[dict] = []  # tables and notes since the last save
 
 
 def interleave(contenders, *, rounds: int, steps: int) -> dict[str, list[float]]:
@@ -35,8 +36,14 @@ def ratio(times, name: str, floor: str) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def cells_of(head, rows) -> list[list[str]]:
+    """A table's texts, its head first."""
+    return [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in [head, *rows]]
+
+
 def table(title: str, rows: list[tuple], head: tuple) -> None:
-    cells = [tuple(f"{x:.3f}" if isinstance(x, float) else str(x) for x in row) for row in [head, *rows]]
+    _shown.append({"title": title, "head": head, "rows": rows})
+    cells = cells_of(head, rows)
     width = [max(len(row[i]) for row in cells) for i in range(len(head))]
     print(f"\n{title}")
     for row in cells:
@@ -46,13 +53,21 @@ def table(title: str, rows: list[tuple], head: tuple) -> None:
         )
 
 
-def save(name: str, results: dict) -> None:
+def note(text: str) -> None:
+    """A line that belongs to the results."""
+    _shown.append({"note": text})
+    print(f"  {text}", flush=True)
+
+
+def save(name: str) -> None:
+    """Writes what `table` and `note` showed since the last time; `report` makes RESULTS.md of all these files."""
     about = {"jax": jax.__version__, "optax": optax.__version__, "python": platform.python_version()}
     about |= {"device": jax.devices()[0].device_kind, "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-jax{jax.__version__}.json"
-    path.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
-    print(f"  -> {path.relative_to(RESULTS.parent.parent)}")
+    path.write_text(json.dumps({"about": about, "shown": _shown}, indent=1) + "\n")
+    _shown.clear()
+    print(f"  -> {path.relative_to(RESULTS.parent.parent)}", flush=True)
 
 
 def mlp(sizes, seed=0):

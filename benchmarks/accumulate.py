@@ -127,7 +127,6 @@ def temporary_bytes(accumulate, params, batch, loss_fn) -> int:
 
 
 def main(rounds: int = 15) -> None:
-    results: dict = {}
     ours = "tsunax, accumulate=8"
     for name, (make, rows) in MODELS.items():
         params, batch, loss_fn = make(rows)
@@ -143,7 +142,6 @@ def main(rounds: int = 15) -> None:
         ratios = {k: ratio(times, ours, k) for k in times}
         head = ("contender", "ms/update", "tsunax over it, low", "median", "high")
         table(f"{name}, {rows} rows", [(k, middle[k], *ratios[k]) for k in times], head)
-        results[name] = {"ms": middle, "tsunax over": ratios}
 
     rows = []
     for name, make in LARGE.items():
@@ -156,8 +154,7 @@ def main(rounds: int = 15) -> None:
         rows.append((name, *found, cut / (one + gradient)))
     head = ("32 rows, MiB", "full batch", ours, "one micro-batch", "f32 gradient", "ratio to both")
     table("temporary memory, counted by XLA", rows, head)
-    results["memory"] = {name: dict(zip(head[1:], found, strict=True)) for name, *found in rows}
-    save("accumulate", results)
+    save("accumulate")
 
 
 if __name__ == "__main__":

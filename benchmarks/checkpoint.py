@@ -69,4 +69,4 @@ def main(megabytes: int = 480, rounds: int = 4) -> None:
     ratios = {name: rate(name, against[name]) if name in against else 1.0 for name in names}
     shown = {name: (statistics.median(times[name]), ratios[name]) for name in names}
     table(f"checkpoint of {megabytes} MB", [(n, s, r) for n, (s, r) in shown.items()], ("what", "seconds", "x"))
-    save("checkpoint", {name: {"seconds": s, "ratio": r} for name, (s, r) in shown.items()})
+    save("checkpoint")

@@ -83,7 +83,6 @@ def by_python(f, params, xs):
 
 
 def main() -> None:
-    results: dict = {}
     for name, case in CASES.items():
         params, xs, loss_fn = model(*case)
         f = jax.value_and_grad(loss_fn)
@@ -96,8 +95,7 @@ def main() -> None:
         found = {k: (sorted(v)[len(v) // 2], *ratio(times, k, "Python loop")) for k, v in times.items()}
         head = ("contender", "us/8 micro-batches", "x low", "x median", "x high")
         table(name, [(k, *v) for k, v in found.items()], head)
-        results[name] = found
-    save("convolutions", results)
+    save("convolutions")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,6 @@ def compare(title, contenders, floor, *, rounds, steps, size):
     table(
         title, [(k, *v) for k, v in found.items()], ("contender", "us/batch", "M rows/s", "x low", "x median", "x high")
     )
-    return found
 
 
 def indexing(rows, features, size, *, rounds, steps):
@@ -89,7 +88,7 @@ def indexing(rows, features, size, *, rounds, steps):
         "batches, resident": forever(again(data(device=True)())),
     }
     title = f"{rows:,} x {features} f32 and a label, batches of {size}"
-    return {title: compare(title, contenders, "NumPy by hand", rounds=rounds, steps=steps, size=size)}
+    compare(title, contenders, "NumPy by hand", rounds=rounds, steps=steps, size=size)
 
 
 def handover(rows, features, size, *, rounds, steps):
@@ -139,7 +138,7 @@ def handover(rows, features, size, *, rounds, steps):
         "resident, scan of 64 steps": fused(make(device=True)),
     }
     title = f"into a step: {rows:,} x {features} f32 and a label, batches of {size}"
-    return {title: compare(title, contenders, "NumPy by hand, jitted step", rounds=rounds, steps=steps, size=size)}
+    compare(title, contenders, "NumPy by hand, jitted step", rounds=rounds, steps=steps, size=size)
 
 
 def hidden(rounds: int = 5, n: int = 40):
@@ -176,14 +175,14 @@ def hidden(rounds: int = 5, n: int = 40):
         results[name] = (host * 1e3, *np.quantile(shares, [0, 0.5, 1]).tolist())
     head = ("pipeline", "ms/batch", "hidden, least", "median", "most")
     table("prefetch", [(k, *v) for k, v in results.items()], head)
-    return {"prefetch": results}
 
 
 def main(rounds: int = 20) -> None:
-    results = indexing(20_000, 784, 256, rounds=rounds, steps=400)
-    results |= indexing(1_000_000, 8, 128, rounds=rounds, steps=8000)
-    results |= handover(1_000_000, 8, 128, rounds=rounds, steps=2048)
-    save("data", results | hidden())
+    indexing(20_000, 784, 256, rounds=rounds, steps=400)
+    indexing(1_000_000, 8, 128, rounds=rounds, steps=8000)
+    handover(1_000_000, 8, 128, rounds=rounds, steps=2048)
+    hidden()
+    save("data")
 
 
 if __name__ == "__main__":

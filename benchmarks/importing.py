@@ -28,4 +28,4 @@ def main(rounds: int = 11) -> None:
         (f"import {ours}", statistics.median(b for _, b in pairs), statistics.median(ratios)),
     ]
     table("import", rows, ("what", "seconds", "x"))
-    save("import", {name: {"seconds": s, "ratio": r} for name, s, r in rows})
+    save("importing")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsunax as ts
-from benchmarks._common import batch_of, mlp, mlp_loss, save, table
+from benchmarks._common import batch_of, mlp, mlp_loss, note, save, table
 from benchmarks.remat import blocks, gpt
 from tsunax.insight import describe, replay
 
@@ -44,7 +44,7 @@ def counts():
 
 
 def main() -> None:
-    rows, found = [], {}
+    rows = []
     for name, options, loss_fn, params, batch, by_hand in counts():
         step, state = ts.train_step(loss_fn, **options), ts.setup(ts.rules.adam(1e-3), params)
         start = time.perf_counter()
@@ -56,9 +56,6 @@ def main() -> None:
         title = f"{name} {', '.join(f'{k}={v}' for k, v in options.items())}".strip()
         rows.append(
             (title, by_hand / 1e9, about.flops.matmul / by_hand, about.flops.total / by_hand, of_xla / by_hand, share)
-        )
-        found[title] = dict(
-            zip(("GFLOP", "products", "total", "xla", "describe / compiling"), rows[-1][1:], strict=True)
         )
     head = ("step", "GFLOP by hand", "products x", "all x", "XLA x", "describe / compiling")
     table("FLOPs against a hand count of the products, and the time of describe over that of compiling", rows, head)
@@ -74,15 +71,14 @@ def main() -> None:
     start = time.perf_counter()
     step.lower(state, batch).compile()
     compiling = time.perf_counter() - start
-    print(f"\nreplay of a GPT whose loss is log(0): {report.primitive}, {seconds / compiling:.2f} x compiling it")
-    found["replay"] = {"primitive": report.primitive, "x compiling": seconds / compiling}
+    note(f"replay of a GPT whose loss is log(0): {report.primitive}, {seconds / compiling:.2f} x compiling it")
 
     moved = jax.block_until_ready(jnp.asarray(np.zeros((64, 1024), np.float32)))
     start = time.perf_counter()
     for _ in range(100):
         jax.device_get(moved)
-    found["a rejected call"] = {"us for a batch of 256 KiB": (time.perf_counter() - start) * 1e4}
-    save("insight", found)
+    note(f"a rejected call: {(time.perf_counter() - start) * 1e4:.0f} us for a batch of 256 KiB")
+    save("insight")
 
 
 if __name__ == "__main__":

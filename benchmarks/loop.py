@@ -32,7 +32,7 @@ from flax import nnx
 
 import tsunax as ts
 from benchmarks import convolutions
-from benchmarks._common import copied, mlp, mlp_loss, ratio, save, table
+from benchmarks._common import copied, mlp, mlp_loss, note, ratio, save, table
 from benchmarks._peers._protocol import BATCHES, ROWS, data, ready_batches
 from benchmarks.data import by_numpy
 from benchmarks.step import TX, guarded, same_info, unguarded
@@ -63,17 +63,16 @@ def turns(contenders, rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def compare(title: str, contenders, floor: str, targets, *, rounds: int) -> dict:
+def compare(title: str, contenders, floor: str, targets, *, rounds: int) -> None:
     """Prints the table over `floor`, and `targets`: (contender, over which other one, at most)."""
     before = os.getloadavg()[0]
     times = turns(contenders, rounds)
     found = {name: (statistics.median(us), *ratio(times, name, floor)) for name, us in times.items()}
-    table(title, [(name, *numbers) for name, numbers in found.items()], HEAD)
+    table(f"{title}; x over {floor}", [(name, *numbers) for name, numbers in found.items()], HEAD)
     held = [(f"{a} / {b}", *ratio(times, a, b), f"<= {most:g}", verdict(times, a, b, most)) for a, b, most in targets]
     table("targets", held, ("ratio", "low", "median", "high", "target", ""))
     loads = before, os.getloadavg()[0]
-    print(f"  {rounds} rounds, load before and after: {loads[0]:.1f}, {loads[1]:.1f}")
-    return {"x over": floor, "columns": HEAD[1:], "rows": found, "targets": held, "load": loads, "rounds": rounds}
+    note(f"{rounds} rounds; load of the machine before and after: {loads[0]:.1f}, {loads[1]:.1f}")
 
 
 def verdict(times, a: str, b: str, most: float) -> str:
@@ -201,24 +200,22 @@ OTHERS = {  # name: environment, kind, steps of a turn
 }
 
 
-def others(stack: contextlib.ExitStack) -> tuple[dict, dict]:
-    """Peers as contenders, and why those that are missing are."""
-    there, missing = {}, {}
+def others(stack: contextlib.ExitStack) -> dict:
+    """Peers as contenders; those that are missing are named."""
+    there = {}
     PEERS.mkdir(exist_ok=True)
     (PEERS / ".gitignore").write_text("*\n")
     for name, (where, kind, steps) in OTHERS.items():
         try:
             there[name] = (peer(stack, where, kind), steps)
         except subprocess.CalledProcessError as error:
-            missing[name] = (error.stderr.strip().splitlines() or [str(error)])[-1]
+            note(f"{name} is not measured: {(error.stderr.strip().splitlines() or [error])[-1]}")
         except (RuntimeError, OSError) as error:
-            missing[name] = str(error)
-        if name in missing:
-            print(f"  {name} is not measured: {missing[name]}")
-    return there, missing
+            note(f"{name} is not measured: {error}")
+    return there
 
 
-def from_a_dataloader() -> str:
+def from_a_dataloader() -> None:
     """Train from a torch DataLoader, where torch is."""
     try:
         script = ROOT / "benchmarks" / "_peers" / "dataloader.py"
@@ -226,14 +223,13 @@ def from_a_dataloader() -> str:
         said = done.stdout.strip()
     except subprocess.CalledProcessError as error:
         said = f"FAILED: {(error.stderr.strip().splitlines() or [error])[-1]}"
-    print(f"\na training from a torch DataLoader, and from a list of its batches: {said}")
-    return said
+    note(f"a training from a torch DataLoader, and from a list of its batches: {said}")
 
 
 # --------------------------------------------------------------------------------------------------------------- cases
 
 
-def tiny(peers: bool, rounds: int = 15) -> dict:
+def tiny(peers: bool, rounds: int = 15) -> None:
     """An MLP of 64-64-10 numbers, batches of 32, Adam."""
     params, step = mlp([64, 64, 10]), ts.train_step(mlp_loss)
     state = lambda: ts.setup(ts.rules.adam(1e-3), params)
@@ -272,13 +268,12 @@ def tiny(peers: bool, rounds: int = 15) -> dict:
         ("fit, resident", "epochs by hand, order from NumPy", 1.05),
     ]
     with contextlib.ExitStack() as stack:
-        there, missing = others(stack) if peers else ({}, {})
+        there = others(stack) if peers else {}
         title = "tiny MLP 64-64-10, batches of 32, Adam; fit with a logger and progress"
-        found = compare(title, contenders | there, "scan by hand", targets, rounds=rounds)
-    return {title: found | {"not measured": missing}}
+        compare(title, contenders | there, "scan by hand", targets, rounds=rounds)
 
 
-def convolutional(rounds: int = 9) -> dict:
+def convolutional(rounds: int = 9) -> None:
     """Convolutions are slow in a loop of XLA's on CPU, unless somebody brings them into another layout."""
     params, xs, loss_fn = convolutions.model(convolutions.LAST[2], 64, (32, 32), (3, 32, 32, 32), 1)
     batches, step = list(np.asarray(xs)), ts.train_step(loss_fn)
@@ -287,10 +282,10 @@ def convolutional(rounds: int = 9) -> dict:
         "fit": (by_fit(step, ts.setup(ts.rules.adam(1e-3), params), batches, logged=True), 8),
     }
     title = "three 3x3 convolutions, 64 x 32 x 32 x 3, Adam"
-    return {title: compare(title, contenders, "loop by hand", [("fit", "loop by hand", 1.0)], rounds=rounds)}
+    compare(title, contenders, "loop by hand", [("fit", "loop by hand", 1.0)], rounds=rounds)
 
 
-def transformer(rounds: int = 9) -> dict:
+def transformer(rounds: int = 9) -> None:
     """The model of examples/gpt.py at its small size, in float32."""
     size, (train, _) = gpt.SIZES["small"], gpt.load()
     graphdef, params = nnx.split(gpt.GPT(size["width"], size["depth"], nnx.Rngs(0)), nnx.Param)
@@ -308,10 +303,10 @@ def transformer(rounds: int = 9) -> dict:
     }
     targets = [("fit", "loop by hand", 1.02), ("fit", "loop by hand, same info", 1.02)]
     title = f"GPT of {size['depth']} layers of {size['width']}, {size['batch']} x {size['context']} bytes, Adam"
-    return {title: compare(title, contenders, "loop by hand", targets, rounds=rounds)}
+    compare(title, contenders, "loop by hand", targets, rounds=rounds)
 
 
-def rows(rounds: int = 9, size: int = 128) -> dict:
+def rows(rounds: int = 9, size: int = 128) -> None:
     """A million small records in memory, shuffled, and a step with little to do."""
     arrays = {"x": np.random.default_rng(0).random((1_000_000, 8), np.float32)}
     arrays["y"] = arrays["x"].sum(1)
@@ -338,14 +333,12 @@ def rows(rounds: int = 9, size: int = 128) -> dict:
         found[name] = (low, middle, high, *target)
     title = f"a million rows of 9 numbers, batches of {size}, Adam: million examples/s"
     table(title, [(name, *numbers) for name, numbers in found.items()], ("", "low", "median", "high", "target", ""))
-    return {title: {"columns": ("low", "median", "high", "target", ""), "rows": found, "load": os.getloadavg()[0]}}
 
 
-def long(steps: int = 100_000) -> dict:
+def long(steps: int = 100_000) -> None:
     """What a process holds after 10, 50 and 100 % of many steps."""
     count = lambda what: len(os.listdir(f"/proc/self/{what}"))
     resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-    results: dict = {}
     for name, per_call in {"fused": "auto", "a step a call": 1}.items():
         seen: dict[int, tuple] = {}
         look = lambda run, seen=seen: seen.update({run.step: (resident(), count("task"), count("fd"))})
@@ -355,8 +348,6 @@ def long(steps: int = 100_000) -> dict:
         by_fit(ts.train_step(mlp_loss), state, arrays, logged=True, callbacks=watch, steps_per_call=per_call)(steps)
         shown = [(f"{name}, step {at}", *seen[at]) for at in (steps // 10, steps // 2, steps)]
         table("100,000 steps of the tiny MLP", shown, ("", "MiB", "threads", "open files"))
-        results[name] = shown
-    return {"100,000 steps": results}
 
 
 def main() -> None:
@@ -364,13 +355,17 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave the other libraries out")
     parser.add_argument("--long", action="store_true", help="also 100,000 steps: memory, threads, open files")
     options, _ = parser.parse_known_args()
-    results = long() if options.long else {}
-    results |= tiny(not options.no_peers)
-    results |= convolutional() | transformer() | rows()
+    if options.long:
+        long()
+    tiny(not options.no_peers)
+    convolutional()
+    transformer()
+    rows()
     if not options.no_peers:
-        results["torch DataLoader"] = from_a_dataloader()
-        results["peers"] = {name: requirements(script_of(name)) for name, *_ in OTHERS.values()}
-    save("loop", results)
+        from_a_dataloader()
+        for name in dict.fromkeys(where for where, *_ in OTHERS.values()):
+            note(f"{name}: {', '.join(requirements(script_of(name)))}")
+    save("loop")
 
 
 if __name__ == "__main__":

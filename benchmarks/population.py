@@ -70,4 +70,4 @@ def main() -> None:
     rows = [(name, *ratio(times, name, "vmapped scan by hand")) for name in contenders]
     title = f"{N} MLPs of 64-64-10, batches of 32, {K} steps a call"
     table(title, rows, ("", "x low", "x median", "x high"))
-    save("population", {title: dict((name, numbers) for name, *numbers in rows)})
+    save("population")

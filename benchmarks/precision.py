@@ -30,16 +30,14 @@ def compare(title, contenders, floor, *, rounds, steps):
     times = interleave(contenders, rounds=rounds, steps=steps)
     found = {k: (sorted(v)[len(v) // 2], *ratio(times, k, floor)) for k, v in times.items()}
     table(title, [(k, *v) for k, v in found.items()], ("contender", "us/step", "x low", "x median", "x high"))
-    return found
 
 
 def main(rounds: int = 30) -> None:
-    results: dict = {}
     for name, (make, steps) in MODELS.items():
         params, batch, loss_fn = make()
         step = ts.train_step(loss_fn)
         contenders = {p: by_tsunax(step, ts.setup(ADAM, params, precision=p), batch) for p in PRECISIONS}
-        results[name] = compare(name, contenders, "float32", rounds=rounds, steps=steps)
+        compare(name, contenders, "float32", rounds=rounds, steps=steps)
 
     for name, (make, steps) in GUARDED.items():
         params, batch, loss_fn = make()
@@ -61,8 +59,8 @@ def main(rounds: int = 30) -> None:
         }
         for floor, contenders in floors.items():
             title = f"guards, {name}, over {floor}"
-            results[title] = compare(title, contenders, floor, rounds=rounds, steps=steps)
-    save("precision", results)
+            compare(title, contenders, floor, rounds=rounds, steps=steps)
+    save("precision")
 
 
 if __name__ == "__main__":

@@ -55,4 +55,4 @@ def main() -> None:
     count("freeze and thaw, any pattern", 0, 100, switch)
     table("compilations of the step", rows, ("edit", "edits", "compiled", "expected"))
     assert all(compiled == expected for _, _, compiled, expected in rows), rows
-    save("recompiles", {title: {"edits": n, "compiled": c} for title, n, c, _ in rows})
+    save("recompiles")

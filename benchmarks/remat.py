@@ -52,7 +52,7 @@ def main() -> None:
     for name, rows in found.items():
         first = rows["remat=None"]
         table(name, [(row, mib, mib / first) for row, mib in rows.items()], ("", "MiB", "x"))
-    save("remat", found)
+    save("remat")
 
 
 if __name__ == "__main__":

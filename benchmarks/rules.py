@@ -102,4 +102,4 @@ def main(rounds: int = ROUNDS) -> None:
     rows = sorted(((k, *v) for k, v in found.items()), key=lambda row: -row[4])
     head = ("rule", "us/update", "x bytes", "x low", "x median", "x high")
     table("update over optax's, 1.05 M parameters", rows, head)
-    save("rules", found)
+    save("rules")

@@ -8,7 +8,6 @@ Resident memory is that of a process of its own: what it grows by while the step
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ import optax
 from flax import nnx
 
 import tsunax as ts
-from benchmarks._common import copied, interleave, mlp, mlp_loss, ratio, save, table
+from benchmarks._common import copied, interleave, mlp, mlp_loss, note, ratio, save, table
 from benchmarks.loop import environment
 from examples import gpt
 from tsunax.range_test import _Ramp
@@ -88,7 +87,7 @@ def resident(name: str, size: int) -> None:
     print(json.dumps(now("VmHWM") - before + held))
 
 
-def accuracy() -> dict:
+def accuracy() -> None:
     rows = []
     for name in MODELS:
         command = [sys.executable, "-m", "benchmarks.search", "--found", name]
@@ -99,7 +98,6 @@ def accuracy() -> dict:
         rows.append((name, found["size"], found["compiles"], found["seconds"], need / 2**20, used / 2**20, used / need))
     head = ("model", "size", "compiles", "s", "need MiB", "resident MiB", "resident / need")
     table("within 1 GiB, no margin; each in a process of its own", rows, head)
-    return {"columns": head, "rows": rows}
 
 
 def found(name: str) -> None:
@@ -114,7 +112,7 @@ def found(name: str) -> None:
     print(json.dumps(dict(size=size, need=need, devices=devices, compiles=len(report.trials), seconds=seconds)))
 
 
-def beside_lightning() -> dict:
+def beside_lightning() -> None:
     """The same GPT; in torch the limit is that of the address space, since on a CPU nothing else raises."""
     rows = []
     for mode in ("power", "binsearch"):
@@ -126,11 +124,10 @@ def beside_lightning() -> dict:
             [environment("lightning"), script, mode], capture_output=True, text=True, cwd=ROOT / ".peers"
         )
         if theirs.returncode:
-            print(f"  Lightning, {mode}: {theirs.stderr.strip().splitlines()[-1]}")
+            note(f"Lightning, {mode}, is not measured: {theirs.stderr.strip().splitlines()[-1]}")
             continue
         rows.append((f"Lightning, {mode}", *json.loads(theirs.stdout.splitlines()[-1])))
     table("GPT of 4 layers of 192, 128 bytes a row, 1 GiB beyond the state", rows, ("", "s", "size", "trials"))
-    return {"columns": ("", "s", "size", "trials"), "rows": rows}
 
 
 def beside(mode: str) -> None:
@@ -148,7 +145,7 @@ def beside(mode: str) -> None:
     print(json.dumps([time.perf_counter() - began, size, len(report.trials)]))
 
 
-def range_test(rounds: int = 9) -> dict:
+def range_test(rounds: int = 9) -> None:
     """A hundred steps of a range test over a hundred plain ones, in the same compiled loop."""
     x, y = np.random.default_rng(0).normal(size=(100, 256, 64)).astype(np.float32), np.zeros((100, 256), np.int32)
     step, ramp = ts.train_step(mlp_loss), (np.float32(1e-6), np.float32(0.1), np.int32(0))
@@ -171,18 +168,17 @@ def range_test(rounds: int = 9) -> dict:
         [("ratio", *found, "<= 1.1")],
         ("", "low", "median", "high", ""),
     )
-    return {"low, median, high": found, "target": 1.1}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks search", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--no-peers", action="store_true", help="leave Lightning out")
     options, _ = parser.parse_known_args()
-    results = {"accuracy": accuracy(), "range test": range_test()}
+    accuracy()
+    range_test()
     if not options.no_peers:
-        results["beside Lightning"] = beside_lightning()
-    results["peak of this process, KiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    save("search", results)
+        beside_lightning()
+    save("search")
 
 
 if __name__ == "__main__":

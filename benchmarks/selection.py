@@ -40,4 +40,4 @@ def main() -> None:
         ("tsunax, all eight", flops(step.lower(every, x)), size(every.opt_state)),
     ]
     table("6 of 8 layers not trained", rows, ("contender", "MFLOP", "optimizer MB"))
-    save("selection", {name: {"mflop": f, "optimizer_mb": b} for name, f, b in rows})
+    save("selection")

@@ -54,4 +54,4 @@ def main() -> None:
             times = interleave(contenders, rounds=rounds, steps=steps)
             results[f"{name}, {layout}"] = ratio(times, "tsunax", "by hand")
     table("a step over a mesh", [(k, *v) for k, v in results.items()], ("case", "x low", "x median", "x high"))
-    save("sharding", results)
+    save("sharding")

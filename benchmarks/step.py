@@ -91,7 +91,6 @@ def compile_seconds(lowered, tries=3) -> float:
 def main() -> None:
     step = ts.train_step(mlp_loss)
     plain_step = ts.train_step(mlp_loss, norms=False, on_nonfinite="ignore")
-    results: dict = {}
     for name, (sizes, rows, steps, rounds) in CASES.items():
         params, batch = mlp(sizes), batch_of(rows, sizes[0])
         tsunax = lambda step, rule, params=params, batch=batch: by_tsunax(step, ts.setup(rule, params), batch)
@@ -115,7 +114,6 @@ def main() -> None:
             for contender, values in times.items():
                 found[contender] = (sorted(values)[len(values) // 2], *ratio(times, contender, floor))
         table(name, [(k, *v) for k, v in found.items()], ("contender", "us/step", "x low", "x median", "x high"))
-        results[name] = found
 
     params, batch = mlp(CASES["200 leaves"][0]), batch_of(8, 32)
     fresh = lambda: ts.setup(ts.rules.adam(1e-3), params)
@@ -132,5 +130,4 @@ def main() -> None:
     }
     rows = [(k, v, v / compiles["by hand, bare" if "bare" in k else "by hand, same info"]) for k, v in compiles.items()]
     table("trace and compile, 200 leaves", rows, ("contender", "seconds", "x"))
-    results["compile, 200 leaves"] = compiles
-    save("step", results)
+    save("step")

@@ -128,7 +128,7 @@ class Source:
 
         Of `Batches` in one gather.
         """
-        if isinstance(self.data, Batches) and self.data._records is None:
+        if isinstance(self.data, Batches) and self.data.is_of_arrays:
             chunk = self._pull(k)
             if chunk is END:
                 return self._ended()
