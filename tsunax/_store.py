@@ -260,6 +260,14 @@ def _part(leaf: Leaf, bounds: Bounds, blocks: Mapping[str, np.ndarray]) -> np.nd
     return out
 
 
+def home_of(tree: _manifest.Tree) -> str:
+    """The devices that a tree is on, in words: "4 cpu", "16 NVIDIA H100 of 2 processes"; "" of one without."""
+    shardings = {getattr(x, "sharding", None) for _, x in tree.leaves}
+    devices = {one for sharding in shardings if sharding is not None for one in sharding.device_set}
+    kinds, n = " ".join(sorted({one.device_kind for one in devices})), len({one.process_index for one in devices})
+    return f"{len(devices)} {kinds}" + (f" of {n} processes" if n > 1 else "") if devices else ""
+
+
 def versions() -> dict[str, str]:
     names = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax.checkpoint", "tsunax")
     found = {name: getattr(sys.modules.get(name), "__version__", "") for name in names}

@@ -270,7 +270,7 @@ class Checkpoints:
             parts=[Parts(values, arrays)],
             metrics=numbers,
             fingerprint=self._fingerprint,
-            versions=_store.versions(),
+            versions=_store.versions() | {"devices": _store.home_of(tree)},
             files={},
         )
         self._job = _Job(self, manifest, copies, self.path / first["folder"], first["drop"])
@@ -445,6 +445,12 @@ class Checkpoints:
         (plan, parts, found, arrays), _ = self._together(f"restore of step {step}: arrays", read)
         state = plan.filled(found)
         _target.warn_of_edits(plan.edited, 2)
+        there, here = manifest.versions.get("devices", ""), _store.home_of(plan.mine)
+        if manifest.states and not how.only_params and there and here and there != here:
+            text = (
+                f"saved on {there}, restored on {here}: the same values, but what follows may differ in the last bits."
+            )
+            warnings.warn(text, stacklevel=3)
         values: dict[str, Any] = {}
         for part in parts:
             values |= {name: _manifest.decode(x, arrays[: len(part.arrays)]) for name, x in part.values.items()}
