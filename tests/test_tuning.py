@@ -1,6 +1,7 @@
 """Sweeps: what is drawn, what is recorded, how one goes on; bad spaces, directories and objectives."""
 # ruff: noqa: E501, RUF043, a row is a line
 
+import contextlib
 import functools
 import itertools
 import json
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import jax
@@ -89,6 +91,17 @@ def test_a_trial_is_a_function_of_the_seed_and_its_number():
     assert len({t.values["rate"] for t in more.trials}) == 9
     # written down once: what a journal of today says must be drawn again tomorrow. Change it with `version` there.
     assert spaces.sample({"x": spaces.uniform(0, 1)}, 5, 7) == {"x": 0.7142467514218371}
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_bounds_are_pythons_own(tmp_path, kind):
+    """So that their values go into a file, and that a directory does not know the difference."""
+    entries = spaces.uniform(kind(0.5), kind(2)), spaces.log_uniform(kind(0.5), kind(2))
+    space = {"a": entries[0], "b": entries[1], "c": spaces.integer(np.int32(1), np.int64(5))}
+    result = tune(lambda a, b, c: a, space, trials=3, directory=tmp_path)
+    assert all([type(x) for x in t.values.values()] == [float, float, int] for t in result.trials)
+    space = {"a": spaces.uniform(0.5, 2.0), "b": spaces.log_uniform(0.5, 2.0), "c": spaces.integer(1, 5)}
+    assert told(tune(lambda a, b, c: a, space, trials=3, directory=tmp_path)) == told(result)
 
 
 def test_conditions():
@@ -193,6 +206,51 @@ def test_a_trial_that_fails_fails_alone():
         assert causes[i].type == kinds.get(i, "WrongTypeError")
         assert re.search(text, causes[i].message), causes[i]
     assert math.isnan(trials[2].value) and trials[2].status == "failed"
+
+
+def test_what_no_objective_should_do():
+    """It fails, or is pruned, and the next one comes."""
+
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    def objective(trial):
+        if trial == 0:
+            raise tuning.Pruned("by itself, without a report")
+        if trial == 1:
+            raise Mute
+        return {2: 10**400, 3: -(10**400), 4: 1.0}[trial]
+
+    found = tune(lambda x, trial: objective(trial), {"x": 1}, trials=5)
+    assert [t.status for t in found.trials] == ["pruned", "failed", "failed", "failed", "done"]
+    assert [t.value for t in found.trials] == [None, None, math.inf, -math.inf, 1.0]
+    assert found.trials[1].cause.type == "Mute"
+
+    def together(x, trial):
+        if 0 in trial:
+            raise tuning.Pruned("all of them")
+        return [10**400] * len(trial)
+
+    found = tune(together, {"x": spaces.uniform(0, 1)}, trials=4, vectorised="x", members=2)
+    assert [t.status for t in found.trials] == ["pruned", "pruned", "failed", "failed"]
+
+
+def test_a_result_that_is_still_computed_is_waited_for():
+    """What fails on the device fails in its trial, and counts in its seconds."""
+    busy = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, x: jnp.tanh(x @ x), jnp.eye(400) * x)[0, 0])
+    busy(1.0).block_until_ready()
+    began = time.perf_counter()
+    busy(2.0).block_until_ready()
+    took = time.perf_counter() - began
+    result = tune(lambda x: busy(x), {"x": spaces.uniform(0, 1)}, trials=3)
+    assert min(result["seconds"]) > 0.3 * took
+
+
+def test_a_column_has_one_meaning():
+    result = tune(lambda x: {"x": 5.0, "seconds": 7.0, "loss": 1.0}, {"x": 3}, trials=1, metric="loss")
+    assert (result["x"][0], result["metrics/x"][0], result["loss"][0]) == (3, 5.0, 1.0)
+    assert result["metrics/seconds"][0] == 7.0 > result["seconds"][0] > 0
 
 
 def test_no_trial_that_is_done():
@@ -309,6 +367,50 @@ def test_a_trial_that_kills_its_process_has_failed(tmp_path):
     result = tune(trials=4, directory=tmp_path)
     assert [t.status for t in result.trials] == ["done", "done", "failed", "done"]
     assert str(result.trials[2].cause) == "Killed: the process ended 3 times during this trial"
+
+
+def test_one_of_a_group_kills_its_process(tmp_path):
+    """After three deaths together each goes alone, and only the one that did it has failed."""
+    options = dict(space={"x": spaces.uniform(0, 1)}, vectorised="x", members=4, directory=tmp_path)
+    tune(lambda x: x, trials=1, **options)
+    about = json.loads((tmp_path / "trials.jsonl").read_text().splitlines()[0])["sweep"]
+    calls = []
+
+    def objective(x, trial):
+        calls.append(trial.tolist())
+        return x
+
+    for started in ([1, 2, 3, 4], [2]):  # processes that died then
+        with contextlib.closing(_journal.Journal(tmp_path, about)) as journal:
+            for _ in range(2):
+                journal.write({"start": started})
+    tune(objective, trials=2, **options)
+    assert calls == [[1]]
+    with contextlib.closing(_journal.Journal(tmp_path, about)) as journal:
+        journal.write({"start": [2, 3, 4]})
+        journal.write({"start": [2]})
+    tune(objective, trials=6, **options)
+    assert calls == [[1], [3], [4], [5]]
+    result = tuning.read(tmp_path)
+    assert [t.status for t in result.trials] == ["done", "done", "failed", "done", "done", "done"]
+    assert str(result.trials[2].cause) == "Killed: the process ended 3 times during this trial"
+
+
+def test_as_many_as_there_is_time_for():
+    """Neither the trials to come nor the groups of them are laid out before."""
+
+    def until(n):
+        def objective(x, trial):
+            if np.max(trial) >= n:
+                raise KeyboardInterrupt
+            return x
+
+        return objective
+
+    for options in ({}, {"vectorised": "x", "members": 2}):
+        with pytest.raises(KeyboardInterrupt) as caught:
+            tune(until(4), {"x": spaces.uniform(0, 1)}, trials=10**15, **options)
+        assert [t.status for t in caught.value.result.trials][:4] == ["done"] * 4
 
 
 def test_an_interrupted_trial_has_not_died(tmp_path):
@@ -451,7 +553,8 @@ def test_one_writer_and_readers_of_nothing(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", holder, tmp_path], env=env, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"1\n"
-        with pytest.raises(CheckpointError, match=f"directory in use at .*got process {process.pid}"):
+        fix = r"or read with ts\.tuning\.read\(directory\)\.$"
+        with pytest.raises(CheckpointError, match=f"directory in use at .*got process {process.pid}.* {fix}"):
             tune(directory=tmp_path)
         process.kill()
     with pytest.raises(CheckpointError, match="journal at .*No such file"):
@@ -459,6 +562,32 @@ def test_one_writer_and_readers_of_nothing(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="directory at .*file"):
         tune(directory=tmp_path / "file")
+    for path in (5, "", b"sweep", "a\0b"):
+        for call in (lambda: tune(directory=path), lambda: tuning.read(path)):  # noqa: B023, called at once
+            with pytest.raises(CheckpointError, match=r"directory at (tune|read)\(\): .*expected a directory's path"):
+                call()
+
+
+@pytest.mark.parametrize("content", [b"mine", b'{"loss": 1.0}\n{"loss": 0.5}', b'{"sweep"]', b'{"loss": 1'])
+def test_a_file_of_somebody_else_is_not_touched(tmp_path, content):
+    (tmp_path / "trials.jsonl").write_bytes(content)
+    with pytest.raises(CheckpointError, match="journal at .*trials.jsonl"):
+        tune(directory=tmp_path)
+    assert (tmp_path / "trials.jsonl").read_bytes() == content
+
+
+def test_records_that_are_not_ours(tmp_path):
+    """With a checksum that is right."""
+    path = tmp_path / "trials.jsonl"
+    for text, said in (
+        ('{"sweep": {"version": 2}', "version 2, expected version 1. Another tsunax wrote it"),
+        ('{"sweep": {"x": ' + "[" * 100_000, "line 1"),
+    ):
+        path.write_text(f'{text}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n')
+        with pytest.raises(CheckpointError, match=said):
+            tuning.read(tmp_path)
+        with pytest.raises(CheckpointError, match=said):
+            tune(directory=tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------- many at once
@@ -714,10 +843,19 @@ U = spaces.uniform(0, 1)
         (lambda: tune(space={"a": spaces.when("b", 1, U)}), HyperparameterError, r"when at space\['a'\]: got 'b'"),
         (lambda: tune(space={"a": spaces.when("b", 1, U), "b": 1}), HyperparameterError, r"when at space\['a'\]: got 'b', which comes after it"),
         (lambda: tune(space={**SPACE, "width": spaces.when("rule", "sdg", 1)}), HyperparameterError, r"value of 'rule' at space\['width'\]: got 'sdg', expected one of 'adam', 'sgd'"),
+        (lambda: spaces.uniform(0, 10**400), HyperparameterError, r"high at uniform\(\): got 1000000.*\.\.\..*, expected a finite number"),
+        (lambda: spaces.integer(-(10**400), 0), HyperparameterError, r"low at integer\(\): got -10000.*expected a finite number"),
+        (lambda: spaces.log_uniform(1e-320, 1e300), HyperparameterError, r"bounds at log_uniform\(\)"),
+        (lambda: tune(space={"a": U, "b": spaces.when("a", 0.5, 1)}), HyperparameterError, r"when 'a' at space\['b'\]: got uniform.*A single number of these is never drawn"),
+        (lambda: tune(space={"a": spaces.integer(0, 3), "b": spaces.when("a", 4, 1)}), HyperparameterError, r"value of 'a' at space\['b'\]: got 4, expected integer\(low=0, high=3"),
+        (lambda: tune(space={"a": spaces.integer(0, 3), "b": spaces.when("a", True, 1)}), HyperparameterError, r"value of 'a' at space\['b'\]: got True"),
+        (lambda: tune(space={"a": spaces.choice([1, 2]), "b": spaces.when("a", [], 1)}), HyperparameterError, r"when at space\['b'\]: got no value of 'a'"),
+        *[(functools.partial(tune, lambda **_: 0, {name: U}), HyperparameterError, f"got '{name}', expected another name") for name in ("value", "status", "seconds", "cause")],
         (lambda: tune(space={"f": len}), WrongTypeError, r"value at space\['f'\]: .*bind it"),
         # backends
         (lambda: tune(backend="grid"), HyperparameterError, r"space at tune\(\), backend 'grid': got no grid"),
         (lambda: tune(backend="grid", space={"rule": SPACE["rule"], "a": spaces.when("rule", "sgd", spaces.grid([1]))}), HyperparameterError, r"grid at space\['a'\]: got one under 'rule', which is drawn"),
+        (lambda: tune(backend="grid", space={n: spaces.grid(range(1000)) for n in ("rate", "rule", "width")}), HyperparameterError, r"grid at tune\(\): got over 100,000 combinations"),
         (lambda: tune(backend="bayes"), HyperparameterError, r"backend at tune\(\): got 'bayes'"),
         (lambda: tune(sampler=1), WrongTypeError, r"option at tune\(backend='random'\): got 'sampler'"),
         # the call
@@ -730,10 +868,18 @@ U = spaces.uniform(0, 1)
         (lambda: tune(seed=-1), HyperparameterError, r"seed at tune\(\): got -1"),
         (lambda: tune(mode="best"), HyperparameterError, r"mode at tune\(\): got 'best', expected 'min' or 'max'"),
         (lambda: tune(metric=3), WrongTypeError, r"metric at tune\(\)"),
+        (lambda: tune(vectorised=3), WrongTypeError, r"vectorised at tune\(\): got 3"),
         (lambda: tune(vectorised="rates"), HyperparameterError, r"vectorised at tune\(\): got 'rates'.*Did you mean 'rate'"),
         (lambda: tune(vectorised="rule"), HyperparameterError, r"vectorised 'rule' at tune\(\): .*Only numbers"),
         (lambda: tune(vectorised="rate", pruner=tuning.median()), HyperparameterError, r"pruner at tune\(\)"),
         (lambda: tune(vectorised="rate", backend="optuna"), HyperparameterError, r"vectorised at tune\(\): got backend"),
+        (lambda: tune(pruner="median"), WrongTypeError, r"pruner at tune\(\): got 'median'.*ts.tuning.median\(\), say"),
+        (lambda: tune(pruner=tuning.median), WrongTypeError, r"pruner at tune\(\): got median itself"),
+        (lambda: tuning.halving(first=0), HyperparameterError, r"first at halving\(\): got 0"),
+        (lambda: tuning.halving(factor=1), HyperparameterError, r"factor at halving\(\): got 1, expected an int ≥ 2"),
+        (lambda: tuning.halving(factor=2.5), WrongTypeError, r"factor at halving\(\)"),
+        (lambda: tuning.median(startup="a"), WrongTypeError, r"startup at median\(\)"),
+        (lambda: tuning.median(warmup=-1), HyperparameterError, r"warmup at median\(\)"),
         (lambda: tune(vectorised="rate", members=0), HyperparameterError, r"members at tune\(\): got 0"),
     ],
 )  # fmt: skip

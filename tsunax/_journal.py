@@ -23,9 +23,22 @@ from typing import Any
 from tsunax import _files
 from tsunax.errors import CheckpointError, SaveError, message, told
 
-__all__ = ["NAME", "Journal", "cut_torn_line", "read"]
+__all__ = ["NAME", "VERSION", "Journal", "cut_torn_line", "folder_of", "read"]
 
 NAME = "trials.jsonl"
+VERSION = 1
+_FIRST = b'{"sweep": {'  # what every journal begins with
+
+
+def folder_of(directory: Any, where: str) -> Path:
+    """The directory of a sweep as a path that stays where it is."""
+    try:
+        text = os.fspath(directory)
+        if not text or not isinstance(text, str):
+            raise ValueError("an empty path" if text == "" else f"a path of {type(text).__name__}")
+        return Path(os.path.realpath(text))
+    except (TypeError, ValueError, OSError) as error:
+        raise CheckpointError(message("directory", where, told(error), "a directory's path")) from None
 
 
 class Journal:
@@ -34,13 +47,13 @@ class Journal:
     def __init__(self, folder: Path, about: dict[str, Any]):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _files.Lock(folder)
+            self._lock = _files.Lock(folder, reader="ts.tuning.read(directory)")
         except OSError as error:
             raise CheckpointError(message("directory", str(folder), told(error), "one to write into")) from error
         self._path, self._fd = folder / NAME, -1
         try:
-            cut_torn_line(self._path)
             self.records = list(read(self._path)) if self._path.exists() else []
+            cut_torn_line(self._path)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
             self._fd = os.open(self._path, flags, 0o666)
             if self.records:
@@ -79,13 +92,18 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             content = file.read()
     except OSError as error:
         raise CheckpointError(message("journal", str(path), told(error), "a sweep's journal")) from error
-    *lines, _ = content.split(b"\n")
+    *lines, last = content.split(b"\n")
+    if not lines and not last.startswith(_FIRST[: len(last)]):
+        raise CheckpointError(message("journal", str(path), repr(last[:40]), "a sweep's journal"))
     for i, line in enumerate(lines):
         record = _parsed(line)
         if record is None or (i == 0) != ("sweep" in record):
             fix = "It was changed, or its disk fails. The lines before it are good: keep them, and delete the others."
             where = f"{path}, line {i + 1}"
             raise CheckpointError(message("journal", where, repr(line[:40]), "a line with its checksum", fix))
+        if i == 0 and record["sweep"].get("version") != VERSION:
+            got = f"version {record['sweep'].get('version')}"
+            raise CheckpointError(message("journal", str(path), got, f"version {VERSION}", "Another tsunax wrote it."))
         yield record
 
 
@@ -112,7 +130,10 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     text, mark, crc = line.rpartition(b', "crc": ')
     if not mark or crc != b'"%08x"}' % zlib.crc32(text):
         return None
-    return _decoded(json.loads(text + b"}"))
+    try:
+        return _decoded(json.loads(text + b"}"))
+    except (ValueError, RecursionError):  # no line of ours
+        return None
 
 
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

@@ -11,8 +11,10 @@ import json
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import jax
 
 from tsunax import _sweeping, _trials
 from tsunax._trials import Cause, Trial
@@ -58,7 +60,8 @@ class Spread(_sweeping.Drawn):
         self.started: set[int] = set()
         _tune()
 
-    def go(self, sweep: _sweeping.Sweep, left: list[int]) -> None:
+    def go(self, sweep: _sweeping.Sweep, left: Iterable[int]) -> None:
+        left = [i for i in left if not sweep.died(i, self.values(i))]
         if not left:
             return
         tune = _tune()
@@ -68,7 +71,6 @@ class Spread(_sweeping.Drawn):
         config = tune.TuneConfig(
             metric="value", mode=self.mode, scheduler=self.scheduler, max_concurrent_trials=self.concurrent
         )
-        left = [i for i in left if not sweep.died(i, self.values(i))]
         with tempfile.TemporaryDirectory(prefix="tsunax-ray-", ignore_cleanup_errors=True) as folder:
             run = tune.RunConfig(storage_path=folder, callbacks=[_recorder(sweep)], verbose=0)
             space = {"trial": tune.grid_search(left)}
@@ -94,7 +96,7 @@ def _recorded(values: Callable, objective: Callable, metric: str | None) -> Call
         own = _trials.own(objective, index, report)
         mine, began = values(index), time.perf_counter()
         try:
-            outcome = objective(**mine, **own)
+            outcome = jax.block_until_ready(objective(**mine, **own))
         except Exception as error:
             outcome = _trials.cause_of(error)
         trial = _trials.judged(index, mine, outcome, metric, reports, time.perf_counter() - began)

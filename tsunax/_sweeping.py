@@ -7,9 +7,10 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from tsunax import _journal, _trials, spaces
@@ -37,6 +38,8 @@ class Ending(Interrupt):
 
 class Drawn:
     """Values that are a function of the seed: random ones, and with `points` those of a grid."""
+
+    is_theirs = False  # a pruner of another library
 
     def __init__(self, space: dict[str, Any], seed: int, mode: str, pruner: Any, points: list[dict] | None):
         self.space, self.seed, self.mode, self.pruner, self.points = space, seed, mode, pruner, points
@@ -71,10 +74,11 @@ class Drawn:
     def tell(self, trial: Trial) -> None:
         pass
 
-    def go(self, sweep: Sweep, left: list[int]) -> None:
+    def go(self, sweep: Sweep, left: Iterable[int]) -> None:
         for index in left:
-            if not sweep.ending.asked:
-                sweep.run(index)
+            if sweep.ending.asked:
+                return
+            sweep.run(index)
 
 
 class Sweep:
@@ -83,13 +87,20 @@ class Sweep:
     def __init__(self, objective, metric, source, journal: _journal.Journal | None, attempts: int, bar, ending: Ending):
         self.objective, self.metric, self.source = objective, metric, source
         self.journal, self.attempts, self.bar, self.ending = journal, attempts, bar, ending
-        self.trials, self.deaths = replayed([] if journal is None else journal.records)
+        self.trials, self.deaths, self.deaths_together = replayed([] if journal is None else journal.records)
         self.interrupted: list[Trial] = []
+        self.best = min(map(self._rank, self.trials.values()), default=math.inf)
 
-    def go_together(self, left: list[int], names: tuple[str, ...], members: int) -> None:
-        for group in _groups(left, self.source, names, members):
-            if not self.ending.asked:
-                self.run_together(group, names)
+    def _rank(self, trial: Trial) -> float:
+        return _trials.ranked(trial.value if trial.status == "done" else None, self.source.mode)
+
+    def go_together(self, left: Iterable[int], names: tuple[str, ...], members: int) -> None:
+        """Groups, but for trials whose group ended the process too often: one of them did it, so each goes alone."""
+        is_alone = lambda i: self.deaths_together.get(i, 0) >= self.attempts
+        for group in _groups(left, self.source, names, members, is_alone):
+            if self.ending.asked:
+                return
+            self.run_together(group, names)
 
     def run(self, index: int) -> None:
         values = self.source.values(index)
@@ -144,7 +155,7 @@ class Sweep:
         own = _trials.own(self.objective, index, report)
         try:
             self.ending.is_inside = True
-            return None if self.ending.asked else self.objective(**values, **own)
+            return None if self.ending.asked else jax.block_until_ready(self.objective(**values, **own))
         except Pruned:
             return Pruned
         except BaseException as error:
@@ -173,9 +184,9 @@ class Sweep:
             self.source.tell(trial)
             if trial.cause is not None:
                 self.bar.note(f"trial {trial.index}: {trial.cause}")
-        done = [trial.value for trial in self.trials.values() if trial.status == "done" and trial.value is not None]
-        best = {"best": (min if self.source.mode == "min" else max)(done)} if done else {}
-        self.bar.show(len(self.trials), best)
+        self.best = min(self.best, *map(self._rank, trials))
+        sign = 1 if self.source.mode == "min" else -1
+        self.bar.show(len(self.trials), {"best": sign * self.best} if self.best < math.inf else {})
 
     def interrupt(self, trials: list[Trial]) -> None:
         self.interrupted = trials
@@ -186,28 +197,35 @@ class Sweep:
             self.journal.write(record)
 
 
-def _groups(left: list[int], source: Any, names: tuple[str, ...], members: int) -> Iterator[list[int]]:
+def _groups(left: Iterable[int], source: Any, names: tuple[str, ...], members: int, is_alone) -> Iterator[list[int]]:
     """Trials that agree in all but the values of these names, at most so many at once."""
     alike: dict[str, list[int]] = {}
     for i in left:
-        shared = {name: None if name in names else x for name, x in source.values(i).items()}
-        alike.setdefault(json.dumps(shared, sort_keys=True), []).append(i)
-    for group in alike.values():
-        for at in range(0, len(group), members):
-            yield group[at : at + members]
+        if is_alone(i):
+            yield [i]
+            continue
+        shared = json.dumps(
+            {name: None if name in names else x for name, x in source.values(i).items()}, sort_keys=True
+        )
+        alike.setdefault(shared, []).append(i)
+        if len(alike[shared]) == members:
+            yield alike.pop(shared)
+    yield from alike.values()
 
 
-def replayed(records: Sequence[dict[str, Any]]) -> tuple[dict[int, Trial], dict[int, int]]:
-    """The trials that ended, and how often the process died in one that did not."""
+def replayed(records: Sequence[dict[str, Any]]) -> tuple[dict[int, Trial], dict[int, int], dict[int, int]]:
+    """The trials that ended; how often the process died in one that did not; and how often in its whole group."""
     trials: dict[int, Trial] = {}
     deaths: dict[int, int] = {}
+    together: dict[int, int] = {}
     for record in records:
-        for i in record.get("start", ()):
-            deaths[i] = deaths.get(i, 0) + 1
-        for i in record.get("interrupted", ()):
-            deaths[i] -= 1
+        for kind, more in (("start", 1), ("interrupted", -1)):
+            indices = record.get(kind, ())
+            counts = deaths if len(indices) == 1 else together
+            for i in indices:
+                counts[i] = counts.get(i, 0) + more
         for trial in map(_trials.from_record, record.get("end", ())):
             if trial.index in trials:
                 raise CheckpointError(message("journal", f"trial {trial.index}", "two ends", "one"))
             trials[trial.index] = trial
-    return trials, deaths
+    return trials, deaths, together

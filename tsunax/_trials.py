@@ -20,6 +20,7 @@ from tsunax.errors import HyperparameterError, TsunaxError, WrongTypeError, mess
 __all__ = []
 
 RESERVED = ("report", "trial")  # what an objective may name beside the space
+COLUMNS = ("trial", "value", "status", "seconds", "cause")  # of the table, beside the space and the metrics
 
 
 class Pruned(TsunaxError):
@@ -81,13 +82,13 @@ def judged(index: int, values: dict, outcome: Any, metric: str | None, reports: 
     """The trial whose objective returned `outcome`, was `Pruned`, or raised what is in a Cause."""
     trial = Trial(index, values, "done", seconds=round(seconds, 6), reports=dict(reports))
     if outcome is Pruned:
-        return dataclasses.replace(trial, status="pruned", value=next(reversed(reports.values())))
+        return dataclasses.replace(trial, status="pruned", value=next(reversed(reports.values()), None))
     if isinstance(outcome, Cause):
         return dataclasses.replace(trial, status="failed", cause=outcome)
     try:
         metrics, value = numbers(outcome, metric)
     except TsunaxError as error:
-        return dataclasses.replace(trial, status="failed", cause=Cause(type(error).__name__, str(error)))
+        return dataclasses.replace(trial, status="failed", cause=cause_of(error))
     if math.isfinite(value):
         return dataclasses.replace(trial, value=value, metrics=metrics)
     cause = Cause("NonFiniteError", message("result", "objective", value, "a finite number"))
@@ -114,7 +115,14 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
 def _number(x: Any, where: str) -> float:
     if not _is_number(x):
         raise WrongTypeError(message("result", where, _tree.describe(x), "a number, or a dict of numbers"))
-    return float(np.asarray(x).reshape(()))
+    return _float(x)
+
+
+def _float(x: Any) -> float:
+    try:
+        return float(np.asarray(x).reshape(()))
+    except OverflowError:  # an int beyond all floats
+        return math.inf if x > 0 else -math.inf
 
 
 def _is_number(x: Any) -> bool:
@@ -123,12 +131,12 @@ def _is_number(x: Any) -> bool:
 
 def apart(outcome: Any, n: int) -> list[Any]:
     """What each of n trials got of what they returned together."""
-    if isinstance(outcome, Cause):
+    if isinstance(outcome, Cause) or outcome is Pruned:
         return [outcome] * n
     columns = dict(outcome) if isinstance(outcome, Mapping) else {"": outcome}
     for name, column in columns.items():
         if isinstance(column, list | tuple) and all(map(_is_number, column)):
-            columns[name] = column = np.array([float(np.reshape(x, ())) for x in column])
+            columns[name] = column = np.array([_float(x) for x in column])
         if not _checks.is_real(column) or np.shape(column) != (n,):
             at = f"objective, {name!r}" if name else "objective"
             text = message("result", at, _tree.describe(column), f"an array of {n} numbers, one for each trial")
@@ -163,7 +171,10 @@ def cause_of(error: BaseException) -> Cause:
     if own:
         line = (own[-1].line or linecache.getline(own[-1].filename, own[-1].lineno or 0)).strip()
         where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" + (f": {line}" if line else "")
-    text = str(error).strip().splitlines() or [""]
+    try:
+        text = str(error).strip().splitlines() or [""]
+    except Exception:  # of the exception's own
+        text = [""]
     return Cause(type(error).__name__, text[0][:300], where[:300])
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +41,7 @@ class uniform:
     high: float
 
     def __post_init__(self):
-        _check_bounds("uniform()", self.low, self.high)
+        _keep_bounds(self, "uniform()")
 
     def at(self, u: float) -> float:
         """The value below which the part u of the space lies."""
@@ -58,7 +60,7 @@ class log_uniform:
     high: float
 
     def __post_init__(self):
-        _check_bounds("log_uniform()", self.low, self.high, positive=True)
+        _keep_bounds(self, "log_uniform()", positive=True)
 
     def at(self, u: float) -> float:
         """The value below which the part u of the space lies."""
@@ -81,7 +83,7 @@ class integer:
         for name, x in (("low", self.low), ("high", self.high)):
             if isinstance(x, bool) or not isinstance(x, int | np.integer):
                 raise WrongTypeError(message(name, "integer()", _tree.describe(x), "an int"))
-        _check_bounds("integer()", self.low, self.high, positive=self.log)
+        _keep_bounds(self, "integer()", positive=self.log)
 
     def at(self, u: float) -> int:
         """The value below which the part u of the space lies."""
@@ -89,7 +91,7 @@ class integer:
             found = math.exp(math.log(self.low) + u * math.log((self.high + 1) / self.low))
         else:
             found = self.low + u * (self.high - self.low + 1)
-        return min(max(math.floor(found), int(self.low)), int(self.high))
+        return min(max(math.floor(found), self.low), self.high)
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,9 @@ def _words(seed: int, trial: int, name: str, dtype: Any) -> int:
     return int(np.random.SeedSequence([seed, trial, *name.encode()]).generate_state(1, dtype)[0])
 
 
+_MOST = 100_000
+
+
 def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every combination of the `grid` entries and plain values, the last name first to change."""
     found: list[dict[str, Any]] = [{}]
@@ -196,6 +201,9 @@ def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
             inner = entry_of(entry, point)
             options = inner.options if isinstance(inner, grid) else ()
             options = [inner] if not is_absent(inner) and not hasattr(inner, "at") else options
+            if len(grown) + len(options) > _MOST:
+                fix = "Fewer values of each, or backend='random'."
+                raise HyperparameterError(message("grid", "tune()", f"over {_MOST:,} combinations", "fewer", fix))
             grown += [{**point, name: option} for option in options] or [point]
         found = grown
     return found
@@ -233,18 +241,31 @@ def _checked_entry(entry: Any, at: str, space: Mapping[str, Any], before: Mappin
             raise HyperparameterError(message("when", at, f"{name!r}, which comes after it", "a name before it"))
         raise HyperparameterError(_where.unknown("when", at, str(name), before))
     wanted = [_plain(value, at) for value in entry.values]
-    other = innermost(before[name])
-    known = getattr(other, "options", [other])
-    if isinstance(other, choice) or not hasattr(other, "at"):
-        for value in wanted:
-            if not any(_same(value, option) for option in known):
-                expected = f"one of {_tree.listed([repr(x) for x in known], 12)}"
-                raise HyperparameterError(message(f"value of {name!r}", at, repr(value), expected))
+    if not wanted:
+        raise HyperparameterError(message("when", at, f"no value of {name!r}", "at least one"))
+    for value in wanted:
+        _check_value(name, value, innermost(before[name]), at)
     inner = _checked_entry(entry.entry, at, space, before, backend)
     if backend == "grid" and isinstance(innermost(inner), grid) and not _is_laid_out(before, name):
         fix = f"Make {name!r} a grid too."
         raise HyperparameterError(message("grid", at, f"one under {name!r}, which is drawn", "one under a grid", fix))
     return when(name, wanted, inner)
+
+
+def _check_value(name: str, value: Any, other: Any, at: str) -> None:
+    """Raise for a value that the entry `other`, on which another one depends, never has."""
+    if isinstance(other, uniform | log_uniform):
+        fix = "A single number of these is never drawn."
+        expected = "a choice, a grid, an integer or a plain value"
+        raise HyperparameterError(message(f"when {name!r}", at, repr(other), expected, fix))
+    if isinstance(other, integer):
+        is_known, expected = type(value) is int and other.low <= value <= other.high, repr(other)
+    else:
+        known = getattr(other, "options", [other])
+        is_known = any(_same(value, option) for option in known)
+        expected = f"one of {_tree.listed([repr(x) for x in known], 12)}"
+    if not is_known:
+        raise HyperparameterError(message(f"value of {name!r}", at, repr(value), expected))
 
 
 def _is_laid_out(space: Mapping[str, Any], name: str) -> bool:
@@ -269,9 +290,11 @@ def _options(where: str, options: Any) -> tuple:
     found = tuple(_plain(x, f"{where}, option {i}") for i, x in enumerate(options))
     if not found:
         raise HyperparameterError(message("options", where, "an empty list", "at least one value"))
-    for i, x in enumerate(found):
-        if any(label(x) == label(y) for y in found[:i]):
+    seen: set[str] = set()
+    for x in found:
+        if label(x) in seen:
             raise HyperparameterError(message("options", where, f"{x!r} twice", "each value once"))
+        seen.add(label(x))
     return found
 
 
@@ -296,14 +319,20 @@ def _plain(value: Any, at: str) -> Any:
     raise WrongTypeError(message("value", at, _tree.describe(value), "None, a bool, number, string, or a tuple", fix))
 
 
-def _check_bounds(where: str, low: Any, high: Any, positive: bool = False) -> None:
-    for name, x in (("low", low), ("high", high)):
+def _keep_bounds(entry: Any, where: str, positive: bool = False) -> None:
+    """Check the bounds of an entry, and keep them as Python's own numbers."""
+    for name in ("low", "high"):
+        x = getattr(entry, name)
         if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
             raise WrongTypeError(message(name, where, _tree.describe(x), "a number"))
-        if not math.isfinite(x):
-            raise HyperparameterError(message(name, where, x, "a finite number"))
+        x = int(x) if isinstance(x, int | np.integer) else float(x)
+        if not abs(x) <= sys.float_info.max:
+            raise HyperparameterError(message(name, where, reprlib.repr(x), "a finite number"))
         if positive and x <= 0:
             raise HyperparameterError(message(name, where, x, "a number > 0, which has a logarithm"))
-    if low >= high or not math.isfinite(float(high) - float(low)):
+        object.__setattr__(entry, name, x)
+    low, high = entry.low, entry.high
+    span = float(high) / float(low) if positive else float(high) - float(low)
+    if low >= high or not math.isfinite(span):
         fix = "A value that does not change is given as it is." if low == high else ""
         raise HyperparameterError(message("bounds", where, f"low={low}, high={high}", "low < high", fix))

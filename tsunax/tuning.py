@@ -21,7 +21,6 @@ import signal
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,13 +70,17 @@ class Result:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A dict for each trial, all with the same keys: `pandas.DataFrame(result.rows)`."""
-        metrics = list(dict.fromkeys(name for trial in self.trials for name in trial.metrics))
+        """A dict for each trial, all with the same keys: `pandas.DataFrame(result.rows)`.
+
+        A metric whose name another column has is `metrics/<name>`.
+        """
+        metrics = dict.fromkeys(name for trial in self.trials for name in trial.metrics)
+        taken = {*self.space, *_trials.COLUMNS}
         return [
             {"trial": trial.index}
             | {name: trial.values.get(name) for name in self.space}
             | {"value": trial.value}
-            | {name: trial.metrics.get(name) for name in metrics}
+            | {f"metrics/{name}" if name in taken else name: trial.metrics.get(name) for name in metrics}
             | {"status": trial.status, "seconds": trial.seconds, "cause": str(trial.cause or "")}
             for trial in self.trials
         ]
@@ -148,6 +151,10 @@ class median:
     startup: int = 5
     warmup: int = 0
 
+    def __post_init__(self):
+        _checks.check_count(self.startup, "median()", "startup", least=0)
+        _checks.check_count(self.warmup, "median()", "warmup", least=0)
+
     def __call__(self, reports: Mapping[int, float], others: Sequence[Mapping[int, float]]) -> bool:
         step = max(reports)
         there = [_best_until(step, other) for other in others if max(other, default=-1) >= step]
@@ -165,6 +172,10 @@ class halving:
 
     first: int = 1
     factor: int = 3
+
+    def __post_init__(self):
+        _checks.check_count(self.first, "halving()", "first")
+        _checks.check_count(self.factor, "halving()", "factor", least=2)
 
     def __call__(self, reports: Mapping[int, float], others: Sequence[Mapping[int, float]]) -> bool:
         step, rung = max(reports), self.first
@@ -248,10 +259,15 @@ def tune(
     _check_objective(objective, space, where)
     names = _check_vectorised(vectorised, space, backend, pruner, where)
     source = _source(backend, space, seed, mode, pruner, options, where)
+    _check_pruner(pruner, source.is_theirs, where)
     trials = source.count(trials, where)
-    about = {"version": 1, "space": {name: repr(entry) for name, entry in space.items()}, "backend": backend}
+    about = {
+        "version": _journal.VERSION,
+        "space": {name: repr(entry) for name, entry in space.items()},
+        "backend": backend,
+    }
     about |= {"seed": seed, "mode": mode, "metric": metric, "vectorised": list(names)}
-    folder = None if directory is None else Path(directory)
+    folder = None if directory is None else _journal.folder_of(directory, where)
     with contextlib.ExitStack() as stack:
         journal = None if folder is None else stack.enter_context(contextlib.closing(_journal.Journal(folder, about)))
         source.begin(folder)
@@ -261,7 +277,7 @@ def tune(
         stack.callback(lambda: bar.close("interrupted" if ending.asked else ""))
         for index in sorted(sweep.trials):
             source.tell(sweep.trials[index])
-        left = [i for i in range(trials) if i not in sweep.trials]
+        left = (i for i in range(trials) if i not in sweep.trials)
         sweep.go_together(left, names, members) if names else source.go(sweep, left)
     found = sorted([*sweep.trials.values(), *sweep.interrupted], key=lambda trial: trial.index)
     return _ended(Result(tuple(found), about["space"], mode), ending.asked)
@@ -296,12 +312,21 @@ def _source(backend, space, seed, mode, pruner, options: dict[str, Any], where: 
     return _sweeping.Drawn(space, seed, mode, pruner, points)
 
 
+def _check_pruner(pruner: Any, is_theirs: bool, where: str) -> None:
+    if pruner is None or is_theirs:
+        return
+    if isinstance(pruner, type) or not callable(pruner):
+        fix = "ts.tuning.median(), say; Optuna's own with backend='optuna'."
+        got = pruner.__name__ + " itself" if isinstance(pruner, type) else _tree.describe(pruner)
+        raise WrongTypeError(message("pruner", where, got, "a function (reports, others) -> bool", fix))
+
+
 def read(directory: str | os.PathLike) -> Result:
     """The trials of a directory so far, also while a sweep writes there. Raises CheckpointError."""
-    records = list(_journal.read(Path(directory) / _journal.NAME))
+    records = list(_journal.read(_journal.folder_of(directory, "read()") / _journal.NAME))
     if not records:
         raise CheckpointError(message("journal", str(directory), "an empty one", "a sweep's"))
-    trials, about = _sweeping.replayed(records)[0], records[0]["sweep"]
+    (trials, *_), about = _sweeping.replayed(records), records[0]["sweep"]
     return Result(tuple(trials[i] for i in sorted(trials)), about["space"], about["mode"])
 
 
@@ -322,7 +347,7 @@ def as_trainable(objective: Callable[..., Any], metric: str = "value") -> Callab
 def _check_objective(objective: Callable, space: Mapping[str, Any], where: str) -> None:
     takes, is_open = _trials.parameters(objective)
     for name in space:
-        if name in _trials.RESERVED:
+        if name in _trials.RESERVED or name in _trials.COLUMNS:
             fix = f"tune gives {name!r} itself."
             raise HyperparameterError(message("name", f"space of {where}", repr(name), "another name", fix))
         if not is_open and name not in takes:
@@ -341,6 +366,8 @@ def _check_objective(objective: Callable, space: Mapping[str, Any], where: str) 
 
 
 def _check_vectorised(vectorised: Any, space, backend: str, pruner: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(vectorised, str | Sequence):
+        raise WrongTypeError(message("vectorised", where, _tree.describe(vectorised), "names of the space"))
     names = (vectorised,) if isinstance(vectorised, str) else tuple(vectorised)
     for name in names:
         if name not in space:
