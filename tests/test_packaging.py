@@ -33,7 +33,7 @@ def test_one_version():
 
 @pytest.mark.parametrize(
     ("requirement", "name"),
-    [("jax>=0.7.2", "jax"), ("ray[train,tune]>=2.43", "ray"), ("scikit-learn >= 1.5", "scikit-learn")],
+    [("jax>=0.7.2", "jax"), ("ray[train,tune]>=2.49.2", "ray"), ("scikit-learn >= 1.5", "scikit-learn")],
 )
 def test_names_of_requirements(requirement, name):
     assert licences.name_of(requirement) == name
