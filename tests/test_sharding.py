@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
+from tsunax import testing
 from tsunax.errors import DataError, DeviceError, LossError, PatternError, StateError, WrongTypeError
 
 ROWS, WIDTH, HIDDEN = 40, 32, 64
@@ -184,9 +185,7 @@ def test_micro_batches_and_windows_on_axes_that_are_types():
     mesh = ts.mesh(data=2, fsdp=4, explicit=True)
     for rows, accumulate in ((48, 3), (27, 2)):
         step, data = ts.train_step(loss_fn, accumulate=accumulate), batches_of(1, rows)[0]
-        one, many = step(setup(), data), step(ts.shard(setup(), mesh), data)
-        np.testing.assert_allclose(many[1].loss, one[1].loss, rtol=1e-5)
-        assert_trees_close(many[0].params, one[0].params, rtol=1e-4, atol=1e-5)
+        testing.check_sharding(step, setup(), data, mesh, steps=1)
     blind = ts.train_step(lambda params, batch: loss_fn(params, batch, None), accumulate=2)
     with pytest.raises(DataError, match=r"got 40 rows over 8 devices, expected a multiple of 16.*accumulate=2.*mask"):
         blind(ts.shard(setup(), mesh), batches_of(1)[0])
@@ -288,14 +287,9 @@ def test_rows_that_do_not_divide():
     """Padded where the loss masks them; refused where it does not."""
     batch = batches_of(1, rows=27)[0]
     step = ts.train_step(loss_fn)
-    one, many = step(setup(), batch), step(ts.shard(setup(), ts.mesh()), batch)
-    assert float(many[1].weight) == 27
-    np.testing.assert_allclose(many[1].loss, one[1].loss, rtol=1e-6)
-    assert_trees_close(many[0].params, one[0].params, rtol=1e-5, atol=1e-6)
-    mask = (np.arange(27) % 3 > 0).astype(np.float32)
-    one, many = step(setup(), batch, mask=mask), step(ts.shard(setup(), ts.mesh()), batch, mask=mask)
-    assert float(many[1].weight) == 18
-    np.testing.assert_allclose(many[1].loss, one[1].loss, rtol=1e-6)
+    for given, rows in (({}, 27), ({"mask": (np.arange(27) % 3 > 0).astype(np.float32)}, 18)):
+        testing.check_sharding(step, setup(), batch, tolerance=1e-6, steps=1, **given)
+        assert float(step(ts.shard(setup(), ts.mesh()), batch, **given)[1].weight) == rows
 
     blind = ts.train_step(lambda params, batch: loss_fn(params, batch, None))
     with pytest.raises(DataError, match=r"got 27 rows, expected a multiple of 8.*mask"):
