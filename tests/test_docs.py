@@ -1,0 +1,82 @@
+"""The site: every page is reached, what the table of features names is there, the reference has every public name."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from test_coming_from import problem_with
+
+import tsunax as ts
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
+TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
+FEATURES = TEXTS[DOCS / "features.md"]
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of each line of each table, without heads."""
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    heads = {i - 1 for i, line in enumerate(lines) if line.startswith("| ---")}
+    kept = [line for i, line in enumerate(lines) if i not in heads and not line.startswith("| ---")]
+    return [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in kept]
+
+
+def below(page: Path) -> set[Path]:
+    """The pages in a page's toctrees, and in theirs."""
+    found = set()
+    for tree in re.findall(r"^```\{toctree\}\n(.*?)^```", TEXTS[page], re.MULTILINE | re.DOTALL):
+        for name in re.findall(r"^(?!:)(\S+)$", tree, re.MULTILINE):
+            found |= {child := page.parent / f"{name}.md", *(below(child) if child in TEXTS else ())}
+    return found
+
+
+def documented() -> set[str]:
+    """The full names of what the reference shows: single ones, and the public ones of whole modules."""
+    found = set()
+    for page in (DOCS / "api").glob("*.md"):
+        found |= set(re.findall(r"^\.\. auto(?:function|class):: (\S+)", TEXTS[page], re.MULTILINE))
+        for module in re.findall(r"^\.\. automodule:: (\S+)", TEXTS[page], re.MULTILINE):
+            found |= {module, *(f"{module}.{name}" for name in importlib.import_module(module).__all__)}
+    return found
+
+
+def test_every_page_is_in_a_toctree():
+    assert below(DOCS / "index.md") == set(PAGES) - {DOCS / "index.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_links_between_pages_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", TEXTS[page])
+    assert [link for link in links if not (page.parent / link).is_file()] == []
+
+
+@pytest.mark.parametrize("row", rows(FEATURES), ids=lambda row: row[0].replace("`", ""))
+def test_every_feature_has_its_page_and_its_tests(row):
+    assert len(row) == 4 and all(row), row
+    assert re.fullmatch(r"\[[\w ]+\]\([\w-]+\.md\)", row[2]), row
+    named = re.findall(r"`([^`]+)`", row[3])
+    assert named and problem_with(" ".join(named)) is None, problem_with(" ".join(named))
+    assert len(named) == len(re.findall(r"\btest_\w+::", row[3])), f"{row[3]}: a name without its file"
+
+
+def test_features_that_are_not_there_are_found():
+    assert problem_with("test_state::test_a_new_state_has_stepped")
+    assert rows("| a | b |\n| --- | --- |\n| `x` | y |\n") == [["`x`", "y"]]
+
+
+def test_the_reference_has_every_public_name():
+    shown = documented()
+    modules = {name for name in ts.__all__ if inspect.ismodule(getattr(ts, name))}
+    missing = {f"tsunax.{name}" for name in set(ts.__all__) - modules} - shown
+    for module in modules:
+        missing |= {f"tsunax.{module}.{name}" for name in getattr(ts, module).__all__} - shown
+    assert sorted(missing - {f"tsunax.{m}.{n}" for m in modules for n in ts.__all__}) == []
+
+
+def test_the_tests_that_pages_name_are_there():
+    named = {name for text in TEXTS.values() for name in re.findall(r"`(test_\w+::test_\w+)`", text)}
+    assert len(named) > 200
+    assert sorted(name for name in named - {"test_state::test_x", "test_hyper::test_x"} if problem_with(name)) == []
