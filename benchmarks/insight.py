@@ -14,7 +14,8 @@ import numpy as np
 import tsunax as ts
 from benchmarks._common import batch_of, mlp, mlp_loss, note, save, table
 from benchmarks.remat import blocks, gpt
-from tsunax.insight import describe, replay
+from tsunax.faults import replay
+from tsunax.insight import describe
 
 
 def counts():

@@ -31,8 +31,8 @@ TIERS = {
         "_safetensors _msgpack callbacks evaluation _options _run loop figures"
     ),
     5: (
-        "search range_test migration _memory _cost _blame sweep insight testing ray spaces _journal _trials _sweeping "
-        "_optuna _ray_tune tuning"
+        "search range_test migration _memory _cost _blame sweep insight faults testing ray spaces _journal _trials "
+        "_sweeping _optuna _ray_tune tuning"
     ),
     6: "__init__ __main__",
 }

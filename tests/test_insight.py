@@ -1,6 +1,5 @@
-"""`describe` and `replay`: counts against hand counts, reasons against what was done, faults where they were put."""
+"""`describe`: counts against hand counts, reasons against what was done."""
 
-import contextlib
 import dataclasses
 import itertools
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 import tsunax as ts
 from tsunax import _cost
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError
-from tsunax.insight import describe, replay
+from tsunax.insight import describe
 
 ROWS = 512
 SIZES = (64, 256, 256, 256, 16)
@@ -269,8 +268,46 @@ def test_many_leaves_are_shown_by_kind():
         ts.train_step(lambda p, x: sum(jnp.sum(x @ q["w"]) for q in p.values())), state, np.ones((2, 4), np.float32)
     )
     lines = repr(about).partition("\n\n")[2].splitlines()
-    assert len(about.leaves) == 40 and len(lines) == 3
-    assert lines[1].startswith(".../w (39 leaves)") and "624" in lines[1] and "frozen" in lines[2]
+    assert len(about.leaves) == 40 and len(lines) == 4
+    assert lines[1].startswith(".../w (39 leaves)") and "624 in all" in lines[1] and "frozen" in lines[2]
+    assert lines[3].split() == ["all:", "sgd,", "learning_rate=0.1"]
+
+
+def test_it_fits_a_terminal_of_eighty_columns():
+    """Whatever the names and numbers: facts are wrapped, columns that find no room stand below."""
+    layers = {f"a_layer_{i}": {"projection": np.ones((4, 4), np.float32)} for i in range(3)}
+    params = {"a_module_with_a_long_name": {"another_one_within_it": layers}}
+    names = [f"a_module_with_a_long_name/another_one_within_it/{name}/projection" for name in layers]
+    parts = {name: ts.rules.adamw(0.1 * (i + 1), weight_decay=0.01 * i) for i, name in enumerate(names)}
+    state = state_of(params, ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.groups(parts)))
+    step = ts.train_step(lambda p, x: sum(jnp.sum(x @ w) for w in jax.tree.leaves(p)))
+    x = np.ones((2, 4), np.float32)
+    for rows in (3, 4):
+        step(jax.tree.map(jnp.copy, state), x[:1].repeat(rows, 0))
+    about = describe(step, ts.freeze(state, names[1]), x, peak=1e9)
+    lines = repr(about).splitlines()
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    assert sum(line.startswith("leaf ") for line in lines) == 3  # tables
+    assert "learning_rate" in repr(about) and "0.02" in repr(about) and "frozen" in repr(about)
+    assert {leaf.path for leaf in about.leaves} == set(names)
+    assert sum("...in_it/a_layer_" in line for line in lines) == 9, lines  # both ends of a path are seen
+
+
+def test_populations_and_what_of_them_is_frozen():
+    params = {"w": np.ones((4, 2), np.float32), "b": np.ones(2, np.float32)}
+    step = ts.train_step(lambda p, x: jnp.mean((x @ p["w"] + p["b"][None]) ** 2))
+    x, one = np.ones((8, 4), np.float32), state_of(params, ts.rules.sgd(0.1))
+    make = lambda key, rate: state_of(params, ts.rules.sgd(rate), key=key)
+    runs = ts.population(make, 3, key=0, rate=np.array([0.1, 0.1, 0.1]))
+    about = describe(step, ts.freeze(runs, "b"), x)
+    assert [leaf.status for leaf in about.leaves] == ["frozen", "trained"]
+    assert "learning_rate=0.1" in repr(about) and ".." not in repr(about).partition("leaf ")[2]
+    each = [jax.tree.map(lambda x, i=i: x[i], ts.freeze(runs, where)) for i, where in enumerate(["b", "b", "w"])]
+    mixed = jax.tree.map(lambda *xs: jnp.stack(xs), *each)
+    assert [leaf.status for leaf in describe(step, mixed, x).leaves] == ["2 of 3 frozen", "1 of 3 frozen"]
+    alone = describe(step, one, x).flops
+    assert describe(step, runs, x).flops.matmul == 3 * alone.matmul
+    assert describe(step, one, x).recompiles[-1] == "step: the state is a population of 3, was one run"
 
 
 # ---------------------------------------------------------------------------------------------------- why it recompiled
@@ -286,7 +323,7 @@ def test_why_it_recompiled():
         lambda params, batch: jnp.mean((batch["x"] @ params["w"] + params["b"][None]) ** 2) + 0 * batch.get("y", 0)
     )
     fresh = lambda rule=None, **options: state_of(params, ts.rules.sgd(0.1) if rule is None else rule, **options)
-    reasons = lambda: list(ts.insight._traces.why(step.traces))
+    reasons = lambda: list(ts.insight._traces.why(step.traces, step.places))
     step(fresh(), {"x": x})
     step(fresh(), {"x": x})
     assert reasons() == []
@@ -318,6 +355,49 @@ def test_why_it_recompiled():
     assert reasons() == expected
 
 
+def test_a_precision_says_nothing_of_what_follows_from_it():
+    x, params = np.ones((8, 4), np.float32), {"w": np.ones((4, 2), np.float32)}
+    step, low = ts.train_step(square), ts.precision.Policy(param="bfloat16", compute="bfloat16")
+    step(state_of(params), x)
+    about = describe(step, state_of(params, precision=low), x)
+    assert about.recompiles == (
+        "step: precision is bfloat16, was none; state.params['w'] has dtype bfloat16, had float32",
+    )
+
+
+def test_a_call_that_failed_compiled_nothing():
+    step, x = ts.train_step(square), np.ones((8, 4), np.float32)
+    state = state_of({"w": np.ones((4, 2), np.float32)})
+    with pytest.raises(ts.errors.LossError):
+        step(state, x[:, :3])
+    step(state, x)
+    state = state_of({"w": np.ones((4, 2), np.float32)})
+    about = describe(step, state, x)
+    assert (about.traces, about.recompiles) == (1, ())
+
+
+def test_another_device_compiles_without_a_trace():
+    step, x = ts.train_step(square), np.ones((8, 4), np.float32)
+    at = lambda i: ts.to_device(state_of({"w": np.ones((4, 2), np.float32)}), jax.devices()[i])
+    for i in (0, 1, 0, 1):
+        step(at(i), x)
+    ts.train_steps(step, at(2), np.stack([x] * 2))
+    first, second = jax.devices()[:2]
+    assert describe(step, at(0), x).recompiles == (f"step: the state is on {second}, was on {first}",)
+    ts.train_steps(step, at(0), np.stack([x] * 2))
+    assert describe(step, at(0), x).recompiles[1] == f"loop: the state is on {first}, was on {jax.devices()[2]}"
+
+
+def test_models_with_keys_and_noise():
+    def loss_fn(params, x, key):
+        return jnp.mean((jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ params["w"]) ** 2)
+
+    state = state_of({"w": np.ones((4, 2), np.float32)}, key=0)
+    for accumulate in (1, 2):
+        about = describe(ts.train_step(loss_fn, accumulate=accumulate), state, np.ones((8, 4), np.float32))
+        assert about.flops.matmul == 2 * 2 * 8 * 4 * 2
+
+
 def test_fit_and_new_arguments_are_in_the_count():
     step = ts.train_step(lambda params, x, scale=1.0: square(params, x) * scale)
     params, x = {"w": np.ones((4, 2), np.float32)}, np.ones((8, 4), np.float32)
@@ -328,7 +408,8 @@ def test_fit_and_new_arguments_are_in_the_count():
     assert [trace.kind for trace in step.traces] == ["step", "step", "loop"]
     about = describe(step, state, x)
     assert about.recompiles == ("step: argument 'scale' is new",) and "argument 'scale' is new" in repr(about)
-    assert describe(twin, state, x).traces == len(step.traces) + 1
+    assert describe(twin, state, x).traces == 2  # that loop, and its own program: alone they share none
+    assert describe(twin, state, x).recompiles == ()
 
 
 @pytest.mark.parametrize(
@@ -339,6 +420,13 @@ def test_fit_and_new_arguments_are_in_the_count():
         (lambda: describe(ts.train_step(mlp), state_of(), BATCH, peak=-1), HyperparameterError, "a number above 0"),
         (lambda: describe(ts.train_step(mlp), state_of(), BATCH, peak="fast"), WrongTypeError, "or 'measure'"),
         (lambda: describe(ts.train_step(mlp), state_of(), ["a"]), ts.errors.TsunaxError, "batch"),
+        (
+            lambda: jax.jit(lambda s: describe(ts.train_step(mlp), s, BATCH))(state_of()),
+            StateError,
+            "got a traced one, expected a concrete one. Call it outside of jit",
+        ),
+        (lambda: ts.measured_peak(size=0), HyperparameterError, "size at measured_peak(): got 0"),
+        (lambda: ts.measured_peak(seconds="long"), WrongTypeError, "seconds at measured_peak()"),
     ],
 )
 def test_wrong_arguments(wrong, kind, text):
@@ -354,6 +442,15 @@ def test_a_peak_must_be_had():
         about.utilisation(0.0, peak=1e12)
     peak = ts.insight.measured_peak(size=128, seconds=0.05)
     assert 1e6 < peak < 1e14
+
+
+def test_the_peak_is_that_of_the_dtype_that_the_step_computes_in(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ts.insight, "measured_peak", lambda device, dtype: asked.append(dtype) or 1e12)
+    params, x = {"w": np.ones((4, 2), np.float32)}, np.ones((8, 4), np.float32)
+    for precision in (None, "bfloat16"):
+        about = describe(ts.train_step(square), state_of(params, precision=precision), x, peak="measure")
+    assert [jnp.dtype(dtype).name for dtype in asked] == ["float32", "bfloat16"] and about.peak == 1e12
 
 
 _MEMORY = """
@@ -408,287 +505,3 @@ def test_peak_memory_is_what_the_process_grows_by(model):
     out = subprocess.run([sys.executable, "-c", _MEMORY.format(**model)], capture_output=True, text=True, check=True)
     said, grown = map(int, out.stdout.split())
     assert said == pytest.approx(grown, rel=0.1)
-
-
-# -------------------------------------------------------------------------------------------------------------- replay
-
-# name: what is computed of t (1 in all rows but one), where it is not finite, the primitive, whether in the gradient.
-# `p` is a parameter, `h` the hidden layer; every function stands on a line of its own, which the report must name.
-FAULTS = {
-    "log of 0": (lambda t, p, h: jnp.log(t) * p, 0.0, "log", False),
-    "0 / 0": (lambda t, p, h: p * t / t, 0.0, "div", False),
-    "x / 0": (lambda t, p, h: p / t, 0.0, "div", False),
-    "sqrt at 0": (lambda t, p, h: jnp.sqrt(t * p), 0.0, "div", True),
-    "where and sqrt": (lambda t, p, h: jnp.where(t > 0, jnp.sqrt(t * p), p), 0.0, "div", True),
-    "sqrt below 0": (lambda t, p, h: p * jnp.sqrt(t), -1.0, "sqrt", False),
-    "exp": (lambda t, p, h: p * jnp.exp(t), 1000.0, "exp", False),
-    "exp in a softmax": (lambda t, p, h: p * jnp.exp(t) / (1 + jnp.exp(t)), 1000.0, "exp", False),
-    "inf - inf": (lambda t, p, h: p * (jnp.where(t > 5, jnp.inf, t) - jnp.where(t > 5, jnp.inf, 0)), 9.0, "sub", False),
-    "0 * inf": (lambda t, p, h: p * (jnp.where(t > 5, jnp.inf, t) * jnp.where(t > 5, 0, t)), 9.0, "mul", False),
-    "norm at 0": (lambda t, p, h: jnp.linalg.norm(t[:, None] * p * h, axis=-1), 0.0, "div", True),
-    "power of 0": (lambda t, p, h: p * t**-1.5, 0.0, "pow", False),
-    "power below 0": (lambda t, p, h: p * t**0.5001, -2.0, "pow", False),
-    "label": (
-        lambda t, p, h: p * jnp.take_along_axis(h, t.astype(int)[:, None], 1, mode="fill")[:, 0],
-        7.0,
-        "gather",
-        False,
-    ),
-    "mask": (lambda t, p, h: p * jax.nn.softmax(jnp.where(t[:, None] < 5, h, -jnp.inf), -1)[:, 0], 9.0, "sub", False),
-    "log1p": (lambda t, p, h: p * jnp.log1p(-(t - 1)), 2.0, "log1p", False),
-    "overflow": (lambda t, p, h: p * (t * 3e38), 10.0, "mul", False),
-}
-VARIANTS = {
-    "plain": ({}, {}, False),
-    "cut": ({"accumulate": 4}, {}, False),
-    "scan": ({}, {}, True),
-    "scan, cut, remat": ({"accumulate": 4, "remat": True}, {}, True),
-    "bfloat16": ({}, {"precision": "bfloat16"}, False),
-    "dropping, cut": ({"accumulate": 4, "on_nonfinite": "drop"}, {}, False),
-}
-
-
-def planted(fault, row, options, setup, in_scan):
-    """A step, a state and a batch with a fault in one row."""
-    f, value, _, _ = FAULTS[fault]
-
-    def loss_fn(params, batch):
-        h, t, p = jnp.tanh(batch["x"] @ params["w"]), batch["t"], params["p"]
-        if not in_scan:
-            return jnp.mean(h[:, 0] + f(t, p, h))
-
-        def layer(carry, i):
-            return carry + f(jnp.where(i == 1, t, jnp.ones_like(t)), p, h), None
-
-        return jnp.mean(jax.lax.scan(layer, h[:, 0], jnp.arange(3))[0])
-
-    x = np.random.default_rng(row).normal(size=(8, 4)).astype(np.float32)
-    batch = {"x": x, "t": np.where(np.arange(8) == row, np.float32(value), np.float32(1))}
-    state = state_of({"w": np.eye(4, dtype=np.float32), "p": np.float32(0.5)}, key=0, **setup)
-    return ts.train_step(loss_fn, **options), state, batch
-
-
-def check(fault, row, variant):
-    options, setup, in_scan = VARIANTS[variant]
-    step, state, batch = planted(fault, row, options, setup, in_scan)
-    f, _, primitive, in_gradient = FAULTS[fault]
-    report = replay(step, state, batch)
-    said = fault, variant, row, repr(report)
-    assert report.primitive == primitive and report.argument == "", said
-    assert report.in_gradient == in_gradient, said
-    # the first leaf in order that the fault reaches: p, but where the gradient of h is wrong too and w comes first
-    assert report.result == ("gradient of params['p']" if in_gradient else "loss"), said
-    assert report.micro_batch == (row % 4 if "accumulate" in options else None), said
-    assert report.trips == ((1,) if in_scan else ()), said
-    line = f.__code__.co_firstlineno
-    assert report.line.startswith(f"{__file__}:{line} "), said
-    assert "lambda t, p, h:" in report.code, said
-    assert not state.params["w"].is_deleted() and int(state.calls) == 0
-
-
-@pytest.mark.parametrize("fault", ["log of 0", "sqrt at 0", "mask"])
-def test_planted_faults(fault):
-    check(fault, 5, "scan, cut, remat")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_planted_faults_everywhere(variant):
-    for row, fault in enumerate(FAULTS):
-        check(fault, row % 8, variant)
-
-
-def test_faults_of_what_was_given():
-    step, state, batch = planted("exp", 3, {"accumulate": 4}, {}, False)
-    batch = {"x": batch["x"], "t": np.ones(8, np.float32)}
-    report = replay(step, state, batch)
-    assert report.result == "" and "finite" in repr(report)
-    x = batch["x"].copy()
-    x[6, 1] = np.nan
-    report = replay(step, state, {**batch, "x": x})
-    assert (report.argument, report.micro_batch, report.primitive) == ("batch['x']", 2, "")
-    assert "nan at [6, 1], 1 of 32" in repr(report)
-    sick = state.replace(params={**state.params, "w": state.params["w"].at[0, 1].set(jnp.nan)})
-    report = replay(step, sick, batch)
-    assert (report.argument, report.micro_batch) == ("state.params['w']", None)
-    named = ts.train_step(lambda params, x, model_state, teacher: ts.Loss.mean(x @ params + model_state * teacher))
-    state = ts.setup(ts.rules.sgd(0.1), np.ones((4, 1), np.float32), model_state=np.float32(np.inf))
-    assert replay(named, state, x[:5], teacher=np.float32(1)).argument == "state.model_state"
-    state = state.replace(model_state=np.float32(1))
-    assert replay(named, state, x[:5], teacher=np.float32(np.nan)).argument == "extra['teacher']"
-
-
-def test_float16_that_overflows_under_a_loss_scale():
-    def loss_fn(params, x):
-        return jnp.mean(x @ params["w"])  # the line
-
-    state = ts.setup(ts.rules.sgd(0.1), {"w": np.ones((4, 2), np.float32)}, precision="float16", loss_scale="dynamic")
-    state = state.replace(loss_scale=dataclasses.replace(state.loss_scale, scale=jnp.float32(1024)))
-    step, x = ts.train_step(loss_fn), np.full((8, 4), 200, np.float32)  # 8 rows of 200 times 1024 / 16: 102400
-    after, info = step(jax.tree.map(jnp.copy, state), x)
-    assert not bool(info.applied)
-    report = replay(step, state, x)
-    assert report.in_gradient and report.result == "gradient of params['w']" and "# the line" in report.code
-    assert report.primitive == "dot_general"
-    gone = replay(step, after.replace(loss_scale=dataclasses.replace(after.loss_scale, scale=jnp.float32(1))), x)
-    assert gone.result == ""
-
-
-def test_it_draws_as_that_call_did():
-    def loss_fn(params, x, key, mask):
-        draw = jax.random.uniform(key, x.shape[:1])
-        return ts.Loss.mean(jnp.log(jnp.where(draw > 0.9, 0.0, 1.0)) + x @ params, where=mask)
-
-    step = ts.train_step(loss_fn)
-    state = ts.setup(ts.rules.sgd(0.1), np.ones(3, np.float32), key=1)
-    x, found = np.ones((4, 3), np.float32), []
-    for _ in range(12):
-        before = jax.tree.map(jnp.copy, state)
-        state, info = step(state, x)
-        again = replay(step, before, x)
-        assert (again.result == "loss") == (not bool(info.applied)), (int(before.calls), repr(again))
-        assert again.primitive in ("", "log")
-        found.append(bool(info.applied))
-    assert 0 < sum(found) < 12
-
-
-def test_what_is_harmless_is_not_blamed():
-    """Infinities that a mask puts in, that cancel, or that are in a branch that is not taken."""
-
-    def loss_fn(params, batch):
-        scores = jnp.where(batch["seen"], batch["x"] @ params["w"], -jnp.inf)
-        weights = jax.nn.softmax(scores, -1)
-        harmless = jnp.where(batch["t"] > 0, 1.0, jnp.exp(1000 * jnp.abs(params["p"]) * jnp.ones(4)))
-        return jnp.mean(jnp.log(batch["t"]) * params["p"] + weights[:, 0] + harmless)  # blamed
-
-    seen = np.ones((4, 4), bool)
-    seen[:, 2] = False
-    batch = {"x": np.ones((4, 4), np.float32), "seen": seen, "t": np.array([1, 2, 3, 4], np.float32)}
-    step, state = ts.train_step(loss_fn), state_of({"w": np.eye(4, dtype=np.float32), "p": np.float32(1)})
-    assert replay(step, state_of({"w": np.eye(4, dtype=np.float32), "p": np.float32(0)}), batch).result == ""
-    batch["t"] = np.array([1, 2, 3, 0], np.float32)
-    report = replay(step, state, batch)
-    assert report.primitive in ("log", "exp") and report.result == "loss"
-
-
-def test_loops_and_branches():
-    def loss_fn(params, x):
-        x = jax.lax.fori_loop(0, 6, lambda i, x: x + jnp.log(5.0 - i - (i == 3) * 2), x)  # while or scan
-        return jnp.mean(x @ params)
-
-    state = ts.setup(ts.rules.sgd(0.1), np.ones(3, np.float32))
-    report = replay(ts.train_step(loss_fn), state, np.ones((2, 3), np.float32))
-    assert (report.primitive, report.trips) == ("log", (3,)) and "while or scan" in report.code
-
-    def branching(params, x):
-        y = jax.lax.cond(x[0, 0] > 0, lambda x: x / (x - 1), lambda x: x, x)
-        return (
-            jnp.mean(jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, y))[1]) * params.sum()
-        )
-
-    report = replay(ts.train_step(branching), state, np.ones((2, 3), np.float32))
-    assert (report.primitive, report.trips) == ("div", ()) and "lax.cond" in report.code
-
-
-@pytest.mark.parametrize(
-    ("wrong", "kind", "text"),
-    [
-        (lambda: replay(square, state_of(), BATCH), WrongTypeError, "step at replay"),
-        (lambda: replay(ts.train_step(mlp), BATCH, state_of()), WrongTypeError, "The state comes first"),
-        (
-            lambda: replay(ts.train_step(mlp), ts.population(lambda key: state_of(key=key), 2, key=0), BATCH),
-            StateError,
-            "one member",
-        ),
-    ],
-)
-def test_wrong_arguments_of_replay(wrong, kind, text):
-    with pytest.raises(kind, match=text):
-        wrong()
-
-
-# ------------------------------------------------------------------------------------------------- what fit rejected
-
-
-def risky(params, batch, key):
-    return jnp.mean(jnp.log(batch["t"]) * params["w"] + 0 * jax.random.normal(key, batch["t"].shape))
-
-
-def run_of(bad_calls, n=24, max_bad=2, rows=4, **options):
-    """A run of n batches of which some have a 0: its error, or None, and what callbacks saw."""
-    t = np.ones((n, rows), np.float32)
-    for call in bad_calls:
-        t[call, call % rows] = 0
-    seen = []
-    state = ts.setup(ts.rules.sgd(0.1), {"w": np.float32(1)}, key=0)
-    step = ts.train_step(risky)
-    data = [{"t": x, "call": np.full(rows, i)} for i, x in enumerate(t)]
-    keep = lambda run: seen.append(list(run.rejected))
-    try:
-        with pytest.warns(RuntimeWarning, match="rejected") if bad_calls else contextlib.nullcontext():
-            options = {"callbacks": keep, "progress": False, "max_bad": max_bad, **options}
-            state, _ = ts.fit(step, state, data, epochs=1, **options)
-    except ts.errors.NonFiniteError as error:
-        return step, error, seen
-    return step, state, seen
-
-
-@pytest.mark.parametrize("per_call", ["auto", 5, None])
-def test_fit_keeps_the_last_rejected_calls(per_call):
-    step, error, _ = run_of([3, 9, 10, 11], max_bad=3, steps_per_call=per_call)
-    assert isinstance(error, ts.errors.NonFiniteError)
-    assert [(kept.step, kept.calls, kept.epoch) for kept in error.rejected] == [(8, 9, 0), (8, 10, 0), (8, 11, 0)]
-    for kept in error.rejected:
-        assert (kept.batch["call"] == kept.calls).all() and isinstance(kept.batch["t"], np.ndarray)
-        state, batch = kept.of(error.state)
-        assert int(state.calls) == kept.calls
-        report = replay(step, state, batch)
-        assert (report.primitive, report.result) == ("log", "loss")
-        assert f"at [{kept.calls % 4}]" in repr(report)
-
-
-def test_rejected_calls_of_a_run_that_went_on():
-    _, state, seen = run_of([2, 20], max_bad=5)
-    assert int(state.step) == 22 and [kept.calls for kept in seen[-1]] == [2, 20]
-    with pytest.raises(StateError, match=r"state at Rejected\.of"):
-        seen[-1][0].of(state)
-    later, _ = seen[-1][0].of(state, exact=False)
-    assert int(later.calls) == 2
-    assert run_of([])[2][-1] == []
-
-
-_ELSEWHERE = """
-import sys
-import numpy as np
-sys.path.insert(0, sys.argv[2])
-import test_insight as test
-import tsunax as ts
-from tsunax.insight import replay
-state = ts.setup(ts.rules.sgd(0.1), {"w": np.float32(5)}, key=7)
-like = {"state": state, "batch": {"t": np.ones(4, np.float32), "call": np.ones(4, np.int32)}}
-found = ts.exchange.restore(sys.argv[1], like)
-print(int(found["state"].calls), float(found["state"].params["w"]), replay(ts.train_step(test.risky), **found))
-"""
-
-
-@pytest.mark.slow
-def test_a_rejected_call_is_saved_and_replayed_elsewhere(tmp_path):
-    _, error, _ = run_of([5, 6], max_bad=2)
-    state, batch = error.rejected[-1].of(error.state)
-    ts.exchange.save(tmp_path / "bad.safetensors", {"state": state, "batch": batch})
-    command = [sys.executable, "-c", _ELSEWHERE, str(tmp_path / "bad.safetensors"), str(Path(__file__).parent)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert said.startswith(f"6 {float(state.params['w'])} The loss is ")
-    assert "log gave -inf at [2]" in said and "jnp.log(batch" in said
-
-
-def test_a_loss_scale_is_put_back():
-    def loss_fn(params, x):
-        return jnp.mean(x @ params["w"])
-
-    state = ts.setup(ts.rules.sgd(0.1), {"w": np.ones((4, 2), np.float32)}, precision="float16", loss_scale=1024.0)
-    step, data = ts.train_step(loss_fn), [np.full((8, 4), 200, np.float32)] * 3
-    with pytest.raises(ts.errors.NonFiniteError) as caught:
-        ts.fit(step, state, data, epochs=1, progress=False, max_bad=1)
-    before, batch = caught.value.rejected[-1].of(caught.value.state)
-    assert float(before.loss_scale.scale) == 1024 and replay(step, before, batch).primitive == "dot_general"

@@ -84,6 +84,7 @@ GOOD = {
     "half precision": lambda: testing.check_precision(STEP, state_in("float16"), X, 0.01),
     "sharding": lambda: testing.check_sharding(STEP, make(), X),
     "resume": lambda: testing.check_resume(STEP, make(0), data(), steps=7, at=5),
+    "resume a population": lambda: testing.check_resume(STEP, ts.population(make, 2), data()),
     "resume a list": lambda: testing.check_resume(STEP, make(), [X[:4], X[4:8]], replay=True),
     "fused": lambda: testing.check_fused(STEP, make(0), data()),
     "frozen": lambda: testing.check_frozen(STEP, make(), X, "body/**"),

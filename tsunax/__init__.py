@@ -41,6 +41,7 @@ if _TYPE_CHECKING:  # loaded when they are first asked for
     from tsunax.checkpoint import Checkpoints
     from tsunax.data import batches
     from tsunax.evaluation import evaluate
+    from tsunax.faults import replay
     from tsunax.figures import plot, plot_text
     from tsunax.hardware import (
         device,
@@ -56,7 +57,7 @@ if _TYPE_CHECKING:  # loaded when they are first asked for
         to_host,
     )
     from tsunax.history import History
-    from tsunax.insight import Description, describe, measured_peak, replay
+    from tsunax.insight import Description, describe, measured_peak
     from tsunax.loop import fit, iterate, train_epoch, train_steps
     from tsunax.migration import migrate
     from tsunax.range_test import find_learning_rate
@@ -77,7 +78,8 @@ _LATER = {
         *("supported_devices", "to_device", "to_host"),
     ),
     "history": ("History",),
-    "insight": ("Description", "describe", "measured_peak", "replay"),
+    "faults": ("replay",),
+    "insight": ("Description", "describe", "measured_peak"),
     "loop": ("fit", "iterate", "train_epoch", "train_steps"),
     "migration": ("migrate",),
     "reproduce": ("check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"),

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -182,7 +183,7 @@ def _size(aval: Any) -> float:
 
 def _is_float(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)
-    return dtype is not None and (dtype.kind in "fc" or "float" in getattr(dtype, "name", ""))
+    return dtype is not None and jnp.issubdtype(dtype, np.inexact)
 
 
 def _factor(aval: Any) -> int:

@@ -148,9 +148,8 @@ class Fused:
 
     def _compiled_on(self, home: _place.Home | None) -> Any:
         def train_steps(plan, moving, still, feed, n, extra):
-            if isinstance(self.step, TrainStep):
-                state = moving if plan is None else _assemble(plan, moving, still)
-                self.step.traces.append(Trace.of("loop", home, state, {"batches": feed, **extra}))
+            state = moving if plan is None else _assemble(plan, moving, still)
+            trace = Trace.of("loop", home, state, {"batches": feed, **extra})
 
             def one(moving, batch):
                 state = moving if plan is None else _assemble(plan, moving, still)
@@ -180,6 +179,8 @@ class Fused:
                 return i + 1, moving, jax.tree.map(put, infos, info)
 
             _, moving, infos = jax.lax.while_loop(goes_on, body, (jnp.int32(0), moving, infos))
+            if isinstance(self.step, TrainStep):
+                self.step.traces.append(trace)
             return moving, _with_scheduled(infos, None if plan is None else still[0])
 
         out = None if home is None else (home.layout, home.whole)
@@ -197,6 +198,8 @@ class Fused:
             plan, (moving, still) = state.plan, _apart(state)
         if is_gone(moving[0]) if plan is not None else any(map(is_gone, jax.tree.leaves(state))):
             raise StateError(donated("the loop"))
+        if isinstance(self.step, TrainStep) and plan is not None and "home" not in state.__dict__:
+            self.step.seen_on("loop", state)
         home, moving, still = home_of(state, moving, still)
         try:
             moving, infos = self._programs[home](plan, moving, still, feed, n, extra)

@@ -5,6 +5,7 @@ A trace costs seconds, so that a record of it costs nothing beside it; a step th
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,12 @@ class Trace:
         shapes = {name: jax.tree.map(_shape, tree) for name, tree in (fields | trees).items()}
         return cls(kind, plan, None if home is None else home.layout, shapes)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """How many members a population has: () of one run."""
+        clock = self.trees.get("state.clock")
+        return () if clock is None else clock.shape[:-1]
+
     def distance(self, other: Trace) -> tuple[bool, bool, int]:
         """How much is different; static parts weigh more than trees, and those more than leaves."""
         is_other = jax.tree.structure(self.trees) != jax.tree.structure(other.trees)
@@ -47,9 +54,12 @@ class Trace:
         if found:  # parts of the state that follow from the plan
             names = ("masters",) if found[0].startswith("precision") else ("opt_state", "numbers", "masters", "average")
             follows = {f"state.{name}" for name in names}
+        if self.members != other.members:
+            found.append(f"the state is {_members(self)}, was {_members(other)}")
+            follows = {name for name in self.trees if name.startswith("state.")}
         if "state.numbers" in self.trees and "state.numbers" not in follows:
             cut = _difference("state.numbers", self.trees["state.numbers"], other.trees["state.numbers"])
-            found, follows = found + cut, {"state.numbers"} | ({"state.opt_state"} if cut else set())
+            found, follows = found + cut, follows | {"state.numbers"} | ({"state.opt_state"} if cut else set())
         for name in other.trees | self.trees:
             if name in follows:
                 continue
@@ -63,6 +73,10 @@ class Trace:
         elif not found and self.layout != other.layout:
             found += _placement(self, other)
         return found
+
+
+def _members(trace: Trace) -> str:
+    return f"a population of {trace.members[0]}" if trace.members else "one run"
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -131,8 +145,11 @@ def _placement(new: Trace, old: Trace) -> list[str]:
     return []
 
 
-def why(traces: list[Trace]) -> list[str]:
-    """A line for each trace but the first of its kind: what was new in it, against the earlier one most like it."""
+def why(traces: list[Trace], places: list[tuple[str, Any]]) -> list[str]:
+    """A line for each trace but the first of its kind: what was new in it, against the earlier one most like it.
+
+    Then one for each further device: there XLA compiles what was traced already.
+    """
     lines, seen = [], dict[str, list[Trace]]()
     for trace in traces:
         earlier = seen.setdefault(trace.kind, [])
@@ -141,6 +158,9 @@ def why(traces: list[Trace]) -> list[str]:
             same = "the same arguments as before: jax.clear_caches(), another jax.config, or a context of it"
             lines.append(f"{trace.kind}: {'; '.join(found) or same}")
         earlier.append(trace)
+    for kind in seen:
+        devices = [device for of, device in places if of == kind]
+        lines += [f"{kind}: the state is on {b}, was on {a}" for a, b in itertools.pairwise(devices)]
     return lines
 
 

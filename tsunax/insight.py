@@ -1,21 +1,19 @@
-"""See into a step: what it costs before it runs (`describe`), where a value that is not finite came from (`replay`).
+"""See into a step before it runs: what it costs, what it does to each leaf, and why it compiled again.
 
     describe(step, state, batch)   compiles, executes nothing
-    replay(step, state, batch)     runs that one step again, equation by equation
 
-Both are functions of what the step itself is given, and change none of it.
+All of it is read off the program and the state. Where a NaN came from is in `faults.py`.
 """
 
 from __future__ import annotations
 
 import html
-import linecache
 import math
-import re
+import textwrap
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,20 +21,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _blame, _checks, _cost, _fused, _hoist, _memory, _traces, _tree, _where, guard
+from tsunax import _checks, _cost, _fused, _hoist, _memory, _traces, _tree, _where
 from tsunax._cost import Collective, Flops
 from tsunax._live import PatternMask
-from tsunax._loss_fn import LIBRARIES
-from tsunax._members import members_of
 from tsunax._memory import Need
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
 from tsunax.hyper import hyperparams
-from tsunax.program import TrainStep, _apart, home_of
+from tsunax.program import TrainStep, _apart
 from tsunax.state import TrainState, check_state, frozen_flags, trained_part
-from tsunax.step import gradient_of
 
-__all__ = ["Description", "Leaf", "Report", "describe", "measured_peak", "replay"]
+__all__ = ["Description", "Leaf", "describe", "measured_peak"]
 
+WIDTH = 80  # of the page
+MOST_CELL = WIDTH // 2 - 1  # of one cell of the table: two stand beside each other
 MOST_ROWS = 24  # of leaves, before those alike are shown as one
 
 
@@ -47,7 +44,7 @@ class Leaf:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    status: str  # "trained", "frozen", "not trained", or "overwritten" by its gradient
+    status: str  # "trained", "frozen", "2 of 8 frozen" (members), "not trained", or "overwritten" by its gradient
     rule: str  # the live rules that see it, with the pattern of their group
     values: Mapping[str, Any]  # live hyperparameters by name; a decay is 0 where a mask spares the leaf
     clip: str
@@ -134,7 +131,11 @@ def describe(step: TrainStep, state: TrainState, batch, *, peak: Any = None, **e
         fix = "Make one: ts.train_step(loss_fn)."
         raise WrongTypeError(message("step", where, _tree.describe(step), "a train_step", fix))
     check_state(state, where, batch)
-    _checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.") if not _is_shapes(batch) else None
+    if any(map(_tree.is_traced, jax.tree.leaves((state, batch, extra)))):
+        fix = "Call it outside of jit, with arrays or shapes."
+        raise StateError(message("state or batch", where, "a traced one", "a concrete one", fix))
+    if not _is_shapes(batch):
+        _checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
     if peak is not None and not (isinstance(peak, str) and peak == "measure"):
         _check_positive(peak, where, "peak", " of one device, or 'measure'")
     shapes, more = _memory.as_shapes(state, batch, extra)
@@ -152,7 +153,9 @@ def describe(step: TrainStep, state: TrainState, batch, *, peak: Any = None, **e
     donated, failed = _donation(step, state, text)
     costs = compiled.cost_analysis() or {}
     costs = costs[0] if isinstance(costs, list) else costs
-    traces = [*step.traces, *_elsewhere(step)]
+    shared = _loop_of(step)
+    traces = [*step.traces, *(trace for trace in shared.traces if trace.kind == "loop" and shared is not step)]
+    places = [*step.places, *(place for place in shared.places if place[0] == "loop" and shared is not step)]
     return Description(
         flops=_cost.flops_of(traced.jaxpr),
         bytes_accessed=costs.get("bytes accessed"),
@@ -165,10 +168,10 @@ def describe(step: TrainStep, state: TrainState, batch, *, peak: Any = None, **e
         leaves=_leaves(state),
         seconds=seconds,
         traces=len(traces),
-        recompiles=tuple(_traces.why(traces)),
+        recompiles=tuple(_traces.why(traces, places)),
         device=device.device_kind,
         devices=1 if (mesh := _memory.mesh_of(state)) is None else mesh.size,
-        peak=measured_peak(device) if isinstance(peak, str) else peak,
+        peak=measured_peak(device, _compute_dtype(state)) if isinstance(peak, str) else peak,
     )
 
 
@@ -176,10 +179,15 @@ def _is_shapes(tree) -> bool:
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
 
 
-def _elsewhere(step: TrainStep) -> list:
-    """The traces of an equal step whose compiled loop this one shares."""
+def _loop_of(step: TrainStep) -> TrainStep:
+    """Whose compiled loop a step uses: equal ones share it, while alone each has a program of its own."""
     other = _fused.fused(step, step.donate).step
-    return other.traces if isinstance(other, TrainStep) and other is not step else []
+    return other if isinstance(other, TrainStep) else step
+
+
+def _compute_dtype(state: TrainState) -> Any:
+    precision = state.plan.precision
+    return "float32" if precision is None or precision.compute is None else precision.compute
 
 
 def _check_positive(x, where: str, name: str, more: str = "") -> None:
@@ -190,17 +198,31 @@ def _check_positive(x, where: str, name: str, more: str = "") -> None:
         raise HyperparameterError(message(name, where, x, expected))
 
 
-def measured_peak(device: Any = None, dtype: Any = "float32", size: int = 2048, seconds: float = 0.5) -> float:
-    """FLOP/s that a square matrix product reaches on a device, the best of those that `seconds` have room for."""
-    x = jax.device_put(jnp.ones((size, size), dtype), device)
+def measured_peak(device: Any = None, dtype: Any = "float32", size: int | None = None, seconds: float = 0.5) -> float:
+    """FLOP/s that a square matrix product of this dtype reaches on a device, the best of those in so many seconds.
+
+    `size`: of the matrices; without it they grow from 1024 to 16384 while a product takes less than 10 ms, since a fast
+    device spends a short one on starting it.
+
+    >>> measured_peak(size=128, seconds=0.01) > 1e6
+    True
+    """
+    for name, x in (("seconds", seconds), *(() if size is None else [("size", size)])):
+        _check_positive(x, "measured_peak()", name)
     product = jax.jit(lambda x: x @ x)
-    jax.block_until_ready(product(x))
-    best, end = math.inf, time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
+    best, n = 0.0, size or 1024
+    while True:
+        x = jax.device_put(jnp.ones((n, n), dtype), device)
         jax.block_until_ready(product(x))
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+        fastest, end = math.inf, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            jax.block_until_ready(product(x))
+            fastest = min(fastest, time.perf_counter() - start)
+        best = max(best, 2 * n**3 / fastest)
+        if size is not None or fastest > 0.01 or n >= 16384:
+            return best
+        n *= 2
 
 
 def _donation(step: TrainStep, state: TrainState, text: str) -> tuple[int, tuple[str, ...]]:
@@ -229,17 +251,26 @@ def _leaves(state: TrainState) -> tuple[Leaf, ...]:
     named = _tree.leaves_with_names(state.params)
     n = len(named)
     selected, replaced = state.plan.selected or (True,) * n, state.plan.overwritten or (False,) * n
-    concrete = isinstance(state.frozen, jax.Array) and not _tree.is_traced(state.frozen) and state.frozen.ndim == 1
-    frozen = iter(frozen_flags(state) if concrete else [False] * n)
+    frozen = iter(_frozen_words(state))
     ruled = _ruled(state)
     found = []
     for (name, path, x), on, new in zip(named, selected, replaced, strict=True):
-        status = "not trained" if not on else "frozen" if next(frozen) else "overwritten" if new else "trained"
+        status = "not trained" if not on else next(frozen) or ("overwritten" if new else "trained")
         rules, values, clip = ruled.get(path, ([], {}, []))
         rule = ", ".join(rules) or ("" if status in ("not trained", "overwritten") else "an optax rule")
         kind = str(_tree.dtype_of(x))
         found.append(Leaf(_tree.show(name), np.shape(x), kind, status, rule, values, ", ".join(clip), _sharding(x)))
     return tuple(found)
+
+
+def _frozen_words(state: TrainState) -> list[str]:
+    """For each trained leaf "frozen", or of how many members, or "" (of shapes nobody knows)."""
+    if not all(map(_tree.is_array, jax.tree.leaves(state.frozen))):
+        return [""] * len(jax.tree.leaves(trained_part(state)))
+    flags = frozen_flags(state)
+    if flags.ndim == 1:
+        return ["frozen" if on else "" for on in flags]
+    return ["frozen" if on.all() else f"{on.sum()} of {len(on)} frozen" if on.any() else "" for on in flags.T]
 
 
 def _sharding(x) -> str:
@@ -297,62 +328,66 @@ def _decays(s, state: TrainState) -> list[bool]:
 
 
 def _number(x) -> str:
-    if np.ndim(x):
-        return f"{np.min(x):.3g}..{np.max(x):.3g}"
-    return f"{float(x):.3g}"
+    low, high = f"{np.min(x):.3g}", f"{np.max(x):.3g}"
+    return low if low == high else f"{low}..{high}"
 
 
-def _si(x: float) -> str:
-    unit, letter = next(((n, c) for n, c in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if x >= n), (1, ""))
-    return f"{x / unit:.3g} {letter}"
+def _si(x: float, unit: str) -> str:
+    n, letter = next(((n, c) for n, c in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if x >= n), (1, ""))
+    return f"{x / n:.3g} {letter}{unit}"
 
 
 def _summary(d: Description) -> list[str]:
     total = sum(d.seconds.values())
     on = d.device if d.devices == 1 else f"{d.devices} x {d.device}"
     parts = ", ".join(f"{name} {x:.2f}" for name, x in d.seconds.items())
+    head = f"a step on {on}, compiled in {total:.2f} s ({parts})"
+    return [head, *(line for name, text in _facts(d) for line in _wrapped(name, text))]
+
+
+def _wrapped(name: str, text: str, most: int = 4) -> list[str]:
+    """A fact within the width of the page, in not too many lines."""
+    begin, then = f"  {name:<8}  ", " " * (12 if name else 14)
+    how = {"initial_indent": begin, "subsequent_indent": then, "break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, WIDTH, max_lines=most, placeholder=" ...", **how)
+
+
+def _facts(d: Description) -> Iterator[tuple[str, str]]:
+    """What there is to say, and a word for it."""
     share = f", {d.flops.matmul / d.flops.total:.1%} in products and convolutions" if d.flops.total else ""
-    lines = [
-        f"a step on {on}, compiled in {total:.2f} s ({parts})",
-        f"  work      {_si(d.flops.total)}FLOP{share}; {_si(d.flops.transcendental)}calls of exp, sqrt, ...",
-    ]
-    if d.flops.loops:
-        lines.append(
-            f"            the bodies of {d.flops.loops} while loops counted once: nobody knows how often they run"
-        )
+    yield "work", f"{_si(d.flops.total, 'FLOP')}{share}; {_si(d.flops.transcendental, 'calls')} of exp, sqrt, ..."
+    if n := d.flops.loops:
+        bodies = "the body of a while loop is" if n == 1 else f"the bodies of {n} while loops are"
+        yield "", f"{bodies} counted once: nobody knows how often they run"
     if d.flops.opaque:
-        lines.append(f"            not counted: {', '.join(d.flops.opaque)}")
+        yield "", f"not counted: {', '.join(d.flops.opaque)}"
     if d.bytes_accessed is not None:
-        lines.append(f"  traffic   {_tree.bytes_str(d.bytes_accessed)} read and written, loop bodies counted once")
-    if d.memory is not None:
-        need = d.memory
+        yield "traffic", f"{_tree.bytes_str(d.bytes_accessed)} read and written, loop bodies counted once"
+    if (need := d.memory) is not None:
         named = ("state", "batch", "temporary", "results", "runtime")
         shown = ", ".join(f"{name} {_tree.bytes_str(getattr(need, name))}" for name in named)
-        lines.append(f"  memory    {_tree.bytes_str(need.total)}: {shown}")
+        yield "memory", f"{_tree.bytes_str(need.total)}: {shown}"
     if d.donates:
-        lines.append(f"  donated   {_tree.bytes_str(d.donated)}, of which results take {_tree.bytes_str(d.aliased)}")
-        if d.not_aliased:
-            names = _tree.listed(d.not_aliased, 3)
-            lines.append(f"  WARNING   the donation of {names} failed: both old and new are held (jax#9675)")
+        yield "donated", f"{_tree.bytes_str(d.donated)}, of which results take {_tree.bytes_str(d.aliased)}"
     else:
-        lines.append("  donated   nothing: donate=False")
+        yield "donated", "nothing: donate=False"
+    if d.not_aliased:
+        names = _tree.listed(d.not_aliased, 3)
+        yield "WARNING", f"the donation of {names} failed: both old and new are held (jax#9675)"
     if d.devices > 1:
         talk = (f"{c.kind} {c.count:g} x, {_tree.bytes_str(c.bytes)}" for c in d.communication)
-        lines.append(f"  talks     {'; '.join(talk) or 'not at all'}, on each device")
+        yield "talks", f"{'; '.join(talk) or 'not at all'}, on each device"
     if d.peak is not None:
-        lines.append(
-            f"  peak      {_si(d.peak)}FLOP/s a device: {d.flops.matmul / d.peak / d.devices * 1e3:.3g} ms at best"
-        )
+        best = d.flops.matmul / d.peak / d.devices * 1e3
+        yield "peak", f"{_si(d.peak, 'FLOP/s')} a device: {best:.3g} ms at best"
     again = f", {len(d.recompiles)} of them again" if d.recompiles else ""
-    lines.append(f"  traced    {d.traces} time{'s' * (d.traces != 1)}{again}")
-    counts = Counter(d.recompiles)
-    lines += [f"            {why}" + (f" ({n} times)" if n > 1 else "") for why, n in counts.items()]
-    return lines
+    yield "traced", f"{d.traces} time{'s' * (d.traces != 1)}{again}"
+    for why, n in Counter(d.recompiles).items():
+        yield "", why + (f" ({n} times)" if n > 1 else "")
 
 
 def _rows(leaves: tuple[Leaf, ...]) -> list[str]:
-    """The table: a line for each leaf, or where there are many for each kind."""
-    head = ["leaf", "shape", "status", "rule", "numbers", "clip", "sharding"]
+    """The table: a line for each leaf, or where there are many for each kind. What all have in common is said once."""
     if len(leaves) <= MOST_ROWS:
         groups = [[leaf] for leaf in leaves]
     else:
@@ -360,27 +395,50 @@ def _rows(leaves: tuple[Leaf, ...]) -> list[str]:
         for leaf in leaves:
             by_kind.setdefault(leaf.kind, []).append(leaf)
         groups = list(by_kind.values())
-    rows, shown = [head], _told(leaves)
+    numbers = _told(leaves)
+    head = ["leaf", "shape", "status", "rule", *numbers, "clip", "sharding"]
+    rows = []
     for group in groups:
         first, n = group[0], len(group)
         path, shape = first.path, f"{first.dtype}{list(first.shape)}"
         if n > 1:
             size = sum(math.prod(leaf.shape) for leaf in group)
-            path, shape = f"{_common([leaf.path for leaf in group])} ({n} leaves)", f"{first.dtype}, {_si(size)}in all"
-        values = " ".join(f"{name}={_number(x)}" for name, x in first.values.items() if name in shown)
-        rows.append([path, shape, first.status, first.rule, values, first.clip, first.sharding])
-    used = [i for i in range(len(head)) if any(row[i] for row in rows[1:])]
-    width = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return ["  ".join(f"{row[i]:<{width[i]}}" for i in used).rstrip() for row in rows]
+            path, shape = (
+                f"{_common([leaf.path for leaf in group])} ({n} leaves)",
+                f"{first.dtype}, {_si(size, 'in all')}",
+            )
+        values = [_number(first.values[name]) if name in first.values else "" for name in numbers]
+        cells = path, shape, first.status, first.rule, *values, first.clip, first.sharding
+        rows.append([x if len(x) < MOST_CELL else f"{x[:17]}...{x[20 - MOST_CELL :]}" for x in cells])
+    columns = [(title, [row[i] for row in rows]) for i, title in enumerate(head)]
+    common = [f"{name}={x[0]}" if name in numbers else x[0] for name, x in columns[2:] if len(set(x)) == 1 and x[0]]
+    tables = _blocks(columns[0], [columns[1], *((name, x) for name, x in columns[2:] if len(set(x)) > 1)])
+    told = textwrap.wrap(f"all: {', '.join(common)}", WIDTH, subsequent_indent="     ", break_on_hyphens=False)
+    return [*tables, *(told if common else [])]
 
 
-def _told(leaves: tuple[Leaf, ...]) -> set[str]:
+def _blocks(first: tuple[str, list[str]], columns: list[tuple[str, list[str]]]) -> list[str]:
+    """Columns beside each other, and where the page is too narrow for all of them below, with the first one again."""
+    lines, block = [], [first]
+    wide = lambda block: sum(max(map(len, [title, *cells])) + 2 for title, cells in block) - 2
+    for column in [*columns, None]:
+        if column is None or (len(block) > 1 and wide([*block, column]) > WIDTH):
+            width = [max(map(len, [title, *cells])) for title, cells in block]
+            table = zip(*([title, *cells] for title, cells in block), strict=True)
+            lines += ["  ".join(f"{x:<{n}}" for x, n in zip(row, width, strict=True)).rstrip() for row in table]
+            block = [first]
+        if column is not None:
+            block.append(column)
+    return lines
+
+
+def _told(leaves: tuple[Leaf, ...]) -> list[str]:
     """The numbers that a table has room for: rates, decays, and what is not the same everywhere."""
     seen: dict[str, set[str]] = {}
     for leaf in leaves:
         for name, x in leaf.values.items():
             seen.setdefault(name, set()).add(str(x))
-    return {name for name, values in seen.items() if len(values) > 1 or "rate" in name or "decay" in name}
+    return [name for name, values in seen.items() if len(values) > 1 or "rate" in name or "decay" in name]
 
 
 def _common(paths: list[str]) -> str:
@@ -398,162 +456,3 @@ def _while_same(parts: list[list[str]]) -> list[str]:
             break
         same.append(names[0])
     return same
-
-
-# --------------------------------------------------------------------------------------------------------------- replay
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `replay` returns: plain data, and a paragraph when it is printed."""
-
-    result: str  # what was not finite: "loss", "gradient of params['w']", "" where all was
-    argument: str  # the leaf of the batch, the params or the model state that was not finite when it was given; or ""
-    micro_batch: int | None  # of `accumulate`, counted from 0
-    primitive: str  # of JAX, that gave the first value that is not finite; "" where it was an argument
-    line: str  # "path.py:12 (function)" in the user's code
-    code: str  # the text of that line
-    in_gradient: bool  # whether the loss itself was finite
-    trips: tuple[int, ...]  # of the user's own loops around it, outermost first, counted from 0
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def replay(step: TrainStep, state: TrainState, batch, **extra) -> Report:
-    """Where the first value that is not finite came from, in a step that was rejected: runs it again, with checks.
-
-    The loss and its gradient are computed once more, with keys, mask, model state and micro-batches as in that call, so
-    that every value can be looked at; then they are walked back from what was not finite to what made it so. It names
-    the micro-batch, the argument or the primitive, and the line. -inf that a mask puts in, or log(0) in a branch that
-    `where` does not take, is not blamed. Nothing is donated, and the state stays as it is. It needs memory for every
-    intermediate value of the step.
-
-    Args:
-      step: the `train_step`.
-      state: as it was given to that call. A rejected step leaves it as it was, but for the count: of the one after it
-        `state.replace(calls=state.calls - 1)`, with a loss scale also that one's. What `fit` rejected knows them:
-        `replay(step, *error.rejected[-1].of(error.state))`.
-      batch, extra: the arguments of that call.
-
-    Raises WrongTypeError and StateError for what is no train_step, no state, or a population.
-
-    >>> import jax.numpy as jnp
-    >>> import tsunax as ts
-    >>> step = ts.train_step(lambda params, x: jnp.mean(jnp.sqrt(x * params["w"])))
-    >>> report = replay(step, ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)}), jnp.array([4.0, 0.0, 1.0]))
-    >>> report.result, report.primitive, report.in_gradient
-    ("gradient of params['w']", 'div', True)
-    """
-    where = "replay()"
-    if not isinstance(step, TrainStep):
-        fix = "Make one: ts.train_step(loss_fn)."
-        raise WrongTypeError(message("step", where, _tree.describe(step), "a train_step", fix))
-    check_state(state, where, batch)
-    if members_of(state) is not None:
-        raise StateError(message("state", where, "a population", "one member", "Give ts.member(state, i)."))
-    home = home_of(state, state.params)[0]
-    if home is not None:
-        batch, extra = step._placed(state, home, batch, extra)
-    gradient = gradient_of(step.loss_fn, step.accumulate, step.remat, "skip", where, step.axis_name)
-
-    def look(state, batch, extra):
-        loss, grads = gradient(state, batch, **extra)
-        return loss.compute(), grads
-
-    given = state, batch, extra
-    program, shapes = jax.make_jaxpr(look, return_shape=True)(*given)
-    values = jax.tree.leaves(jax.jit(look)(*given))
-    names = ["loss", *(f"gradient of {_tree.access_str('params', path)}" for path, _ in _keyed(shapes[1]))]
-    wrong = [(i, found) for i, x in enumerate(values) if (found := _blame.bad(x)) is not None]
-    if not wrong:
-        return _nothing(step, state, batch, shapes, values)
-    place, found = wrong[0]
-    origin = _blame.origin(program, jax.tree.leaves(given), place, found)
-    what = f"{names[place]} is {_what(np.asarray(values[place]))}"
-    return _report(step, given, names[place], what, origin)
-
-
-def _keyed(tree) -> list[tuple[tuple, Any]]:
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
-
-
-def _nothing(step: TrainStep, state: TrainState, batch, shapes, values) -> Report:
-    grads = jax.tree.unflatten(jax.tree.structure(shapes[1]), values[1:])
-    found = guard.locate(state.plan.apart(grads)[0])
-    if found != "gradient norm":
-        text = f"{found} overflows when it is squared: every value is finite."
-        return Report(found, "", None, "", "", "", True, (), text)
-    text = (
-        "Loss and gradients are finite. If the step was rejected, a rule did it (a spike, clip_array_norm), the state "
-        "is not the one of that call, or the step computes in another order where nobody looks."
-    )
-    return Report("", "", None, "", "", "", False, (), text)
-
-
-def _report(step: TrainStep, given: tuple, result: str, what: str, origin: _blame.Origin) -> Report:
-    n, trips = step.accumulate, tuple(i for _, i in origin.trips)
-    micro = None
-    if n > 1 and origin.argument is None and trips:  # the outermost loop is that over micro-batches
-        micro, trips = trips[0], trips[1:]
-    in_gradient = result != "loss"
-    argument = line = code = ""
-    if origin.argument is not None:
-        argument = _argument(given, origin.argument)
-        bad = _blame.bad(origin.value)
-        if n > 1 and argument.startswith("batch") and bad is not None and bad.ndim:
-            micro = int(np.argwhere(bad)[0][0]) % n
-        made = f"{argument} was given so: {_what(origin.value)}"
-    else:
-        line, code = _line(origin.sources)
-        said = "a constant" if origin.constant else _what(origin.value)
-        derivative = "the derivative of " if in_gradient else ""
-        at = f" at {derivative}{line}" if line else ""
-        made = f"{origin.primitive} gave {said}{_from(origin)}{at}" + (f": `{code}`" if code else "")
-    places = [f"micro-batch {micro} of {n}"] if micro is not None else []
-    places += [f"trip {i} of a loop" for i in trips]
-    text = f"The {what}. The first such value: {made}" + (f" ({', '.join(places)})" if places else "") + "."
-    primitive = "" if origin.argument is not None else origin.primitive
-    return Report(result, argument, micro, primitive, line, code, in_gradient, trips, text)
-
-
-def _argument(given: tuple, place: int) -> str:
-    path = _keyed(given)[place][0]
-    name, rest = ("state", "batch", "")[path[0].idx], path[1:]
-    return _tree.access_str(name, rest) if name else _tree.access_str("extra", rest)
-
-
-def _what(x: np.ndarray) -> str:
-    """How many elements are not finite, and what the first one is."""
-    x = np.asarray(x)
-    bad = ~np.isfinite(x)
-    first = tuple(int(i) for i in np.argwhere(bad)[0])
-    value = f"{x[first]}"
-    return value if not x.shape else f"{value} at {list(first)}, {int(bad.sum())} of {x.size} not finite"
-
-
-def _from(origin: _blame.Origin) -> str:
-    """The operands where the first bad value is, for a primitive that works element by element."""
-    out = np.asarray(origin.value)
-    first = tuple(np.argwhere(~np.isfinite(out))[0])
-    operands = [np.asarray(x) for x in origin.operands if hasattr(x, "dtype") or isinstance(x, (int, float))]
-    if not operands or len(operands) != len(origin.operands) or any(x.shape not in ((), out.shape) for x in operands):
-        return ""
-    return " from " + " and ".join(f"{x[first] if x.shape else x[()]}" for x in operands)
-
-
-def _line(sources: tuple) -> tuple[str, str]:
-    """The innermost line of the user's own code that an equation comes from, and its text."""
-    from jax.extend import source_info_util
-
-    for source in sources:
-        lines = reversed(source_info_util.summarize(source, num_frames=100).splitlines())
-        found = [match for line in lines if (match := _FRAME.match(line))]
-        own = [match for match in found if "site-packages" not in match[1] and not match[1].startswith(LIBRARIES)]
-        if match := next(iter(own or ()), None):
-            return f"{match[1]}:{match[2]} ({match[3]})", linecache.getline(match[1], int(match[2])).strip()
-    return "", ""
-
-
-_FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)$")

@@ -233,6 +233,18 @@ class TrainStep:
         return []
 
     @functools.cached_property
+    def places(self) -> list[tuple[str, Any]]:
+        """The kind of program and the device, of each device that a state alone lay on: each compiles, none traces."""
+        return []
+
+    def seen_on(self, kind: str, state: TrainState) -> None:
+        """Note where a state lies that no step of ours has made."""
+        clock = state.clock
+        devices = clock.devices() if isinstance(clock, jax.Array) and not isinstance(clock, Tracer) else ()
+        if len(devices) == 1 and (place := (kind, *devices)) not in self.places:
+            self.places.append(place)
+
+    @functools.cached_property
     def _traced(self) -> Any:
         return jax.jit(self.pure)
 
@@ -243,8 +255,9 @@ class TrainStep:
     def _compiled_on(self, home: _place.Home | None) -> Any:
         def train_step(plan, moving, still, batch, extra):
             state = _assemble(plan, moving, still)
-            self.traces.append(Trace.of("step", home, state, {"batch": batch, **extra}))
+            trace = Trace.of("step", home, state, {"batch": batch, **extra})
             state, (loss, weight, *seen, _) = self.pure(state, batch, extra)
+            self.traces.append(trace)  # one that failed is none
             weight = _Known(weight) if isinstance(weight, np.ndarray | np.generic) else weight
             return _apart(state)[0], (loss, weight, *seen)  # numbers are put back outside, and info made there: faster
 
@@ -280,6 +293,8 @@ class TrainStep:
                     _checks.check_arrays(state, "state")
             if gone:
                 raise StateError(donated("step()"))
+            if not known:
+                self.seen_on("step", state)
             plan, (moving, still) = state.plan, _apart(state)
             home, moving, still = home_of(state, moving, still)
             if home is not None:

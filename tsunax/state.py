@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsunax import _checks, _hoist, _live, _tree, _where, guard
+from tsunax import _checks, _hoist, _live, _tree, _where, guard, reproduce
 from tsunax.averages import as_average
 from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, message, told
 from tsunax.precision import Policy, as_loss_scale, as_policy, cast, cast_like
@@ -453,10 +453,9 @@ def as_key(key, where: str):
     if key is None or _tree.is_traced(key) or isinstance(key, jax.ShapeDtypeStruct):
         return key
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
-        try:
-            return jax.random.key(int(key))
-        except OverflowError:
-            raise StateError(message("key", where, key, "a seed of at most 64 bits")) from None
+        if not 0 <= key < 2**64:
+            raise StateError(message("key", where, key, "a seed ≥ 0 of at most 64 bits"))
+        return reproduce.key_of(int(key))
     if isinstance(key, jax.Array):
         if key.is_deleted():
             raise StateError(message("key", where, "a deleted array", expected))
@@ -596,12 +595,12 @@ def beside(params, tree):
 
 
 def frozen_flags(state: TrainState) -> np.ndarray:
-    """One bool per trained leaf, on the host."""
+    """One bool per trained leaf, on the host; of a population for each of its members."""
     n = len(jax.tree.leaves(moving_part(state)))
     if state.frozen is None:
         return np.zeros(n, bool)
     words = np.asarray(state.frozen)
-    return (words[np.arange(n) // 32] >> np.arange(n) % 32 & 1).astype(bool)
+    return (words[..., np.arange(n) // 32] >> np.arange(n) % 32 & 1).astype(bool)
 
 
 def frozen_words(flags) -> np.ndarray:
