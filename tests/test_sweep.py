@@ -1,4 +1,5 @@
 """Populations: each member is its single run, in one program."""
+# ruff: noqa: E501, a row is a line
 
 import dataclasses
 import itertools
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
-from tsunax import sweep
+from tsunax import sweep, testing
 from tsunax.errors import DeviceError, HyperparameterError, StateError, WrongTypeError
 
 N, RATES = 4, np.logspace(-3, -1, 4)
@@ -40,6 +41,11 @@ def masked(params, batch, key, mask):
     x, y = batch
     hidden = jnp.tanh(x @ params["w"]) + 0.01 * jax.random.normal(key, (len(x), 16))
     return ts.Loss.mean(jnp.mean((hidden @ params["v"] - y) ** 2, -1), where=mask)
+
+
+def taken(runs):
+    ts.train_step(loss_fn)(runs, (X, Y))
+    return runs
 
 
 def data():
@@ -71,11 +77,8 @@ def test_each_member_is_its_single_run(accumulate):
 
 @pytest.mark.slow
 def test_one_program_and_any_number_of_calls():
-    step = ts.train_step(loss_fn)
-    states = [fit(ts.population(make, N, rate=RATES), step, steps_per_call=k)[0] for k in (1, 5, "auto")]
-    assert_trees_equal(states[0].params, states[1].params)
-    assert_trees_equal(states[0].params, states[2].params)
-    runs = ts.population(make, N, rate=RATES)
+    step, runs = ts.train_step(loss_fn), ts.population(make, N, rate=RATES)
+    testing.check_fused(dataclasses.replace(step), runs, data(), steps=18)
     for rate in (0.1, RATES):
         runs, _ = step(ts.adjust(runs, learning_rate=rate), (X[:16], Y[:16]))
     assert step._programs[None]._cache_size() == 1
@@ -140,12 +143,8 @@ def test_over_devices():
 
 
 @pytest.mark.slow
-def test_a_run_of_a_population_goes_on(tmp_path):
-    step = ts.train_step(loss_fn)
-    expected, _ = fit(ts.population(make, N, rate=RATES), step)
-    ts.fit(step, ts.population(make, N, rate=RATES), data(), steps=7, checkpoint=tmp_path / "a", progress=False)
-    runs, _ = fit(ts.population(make, N, rate=RATES), step, checkpoint=tmp_path / "a")
-    assert_trees_equal(runs.params, expected.params)
+def test_a_run_of_a_population_goes_on():
+    testing.check_resume(ts.train_step(loss_fn), ts.population(make, N, rate=RATES), data(), steps=18, at=7)
 
 
 # ------------------------------------------------------------------------------------------------ members that stop
@@ -276,6 +275,19 @@ def test_population_based_training():
         (lambda runs: ts.population(make, 2.0), WrongTypeError, "n at population"),
         (lambda runs: ts.population({}, 2), WrongTypeError, "make at population"),
         (lambda runs: ts.population(lambda key: key, 2), StateError, "result at make"),
+        (lambda runs: ts.population(make, 2, rate=np.array([0.1, np.nan])), HyperparameterError, r"learning_rate at .*got nan"),
+        (lambda runs: ts.population(make, 2, rate=np.array([0.1, -0.1])), HyperparameterError, r"learning_rate at .*got -0.1"),
+        (lambda runs: ts.population(make, 2, lr=RATES[:2]), WrongTypeError, "arguments at make: got missing a required argument: 'rate', expected make"),
+        (lambda runs: ts.population(make, 2, rate=RATES[:2], key=None), WrongTypeError, r"key at population\(\): got None"),
+        *[(lambda runs, i=i: ts.member(runs, i), StateError, r"member at member\(\): got .*an index below 4") for i in (1.5, "a", None)],
+        (lambda runs: ts.select(runs, [[1], [1, 2]]), StateError, "indices at select"),
+        (lambda runs: ts.member(taken(runs), 0), StateError, "runs at member.*a population that a step took, expected what"),
+        (lambda runs: ts.train_step(masked)(runs, ts.each((X[None], Y[None]))), StateError, r"leaf at ts.each: got shape \(1, 83, 8\), expected a first axis of 4"),
+        (lambda runs: ts.train_step(masked)(ts.member(runs, 0), ts.each((X[None], Y[None]))), StateError, "leaf at ts.each: .*no each: the state is a single one"),
+        (lambda runs: sweep.stoppable(runs, sweep.plateau), WrongTypeError, "rule at stoppable"),
+        (lambda runs: sweep.plateau(3, decay=1.0), HyperparameterError, r"decay at plateau\(\): got 1.0"),
+        (lambda runs: sweep.plateau(3, min_delta=np.nan), HyperparameterError, r"min_delta at plateau\(\): got nan"),
+        (lambda runs: sweep.stoppable(runs).stop([0, 1, 2, 3]), StateError, "where at stop.*expected bools"),
         (lambda runs: ts.member(runs, 4), StateError, "member at member.*an index below 4"),
         (lambda runs: ts.member(runs, True), StateError, "member at member"),
         (lambda runs: ts.member(make(KEYS[0], 0.1), 0), StateError, "runs at member.*a population"),
