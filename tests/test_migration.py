@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.struct
 import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import tsunax as ts
 from tests.helpers import assert_trees_equal
@@ -246,6 +248,49 @@ def test_master_copies_survive_another_precision():
     assert_trees_equal((again.params, again.masters), (low.params, low.masters))
 
 
+def test_what_came_and_went_beside_the_rule():
+    state = trained(ts.rules.adam(0.01), ema=0.9, loss_scale=1024.0, key=0, model_state=np.ones(2, np.float32))
+    state = ts.freeze(state, "body/**")
+    other = {"trunk": state.params["body"], "head": {**state.params["head"], "kernel": jnp.ones((4, 3))}}
+    gone = {"loss_scale": None, "key": None, "model_state": None}
+    new, report = migrate(state, ts.rules.adam(0.01), params=other, **gone)
+    leaves = lambda names: {name for name in names if not name.startswith(("Scale", "average"))}
+    assert leaves(report.dropped) == {"leaf body/bias", "leaf body/kernel", "leaf head/kernel", *gone}
+    assert leaves(report.new) == {"leaf trunk/bias", "leaf trunk/kernel", "leaf head/kernel"}
+    assert {"average of body/bias", "average of body/kernel"} < set(report.dropped)
+    assert "body/bias: frozen then, not trained now" in report.notes and "frozen" in repr(report)
+    assert "ScaleByAdamState.count: goes on, also for 6 arrays beside it that begin anew" in report.notes
+    _, report = migrate(new, ts.rules.adam(0.01), loss_scale=1024.0, key=1, model_state=np.ones(2, np.float32))
+    assert set(report.new) == set(gone) and report.notes == ()
+    _, report = migrate(new, ts.rules.adam(0.01), trainable="head/**")
+    assert {"average of trunk/bias", "average of trunk/kernel"} < set(report.dropped) and report.new == ()
+
+
+def test_an_adjusted_number_that_has_no_place_any_more_is_told():
+    state = ts.adjust(trained(ts.rules.adam(0.01)), learning_rate=0.5)
+    new, report = migrate(state, parts(ts.rules.adam(0.01)))
+    assert ts.hyperparams(new)["learning_rate@**"] == pytest.approx(0.01)
+    assert report.notes == ("learning_rate: 0.5 by adjust then, no such number now",)
+    again = ts.adjust(new, "body/**", learning_rate=0.25)
+    _, report = migrate(again, ts.rules.adam(0.01))
+    assert report.notes == ("learning_rate@body/**: 0.25 by adjust then, no such number now",)
+    assert migrate(trained(ts.rules.adam(0.01)), parts(ts.rules.adam(0.01)))[1].notes == ()
+    scheduled = trained(ts.rules.adam(optax.linear_schedule(0.1, 0.0, 100)))
+    assert migrate(scheduled, parts(ts.rules.adam(0.01)))[1].notes == ()
+
+
+def test_what_only_theirs_has_is_told_by_name():
+    @flax.struct.dataclass
+    class Theirs(flax.training.train_state.TrainState):
+        batch_stats: Any = None
+
+    state = Theirs.create(apply_fn=None, params=init(), tx=optax.adam(0.01), batch_stats={"mean": jnp.ones(3)})
+    assert migrate(state, ts.rules.adam(0.01))[1].dropped == ("batch_stats",)
+    tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.01)
+    _, report = migrate(tx.init(init()), ts.rules.adam(0.01), params=init())
+    assert "InjectStatefulHyperparamsState.hyperparams['learning_rate']" in report.dropped and report.new == ()
+
+
 def test_averages_keep_what_they_know():
     state = trained(ts.rules.adam(0.01), ema=ts.averages.ema(0.9, warmup=True))
     new, report = migrate(state, ts.rules.sgd(0.01))
@@ -324,6 +369,21 @@ ERRORS: dict[str, tuple] = {
         lambda rule: migrate(ts.setup(rule, init()), rule, step=3),
         WrongTypeError,
         r"step at migrate\(\): got 3, .*state\.replace\(step=",
+    ),
+    "negative step": (
+        lambda rule: migrate(optax.adam(0.1).init(init()), rule, params=init(), step=-1),
+        ts.errors.HyperparameterError,
+        r"step at migrate\(\): got -1, expected an int ≥ 0",
+    ),
+    "no number": (
+        lambda rule: migrate(optax.adam(0.1).init(init()), rule, params=init(), step=2.5),
+        WrongTypeError,
+        r"step at migrate\(\): got 2.5 \(float\)",
+    ),
+    "another library's": (
+        lambda rule: migrate(nnx.Optimizer(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param), rule),
+        WrongTypeError,
+        r"state at migrate\(\): got .*Of an optax state give params=, too",
     ),
     "new leaf": (
         lambda rule: migrate(ts.setup(rule, init(), trainable="head/**"), rule, params=init(True)),

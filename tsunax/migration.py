@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from tsunax import _hoist, _live, _manifest, _tree
+from tsunax import _checks, _hoist, _live, _manifest, _tree
 from tsunax._members import members_of
 from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.hyper import hyperparams
 from tsunax.rules import GroupsState
 from tsunax.state import (
     TrainState,
@@ -37,16 +38,20 @@ from tsunax.state import (
 __all__ = ["Report", "migrate"]
 
 KEEP: Any = ...
+FLAX = "step", "apply_fn", "params", "tx", "opt_state"  # the fields of its TrainState
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of each array and number, by names as `ScaleByAdamState.mu of head/bias`; prints as a list."""
+    """What became of each array and number, by names as `ScaleByAdamState.mu of head/bias`; prints as a list.
+
+    `leaf head/bias` is one of params that is new or gone, or has another shape.
+    """
 
     kept: tuple[str, ...]
     new: tuple[str, ...]  # begins anew: the old state has none, or several and nothing tells which
     dropped: tuple[str, ...]  # the new state has none
-    notes: tuple[str, ...]  # numbers that the script changed, cuts and averages that ended
+    notes: tuple[str, ...]  # numbers that the script changed, cuts, averages and freezes that ended, shared counts
 
     def __repr__(self) -> str:
         lines = [f"kept {len(self.kept)}, new {len(self.new)}, dropped {len(self.dropped)}"]
@@ -89,6 +94,7 @@ class _Old:
     state: TrainState | None
     model_state: Any = None
     key: Any = None
+    beside: tuple[str, ...] = ()  # what else it has, and no TrainState has a place for
 
 
 def migrate(
@@ -148,6 +154,7 @@ def migrate(
     opt_state, numbers = _hoist.hoist(_hoist.with_own_counts(full, old.step))
     counts = own(known.clock) if known is not None else jnp.array([old.step, old.step, 0, 0], jnp.int32)
     fresh = dataclasses.replace(fresh, clock=beside(fresh.params, counts), opt_state=opt_state, numbers=numbers)
+    report = report.joined(_around(old, fresh))
     if known is not None:
         for carry in (_cuts, _numbers, _average, _frozen):
             fresh, more = carry(known, fresh)
@@ -172,10 +179,13 @@ def _as_old(state, params, rule, step) -> _Old:
         full = _hoist.lower(state.opt_state, state.numbers, state.step)
         slots = _told(_slots(full, _owners_of(state), base(state)))
         return _Old(state.params, slots, int(state.step), state, state.model_state, state.key)
-    if hasattr(state, "opt_state") and hasattr(state, "tx"):  # flax
+    if step is not None:
+        _checks.check_count(step, where, "step", least=0)
+    if all(hasattr(state, name) for name in ("opt_state", "tx", "params", "step")):  # flax
         owners = _tree.owners(state.tx.init, state.params)[2]
         slots = _told(_slots(state.opt_state, owners, state.params))
-        return _Old(state.params, slots, int(state.step) if step is None else step, None)
+        more = [name for name, x in vars(state).items() if name not in FLAX and jax.tree.leaves(x)]
+        return _Old(state.params, slots, int(state.step) if step is None else step, None, beside=tuple(more))
     if params is KEEP:
         fix = "Of an optax state give params=, too."
         raise WrongTypeError(message("state", where, _tree.describe(state), "a TrainState", fix))
@@ -230,6 +240,8 @@ def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
                 what, home = f"{node.live.title}.count", path[:i]
         elif isinstance(entry, jtu.DictKey):
             groups.append(str(entry.key))
+            if owner is None and i == len(path) - 1:  # a number of its own, as one of `inject_hyperparams`
+                what = f"{what}[{entry.key!r}]"
         elif not isinstance(node, GroupsState) and type(node) not in (tuple, list):
             what, home = f"{type(node).__name__}.{_tree.key_name(entry)}", path[:i]
         node = _tree.child(node, entry)
@@ -282,6 +294,10 @@ def _filled(full, old: list[_Slot], new: list[_Slot | None]) -> tuple[Any, Repor
                 notes.append(f"{slot.name}: one of {len(values)} values there, the largest taken")
             if same:
                 found[i] = same[-1]
+    for i, slot in slots.items():
+        beside = [j for j, other in slots.items() if other.home == slot.home and other.owner is not None]
+        if slot.owner is None and i in found and (anew := sum(j not in found for j in beside)):
+            notes.append(f"{slot.name}: goes on, also for {anew} arrays beside it that begin anew")
     used = {id(slot) for slot in found.values()}
     leaves, treedef = jax.tree.flatten(full)
     fresh = lambda x: x if np.ndim(x) else own(x)  # counts may be one array, and are donated each
@@ -327,6 +343,21 @@ def _there(x, like):
 # --------------------------------------------------------------------------------------------------------- the rest
 
 
+def _around(old: _Old, new: TrainState) -> Report:
+    """What came and went of params, model state, key and loss scale."""
+    here, there = (
+        {"/".join(name): np.shape(x) for name, _, x in _tree.leaves_with_names(s.params)} for s in (new, old)
+    )
+    anew = [f"leaf {name}" for name, shape in here.items() if there.get(name) != shape]
+    gone = [f"leaf {name}" for name, shape in there.items() if here.get(name) != shape]
+    had = {"model_state": old.model_state, "key": old.key, "loss_scale": old.state and old.state.loss_scale}
+    for name, x in had.items():
+        now = getattr(new, name)
+        anew += [name] if x is None and now is not None else []
+        gone += [name] if x is not None and now is None else []
+    return Report((), tuple(anew), (*gone, *old.beside), ())
+
+
 def _cuts(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
     """Subtrees with numbers of their own, where both rules have the same live rule over the same leaves."""
     if old.numbers is None or not any(s.cut for _, s in old.numbers.layout.lives):
@@ -358,6 +389,10 @@ def _numbers(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
     merged, edited = _manifest.merged_numbers(values[0], facts[0], values[1], facts[1])
     known = {name for name, _ in facts[0]["columns"]}
     notes = [note for note in edited if note.partition(":")[0] in known]
+    mine, then = {name for name, _ in facts[1]["columns"]}, hyperparams(old)
+    given = dict(zip((name for name, _ in facts[0]["columns"]), values[0][3], strict=True))
+    adjusted = [name for name, x in given.items() if name not in mine | set(facts[0]["schedules"]) and then[name] != x]
+    notes += [f"{name}: {then[name]:.6g} by adjust then, no such number now" for name in adjusted]
     numbers = dataclasses.replace(new.numbers, values=_there(jnp.asarray(merged), new.numbers.values))
     return dataclasses.replace(new, numbers=numbers), Report((), (), (), tuple(notes))
 
@@ -380,7 +415,8 @@ def _average(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
         tuple(f"average of {name}" for name, fit in zip(here, fits, strict=True) if fit == known)
         for known in (True, False)
     )
-    return dataclasses.replace(new, average=average), Report(kept, anew, (), ())
+    gone = tuple(f"average of {name}" for name in there if name not in here)
+    return dataclasses.replace(new, average=average), Report(kept, anew, gone, ())
 
 
 def _by_name(state: TrainState, tree) -> dict[str, Any]:
@@ -395,7 +431,8 @@ def _frozen(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
     flags = dict(zip(_moving_names(old), frozen_flags(old), strict=True))
     here = _moving_names(new)
     words = frozen_words([bool(flags.get(name, False)) for name in here])
-    return dataclasses.replace(new, frozen=beside(new.params, words)), Report((), (), (), ())
+    notes = tuple(f"{name}: frozen then, not trained now" for name, on in flags.items() if on and name not in here)
+    return dataclasses.replace(new, frozen=beside(new.params, words)), Report((), (), (), notes)
 
 
 def _moving_names(state: TrainState) -> list[str]:
