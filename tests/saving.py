@@ -107,6 +107,7 @@ def shares(folder: Path) -> dict:
         back = checkpoints.restore(like)
         found["own"] = [back.data, back.callbacks["same"].tolist(), back.history, same(back.state, trained())]
         local = {"w": np.full(3, float(me)), "x": np.ones(2), "n": 3}
+        found["bad history"] = told(of, checkpoints, history=None if me else {"loss": object()})
         found["local"] = told(of, checkpoints, local, 3)
         found["steps"] = told(of, checkpoints, state, 3 + me)
         found["older"] = told(of, checkpoints, state, 1)
@@ -118,7 +119,8 @@ def shares(folder: Path) -> dict:
         found["full"] = told(of, checkpoints, state, 3)
         found["left"] = sorted(os.listdir(path))
         _store.write = write
-        of(checkpoints, state.replace(step=3), data={"n": 3})
+        of(checkpoints, state.replace(step=3), data=None if me else {"n": 3})
+        found["data of the first alone"] = checkpoints.restore(like).data
         found["steps there"] = checkpoints.steps()
         other = ts.shard(other_rule(), ts.mesh(data=1, fsdp=-1))
         found["another rule"] = told(checkpoints.restore, other if me else like)

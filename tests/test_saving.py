@@ -65,6 +65,9 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeyp
     who = [rf"process {i} \(host \S+, pid {each.process.pid}\)" for i, each in enumerate(started)]
     for i, own in enumerate([zero["own"], one["own"]]):  # a history is that of the first one
         assert own == [{"file": f"part {i}"}, [0, 1, 2], {"rate": [0.0]}, True]
+    assert zero["bad history"].startswith("WrongTypeError: value at history['loss']: got object")
+    assert re.match(rf"ProcessError: {who[0]}: value at history", one["bad history"])
+    assert [zero["data of the first alone"], one["data of the first alone"]] == [{"n": 3}, None]
     assert zero["local"] == one["local"]  # as are all errors that the processes find together
     assert re.search(
         rf"differ at save\(\): state\['w'\]: got float64\[3\] \S+ on {who[1]}, .*must be the same on all", one["local"]

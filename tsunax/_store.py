@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from tsunax import _checks, _files, _manifest, _orbax, _safetensors, _tree
-from tsunax._manifest import Damaged, Leaf, Manifest
+from tsunax._manifest import Damaged, Leaf, Manifest, Parts
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message, told
 from tsunax.state import donated, is_gone
 
@@ -109,6 +109,18 @@ def copied(tree: _manifest.Tree, copies: list[np.ndarray], process: int) -> list
             blocks.append((None, np.array(x, copy=True)))
         leaves.append(stored(path, fact.kind, fact.shape, fact.dtype, blocks, copies, process))
     return leaves
+
+
+def encoded(given: Mapping[str, Any], copies: list[np.ndarray], process: int) -> Parts:
+    """Data, history and callbacks, their arrays at the end of `copies`."""
+    arrays: list[Leaf] = []
+
+    def keep(x: np.ndarray) -> int:
+        path = (str(len(arrays)),)
+        arrays.append(stored(path, "array", x.shape, x.dtype.name, [(None, x)], copies, process))
+        return len(arrays) - 1
+
+    return Parts({name: _manifest.encode(x, keep, name) for name, x in given.items()}, arrays)
 
 
 def bounds_of(index, shape) -> Bounds:

@@ -33,7 +33,7 @@ import numpy as np
 
 from tsunax import _checks, _files, _folder, _manifest, _orbax, _store, _target, _tree, distributed
 from tsunax._folder import ARRAYS, Folder
-from tsunax._manifest import Damaged, Leaf, Manifest, Parts, TooNew
+from tsunax._manifest import Damaged, Manifest, Parts, TooNew
 from tsunax.errors import (
     CheckpointError,
     HyperparameterError,
@@ -219,62 +219,48 @@ class Checkpoints:
         for a step before the newest one, WrongTypeError for leaves that cannot be saved.
         """
         given = {"data": data, "history": history, "callbacks": callbacks}
-
-        def begin():
-            self._check_writer("save()")
-            self.wait()
-            numbers = _numbers(metrics)
-            tree = _manifest.tree_of(state)
-            _store.check_saveable(tree)
-            _store.check_members(tree, "save()")
-            at = _store.step_of(tree, step)
-            copies: list[np.ndarray] = []
-            leaves = _store.copied(tree, copies, self._process)
-            word = {"digests": _digests(given)} if self._count > 1 else {}
-            if not self._process:
-                known = self._folder.known()
-                if known and at < max(known):
-                    fix = "To go on from an earlier step, give another path: Checkpoints(other).save(...)."
-                    raise CheckpointError(
-                        message("step", "save()", at, f"≥ {max(known)}, the newest in {self.path}", fix)
-                    )
-                word |= {"folder": _files.aside(self.path, "tmp", at).name, "drop": self._dropped(at, numbers)}
-            return (tree, at, copies, leaves, numbers), json.dumps(word)
-
-        (tree, at, copies, leaves, numbers), words = self._together("save()", begin)
+        (tree, manifest, copies), words = self._together("save()", lambda: self._copied(state, step, given, metrics))
         first, mine = json.loads(words[0]), json.loads(words[self._process])
-        facts = {path: _manifest.state_facts(s) for path, s in tree.states.items()}
         if self._count > 1:
-            alike = {"step": at, "setup": list(facts.values())}
-            for (path, x), leaf in zip(tree.leaves, leaves, strict=True):
+            alike = {"step": manifest.step, "setup": list(manifest.states.values())}
+            for (path, x), leaf in zip(tree.leaves, manifest.leaves, strict=True):
                 alike[_manifest.show("state", path)] = x if _store.is_local(x) else str(leaf)
             distributed.compare("save()", alike, self.timeout + 10)
         if self._process:  # of data and callbacks what differs from the first process's; the history is that one's
-            own = [name for name, digest in mine["digests"].items() if digest != first["digests"][name]]
-        else:
-            own = [name for name, value in given.items() if value is not None]
-        arrays: list[Leaf] = []
+            own = {name: given[name] for name, digest in mine["digests"].items() if digest != first["digests"][name]}
+            manifest = dataclasses.replace(manifest, parts=[_store.encoded(own, copies, self._process)])
+        self._job = _Job(self, manifest, copies, self.path / first["folder"], first["drop"])
+        self._job.start()
 
-        def keep(x: np.ndarray) -> int:
-            block = [(None, x)]
-            path = (str(len(arrays)),)
-            arrays.append(_store.stored(path, "array", x.shape, x.dtype.name, block, copies, self._process))
-            return len(arrays) - 1
-
-        values = {name: _manifest.encode(given[name], keep, name) for name in own}
+    def _copied(self, state, step: int | None, given: Mapping[str, Any], metrics):
+        """The state on the host: (its tree, its manifest, the copies), and a word of it for the other processes."""
+        self._check_writer("save()")
+        self.wait()
+        numbers = _numbers(metrics)
+        tree = _manifest.tree_of(state)
+        _store.check_saveable(tree)
+        _store.check_members(tree, "save()")
+        at = _store.step_of(tree, step)
+        copies: list[np.ndarray] = []
         manifest = Manifest(
             step=at,
-            leaves=leaves,
+            leaves=_store.copied(tree, copies, self._process),
             nodes=tree.nodes,
-            states=facts,
-            parts=[Parts(values, arrays)],
+            states={path: _manifest.state_facts(s) for path, s in tree.states.items()},
+            parts=[] if self._process else [_store.encoded(given, copies, 0)],
             metrics=numbers,
             fingerprint=self._fingerprint,
             versions=_store.versions() | {"devices": _store.home_of(tree)},
             files={},
         )
-        self._job = _Job(self, manifest, copies, self.path / first["folder"], first["drop"])
-        self._job.start()
+        word: dict[str, Any] = {"digests": _digests(given) if self._count > 1 else {}}
+        if not self._process:
+            known = self._folder.known()
+            if known and at < max(known):
+                fix = "To go on from an earlier step, give another path: Checkpoints(other).save(...)."
+                raise CheckpointError(message("step", "save()", at, f"≥ {max(known)}, the newest in {self.path}", fix))
+            word |= {"folder": _files.aside(self.path, "tmp", at).name, "drop": self._dropped(at, numbers)}
+        return (tree, manifest, copies), json.dumps(word)
 
     def poll(self) -> None:
         """Raise SaveError if a save that has ended failed. Does not wait for one that has not."""
