@@ -1,7 +1,11 @@
 """`python -m tsunax`, the first thing that a report of a bug has."""
 
+import importlib.metadata
 import re
+import subprocess
+import sys
 
+import jax
 import pytest
 
 import tsunax as ts
@@ -9,12 +13,13 @@ from tsunax import __main__ as command
 
 
 def test_the_report(capsys):
-    assert command.main() == 0
+    assert command.main([]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"tsunax {ts.__version__}, Python 3.")
     assert re.search(r"^jax \d+\.\d+.*, jaxlib \d.*, optax \d.*, flax \d", text, re.M)
-    assert re.search(r"^device \S*cpu\S*: cpu", text, re.M | re.I)
+    assert re.search(r"^device \S*cpu\S*: cpu", text, re.M | re.I) and "cpu, cpu" not in text
     assert re.search(r"^self-check ok: loss 0\.\d+ to 0\.\d+ in 20 steps", text, re.M)
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("broken", ["raises", "does not learn"])
@@ -25,9 +30,44 @@ def test_what_is_broken_is_said(broken, monkeypatch, capsys):
     monkeypatch.setattr(
         ts, "train_step", fails if broken == "raises" else lambda _: lambda s, x: ts.update(s, s.params)
     )
-    assert command.main() == 1
+    assert command.main([]) == 1
     assert "self-check FAILED" in capsys.readouterr().out
 
 
-def test_versions():
+def test_without_a_device_the_rest_is_said(monkeypatch, capsys):
+    """A driver that does not start is what such a report is about."""
+
+    def fails():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", fails)
+    monkeypatch.setattr(command, "self_check", fails)
+    monkeypatch.setenv("TSUNAX_DEVICE", "abacus")
+    assert command.main([]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "devices FAILED: RuntimeError: Unable to initialize backend 'cuda'" in text
+    assert "settings: TSUNAX_DEVICE=abacus" in text
+    assert "preference FAILED: ConfigError: device at TSUNAX_DEVICE" in text and text.startswith("tsunax ")
+
+
+def test_versions(monkeypatch):
     assert re.fullmatch(r"\d+\..*", command.version_of("jax")) and command.version_of("no-such-library") == "-"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: None)  # of an installation cut short
+    assert command.version_of("jax") == "unknown"
+
+
+@pytest.mark.parametrize(("given", "status", "says"), [("--help", 0, "usage: python -m tsunax"), ("plot", 2, "plot")])
+def test_arguments(given, status, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main([given])
+    assert ended.value.code == status
+    assert says in "".join(capsys.readouterr())
+
+
+def test_a_reader_that_goes_away():
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-m", "tsunax"], **pipes) as run:
+        assert run.stdout.readline().startswith("tsunax ")
+        run.stdout.close()
+        said = run.stderr.read()
+    assert run.returncode == 1 and "Traceback" not in said and "BrokenPipe" not in said

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import os
 import platform
 import sys
+import textwrap
 import time
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -25,12 +29,13 @@ EXTRAS = (
     "dm-haiku",
     "torch",
 )
+SETTINGS = ("TSUNAX_DEVICE", "JAX_PLATFORMS", "XLA_FLAGS")  # that decide which devices there are
 
 
 def version_of(library: str) -> str:
     """The version that is installed, or "-"."""
     try:
-        return importlib.metadata.version(library)
+        return importlib.metadata.version(library) or "unknown"
     except importlib.metadata.PackageNotFoundError:
         return "-"
 
@@ -51,25 +56,57 @@ def self_check() -> str:
     return f"{verdict}: loss {losses[0]:.4f} to {losses[-1]:.4f} in 20 steps, {time.perf_counter() - start:.1f} s"
 
 
-def main() -> int:
-    """Print the report. The exit status is 1 where the self-check fails."""
-    found = {name: version_of(name) for name in (*LIBRARIES, *EXTRAS)}
-    print(f"tsunax {ts.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
-    print(", ".join(f"{name} {found[name]}" for name in LIBRARIES))
-    print("extras: " + (", ".join(f"{name} {found[name]}" for name in EXTRAS if found[name] != "-") or "none"))
+def devices() -> str:
+    """A line for each device, with its kind, memory and driver."""
+    lines = []
     for device in jax.devices():
         info = ts.device_info(device)
-        memory = "" if info.memory_total is None else f", {info.memory_total / 2**30:.1f} GiB"
-        print(f"device {device}: {info.kind}{memory}, {info.version.splitlines()[0]}")
+        memory = [] if info.memory_total is None else [f"{info.memory_total / 2**30:.1f} GiB"]
+        parts = dict.fromkeys([device.device_kind, info.kind, *memory, *info.version.splitlines()[:1]])
+        lines.append(f"device {device}: {', '.join(parts)}")
+    return "\n".join(lines)
+
+
+def tried(what: str, f: Callable[[], str]) -> str:
+    """A part of the report, or why it failed: what is broken is what the report is for."""
     try:
-        line = self_check()
+        return f()
     except Exception as error:
-        line = f"FAILED: {type(error).__name__}: {error}"
-    print(f"self-check {line}")
-    return int("FAILED" in line)
+        reason = " ".join(str(error).split())
+        return f"{what} FAILED: {type(error).__name__}{': ' * bool(reason)}{reason}"
+
+
+def report() -> Iterator[str]:
+    """The lines, each as soon as it is known: what comes next may hang."""
+    yield f"tsunax {ts.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    found = {name: version_of(name) for name in (*LIBRARIES, *EXTRAS)}
+    yield ", ".join(f"{name} {found[name]}" for name in LIBRARIES)
+    yield "extras: " + (", ".join(f"{name} {found[name]}" for name in EXTRAS if found[name] != "-") or "none")
+    if settings := [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]:
+        yield "settings: " + ", ".join(settings)
+    yield tried("preference", lambda: f"preferred device: {ts.preferred() or 'none'}")
+    yield from tried("devices", devices).splitlines()
+    yield tried("self-check", lambda: f"self-check {self_check()}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the report. The exit status is 1 where a part of it fails."""
+    about = "Print versions, devices, extras and a self-check of a second, for a report of a bug."
+    argparse.ArgumentParser(prog="python -m tsunax", description=about).parse_args(arguments)
+    failed = False
+    for line in report():
+        failed |= "FAILED" in line
+        text = textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        print(text, flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except BrokenPipeError:  # `python -m tsunax | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing to flush to at the exit
+        status = 1
+    sys.exit(status)
 
-__all__ = ["main", "self_check", "version_of"]
+__all__ = ["devices", "main", "report", "self_check", "version_of"]
