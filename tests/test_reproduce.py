@@ -13,7 +13,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import reproduce
-from tsunax.errors import DeviceError, StateError, WrongTypeError
+from tsunax.errors import DeviceError, HyperparameterError, StateError, WrongTypeError
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +37,18 @@ def test_all_generators_start_from_the_seed():
     high = draws()
     ts.reproducible(2**41)
     assert len({first, high, draws()}) == 3
+
+
+def test_every_bit_of_a_seed_counts():
+    """`jax.random.key` drops what is above 32 bits."""
+    seeds = [7, 2**32 + 7, 2**33 + 7, 2**63 - 1, 2**32 - 1]
+    keys = [jax.random.key_data(ts.reproducible(seed)).tolist() for seed in seeds]
+    assert len(set(map(tuple, keys))) == len(seeds) and keys[0] == jax.random.key_data(jax.random.key(7)).tolist()
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}, key=seeds[1])
+    assert jax.random.key_data(state.key).tolist() == keys[1]
+    assert (reproduce.key_of(-1) == jax.random.key(-1)).all() and (
+        reproduce.key_of(-(2**40)) != jax.random.key(0)
+    ).all()
 
 
 def test_a_block_leaves_the_generators_alone():
@@ -92,6 +104,8 @@ def test_a_step_is_checked():
         calls.append(1)
         return {"w": state["w"] + 1e-3 * (len(calls) > 5), "b": state["b"]}, None
 
+    with pytest.raises(HyperparameterError, match=r"times at check_reproducible\(\): got 1, expected an int ≥ 2"):
+        ts.check_reproducible(careless, {"w": jnp.ones(2)}, batches, times=1)
     with pytest.raises(StateError, match=r"step at batch 2: got other bits in state\['w'\], expected the same"):
         ts.check_reproducible(careless, {"w": jnp.ones(2), "b": jnp.zeros(1)}, batches)
 

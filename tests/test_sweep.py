@@ -2,6 +2,7 @@
 # ruff: noqa: E501, a row is a line
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -43,9 +44,15 @@ def masked(params, batch, key, mask):
     return ts.Loss.mean(jnp.mean((hidden @ params["v"] - y) ** 2, -1), where=mask)
 
 
+@functools.cache
+def some_runs():
+    return ts.population(make, N, rate=RATES)
+
+
 def taken(runs):
-    ts.train_step(loss_fn)(runs, (X, Y))
-    return runs
+    copy = jax.tree.map(jnp.copy, runs)
+    ts.train_step(loss_fn)(copy, (X, Y))
+    return copy
 
 
 def data():
@@ -305,4 +312,4 @@ def test_population_based_training():
 )  # fmt: skip
 def test_what_cannot_be(call, kind, text):
     with pytest.raises(kind, match=text):
-        call(ts.population(make, N, rate=RATES))
+        call(some_runs())

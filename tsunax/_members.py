@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
+from tsunax.errors import StateError, message
 from tsunax.state import TrainState
 
 
@@ -37,9 +39,15 @@ def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = N
 
     `at_once` of them together, one group after the other; None: all.
     """
-    if members_of(state) is None:
-        return f(state, *trees)
+    n = members_of(state)
     leaves, treedef = jax.tree.flatten(trees, is_leaf=_is_each)
+    for x in jax.tree.leaves([x.tree for x in leaves if _is_each(x)]):
+        if n is None or np.shape(x)[:1] != (n,):
+            got, fix = f"shape {np.shape(x)}", "A batch for each member, along a new first axis."
+            expected = f"a first axis of {n}" if n else "no each: the state is a single one"
+            raise StateError(message("leaf", "ts.each", got, expected, fix if n else ""))
+    if n is None:
+        return f(state, *trees)
 
     def one(args):
         state, own = args[0], iter(args[1])

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import os
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax._src import xla_bridge
 
-from tsunax import _tree, _words
+from tsunax import _checks, _tree, _words
 from tsunax.errors import DeviceError, StateError, WrongTypeError, message
 
 __all__ = ["check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"]
@@ -47,7 +48,7 @@ def reproducible(seed: int = 0) -> jax.Array:
     seed = _checked(seed, "reproducible()")
     given = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in _FLAGS if flag.partition("=")[0] not in given]
-    off = [flag for flag in _FLAGS if f"{flag.partition('=')[0]}=false" in given]
+    off = [flag for flag in _FLAGS if re.search(f"{flag.partition('=')[0]}=(false|0)\\b", given, re.IGNORECASE)]
     if off:
         raise DeviceError(message("XLA_FLAGS", "reproducible()", f"{off[0].partition('=')[0]}=false", "true, or none"))
     if not xla_bridge.backends_are_initialized():
@@ -59,7 +60,13 @@ def reproducible(seed: int = 0) -> jax.Array:
         )
     random.seed(seed)
     np.random.seed(_legacy(seed))
-    return jax.random.key(seed)
+    return key_of(seed)
+
+
+def key_of(seed: int) -> jax.Array:
+    """`jax.random.key(seed)`, which would drop what is above 32 bits: that is folded in."""
+    key = jax.random.key(seed & 0xFFFFFFFF)
+    return key if seed >> 32 in (0, -1) else jax.random.fold_in(key, seed >> 32 & 0xFFFFFFFF)
 
 
 @contextlib.contextmanager
@@ -148,9 +155,10 @@ def check_reproducible(step: Callable, state: Any, batches: Iterable[Any], *, ti
     >>> len(check_reproducible(step, state, [jnp.eye(2)] * 3))
     16
     """
+    _checks.check_count(times, "check_reproducible()", "times", least=2)
     batches = list(batches)
     copied = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
-    runs = [copied(state) for _ in range(max(2, times))]
+    runs = [copied(state) for _ in range(times)]
     for at, batch in enumerate(batches):
         runs = [step(run, batch)[0] for run in runs]
         for other in runs[1:]:

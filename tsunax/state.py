@@ -453,8 +453,8 @@ def as_key(key, where: str):
     if key is None or _tree.is_traced(key) or isinstance(key, jax.ShapeDtypeStruct):
         return key
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
-        if not 0 <= key < 2**64:
-            raise StateError(message("key", where, key, "a seed ≥ 0 of at most 64 bits"))
+        if not -(2**63) <= key < 2**64:
+            raise StateError(message("key", where, key, "a seed of at most 64 bits"))
         return reproduce.key_of(int(key))
     if isinstance(key, jax.Array):
         if key.is_deleted():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,8 @@ import numpy as np
 
 from tsunax import _checks, _tree
 from tsunax._members import members_of
-from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
+from tsunax.hyper import adjust, hyperparams
 from tsunax.program import TrainStep
 from tsunax.state import TrainState, as_key
 from tsunax.step import StepInfo
@@ -60,20 +62,37 @@ def population(make: Callable[..., TrainState], n: int, *, key: Any = 0, **value
             if np.shape(leaf)[:1] != (n,):
                 got, fix = f"shape {np.shape(leaf)}", "One entry for each member; bind what they share to make."
                 raise StateError(message(repr(name), "population()", got, f"a first axis of {n}", fix))
+    _check_takes(make, values)
     one: Any = as_key(key, "population()")
+    if one is None:
+        raise WrongTypeError(message("key", "population()", "None", "an int seed or a key, as jax.random.key(0)"))
     keys = jax.random.split(one, n)
     runs = jax.jit(jax.vmap(lambda key, values: make(key, **values)))(keys, values)
     if not isinstance(runs, TrainState):
         fix = "make returns ts.setup(rule, params, ...)."
         raise StateError(message("result", "make", _tree.describe(runs), "a TrainState", fix))
+    if not _tree.is_traced(runs.clock) and (numbers := hyperparams(runs)):
+        adjust(runs, **numbers)  # raises for one that `make` saw as a tracer only
     return runs
+
+
+def _check_takes(make: Callable, values: dict[str, Any]) -> None:
+    """Raise where `make(key, **values)` would not even be called."""
+    try:
+        inspect.signature(make).bind(None, **values)
+    except TypeError as error:
+        expected = "make(key, **values), with the names that population() is given"
+        raise WrongTypeError(message("arguments", "make", str(error), expected)) from None
+    except ValueError:  # a callable that does not say what it takes
+        pass
 
 
 def member(runs: TrainState, i: int) -> TrainState:
     """One member as an ordinary state, with arrays of its own. Raises StateError where there is none."""
     n = _members(runs, "member()")
-    if isinstance(i, bool) or np.ndim(i) or not -n <= int(i) < n:
-        raise StateError(message("member", "member()", repr(i), f"an index below {n}"))
+    is_index = np.ndim(i) == 0 and np.issubdtype(np.asarray(i).dtype, np.integer)
+    if not is_index or not -n <= int(i) < n:
+        raise StateError(message("member", "member()", _tree.describe(i), f"an index below {n}"))
     return _taken(runs, np.int32(int(i) % n))
 
 
@@ -83,7 +102,11 @@ def select(runs: TrainState, indices: Any) -> TrainState:
     For successive halving, `select(runs, np.argsort(losses)[:8])`, and for populations whose worst members go on from
     copies of the best. Raises StateError for an index that is not there.
     """
-    n, at = _members(runs, "select()"), np.asarray(indices)
+    n = _members(runs, "select()")
+    try:
+        at = np.asarray(indices)
+    except ValueError:  # lists of several lengths
+        at = np.empty(0)
     is_list = at.ndim == 1 and at.size and np.issubdtype(at.dtype, np.integer)
     if not is_list or at.min() < -n or at.max() >= n:
         got = _tree.describe(indices) if not is_list else f"{at.min()} ... {at.max()}"
@@ -108,6 +131,11 @@ class plateau:
 
     def __post_init__(self):
         _checks.check_count(self.patience, "plateau()", "patience")
+        if not (_checks.is_real(self.min_delta) and 0 <= self.min_delta < np.inf):
+            raise HyperparameterError(message("min_delta", "plateau()", _tree.describe(self.min_delta), "a number ≥ 0"))
+        if not (_checks.is_real(self.decay) and 0 <= self.decay < 1):
+            got = _tree.describe(self.decay)
+            raise HyperparameterError(message("decay", "plateau()", got, "a number from 0 to below 1"))
 
     def init(self) -> dict[str, Any]:
         zero = np.float32(0)
@@ -139,18 +167,22 @@ class Stoppable:
         n = _members(self.runs, "stop()")
         if np.shape(where) != (n,):
             raise StateError(message("where", "stop()", _tree.describe(where), f"a bool for each of {n} members"))
+        if not np.issubdtype(where.dtype if _tree.is_array(where) else np.asarray(where).dtype, np.bool_):
+            raise StateError(message("where", "stop()", _tree.describe(where), "bools", "Not indices."))
         return dataclasses.replace(self, stopped=self.stopped | jnp.asarray(where, bool))
 
 
 def stoppable(runs: TrainState, rule: Callable | None = None) -> Stoppable:
     """A population whose members stop by a rule, for a step made by `stopping`.
 
+    Raises StateError for what is no population, WrongTypeError for a rule that is no function.
+
     Args:
       rule: `plateau(patience)`, or any `rule(memory, state, info) -> (memory, stop)` of one member, with `rule.init()`
         for its first memory; a function without `init` has None. By None they stop where you say, `runs.stop(where)`.
     """
     n = _members(runs, "stoppable()")
-    if rule is not None and not callable(rule):
+    if rule is not None and (isinstance(rule, type) or not callable(rule)):
         expected = "a function (memory, state, info) -> (memory, stop)"
         raise WrongTypeError(message("rule", "stoppable()", _tree.describe(rule), expected))
     first = rule.init() if hasattr(rule, "init") else None  # type: ignore[union-attr]
@@ -213,4 +245,6 @@ def _members(runs: Any, where: str) -> int:
     n = members_of(runs)
     if n is None:
         raise StateError(message("runs", where, _tree.describe(runs), "a population", "Make one: ts.population(...)."))
+    if isinstance(runs.clock, jax.Array) and not _tree.is_traced(runs.clock) and runs.clock.is_deleted():
+        raise StateError(message("runs", where, "a population that a step took", "what the step returned"))
     return n
