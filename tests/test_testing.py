@@ -36,6 +36,18 @@ def centred(params, x):
     return loss_fn(params, x - 2 * jnp.mean(x, 0, keepdims=True) + x[:1])
 
 
+def shifted(params, x):
+    """A shift of all logits has no gradient, but for what rounding leaves, and Adam makes steps of it."""
+    logits = x @ params["kernel"] + params["shift"]
+    return ts.losses.softmax_cross_entropy_with_integer_labels(logits, (x[:, 0] > 0).astype(int)).mean()
+
+
+def shiftable(key=None, **options):
+    params = {"kernel": jnp.linspace(-1, 1, 12).reshape(4, 3), "shift": jnp.full((1, 1), 0.1)}
+    return ts.setup(ts.rules.adam(1e-2), params, key=key, **options)
+
+
+SHIFTED = ts.train_step(shifted)
 STEP = ts.train_step(loss_fn)
 
 
@@ -91,6 +103,11 @@ GOOD = {
     "population": lambda: testing.check_population(STEP, make, X, rate=np.array([0.1, 0.01, 0.001])),
     "purity": lambda: testing.check_purity(STEP, make(0), X),
     "donation": lambda: testing.check_donation(STEP, make(), X) * 0,
+    "accumulation of rounding": lambda: testing.check_accumulation(SHIFTED, shiftable(), X),
+    "precision of rounding": lambda: testing.check_precision(SHIFTED, shiftable(precision="bfloat16"), X),
+    "sharding of rounding": lambda: testing.check_sharding(SHIFTED, shiftable(), X),
+    "population of rounding": lambda: testing.check_population(SHIFTED, shiftable, X),
+    "donation with keys": lambda: testing.check_donation(ts.train_step(loss_fn, accumulate=2), make(0), X) * 0,
     "recompiles": lambda: testing.check_recompiles(STEP, make(), [X, X, X[:4]], most=2) * 0,
 }
 low_init = lambda params: jax.tree.map(jnp.zeros_like, params)
@@ -114,6 +131,10 @@ BAD = {
     "sharding": (
         lambda: testing.check_sharding(ts.train_step(impure), make(), X),
         r"leaf loss.* at mesh \{'data': \d.*, step 1: got a difference",
+    ),
+    "a shift that counts": (
+        lambda: testing.check_sharding(ts.train_step(lambda p, x: shifted(p, x * np.random.random())), shiftable(), X),
+        r"leaf loss at mesh",
     ),
     "resume": (
         lambda: testing.check_resume(STEP, make(), Unordered(), replay=True),

@@ -6,7 +6,9 @@
 
 Each runs the step both ways from copies of the state, which stays as it is, and raises CheckError that names the leaf
 that differs most, and by how much. Where nothing differs too much it returns that number. Numbers are relative to the
-largest element of a leaf, where nothing else is said.
+largest element of a leaf, where nothing else is said. A leaf whose gradient is rounding alone (a bias before a
+normalisation, or added to all logits) has no digits to compare: its gradient is measured by the largest of all, and its
+params, of which Adam makes whole steps, are left out.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 EXACT = 1e-5  # of float32, for sums in another order
+NOISE = 1e-6  # of the largest gradient: a leaf with less than that has what rounding left of none
 STEPS = 3
 
 
@@ -72,7 +75,8 @@ def check_accumulation(
         raise WrongTypeError(message("batch", "check_accumulation()", f"{rows_of(batch)} rows", f"a multiple of {n}"))
     one, many = (_gradient(dataclasses.replace(step, accumulate=k), state, batch, extra) for k in (1, n))
     worst = _compared(f"accumulate={n}", many[0], one[0], tolerance, "loss")
-    return max(worst, _compared(f"accumulate={n}", many[1], one[1], tolerance, "grads"))
+    sizes = _sizes_of_noise(one[1], "grads", by_norm=False)
+    return max(worst, _compared(f"accumulate={n}", many[1], one[1], tolerance, "grads", sizes=sizes))
 
 
 def check_precision(step: TrainStep, state: TrainState, batch: Any, tolerance: float = 0.05, **extra) -> float:
@@ -97,7 +101,8 @@ def check_precision(step: TrainStep, state: TrainState, batch: Any, tolerance: f
     while scale is not None and scale.dynamic and scale.scale > scale.floor and not _all_finite(low):
         scale = dataclasses.replace(scale, scale=scale.scale / scale.factor)  # as the steps of a run would find it
         low = _gradient(step, dataclasses.replace(state, loss_scale=scale), batch, extra)[1]
-    return _compared(f"precision {plan.precision.compute}", low, full, tolerance, "grads", by_norm=True)
+    where, sizes = f"precision {plan.precision.compute}", _sizes_of_noise(full, "grads", by_norm=True)
+    return _compared(where, low, full, tolerance, "grads", by_norm=True, sizes=sizes)
 
 
 def check_sharding(
@@ -115,14 +120,14 @@ def check_sharding(
     """
     _check(step, state, "check_sharding()")
     mesh = all_devices() if mesh is None else mesh
-    where = f"mesh {dict(mesh.shape)}"
+    where, sizes = f"mesh {dict(mesh.shape)}", _without_digits(step, state, batch, extra)
     single, spread = _copy(state), shard(_copy(state), mesh)
     worst = 0.0
     for i in range(steps):
         single, one = step(single, batch, **extra)
         spread, many = step(spread, batch, **extra)
         worst = max(worst, _compared(f"{where}, step {i + 1}", many.loss, one.loss, tolerance, "loss"))
-    return max(worst, _compared(where, spread.params, single.params, tolerance * steps, "params"))
+    return max(worst, _compared(where, spread.params, single.params, tolerance * steps, "params", sizes=sizes))
 
 
 def check_resume(step: Callable, state: Any, data: Any, steps: int = 6, at: int = 3, **options: Any) -> None:
@@ -201,17 +206,17 @@ def check_population(
 
     A batch of matrix products rounds otherwise than one of them: hence a tolerance.
     """
-    runs, worst = population(make, n, key=0, **values), 0.0
+    runs, worst, sizes = population(make, n, key=0, **values), 0.0, dict[str, float]()
     keys = jax.random.split(jax.random.key(0), n)
     for _ in range(steps):
         runs, _ = step(runs, batch)
     for i in range(n):
         one = make(keys[i], **{name: jax.tree.map(lambda x, i=i: np.asarray(x)[i], x) for name, x in values.items()})
+        sizes = _without_digits(step, one, batch, {}) if i == 0 else sizes
         for _ in range(steps):
             one, _ = step(one, batch)
-        worst = max(
-            worst, _compared(f"member {i}", _params(member(runs, i)), _params(one), tolerance * steps, "params")
-        )
+        found = _params(member(runs, i))
+        worst = max(worst, _compared(f"member {i}", found, _params(one), tolerance * steps, "params", sizes=sizes))
     return worst
 
 
@@ -312,6 +317,24 @@ def _gradient(step: TrainStep, state: TrainState, batch: Any, extra) -> tuple[An
     return loss.compute(), grads
 
 
+def _size(x: Any, by_norm: bool) -> float:
+    x = np.abs(np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64))
+    return float(np.linalg.norm(x) if by_norm else np.max(x, initial=0))
+
+
+def _sizes_of_noise(grads: Any, root: str, *, by_norm: bool) -> dict[str, float]:
+    """By name the size of all gradients together, for those that are nothing but rounding beside it."""
+    sizes = {name: _size(x, by_norm) for name, x in _named(grads, root).items()}
+    whole = max(sizes.values(), default=0.0)
+    return {name: whole for name, size in sizes.items() if size < NOISE * whole}
+
+
+def _without_digits(step: TrainStep, state: TrainState, batch: Any, extra) -> dict[str, float]:
+    """By name an infinite size, for params that move by the sign of rounding."""
+    grads = _gradient(step, state, batch, extra)[1]
+    return dict.fromkeys(_sizes_of_noise(grads, "params", by_norm=False), np.inf)
+
+
 def _all_finite(tree: Any) -> bool:
     return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(tree))
 
@@ -320,14 +343,20 @@ def _named(tree: Any, root: str) -> dict[str, Any]:
     return {_tree.access_str(root, path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def _compared(where: str, got: Any, expected: Any, tolerance: float, root: str, *, by_norm: bool = False) -> float:
-    """The largest relative difference of two trees. Raises CheckError with its leaf where it is above the tolerance."""
+def _compared(
+    where: str, got: Any, expected: Any, tolerance: float, root: str, *, by_norm: bool = False, sizes: Any = None
+) -> float:
+    """The largest relative difference of two trees. Raises CheckError with its leaf where it is above the tolerance.
+
+    `sizes`, by name: of leaves that are measured by another size than their own.
+    """
     if difference := _tree.first_difference(got, expected, root):
         raise CheckError(f"tree of {where}: {difference}.")
     worst, name, text = 0.0, "", ""
     theirs = _named(expected, root)
     for here, x in _named(got, root).items():
-        far, said = _distance(x, theirs[here], exact=tolerance == 0, by_norm=by_norm)
+        size = (sizes or {}).get(here)
+        far, said = _distance(x, theirs[here], exact=tolerance == 0, by_norm=by_norm, size=size)
         if far > worst:
             worst, name, text = far, here, said
     if worst > tolerance:
@@ -336,7 +365,7 @@ def _compared(where: str, got: Any, expected: Any, tolerance: float, root: str, 
     return worst
 
 
-def _distance(x: Any, y: Any, *, exact: bool, by_norm: bool) -> tuple[float, str]:
+def _distance(x: Any, y: Any, *, exact: bool, by_norm: bool, size: float | None) -> tuple[float, str]:
     """How far two leaves are apart, and that in words."""
     if not _tree.bits_differ(x, y):
         return 0.0, ""
@@ -350,6 +379,6 @@ def _distance(x: Any, y: Any, *, exact: bool, by_norm: bool) -> tuple[float, str
             tuple(np.argwhere(~((gap == 0) | (np.isnan(wide[0]) & np.isnan(wide[1]))))[0].tolist()) if gap.any() else ()
         )
         return np.inf, f"{x[at]!s} for {y[at]!s}" + (f" at {list(at)}" if at else "")
-    size = np.linalg.norm(wide[1]) if by_norm else np.max(np.abs(wide[1]))
-    far = float((np.linalg.norm(gap) if by_norm else gap.max()) / size) if size else np.inf
+    size = _size(wide[1], by_norm) if size is None else size
+    far = _size(gap, by_norm) / size if size else np.inf
     return far, f"a difference of {far:.2g} of its {'norm' if by_norm else 'largest element'}"
