@@ -1351,6 +1351,19 @@ def test_small_files_that_claim_much_cost_nothing(copy):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
+def test_the_memory_that_parsing_takes_is_bounded():
+    import tracemalloc
+
+    for piece, n in {b'{"ab":"cd"}': 330_000, b'{"ab":"cd" }': 499_000, b'["ab"]': 499_000, b'"ab"': 999_000}.items():
+        content = b"[" + b",".join([piece] * n) + b"]"
+        tracemalloc.start()
+        with pytest.raises(_manifest.Damaged):
+            _manifest.Manifest.parse(content)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 100_000_000, piece
+
+
 def test_links_within_a_checkpoint_are_not_followed_for_the_manifest_or_the_arrays(copy, tmp_path):
     path, _ = copy
     for name in ("manifest.json", "arrays"):

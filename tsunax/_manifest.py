@@ -33,7 +33,7 @@ __all__ = []
 
 FORMAT = 2  # 1 had all arrays in one directory of orbax's, and the values of one process
 LIMIT = 64 << 20  # bytes of a manifest
-_PIECES = 1_000_000  # brackets and commas in it: what bounds the memory that parsing takes
+_PIECES = 1_000_000  # brackets and commas in it: what bounds the memory that parsing takes, to 100 MB
 DEPTH = 64
 _PLAIN = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 
@@ -470,7 +470,7 @@ def merged(parts: list[Manifest]) -> Manifest:
 
 def check_pieces(content: bytes) -> None:
     """Raise Damaged for JSON whose parsing would take far more memory than its own bytes."""
-    if sum(map(content.count, (b"[", b"{", b","))) > _PIECES:
+    if sum(map(content.count, (b"[", b"{", b"{", b","))) > _PIECES:  # a dict takes as much as three lists
         raise Damaged(f"manifest: more than {_PIECES} entries")
 
 
