@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
-from tsunax import testing
+from tsunax import _place, testing
 from tsunax.errors import DataError, DeviceError, LossError, PatternError, StateError, WrongTypeError
 
 ROWS, WIDTH, HIDDEN = 40, 32, 64
@@ -310,6 +310,27 @@ def test_a_buffer_that_is_filled_again():
             infos.append(info.loss)
         losses.append(jax.device_get(infos))
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_a_large_batch_is_copied_once(dtype):
+    """Not never: its memory is the caller's to fill again. Not twice: the device takes the copy as its own."""
+    room = np.zeros((1 << 20) + 64, np.uint8)
+    aligned = room[-room.ctypes.data % 64 :][: 1 << 20]
+    x = aligned.view(jnp.dtype(dtype)).reshape(64, -1)
+    x[:] = np.arange(64)[:, None]
+    expected, mesh = x.copy(), ts.mesh()
+    for home in (None, NamedSharding(mesh, P())):
+        copies = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_place, "_copied", lambda x, f=_place._copied, own=copies: own.append(f(x)) or own[-1])
+            placed = jax.block_until_ready(_place.put(x, home))
+        (own,) = copies
+        where = range(own.ctypes.data, own.ctypes.data + own.nbytes)
+        assert all(shard.data.unsafe_buffer_pointer() in where for shard in placed.addressable_shards)
+        x[:] = 0
+        np.testing.assert_array_equal(np.asarray(placed), expected)
+        x[:] = expected
 
 
 def test_a_mask_that_is_given_counts_beside_padding():
