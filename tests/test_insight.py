@@ -138,6 +138,14 @@ def test_elements_are_counted_as_xla_does_where_nothing_is_merged():
     assert found.other == pytest.approx(of_xla["flops"], rel=0.01)
 
 
+def test_elements_in_a_scan_are_counted_as_by_hand():
+    """The hand counts above are of products alone: what describe says beyond them is this."""
+    block = lambda x, w: (jnp.tanh(x @ w) * 2 + 1, None)
+    found = _cost.flops_of(jax.make_jaxpr(lambda x, w: jax.lax.scan(block, x, w)[0])(BATCH, np.ones((8, 64, 64))))
+    elements = 8 * ROWS * 64
+    assert (found.matmul, found.other, found.transcendental) == (2 * 64 * elements, 2 * elements, elements)
+
+
 def test_programs_within_programs():
     """Branches count as the dearest, loops of unknown length as one trip, dead equations and integers not at all."""
     x = jnp.ones((8, 8))
