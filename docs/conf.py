@@ -19,14 +19,14 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"tsunax {version}"
 html_copy_source = False
-myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True
 
 # Each page runs in a process and a folder of its own, as in tests/test_examples.py; scripts/docs sets the environment.
-nb_execution_raise_on_error = True
+# A cell that fails is a warning, which ends the build with an error when all pages have been tried.
+nb_execution_show_tb = True
 nb_execution_in_temp = True
 nb_execution_timeout = 300
 nb_merge_streams = True
