@@ -29,7 +29,7 @@ TARGETS = {  # what each has to reach; `x` is over the contender named in the ta
 }
 HEAD = """# Results
 
-Written by `python -m benchmarks` from `benchmarks/results/`. Contenders take turns in short bursts, and a ratio (`x`) is
+Written by `python -m benchmarks` from `benchmarks/results/`. Contenders take turns in short bursts; a ratio (`x`) is
 taken within one round: its median, between its quartiles. Single times are those of one shared machine and say little.
 """
 
