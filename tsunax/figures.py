@@ -166,7 +166,7 @@ def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) ->
 
 def _quiet(axes) -> None:
     axes.yaxis.get_offset_text().set_fontsize(8)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(which="both", labelsize=8)  # of a short logarithmic axis the minor ones have labels, too
     axes.grid(color="0.92", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -236,7 +236,8 @@ def _draw_column(axes, name: str, column: list, y: np.ndarray, groups: np.ndarra
         labels = list(dict.fromkeys(str(value) for value in column if value is not None))
         spread = 0.25 * np.cos(2.4 * np.arange(len(column)))  # side by side, and the same in every picture
         x = np.array([labels.index(str(value)) if value is not None else np.nan for value in column]) + spread
-        axes.set_xticks(range(len(labels)), labels)
+        is_long = sum(map(len, labels)) > 24  # side by side they would run into each other
+        axes.set_xticks(range(len(labels)), labels, **(dict(rotation=20, ha="right") if is_long else {}))
         axes.set_xlim(-0.6, len(labels) - 0.4)
     for group, colour in _GROUP_COLOURS.items():
         mine = there & (groups == group)

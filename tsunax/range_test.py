@@ -60,6 +60,8 @@ class RangeTest:
         figures._draw(axes, "loss", {"loss": (shown, self.smoothed[: self.used])})
         if losses.shape[1] > 1:
             axes.fill_between(shown, losses.min(1), losses.max(1), color=figures._COLOURS[0], alpha=0.18, linewidth=0)
+            low, high = losses.min(), self.smoothed[: self.used].max()
+            axes.set_ylim(top=min(axes.get_ylim()[1], high + 0.5 * (high - low)))  # one seed goes up before the others
         if self.mode == "exponential":
             axes.set_xscale("log")
         for rate, colour, name in ((self.steepest, 1, "steepest"), (self.tenth, 2, "minimum / 10")):
