@@ -1351,6 +1351,7 @@ def test_small_files_that_claim_much_cost_nothing(copy):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
+@pytest.mark.slow  # twelve seconds
 def test_the_memory_that_parsing_takes_is_bounded():
     import tracemalloc
 

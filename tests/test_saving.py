@@ -91,7 +91,10 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeyp
     }.items():
         assert zero[case] == one[case] and re.search(what.format(who[1]), one[case]), zero[case]
     for i, call in enumerate(["save", "restore"]):
-        text = f"StateError: population at {call}(): got members on devices of several processes, expected of one."
+        text = (
+            f"StateError: population at {call}(): got members on devices of several processes, expected of one. "
+            "Let each process have members of its own, and save them with tsunax.exchange."
+        )
         assert zero["members"][i] == text and one["members"][i].endswith(text.removeprefix("StateError"))
     assert zero["given away"] and one["given away"]
     assert "got an array of which other processes have a part" in zero["a part given away"]

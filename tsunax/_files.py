@@ -199,7 +199,7 @@ class Lock:
         mine, there = os.fstat(self._fd), os.lstat(folder / LOCK)
         if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
             raise FileExistsError(f"{folder} is another directory than at the start, or its {LOCK} another file")
-        os.utime(self._fd)  # for those who delete what is old
+        os.utime(folder / LOCK)  # for those who delete what is old
 
     def _owner(self) -> str:
         try:

@@ -50,7 +50,8 @@ def check_members(tree: _manifest.Tree, where: str) -> None:
     for state in tree.states.values():
         if not (is_local(state.clock) or state.clock.is_fully_replicated):
             got = "members on devices of several processes"
-            raise StateError(message("population", where, got, "of one"))
+            fix = "Let each process have members of its own, and save them with tsunax.exchange."
+            raise StateError(message("population", where, got, "of one", fix))
 
 
 def step_of(tree: _manifest.Tree, step) -> int:
