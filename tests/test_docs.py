@@ -47,6 +47,10 @@ def test_every_page_is_in_a_toctree():
     assert below(DOCS / "index.md") == set(PAGES) - {DOCS / "index.md"}
 
 
+def test_no_page_has_the_name_of_one_that_sphinx_writes():
+    assert {path.stem for path in PAGES if path.parent == DOCS} & {"search", "genindex", "modindex"} == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_links_between_pages_lead_somewhere(page):
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", TEXTS[page])
