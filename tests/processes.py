@@ -105,6 +105,31 @@ def losses(rows: int = 27, resident: int = 0) -> list[float]:
     return found
 
 
+def sizes() -> list:
+    """What the searches say, of which process 0 has less memory; the state afterwards."""
+    import jax
+    import jax.numpy as jnp
+
+    step = ts.train_step(lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2))
+    mesh = ts.mesh(devices=jax.devices() if distributed.process_count() > 1 else jax.devices()[:1])
+    state = ts.shard(ts.setup(ts.rules.adam(1e-3), {"w": jnp.ones((256, 256))}, key=0), mesh)
+    before, row = ts.fingerprint(state), jax.ShapeDtypeStruct((1, 256), jnp.float32)
+    memory = "96MiB" if distributed.process_index() else "72MiB"
+    size, report = ts.find_batch_size(step, state, row, memory=memory)
+    n, _ = ts.find_accumulation(step, state, row, 1 << 15, memory=memory)
+    confirmed, said = ts.find_batch_size(step, state, row, memory=memory, max_size=64, confirm=True)
+    hows = [trial.how for trial in said.trials]
+    return [
+        size,
+        report.limit,
+        [trial.size for trial in report.trials],
+        n,
+        confirmed,
+        hows,
+        ts.fingerprint(state) == before,
+    ]
+
+
 def endless() -> None:
     """Collectives for ever; the test hurts one of the processes."""
     import jax
@@ -162,7 +187,7 @@ def main(work: str, *arguments: str) -> None:
     if work != "fails_to_start" and (text := told(distributed.start, **start)):
         print(json.dumps(text))
         sys.exit(1)
-    found = {f.__name__: f for f in (answers, losses, endless, fails, fails_to_start, terminated)}[work](
+    found = {f.__name__: f for f in (answers, losses, sizes, endless, fails, fails_to_start, terminated)}[work](
         *map(int, arguments)
     )
     with contextlib.suppress(BrokenPipeError):
