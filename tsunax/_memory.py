@@ -23,7 +23,7 @@ from tsunax._loss import rows_of
 from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError, message
 from tsunax.hardware import device_info
 
-CPU_SCRATCH = 40 << 20  # of XLA's threads, which its count leaves out: 34 to 66 MB, measured on three models
+CPU_SCRATCH = 40 << 20  # of XLA, which its count leaves out: 34 to 66 MB, measured on three models; each device its own
 CPU_PACKED = 1.25  # of the operands of a convolution, which XLA:CPU packs into copies: 1.1 to 1.4, nine measured
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -85,7 +85,7 @@ def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
     scratch = 0
     if device.platform == "cpu":
         packed = CPU_PACKED * _cost.largest_convolution(compiled.as_text() or "")
-        scratch = CPU_SCRATCH // _neighbours(state) + int(packed)
+        scratch = CPU_SCRATCH + int(packed)
     return Need(
         state=max(0, found.argument_size_in_bytes - taken),
         batch=taken,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROWS, SIZE, EPOCHS, EVERY = 24, 4, 6, 2
 PAUSE = 0.1  # seconds of a step, so that a kill meets one
-PATIENCE = 120.0
+PATIENCE = 600.0
 
 
 def rows():
