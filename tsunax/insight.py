@@ -111,7 +111,7 @@ def describe(step: TrainStep, state: TrainState, batch, *, peak: Any = None, **e
     Args:
       step: a `train_step`.
       state, batch, extra: as for the step; arrays, or shapes (`jax.ShapeDtypeStruct`).
-      peak: FLOP/s of one device, for `utilisation`; or "measure", which runs a matrix product for half a second.
+      peak: FLOP/s of one device, for `utilisation`; or "measure", which runs matrix products for a second or two.
 
     `recompiles` says why this step was traced more often than once since it was made, `fit` included: the leaf with
     another shape, dtype or weak type, the other rule, selection or precision, or where the trees differ. A step that is
