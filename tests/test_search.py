@@ -584,3 +584,16 @@ def test_a_convolution_on_a_cpu_needs_room_for_packed_operands():
     text = jax.jit(jax.grad(lambda w: jnp.sum(conv(x, w) ** 2))).lower(w).compile().as_text()
     assert _cost.largest_convolution(text) == x.nbytes + conv(x, w).nbytes
     assert _cost.largest_convolution(jax.jit(lambda x: x @ x).lower(jnp.eye(4)).compile().as_text()) == 0
+
+
+@pytest.mark.slow
+def test_devices_share_members_and_not_rows():
+    """Each device of a sharded population has all rows: its need is that of its members alone."""
+    make = lambda key: ts.setup(ts.rules.sgd(0.1), {"w": jax.random.normal(key, (64, 64))})
+    step, row = ts.train_step(lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2)), np.ones((1, 64), np.float32)
+    mesh = ts.mesh(devices=jax.devices()[:2])
+    options = dict(memory="96MiB", max_size=4096, multiple_of=4096)
+    whole = ts.find_batch_size(step, ts.shard(ts.population(make, 4), mesh), row, **options)[1].trials[0].need
+    half = ts.find_batch_size(step, ts.population(make, 2), row, **options)[1].trials[0].need
+    assert whole.batch == half.batch == 4096 * 64 * 4 and whole.state == half.state
+    assert whole.temporary == pytest.approx(half.temporary, rel=0.1)

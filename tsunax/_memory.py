@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax import _cost, _place, _tree
 from tsunax._loss import rows_of
+from tsunax._members import members_of
 from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError, message
 from tsunax.hardware import device_info
 
@@ -68,7 +69,7 @@ def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[
     batch = jax.tree.map(shape_of, batch)
     if mesh is not None:
         spread = lambda x, axes: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, axes))
-        rows = PartitionSpec(_place.data_axes(mesh))
+        rows = PartitionSpec(_place.data_axes(mesh) if members_of(state) is None else ())  # all rows for each member
         batch = jax.tree.map(lambda x: spread(x, rows if x.ndim else PartitionSpec()), batch)
         extra = jax.tree.map(lambda x: spread(x, PartitionSpec()), extra)
     return batch, extra

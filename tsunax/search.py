@@ -21,6 +21,7 @@ import jax
 
 from tsunax import _checks, _memory, _place, _tree, distributed
 from tsunax._loss import rows_of
+from tsunax._members import members_of
 from tsunax._memory import Need
 from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError, message
 from tsunax.program import TrainStep
@@ -462,7 +463,7 @@ def _sizes(mode: str, start: int, unit: int, most: int) -> Sequence[int]:
 
 def _parts(state: Any) -> int:
     mesh = _memory.mesh_of(state)
-    return 1 if mesh is None else _place.parts_of(mesh)
+    return 1 if mesh is None or members_of(state) is not None else _place.parts_of(mesh)
 
 
 def _limit(memory, state, margin: float, where: str) -> tuple[int, str]:
