@@ -701,8 +701,8 @@ def test_steps_only_go_up_and_a_step_can_be_replaced(copy):
     assert ts.hyperparams(restored(path, make()).state)["learning_rate"] == 0.5
 
 
-def data(rows=16, size=4, seed=0):
-    return ts.batches(np.arange(rows * 3, dtype=np.float32).reshape(rows, 3), size, shuffle=True, seed=seed)
+def data(rows=16, size=4, seed=0, shuffle=True):
+    return ts.batches(np.arange(rows * 3, dtype=np.float32).reshape(rows, 3), size, shuffle=shuffle, seed=seed)
 
 
 STEP = ts.train_step(lambda p, x: jnp.mean(x @ p["body"]["w"] @ p["head"]) + jnp.sum(p["body"]["b"]))
@@ -751,6 +751,11 @@ IN_A_RUN = {  # what is wrong with the directory that `fit` is given, and what i
     "data of another seed": (None, {"data": lambda: data(seed=1)}, "got seed 1, expected seed 0"),
     "data of another length": (None, {"data": lambda: data(rows=20)}, "got rows 20, expected rows 16"),
     "another batch size": (None, {"data": lambda: data(size=8)}, "got batch_size 8, expected batch_size 4"),
+    "data in order": (
+        None,
+        {"data": lambda: data(shuffle=False)},
+        "got shuffle_window None, expected shuffle_window of all rows, as in the checkpoint",
+    ),
     "a pickle": (lambda p: only(p, "state.pkl"), {}, "state.pkl, expected checkpoints of tsunax"),
     "a torch file": (lambda p: only(p, "model.pt"), {}, "Nothing in it was opened"),
     "flax's": (lambda p: only(p, "checkpoint.msgpack"), {}, "tsunax.exchange reads"),

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from tsunax import _fused, _place, _tree
 from tsunax._ahead import Prefetched
 from tsunax._members import members_of
-from tsunax.data import Batches, Data, check_batch
+from tsunax.data import ALL_ROWS, Batches, Data, check_batch
 from tsunax.errors import DataError, StateError, message
 from tsunax.program import TrainStep
 from tsunax.source import as_source
@@ -216,7 +216,8 @@ class Feed:
         settings, now = place.get("settings"), _settings_of(self.source.data)
         if settings is not None and now is not None and dict(settings) != now:
             differ = [name for name in now if settings.get(name) != now[name]]
-            got, expected = (", ".join(f"{name} {x.get(name)}" for name in differ) for x in (now, settings))
+            said = lambda name, x: f"{name} {'of all rows' if x == ALL_ROWS else x}"
+            got, expected = (", ".join(said(name, x.get(name)) for name in differ) for x in (now, settings))
             fix = "Another order of the data is another run: give it another path."
             raise DataError(message("data", "resume", got, f"{expected}, as in the checkpoint", fix))
         self.source.restore({name: x for name, x in place.items() if name != "settings"}, replay)

@@ -29,6 +29,8 @@ from tsunax.errors import DataError, WrongTypeError, message
 
 __all__ = ["Batches", "Data", "batches", "check_batch", "gather", "placement", "sharding_of"]
 
+ALL_ROWS = 2**62  # as a window of a shuffle: of the whole epoch
+
 
 def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
     """The rows of a batch. Raises DataError for one that has none, or not the same number in every leaf.
@@ -305,9 +307,8 @@ class Batches(Data):
     @property
     def settings(self) -> dict[str, Any]:
         """What the order of an epoch depends on, but for its number."""
-        window = None if self._window is None else min(self._window, 2**62)
         size, seed, tail = self.batch_size, self._seed, self._tail
-        return {"rows": self._rows, "batch_size": size, "seed": seed, "shuffle_window": window, "tail": tail}
+        return {"rows": self._rows, "batch_size": size, "seed": seed, "shuffle_window": self._window, "tail": tail}
 
     def __len__(self) -> int:
         """The number of batches of an epoch. Raises TypeError for a stream that does not know its own."""
@@ -520,7 +521,7 @@ def batches(
     if _is_stream(arrays) and (device is not None or (shuffle and shuffle_window is None)):
         got, fix = ("device=", "prefetch takes it there.") if device is not None else ("shuffle=True", "")
         raise DataError(message("stream", "batches()", got, "shuffle_window= and no device", fix))
-    window = shuffle_window or (2**63 if shuffle else None)
+    window = min(shuffle_window or ALL_ROWS, ALL_ROWS) if shuffle or shuffle_window else None
     settings = {"seed": int(seed), "window": window, "tail": tail, "process": (index, count), "device": device}
     data = Batches(arrays, int(batch_size), **settings)
     if data._rows is not None and data._rows < batch_size and tail == "drop":
