@@ -38,9 +38,12 @@ def report() -> None:
     """Writes RESULTS.md."""
     parts = [HEAD]
     for name, target in TARGETS.items():
+        paths = sorted(RESULTS.glob(f"{name}-jax*.json"))
         doc = inspect.getdoc(importlib.import_module(f"benchmarks.{name}")) or ""
         parts.append(f"## {name}\n\n{doc.splitlines()[0]}\n\nTo reach: {target}.\n")
-        for path in sorted(RESULTS.glob(f"{name}-jax*.json")):
+        if not paths:
+            parts.append("Not measured here.\n")
+        for path in paths:
             found = json.loads(path.read_text())
             about = found["about"]
             parts.append(

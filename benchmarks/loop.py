@@ -364,7 +364,7 @@ def main() -> None:
     if not options.no_peers:
         from_a_dataloader()
         for name in dict.fromkeys(where for where, *_ in OTHERS.values()):
-            note(f"{name}: {', '.join(requirements(script_of(name)))}")
+            note(f"{name}: {', '.join(x for x in requirements(script_of(name)) if '==' in x)}")
     save("loop")
 
 

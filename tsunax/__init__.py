@@ -7,7 +7,7 @@
     for batch in data:
         state, info = step(state, batch)
 
-Read `state.py` (what is carried), `step.py` (how it changes), and you have understood it.
+Read `state.py` (what is carried), `step.py` (how it changes), `loop.py` (who calls it), in this order.
 """
 
 import importlib as _importlib
