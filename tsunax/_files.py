@@ -18,15 +18,26 @@ import stat
 import time
 import warnings
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from tsunax.errors import CheckpointError, message
+from tsunax.errors import CheckpointError, message, told
 
 __all__ = []
 
 LOCK = "tsunax.lock"
 SMALL = 1 << 20  # bytes: larger files are array data, whose hashes are those of the arrays
 _OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
+
+
+def folder_of(path: Any, name: str, where: str) -> Path:
+    """The directory that an argument names, as a path that stays where it is. Raises CheckpointError."""
+    try:
+        text = os.fspath(path)
+        if not text or not isinstance(text, str):
+            raise ValueError("an empty path" if text == "" else f"a path of {type(text).__name__}")
+        return Path(os.path.realpath(text))
+    except (TypeError, ValueError, OSError) as error:
+        raise CheckpointError(message(name, where, told(error), "a directory's path")) from None
 
 
 def step_of(name: str) -> int | None:

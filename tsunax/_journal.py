@@ -23,22 +23,11 @@ from typing import Any
 from tsunax import _files
 from tsunax.errors import CheckpointError, SaveError, message, told
 
-__all__ = ["NAME", "VERSION", "Journal", "cut_torn_line", "folder_of", "read"]
+__all__ = ["NAME", "VERSION", "Journal", "cut_torn_line", "read"]
 
 NAME = "trials.jsonl"
 VERSION = 1
 _FIRST = b'{"sweep": {'  # what every journal begins with
-
-
-def folder_of(directory: Any, where: str) -> Path:
-    """The directory of a sweep as a path that stays where it is."""
-    try:
-        text = os.fspath(directory)
-        if not text or not isinstance(text, str):
-            raise ValueError("an empty path" if text == "" else f"a path of {type(text).__name__}")
-        return Path(os.path.realpath(text))
-    except (TypeError, ValueError, OSError) as error:
-        raise CheckpointError(message("directory", where, told(error), "a directory's path")) from None
 
 
 class Journal:

@@ -149,7 +149,7 @@ class Checkpoints:
         check_flags("Checkpoints()", read_only=read_only)
         if keep_best is not None and not isinstance(keep_best, Best):
             keep_best = Best(keep_best)
-        self.path = _absolute(path)
+        self.path = _files.folder_of(path, "path", "Checkpoints()")
         self.every, self.keep_last, self.keep_best, self.keep_every = every, keep_last, keep_best, keep_every
         self.read_only, self.timeout = read_only, timeout
         self._process, self._count = distributed.process_index(), distributed.process_count()
@@ -543,16 +543,6 @@ class Checkpoints:
         if self._lock is None:
             fix = "One Checkpoints a directory and process writes: the one made last."
             raise CheckpointError(message("checkpoints", where, "closed ones", "open ones", fix))
-
-
-def _absolute(path) -> Path:
-    try:
-        text = os.fspath(path)
-        if not text or not isinstance(text, str):
-            raise ValueError("an empty path" if text == "" else f"a path of {type(text).__name__}")
-        return Path(os.path.realpath(text))
-    except (TypeError, ValueError, OSError) as error:
-        raise CheckpointError(message("path", "Checkpoints()", told(error), "a directory's path")) from None
 
 
 def _brief(steps: list[int]) -> str:

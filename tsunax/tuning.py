@@ -27,6 +27,7 @@ import numpy as np
 
 from tsunax import (
     _checks,
+    _files,
     _journal,
     _optuna,
     _ray_tune,
@@ -267,7 +268,7 @@ def tune(
         "backend": backend,
     }
     about |= {"seed": seed, "mode": mode, "metric": metric, "vectorised": list(names)}
-    folder = None if directory is None else _journal.folder_of(directory, where)
+    folder = None if directory is None else _files.folder_of(directory, "directory", where)
     with contextlib.ExitStack() as stack:
         journal = None if folder is None else stack.enter_context(contextlib.closing(_journal.Journal(folder, about)))
         source.begin(folder)
@@ -323,7 +324,7 @@ def _check_pruner(pruner: Any, is_theirs: bool, where: str) -> None:
 
 def read(directory: str | os.PathLike) -> Result:
     """The trials of a directory so far, also while a sweep writes there. Raises CheckpointError."""
-    records = list(_journal.read(_journal.folder_of(directory, "read()") / _journal.NAME))
+    records = list(_journal.read(_files.folder_of(directory, "directory", "read()") / _journal.NAME))
     if not records:
         raise CheckpointError(message("journal", str(directory), "an empty one", "a sweep's"))
     (trials, *_), about = _sweeping.replayed(records), records[0]["sweep"]
