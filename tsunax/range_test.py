@@ -118,8 +118,8 @@ def find_learning_rate(
 
     on a copy of the state, in the compiled loop of `train_steps`. The losses end where their exponential average
     (bias-corrected, `smooth`) is above `stop` times its minimum, or a step is rejected. `rate` is where they fall most
-    steeply: of lines through the points around each, a sixth of the range wide. A tenth of the rate at the minimum of
-    the average is in the report.
+    steeply: of lines through the points around each, a sixth of the range wide, so never in its first or last twelfth,
+    where a "linear" range may well begin too high. A tenth of the rate at the minimum of the average is in the report.
 
     Args:
       data: as for `fit`; read anew after its end, and put back to its place. What can be read only once is refused.
