@@ -203,8 +203,8 @@ class Lock:
                 raise CheckpointError(message("directory in use", where, got, "no other writer", fix)) from None
             warnings.warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.", stacklevel=4)
 
-    def check(self, folder: Path) -> None:
-        """Raise OSError unless the file in `folder` is still the locked one; else another run may be at work there."""
+    def renew(self, folder: Path) -> None:
+        """Touch the file. Raises OSError unless it is still the locked one: another run may be at work in `folder`."""
         if self._fd is None:
             return
         mine, there = os.fstat(self._fd), os.lstat(folder / LOCK)

@@ -148,8 +148,9 @@ class Fused:
 
     def _compiled_on(self, home: _place.Home | None) -> Any:
         def train_steps(plan, moving, still, feed, n, extra):
+            traces = self.step.traces if isinstance(self.step, TrainStep) else None
             state = moving if plan is None else _assemble(plan, moving, still)
-            trace = Trace.of("loop", home, state, {"batches": feed, **extra})
+            trace = None if traces is None else Trace.of("loop", home, state, {"batches": feed, **extra})
 
             def one(moving, batch):
                 state = moving if plan is None else _assemble(plan, moving, still)
@@ -179,8 +180,8 @@ class Fused:
                 return i + 1, moving, jax.tree.map(put, infos, info)
 
             _, moving, infos = jax.lax.while_loop(goes_on, body, (jnp.int32(0), moving, infos))
-            if isinstance(self.step, TrainStep):
-                self.step.traces.append(trace)
+            if traces is not None:  # one that failed is none
+                traces.append(trace)
             return moving, _with_scheduled(infos, None if plan is None else still[0])
 
         out = None if home is None else (home.layout, home.whole)

@@ -520,7 +520,7 @@ class Checkpoints:
         lock = self._lock
         if lock is None:
             raise Damaged("closed before it was written")
-        lock.check(self.path)
+        lock.renew(self.path)
         return self._folder.complete(job.folder, _manifest.merged(manifests))
 
     def _dropped(self, newest: int, metrics: dict[str, float]) -> list[int]:
