@@ -180,7 +180,7 @@ class Fused:
                 return i + 1, moving, jax.tree.map(put, infos, info)
 
             _, moving, infos = jax.lax.while_loop(goes_on, body, (jnp.int32(0), moving, infos))
-            if traces is not None:  # one that failed is none
+            if traces is not None and trace is not None:  # one that failed is none
                 traces.append(trace)
             return moving, _with_scheduled(infos, None if plan is None else still[0])
 
