@@ -47,8 +47,8 @@ def _strict_ranks():
         yield
 
 
-# The tests that take longest, by name: of --durations=0 those from 1 s on two cores, but of every test function that has
-# one below 2 s the shortest stays. Without them the suite is the fast one; .ci/run has a step for them.
+# The tests that take longest, by name: of --durations=0 those from 0.7 s on two cores, but of every test function that
+# has one below 2 s the shortest stays. Without them the suite is the fast one; .ci/run has a step for them.
 _LONG = frozenset(Path(__file__).with_name("long.txt").read_text(encoding="utf-8").splitlines())
 
 
