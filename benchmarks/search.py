@@ -20,7 +20,7 @@ import optax
 from flax import nnx
 
 import tsunax as ts
-from benchmarks._common import copied, interleave, mlp, mlp_loss, note, ratio, save, table
+from benchmarks._common import copied, interleave, mlp, mlp_loss, ratio, save, table
 from benchmarks.loop import environment
 from examples import gpt
 from tsunax.range_test import _Ramp
@@ -112,22 +112,29 @@ def found(name: str) -> None:
     print(json.dumps(dict(size=size, need=need, devices=devices, compiles=len(report.trials), seconds=seconds)))
 
 
-def beside_lightning() -> None:
-    """The same GPT; in torch the limit is that of the address space, since on a CPU nothing else raises."""
+def beside_lightning(rounds: int = 3) -> None:
+    """The same GPT, by turns; in torch the limit is that of the address space, since on a CPU nothing else raises."""
     rows = []
     for mode in ("power", "binsearch"):
-        code = f"from benchmarks.search import *; beside({mode!r})"
-        ours = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
-        rows.append((f"tsunax, {mode}", *json.loads(ours.stdout.splitlines()[-1])))
-        script = ROOT / "benchmarks" / "_peers" / "tuner.py"
-        theirs = subprocess.run(
-            [environment("lightning"), script, mode], capture_output=True, text=True, cwd=ROOT / ".peers"
-        )
-        if theirs.returncode:
-            note(f"Lightning, {mode}, is not measured: {theirs.stderr.strip().splitlines()[-1]}")
-            continue
-        rows.append((f"Lightning, {mode}", *json.loads(theirs.stdout.splitlines()[-1])))
-    table("GPT of 4 layers of 192, 128 bytes a row, 1 GiB beyond the state", rows, ("", "s", "size", "trials"))
+        script = [ROOT / "benchmarks" / "_peers" / "tuner.py", mode]
+        contenders = {
+            f"tsunax, {mode}": (ROOT, [sys.executable, "-c", f"from benchmarks.search import *; beside({mode!r})"]),
+            f"Lightning, {mode}": (ROOT / ".peers", [environment("lightning"), *script]),
+        }
+        runs: dict[str, list] = {name: [] for name in contenders}
+        for _ in range(rounds):
+            for name, (folder, command) in contenders.items():
+                ran = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+                if ran.returncode:
+                    last = (ran.stderr.strip() or "no word").splitlines()[-1]
+                    raise SystemExit(f"{name} ended with {ran.returncode}: {last}")
+                runs[name].append(json.loads(ran.stdout.splitlines()[-1]))
+        for name, found in runs.items():
+            seconds = sorted(s for s, _, _ in found)
+            size, trials = (sorted(n[k] for n in found)[len(found) // 2] for k in (1, 2))
+            rows.append((name, seconds[0], seconds[len(seconds) // 2], seconds[-1], size, trials))
+    title = f"GPT of 4 layers of 192, 128 bytes a row, 1 GiB beyond the state; seconds of {rounds} runs, by turns"
+    table(title, rows, ("", "low", "median", "high", "size", "trials"))
 
 
 def beside(mode: str) -> None:

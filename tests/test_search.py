@@ -47,7 +47,7 @@ class Fake:
         self.seen.append(batch.shape[0])
         return self
 
-    def compile(self):
+    def compile(self, compiler_options=None):
         if self.seen[-1] > self.refuses:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while autotuning")
         return self
@@ -244,6 +244,22 @@ def test_the_answer_is_that_of_plain_jax(state):
     assert bytes_by_hand(state, size) <= limit + small
     assert bytes_by_hand(state, size + 1) > limit - small
     assert len(report.trials) <= 6 and size > 1000
+
+
+@pytest.mark.parametrize("more", [{}, {"accumulate": 4}, {"remat": True}], ids=str)
+def test_compiled_quickly_it_needs_what_the_real_program_does(state, more):
+    convolved = lambda params, x: jnp.mean(jnp.convolve(loss_fn(params, x) * x[0], x[0]) ** 2)
+    for loss in (loss_fn, convolved):
+        step, x = ts.train_step(loss, **more), jax.ShapeDtypeStruct((64, 512), jnp.float32)
+        real = _memory.need_in(step.lower(state, x).compile(), state, x)
+        assert _memory.need_of(step, state, x, {}) == real
+
+
+def test_an_option_that_this_xla_does_not_have_is_left_out(state, monkeypatch):
+    step, x = ts.train_step(loss_fn), jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    before = _memory.need_of(step, state, x, {})
+    monkeypatch.setattr(_memory, "CPU_QUICK", {"xla_an_option_of_the_past": 1})
+    assert _memory.need_of(step, state, x, {}) == before
 
 
 def test_nothing_is_executed_or_held(state):

@@ -154,6 +154,17 @@ def test_a_run_of_a_population_goes_on():
     testing.check_resume(ts.train_step(loss_fn), ts.population(make, N, rate=RATES), data(), steps=18, at=7)
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_whose_members_have_stopped_and_will():
+    runs = sweep.stoppable(ts.population(make, N, key=0, rate=RATES), sweep.plateau(3, min_delta=0.004))
+    step = sweep.stopping(ts.train_step(loss_fn))
+    end, _ = ts.fit(step, runs, data(), steps=18, progress=False)
+    ends = sorted(set(end.runs.calls.tolist()))
+    assert ends[0] < 12 < ends[-1], ends  # one before the checkpoint, one after
+    for at in (ends[0], 12):  # the call of a stop, too
+        testing.check_resume(step, runs, data(), steps=18, at=at)
+
+
 # ------------------------------------------------------------------------------------------------ members that stop
 
 

@@ -26,6 +26,8 @@ from tsunax.hardware import device_info
 
 CPU_SCRATCH = 40 << 20  # of XLA, which its count leaves out: 34 to 66 MB, measured on three models; each device its own
 CPU_PACKED = 1.25  # of the operands of a convolution, which XLA:CPU packs into copies: 1.1 to 1.4, nine measured
+# LLVM's work on a CPU, half the time of compiling: memory is laid out before it.
+CPU_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -60,7 +62,15 @@ def mesh_of(state: Any) -> Any:
 def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
     """What a step needs for such a batch, of arrays or shapes; on a mesh with all its rows. Compiles it."""
     batch, extra = as_shapes(state, batch, extra)
-    return need_in(step.lower(state, batch, **extra).compile(), state, batch)
+    lowered = step.lower(state, batch, **extra)
+    try:
+        options = CPU_QUICK if device_of_state(state).platform == "cpu" else None
+        compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):  # they come and go with the versions of XLA
+            raise
+        compiled = lowered.compile()
+    return need_in(compiled, state, batch)
 
 
 def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

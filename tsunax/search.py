@@ -160,6 +160,8 @@ class _Search:
         most = len(self.sizes) if hi is None else bisect.bisect_left(self.sizes, hi)  # below it
         if most <= least + (lo is not None):
             return least, None
+        if len(self.trials) == 1 and (need := self.trials[0].need) is not None:
+            known[0] = need.total - need.batch - need.temporary  # as if all that is temporary grew with the rows
         nearest = sorted((n for n in known if known[n] < math.inf), key=lambda n: abs(known[n] - limit))[:2]
         for pair in (nearest, [n for n in (lo, hi) if n is not None]):
             if len(pair) < 2:
@@ -210,8 +212,8 @@ def find_batch_size(
         state + batch + temporary + results not in place of the state  <=  (1 - margin) * memory
 
     The real step is compiled at a few sizes, and XLA says what each program needs: rule, accumulation, precision and
-    sharding are in it, and nothing is executed or allocated. The sizes follow a line through those that were seen:
-    three are enough where memory grows evenly. What is returned was compiled (or executed), and did fit.
+    sharding are in it, and nothing is executed or allocated. The sizes follow a line through those that were seen: two
+    or three are enough where memory grows evenly. What is returned was compiled (or executed), and did fit.
 
     Args:
       step: a `train_step`, or any jitted `(state, batch, **extra) -> (state, ...)`. With method="run" and no state,
