@@ -27,6 +27,34 @@ TARGETS = {  # what each has to reach; `x` is over the contender named in the ta
     "insight": "products within 2 % of a hand count",
     "importing": "x <= 1.15",
 }
+SHORT = [  # what, over what, and where: "benchmark: title: row", or that row's time over another's
+    ("a step with norms and verdict", "the donated loop by hand with the same: 64-64-10 MLP; 200 leaves",
+     ["step: tiny MLP: tsunax, live adam", "step: 200 leaves: tsunax, live adam"]),
+    ("a step without norms and verdict", "the bare loop by hand, the same two",
+     ["step: tiny MLP: tsunax, bare, live adam", "step: 200 leaves: tsunax, bare, live adam"]),
+    ("the verdict", "the step without norms and verdict: a GPT; 200 leaves; the MLP of 60 us",
+     [f"precision: guards, {on}, over tsunax: tsunax, verdict" for on in ("GPT", "200 leaves", "tiny MLP 64-64-10")]),
+    ("the update of a live rule", "plain optax's, a million parameters: the worst rule; live `adam`; live `sgd`",
+     ["rules: update: polyak_sgd", "rules: update: adam", "rules: update: sgd"]),
+    ("the step after a freeze; compiling it", "the step before, 200 leaves",
+     ["step: 200 leaves: tsunax, live, one leaf frozen / tsunax, live adam",
+      "step: trace and compile: tsunax, live, freezable / tsunax, live adam"]),
+    ("`optax.MultiSteps` over 8 calls; a scan by hand; 8 times the rows", "`accumulate=8`, a GPT",
+     [f"accumulate: GPT: {row} / tsunax, accumulate=8" for row in ("optax.MultiSteps", "scan by hand", "full batch")]),
+    ("2 of 8 layers trained: FLOPs", "those of the hand-written problem of two layers",
+     ["selection: 6 of 8: tsunax, trainable= two layers / two layers by hand"]),
+    ("bfloat16 on a CPU", "float32: an MLP; a GPT", ["precision: MLP: bfloat16", "precision: GPT: bfloat16"]),
+    ("`fit`", "a scan by hand, steps of 30 us; a Python loop, steps of a GPT; the same with the same information",
+     ["loop: tiny MLP: fit", "loop: GPT: fit", "loop: GPT: fit / loop by hand, same info"]),
+    ("what a save blocks", "a copy of the same 480 MB to the host; what orbax's blocks",
+     ["checkpoint: checkpoint of 480 MB, a quiet: blocks: tsunax",
+      "checkpoint: checkpoint of 480 MB, a quiet: blocks: tsunax / blocks: orbax"]),
+    ("a sharded step", "the one by hand, eight simulated devices: MLP of 512; MLP of 64",
+     ["sharding: a step: MLP 512-512-512-10, replicated", "sharding: a step: MLP 64-64-10, replicated"]),
+    ("32 members", "the vmapped scan by hand; 32 fused runs in turn",
+     ["population: 32 MLPs: population", "population: 32 MLPs: population / 32 fused runs in turn"]),
+    ("`import tsunax`", "`import jax, optax`", ["importing: import: import tsunax"]),
+]  # fmt: skip
 HEAD = """# Results
 
 Written by `python -m benchmarks` from `benchmarks/results/`. Contenders take turns in short bursts; a ratio (`x`) is
@@ -36,7 +64,7 @@ taken within one round: its median, between its quartiles. Single times are thos
 
 def report() -> None:
     """Writes RESULTS.md."""
-    parts = [HEAD]
+    parts = [HEAD, short()]
     for name, target in TARGETS.items():
         paths = sorted(RESULTS.glob(f"{name}-jax*.json"))
         doc = inspect.getdoc(importlib.import_module(f"benchmarks.{name}")) or ""
@@ -54,6 +82,29 @@ def report() -> None:
     path = RESULTS.parent / "RESULTS.md"
     path.write_text("\n".join(parts))
     print(f"-> {path.relative_to(RESULTS.parent.parent)}")
+
+
+def short() -> str:
+    """What everything costs, in one table: docs/cost.md takes it in."""
+    rows = [f"| {what} | {over} | {'; '.join(map(_figure, places))} |" for what, over, places in SHORT]
+    head = "| what | over what | ratio |\n| --- | --- | --- |"
+    return "\n".join(["## In short\n\n<!-- short -->\n", head, *rows, "\n<!-- in full -->\n"])
+
+
+def _figure(place: str) -> str:
+    """The ratio of a row, or of what was measured of it to that of another; "not measured" where there is none."""
+    name, title, row = place.split(": ", 2)
+    path = next(iter(sorted(RESULTS.glob(f"{name}-jax*.json"))), None)
+    if path is None:
+        return "not measured"
+    tables = [one for one in json.loads(path.read_text())["shown"] if one.get("title", "").startswith(title)]
+    head, rows = tables[0]["head"], {cells[0]: cells for cells in tables[0]["rows"]}
+    row, _, other = row.partition(" / ")
+    ratio = next((head.index(x) for x in ("x median", "x") if x in head), None)
+    if not other:
+        return f"{rows[row][ratio]:.2f}"
+    column = ratio if head[1].startswith("x ") else 1
+    return f"{rows[row][column] / rows[other][column]:.2f}"
 
 
 def _shown(one: dict) -> str:

@@ -483,7 +483,14 @@ def test_every_rule_can_be_cut_and_frozen(row):
     """A subtree of one leaf could differ in a bit: XLA turns the division by what only it uses into a product."""
     state = train(ts.setup(row.live(**row.needs | row.arguments), PARAMS, freezable=True), step=EXACT)
     cut, whole = (train(s, BATCHES, EXACT) for s in (ts.adjust(state, "head/**"), state))
-    assert_trees_equal(cut.params, whole.params)
+    if row.name == "muon":  # a loop of products, which XLA compiles apart for each of the two programs
+        assert_trees_close(cut.params, whole.params, rtol=2.0**-22, atol=0)
+    else:
+        assert_trees_equal(cut.params, whole.params)
+    if row.name == "lbfgs":
+        with pytest.raises(ts.errors.RuleError, match=r"rule at freeze\(\): got lbfgs.*memory mixes all leaves"):
+            ts.freeze(state, "head/**")
+        return
     frozen = train(ts.freeze(state, "head/**"), BATCHES, EXACT)
     for tree in ("params", "opt_state"):
         before, after = (select(getattr(s, tree), "['head']") for s in (state, frozen))
@@ -694,6 +701,20 @@ def test_the_first_freeze_compiles_once_and_the_others_never():
             state = change(state, patterns[rng.integers(len(patterns))])
             state, _ = step(state, BATCHES[i % 10])
     assert steps_compiled(c) == 0
+
+
+def test_leaves_that_are_alike_share_their_kernels_though_each_may_be_frozen():
+    """A kernel for each leaf compiles for as long as there are leaves."""
+    params = [jnp.ones((8, 8)) for _ in range(40)]
+    step = ts.train_step(lambda params, x: sum(jnp.mean((x @ w) ** 2) for w in params))
+
+    def kernels(state):
+        text = step.lower(state, np.ones((4, 8), np.float32)).compile().as_text()
+        bodies = re.findall(r"^\S*fused\S* .*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+        return {re.sub(r"%[\w.\-]+|, metadata=\{[^}]*\}|, backend_config=.*", "", body) for body in bodies}
+
+    plain, freezable = (len(kernels(ts.setup(rules.adam(1e-3), params, freezable=on))) for on in (False, True))
+    assert 0 < plain < 40 and freezable < plain + 40 + 10, (plain, freezable)  # and one that reads the flag of each
 
 
 def test_with_room_made_at_setup_not_even_the_first_freeze_compiles():

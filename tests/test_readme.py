@@ -131,3 +131,12 @@ def test_a_readme_without_python_is_found(tmp_path):
     readme.write_text("```bash\nls\n```\n")
     with pytest.raises(pytest.fail.Exception, match="no ```python block"):
         broken_promises(readme, tmp_path)
+
+
+def test_the_ratios_in_short_are_those_of_the_results():
+    """docs/cost.md shows this table: a row that was renamed, or measured again, is not left behind."""
+    from benchmarks import _report
+
+    short = _report.short()
+    assert "not measured" not in short
+    assert short in (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
