@@ -27,7 +27,7 @@ TARGETS = {  # what each has to reach; `x` is over the contender named in the ta
     "insight": "products within 2 % of a hand count",
     "importing": "x <= 1.15",
 }
-SHORT = [  # what, over what, and where: "benchmark: title: row", or that row's time over another's
+SHORT = [  # what, over what, and where: "benchmark: title: row", or the ratio of that row to another's
     ("a step with norms and verdict", "the donated loop by hand with the same: 64-64-10 MLP; 200 leaves",
      ["step: tiny MLP: tsunax, live adam", "step: 200 leaves: tsunax, live adam"]),
     ("a step without norms and verdict", "the bare loop by hand, the same two",
@@ -39,22 +39,24 @@ SHORT = [  # what, over what, and where: "benchmark: title: row", or that row's 
     ("the step after a freeze; compiling it", "the step before, 200 leaves",
      ["step: 200 leaves: tsunax, live, one leaf frozen / tsunax, live adam",
       "step: trace and compile: tsunax, live, freezable / tsunax, live adam"]),
-    ("`optax.MultiSteps` over 8 calls; a scan by hand; 8 times the rows", "`accumulate=8`, a GPT",
-     [f"accumulate: GPT: {row} / tsunax, accumulate=8" for row in ("optax.MultiSteps", "scan by hand", "full batch")]),
+    ("`accumulate=8`, a GPT", "`optax.MultiSteps` over 8 calls; a scan by hand",
+     [f"accumulate: GPT: {row}" for row in ("optax.MultiSteps", "scan by hand")]),
+    ("its temporary memory", "one micro-batch and one float32 gradient", ["accumulate: temporary memory: GPT"]),
     ("2 of 8 layers trained: FLOPs", "those of the hand-written problem of two layers",
      ["selection: 6 of 8: tsunax, trainable= two layers / two layers by hand"]),
     ("bfloat16 on a CPU", "float32: an MLP; a GPT", ["precision: MLP: bfloat16", "precision: GPT: bfloat16"]),
     ("`fit`", "a scan by hand, steps of 30 us; a Python loop, steps of a GPT; the same with the same information",
      ["loop: tiny MLP: fit", "loop: GPT: fit", "loop: GPT: fit / loop by hand, same info"]),
     ("what a save blocks", "a copy of the same 480 MB to the host; what orbax's blocks",
-     ["checkpoint: checkpoint of 480 MB, a quiet: blocks: tsunax",
-      "checkpoint: checkpoint of 480 MB, a quiet: blocks: tsunax / blocks: orbax"]),
+     ["checkpoint: checkpoint of 480 MB: blocks: tsunax",
+      "checkpoint: checkpoint of 480 MB: blocks: tsunax / blocks: orbax"]),
     ("a sharded step", "the one by hand, eight simulated devices: MLP of 512; MLP of 64",
      ["sharding: a step: MLP 512-512-512-10, replicated", "sharding: a step: MLP 64-64-10, replicated"]),
     ("32 members", "the vmapped scan by hand; 32 fused runs in turn",
      ["population: 32 MLPs: population", "population: 32 MLPs: population / 32 fused runs in turn"]),
     ("`import tsunax`", "`import jax, optax`", ["importing: import: import tsunax"]),
 ]  # fmt: skip
+RATIOS = ("x median", "median", "x", "ratio to both")  # columns that hold one
 HEAD = """# Results
 
 Written by `python -m benchmarks` from `benchmarks/results/`. Contenders take turns in short bursts; a ratio (`x`) is
@@ -92,19 +94,21 @@ def short() -> str:
 
 
 def _figure(place: str) -> str:
-    """The ratio of a row, or of what was measured of it to that of another; "not measured" where there is none."""
+    """The ratio of a row, or that to the ratio of another; "not measured" where there is no such row."""
     name, title, row = place.split(": ", 2)
-    path = next(iter(sorted(RESULTS.glob(f"{name}-jax*.json"))), None)
-    if path is None:
-        return "not measured"
-    tables = [one for one in json.loads(path.read_text())["shown"] if one.get("title", "").startswith(title)]
-    head, rows = tables[0]["head"], {cells[0]: cells for cells in tables[0]["rows"]}
+    tables = [
+        one
+        for path in sorted(RESULTS.glob(f"{name}-jax*.json"))
+        for one in json.loads(path.read_text())["shown"]
+        if one.get("title", "").startswith(title)
+    ]
+    found = tables[0] if tables else {"head": [], "rows": []}
+    rows = {cells[0]: dict(zip(found["head"], cells, strict=True)) for cells in found["rows"]}
     row, _, other = row.partition(" / ")
-    ratio = next((head.index(x) for x in ("x median", "x") if x in head), None)
-    if not other:
-        return f"{rows[row][ratio]:.2f}"
-    column = ratio if head[1].startswith("x ") else 1
-    return f"{rows[row][column] / rows[other][column]:.2f}"
+    if row not in rows or (other and other not in rows):
+        return "not measured"
+    ratio = next(x for x in (*RATIOS, found["head"][1]) if x in rows[row])
+    return f"{rows[row][ratio] / (rows[other][ratio] if other else 1):.2f}"
 
 
 def _shown(one: dict) -> str:

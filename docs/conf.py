@@ -56,7 +56,7 @@ kernelspec:
 
 def as_notebook(app, docname: str, source: list[str]) -> None:
     """A page with Python to run: its ```python fences, which forges and tests read, become cells."""
-    if docname == "benchmarks" and not (ROOT / "benchmarks" / "RESULTS.md").is_file():
+    if docname in ("benchmarks", "cost") and not (ROOT / "benchmarks" / "RESULTS.md").is_file():
         source[0] = source[0].partition("```{include}")[0] + "Nothing has been measured in this copy.\n"
     cells = re.sub(r"^```python$", "```{code-cell} python", source[0], flags=re.MULTILINE)
     if "```{code-cell}" in cells:

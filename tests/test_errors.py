@@ -311,6 +311,7 @@ PARAMETERS = [
     row(0, "key is a float", lambda: setup(key=0.5), WrongTypeError, "key at setup()", "0.5 (float)"),
     row(0, "key is a bool", lambda: setup(key=True), WrongTypeError, "key at setup()", "True (bool)"),
     row(0, "key is floats", lambda: setup(key=jnp.ones(2)), WrongTypeError, "key at setup()", "float32[2]"),
+    row(0, "words that are no key", lambda: setup(key=jnp.zeros(3, jnp.uint32)), StateError, "uint32[3]", "expected uint32[2], or a typed key"),
     row(0, "three keys", lambda: setup(key=jax.random.split(jax.random.key(0), 3)), StateError, "[3]", "keys[0]"),
     row(0, "seed of 70 bits", lambda: setup(key=2**70), StateError, "key at setup()", str(2**70), "64 bits"),
     row(0, "device by name", lambda: setup(device="cpu"), WrongTypeError, "'cpu' (str)", "jax.devices()[0]"),

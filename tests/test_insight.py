@@ -54,8 +54,9 @@ def state_of(params=PARAMS, rule=None, **options):
         ({"remat": True, "accumulate": 2}, {}, 3 * FORWARD + INPUTS),
         ({}, {"trainable": ["2", "3"]}, FORWARD + layer(2) + 2 * layer(3)),
         ({}, {"precision": "bfloat16"}, 2 * FORWARD + INPUTS),
+        ({}, {"freezable": True}, 2 * FORWARD + INPUTS),  # gradients of frozen leaves are computed, and not used
     ],
-    ids=["plain", "accumulate", "remat", "both", "selection", "bfloat16"],
+    ids=["plain", "accumulate", "remat", "both", "selection", "bfloat16", "freeze"],
 )
 def test_flops_of_an_mlp(options, setup, expected):
     step = ts.train_step(mlp, **options)

@@ -18,7 +18,7 @@ from flax.core import freeze
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
-from tsunax import errors, models
+from tsunax import errors, models, testing
 from tsunax.errors import LossError, ParamsError, StateError, TsunaxError, WrongTypeError
 
 RNG = np.random.default_rng(0)
@@ -202,6 +202,21 @@ def test_every_trick_gives_every_library_the_numbers_of_the_raw_function(name, v
         assert np.abs(averages[0][0] - params[0][0]).max() > 1e-3
     frozen = variant == "freeze"
     assert [np.array_equal(a, b) for a, b in zip(params[0], WEIGHTS, strict=True)] == [frozen, frozen, False, False]
+
+
+def test_every_library_passes_the_checks_for_ones_own_step(library):
+    model, batches = MODELS[library](), [BATCH] * 6
+    fresh = lambda key=0, **more: ts.setup(rule(), model.params, model_state=model.model_state, key=key, **more)
+    step = ts.train_step(loss_of(model))
+    testing.check_purity(step, fresh(), BATCH)
+    testing.check_accumulation(step, fresh(), BATCH)
+    testing.check_precision(step, fresh(precision="bfloat16"), BATCH)
+    testing.check_frozen(step, fresh(), BATCH, "first/**")
+    testing.check_population(step, fresh, BATCH)
+    testing.check_fused(step, fresh(), batches)
+    testing.check_resume(step, fresh(), batches, replay=True)
+    testing.check_donation(step, fresh(), BATCH)
+    testing.check_recompiles(step, fresh(), batches)
 
 
 def test_the_model_built_from_a_state_predicts_what_apply_does(library):

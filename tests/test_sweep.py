@@ -149,6 +149,20 @@ def test_over_devices():
         ts.shard(ts.population(make, 3, rate=RATES[:3]), ts.mesh())
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_members_with_frozen_leaves_over_devices(explicit):
+    made = functools.partial(ts.population, functools.partial(make, freezable=True), 8, rate=np.logspace(-3, -1, 8))
+    step, frozen = ts.train_step(loss_fn), ts.freeze(made(), "w")
+    before, batch = np.array(frozen.params["w"]), (X[:16], Y[:16])
+    runs = ts.shard(ts.freeze(made(), "w"), ts.mesh(explicit=explicit))
+    for _ in range(3):
+        frozen, _ = step(frozen, batch)
+        runs, _ = step(runs, batch)
+    assert_trees_equal(runs.params["w"], before)
+    assert_trees_close(runs.params, frozen.params, rtol=1e-5, atol=1e-6)
+    assert np.abs(np.asarray(runs.params["v"]) - np.asarray(made().params["v"])).max() > 1e-4
+
+
 @pytest.mark.slow
 def test_a_run_of_a_population_goes_on():
     testing.check_resume(ts.train_step(loss_fn), ts.population(make, N, rate=RATES), data(), steps=18, at=7)

@@ -460,7 +460,11 @@ def as_key(key, where: str):
         if key.is_deleted():
             raise StateError(message("key", where, "a deleted array", expected))
         typed = _tree.is_key(key)
-        if (typed and key.ndim == 0) or (key.dtype == np.uint32 and key.ndim == 1):
+        if typed and key.ndim == 0:
+            return key
+        if key.dtype == np.uint32 and key.ndim == 1:
+            if key.shape != (words := jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape):
+                raise StateError(message("key", where, _tree.describe(key), f"uint32{list(words)}, or a typed key"))
             return key
         if typed or key.dtype == np.uint32:
             raise StateError(message("key", where, _tree.describe(key), "one key", "Pick one of them: keys[0]."))

@@ -337,14 +337,11 @@ def thawed_flags(state: TrainState) -> tuple[Any, Any]:
         return None, None
     leaves, treedef = jax.tree.flatten(moving_part(state))
     none = lambda words: [words[0] == 0] * len(leaves)
-
-    def some(words):
-        bits = (words[:, None] >> np.arange(32, dtype=np.uint32)[None]) & 1 == 0
-        return [*bits.reshape(-1)[: len(leaves)]]
-
-    # Behind a cond a flag is an operand of the kernels of its leaf. Fused into them its place is a constant, and of
-    # 200 leaves no two have a kernel in common: 44 s of compiling in place of 7.
-    flags = jax.lax.cond(jnp.any(state.frozen != 0), some, none, state.frozen)
+    some = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(len(leaves))]
+    # On a CPU behind a cond, which makes a flag an operand of the kernels of its leaf. Fused into them its place is a
+    # constant, and no two leaves have a kernel in common. Elsewhere a cond may wait for the host.
+    apart = lambda words: jax.lax.cond(jnp.any(words != 0), some, none, words)
+    flags = jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
     trained, overwritten = map(jax.tree.leaves, state.plan.apart(treedef.unflatten(flags)))
     return trained, overwritten
 
