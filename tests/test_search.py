@@ -1,6 +1,7 @@
 """The searches before a run, against brute force, plain JAX, and steps that fail where they are told to."""
 
 import dataclasses
+import gc
 import math
 
 import jax
@@ -270,6 +271,7 @@ def test_nothing_is_executed_or_held(state):
         return loss_fn(params, x)
 
     example = np.ones((3, 512), np.float32)
+    gc.collect()  # what other tests have left would go meanwhile
     before, arrays = jax.tree.map(np.array, jax.tree.leaves(state.params)), len(jax.live_arrays())
     find_batch_size(ts.train_step(told), state, example, memory="256MiB", max_size=64)
     jax.effects_barrier()
