@@ -366,6 +366,7 @@ def test_examples_are_batches_shapes_or_functions():
         assert found(whole, mode="binsearch")[0] == 100  # the data have 100 rows
         assert found(whole, multiple_of=16)[0] == 64
         assert found(whole, method="run", mode="binsearch", start=64, steps_per_trial=1)[0] == 100
+        assert found(whole, method="run", start=4, steps_per_trial=1)[0] == 64
     data = ts.batches(arrays, 10, shuffle=True, seed=0)
     next(iter(data))
     place = data.get_state()
