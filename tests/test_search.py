@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,6 +106,8 @@ def test_three_compiles_where_memory_is_affine(fixed, per_row, limit, unit):
     limit=st.integers(2100 * MIB, 1 << 36),
     mode=st.sampled_from(["power", "binsearch"]),
 )
+@hypothesis.example(parts=[(50 * MIB, 2367), (2_091_215_153, 105)], limit=2_202_009_600, mode="power")
+@hypothesis.example(parts=[(50 * MIB, 2367), (2_067_693_570, 100)], limit=2_202_009_649, mode="binsearch")
 def test_the_largest_where_memory_is_the_peak_of_several_phases(parts, limit, mode):
     bytes_of = lambda n: max(fixed + row * n for fixed, row in parts)
     largest = min((limit - fixed) // row for fixed, row in parts)

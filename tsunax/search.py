@@ -175,14 +175,25 @@ class _Search:
             if least < at < most or (lo is None and at < most) or (hi is None and at > least):
                 return min(at, most - 1), line
             if at == least:  # nothing larger, if the line has been right
-                is_sure = error is not None and line(self.sizes[least + 1]) - error > limit
+                is_sure = error is not None and _at_least(known, limit, self.sizes[least + 1]) - error > limit
                 return (least if is_sure else least + 1), line
+            if lo is not None and hi is not None:  # beyond what does not fit: a bend between the two
+                break
         if hi is None:
             return self.floor(2 * (lo or 1)), None
         if lo is None:
             return self.floor(hi / 2), None
         middle = math.sqrt(lo * hi) if hi > 4 * lo else (lo + hi) / 2
         return min(max(self.floor(middle), least + 1), most - 1), None
+
+
+def _at_least(known: dict[int, float], limit: int, size: int) -> float:
+    """What the line through the two largest that fit says of a larger size: memory that bends, bends upwards."""
+    fits = sorted(n for n, need in known.items() if need <= limit)[-2:]
+    if len(fits) < 2:
+        return -math.inf
+    a, b = fits
+    return known[b] + (known[b] - known[a]) / (b - a) * (size - b)
 
 
 def _total(trial: Trial) -> float:
