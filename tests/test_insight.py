@@ -397,6 +397,37 @@ def test_another_device_compiles_without_a_trace():
     assert describe(step, at(0), x).recompiles[1] == f"loop: the state is on {first}, was on {jax.devices()[2]}"
 
 
+def test_a_mesh_of_one_device_is_told_from_none():
+    step, x = ts.train_step(square, donate=False), np.ones((8, 4), np.float32)
+    state = state_of({"w": np.ones((4, 2), np.float32)})
+    spread = ts.shard(state, ts.mesh(devices=jax.devices()[:1]))
+    step(state, x)
+    step(spread, x)
+    about = describe(step, spread, x)
+    assert about.traces == 2  # describing asks for the program that the step has run
+    assert about.recompiles == ("step: the state lies on a mesh of one device, data, fsdp, tensor, was on no mesh",)
+    assert describe(step, state, x).traces == 2
+
+
+def test_what_was_compiled_before_takes_no_time():
+    step, x = ts.train_step(square, donate=False), np.ones((8, 4), np.float32)
+    state = state_of({"w": np.ones((4, 2), np.float32)})
+    assert ", compiled in " in repr(describe(step, state, x))
+    again = describe(step, state, x)
+    assert sum(again.seconds.values()) < 0.1
+    known = dataclasses.replace(again, seconds=dict.fromkeys(again.seconds, 1e-4))
+    assert repr(known).splitlines()[0].endswith(", compiled before")
+
+
+def test_long_paths_that_differ_are_shown_so():
+    layer = {"self_attention_layer_normalisation": {"scale_of_the_layer": np.ones(2, np.float32)}}
+    state = state_of({f"transformer_block_{i}": layer for i in range(3)})
+    loss_fn = lambda params, x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params)) * jnp.mean(x)
+    lines = repr(describe(ts.train_step(loss_fn), state, np.ones((8, 4), np.float32))).splitlines()
+    shown = [line.split()[0] for line in lines if line.startswith("transformer_block")]
+    assert len(shown) == len(set(shown)) == 3 and all("..." in x and len(x) < 40 for x in shown), shown
+
+
 def test_models_with_keys_and_noise():
     def loss_fn(params, x, key):
         return jnp.mean((jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ params["w"]) ** 2)
@@ -436,6 +467,9 @@ def test_fit_and_new_arguments_are_in_the_count():
         ),
         (lambda: ts.measured_peak(size=0), HyperparameterError, "size at measured_peak(): got 0"),
         (lambda: ts.measured_peak(seconds="long"), WrongTypeError, "seconds at measured_peak()"),
+        (lambda: ts.measured_peak(size=1.5), WrongTypeError, "size at measured_peak(): got 1.5 (float)"),
+        (lambda: ts.measured_peak("cpu"), WrongTypeError, "device at measured_peak(): got 'cpu' (str)"),
+        (lambda: ts.measured_peak(dtype="float99"), WrongTypeError, "dtype at measured_peak(): got 'float99' (str)"),
     ],
 )
 def test_wrong_arguments(wrong, kind, text):

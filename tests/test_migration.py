@@ -322,6 +322,47 @@ def test_from_flax_and_from_optax():
     assert int(told.step) == 7 and int(told.calls) == 7
 
 
+# What belongs to a parameter and has another shape: factors, a number for each leaf, projections, a key for all
+ODD = {
+    "adafactor": dict(learning_rate=0.01, min_dim_size_to_factor=2),
+    "novograd": dict(learning_rate=0.01),
+    "sm3": dict(learning_rate=0.1),
+    "galore": dict(learning_rate=0.01, rank=2),
+    "noisy_sgd": dict(learning_rate=0.01, key=jax.random.key(0)),
+}
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("name", ODD)
+def test_from_optax_with_moments_of_other_shapes(name, clipped):
+    tx = (getattr(optax, name, None) or getattr(optax.contrib, name))(**ODD[name])
+    rule = getattr(ts.rules, name)(**ODD[name])
+    grads, update = (jax.tree.map(lambda p, k=k: k * jnp.cos(9 * p), init()) for k in (1.0, 0.1)), jax.jit(tx.update)
+    params, opt_state = init(), tx.init(init())
+    for grad in [next(grads)] * 5:
+        updates, opt_state = update(grad, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    state, report = migrate(opt_state, chain(clip, rule) if clipped else rule, params=params, step=5)
+    assert report.new == report.dropped == () and len(report.kept) >= len(jax.tree.leaves(opt_state))
+    grad = next(grads)
+    updates, opt_state = update(grad, opt_state, params)
+    state, _ = ts.update(state, grad)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(optax.apply_updates(params, updates)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
+
+
+def test_a_rule_with_a_key_of_its_own():
+    rule = ts.rules.noisy_sgd(0.01, key=jax.random.key(3))
+    state = ts.setup(rule, init())
+    for _ in range(2):
+        state, _ = step(state, X)
+    edited, report = migrate(state, chain(clip, rule), ema=0.9)
+    assert not report.dropped
+    for _ in range(2):
+        state, edited = step(state, X)[0], step(edited, X)[0]
+    assert_trees_equal(edited.params, state.params)
+
+
 def test_the_old_state_and_the_new_one_own_their_arrays():
     state = trained(ts.rules.adam(0.01), ema=0.9)
     new, _ = migrate(state, chain(clip, ts.rules.adam(0.01)))
@@ -374,6 +415,11 @@ ERRORS: dict[str, tuple] = {
         lambda rule: migrate(optax.adam(0.1).init(init()), rule, params=init(), step=-1),
         ts.errors.HyperparameterError,
         r"step at migrate\(\): got -1, expected an int ≥ 0",
+    ),
+    "vast step": (
+        lambda rule: migrate(optax.adam(0.1).init(init()), rule, params=init(), step=2**31),
+        ts.errors.HyperparameterError,
+        r"step at migrate\(\): got 2147483648, expected one that int32 holds",
     ),
     "no number": (
         lambda rule: migrate(optax.adam(0.1).init(init()), rule, params=init(), step=2.5),

@@ -459,12 +459,21 @@ ANY = lambda **options: find_batch_size(Fake(lambda n: 60 * MIB + n), TINY, ROW,
         (lambda: ANY(memory=MIB), DoesNotFitError, ["got 1 that needs 60.0 MiB", "at most 972.8 KiB"]),
         (lambda: find_accumulation(lambda s, b: s, TINY, ROW, 8), WrongTypeError, ["step", "train_step"]),
         (lambda: find_accumulation(STEP, TINY, X, 10, multiple_of=16), HyperparameterError, ["got 10", "of 16"]),
+        (lambda: find_accumulation(STEP, TINY, lambda n: np.ones((6, 4)), 8, memory=MIB), DataError, ["example(8): got 6 rows"]),
+        (lambda: find_accumulation(STEP, TINY, lambda n: None, 8, memory=MIB), DataError, ["example(8): got no batch"]),
     ],
 )  # fmt: skip
 def test_errors(call, kind, parts):
     with pytest.raises(kind) as caught:
         call()
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_micro_batches_of_a_vast_batch_are_found_at_once():
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    state = ts.setup(ts.rules.sgd(0.1), {"w": np.ones((4, 2), np.float32)})
+    with pytest.raises(DoesNotFitError):
+        find_accumulation(step, state, np.ones((1, 4), np.float32), 10**12, memory=MIB)
 
 
 def test_a_report_is_a_table():

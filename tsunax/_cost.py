@@ -147,7 +147,7 @@ def _of_convolution(eqn: Any) -> float:
         place = np.arange(m)[:, None] * p["window_strides"][i] + np.arange(k)[None] * p["rhs_dilation"][i]
         place -= p["padding"][i][0]
         spacing = p["lhs_dilation"][i]
-        pairs *= np.count_nonzero((place >= 0) & (place <= (n - 1) * spacing) & (place % spacing == 0))
+        pairs *= int(np.count_nonzero((place >= 0) & (place <= (n - 1) * spacing) & (place % spacing == 0)))
     return 2.0 * _factor(eqn.outvars[0].aval) * pairs * out[to[0]] * out[to[1]] * w[rhs[1]]
 
 

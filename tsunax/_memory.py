@@ -77,7 +77,7 @@ def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[
     """What a step takes beside its state, as shapes that lie where it would put the arrays."""
     mesh, extra = mesh_of(state), jax.tree.map(shape_of, extra)
     batch = jax.tree.map(shape_of, batch)
-    if mesh is not None:
+    if mesh is not None and mesh.size > 1:
         spread = lambda x, axes: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, axes))
         rows = PartitionSpec(_place.data_axes(mesh) if members_of(state) is None else ())  # all rows for each member
         batch = jax.tree.map(lambda x: spread(x, rows if x.ndim else PartitionSpec()), batch)

@@ -22,6 +22,7 @@ class Trace:
     kind: str  # "step", or "loop" for those that run fused
     plan: Plan | None
     layout: Any  # on a mesh the sharding of each array that the step changes; None on one device
+    mesh: tuple[str, ...]  # the names of the axes that the state is on, also where one device is all of the mesh
     trees: dict[str, Any]  # {what it is called: tree of `jax.ShapeDtypeStruct`}
 
     @classmethod
@@ -32,7 +33,9 @@ class Trace:
         if plan is not None:
             fields = {f"state.{name}": x for name, x in state.__dict__.items() if name not in ("plan", "home")}
         shapes = {name: jax.tree.map(_shape, tree) for name, tree in (fields | trees).items()}
-        return cls(kind, plan, None if home is None else home.layout, shapes)
+        first = next(map(jax.typeof, jax.tree.leaves(state)), None)
+        mesh = () if first is None else first.sharding.mesh.axis_names
+        return cls(kind, plan, None if home is None else home.layout, mesh, shapes)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -70,6 +73,8 @@ class Trace:
                 found += _difference(name, self.trees[name], other.trees[name])
         if (self.layout is None) != (other.layout is None):
             found.append(f"the state lies on {'one device' if self.layout is None else 'a mesh'}, not as before")
+        elif self.layout is None and self.mesh != other.mesh:
+            found.append(f"the state lies on {_mesh(self)}, was on {_mesh(other)}")
         elif not found and self.layout != other.layout:
             found += _placement(self, other)
         return found
@@ -77,6 +82,10 @@ class Trace:
 
 def _members(trace: Trace) -> str:
     return f"a population of {trace.members[0]}" if trace.members else "one run"
+
+
+def _mesh(trace: Trace) -> str:
+    return f"a mesh of one device, {', '.join(trace.mesh)}" if trace.mesh else "no mesh"
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -6,6 +6,7 @@ walk is in `_blame.py`. It is a function of what the step was given, and changes
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import linecache
 import re
@@ -94,11 +95,18 @@ def replay(step: TrainStep, state: TrainState, batch, **extra) -> Report:
         loss, grads = gradient(state, batch, **extra)
         return loss.compute(), grads
 
+    def weigh(state, batch, extra):
+        return gradient(state, batch, **extra)[0].weight
+
     def move(state, batch, extra):
         return _moved(step.pure(state, batch, extra)[0])
 
     n = step.accumulate
     found = _searched(look, ("loss", "gradient of params"), given, n)
+    if found and found.result == "loss" and not found.line and not jax.jit(weigh)(*given):
+        found = dataclasses.replace(
+            found, text=f"{found.text} The weights of the batch add up to 0: it is all padding."
+        )
     return found or _searched(move, MOVED, given, n, _moved(state)) or _nothing(state, look, given)
 
 

@@ -70,7 +70,7 @@ class Description:
     not_aliased: tuple[str, ...]  # the leaves whose donation failed
     communication: tuple[Collective, ...]
     leaves: tuple[Leaf, ...]
-    seconds: Mapping[str, float]  # to trace, lower and compile it now
+    seconds: Mapping[str, float]  # to trace, lower and compile it now: none where that was done before
     traces: int  # of this step so far, this one included
     recompiles: tuple[str, ...]  # why, for each but the first
     device: str
@@ -114,8 +114,8 @@ def describe(step: TrainStep, state: TrainState, batch, *, peak: Any = None, **e
       peak: FLOP/s of one device, for `utilisation`; or "measure", which runs matrix products for a second or two.
 
     `recompiles` says why this step was traced more often than once since it was made, `fit` included: the leaf with
-    another shape, dtype or weak type, the other rule, selection or precision, or where the trees differ. A step that is
-    made anew, of a new function, knows nothing of the one before it.
+    another shape, dtype or weak type, the other rule, selection or precision, or where the trees differ. Steps that are
+    equal, of one function, share the loop of `fit` and what is known of it; one of a new function knows nothing.
 
     Raises WrongTypeError for what is no train_step, and what the step itself raises for these arguments.
 
@@ -207,8 +207,17 @@ def measured_peak(device: Any = None, dtype: Any = "float32", size: int | None =
     >>> measured_peak(size=128, seconds=0.01) > 1e6
     True
     """
-    for name, x in (("seconds", seconds), *(() if size is None else [("size", size)])):
-        _check_positive(x, "measured_peak()", name)
+    where = "measured_peak()"
+    _check_positive(seconds, where, "seconds")
+    if size is not None:
+        _checks.check_count(size, where, "size")
+    if device is not None and not isinstance(device, jax.Device):
+        fix = "Take one of jax.devices(), or ts.device()."
+        raise WrongTypeError(message("device", where, _tree.describe(device), "a jax.Device", fix))
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        raise WrongTypeError(message("dtype", where, _tree.describe(dtype), "the name of a dtype")) from None
     product = jax.jit(lambda x: x @ x)
     best, n = 0.0, size or 1024
     while True:
@@ -341,7 +350,7 @@ def _summary(d: Description) -> list[str]:
     total = sum(d.seconds.values())
     on = d.device if d.devices == 1 else f"{d.devices} x {d.device}"
     parts = ", ".join(f"{name} {x:.2f}" for name, x in d.seconds.items())
-    head = f"a step on {on}, compiled in {total:.2f} s ({parts})"
+    head = f"a step on {on}, " + (f"compiled in {total:.2f} s ({parts})" if total > 0.005 else "compiled before")
     return [head, *(line for name, text in _facts(d) for line in _wrapped(name, text))]
 
 
@@ -409,12 +418,19 @@ def _rows(leaves: tuple[Leaf, ...]) -> list[str]:
             )
         values = [_number(first.values[name]) if name in first.values else "" for name in numbers]
         cells = path, shape, first.status, first.rule, *values, first.clip, first.sharding
-        rows.append([x if len(x) < MOST_CELL else f"{x[:17]}...{x[20 - MOST_CELL :]}" for x in cells])
-    columns = [(title, [row[i] for row in rows]) for i, title in enumerate(head)]
+        rows.append(cells)
+    columns = [(title, _shortened([row[i] for row in rows])) for i, title in enumerate(head)]
     common = [f"{name}={x[0]}" if name in numbers else x[0] for name, x in columns[2:] if len(set(x)) == 1 and x[0]]
     tables = _blocks(columns[0], [columns[1], *((name, x) for name, x in columns[2:] if len(set(x)) > 1)])
     told = textwrap.wrap(f"all: {', '.join(common)}", WIDTH, subsequent_indent="     ", break_on_hyphens=False)
     return [*tables, *(told if common else [])]
+
+
+def _shortened(cells: list[str]) -> list[str]:
+    """What is too long without its middle, cut where those that differ go on to, if that can be."""
+    cut = lambda x, n: x if len(x) < MOST_CELL else f"{x[:n]}...{x[n + 3 - MOST_CELL :]}"
+    ways = ([cut(x, n) for x in cells] for n in (17, *range(MOST_CELL - 4, 0, -1)))
+    return next((way for way in ways if len(set(way)) == len(set(cells))), [cut(x, 17) for x in cells])
 
 
 def _blocks(first: tuple[str, list[str]], columns: list[tuple[str, list[str]]]) -> list[str]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from tsunax import _checks, _hoist, _live, _manifest, _tree
 from tsunax._members import members_of
-from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
 from tsunax.hyper import hyperparams
 from tsunax.rules import GroupsState
 from tsunax.state import (
@@ -181,6 +181,8 @@ def _as_old(state, params, rule, step) -> _Old:
         return _Old(state.params, slots, int(state.step), state, state.model_state, state.key)
     if step is not None:
         _checks.check_count(step, where, "step", least=0)
+        if step >= 2**31:
+            raise HyperparameterError(message("step", where, step, "one that int32 holds"))
     if all(hasattr(state, name) for name in ("opt_state", "tx", "params", "step")):  # flax
         owners = _tree.owners(state.tx.init, state.params)[2]
         slots = _told(_slots(state.opt_state, owners, state.params))
@@ -212,11 +214,29 @@ def _owners_of(state: TrainState) -> list[int | None]:
 
 
 def _owners_in(opt_state, rule, params) -> list[int | None]:
-    """Those of a bare optax state: as the rule's init says, if it makes the like, or by the ends of the key paths."""
+    """Those of a bare optax state: as the rule's init says, if it makes the like, or by the ends of the key paths.
+
+    An end that is a whole name tells for another shape too: factored moments, lists of them, one number for a parameter.
+    """
     shapes, _, owners = _tree.owners(rule.init, params)
-    if jax.tree.structure(shapes) == jax.tree.structure(opt_state):
-        return owners
-    return _tree.owners_by_suffix(params, jtu.tree_flatten_with_path(opt_state)[0])
+    numbered = jax.tree.unflatten(jax.tree.structure(shapes), range(len(owners)))
+    for made in (numbered, _without_numbers(numbered)):
+        if jax.tree.structure(made) == jax.tree.structure(opt_state):
+            return [owners[i] for i in jax.tree.leaves(made)]
+    keyed = jtu.tree_flatten_with_path(opt_state)[0]
+    names = {path: i for i, (path, _) in enumerate(jtu.tree_flatten_with_path(params)[0]) if path}
+    owners = _tree.owners_by_suffix(params, keyed)
+    for k, (path, _) in enumerate(keyed):
+        while path and owners[k] is None:
+            owners[k] = next((names[path[i:]] for i in range(len(path)) if path[i:] in names), None)
+            path = path[:-1] if isinstance(path[-1], jtu.SequenceKey) else ()
+    return owners
+
+
+def _without_numbers(opt_state):
+    """With plain optax's states in the place of live ones."""
+    bare = lambda x: _without_numbers(x.inner) if _live.is_live(x) else x
+    return jax.tree.map(bare, opt_state, is_leaf=_live.is_live)
 
 
 def _slots(full, owners: list[int | None], params) -> list[_Slot | None]:
@@ -286,11 +306,11 @@ def _filled(full, old: list[_Slot], new: list[_Slot | None]) -> tuple[Any, Repor
         if slot.owner is None:
             from_there = lambda o, slot=slot: slot.home not in owned or o.home in homes.get(slot.home, ())
             same = [o for o in old if o.kind == slot.kind and from_there(o)]
-            values = {np.asarray(o.value).tobytes() for o in same}
+            values = {_numbers_in(o.value).tobytes() for o in same}
             if len(values) > 1 and len(same) == sum(s.kind == slot.kind for s in slots.values()):
                 same = [same[[j for j, s in slots.items() if s.kind == slot.kind].index(i)]]
             elif len(values) > 1:
-                same = sorted(same, key=lambda o: np.sum(np.asarray(o.value)))[-1:]
+                same = sorted(same, key=lambda o: _numbers_in(o.value).sum())[-1:]
                 notes.append(f"{slot.name}: one of {len(values)} values there, the largest taken")
             if same:
                 found[i] = same[-1]
@@ -305,6 +325,10 @@ def _filled(full, old: list[_Slot], new: list[_Slot | None]) -> tuple[Any, Repor
     kept, anew = ([slot.name for i, slot in slots.items() if (i in found) == known] for known in (True, False))
     dropped = [slot.name for slot in old if id(slot) not in used and slot.kind not in {slots[i].kind for i in found}]
     return treedef.unflatten(leaves), Report(tuple(kept), tuple(anew), tuple(dropped), tuple(notes))
+
+
+def _numbers_in(x) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if _tree.is_key(x) else x)
 
 
 def _of_parameters(old: list[_Slot], slots: dict[int, _Slot]) -> tuple[dict[int, _Slot], list[str]]:

@@ -335,14 +335,19 @@ def find_accumulation(
         raise HyperparameterError(message("margin", where, _tree.describe(margin), "a number from 0 to below 1"))
     _check_parts(step, example, where)
     unit = math.lcm(multiple_of, _parts(state))
-    sizes = [n for n in range(unit, batch_size + 1, unit) if batch_size % n == 0]
+    small = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
+    sizes = sorted(n for n in {*small, *(batch_size // n for n in small)} if n % unit == 0)
     if not sizes:
         raise HyperparameterError(message("batch_size", where, batch_size, f"a multiple of {unit}"))
     limit, source = _limit(memory, state, margin, where)
 
     def attempt(micro: int) -> Trial:
         cut = dataclasses.replace(step, accumulate=batch_size // micro)
-        trial = _Trials(cut, state, example, extra, limit, 0).compiled(batch_size)
+        try:
+            trial = _Trials(cut, state, example, extra, limit, 0).compiled(batch_size)
+        except _Beyond as beyond:
+            got, fix = f"{beyond.rows} rows", "Give a batch_size that the data have, or a batch to be read as shapes."
+            raise DataError(message("batch", f"example({batch_size})", got, f"{batch_size} rows", fix)) from None
         return dataclasses.replace(trial, size=micro)
 
     search = _Search(sizes, attempt, max_trials)
@@ -412,8 +417,8 @@ class _Trials:
             example = example(size)
             if jax.tree_util.all_leaves([example]) and not _tree.is_array(example):
                 example = next(iter(example), None)
-                if example is None:
-                    raise DataError(message("data", f"example({size})", "no batch", "one", "Give max_size=."))
+            if not jax.tree.leaves(example):
+                raise DataError(message("data", f"example({size})", "no batch", "one", "Give max_size=."))
             if (rows := rows_of(example)) < size:
                 raise _Beyond(rows)
         local = size if shapes else size // distributed.process_count()
