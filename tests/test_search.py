@@ -70,6 +70,7 @@ class Fake:
 
 ROW = jax.ShapeDtypeStruct((1,), jnp.float32)
 TINY = {"w": np.zeros(1, np.float32)}
+SIX = np.ones((6, 4), np.float32)
 
 
 def by_analysis(bytes_of, limit, **options):
@@ -459,7 +460,7 @@ ANY = lambda **options: find_batch_size(Fake(lambda n: 60 * MIB + n), TINY, ROW,
         (lambda: ANY(memory=MIB), DoesNotFitError, ["got 1 that needs 60.0 MiB", "at most 972.8 KiB"]),
         (lambda: find_accumulation(lambda s, b: s, TINY, ROW, 8), WrongTypeError, ["step", "train_step"]),
         (lambda: find_accumulation(STEP, TINY, X, 10, multiple_of=16), HyperparameterError, ["got 10", "of 16"]),
-        (lambda: find_accumulation(STEP, TINY, lambda n: np.ones((6, 4)), 8, memory=MIB), DataError, ["example(8): got 6 rows"]),
+        (lambda: find_accumulation(STEP, TINY, lambda n: SIX, 8, memory=MIB), DataError, ["example(8): got 6 rows"]),
         (lambda: find_accumulation(STEP, TINY, lambda n: None, 8, memory=MIB), DataError, ["example(8): got no batch"]),
     ],
 )  # fmt: skip

@@ -216,7 +216,7 @@ def _owners_of(state: TrainState) -> list[int | None]:
 def _owners_in(opt_state, rule, params) -> list[int | None]:
     """Those of a bare optax state: as the rule's init says, if it makes the like, or by the ends of the key paths.
 
-    An end that is a whole name tells for another shape too: factored moments, lists of them, one number for a parameter.
+    An end that is a whole name tells for another shape too: factored moments, lists of them, a number for a parameter.
     """
     shapes, _, owners = _tree.owners(rule.init, params)
     numbered = jax.tree.unflatten(jax.tree.structure(shapes), range(len(owners)))
