@@ -21,6 +21,7 @@ from helpers import assert_trees_equal, count_compiles
 
 import tsunax as ts
 from tsunax.errors import (
+    DataError,
     HyperparameterError,
     LossError,
     ParamsError,
@@ -636,7 +637,71 @@ STATE = [
     row(0, "mixed keys in batch", lambda: step(batch={1: X, "a": X}), WrongTypeError, "dict keys at batch", "'a' (str), 1 (int)"),
 ]  # fmt: skip
 
-ROWS = [*LOSS, *PARAMETERS, *RULE, *SELECTION, *STATE]
+
+def gone(shape=(8, 4)) -> jax.Array:
+    x = jnp.ones(shape)
+    x.delete()
+    return x
+
+
+def fit(batch=X, **arguments):
+    return ts.fit(ts.train_step(loss_fn), good(), [batch], progress=False, **{"steps": 1, **arguments})
+
+
+def members(values):
+    return ts.population(lambda key, rate: setup(rule=rules.sgd(rate)), 2, rate=values)
+
+
+def saved(metadata):
+    return ts.exchange.save("/dev/null/a.safetensors", PARAMS, metadata=metadata)
+
+
+def search(**arguments):
+    return ts.find_learning_rate(ts.train_step(loss_fn), good(), [X], **arguments)
+
+
+NAMES = np.array(["skip", "raise"])  # where one name is wanted
+OBJECTS = np.array([None, 1], object)
+
+CALLS = [
+    row(0, "fingerprint of donated", lambda: ts.fingerprint(donated()), StateError, "leaf at tree.clock", "a deleted array", "use what the step returned"),
+    row(0, "to_host of donated", lambda: ts.to_host(donated()), StateError, "leaf at tree.clock", "a deleted array", "use what the step returned"),
+    row(0, "to_device of deleted", lambda: ts.to_device({"a": gone()}, jax.devices()[1]), StateError, "leaf at tree['a']", "a deleted array"),
+    row(0, "shard of donated", lambda: ts.shard(donated(), ts.mesh()), StateError, "leaf at state.clock", "a deleted array"),
+    row(0, "shard of a deleted tree", lambda: ts.shard({"a": gone()}, ts.mesh()), StateError, "leaf at state['a']", "a deleted array"),
+    row(0, "fit on deleted", lambda: fit(gone()), StateError, "leaf at batch 0 of epoch 0", "a deleted array"),
+    row(0, "fit on deleted, no loop", lambda: fit(gone(), steps_per_call=None), StateError, "batch", "a deleted array"),
+    row(0, "iterate on deleted", lambda: next(ts.iterate(ts.train_step(loss_fn), good(), [{"x": gone()}], steps=1)), StateError, "batch 0", "a deleted array"),
+    row(0, "train_steps on deleted", lambda: ts.train_steps(ts.train_step(loss_fn), good(), gone((2, 8, 4))), StateError, "leaf at batches", "a deleted array"),
+    row(0, "train_steps on objects", lambda: ts.train_steps(ts.train_step(loss_fn), good(), OBJECTS), WrongTypeError, "leaf at batches", "object[2]", "numbers"),
+    row(0, "batches of deleted", lambda: ts.batches({"x": gone()}, 2), StateError, "leaf at arrays['x']", "a deleted array"),
+    row(0, "l1 of deleted", lambda: ts.regularize.l1({"w": gone()}), StateError, "leaf at l1()", "a deleted array"),
+    row(0, "l2 of deleted", lambda: ts.regularize.l2(gone()), StateError, "leaf at l2()", "a deleted array"),
+    row(0, "population of objects", lambda: members(OBJECTS), WrongTypeError, "leaf at rate", "object[2]", "an array of numbers", "Bind"),
+    row(0, "population of deleted", lambda: members(gone((2,))), StateError, "leaf at rate", "a deleted array"),
+    *(
+        row(0, f"metadata {x!r}", lambda x=x: saved(x), WrongTypeError, "metadata at save()", said, "a dict of strings")
+        for x, said in {"abc": "'abc' (str)", 5: "5 (int)", 0: "0 (int)", (): "an empty tuple", ("a",): "tuple of 1"}.items()
+    ),
+    row(0, "shard rules 5", lambda: ts.shard(good(), ts.mesh(), 5), WrongTypeError, "rules at shard()", "5 (int)", "a dict"),
+    row(0, "shard rules 0", lambda: ts.shard(good(), ts.mesh(), 0), WrongTypeError, "rules at shard()", "0 (int)"),
+    row(0, "shard logical 0", lambda: ts.shard(good(), ts.mesh(), logical=0), WrongTypeError, "logical at shard()", "0 (int)", "a dict"),
+    row(0, "shard zero1 no", lambda: ts.shard(good(), ts.mesh(), zero1="no"), WrongTypeError, "zero1 at shard()", "'no' (str)", "True or False"),
+    row(0, "points beyond all", lambda: search(points=10**12), HyperparameterError, "points at find_learning_rate()", "1000000000000", "10,000 at most"),
+    row(0, "mode an array", lambda: search(mode=NAMES), HyperparameterError, "mode at find_learning_rate()", "<U5[2]", "'exponential' or 'linear'"),
+    row(0, "policy an array", lambda: ts.train_step(loss_fn, on_nonfinite=NAMES), WrongTypeError, "on_nonfinite at train_step()", "<U5[2]", "'skip'"),
+    row(0, "resume an array", lambda: fit(resume=NAMES), WrongTypeError, "resume at fit()", "<U5[2]", "'must'"),
+    row(0, "Best mode an array", lambda: ts.checkpoint.Best("loss", mode=NAMES), WrongTypeError, "mode at Best()", "<U5[2]", "'min' or 'max'"),
+    row(0, "rounding an array", lambda: ts.precision.Policy(rounding=NAMES), WrongTypeError, "rounding at Policy()", "<U5[2]", "'stochastic'"),
+    row(0, "tail an array", lambda: ts.batches(X, 2, tail=NAMES), DataError, "tail at batches()", "<U5[2]", "drop"),
+    row(0, "backend an array", lambda: ts.tune(len, {"x": ts.spaces.uniform(0, 1)}, backend=NAMES), HyperparameterError, "backend at tune()", "<U5[2]", "'optuna'"),
+    row(0, "average an array", lambda: ts.metrics.Precision.of(np.arange(2), np.arange(2), average=NAMES), LossError, "average at Precision.of()", "<U5[2]", "'macro'"),
+    row(0, "complex weight", lambda: ts.Loss.mean(X, 1j), LossError, "where at Loss.mean()", "complex", "a mask, or real weights"),
+    row(0, "complex weights", lambda: ts.metrics.Mean.of(X, 1j * np.ones(8)), LossError, "where at Mean.of()", "complex"),
+    row(0, "complex Loss weight", lambda: returns(lambda v: ts.Loss(v.sum(), 1j)), LossError, "weight at loss_fn", "1j (complex)", "one number"),
+]  # fmt: skip
+
+ROWS = [*LOSS, *PARAMETERS, *RULE, *SELECTION, *STATE, *CALLS]
 
 
 # ---------------------------------------------------------------------------------------------------------- the tests

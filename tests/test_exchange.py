@@ -316,6 +316,13 @@ def test_names_shapes_and_dtypes_that_do_not_fit(tmp_path):
     assert "a function or a dict" in error_of(lambda: exchange.restore(path, like, rename="x"), WrongTypeError)
 
 
+def test_cast_is_true_or_false(tmp_path):
+    exchange.save(tmp_path / "a.safetensors", PARAMS)
+    for like in (PARAMS, None):
+        said = error_of(lambda like=like: exchange.restore(tmp_path / "a.safetensors", like, cast="no"), WrongTypeError)
+        assert "cast at restore(): got 'no' (str), expected True or False" in said
+
+
 def test_what_cannot_be_saved(tmp_path):
     path = tmp_path / "a.safetensors"
     one = jnp.ones(1)

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import tsunax as ts
+from tsunax._run import Rejected
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.faults import replay
 
@@ -267,6 +268,9 @@ def test_loops_and_branches():
     assert (report.primitive, report.trips) == ("div", ()) and "lax.cond" in report.code
 
 
+REJECTED = Rejected(step=0, calls=0, epoch=0, batch=None, loss_scale=None)
+
+
 @pytest.mark.parametrize(
     ("wrong", "kind", "text"),
     [
@@ -285,6 +289,8 @@ def test_loops_and_branches():
         ),
         (lambda: replay(STEP, jax.eval_shape(two), X), WrongTypeError, r"leaf at state\.clock: got a ShapeDtypeStruct"),
         (lambda: replay(STEP, two(), {"x": "abc"}), WrongTypeError, r"leaf at batch\['x'\]: got 'abc' \(str\)"),
+        (lambda: REJECTED.of(None), WrongTypeError, r"state at Rejected\.of\(\): got None, expected a TrainState"),
+        (lambda: REJECTED.of((two(), None)), WrongTypeError, r"state at Rejected\.of\(\).*A step returns two things"),
     ],
 )
 def test_wrong_arguments_of_replay(wrong, kind, text):

@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers import need
 from tsunax import loggers
-from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, WrongTypeError
+from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, SaveError, WrongTypeError
 
 NAN, INF = math.nan, math.inf
 ROWS = {
@@ -269,9 +269,32 @@ def test_wandb_log_is_a_logger(tmp_path, monkeypatch):
         (lambda: loggers.tensorboard(None), WrongTypeError, "path at tensorboard(): got None"),
         (lambda: loggers.console("a.txt"), WrongTypeError, "every at console(): got 'a.txt' (str)"),
         (lambda: loggers.console(0), HyperparameterError, "every at console(): got 0, expected ≥ 1"),
+        (
+            lambda: loggers.console(file="a.txt"),
+            WrongTypeError,
+            "file at console(): got 'a.txt' (str), expected an open",
+        ),
+        (lambda: loggers.csv("a\0b"), WrongTypeError, "path at csv(): got 'a\\x00b' (str)"),
     ],
 )
 def test_wrong_arguments(make, error, text):
     with pytest.raises(error) as caught:
         make()
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "tensorboard"])
+def test_a_path_that_cannot_be_written_is_known_before_the_first_row(tmp_path, kind):
+    if kind == "tensorboard":
+        need("tensorboardX")
+    (tmp_path / "file").write_text("")
+    make = getattr(loggers, kind)
+    bad = tmp_path / "file" if kind == "tensorboard" else tmp_path
+    for path in (bad, tmp_path / "file" / "log"):
+        text = rf"log at {kind}\(\), {path}.*: got .*Error .*, expected a file .*Give a path"
+        with pytest.raises(SaveError, match=text):
+            make(path).start(SETTINGS)
+        with pytest.raises(SaveError, match=text):
+            make(path)({"loss": 1.0}, step=1)
+    make(tmp_path / "new" / "log").start({})
+    assert kind == "csv" or sorted(os.listdir(tmp_path)) == ["file"]  # looking leaves no trace

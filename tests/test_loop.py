@@ -373,6 +373,24 @@ def test_too_many_rejected_in_a_row(per_call):
     fit(STEP, ts.setup(RULE, init()), mixed, steps=6, max_bad=2, steps_per_call=per_call)
 
 
+def test_only_the_option_that_was_given_is_blamed():
+    bad = [(X[:8] * np.nan, Y[:8])]
+    for policy, said in (("skip", "max_bad=1"), ("raise", "on_nonfinite='raise'")):
+        step = ts.train_step(loss_fn, on_nonfinite=policy)
+        with pytest.raises(NonFiniteError, match=rf"the first at \[0, 0\]; {said}\. "):
+            fit(step, ts.setup(RULE, init()), bad, steps=1, max_bad=1)
+
+
+@pytest.mark.parametrize("goal", [{"steps": 2}, {"epochs": 1}])
+def test_a_call_has_no_room_for_more_than_is_left(goal):
+    batches = [(X[:8], Y[:8])] * 2
+    state, _ = fit(STEP, ts.setup(RULE, init()), batches, steps_per_call=10**9, **goal)
+    expected, _ = fit(STEP, ts.setup(RULE, init()), batches, **goal)
+    assert_trees_equal(state.params, expected.params)
+    *_, (state, _) = iterate(STEP, ts.setup(RULE, init()), batches, steps_per_call=10**9, **goal)
+    assert_trees_equal(state.params, expected.params)
+
+
 def test_the_leaf_is_named():
     def blows_up(params, batch):
         return loss_fn(params, batch) + jnp.sum(jnp.sqrt(params["out"]["bias"] * 0))  # its gradient is 0 · inf

@@ -13,7 +13,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import reproduce
-from tsunax.errors import DeviceError, HyperparameterError, StateError, WrongTypeError
+from tsunax.errors import DataError, DeviceError, HyperparameterError, StateError, WrongTypeError
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,26 @@ def test_a_step_is_checked():
         ts.check_reproducible(careless, {"w": jnp.ones(2)}, batches, times=1)
     with pytest.raises(StateError, match=r"step at batch 2: got other bits in state\['w'\], expected the same"):
         ts.check_reproducible(careless, {"w": jnp.ones(2), "b": jnp.zeros(1)}, batches)
+
+
+def test_a_check_of_nothing_is_none():
+    def step(state, batch):
+        return {"w": state["w"] + batch}, None
+
+    state, used = {"w": jnp.ones(2)}, iter(())
+    gone = {"w": jnp.ones(2)}
+    gone["w"].delete()
+    for args, kind, text in (
+        ((step, state, []), DataError, r"batches at check_reproducible\(\): got no batch at all, .*give a list"),
+        ((step, state, used), DataError, "no batch at all"),
+        ((step, state, None), WrongTypeError, r"batches at check_reproducible\(\): got None, expected an iterable"),
+        ((None, state, [1.0]), WrongTypeError, r"step at check_reproducible\(\): got None, .*Make one: ts.train_step"),
+        ((step, gone, [1.0]), StateError, r"leaf at state\['w'\]: got a deleted array, .*what the step returned"),
+    ):
+        with pytest.raises(kind, match=text):
+            ts.check_reproducible(*args)
+    with pytest.raises(StateError, match=r"leaf at state\['w'\]: got a traced array.*outside of jit"):
+        jax.jit(lambda state: ts.check_reproducible(step, state, [1.0]))(state)
 
 
 @pytest.mark.parametrize("seed", [1.0, -1, None, 2**63, True, "0", np.zeros(2, np.uint32)])

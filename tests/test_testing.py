@@ -10,7 +10,7 @@ import pytest
 
 import tsunax as ts
 from tsunax import testing
-from tsunax.errors import CheckError, StateError, WrongTypeError
+from tsunax.errors import CheckError, DataError, HyperparameterError, StateError, WrongTypeError
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 
@@ -68,6 +68,46 @@ class Unordered:
 
     def __iter__(self):
         return iter([X[np.random.permutation(16)[:4]] for _ in range(4)])
+
+
+class Own:
+    """Data of one's own that know their place, which moves while they are read."""
+
+    def __init__(self):
+        self.place = {"epoch": 0, "i": 0}
+
+    def __iter__(self):
+        if self.place["i"] == 4:
+            self.place.update(epoch=self.place["epoch"] + 1, i=0)
+        while self.place["i"] < 4:
+            rows = np.random.default_rng(self.place["epoch"]).permutation(16)
+            batch = X[rows[4 * self.place["i"] :][:4]]
+            self.place["i"] += 1
+            yield batch
+
+    def get_state(self):
+        return self.place
+
+    def set_state(self, place):
+        self.place = place
+
+
+class Loader(Own):
+    """With the other pair of names."""
+
+    state_dict, load_state_dict = Own.get_state, Own.set_state
+    get_state = set_state = property()
+
+
+class Cursor(Own):
+    """An iterator that can be put back."""
+
+    def __next__(self):
+        self.place["i"] += 1
+        return X[self.place["i"] % 8 :][:4]
+
+    def __iter__(self):
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,3 +261,173 @@ def test_the_state_stays_as_it_is():
     testing.check_resume(STEP, state, data())
     testing.check_frozen(STEP, state, X, "head")
     assert ts.fingerprint(state) == before
+
+
+OWN = {"own": Own, "loader": Loader, "cursor": Cursor, "prefetched": lambda: ts.prefetch(Own())}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_data_of_ones_own_are_read_again_from_where_they_were(name):
+    given = OWN[name]()
+    inner = getattr(given, "data", given)
+    inner.place = {"epoch": 2, "i": 1}
+    testing.check_resume(STEP, make(), given)
+    testing.check_fused(STEP, make(), given)
+    assert inner.place == {"epoch": 2, "i": 1}
+
+
+def test_a_list_can_be_read_again():
+    batches = [X[:4], X[4:8]]
+    with pytest.raises(
+        WrongTypeError, match=r"A list is, with replay=True: check_resume\(.*, list\(data\), replay=True"
+    ):
+        testing.check_resume(STEP, make(), iter(batches))
+    testing.check_resume(STEP, make(), list(batches), replay=True)
+    with pytest.raises(WrongTypeError, match=r"A list is: list\(data\)"):
+        testing.check_fused(STEP, make(), iter(batches))
+
+
+HIDDEN = {
+    "in the loss": (STEP.loss_fn, ts.rules.sgd(1e-2), lambda loss: loss + np.random.rand(), r"info\.?.*loss"),
+    "in its size": (STEP.loss_fn, ts.rules.sign_sgd(1e-2), lambda loss: loss * np.random.rand(), r"info\.?.*loss"),
+    "in a metric": (
+        STEP.loss_fn,
+        ts.rules.sgd(1e-2),
+        lambda loss: ts.Loss(loss, 1.0, metrics={"noise": np.random.rand()}),
+        r"info.*noise",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_an_impure_loss_is_found_where_the_state_hides_it(name):
+    fn, rule, noisy, leaf = HIDDEN[name]
+    step = ts.train_step(lambda params, x: noisy(fn(params, x)))
+    with pytest.raises(CheckError, match=rf"leaf {leaf}.* at a second trace: .*It reads what is no argument"):
+        testing.check_purity(step, ts.setup(rule, init()), X)
+
+
+NAN = np.where(np.arange(16)[:, None] == 3, np.nan, X).astype(np.float32)
+BARE = ts.train_step(loss_fn, on_nonfinite="ignore", norms=False)
+REJECTED = {
+    "accumulation": lambda: testing.check_accumulation(STEP, make(), NAN),
+    "precision": lambda: testing.check_precision(STEP, state_in("bfloat16"), NAN),
+    "sharding": lambda: testing.check_sharding(STEP, make(), NAN),
+    "sharding, ignored": lambda: testing.check_sharding(BARE, make(), NAN),
+    "population": lambda: testing.check_population(STEP, make, NAN),
+    "purity": lambda: testing.check_purity(STEP, make(), NAN),
+    "frozen": lambda: testing.check_frozen(STEP, make(), NAN, "**"),
+    "resume, ignored": lambda: testing.check_resume(BARE, make(), [NAN], replay=True),
+    "fused, ignored": lambda: testing.check_fused(BARE, make(), [NAN]),
+    "dropped": lambda: testing.check_purity(
+        ts.train_step(loss_fn, accumulate=2, on_nonfinite="drop"), make(), np.full_like(X, np.nan)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_check_that_compared_nothing_says_so(name):
+    with pytest.raises(
+        DataError, match=r"at check_\w+\(\): got .*not? .*finite.*Nothing (was|can be) compared"
+    ) as found:
+        REJECTED[name]()
+    assert name in ("resume, ignored", "fused, ignored", "dropped") or str(found.value).endswith(
+        " batch has 4 of 64 not finite, the first at [3, 0]"
+    )
+
+
+def test_some_rejected_steps_are_no_trouble():
+    testing.check_purity(ts.train_step(loss_fn, accumulate=4, on_nonfinite="drop"), make(), NAN)
+    with pytest.warns(RuntimeWarning, match="was rejected"):
+        testing.check_resume(STEP, make(), [X, NAN], replay=True)
+    state = ts.setup(ts.rules.sgd(0.1), init(), precision="float16")  # whose scale is too large for the first steps
+    testing.check_accumulation(STEP, state, X, tolerance=0.01)
+
+
+NOBODY = iter(())
+MORE_WRONG = {
+    "n": (lambda: testing.check_accumulation(STEP, make(), X, n=0), HyperparameterError, "n at check_accumulation"),
+    "n as text": (lambda: testing.check_accumulation(STEP, make(), X, n="4"), WrongTypeError, r"got '4' \(str\)"),
+    "NaN": (
+        lambda: testing.check_accumulation(STEP, make(), X, tolerance=np.nan),
+        HyperparameterError,
+        r"tolerance at check_accumulation\(\): got nan, expected a finite number from 0 up",
+    ),
+    **{
+        f"tolerance of {name}": (
+            lambda call=call: call(tolerance="a"),
+            WrongTypeError,
+            rf"tolerance at check_{name}\(\): got 'a'",
+        )
+        for name, call in {
+            "precision": lambda **given: testing.check_precision(STEP, state_in("bfloat16"), X, **given),
+            "sharding": lambda **given: testing.check_sharding(STEP, make(), X, **given),
+            "fused": lambda **given: testing.check_fused(STEP, make(), data(), **given),
+            "population": lambda **given: testing.check_population(STEP, make, X, **given),
+        }.items()
+    },
+    "no steps": (lambda: testing.check_sharding(STEP, make(), X, steps=0), HyperparameterError, "steps at check_shar"),
+    "no steps frozen": (lambda: testing.check_frozen(STEP, make(), X, "**", steps=0), HyperparameterError, "steps at"),
+    "no steps of many": (lambda: testing.check_population(STEP, make, X, steps=0), HyperparameterError, "steps at"),
+    "mesh": (lambda: testing.check_sharding(STEP, make(), X, mesh="x"), WrongTypeError, "mesh at .*Make one: ts.mesh"),
+    "no step of many": (lambda: testing.check_population(loss_fn, make, X), WrongTypeError, "step at check_population"),
+    "at as text": (lambda: testing.check_resume(STEP, make(), data(), at="a"), WrongTypeError, "at at check_resume"),
+    "options": (
+        lambda: testing.check_resume(STEP, make(), data(), checkpoint="x"),
+        WrongTypeError,
+        r"options at check_resume\(\): got checkpoint='x' \(str\), expected other arguments of fit",
+    ),
+    "smoke": (lambda: testing.check_resume(STEP, make(), data(), smoke=True), WrongTypeError, "got smoke=True"),
+    "most": (lambda: testing.check_recompiles(STEP, make(), [X], most="a"), WrongTypeError, "most at check_recomp"),
+    "no batches": (lambda: testing.check_recompiles(STEP, make(), None), WrongTypeError, "batches at .*got None"),
+    "used up": (lambda: testing.check_recompiles(STEP, make(), NOBODY), DataError, "got no batch at all.*give a list"),
+}
+
+
+@pytest.mark.parametrize("name", MORE_WRONG)
+def test_what_cannot_be_checked_either(name):
+    call, kind, text = MORE_WRONG[name]
+    with pytest.raises(kind, match=text):
+        call()
+
+
+ALL = {
+    "accumulation": lambda state, x: testing.check_accumulation(STEP, state, x),
+    "precision": lambda state, x: testing.check_precision(STEP, state, x),
+    "sharding": lambda state, x: testing.check_sharding(STEP, state, x),
+    "resume": lambda state, x: testing.check_resume(STEP, state, [x], replay=True),
+    "fused": lambda state, x: testing.check_fused(STEP, state, [x]),
+    "frozen": lambda state, x: testing.check_frozen(STEP, state, x, "head"),
+    "population": lambda state, x: testing.check_population(STEP, lambda key: state, x),
+    "purity": lambda state, x: testing.check_purity(STEP, state, x),
+    "donation": lambda state, x: testing.check_donation(STEP, state, x),
+    "recompiles": lambda state, x: testing.check_recompiles(STEP, state, [x]),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_check_under_jit(name):
+    state = make()
+    for call in (
+        lambda: jax.jit(lambda x: ALL[name](state, x))(X),
+        lambda: jax.jit(lambda: ALL[name](state, X))(),
+        lambda: jax.jit(lambda s: ALL[name](s, X))(state),
+    ):
+        with pytest.raises(StateError, match=rf"at check_{name}\(\): got a traced one, .*outside of jit"):
+            call()
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "population"])
+def test_no_check_of_a_donated_state(name):
+    state = make()
+    STEP(state, X)
+    with pytest.raises(StateError, match=rf"state at check_{name}\(\): got one that was donated to an earlier step"):
+        ALL[name](state, X)
+
+
+def test_a_nan_in_both_is_no_difference():
+    found, other = (np.array([np.nan, np.inf, x], np.float32) for x in (1.0, 2.0))
+    assert testing._compared("here", [found], [other], 0.6, "x") == 0.5
+    assert testing._compared("here", [np.float32("nan")], [-np.float32("nan")], 0.6, "x") == 0
+    with pytest.raises(CheckError, match=r"leaf x\[0\] at here: got 1.0 for 2.0 at \[2\]"):
+        testing._compared("here", [found], [other], 0.0, "x")

@@ -45,9 +45,21 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             got = f"a ShapeDtypeStruct, {_tree.describe(leaf)}"
             raise WrongTypeError(message("leaf", where, got, "an array"))
-        if isinstance(leaf, jax.Array) and not _tree.is_traced(leaf) and leaf.is_deleted():
-            fix = "A step that it was donated to took it: use what the step returned."
-            raise StateError(message("leaf", where, "a deleted array", "a live one", fix))
+        check_alive(leaf, where)
+
+
+def check_alive(leaf: Any, where: str) -> None:
+    """Raise StateError for an array whose buffer is gone: JAX's own error says neither which nor why."""
+    if _tree.is_gone(leaf):
+        fix = "A step that it was donated to took it: use what the step returned."
+        raise StateError(message("leaf", where, "a deleted array", "a live one", fix))
+
+
+def check_all_alive(tree: Any, root: str) -> None:
+    """The same of every leaf, by its path."""
+    if any(map(_tree.is_gone, jax.tree.leaves(tree))):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            check_alive(leaf, _tree.access_str(root, path))
 
 
 def _is_numeric(leaf: Any) -> bool:
@@ -181,7 +193,12 @@ def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
         raise HyperparameterError(message(name, where, n, f"an int ≥ {least}"))
 
 
+def is_one_of(value: Any, known: Sequence[str]) -> bool:
+    """Whether it is one of these names; an array is none, where `in` would ask for its truth value."""
+    return isinstance(value, str) and value in known
+
+
 def check_choice(value: Any, where: str, name: str, known: Sequence[str]) -> None:
     """Raise HyperparameterError unless it is one of the names that are known."""
-    if value not in known:
+    if not is_one_of(value, known):
         raise HyperparameterError(message(name, where, _tree.describe(value), " or ".join(map(repr, known))))

@@ -42,13 +42,15 @@ _UNKNOWN = object()
 class Feed:
     """Chunks of data, for the state of a run: what `fit` asks for batches."""
 
-    def __init__(self, step, data, state, steps_per_call, interval: float):
+    def __init__(self, step, data, state, steps_per_call, interval: float, left: float = float("inf")):
         self._step = step
         self._is_population = members_of(state) is not None
         self.source = as_source(data)
         if isinstance(data, Data) and self.source.resumable:
             self.source.restore(data.get_state())  # in the middle of an epoch, if they are there
         self._start = self.source.state() if self.source.resumable else None
+        if isinstance(steps_per_call, int):  # room for more than is left, or an epoch has, would never be filled
+            steps_per_call = int(min(steps_per_call, max(MOST, min(left, self._length()))))
         self._setting, self._interval = steps_per_call, interval
         self.size = 1  # batches of a call at most, of the shape of the first one
         self._first: Any = None  # that batch, as shapes
@@ -69,6 +71,13 @@ class Feed:
             return start + (epochs - self.epoch) * len(self.source.data) - self.source.position
         except TypeError:
             return None
+
+    def _length(self) -> float:
+        """The batches of an epoch; inf where the data does not know."""
+        try:
+            return len(self.source.data)
+        except (TypeError, NotImplementedError):
+            return float("inf")
 
     def ended(self) -> bool:
         """Whether an epoch has ended since the last time that one asked."""

@@ -25,7 +25,7 @@ from tsunax._traces import Trace
 from tsunax.data import gather
 from tsunax.errors import StateError, message
 from tsunax.program import TrainStep, _apart, _assemble, _fault, home_of, masked
-from tsunax.state import TrainState, donated, is_gone
+from tsunax.state import TrainState, donated
 from tsunax.step import StepInfo
 
 
@@ -197,7 +197,7 @@ class Fused:
         plan, moving, still = None, state, ()
         if isinstance(state, TrainState):
             plan, (moving, still) = state.plan, _apart(state)
-        if is_gone(moving[0]) if plan is not None else any(map(is_gone, jax.tree.leaves(state))):
+        if _tree.is_gone(moving[0]) if plan is not None else any(map(_tree.is_gone, jax.tree.leaves(state))):
             raise StateError(donated("the loop"))
         if isinstance(self.step, TrainStep) and plan is not None and "home" not in state.__dict__:
             self.step.seen_on("loop", state)

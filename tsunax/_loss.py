@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _tree
+from tsunax import _checks, _tree
 from tsunax.errors import LossError, message
 from tsunax.metrics import Mean, as_array, weighted_sum
 
@@ -132,8 +132,7 @@ def check_scalar(what: str, where: str, x: Any) -> None:
 
 def _check_weight(weight) -> None:
     """Raise LossError unless it is one number; where its value is known, a finite one above 0."""
-    dtype = _tree.dtype_of(weight)
-    if dtype is None or np.shape(weight) != () or not jnp.issubdtype(dtype, np.number):
+    if np.shape(weight) != () or not _checks.is_real(weight):
         raise LossError(message("weight", "loss_fn", _tree.describe(weight), "one number"))
     if not isinstance(weight, jax.Array) and not 0 < weight < float("inf"):
         fix = "The loss is total / weight."

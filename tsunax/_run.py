@@ -32,7 +32,7 @@ from tsunax._signals import Interrupt
 from tsunax.errors import NonFiniteError, RowError, StateError, WrongTypeError, message
 from tsunax.history import History, check_row, join
 from tsunax.program import TrainStep, is_searching
-from tsunax.state import TrainState, donated, is_gone
+from tsunax.state import TrainState, check_state, donated
 from tsunax.step import StepInfo
 
 MOST_OF_A_METRIC = 100  # numbers of an array that become columns
@@ -62,6 +62,7 @@ class Rejected:
         From the state that the run ended in, as `error.state`. A rejected step leaves a state as it was; where others
         were applied since, StateError, or with `exact=False` the batch and the keys of that call with later params.
         """
+        check_state(state, "Rejected.of()")
         if exact and int(state.step) != self.step:
             fix = "Take of(state, exact=False), or end the run at the first one: max_bad=1."
             got = f"step {int(state.step)}"
@@ -114,7 +115,7 @@ class Fit:
     def __init__(self, step, state, data, options: Options, history: History, memory: dict, start: int):
         self.step, self.options, self.memory = step, options, memory
         interval = min(options.intervals, default=float("inf"))
-        self.feed = _feed.Feed(step, data, state, options.steps_per_call, interval)
+        self.feed = _feed.Feed(step, data, state, options.steps_per_call, interval, options.goal.left(start))
         self.loop = _fused.fused(step, not isinstance(step, TrainStep) or step.donate)
         self.run = Run(state, start, self.feed.epoch, history)
         self.alike = _alike.Alike("fit()", state, data)
@@ -320,12 +321,15 @@ class Fit:
         """Raise for a call that was one rejected too many, and say what was wrong with it."""
         run = self.run
         assert run.info is not None
-        limit = f"the last of {self.max_bad} in a row, max_bad={self.max_bad}"
+        limit = f"max_bad={self.max_bad}"
+        if getattr(self.step, "on_nonfinite", None) == "raise":
+            limit = "on_nonfinite='raise'"
+        elif self.max_bad > 1:
+            limit = f"the last of {self.max_bad} in a row, {limit}"
         known = isinstance(run.info, StepInfo) and not self.is_population
         why = guard.explain(run.info.verdict, None) if known else "not finite"
         if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:  # else nobody has the batch
             why = self.step.why(run.state, run.info, self.batch_of(i, chunks)[1], self.extra)
-        limit = limit if self.max_bad > 1 else "on_nonfinite='raise'"
         epochs = [chunk.epoch for chunk in chunks for _ in range(chunk.steps)]
         what = f"step {run.step} of epoch {epochs[i]} was rejected: {why}; {limit}"
         raise NonFiniteError(f"{what}. `error.state` is the state before it.", run.state, run.info)
@@ -453,7 +457,7 @@ def _blame(what: str, fn, run: Run):
 def _check_returned(new, run: Run) -> None:
     """Raise unless a callback returned a state like the one that it got; rules, numbers and freezes may differ."""
     old = run.state
-    if any(map(is_gone, jax.tree.leaves(new))):
+    if any(map(_tree.is_gone, jax.tree.leaves(new))):
         raise StateError(donated("the callback's result"))
     if isinstance(old, TrainState) and isinstance(new, TrainState):
         parts = (new.params, new.model_state), (old.params, old.model_state)

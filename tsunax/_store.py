@@ -21,7 +21,7 @@ import numpy as np
 from tsunax import _checks, _files, _manifest, _orbax, _safetensors, _tree
 from tsunax._manifest import Damaged, Leaf, Manifest, Parts
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message, told
-from tsunax.state import donated, is_gone
+from tsunax.state import donated
 
 __all__ = []
 
@@ -40,7 +40,7 @@ def check_saveable(tree: _manifest.Tree) -> None:
             raise WrongTypeError(
                 message("leaf", _manifest.show("state", path), "a traced array", "a concrete one", fix)
             )
-        if is_gone(x):
+        if _tree.is_gone(x):
             raise StateError(donated("save()"))
         if isinstance(x, jax.ShapeDtypeStruct):
             raise WrongTypeError(message("leaf", _manifest.show("state", path), "a ShapeDtypeStruct", "an array"))

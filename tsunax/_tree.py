@@ -368,6 +368,11 @@ def _owners_by_marks(init: Callable[[Any], Any], params: Any, keyed: list) -> li
     return [next((k.owner for k in path if isinstance(k, _Mark)), None) for path, _ in marked]
 
 
+def is_gone(x) -> bool:
+    """Whether an array's buffer was donated or deleted."""
+    return isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted()
+
+
 def owners_by_suffix(params: Any, keyed: list) -> list[int | None]:
     """The parameter with the longest equal end of the key path that has the same shape."""
     flat = jtu.tree_flatten_with_path(params)[0]

@@ -64,7 +64,7 @@ class Best:
         if not isinstance(self.metric, str) or not self.metric:
             raise WrongTypeError(message("metric", "Best()", _tree.describe(self.metric), "the name of a metric"))
         _checks.check_count(self.k, "Best()", "k")
-        if self.mode not in ("min", "max"):
+        if not _checks.is_one_of(self.mode, ("min", "max")):
             raise WrongTypeError(message("mode", "Best()", _tree.describe(self.mode), "'min' or 'max'"))
 
     def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
@@ -335,7 +335,7 @@ class Checkpoints:
         Raises CheckpointError: nothing good among what is there (all of it listed), the step is not there, it is of
         another tree, shape, dtype or rule (up to ten differences, both sides), of another run or of a newer format.
         """
-        if resume not in ("auto", "must", "never"):
+        if not _checks.is_one_of(resume, ("auto", "must", "never")):
             raise WrongTypeError(message("resume", "restore()", _tree.describe(resume), "'auto', 'must' or 'never'"))
         check_flags("restore()", cast=cast, params_only=params_only)
         alike = {"step": step, "partial": partial, "cast": cast, "resume": resume, "params_only": params_only}

@@ -35,7 +35,8 @@ ALL_ROWS = 2**62  # as a window of a shuffle: of the whole epoch
 def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
     """The rows of a batch. Raises DataError for one that has none, or not the same number in every leaf.
 
-    Also for leaves without rows, and WrongTypeError for leaves that are no numbers; `where` is said in the message.
+    Also for leaves without rows, WrongTypeError for leaves that are no numbers, StateError for deleted ones; `where` is
+    said in the message.
 
     >>> check_batch({"x": np.zeros((8, 3)), "y": np.zeros(8)})
     8
@@ -50,6 +51,7 @@ def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
     for path, leaf in keyed:
         place = _tree.access_str(root, path)
         at = f"{place}, {where}" if where else place
+        _checks.check_alive(leaf, at)
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape is None and hasattr(leaf, "__getitem__") and not isinstance(leaf, (str, bytes)):
             shape = (len(leaf),)  # a column of a table
@@ -501,8 +503,9 @@ def batches(
         whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= least
         if not (whole or (name == "shuffle_window" and value is None)):
             raise DataError(message(name, "batches()", repr(value), f"an int of {least} or more"))
-    if tail not in ("keep", "drop"):
-        raise DataError(message("tail", "batches()", repr(tail), '"keep" or "drop"'))
+    if not _checks.is_one_of(tail, ("keep", "drop")):
+        got = repr(tail) if isinstance(tail, str) else _tree.describe(tail)
+        raise DataError(message("tail", "batches()", got, '"keep" or "drop"'))
     if not isinstance(shuffle, bool | np.bool_):
         raise WrongTypeError(message("shuffle", "batches()", _tree.describe(shuffle), "True or False"))
     is_pair = process is None or (isinstance(process, tuple) and len(process) == 2)

@@ -96,7 +96,7 @@ class CheckpointError(TsunaxError, ValueError):
 
 
 class SaveError(TsunaxError, OSError):
-    """A checkpoint could not be written: which step, where, and why."""
+    """A checkpoint, a file of arrays or a log could not be written: where, and why."""
 
 
 class TrialError(TsunaxError, LookupError):

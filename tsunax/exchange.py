@@ -23,7 +23,7 @@ import numpy as np
 from tsunax import _checks, _files, _manifest, _msgpack, _orbax, _safetensors, _store, _target, _tree, _where
 from tsunax._manifest import Damaged, Leaf, Manifest, TooNew
 from tsunax.errors import CheckpointError, SaveError, WrongTypeError, message, told
-from tsunax.state import TrainState
+from tsunax.state import TrainState, check_flags
 
 __all__ = ["contents", "restore", "restore_flax", "restore_orbax", "save"]
 
@@ -128,9 +128,10 @@ def _host(x) -> np.ndarray:
 
 
 def _texts(metadata) -> dict[str, str]:
-    found = {"format": "flax", **(metadata or {})}
-    if not all(isinstance(x, str) for pair in found.items() for x in pair):
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, Mapping) or not all(isinstance(x, str) for pair in metadata.items() for x in pair):
         raise WrongTypeError(message("metadata", "save()", _tree.describe(metadata), "a dict of strings"))
+    found = {"format": "flax", **metadata}
     if taken := [name for name in found if name.startswith("tsunax")]:
         raise WrongTypeError(message("metadata", "save()", repr(taken[0]), "a name that is not tsunax's own"))
     return found
@@ -286,6 +287,7 @@ def _from_tree(path: Path, tree) -> _Source:
 
 
 def _restored(source: _Source, like, where, rename: Rename, cast: bool, call: str):
+    check_flags(call, cast=cast)
     if where is not None:
         _where.compile_where(where)
     if like is None:

@@ -28,7 +28,7 @@ import numpy as np
 from jax._src import xla_bridge
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from tsunax import _preference, _tree, _where
+from tsunax import _checks, _preference, _tree, _where
 from tsunax.errors import DeviceError, WrongTypeError, message, told
 
 __all__ = [
@@ -375,7 +375,8 @@ def to_device(tree: Any, device: str | jax.Device | Sharding = "auto") -> Any:
     keys. NumPy's arrays are copied (`device_put` alone shares their memory on a CPU) and get JAX's widths: float64
     becomes float32 unless x64 is on. A loader is any iterable that is itself no pytree, such as `batches` or a
     generator, not a list; it keeps its length, its state and whether it can be iterated again. `prefetch` does the
-    same ahead of time. Raises DeviceError as `device` does.
+    same ahead of time. Raises DeviceError as `device` does,
+    StateError for a deleted array.
 
     >>> tree = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
     >>> tree["w"].device == device("cpu"), tree["name"], to_device(tree, "cpu")["w"] is tree["w"]
@@ -384,6 +385,7 @@ def to_device(tree: Any, device: str | jax.Device | Sharding = "auto") -> Any:
     place = device if isinstance(device, Sharding) else SingleDeviceSharding(_first(device, "to_device()"))
     if _is_loader(tree):
         return (_Moving if isinstance(tree, Iterator) else _Moved)(tree, place)
+    _checks.check_all_alive(tree, "tree")
     leaves, treedef = jax.tree.flatten(tree)
     moving = {id(x): x for x in leaves if _can_move(x) and not _is_there(x, place)}
     shared = any(one.platform == "cpu" for one in place.device_set)
@@ -397,10 +399,12 @@ def to_host(tree: Any) -> Any:
 
     An array that occurs twice stays one. NumPy has no keys: they stay JAX's, on the CPU if JAX has one. Arrays that are
     still donated later are not held back by it, as `np.asarray` would. Other leaves stay as they are.
+    Raises StateError for a deleted array.
 
     >>> to_host({"name": "relu", "w": jnp.ones(2)})
     {'name': 'relu', 'w': array([1., 1.], dtype=float32)}
     """
+    _checks.check_all_alive(tree, "tree")
     leaves, treedef = jax.tree.flatten(tree)
     arrays = {id(x): x for x in leaves if isinstance(x, jax.Array)}
     keys = {i: x for i, x in arrays.items() if _tree.is_key(x)}

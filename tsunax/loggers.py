@@ -2,7 +2,8 @@
 
 A logger is any `f(row, step=step)` with a row of Python numbers by name; `wandb.log` is one. Those here also have
 `start(settings)`, called once before the first row, and `close()`, called at the end of every run. They open nothing
-until a row comes, so that one may be made on every process and used on the main one.
+until a row comes, so that one may be made on every process and used on the main one. A path that cannot be written to
+is a SaveError at `start`, before a run has compiled anything.
 
 A file goes on where it was. The first row's step says from where a run was resumed: rows of that step and later ones
 are what the interrupted run wrote beyond it; they are dropped, and each step is there once.
@@ -10,20 +11,22 @@ are what the interrupted run wrote beyond it; they are dropped, and each step is
 
 from __future__ import annotations
 
+import contextlib
 import csv as _csv
 import io
 import json
 import math
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from tsunax import _tree
-from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, SaveError, WrongTypeError, message
 
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
 
@@ -31,9 +34,28 @@ Row = Mapping[str, float]
 
 
 def _path(where: str, path) -> Path:
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
         raise WrongTypeError(message("path", where, _tree.describe(path), "a str or Path"))
     return Path(path)
+
+
+@contextlib.contextmanager
+def _opening(where: str, path) -> Iterator[None]:
+    """What the system has against a log, as a SaveError that names its path."""
+    try:
+        yield
+    except OSError as error:
+        got, fix = f"{type(error).__name__} {error.strerror}", "Give a path that can be written to."
+        raise SaveError(message("log", f"{where}, {path}", got, "a file that can be opened", fix)) from error
+
+
+def _check_opens(where: str, path: Path) -> None:
+    """Raise SaveError where a log could not be written. Leaves no trace."""
+    with _opening(where, path):
+        if path.exists():
+            open(path, "a").close()
+        else:
+            tempfile.TemporaryFile(dir=next(folder for folder in path.parents if folder.exists())).close()
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
@@ -91,6 +113,9 @@ class console:
             raise WrongTypeError(message("every", "console()", _tree.describe(self.every), "a whole number"))
         if self.every < 1:
             raise HyperparameterError(message("every", "console()", self.every, "≥ 1"))
+        if self.file is not None and not callable(getattr(self.file, "write", None)):
+            fix = "Open it: console(file=open(path, 'a'))."
+            raise WrongTypeError(message("file", "console()", _tree.describe(self.file), "an open file", fix))
 
     def start(self, settings: Mapping[str, Any]) -> None:
         print(*(f"{name}={value}" for name, value in settings.items()), sep="  ", file=self.file or sys.stdout)
@@ -133,13 +158,16 @@ class csv:
 
     def start(self, settings: Mapping[str, Any]) -> None:
         path = Path(self.path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path.with_name(f"{path.name}.settings.json"), [json.dumps(dict(settings), indent=1, default=str)])
+        _check_opens("csv()", path)
+        with _opening("csv()", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path.with_name(f"{path.name}.settings.json"), [json.dumps(dict(settings), indent=1, default=str)])
 
     def __call__(self, row: Row, step: int) -> None:
         path = Path(self.path)
         if self._file is None:
-            header = _resume(path, step, _step_of_csv)[:1]
+            with _opening("csv()", path):
+                header = _resume(path, step, _step_of_csv)[:1]
             self._names = next(_csv.reader(header), ["step"])[1:]
         if new := [name for name in row if name not in self._names]:
             self.close()
@@ -182,12 +210,14 @@ class jsonl:
         self.path = _path("jsonl()", self.path)
 
     def start(self, settings: Mapping[str, Any]) -> None:
+        _check_opens("jsonl()", Path(self.path))
         self._settings = dict(settings)
 
     def __call__(self, row: Row, step: int) -> None:
         if self._file is None:
-            _resume(Path(self.path), step, lambda line: json.loads(line).get("step"))
-            self._file = open(self.path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
+            with _opening("jsonl()", self.path):
+                _resume(Path(self.path), step, lambda line: json.loads(line).get("step"))
+                self._file = open(self.path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
             if self._settings:
                 self._file.write(json.dumps({"settings": self._settings}, default=str) + "\n")
         numbers = {name: value if math.isfinite(value) else None for name, value in row.items()}
@@ -220,6 +250,7 @@ class tensorboard:
             raise MissingLibraryError(message("library", "tensorboard()", got, "tensorboardX", fix)) from None
 
     def start(self, settings: Mapping[str, Any]) -> None:
+        _check_opens("tensorboard()", Path(self.directory) / "events")
         self._settings = dict(settings)
 
     def __call__(self, row: Row, step: int) -> None:
@@ -228,7 +259,8 @@ class tensorboard:
 
             name = f".{time.time_ns()}"  # its own name has seconds: a run of less would be overwritten by the next
             directory = os.fspath(self.directory)
-            self._writer = SummaryWriter(directory, purge_step=step, flush_secs=10, filename_suffix=name)
+            with _opening("tensorboard()", directory):
+                self._writer = SummaryWriter(directory, purge_step=step, flush_secs=10, filename_suffix=name)
             table = "".join(f"| {name} | {value} |\n" for name, value in self._settings.items())
             if table:
                 self._writer.add_text("settings", f"| name | value |\n| --- | --- |\n{table}", step)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _alike, _feed, _fused, _place, _tree, display
+from tsunax import _alike, _checks, _feed, _fused, _place, _tree, display
 from tsunax._options import Goal, Options, check_step, check_whole, options_of
 from tsunax._profile import Profile
 from tsunax._run import Fit, Run, form_of, step_of
@@ -31,7 +31,7 @@ from tsunax.errors import StateError, WrongTypeError, message
 from tsunax.history import History
 from tsunax.hyper import hyperparams
 from tsunax.program import TrainStep
-from tsunax.state import TrainState, check_flags, is_gone, own
+from tsunax.state import TrainState, check_flags, own
 
 
 def train_steps(step: Callable, state, batches, **extra):
@@ -50,6 +50,7 @@ def train_steps(step: Callable, state, batches, **extra):
     """
     check_step("train_steps()", step, state)
     k = _feed.length_of(batches, "train_steps()")
+    _checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
     if k == 1:  # a loop of one would be another program
         batches = jax.tree.map(lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches)
     feed, n = _feed.place(_fused.Stacked(batches), k, _place.home_of(state), step=step)
@@ -110,7 +111,7 @@ def iterate(
     goal = Goal("iterate()", steps, epochs)
     check_step("iterate()", step, state)
     check_whole("iterate()", steps_per_call=steps_per_call)
-    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"))
+    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), goal.left(0))
     loop, calls = _loop_of(step), 0
     alike = _alike.Alike("iterate()", state, data)
     alike.start(goal=str(goal), steps_per_call=steps_per_call, place=feed.source.state())
@@ -290,7 +291,7 @@ def _begin(step, state, data, options: Options, progress, history: History | Non
 
 def _check_fit(step, state, smoke, resume, checkpoint, profile, history) -> None:
     check_flags("fit()", smoke=smoke)
-    if resume not in ("auto", "must", "never"):
+    if not _checks.is_one_of(resume, ("auto", "must", "never")):
         raise WrongTypeError(message("resume", "fit()", _tree.describe(resume), "'auto', 'must' or 'never'"))
     if resume == "must" and checkpoint is None:
         raise WrongTypeError(message("resume", "fit()", "'must' without checkpoint=", "a path to resume from"))
@@ -335,7 +336,7 @@ def _loggers(options: Options, settings):
 
 def _with_state(error: BaseException, run: Run) -> BaseException:
     """An exception with the state and the history of the run that it ends."""
-    gone = any(map(is_gone, jax.tree.leaves(run.state)))
+    gone = any(map(_tree.is_gone, jax.tree.leaves(run.state)))
     if not hasattr(error, "state") or error.state is None:  # type: ignore[attr-defined]
         error.state = None if gone else run.state  # type: ignore[attr-defined]
     error.history = run.history  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _tree
+from tsunax import _checks, _tree
 from tsunax.errors import LossError, message
 
 _Metric = TypeVar("_Metric")
@@ -84,6 +84,8 @@ def as_array(what: str, x, place: str) -> Any:
 def _weights(where, values, place: str):
     """`where` as an array like `values`. Raises LossError if it has not the leading axes of them."""
     where = as_array("where", where, place) if where is not None else jnp.ones((), values.dtype)
+    if not (_checks.is_real(where) or where.dtype == np.bool_):
+        raise LossError(message("where", place, _tree.describe(where), "a mask, or real weights"))
     if where.ndim > values.ndim or any(w not in (1, v) for w, v in zip(where.shape, values.shape, strict=False)):
         raise LossError(message("where", place, f"shape {where.shape}", f"the leading axes of values, {values.shape}"))
     where = where.astype(values.dtype).reshape(*where.shape, *(1,) * (values.ndim - where.ndim))
@@ -274,7 +276,7 @@ class ConfusionMatrix:
 
 
 def _check_average(average, classes: int | None, place: str) -> None:
-    if average not in ("binary", "macro", "micro", "weighted", None):
+    if average is not None and not _checks.is_one_of(average, ("binary", "macro", "micro", "weighted")):
         expected = "one of 'binary', 'macro', 'micro', 'weighted', None"
         raise LossError(message("average", place, _tree.describe(average), expected))
     if average == "binary" and classes != 2:

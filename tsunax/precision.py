@@ -45,7 +45,7 @@ class Policy:
             if not known:
                 raise WrongTypeError(message(name, "Policy()", _tree.describe(value), f"one of {', '.join(DTYPES)}"))
             object.__setattr__(self, name, jnp.dtype(value).name)
-        if self.rounding not in ("nearest", "stochastic"):
+        if not _checks.is_one_of(self.rounding, ("nearest", "stochastic")):
             expected = "'nearest' or 'stochastic'"
             raise WrongTypeError(message("rounding", "Policy()", _tree.describe(self.rounding), expected))
         if self.rounding == "stochastic" and self.param != "bfloat16":

@@ -33,7 +33,6 @@ from tsunax.state import (
     check_flags,
     check_state,
     donated,
-    is_gone,
     trained_part,
     with_rest,
 )
@@ -45,7 +44,7 @@ def _fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | N
     if isinstance(error, TsunaxError):
         error.__dict__.pop("__notes__", None)  # JAX's, on the frames that it has hidden
         return None
-    if is_gone(state.clock):  # the program did take them, and failed afterwards
+    if _tree.is_gone(state.clock):  # the program did take them, and failed afterwards
         return None
     try:
         _check_arguments(state, batch, extra)
@@ -288,7 +287,7 @@ class TrainStep:
             if known:
                 gone = state.clock.is_deleted()
             else:
-                gone = any(map(is_gone, jax.tree.leaves(state)))
+                gone = any(map(_tree.is_gone, jax.tree.leaves(state)))
                 if isinstance(state.clock, jax.ShapeDtypeStruct):
                     _checks.check_arrays(state, "state")
             if gone:

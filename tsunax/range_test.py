@@ -26,6 +26,8 @@ from tsunax.state import TrainState, own
 
 __all__ = ["RangeTest", "find_learning_rate"]
 
+MOST = 10_000  # points: their average takes the square of them
+
 
 @dataclass(frozen=True)
 class RangeTest:
@@ -146,8 +148,8 @@ def find_learning_rate(
         raise WrongTypeError(message("step", where, _tree.describe(step), "a train_step"))
     _checks.check_choice(mode, where, "mode", ("exponential", "linear"))
     _checks.check_count(points, where, "points")
-    if points < 10:
-        raise HyperparameterError(message("points", where, points, "10 or more"))
+    if not 10 <= points <= MOST:
+        raise HyperparameterError(message("points", where, points, f"10 or more, {MOST:,} at most"))
     if not (_checks.is_real(low) and _checks.is_real(high) and 0 < low < high < math.inf):
         raise HyperparameterError(message("low and high", where, f"{low!r} and {high!r}", "0 < low < high"))
     if not (_checks.is_real(smooth) and 0 <= smooth < 1):

@@ -12,17 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tsunax import _tree, _where
+from tsunax import _checks, _tree, _where
 from tsunax.errors import PatternError, message
 
 __all__ = ["elastic", "l1", "l2"]
 
 
 def _selected(params: Any, where: Any, place: str) -> list:
-    """The float leaves that `where` selects, an array that is at two paths once. Raises PatternError."""
+    """The float leaves that `where` selects, an array that is at two paths once. Raises PatternError, StateError."""
     leaves = [leaf for leaf in _tree.take(params, _where.select(where, params)) if _tree.is_inexact(leaf)]
     if not leaves:
         raise PatternError(message("where", place, f"{_where.show(where)}, which selects no floats", "at least one"))
+    for leaf in leaves:
+        _checks.check_alive(leaf, place)
     # by identity only of arrays: equal Python floats may be one object
     return list({id(x) if _tree.is_array(x) else -i: x for i, x in enumerate(leaves, 1)}.values())
 

@@ -24,7 +24,7 @@ import numpy as np
 from jax._src import xla_bridge
 
 from tsunax import _checks, _tree, _words
-from tsunax.errors import DeviceError, StateError, WrongTypeError, message
+from tsunax.errors import DataError, DeviceError, StateError, WrongTypeError, message
 
 __all__ = ["check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"]
 
@@ -111,7 +111,7 @@ def fingerprint(tree: Any) -> str:
     """16 hex digits of the sha256 of every leaf's path, shape, dtype and bytes: equal where every bit is. Waits.
 
     Of several processes each has its own, the same where every process has all of each array. Raises StateError for
-    traced arrays, and those of which other processes have a part.
+    traced arrays, deleted ones, and those of which other processes have a part.
 
     >>> import jax.numpy as jnp
     >>> fingerprint({"w": jnp.zeros(2)}) == fingerprint({"w": np.zeros(2, np.float32)})
@@ -121,6 +121,7 @@ def fingerprint(tree: Any) -> str:
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
         if _tree.is_traced(leaf):
             raise StateError(message("leaf", _tree.access_str("tree", path), "a traced array", "a concrete one"))
+        _checks.check_alive(leaf, _tree.access_str("tree", path))
         total.update(_of_leaf(path, leaf))
     return total.hexdigest()[:16]
 
@@ -146,7 +147,7 @@ def check_reproducible(step: Callable, state: Any, batches: Iterable[Any], *, ti
     """Run `step` over the batches several times from copies of a state; the fingerprint of where all of them end.
 
     `step(state, batch) -> (state, info)`. The state given is untouched. Raises StateError that names the first batch
-    after which two runs differ, and the first leaf.
+    after which two runs differ, and the first leaf; DataError for no batch at all.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -155,8 +156,23 @@ def check_reproducible(step: Callable, state: Any, batches: Iterable[Any], *, ti
     >>> len(check_reproducible(step, state, [jnp.eye(2)] * 3))
     16
     """
-    _checks.check_count(times, "check_reproducible()", "times", least=2)
-    batches = list(batches)
+    where = "check_reproducible()"
+    _checks.check_count(times, where, "times", least=2)
+    if not callable(step):
+        expected = "a function (state, batch) -> (state, info)"
+        raise WrongTypeError(
+            message("step", where, _tree.describe(step), expected, "Make one: ts.train_step(loss_fn).")
+        )
+    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+        raise WrongTypeError(message("batches", where, _tree.describe(batches), "an iterable of batches"))
+    for path, leaf in jtu.tree_flatten_with_path(state)[0]:
+        place = _tree.access_str("state", path)
+        if _tree.is_traced(leaf):
+            raise StateError(message("leaf", place, "a traced array", "a concrete one", "Call it outside of jit."))
+        _checks.check_alive(leaf, place)
+    if not (batches := list(batches)):
+        fix = "A generator is used up after one reading: give a list."
+        raise DataError(message("batches", where, "no batch at all", "at least one", fix))
     copied = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
     runs = [copied(state) for _ in range(times)]
     for at, batch in enumerate(batches):

@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tsunax import _hoist, _place, _tree, _where, distributed, hardware
+from tsunax import _checks, _hoist, _place, _tree, _where, distributed, hardware
 from tsunax._members import members_of
 from tsunax.errors import DeviceError, PatternError, WrongTypeError, message
-from tsunax.state import TrainState, base, is_gone, trained_part
+from tsunax.state import TrainState, base, check_flags, trained_part
 
 __all__ = ["Placement", "explain", "mesh", "shard"]
 
@@ -101,6 +101,13 @@ def shard(state: Any, mesh: Mesh, rules=None, *, logical: Mapping[str, Any] | No
     """
     if not isinstance(mesh, Mesh):
         raise WrongTypeError(message("mesh", "shard()", _tree.describe(mesh), "a Mesh", "Make one: ts.mesh()."))
+    check_flags("shard()", zero1=zero1)
+    for name, given, expected in (
+        ("rules", rules, "a dict of specs by pattern"),
+        ("logical", logical, "a dict of axes of the mesh by name"),
+    ):
+        if given is not None and not isinstance(given, Mapping):
+            raise WrongTypeError(message(name, "shard()", _tree.describe(given), expected))
     choice = _Choice(mesh, dict(rules or {}), dict(logical or {}), zero1)
     make = state if callable(state) and jax.tree_util.all_leaves([state]) else None
     like = state if make is None else jax.eval_shape(make)
@@ -110,6 +117,7 @@ def shard(state: Any, mesh: Mesh, rules=None, *, logical: Mapping[str, Any] | No
         with jax.set_mesh(mesh):
             made = jax.jit(make, out_shardings=where)()
         return _the_same(made, mesh)
+    _checks.check_all_alive(state, "state")
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         if not _tree.is_array(leaf) and not isinstance(leaf, int | float):
             at = _tree.access_str("state", path)
@@ -312,7 +320,7 @@ def explain(tree) -> Placement:
     rows, held, total = [], {}, 0
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         kind = f"{_tree.dtype_of(x)}{list(np.shape(x))}"
-        elsewhere = "traced" if _tree.is_traced(x) else "donated" if is_gone(x) else "host"
+        elsewhere = "traced" if _tree.is_traced(x) else "donated" if _tree.is_gone(x) else "host"
         if not isinstance(x, jax.Array) or elsewhere != "host":
             rows.append((_tree.access_str("", path), kind, elsewhere, 0))
             continue

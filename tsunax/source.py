@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _tree
+from tsunax import _checks, _tree
 from tsunax.data import Batches, Data
 from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
 
@@ -88,7 +88,12 @@ class Source:
             return END
         if batch is None:
             raise DataError(message("batch", where, "None", "a tree of arrays"))
-        return batch if batch is END or self._is_ours else jax.tree.map(_as_array, batch)
+        if batch is END or self._is_ours:
+            return batch
+        batch = jax.tree.map(_as_array, batch)
+        for leaf in jax.tree.leaves(batch):
+            _checks.check_alive(leaf, where)
+        return batch
 
     def _ended(self) -> None:
         if self.position == 0:

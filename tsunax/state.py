@@ -196,7 +196,7 @@ def _like(new, old):
 def _tick(clock, i):
     if isinstance(clock, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(clock.shape[:-1], clock.dtype)
-    if is_gone(clock):
+    if _tree.is_gone(clock):
         raise StateError(donated("TrainState." + COUNTS[i]))
     return clock[..., i]
 
@@ -416,11 +416,6 @@ def _is_number(x) -> bool:
     return _tree.is_array(x) or isinstance(x, (bool, int, float, complex))
 
 
-def is_gone(x) -> bool:
-    """Whether an array's buffer was donated or deleted."""
-    return isinstance(x, jax.Array) and not _tree.is_traced(x) and x.is_deleted()
-
-
 def donated(where: str) -> str:
     fix = "Go on with what that step returned, or keep it with train_step(..., donate=False)."
     return message("state", where, "one that was donated to an earlier step", "one whose buffers are there", fix)
@@ -429,7 +424,7 @@ def donated(where: str) -> str:
 def check_state(state, where: str, second=None) -> None:
     """Raise unless `state` is a TrainState that was not donated; `second` is what was given after it."""
     if isinstance(state, TrainState):
-        if is_gone(state.clock):
+        if _tree.is_gone(state.clock):
             raise StateError(donated(where))
         return
     fix = "Make one: ts.setup(rule, params)."

@@ -30,7 +30,6 @@ from tsunax.state import (
     check_flags,
     check_state,
     in_precision,
-    is_gone,
     joined,
     moving_part,
     trained_part,
@@ -299,7 +298,7 @@ def _fitting(state: TrainState, grads, params):
             (not _tree.is_inexact(g), _tree.describe(g), "floats"),
             (np.shape(g) != np.shape(p), f"shape {np.shape(g)}", f"{np.shape(p)}, as in params"),
             (_is_complex(got) and not _is_complex(expected), f"dtype {got}", f"{expected}, as in params"),
-            (is_gone(g), "a deleted array", "a live one"),
+            (_tree.is_gone(g), "a deleted array", "a live one"),
         )
         for fault, got, expected in faults:
             if fault:
@@ -446,7 +445,7 @@ def _first(*options):
 
 
 def _check_policy(on_nonfinite, where: str) -> None:
-    if on_nonfinite not in guard.POLICIES:
+    if not _checks.is_one_of(on_nonfinite, guard.POLICIES):
         expected = " or ".join(map(repr, guard.POLICIES))
         raise WrongTypeError(message("on_nonfinite", where, _tree.describe(on_nonfinite), expected))
 

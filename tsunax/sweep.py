@@ -62,6 +62,7 @@ def population(make: Callable[..., TrainState], n: int, *, key: Any = 0, **value
             if np.shape(leaf)[:1] != (n,):
                 got, fix = f"shape {np.shape(leaf)}", "One entry for each member; bind what they share to make."
                 raise StateError(message(repr(name), "population()", got, f"a first axis of {n}", fix))
+        _checks.check_arrays(x, name, "Bind what is no number to make.")
     _check_takes(make, values)
     one: Any = as_key(key, "population()")
     if one is None:

@@ -8,11 +8,14 @@ Each runs the step both ways from copies of the state, which stays as it is, and
 that differs most, and by how much. Where nothing differs too much it returns that number. Numbers are relative to the
 largest element of a leaf, where nothing else is said. A leaf whose gradient is rounding alone (a bias before a
 normalisation, or added to all logits) has no digits to compare: its gradient is measured by the largest of all, and its
-params, of which Adam makes whole steps, are left out.
+params, of which Adam makes whole steps, are left out. Where every step was rejected there is nothing to compare:
+DataError.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -22,20 +25,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from tsunax import _hoist, _tree
+from tsunax import _checks, _hoist, _tree, guard
+from tsunax._ahead import Prefetched
 from tsunax._loss import rows_of
 from tsunax._traces import why
 from tsunax.data import Data
-from tsunax.errors import CheckError, StateError, TsunaxError, WrongTypeError, message
+from tsunax.errors import (
+    CheckError,
+    DataError,
+    HyperparameterError,
+    StateError,
+    TsunaxError,
+    WrongTypeError,
+    message,
+)
 from tsunax.hyper import freeze
 from tsunax.insight import describe
 from tsunax.loop import fit
 from tsunax.program import TrainStep
 from tsunax.sharding import mesh as all_devices
 from tsunax.sharding import shard
-from tsunax.state import Plan, TrainState, base, check_state, frozen_flags, moving_part, own, with_rest
-from tsunax.step import gradient_of
+from tsunax.state import (
+    Plan,
+    TrainState,
+    base,
+    check_state,
+    donated,
+    frozen_flags,
+    moving_part,
+    own,
+    with_rest,
+)
+from tsunax.step import StepInfo, gradient_of
 from tsunax.sweep import member, population
 
 __all__ = [
@@ -70,10 +93,14 @@ def check_accumulation(
     >>> check_accumulation(step, state, np.ones((8, 2), np.float32)) < 1e-6
     True
     """
-    _check(step, state, "check_accumulation()")
+    where = "check_accumulation()"
+    _check(step, state, where, batch, extra)
+    _check_tolerance(tolerance, where)
+    _checks.check_count(n, where, "n")
     if rows_of(batch) % n:
-        raise WrongTypeError(message("batch", "check_accumulation()", f"{rows_of(batch)} rows", f"a multiple of {n}"))
-    one, many = (_gradient(dataclasses.replace(step, accumulate=k), state, batch, extra) for k in (1, n))
+        raise WrongTypeError(message("batch", where, f"{rows_of(batch)} rows", f"a multiple of {n}"))
+    one, many = (_in_range(dataclasses.replace(step, accumulate=k), state, batch, extra) for k in (1, n))
+    _check_finite(one, where, batch)
     worst = _compared(f"accumulate={n}", many[0], one[0], tolerance, "loss")
     sizes = _sizes_of_noise(one[1], "grads", by_norm=False)
     return max(worst, _compared(f"accumulate={n}", many[1], one[1], tolerance, "grads", sizes=sizes))
@@ -85,10 +112,12 @@ def check_precision(step: TrainStep, state: TrainState, batch: Any, tolerance: f
     Names leaves that overflow, underflow to zero, or lose more than `tolerance` of their norm. bfloat16 has 8 bits of
     a number, float16 has 11.
     """
-    _check(step, state, "check_precision()")
+    here = "check_precision()"
+    _check(step, state, here, batch, extra)
+    _check_tolerance(tolerance, here)
     plan = state.plan
     if plan.precision is None:
-        raise StateError(message("precision", "check_precision()", "None", "one: setup(..., precision='bfloat16')"))
+        raise StateError(message("precision", here, "None", "one: setup(..., precision='bfloat16')"))
     wide = dataclasses.replace(
         state,
         params=with_rest(state, base(state)),
@@ -96,11 +125,9 @@ def check_precision(step: TrainStep, state: TrainState, batch: Any, tolerance: f
         loss_scale=None,
         plan=Plan(plan.init, plan.update, plan.selected, None, plan.overwritten),
     )
-    full, low = (_gradient(step, s, batch, extra)[1] for s in (wide, state))
-    scale = state.loss_scale
-    while scale is not None and scale.dynamic and scale.scale > scale.floor and not _all_finite(low):
-        scale = dataclasses.replace(scale, scale=scale.scale / scale.factor)  # as the steps of a run would find it
-        low = _gradient(step, dataclasses.replace(state, loss_scale=scale), batch, extra)[1]
+    reference, (_, low) = _gradient(step, wide, batch, extra), _in_range(step, state, batch, extra)
+    _check_finite(reference, here, batch)
+    full = reference[1]
     where, sizes = f"precision {plan.precision.compute}", _sizes_of_noise(full, "grads", by_norm=True)
     return _compared(where, low, full, tolerance, "grads", by_norm=True, sizes=sizes)
 
@@ -118,23 +145,30 @@ def check_sharding(
 
     Without a mesh: that of all devices, `ts.mesh()`. Randomness has to come from the key, not from shapes.
     """
-    _check(step, state, "check_sharding()")
+    here = "check_sharding()"
+    _check(step, state, here, batch, extra)
+    _check_tolerance(tolerance, here)
+    _checks.check_count(steps, here, "steps")
     mesh = all_devices() if mesh is None else mesh
+    if not isinstance(mesh, Mesh):
+        raise WrongTypeError(message("mesh", here, _tree.describe(mesh), "a Mesh", "Make one: ts.mesh()."))
     where, sizes = f"mesh {dict(mesh.shape)}", _without_digits(step, state, batch, extra)
     single, spread = _copy(state), shard(_copy(state), mesh)
-    worst = 0.0
+    worst, infos = 0.0, []
     for i in range(steps):
         single, one = step(single, batch, **extra)
         spread, many = step(spread, batch, **extra)
         worst = max(worst, _compared(f"{where}, step {i + 1}", many.loss, one.loss, tolerance, "loss"))
+        infos.append(one)
+    _check_taken(infos, here, batch)
     return max(worst, _compared(where, spread.params, single.params, tolerance * steps, "params", sizes=sizes))
 
 
 def check_resume(step: Callable, state: Any, data: Any, steps: int = 6, at: int = 3, **options: Any) -> None:
     """That a run stopped at step `at` and started again from its checkpoint ends with the bits of one that was not.
 
-    State, key, place of the data, losses. `data` has to be readable again; `options` go to `fit`, as `replay=True` for
-    data without a place of its own.
+    State, key, place of the data, losses. `data` has to be readable again: each run begins where its `get_state()` is
+    now, and it is put back there. `options` go to `fit`, as `replay=True` for data without a place of its own.
 
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
@@ -142,18 +176,24 @@ def check_resume(step: Callable, state: Any, data: Any, steps: int = 6, at: int 
     >>> check_resume(step, state, ts.batches(np.ones((8, 2), np.float32), 2, shuffle=True))
     """
     where = "check_resume()"
-    if not 0 < at < steps:
-        raise WrongTypeError(message("at", where, at, f"a step before steps={steps}"))
+    _check_live(state, where)
+    _checks.check_count(steps, where, "steps")
+    if not isinstance(at, int | np.integer) or not 0 < at < steps:
+        raise WrongTypeError(message("at", where, _tree.describe(at), f"a step before steps={steps}"))
+    for name in ("checkpoint", "resume", "smoke", "history"):
+        if name in options:
+            got, fix = f"{name}={_tree.describe(options[name])}", "The check has its own: leave it out."
+            raise WrongTypeError(message("options", where, got, "other arguments of fit", fix))
     options = {"progress": False, "log_every": 1, **options}
-    run = lambda state, n, **more: fit(step, state, _afresh(data, where), steps=n, **options, **more)
-    expected, rows = run(_copy(state), steps)
-    with tempfile.TemporaryDirectory() as folder:
+    fix = "A list is, with replay=True: check_resume(step, state, list(data), replay=True)."
+    with tempfile.TemporaryDirectory() as folder, _rereading(data, where, fix) as begin:
+        run = lambda state, n, **more: fit(step, state, begin(), steps=n, **options, **more)
+        expected, rows = run(_copy(state), steps)
         path = Path(folder) / "run"
         run(_copy(state), at, checkpoint=path)
         found, again = run(_copy(state), steps, checkpoint=path, resume="must")
     _compared(f"a run resumed at step {at}", found, expected, 0.0, "state")
-    losses = lambda rows: {name: rows[name] for name in rows.names if name.partition("/")[0] == "loss"}
-    _compared(f"losses of a run resumed at step {at}", losses(again), losses(rows), 0.0, "losses")
+    _compared(f"losses of a run resumed at step {at}", _losses(again, where), _losses(rows, where), 0.0, "losses")
 
 
 def check_fused(step: Callable, state: Any, data: Any, steps: int = 6, tolerance: float = EXACT) -> float:
@@ -161,11 +201,15 @@ def check_fused(step: Callable, state: Any, data: Any, steps: int = 6, tolerance
 
     Between two programs XLA may round otherwise; `tolerance` is for that.
     """
-    where = "check_fused()"
+    where, options = "check_fused()", {"steps": steps, "progress": False, "log_every": 1}
+    _check_live(state, where)
+    _check_tolerance(tolerance, where)
+    _checks.check_count(steps, where, "steps")
     runs = {}
-    for per_call in (1, 4, "auto", None):
-        given = _afresh(data, where)
-        runs[per_call], _ = fit(step, _copy(state), given, steps=steps, steps_per_call=per_call, progress=False)
+    with _rereading(data, where, "A list is: list(data).") as begin:
+        for per_call in (1, 4, "auto", None):
+            runs[per_call], rows = fit(step, _copy(state), begin(), steps_per_call=per_call, **options)
+            _losses(rows, where)
     for per_call in (4, "auto"):
         _compared(f"steps_per_call={per_call!r}", runs[per_call], runs[1], 0.0, "state")
     return _compared("the plain loop", _params(runs[None]), _params(runs[1]), tolerance * steps, "params")
@@ -173,12 +217,16 @@ def check_fused(step: Callable, state: Any, data: Any, steps: int = 6, tolerance
 
 def check_frozen(step: TrainStep, state: TrainState, batch: Any, where: Any, steps: int = STEPS, **extra) -> None:
     """That leaves frozen by `where` stay bit for bit what they are, with moments and averages, and that others move."""
-    _check(step, state, "check_frozen()")
+    here = "check_frozen()"
+    _check(step, state, here, batch, extra)
+    _checks.check_count(steps, here, "steps")
     before = freeze(_copy(state), where)
     held = jax.tree.map(own, before)
-    after = before
+    after, infos = before, []
     for _ in range(steps):
-        after, _ = step(after, batch, **extra)
+        after, info = step(after, batch, **extra)
+        infos.append(info)
+    _check_taken(infos, here, batch)
     frozen = frozen_flags(held)
     parts = [(moving_part(s), s.average and s.average.params) for s in (held, after)]
     then, now = (_named(part, "state") for part in parts)
@@ -206,10 +254,17 @@ def check_population(
 
     A batch of matrix products rounds otherwise than one of them: hence a tolerance.
     """
+    where = "check_population()"
+    _check_tolerance(tolerance, where)
+    _checks.check_count(steps, where, "steps")
+    _check_untraced(where, batch, values)
     runs, worst, sizes = population(make, n, key=0, **values), 0.0, dict[str, float]()
-    keys = jax.random.split(jax.random.key(0), n)
+    _check(step, runs, where, batch)
+    keys, infos = jax.random.split(jax.random.key(0), n), []
     for _ in range(steps):
-        runs, _ = step(runs, batch)
+        runs, info = step(runs, batch)
+        infos.append(info)
+    _check_taken(infos, where, batch)
     for i in range(n):
         one = make(keys[i], **{name: jax.tree.map(lambda x, i=i: np.asarray(x)[i], x) for name, x in values.items()})
         sizes = _without_digits(step, one, batch, {}) if i == 0 else sizes
@@ -223,16 +278,17 @@ def check_population(
 def check_purity(step: TrainStep, state: TrainState, batch: Any, **extra) -> None:
     """That the loss function is a function of its arguments: traced anew it gives the same bits, and keeps no tracer.
 
-    Finds NumPy's and Python's random numbers, clocks and counters that are read while it is traced.
+    Finds NumPy's and Python's random numbers, clocks and counters that are read while it is traced, in the state and in
+    the info (loss, norms, metrics).
     """
     where = "check_purity()"
-    _check(step, state, where)
+    _check(step, state, where, batch, extra)
     ends = []
     for _ in range(2):
         anew = dataclasses.replace(step, donate=False)  # an equal step, which has compiled nothing yet
         try:
             with jax.checking_leaks():
-                ends.append(anew(_copy(state), batch, **extra)[0])
+                ends.append(anew(_copy(state), batch, **extra))
         except TsunaxError:
             raise
         except Exception as error:
@@ -240,8 +296,10 @@ def check_purity(step: TrainStep, state: TrainState, batch: Any, **extra) -> Non
                 raise
             got, fix = "a tracer that outlives its trace", "Return it: metrics, or model_state."
             raise CheckError(message("loss_fn", where, got, "values that are returned", fix)) from error
+    _check_taken([info for _, info in ends], where, batch)
     try:
-        _compared("a second trace", ends[1], ends[0], 0.0, "state")
+        for root, found, expected in zip(("state", "info"), ends[1], ends[0], strict=True):
+            _compared("a second trace", found, expected, 0.0, root)
     except CheckError as error:
         fix = (
             "It reads what is no argument: np.random, random, time, a global that changes. Randomness comes from `key`."
@@ -255,7 +313,7 @@ def check_donation(step: TrainStep, state: TrainState, batch: Any, **extra) -> i
     A donated array that no result can take the place of (another dtype, shape or sharding) is memory held twice, of
     which JAX says nothing once its warning has passed. Nothing is executed.
     """
-    _check(step, state, "check_donation()")
+    _check(step, state, "check_donation()", batch, extra)
     if not step.donate:
         fix = "train_step(loss_fn) donates."
         raise WrongTypeError(message("step", "check_donation()", "train_step(..., donate=False)", "one that does", fix))
@@ -276,11 +334,19 @@ def check_recompiles(step: TrainStep, state: TrainState, batches: Iterable[Any],
     Traceback (most recent call last):
     tsunax.errors.CheckError: traces at 2 batches: got 2, expected at most 1. step: batch has shape (3, 2), had ...
     """
-    _check(step, state, "check_recompiles()")
+    where = "check_recompiles()"
+    _check(step, state, where, extra)
+    _checks.check_count(most, where, "most")
+    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+        raise WrongTypeError(message("batches", where, _tree.describe(batches), "an iterable of batches"))
     anew, state, n = dataclasses.replace(step), _copy(state), 0
     for batch in batches:
+        _check_untraced(where, batch)
         state, _ = anew(state, batch, **extra)
         n += 1
+    if not n:
+        fix = "A generator is used up after one reading: give a list."
+        raise DataError(message("batches", where, "no batch at all", "at least one", fix))
     if len(anew.traces) > most:
         reasons = "; ".join(why(anew.traces, anew.places))
         raise CheckError(message("traces", f"{n} batches", len(anew.traces), f"at most {most}", reasons))
@@ -290,20 +356,96 @@ def check_recompiles(step: TrainStep, state: TrainState, batches: Iterable[Any],
 # ------------------------------------------------------------------------------------------------------------ comparing
 
 
-def _check(step: Any, state: Any, where: str) -> None:
+def _check(step: Any, state: Any, where: str, *given: Any) -> None:
     if not isinstance(step, TrainStep):
         raise WrongTypeError(message("step", where, _tree.describe(step), "a train_step"))
     check_state(state, where)
+    _check_live(state, where, *given)
+
+
+def _check_live(state: Any, where: str, *given: Any) -> None:
+    """Raise StateError for a state that was donated, and for what is traced."""
+    _check_untraced(where, state, *given)
+    if any(map(_tree.is_gone, jax.tree.leaves(state))):
+        raise StateError(donated(where))
+
+
+def _check_untraced(where: str, *given: Any) -> None:
+    # under jit concrete arguments, too, give traced results: a new array tells
+    if any(map(_tree.is_traced, jax.tree.leaves((given, jnp.zeros(()))))):
+        fix = "Call it outside of jit, with arrays."
+        raise StateError(message("state or batch", where, "a traced one", "a concrete one", fix))
+
+
+def _check_tolerance(tolerance: Any, where: str) -> None:
+    expected = "a finite number from 0 up"
+    if not _checks.is_real(tolerance) or np.ndim(tolerance):
+        raise WrongTypeError(message("tolerance", where, _tree.describe(tolerance), expected))
+    if not 0 <= tolerance < np.inf:  # NaN is neither
+        raise HyperparameterError(message("tolerance", where, tolerance, expected))
+
+
+def _check_finite(gradient: tuple[Any, Any], where: str, batch: Any) -> None:
+    """Raise DataError for loss and gradients that are NaN or inf before anything is compared to them."""
+    if not _all_finite(gradient):
+        fix = f"Nothing can be compared with them. {guard.in_batch(batch)}".rstrip()
+        raise DataError(message("loss and gradients", where, "some that are not finite", "finite ones", fix))
+
+
+def _check_taken(infos: list[Any], where: str, batch: Any) -> None:
+    """Raise DataError where all steps were rejected, or were of no finite number."""
+    if not any(map(_is_taken, infos)):
+        got = f"{len(infos)} steps, all of them rejected or not finite: loss {np.asarray(infos[0].loss)}"
+        fix = f"Nothing was compared: give a batch that it trains on. {guard.in_batch(batch)}".rstrip()
+        raise DataError(message("batch", where, got, "one that was taken", fix))
+
+
+def _is_taken(info: Any) -> bool:
+    """Of a population, whether one member took it."""
+    if not isinstance(info, StepInfo):  # of a step of one's own
+        return True
+    taken = True if info.verdict is None else np.asarray(info.verdict) <= 0
+    for x in (info.loss, info.grad_norm):
+        taken = taken & (True if x is None else np.isfinite(np.asarray(x)))
+    return bool(np.any(taken))
+
+
+def _losses(rows: Any, where: str) -> dict[str, Any]:
+    """The losses of a run by name. Raises DataError where it has some and none is finite."""
+    losses = {name: rows[name] for name in rows.names if name.partition("/")[0] == "loss"}
+    if losses and not any(np.isfinite(x).any() for x in losses.values()):
+        fix = "Nothing was compared: give data that it trains on."
+        raise DataError(message("data", where, "no loss that is finite", "one at least", fix))
+    return losses
 
 
 def _copy(state):
     return jax.tree.map(own, state)
 
 
-def _afresh(data: Any, where: str) -> Any:
-    if isinstance(data, Iterator):
-        raise WrongTypeError(message("data", where, _tree.describe(data), "data that can be read again", "A list is."))
-    return data.afresh() if isinstance(data, Data) else data
+@contextlib.contextmanager
+def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
+    """A function that gives the data from their place of now, whenever it is called. They are left there."""
+    inner = data
+    while isinstance(inner, Prefetched):
+        inner = inner.data
+    read = put = None
+    for names in () if isinstance(inner, Data) else (("get_state", "set_state"), ("state_dict", "load_state_dict")):
+        if put is None and all(hasattr(inner, name) for name in names):
+            read, put = (getattr(inner, name) for name in names)
+    if put is None and isinstance(inner, Iterator):
+        raise WrongTypeError(message("data", where, _tree.describe(inner), "data that can be read again", fix))
+    start = read and copy.deepcopy(read())  # some give away the dict that they go on to change
+
+    def begin():
+        if put is not None and start is not None:
+            put(copy.deepcopy(start))
+        return data.afresh() if isinstance(data, Data) else data
+
+    try:
+        yield begin
+    finally:
+        begin()
 
 
 def _params(state: Any) -> Any:
@@ -315,6 +457,15 @@ def _gradient(step: TrainStep, state: TrainState, batch: Any, extra) -> tuple[An
     run = gradient_of(step.loss_fn, step.accumulate, step.remat, "ignore", "testing", None)
     loss, grads = jax.jit(run)(_copy(state), batch, **extra)
     return loss.compute(), grads
+
+
+def _in_range(step: TrainStep, state: TrainState, batch: Any, extra) -> tuple[Any, Any]:
+    """`_gradient` under a dynamic loss scale that is as small as the steps of a run would make it."""
+    found, scale = _gradient(step, state, batch, extra), state.loss_scale
+    while scale is not None and scale.dynamic and scale.scale > scale.floor and not _all_finite(found[1]):
+        scale = dataclasses.replace(scale, scale=scale.scale / scale.factor)
+        found = _gradient(step, dataclasses.replace(state, loss_scale=scale), batch, extra)
+    return found
 
 
 def _size(x: Any, by_norm: bool) -> float:
@@ -373,12 +524,14 @@ def _distance(x: Any, y: Any, *, exact: bool, by_norm: bool, size: float | None)
     if x.shape != y.shape or (x.dtype != y.dtype and exact):
         return np.inf, f"{x.dtype}{list(x.shape)} for {y.dtype}{list(y.shape)}"
     wide = [z.astype(np.complex128 if np.iscomplexobj(z) else np.float64) for z in (x, y)]
-    gap = np.abs(wide[0] - wide[1])
-    if exact or not np.all(np.isfinite(wide[0]) == np.isfinite(wide[1])) or np.isnan(gap).any():
-        at = (
-            tuple(np.argwhere(~((gap == 0) | (np.isnan(wide[0]) & np.isnan(wide[1]))))[0].tolist()) if gap.any() else ()
-        )
+    same = (wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1]))  # of NaNs whatever their bits
+    with np.errstate(invalid="ignore"):
+        gap = np.where(same, 0, np.abs(wide[0] - wide[1]))
+    if exact or not np.isfinite(gap).all():
+        at = () if same.all() else tuple(np.argwhere(~same)[0].tolist())
         return np.inf, f"{x[at]!s} for {y[at]!s}" + (f" at {list(at)}" if at else "")
-    size = _size(wide[1], by_norm) if size is None else size
+    if same.all():
+        return 0.0, ""
+    size = _size(np.where(np.isfinite(wide[1]), wide[1], 0), by_norm) if size is None else size
     far = _size(gap, by_norm) / size if size else np.inf
     return far, f"a difference of {far:.2g} of its {'norm' if by_norm else 'largest element'}"

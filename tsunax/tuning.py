@@ -395,8 +395,9 @@ def _check(objective, trials, backend, seed, mode, metric, members, attempts, wh
         ("backend", backend, ("random", "grid", "optuna", "ray")),
         ("mode", mode, ("min", "max")),
     ):
-        if value not in known:
-            raise HyperparameterError(message(name, where, repr(value), " or ".join(map(repr, known))))
+        if not _checks.is_one_of(value, known):
+            got = repr(value) if isinstance(value, str) else _tree.describe(value)
+            raise HyperparameterError(message(name, where, got, " or ".join(map(repr, known))))
     counts = {"members": (members, 1), "attempts": (attempts, 1), "seed": (seed, 0)}
     for name, (n, least) in (counts | ({} if trials is None else {"trials": (trials, 1)})).items():
         _checks.check_count(n, where, name, least)
