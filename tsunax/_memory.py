@@ -24,7 +24,9 @@ from tsunax._members import members_of
 from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError, message
 from tsunax.hardware import device_info
 
-CPU_SCRATCH = 40 << 20  # of XLA, which its count leaves out: 34 to 66 MB, measured on three models; each device its own
+# Of XLA, which its count leaves out: 34 to 66 MB, measured on three models with two threads, and some 100 MB with eight,
+# 130 MB with sixteen. Each device has its own.
+CPU_SCRATCH = 40 << 20
 CPU_PACKED = 1.25  # of the operands of a convolution, which XLA:CPU packs into copies: 1.1 to 1.4, nine measured
 # LLVM's work on a CPU, half the time of compiling: memory is laid out before it.
 CPU_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
