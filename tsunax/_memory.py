@@ -24,7 +24,7 @@ from tsunax._members import members_of
 from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError, message
 from tsunax.hardware import device_info
 
-# Of XLA, which its count leaves out: 34 to 66 MB, measured on three models with two threads, and some 100 MB with eight,
+# Of XLA, which its count leaves out: 34 to 66 MB, measured on three models with two threads, some 100 MB with eight and
 # 130 MB with sixteen. Each device has its own.
 CPU_SCRATCH = 40 << 20
 CPU_PACKED = 1.25  # of the operands of a convolution, which XLA:CPU packs into copies: 1.1 to 1.4, nine measured
