@@ -487,14 +487,16 @@ def test_a_cut_with_equal_values_changes_no_bit(name):
 @pytest.mark.filterwarnings("ignore:.optimistic_adam. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("row", [r for r in test_rules.ROWS if not r.obj_fn], ids=lambda r: r.name)
 def test_every_rule_can_be_cut_and_frozen(row):
-    state = train(ts.setup(row.live(**row.needs | row.arguments), PARAMS, freezable=True), step=AS_WRITTEN)
-    cut, whole = (train(s, BATCHES, AS_WRITTEN) for s in (ts.adjust(state, "head/**"), state))
+    """A subtree of one leaf could differ in a bit: XLA turns the division by what only it uses into a product."""
+    exact = AS_WRITTEN if row.name == "muon" else EXACT  # its head is one leaf: the others are Adam's
+    state = train(ts.setup(row.live(**row.needs | row.arguments), PARAMS, freezable=True), step=exact)
+    cut, whole = (train(s, BATCHES, exact) for s in (ts.adjust(state, "head/**"), state))
     assert_trees_equal(cut.params, whole.params)
     if row.name == "lbfgs":
         with pytest.raises(ts.errors.RuleError, match=r"rule at freeze\(\): got lbfgs.*memory mixes all leaves"):
             ts.freeze(state, "head/**")
         return
-    frozen = train(ts.freeze(state, "head/**"), BATCHES, AS_WRITTEN)
+    frozen = train(ts.freeze(state, "head/**"), BATCHES, EXACT)
     for tree in ("params", "opt_state"):
         before, after = (select(getattr(s, tree), "['head']") for s in (state, frozen))
         assert_trees_equal(list(before.values()), list(after.values()))

@@ -405,8 +405,14 @@ def test_a_mesh_of_one_device_is_told_from_none():
     step(spread, x)
     about = describe(step, spread, x)
     assert about.traces == 2  # describing asks for the program that the step has run
-    assert about.recompiles == ("step: the state lies on a mesh of one device, data, fsdp, tensor, was on no mesh",)
+    one = "a mesh of one device (data: auto, fsdp: auto, tensor: auto)"
+    assert about.recompiles == (f"step: the state lies on {one}, was on no mesh",)
     assert describe(step, state, x).traces == 2
+    typed = ts.shard(state, ts.mesh(devices=jax.devices()[:1], explicit=True))
+    assert (
+        describe(step, typed, x).recompiles[1]
+        == f"step: the state lies on {one.replace('auto', 'explicit')}, was on {one}"
+    )
 
 
 def test_what_was_compiled_before_takes_no_time():

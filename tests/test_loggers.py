@@ -143,6 +143,13 @@ def test_another_file_is_left_alone(tmp_path, kind, text, line):
     assert path.read_text() == text
 
 
+def test_a_link_to_nowhere_is_known_before_the_first_row(tmp_path):
+    (tmp_path / "run.jsonl").symlink_to(tmp_path / "gone" / "file" / "run.jsonl")
+    (tmp_path / "gone").write_text("no folder")
+    with pytest.raises(SaveError, match=r"log at jsonl\(\), .*run\.jsonl: got NotADirectoryError"):
+        loggers.jsonl(tmp_path / "run.jsonl").start({})
+
+
 def test_a_name_that_comes_late_never_leaves_half_a_file(tmp_path, monkeypatch):
     path = tmp_path / "run.csv"
     logger = loggers.csv(path)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import flax.training.train_state
@@ -346,6 +346,47 @@ def test_from_optax_with_moments_of_other_shapes(name, clipped):
     assert report.new == report.dropped == () and len(report.kept) >= len(jax.tree.leaves(opt_state))
     grad = next(grads)
     updates, opt_state = update(grad, opt_state, params)
+    state, _ = ts.update(state, grad)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(optax.apply_updates(params, updates)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
+
+
+class Named(NamedTuple):
+    kernel: Any
+    mu: Any
+    count: Any
+
+
+A, B = np.full((3, 3), 2.0, np.float32), np.full(3, 3.0, np.float32)
+# Whose places and names are also those of other things: of factors in a list, of moments and counts, of betas
+CONFUSING = {
+    "list": ([A, B], optax.sm3(0.1), lambda: ts.rules.sm3(0.1)),
+    "lists": ([[A, A + 1], [B]], optax.sm3(0.1), lambda: ts.rules.sm3(0.1)),
+    "tuple of two": ((A, B), optax.adam(0.1), lambda: ts.rules.adam(0.1)),
+    "named": (Named(A, B, np.float32(1)), optax.adam(0.1), lambda: ts.rules.adam(0.1)),
+    "names of moments": ({"mu": A, "count": B, "0": A}, optax.adam(0.1), lambda: ts.rules.adam(0.1)),
+    "betas": (
+        {"w1": A, "b1": B, "w2": A, "b2": np.float32(2)},
+        optax.inject_hyperparams(optax.adam)(0.1, b1=0.5),
+        lambda: optax.inject_hyperparams(optax.adam)(0.1, b1=0.5),
+    ),
+    "an array": (A, optax.adam(0.1), lambda: ts.rules.adam(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", CONFUSING)
+def test_names_and_places_that_are_also_those_of_other_things(name):
+    params, tx, rule = CONFUSING[name]
+    params = jax.tree.map(jnp.asarray, params)
+    rng = np.random.default_rng(0)
+    grads = lambda: jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)
+    opt_state = tx.init(params)
+    for _ in range(3):
+        _, opt_state = tx.update(grads(), opt_state, params)
+    state, report = migrate(opt_state, chain(clip, rule()), params=params, step=3)
+    assert report.new == report.dropped == (), report
+    grad = grads()
+    updates, _ = tx.update(grad, opt_state, params)
     state, _ = ts.update(state, grad)
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(optax.apply_updates(params, updates)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)

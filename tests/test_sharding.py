@@ -206,6 +206,12 @@ def test_batches_that_a_program_gathers_are_spread_on_axes_that_are_types():
     assert seen and all(x == P(("data", "fsdp"), None) for x in seen)
 
 
+def test_rules_may_be_pairs():
+    mesh, spread = ts.mesh(data=2, fsdp=4), {"up/kernel": P("fsdp")}
+    for rules in (spread, list(spread.items())):
+        assert spec(ts.shard(setup(), mesh, rules).params["up"]["kernel"]) == P("fsdp")
+
+
 # What follows what
 
 

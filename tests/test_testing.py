@@ -1,6 +1,7 @@
 """Checks for a user's own step: each holds for a good one, and names the leaf of a planted mistake."""
 
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -431,3 +432,36 @@ def test_a_nan_in_both_is_no_difference():
     assert testing._compared("here", [np.float32("nan")], [-np.float32("nan")], 0.6, "x") == 0
     with pytest.raises(CheckError, match=r"leaf x\[0\] at here: got 1.0 for 2.0 at \[2\]"):
         testing._compared("here", [found], [other], 0.0, "x")
+
+
+def test_a_loss_scale_that_is_still_falling():
+    """It rejects the first steps of a good run, which are not those that are looked at."""
+    x, params = X[:, :4], {"w": np.ones((4, 2), np.float32), "b": np.zeros(2, np.float32)}
+    state = lambda: ts.setup(ts.rules.sgd(0.01), params, precision="float16")
+    step = ts.train_step(lambda p, x: 10 * jnp.mean((x @ p["w"] + p["b"][None]) ** 2))
+    assert int(step(state(), x)[1].verdict) > 0
+    testing.check_purity(step, state(), x)
+    testing.check_frozen(step, state(), x, "b")
+    assert testing.check_sharding(step, state(), x, tolerance=0.01) < 0.01
+    assert testing.check_population(step, lambda key: state(), x, tolerance=0.01) < 0.01
+    testing.check_resume(step, state(), [x], replay=True)
+    testing.check_fused(step, state(), [x])
+
+
+def test_a_state_that_is_beyond_the_steps_is_told():
+    state = STEP(make(), X)[0].replace(step=6)
+    for check in (testing.check_fused, testing.check_resume):
+        with pytest.raises(HyperparameterError, match=r"steps at check_\w+\(\): got 6, expected one beyond 6, where"):
+            check(STEP, state, [X])
+
+
+def test_a_place_that_cannot_be_copied_is_told():
+    class Locked(list):
+        def get_state(self):
+            return {"lock": threading.Lock()}
+
+        def set_state(self, state):
+            pass
+
+    with pytest.raises(DataError, match=r"data at check_fused\(\): got a place that cannot be copied"):
+        testing.check_fused(STEP, make(), Locked([X]))

@@ -21,6 +21,7 @@ from tsunax.source import as_source
 BUFFER_BYTES = 1 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
 RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
+MOST_ROOM = 1024  # of a call for so many steps; for more only what is left, if that is known
 NO_LIMIT = np.iinfo(np.int32).max
 AHEAD = 64  # batches of arrays in memory that are gathered at once, however few a call takes
 SHAPES = 16  # that batches may have in a run: each one compiles
@@ -49,8 +50,8 @@ class Feed:
         if isinstance(data, Data) and self.source.resumable:
             self.source.restore(data.get_state())  # in the middle of an epoch, if they are there
         self._start = self.source.state() if self.source.resumable else None
-        if isinstance(steps_per_call, int):  # room for more than is left, or an epoch has, would never be filled
-            steps_per_call = int(min(steps_per_call, max(MOST, min(left, self._length()))))
+        if isinstance(steps_per_call, int):  # room for so many more than are left would never be filled
+            steps_per_call = int(min(steps_per_call, max(MOST_ROOM, left)))
         self._setting, self._interval = steps_per_call, interval
         self.size = 1  # batches of a call at most, of the shape of the first one
         self._first: Any = None  # that batch, as shapes
@@ -71,13 +72,6 @@ class Feed:
             return start + (epochs - self.epoch) * len(self.source.data) - self.source.position
         except TypeError:
             return None
-
-    def _length(self) -> float:
-        """The batches of an epoch; inf where the data does not know."""
-        try:
-            return len(self.source.data)
-        except (TypeError, NotImplementedError):
-            return float("inf")
 
     def ended(self) -> bool:
         """Whether an epoch has ended since the last time that one asked."""

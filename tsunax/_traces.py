@@ -22,7 +22,7 @@ class Trace:
     kind: str  # "step", or "loop" for those that run fused
     plan: Plan | None
     layout: Any  # on a mesh the sharding of each array that the step changes; None on one device
-    mesh: tuple[str, ...]  # the names of the axes that the state is on, also where one device is all of the mesh
+    mesh: str  # the axes that the state is on and of which type, also where one device is all of the mesh
     trees: dict[str, Any]  # {what it is called: tree of `jax.ShapeDtypeStruct`}
 
     @classmethod
@@ -34,7 +34,8 @@ class Trace:
             fields = {f"state.{name}": x for name, x in state.__dict__.items() if name not in ("plan", "home")}
         shapes = {name: jax.tree.map(_shape, tree) for name, tree in (fields | trees).items()}
         first = next(map(jax.typeof, jax.tree.leaves(state)), None)
-        mesh = () if first is None else first.sharding.mesh.axis_names
+        axes = () if first is None else zip(first.sharding.mesh.axis_names, first.sharding.mesh.axis_types, strict=True)
+        mesh = ", ".join(f"{name}: {kind.name.lower()}" for name, kind in axes)
         return cls(kind, plan, None if home is None else home.layout, mesh, shapes)
 
     @property
@@ -85,7 +86,7 @@ def _members(trace: Trace) -> str:
 
 
 def _mesh(trace: Trace) -> str:
-    return f"a mesh of one device, {', '.join(trace.mesh)}" if trace.mesh else "no mesh"
+    return f"a mesh of one device ({trace.mesh})" if trace.mesh else "no mesh"
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

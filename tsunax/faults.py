@@ -105,7 +105,7 @@ def replay(step: TrainStep, state: TrainState, batch, **extra) -> Report:
     found = _searched(look, ("loss", "gradient of params"), given, n)
     if found and found.result == "loss" and not found.line and not jax.jit(weigh)(*given):
         found = dataclasses.replace(
-            found, text=f"{found.text} The weights of the batch add up to 0: it is all padding."
+            found, text=f"{found.text} The weights of the batch add up to 0, as of padding alone."
         )
     return found or _searched(move, MOVED, given, n, _moved(state)) or _nothing(state, look, given)
 

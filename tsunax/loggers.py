@@ -1,9 +1,9 @@
 """Loggers: where the rows of a run go.
 
 A logger is any `f(row, step=step)` with a row of Python numbers by name; `wandb.log` is one. Those here also have
-`start(settings)`, called once before the first row, and `close()`, called at the end of every run. They open nothing
-until a row comes, so that one may be made on every process and used on the main one. A path that cannot be written to
-is a SaveError at `start`, before a run has compiled anything.
+`start(settings)`, called once before the first row, and `close()`, called at the end of every run. To make one opens
+nothing, so that it may be made on every process and used on the main one. A path that cannot be written to is a
+SaveError at `start`, before a run has compiled anything.
 
 A file goes on where it was. The first row's step says from where a run was resumed: rows of that step and later ones
 are what the interrupted run wrote beyond it; they are dropped, and each step is there once.
@@ -45,13 +45,14 @@ def _opening(where: str, path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        got, fix = f"{type(error).__name__} {error.strerror}", "Give a path that can be written to."
+        got, fix = f"{type(error).__name__} {error.strerror or error}", "Give a path that can be written to."
         raise SaveError(message("log", f"{where}, {path}", got, "a file that can be opened", fix)) from error
 
 
 def _check_opens(where: str, path: Path) -> None:
     """Raise SaveError where a log could not be written. Leaves no trace."""
     with _opening(where, path):
+        path = path.resolve()  # of a link to what is not there yet its target
         if path.exists():
             open(path, "a").close()
         else:
@@ -169,13 +170,14 @@ class csv:
             with _opening("csv()", path):
                 header = _resume(path, step, _step_of_csv)[:1]
             self._names = next(_csv.reader(header), ["step"])[1:]
-        if new := [name for name in row if name not in self._names]:
-            self.close()
-            lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() else []
-            self._names += new
-            _write(path, [_csv_line(["step", *self._names]), *(line + "," * len(new) + "\n" for line in lines)])
-        if self._file is None:
-            self._file = open(path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
+        with _opening("csv()", path):
+            if new := [name for name in row if name not in self._names]:
+                self.close()
+                lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() else []
+                self._names += new
+                _write(path, [_csv_line(["step", *self._names]), *(line + "," * len(new) + "\n" for line in lines)])
+            if self._file is None:
+                self._file = open(path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
         self._file.write(_csv_line([step, *(row.get(name, "") for name in self._names)]))
 
     def close(self) -> None:
@@ -250,7 +252,8 @@ class tensorboard:
             raise MissingLibraryError(message("library", "tensorboard()", got, "tensorboardX", fix)) from None
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        _check_opens("tensorboard()", Path(self.directory) / "events")
+        if "://" not in str(self.directory):  # tensorboardX writes to buckets too
+            _check_opens("tensorboard()", Path(self.directory) / "events")
         self._settings = dict(settings)
 
     def __call__(self, row: Row, step: int) -> None:

@@ -9,6 +9,7 @@ told by what they are, not by where they stand in a chain: `ScaleByAdamState.mu`
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -214,23 +215,44 @@ def _owners_of(state: TrainState) -> list[int | None]:
 
 
 def _owners_in(opt_state, rule, params) -> list[int | None]:
-    """Those of a bare optax state: as the rule's init says, if it makes the like, or by the ends of the key paths.
-
-    An end that is a whole name tells for another shape too: factored moments, lists of them, a number for a parameter.
-    """
+    """Those of a bare optax state: as the rule's init says, if it makes the like; else by where they stand in it."""
     shapes, _, owners = _tree.owners(rule.init, params)
     numbered = jax.tree.unflatten(jax.tree.structure(shapes), range(len(owners)))
     for made in (numbered, _without_numbers(numbered)):
         if jax.tree.structure(made) == jax.tree.structure(opt_state):
             return [owners[i] for i in jax.tree.leaves(made)]
-    keyed = jtu.tree_flatten_with_path(opt_state)[0]
-    names = {path: i for i, (path, _) in enumerate(jtu.tree_flatten_with_path(params)[0]) if path}
-    owners = _tree.owners_by_suffix(params, keyed)
-    for k, (path, _) in enumerate(keyed):
-        while path and owners[k] is None:
-            owners[k] = next((names[path[i:]] for i in range(len(path)) if path[i:] in names), None)
-            path = path[:-1] if isinstance(path[-1], jtu.SequenceKey) else ()
-    return owners
+    owners = _owners_by_field(opt_state, params)
+    if any(owner is not None for owner in owners):
+        return owners
+    return _tree.owners_by_suffix(params, jtu.tree_flatten_with_path(opt_state)[0])
+
+
+def _owners_by_field(opt_state, params) -> list[int | None]:
+    """Of each leaf the parameter in whose place it stands, alone or in a list, in a field with the tree of the params.
+
+    So the shape says nothing: moments may be factored, or one number for each parameter.
+    """
+    names, treedef = [path for path, _ in jtu.tree_flatten_with_path(params)[0]], jax.tree.structure(params)
+
+    @functools.cache
+    def has_params(field: tuple) -> bool:
+        try:
+            treedef.flatten_up_to(functools.reduce(_tree.child, field, opt_state))
+        except (TypeError, ValueError):
+            return False
+        return all(names)  # a single array would be anything
+
+    def owner(path: tuple) -> int | None:
+        ends = [i + 1 for i, entry in enumerate(path) if isinstance(entry, jtu.GetAttrKey)]
+        if (end := next((i for i in reversed(ends) if has_params(path[:i])), None)) is None:
+            return None
+        found = next((i for i, name in enumerate(names) if name == path[end : end + len(name)]), None)
+        if found is None:
+            return None
+        inside = path[end + len(names[found]) :]
+        return found if all(isinstance(entry, jtu.SequenceKey) for entry in inside) else None
+
+    return [owner(path) for path, _ in jtu.tree_flatten_with_path(opt_state)[0]]
 
 
 def _without_numbers(opt_state):

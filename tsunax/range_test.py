@@ -125,6 +125,7 @@ def find_learning_rate(
 
     Args:
       data: as for `fit`; read anew after its end, and put back to its place. What can be read only once is refused.
+      points: of the range, 10 to 10,000.
       mode: "exponential" rates, or "linear" ones.
       seeds: so many runs at once, from keys folded from the state's: the mean is looked at, the band is drawn. `state`
         may then be a function of a key that makes one, so that each starts elsewhere.

@@ -418,7 +418,7 @@ class _Trials:
             if jax.tree_util.all_leaves([example]) and not _tree.is_array(example):
                 example = next(iter(example), None)
             if not jax.tree.leaves(example):
-                raise DataError(message("data", f"example({size})", "no batch", "one", "Give max_size=."))
+                raise DataError(message("data", f"example({size})", "no batch", "one"))
             if (rows := rows_of(example)) < size:
                 raise _Beyond(rows)
         local = size if shapes else size // distributed.process_count()

@@ -102,13 +102,8 @@ def shard(state: Any, mesh: Mesh, rules=None, *, logical: Mapping[str, Any] | No
     if not isinstance(mesh, Mesh):
         raise WrongTypeError(message("mesh", "shard()", _tree.describe(mesh), "a Mesh", "Make one: ts.mesh()."))
     check_flags("shard()", zero1=zero1)
-    for name, given, expected in (
-        ("rules", rules, "a dict of specs by pattern"),
-        ("logical", logical, "a dict of axes of the mesh by name"),
-    ):
-        if given is not None and not isinstance(given, Mapping):
-            raise WrongTypeError(message(name, "shard()", _tree.describe(given), expected))
-    choice = _Choice(mesh, dict(rules or {}), dict(logical or {}), zero1)
+    rules = _as_dict("rules", rules, "a dict of specs by pattern")
+    choice = _Choice(mesh, rules, _as_dict("logical", logical, "a dict of axes of the mesh by name"), zero1)
     make = state if callable(state) and jax.tree_util.all_leaves([state]) else None
     like = state if make is None else jax.eval_shape(make)
     specs = choice.of_state(like) if isinstance(like, TrainState) else choice.of_params(like)
@@ -307,6 +302,14 @@ class Placement:
         return "\n".join(
             [*map(str.rstrip, lines), f"{_tree.bytes_str(self.total)} in all, {on} on each of {len(self.bytes)}"]
         )
+
+
+def _as_dict(name: str, given: Any, expected: str) -> dict:
+    """A dict, or pairs of which to make one, as flax has them."""
+    try:
+        return {} if given is None else dict(given)
+    except (TypeError, ValueError):
+        raise WrongTypeError(message(name, "shard()", _tree.describe(given), expected)) from None
 
 
 def explain(tree) -> Placement:

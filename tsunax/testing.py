@@ -99,7 +99,8 @@ def check_accumulation(
     _checks.check_count(n, where, "n")
     if rows_of(batch) % n:
         raise WrongTypeError(message("batch", where, f"{rows_of(batch)} rows", f"a multiple of {n}"))
-    one, many = (_in_range(dataclasses.replace(step, accumulate=k), state, batch, extra) for k in (1, n))
+    ways = (dataclasses.replace(step, accumulate=k) for k in (1, n))
+    one, many = (_gradient(way, _settled(way, state, batch, extra), batch, extra) for way in ways)
     _check_finite(one, where, batch)
     worst = _compared(f"accumulate={n}", many[0], one[0], tolerance, "loss")
     sizes = _sizes_of_noise(one[1], "grads", by_norm=False)
@@ -125,7 +126,8 @@ def check_precision(step: TrainStep, state: TrainState, batch: Any, tolerance: f
         loss_scale=None,
         plan=Plan(plan.init, plan.update, plan.selected, None, plan.overwritten),
     )
-    reference, (_, low) = _gradient(step, wide, batch, extra), _in_range(step, state, batch, extra)
+    state = _settled(step, state, batch, extra)
+    reference, (_, low) = _gradient(step, wide, batch, extra), _gradient(step, state, batch, extra)
     _check_finite(reference, here, batch)
     full = reference[1]
     where, sizes = f"precision {plan.precision.compute}", _sizes_of_noise(full, "grads", by_norm=True)
@@ -152,6 +154,7 @@ def check_sharding(
     mesh = all_devices() if mesh is None else mesh
     if not isinstance(mesh, Mesh):
         raise WrongTypeError(message("mesh", here, _tree.describe(mesh), "a Mesh", "Make one: ts.mesh()."))
+    state = _settled(step, state, batch, extra)
     where, sizes = f"mesh {dict(mesh.shape)}", _without_digits(step, state, batch, extra)
     single, spread = _copy(state), shard(_copy(state), mesh)
     worst, infos = 0.0, []
@@ -160,7 +163,7 @@ def check_sharding(
         spread, many = step(spread, batch, **extra)
         worst = max(worst, _compared(f"{where}, step {i + 1}", many.loss, one.loss, tolerance, "loss"))
         infos.append(one)
-    _check_taken(infos, here, batch)
+    _check_taken(infos, here, batch, state)
     return max(worst, _compared(where, spread.params, single.params, tolerance * steps, "params", sizes=sizes))
 
 
@@ -177,17 +180,19 @@ def check_resume(step: Callable, state: Any, data: Any, steps: int = 6, at: int 
     """
     where = "check_resume()"
     _check_live(state, where)
-    _checks.check_count(steps, where, "steps")
-    if not isinstance(at, int | np.integer) or not 0 < at < steps:
-        raise WrongTypeError(message("at", where, _tree.describe(at), f"a step before steps={steps}"))
+    _check_goal(state, steps, where)
+    begin = int(np.max(state.step)) if isinstance(state, TrainState) else 0
+    if not isinstance(at, int | np.integer) or not begin < at < steps:
+        expected = f"a step before steps={steps}" + (f" and after {begin}, where the state is" if begin else "")
+        raise WrongTypeError(message("at", where, _tree.describe(at), expected))
     for name in ("checkpoint", "resume", "smoke", "history"):
         if name in options:
             got, fix = f"{name}={_tree.describe(options[name])}", "The check has its own: leave it out."
             raise WrongTypeError(message("options", where, got, "other arguments of fit", fix))
     options = {"progress": False, "log_every": 1, **options}
     fix = "A list is, with replay=True: check_resume(step, state, list(data), replay=True)."
-    with tempfile.TemporaryDirectory() as folder, _rereading(data, where, fix) as begin:
-        run = lambda state, n, **more: fit(step, state, begin(), steps=n, **options, **more)
+    with tempfile.TemporaryDirectory() as folder, _rereading(data, where, fix) as anew:
+        run = lambda state, n, **more: fit(step, state, anew(), steps=n, **options, **more)
         expected, rows = run(_copy(state), steps)
         path = Path(folder) / "run"
         run(_copy(state), at, checkpoint=path)
@@ -204,7 +209,7 @@ def check_fused(step: Callable, state: Any, data: Any, steps: int = 6, tolerance
     where, options = "check_fused()", {"steps": steps, "progress": False, "log_every": 1}
     _check_live(state, where)
     _check_tolerance(tolerance, where)
-    _checks.check_count(steps, where, "steps")
+    _check_goal(state, steps, where)
     runs = {}
     with _rereading(data, where, "A list is: list(data).") as begin:
         for per_call in (1, 4, "auto", None):
@@ -220,13 +225,13 @@ def check_frozen(step: TrainStep, state: TrainState, batch: Any, where: Any, ste
     here = "check_frozen()"
     _check(step, state, here, batch, extra)
     _checks.check_count(steps, here, "steps")
-    before = freeze(_copy(state), where)
+    before = freeze(_copy(_settled(step, state, batch, extra)), where)
     held = jax.tree.map(own, before)
     after, infos = before, []
     for _ in range(steps):
         after, info = step(after, batch, **extra)
         infos.append(info)
-    _check_taken(infos, here, batch)
+    _check_taken(infos, here, batch, state)
     frozen = frozen_flags(held)
     parts = [(moving_part(s), s.average and s.average.params) for s in (held, after)]
     then, now = (_named(part, "state") for part in parts)
@@ -264,7 +269,7 @@ def check_population(
     for _ in range(steps):
         runs, info = step(runs, batch)
         infos.append(info)
-    _check_taken(infos, where, batch)
+    _check_taken(infos, where, batch, runs)
     for i in range(n):
         one = make(keys[i], **{name: jax.tree.map(lambda x, i=i: np.asarray(x)[i], x) for name, x in values.items()})
         sizes = _without_digits(step, one, batch, {}) if i == 0 else sizes
@@ -284,11 +289,12 @@ def check_purity(step: TrainStep, state: TrainState, batch: Any, **extra) -> Non
     where = "check_purity()"
     _check(step, state, where, batch, extra)
     ends = []
+    start = _settled(step, state, batch, extra)
     for _ in range(2):
         anew = dataclasses.replace(step, donate=False)  # an equal step, which has compiled nothing yet
         try:
             with jax.checking_leaks():
-                ends.append(anew(_copy(state), batch, **extra))
+                ends.append(anew(_copy(start), batch, **extra))
         except TsunaxError:
             raise
         except Exception as error:
@@ -296,7 +302,7 @@ def check_purity(step: TrainStep, state: TrainState, batch: Any, **extra) -> Non
                 raise
             got, fix = "a tracer that outlives its trace", "Return it: metrics, or model_state."
             raise CheckError(message("loss_fn", where, got, "values that are returned", fix)) from error
-    _check_taken([info for _, info in ends], where, batch)
+    _check_taken([info for _, info in ends], where, batch, state)
     try:
         for root, found, expected in zip(("state", "info"), ends[1], ends[0], strict=True):
             _compared("a second trace", found, expected, 0.0, root)
@@ -370,6 +376,13 @@ def _check_live(state: Any, where: str, *given: Any) -> None:
         raise StateError(donated(where))
 
 
+def _check_goal(state: Any, steps: Any, where: str) -> None:
+    """Raise unless the state of a run is before a step, so that there are some to compare."""
+    _checks.check_count(steps, where, "steps")
+    if isinstance(state, TrainState) and (at := int(np.max(state.step))) >= steps:
+        raise HyperparameterError(message("steps", where, steps, f"one beyond {at}, where the state is"))
+
+
 def _check_untraced(where: str, *given: Any) -> None:
     # under jit concrete arguments, too, give traced results: a new array tells
     if any(map(_tree.is_traced, jax.tree.leaves((given, jnp.zeros(()))))):
@@ -392,9 +405,15 @@ def _check_finite(gradient: tuple[Any, Any], where: str, batch: Any) -> None:
         raise DataError(message("loss and gradients", where, "some that are not finite", "finite ones", fix))
 
 
-def _check_taken(infos: list[Any], where: str, batch: Any) -> None:
-    """Raise DataError where all steps were rejected, or were of no finite number."""
-    if not any(map(_is_taken, infos)):
+def _check_taken(infos: list[Any], where: str, batch: Any, state: Any) -> None:
+    """Raise DataError where all steps were rejected, or were of no finite number.
+
+    Not where a loss scale is still falling, which rejects the first steps of a good run.
+    """
+    if any(map(_is_taken, infos)):
+        return
+    is_falling = state.loss_scale is not None and state.loss_scale.dynamic
+    if not (is_falling and np.isfinite(np.asarray(infos[-1].loss)).any()):
         got = f"{len(infos)} steps, all of them rejected or not finite: loss {np.asarray(infos[0].loss)}"
         fix = f"Nothing was compared: give a batch that it trains on. {guard.in_batch(batch)}".rstrip()
         raise DataError(message("batch", where, got, "one that was taken", fix))
@@ -425,7 +444,7 @@ def _copy(state):
 
 @contextlib.contextmanager
 def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
-    """A function that gives the data from their place of now, whenever it is called. They are left there."""
+    """A function that gives the data from their place of now, whenever it is called. They are left there at the end."""
     inner = data
     while isinstance(inner, Prefetched):
         inner = inner.data
@@ -435,17 +454,24 @@ def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
             read, put = (getattr(inner, name) for name in names)
     if put is None and isinstance(inner, Iterator):
         raise WrongTypeError(message("data", where, _tree.describe(inner), "data that can be read again", fix))
-    start = read and copy.deepcopy(read())  # some give away the dict that they go on to change
+    start = read and _copied(read(), where)  # some give away the dict that they go on to change
 
     def begin():
         if put is not None and start is not None:
-            put(copy.deepcopy(start))
+            put(_copied(start, where))
         return data.afresh() if isinstance(data, Data) else data
 
+    yield begin
+    if put is not None and start is not None:
+        put(start)
+
+
+def _copied(place: Any, where: str) -> Any:
     try:
-        yield begin
-    finally:
-        begin()
+        return copy.deepcopy(place)
+    except Exception as error:  # locks, files, generators in it
+        fix = f"get_state() gave {_tree.describe(place)}: {type(error).__name__} {error}"
+        raise DataError(message("data", where, "a place that cannot be copied", "one of numbers", fix)) from error
 
 
 def _params(state: Any) -> Any:
@@ -459,13 +485,15 @@ def _gradient(step: TrainStep, state: TrainState, batch: Any, extra) -> tuple[An
     return loss.compute(), grads
 
 
-def _in_range(step: TrainStep, state: TrainState, batch: Any, extra) -> tuple[Any, Any]:
-    """`_gradient` under a dynamic loss scale that is as small as the steps of a run would make it."""
-    found, scale = _gradient(step, state, batch, extra), state.loss_scale
-    while scale is not None and scale.dynamic and scale.scale > scale.floor and not _all_finite(found[1]):
+def _settled(step: TrainStep, state: TrainState, batch: Any, extra) -> TrainState:
+    """The state with a dynamic loss scale that is as small as the steps of a run would make it."""
+    scale = state.loss_scale
+    while scale is not None and scale.dynamic and scale.scale > scale.floor:
+        if _all_finite(_gradient(step, state, batch, extra)[1]):
+            break
         scale = dataclasses.replace(scale, scale=scale.scale / scale.factor)
-        found = _gradient(step, dataclasses.replace(state, loss_scale=scale), batch, extra)
-    return found
+        state = dataclasses.replace(state, loss_scale=scale)
+    return state
 
 
 def _size(x: Any, by_norm: bool) -> float:
