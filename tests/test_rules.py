@@ -305,9 +305,8 @@ def to_train(row, numbers):
 def test_trains_as_plain_optax_does(row, numbers):
     if numbers == "defaults":
         check_trajectory(row, required(row, 0.01))
-    elif (
-        row.name == "lbfgs"
-    ):  # a constant rate is rewritten here too, and the search makes 1e-3 of one digit in 30 steps
+    elif row.name == "lbfgs":
+        # a constant rate is rewritten here too, and the search makes 1e-3 of one digit in 30 steps
         check_trajectory(row, row.needs | row.arguments, steps=10, tolerance=5e-6)
     else:
         check_trajectory(row, row.needs | row.arguments)

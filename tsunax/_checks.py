@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax import _tree
-from tsunax.errors import HyperparameterError, ParamsError, StateError, WrongTypeError, message
+from tsunax.errors import DataError, HyperparameterError, ParamsError, StateError, WrongTypeError, message
 
 
 def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
@@ -48,11 +48,13 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
         check_alive(leaf, where)
 
 
+_GONE = "a deleted array", "a live one", "A step that it was donated to took it: use what the step returned."
+
+
 def check_alive(leaf: Any, where: str) -> None:
     """Raise StateError for an array whose buffer is gone: JAX's own error says neither which nor why."""
     if _tree.is_gone(leaf):
-        fix = "A step that it was donated to took it: use what the step returned."
-        raise StateError(message("leaf", where, "a deleted array", "a live one", fix))
+        raise StateError(message("leaf", where, *_GONE))
 
 
 def check_all_alive(tree: Any, root: str) -> None:
@@ -87,9 +89,8 @@ def _leaf_fault(leaf: Any, name: _tree.Names) -> tuple[str, str, str, str] | Non
         return "leaf too wide for JAX", f"dtype {dtype}", str(canonical), fix
     if 0 in np.shape(leaf):
         return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", aside
-    if isinstance(leaf, jax.Array) and not _tree.is_traced(leaf) and leaf.is_deleted():
-        fix = "A step that it was donated to took it: use what the step returned."
-        return "leaf without a buffer", "a deleted array", "a live one", fix
+    if _tree.is_gone(leaf):
+        return "leaf without a buffer", *_GONE
     return None
 
 
@@ -183,6 +184,19 @@ def is_real(x: Any) -> bool:
     """Whether this is a real number, no bool, or an array of them."""
     dtype = _tree.dtype_of(x)
     return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer))
+
+
+def each_batch(batches: Any, where: str) -> Iterator[Any]:
+    """Batches one by one. Raises WrongTypeError for what is no iterable, DataError for one that has none."""
+    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+        raise WrongTypeError(message("batches", where, _tree.describe(batches), "an iterable of batches"))
+    is_empty = True
+    for batch in batches:
+        is_empty = False
+        yield batch
+    if is_empty:
+        fix = "A generator is used up after one reading: give a list."
+        raise DataError(message("batches", where, "no batch at all", "at least one", fix))
 
 
 def check_count(n: Any, where: str, name: str, least: int = 1) -> None:

@@ -39,6 +39,11 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
 
 
+def is_gone(x: Any) -> bool:
+    """Whether an array's buffer was donated or deleted."""
+    return isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted()
+
+
 def dtype_of(x: Any) -> Any:
     """The dtype of an array or `ShapeDtypeStruct`, JAX's one for a Python number, else None."""
     if is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
@@ -366,11 +371,6 @@ def _owners_by_marks(init: Callable[[Any], Any], params: Any, keyed: list) -> li
     if of(marked) != of(keyed):
         return None
     return [next((k.owner for k in path if isinstance(k, _Mark)), None) for path, _ in marked]
-
-
-def is_gone(x) -> bool:
-    """Whether an array's buffer was donated or deleted."""
-    return isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted()
 
 
 def owners_by_suffix(params: Any, keyed: list) -> list[int | None]:

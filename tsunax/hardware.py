@@ -375,8 +375,7 @@ def to_device(tree: Any, device: str | jax.Device | Sharding = "auto") -> Any:
     keys. NumPy's arrays are copied (`device_put` alone shares their memory on a CPU) and get JAX's widths: float64
     becomes float32 unless x64 is on. A loader is any iterable that is itself no pytree, such as `batches` or a
     generator, not a list; it keeps its length, its state and whether it can be iterated again. `prefetch` does the
-    same ahead of time. Raises DeviceError as `device` does,
-    StateError for a deleted array.
+    same ahead of time. Raises StateError for a deleted array, and DeviceError as `device` does.
 
     >>> tree = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
     >>> tree["w"].device == device("cpu"), tree["name"], to_device(tree, "cpu")["w"] is tree["w"]

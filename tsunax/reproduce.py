@@ -24,7 +24,7 @@ import numpy as np
 from jax._src import xla_bridge
 
 from tsunax import _checks, _tree, _words
-from tsunax.errors import DataError, DeviceError, StateError, WrongTypeError, message
+from tsunax.errors import DeviceError, StateError, WrongTypeError, message
 
 __all__ = ["check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"]
 
@@ -163,16 +163,12 @@ def check_reproducible(step: Callable, state: Any, batches: Iterable[Any], *, ti
         raise WrongTypeError(
             message("step", where, _tree.describe(step), expected, "Make one: ts.train_step(loss_fn).")
         )
-    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
-        raise WrongTypeError(message("batches", where, _tree.describe(batches), "an iterable of batches"))
     for path, leaf in jtu.tree_flatten_with_path(state)[0]:
         place = _tree.access_str("state", path)
         if _tree.is_traced(leaf):
             raise StateError(message("leaf", place, "a traced array", "a concrete one", "Call it outside of jit."))
         _checks.check_alive(leaf, place)
-    if not (batches := list(batches)):
-        fix = "A generator is used up after one reading: give a list."
-        raise DataError(message("batches", where, "no batch at all", "at least one", fix))
+    batches = list(_checks.each_batch(batches, where))
     copied = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
     runs = [copied(state) for _ in range(times)]
     for at, batch in enumerate(batches):

@@ -343,16 +343,11 @@ def check_recompiles(step: TrainStep, state: TrainState, batches: Iterable[Any],
     where = "check_recompiles()"
     _check(step, state, where, extra)
     _checks.check_count(most, where, "most")
-    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
-        raise WrongTypeError(message("batches", where, _tree.describe(batches), "an iterable of batches"))
     anew, state, n = dataclasses.replace(step), _copy(state), 0
-    for batch in batches:
+    for batch in _checks.each_batch(batches, where):
         _check_untraced(where, batch)
         state, _ = anew(state, batch, **extra)
         n += 1
-    if not n:
-        fix = "A generator is used up after one reading: give a list."
-        raise DataError(message("batches", where, "no batch at all", "at least one", fix))
     if len(anew.traces) > most:
         reasons = "; ".join(why(anew.traces, anew.places))
         raise CheckError(message("traces", f"{n} batches", len(anew.traces), f"at most {most}", reasons))
