@@ -463,5 +463,11 @@ def test_a_place_that_cannot_be_copied_is_told():
         def set_state(self, state):
             pass
 
+    class Unknown(Locked):
+        def get_state(self):
+            return None
+
     with pytest.raises(DataError, match=r"data at check_fused\(\): got a place that cannot be copied"):
         testing.check_fused(STEP, make(), Locked([X]))
+    with pytest.raises(DataError, match=r"data at check_fused\(\): got a get_state\(\) that is None"):
+        testing.check_fused(STEP, make(), Unknown([X]))

@@ -449,15 +449,19 @@ def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
             read, put = (getattr(inner, name) for name in names)
     if put is None and isinstance(inner, Iterator):
         raise WrongTypeError(message("data", where, _tree.describe(inner), "data that can be read again", fix))
+    if read is not None and read() is None:
+        raise DataError(
+            message("data", where, "a get_state() that is None", "one that tells the place", "Read a batch.")
+        )
     start = read and _copied(read(), where)  # some give away the dict that they go on to change
 
     def begin():
-        if put is not None and start is not None:
+        if put is not None:
             put(_copied(start, where))
         return data.afresh() if isinstance(data, Data) else data
 
     yield begin
-    if put is not None and start is not None:
+    if put is not None:
         put(start)
 
 
