@@ -446,6 +446,8 @@ def test_a_loss_scale_that_is_still_falling():
     assert testing.check_population(step, lambda key: state(), x, tolerance=0.01) < 0.01
     testing.check_resume(step, state(), [x], replay=True)
     testing.check_fused(step, state(), [x])
+    runs = ts.population(lambda key: state(), 2)
+    testing.check_purity(step, runs, x)
 
 
 def test_a_state_that_is_beyond_the_steps_is_told():

@@ -232,7 +232,8 @@ def _owners_by_field(opt_state, params) -> list[int | None]:
 
     So the shape says nothing: moments may be factored, or one number for each parameter.
     """
-    names, treedef = [path for path, _ in jtu.tree_flatten_with_path(params)[0]], jax.tree.structure(params)
+    places = {path: i for i, (path, _) in enumerate(jtu.tree_flatten_with_path(params)[0])}
+    treedef = jax.tree.structure(params)
 
     @functools.cache
     def has_params(field: tuple) -> bool:
@@ -240,17 +241,15 @@ def _owners_by_field(opt_state, params) -> list[int | None]:
             treedef.flatten_up_to(functools.reduce(_tree.child, field, opt_state))
         except (TypeError, ValueError):
             return False
-        return all(names)  # a single array would be anything
+        return () not in places  # a single array would be anything
 
     def owner(path: tuple) -> int | None:
         ends = [i + 1 for i, entry in enumerate(path) if isinstance(entry, jtu.GetAttrKey)]
         if (end := next((i for i in reversed(ends) if has_params(path[:i])), None)) is None:
             return None
-        found = next((i for i, name in enumerate(names) if name == path[end : end + len(name)]), None)
-        if found is None:
-            return None
-        inside = path[end + len(names[found]) :]
-        return found if all(isinstance(entry, jtu.SequenceKey) for entry in inside) else None
+        at = next((i for i in range(end, len(path) + 1) if path[end:i] in places), None)
+        is_there = at is not None and all(isinstance(entry, jtu.SequenceKey) for entry in path[at:])
+        return places[path[end:at]] if is_there else None
 
     return [owner(path) for path, _ in jtu.tree_flatten_with_path(opt_state)[0]]
 

@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 from tsunax import _checks, _hoist, _tree, guard
 from tsunax._ahead import Prefetched
 from tsunax._loss import rows_of
+from tsunax._members import members_of
 from tsunax._traces import why
 from tsunax.data import Data
 from tsunax.errors import (
@@ -485,8 +486,8 @@ def _gradient(step: TrainStep, state: TrainState, batch: Any, extra) -> tuple[An
 
 
 def _settled(step: TrainStep, state: TrainState, batch: Any, extra) -> TrainState:
-    """The state with a dynamic loss scale that is as small as the steps of a run would make it."""
-    scale = state.loss_scale
+    """The state with a dynamic loss scale that is as small as the steps of a run would make it; members as they are."""
+    scale = None if members_of(state) is not None else state.loss_scale
     while scale is not None and scale.dynamic and scale.scale > scale.floor:
         if _all_finite(_gradient(step, state, batch, extra)[1]):
             break
