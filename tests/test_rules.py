@@ -234,14 +234,18 @@ def steps_of(row):
     return 30 if row.name == "lbfgs" else STEPS  # its line search runs 30 losses a step
 
 
-def check_trajectory(row, arguments, steps=None, tolerance=None, plain=None):
-    steps, tx = steps or steps_of(row), (plain or row.plain)(**arguments)
-    expected = functools.partial(train_by_optax, row, tx, steps=steps)
-    got = functools.partial(train_by_tsunax, row, row.live(**arguments), steps=steps)
-    check_bits(got, expected, tolerance or REWRITTEN.get(row.name))
+def check_trajectory(row, arguments, plain=None):
+    expected = functools.partial(train_by_optax, row, (plain or row.plain)(**arguments), steps=steps_of(row))
+    got = functools.partial(train_by_tsunax, row, row.live(**arguments), steps=steps_of(row))
+    check_bits(got, expected, REWRITTEN.get(row.name), AS_WRITTEN.get(row.name, NO_CONTRACTION))
 
 
-def check_bits(run, plain, tolerance=None):
+# A constant is rewritten here too, but by one pass of XLA that can be left out: there are bits to ask for, and there
+# have to be, since a line search makes 1e-3 of one digit in 30 steps.
+AS_WRITTEN = {"lbfgs": NO_CONTRACTION | {"xla_disable_hlo_passes": "algsimp"}}
+
+
+def check_bits(run, plain, tolerance=None, options=NO_CONTRACTION):
     """The same bits as plain optax; where LLVM is the one who differs, the same bits without its freedom."""
     expected, got = plain(), run()
     if same_bits(got, expected):
@@ -251,8 +255,8 @@ def check_bits(run, plain, tolerance=None):
         return
     # a·b + c·d may be contracted into fma(a, b, c·d) or fma(c, d, a·b), and which it is depends on the machine.
     # Without contraction nothing differs; with it no more than plain optax does from itself.
-    uncontracted = plain(options=NO_CONTRACTION)
-    assert_trees_equal(run(options=NO_CONTRACTION), uncontracted)
+    uncontracted = plain(options=options)
+    assert_trees_equal(run(options=options), uncontracted)
     assert distance(got, expected) <= 10 * max(distance(expected, uncontracted), 1e-7)
 
 
@@ -298,18 +302,15 @@ def test_every_number_is_live_and_reads_as_it_was_given(row):
 def to_train(row, numbers):
     long = numbers == "defaults" or row.name in ("lbfgs", "noisy_sgd")  # they take 5 s each to compile and run
     marks = [pytest.mark.slow] if long else []
+    if numbers == "others" and row.name in AS_WRITTEN:
+        why = "XLA of jax 0.7 crashes without its simplifier; with numbers as arguments, below, the bits are asked for"
+        marks += [pytest.mark.skipif(jax.__version_info__ < (0, 8), reason=why)]
     return pytest.param(row, numbers, marks=marks, id=f"{row.name}-{numbers}")
 
 
 @pytest.mark.parametrize("row, numbers", [to_train(r, n) for n in ("others", "defaults") for r in ROWS])
 def test_trains_as_plain_optax_does(row, numbers):
-    if numbers == "defaults":
-        check_trajectory(row, required(row, 0.01))
-    elif row.name == "lbfgs":
-        # a constant rate is rewritten here too, and the search makes 1e-3 of one digit in 30 steps
-        check_trajectory(row, row.needs | row.arguments, steps=10, tolerance=5e-6)
-    else:
-        check_trajectory(row, row.needs | row.arguments)
+    check_trajectory(row, row.needs | row.arguments if numbers == "others" else required(row, 0.01))
 
 
 WARMUP = optax.warmup_cosine_decay_schedule(1e-4, 0.02, 20, 150, 1e-3)

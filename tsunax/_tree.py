@@ -57,13 +57,18 @@ def is_key(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def on_host(x: Any) -> np.ndarray:
+    """An array as NumPy's, a key as its words."""
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
+
+
 def bits_differ(x: Any, y: Any) -> bool:
     """Whether two leaves have other shapes, dtypes or bits: 0.0 is not -0.0, and a NaN is itself."""
     if not (is_array(x) and is_array(y)):
         return type(x) is not type(y) or x != y
     if x.shape != y.shape or x.dtype != y.dtype:
         return True
-    x, y = (np.asarray(jax.random.key_data(z) if is_key(z) else z) for z in (x, y))
+    x, y = on_host(x), on_host(y)
     return x.tobytes() != y.tobytes()
 
 

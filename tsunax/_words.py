@@ -28,7 +28,7 @@ def bits_of(array: Any) -> np.ndarray | None:
         if not array.is_fully_replicated:
             return None
         array = array.addressable_data(0)
-    return np.asarray(jax.random.key_data(array) if _tree.is_key(array) else array)
+    return _tree.on_host(array)
 
 
 def hash_of(data: bytes) -> str:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from tsunax import _checks, _files, _manifest, _msgpack, _orbax, _safetensors, _store, _target, _tree, _where
 from tsunax._manifest import Damaged, Leaf, Manifest, TooNew
@@ -87,7 +86,7 @@ def save(
     specs = {name: (leaf.dtype, leaf.shape) for name, (leaf, _) in arrays.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _safetensors.save(path, specs, lambda name: _host(arrays[name][1]), about, max_bytes)
+        _safetensors.save(path, specs, lambda name: _tree.on_host(arrays[name][1]), about, max_bytes)
     except (OSError, ValueError) as error:
         raise SaveError(message("save", str(path), told(error), "a finished file")) from error
 
@@ -99,7 +98,7 @@ def _described(known: _manifest.Tree, names: list[str]) -> tuple[list[Leaf], dic
         leaf = _manifest.leaf_of(path, x)
         if leaf.dtype:
             _check_array(path, x, leaf)
-            digest = _store.digest(_host(x))
+            digest = _store.digest(_tree.on_host(x))
             shard = _manifest.Shard(tuple((0, n) for n in leaf.shape), digest, str(len(arrays)))
             leaf = Leaf(path, leaf.kind, leaf.shape, leaf.dtype, (shard,))
             if name in arrays:
@@ -121,10 +120,6 @@ def _check_array(path, x, leaf: Leaf) -> None:
     if not _store.is_local(x) and not x.is_fully_replicated:
         fix = "Gather it: jax.experimental.multihost_utils.process_allgather."
         raise WrongTypeError(message("leaf", where, "an array of which other processes have a part", "a whole", fix))
-
-
-def _host(x) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if _tree.is_key(x) else x)
 
 
 def _texts(metadata) -> dict[str, str]:

@@ -327,11 +327,11 @@ def _filled(full, old: list[_Slot], new: list[_Slot | None]) -> tuple[Any, Repor
         if slot.owner is None:
             from_there = lambda o, slot=slot: slot.home not in owned or o.home in homes.get(slot.home, ())
             same = [o for o in old if o.kind == slot.kind and from_there(o)]
-            values = {_numbers_in(o.value).tobytes() for o in same}
+            values = {_tree.on_host(o.value).tobytes() for o in same}
             if len(values) > 1 and len(same) == sum(s.kind == slot.kind for s in slots.values()):
                 same = [same[[j for j, s in slots.items() if s.kind == slot.kind].index(i)]]
             elif len(values) > 1:
-                same = sorted(same, key=lambda o: _numbers_in(o.value).sum())[-1:]
+                same = sorted(same, key=lambda o: _tree.on_host(o.value).sum())[-1:]
                 notes.append(f"{slot.name}: one of {len(values)} values there, the largest taken")
             if same:
                 found[i] = same[-1]
@@ -346,10 +346,6 @@ def _filled(full, old: list[_Slot], new: list[_Slot | None]) -> tuple[Any, Repor
     kept, anew = ([slot.name for i, slot in slots.items() if (i in found) == known] for known in (True, False))
     dropped = [slot.name for slot in old if id(slot) not in used and slot.kind not in {slots[i].kind for i in found}]
     return treedef.unflatten(leaves), Report(tuple(kept), tuple(anew), tuple(dropped), tuple(notes))
-
-
-def _numbers_in(x) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if _tree.is_key(x) else x)
 
 
 def _of_parameters(old: list[_Slot], slots: dict[int, _Slot]) -> tuple[dict[int, _Slot], list[str]]:

@@ -548,7 +548,7 @@ def _distance(x: Any, y: Any, *, exact: bool, by_norm: bool, size: float | None)
     """How far two leaves are apart, and that in words."""
     if not _tree.bits_differ(x, y):
         return 0.0, ""
-    x, y = (np.asarray(jax.random.key_data(z) if _tree.is_key(z) else z) for z in (x, y))
+    x, y = _tree.on_host(x), _tree.on_host(y)
     if x.shape != y.shape or (x.dtype != y.dtype and exact):
         return np.inf, f"{x.dtype}{list(x.shape)} for {y.dtype}{list(y.shape)}"
     wide = [z.astype(np.complex128 if np.iscomplexobj(z) else np.float64) for z in (x, y)]
