@@ -707,9 +707,23 @@ def test_groups_are_optax_partition():
     )
 
 
+def test_the_optimizer_state_is_plain_optax_s_with_its_count():
+    """Of a scheduled rule too: its clock is `state.step`. The count counts applied updates, and no rejected one."""
+    for rate in (0.1, optax.linear_schedule(0.1, 0.0, 10)):
+        state = ts.setup(rules.adam(rate), SMALL)
+        plain = optax.adam(0.1).init(SMALL)
+        assert jax.tree.structure(state.opt_state) == jax.tree.structure(plain)
+        for i in range(5):
+            grads = jax.tree.map(lambda g, i=i: g * (np.nan if i == 2 else 1), GRADS)
+            state, info = ts.update(state, grads)
+            assert bool(info.applied) == (i != 2)
+        assert int(state.opt_state[0].count) == int(state.step) == 4
+        assert int(state.replace(step=40).opt_state[0].count) == 4
+
+
 def test_rules_of_groups_hold_their_own_leaves_only():
     state = ts.setup(rules.groups({"head": rules.adam(0.1), "**": rules.sgd(0.1)}), SMALL)
-    assert [x.shape for x in jax.tree.leaves(state.opt_state)] == [(3,), (3,)]  # mu and nu of the head
+    assert [x.shape for x in jax.tree.leaves(state.opt_state)] == [(), (3,), (3,)]  # count, mu and nu of the head
 
 
 def test_clipping_inside_of_groups_is_by_the_norm_of_all():

@@ -119,7 +119,7 @@ def module_of(factory) -> str:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("table", "inner", "extra", "count"),
-    meta_fields=("live", "paths", "cut", "one_clock"),
+    meta_fields=("live", "paths", "cut", "own_clock"),
 )
 @dataclass(frozen=True, eq=False, init=False)
 class LiveState:
@@ -128,18 +128,16 @@ class LiveState:
     table: Any  # (4, groups, columns): value, complement, held, given. None where a TrainState keeps it
     inner: Any  # the optax state, with group 0's counters
     extra: tuple  # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
-    count: Any  # own clock, for schedules where nobody passes `step=`
+    count: Any  # int32: updates of this rule, the clock of its schedules if no `step=` is given; else None
     live: Live
     paths: tuple  # key path of each leaf that this rule sees
     cut: Cut | None
+    own_clock: bool  # inside a rule that takes no extra arguments, so that no `step=` is given
 
-    # whether `step=` comes: True, sure, and the inner state's count of updates is the same; False, never; None, unknown
-    one_clock: bool | None
-
-    def __init__(self, table, inner, extra=(), count=None, *, live, paths, cut=None, one_clock=None):
+    def __init__(self, table, inner, extra=(), count=None, *, live, paths, cut=None, own_clock=False):
         fields = self.__dict__
         fields["table"], fields["inner"], fields["extra"], fields["count"] = table, inner, extra, count
-        fields["live"], fields["paths"], fields["cut"], fields["one_clock"] = live, paths, cut, one_clock
+        fields["live"], fields["paths"], fields["cut"], fields["own_clock"] = live, paths, cut, own_clock
 
     @property
     def groups(self) -> int:
@@ -158,20 +156,6 @@ class Cut:
 def interned(static):
     """One object for equal static parts, so that comparing two states compares identities."""
     return static
-
-
-def on_one_clock(update: Any, state):
-    """The state of a new run without own counts, where the rule is known to hand `step=` on to its parts."""
-    return update.on_one_clock(state) if hasattr(update, "on_one_clock") else state
-
-
-def _on_own_counts(state):
-    """The same, where nothing that is given to an update comes to the live rules within."""
-
-    def mark(x):
-        return dataclasses.replace(x, inner=_on_own_counts(x.inner), one_clock=False) if is_live(x) else x
-
-    return jax.tree.map(mark, state, is_leaf=is_live)
 
 
 def is_live(x) -> bool:
@@ -232,13 +216,28 @@ class BlankInit:
 
 
 @dataclass(frozen=True)
+class _PlainInit:
+    """The init half of a rule that takes no extra arguments: schedules in it have their own clock."""
+
+    init: Callable
+
+    def __call__(self, params):
+        return _on_own_clocks(self.init(params))
+
+    def blank(self) -> Callable:
+        return _PlainInit(blank(self.init))
+
+
+def _on_own_clocks(state):
+    mark = lambda x: dataclasses.replace(x, inner=_on_own_clocks(x.inner), own_clock=True) if is_live(x) else x
+    return jax.tree.map(mark, state, is_leaf=is_live)
+
+
+@dataclass(frozen=True)
 class _PlainUpdate:
     """The update half of a rule that takes no extra arguments: drops them. Compares as that half does."""
 
     update: Callable
-
-    def on_one_clock(self, state):
-        return _on_own_counts(state)
 
     def __call__(self, updates, state, params=None, **extra):
         del extra
@@ -254,7 +253,7 @@ def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformati
     """The rule as one that takes extra arguments; equal rules stay equal."""
     if isinstance(rule, optax.GradientTransformationExtraArgs):
         return rule
-    return as_rule(rule.init, _PlainUpdate(rule.update))
+    return as_rule(_PlainInit(rule.init), _PlainUpdate(rule.update))
 
 
 def check_rule(rule, where: str, fix: str = "") -> None:
@@ -298,9 +297,6 @@ class LiveUpdate:
 
     live: Live
 
-    def on_one_clock(self, state: LiveState) -> LiveState:
-        return dataclasses.replace(state, count=None, one_clock=True)
-
     def __call__(self, updates, state: LiveState, params=None, *, step=None, **extra):
         if not is_live(state) or state.table is None:
             fix = "The state of a TrainState is another one: use ts.update."
@@ -320,7 +316,7 @@ class LiveUpdate:
             live=state.live,
             paths=state.paths,
             cut=state.cut,
-            one_clock=state.one_clock,
+            own_clock=state.own_clock,
         )
 
 

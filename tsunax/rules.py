@@ -80,9 +80,6 @@ class _ChainInit:
 class _ChainUpdate:
     updates: tuple[Callable, ...]
 
-    def on_one_clock(self, states):
-        return tuple(_live.on_one_clock(update, s) for update, s in zip(self.updates, states, strict=True))
-
     def __call__(self, grads, states, params=None, **extra):
         if extra.get("flush"):  # of the window at its end; the others see real calls only
             grads, last = self.updates[-1](grads, states[-1], params, **extra)
@@ -193,10 +190,6 @@ class _GroupsUpdate:
     assign: _Assign
     updates: tuple[Callable, ...]
 
-    def on_one_clock(self, state):
-        parts = zip(self.assign.patterns, self.updates, strict=True)
-        return GroupsState({p: _live.on_one_clock(update, state.inner[p]) for p, update in parts})
-
     def __call__(self, grads, state, params=None, *, value_fn=None, obj_fn=None, grad=None, outside=0.0, **extra):
         flags = self.assign(grads if params is None else params)
         squares = _tree.square_sums(grads)
@@ -272,9 +265,6 @@ def groups(
 class _SkipZeroUpdate:
     init: Callable  # without its numbers: it only tells which leaf of the state belongs to which parameter
     update: Callable
-
-    def on_one_clock(self, state):
-        return _live.on_one_clock(self.update, state)
 
     def __call__(self, grads, state, params=None, **extra):
         moves = [jnp.any(g != 0) for g in jax.tree.leaves(grads)]  # NaN is not 0

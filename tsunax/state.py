@@ -170,11 +170,6 @@ class TrainState:
         if "key" in fields:
             fields["key"] = as_key(fields["key"], "replace()")
         clock = self.clock
-        # counts that the optimizer state leaves to the clock stay what they are, unless its own one comes with it
-        clocks = self.numbers is not None and self.numbers.layout.clocks
-        if "step" in fields and "opt_state" not in fields and clocks:
-            numbers = fields.get("numbers", self.numbers)
-            fields["opt_state"], fields["numbers"] = _hoist.on_own_clocks(self.opt_state, numbers, self.step)
         if self.masters is not None and "masters" in fields:
             fields.setdefault("params", with_rest(self, cast_like(fields["masters"], trained_part(self))))
         elif self.masters is not None and "params" in fields:
@@ -398,7 +393,7 @@ def setup(
     seen = _seen(trained, masters, policy)
 
     _check_complex(rule, seen)
-    opt_state = _unalias(_live.on_one_clock(rule.update, _start(rule, seen)), (trained, masters))
+    opt_state = _unalias(_start(rule, seen), (trained, masters))
     opt_state, numbers = _hoist.hoist(opt_state)
     place = functools.partial(beside, trained)
     words = np.zeros(-(-sum(flags) // 32), np.uint32) if freezable else None
