@@ -101,7 +101,7 @@ def test_weak_types_and_python_floats_do_not_compile_twice():
     step = ts.train_step(lambda p, x: p["a"] * p["b"])
     state, _ = step(state, X)
     state, _ = step(state, X)
-    assert step._programs[None]._cache_size() == 1
+    assert step.programs[None]._cache_size() == 1
     assert state.params["b"].dtype == jnp.float32
 
 
@@ -166,7 +166,7 @@ def test_equal_setups_share_one_program():
     step = ts.train_step(loss_fn)
     for rate in (1e-3, 1e-2, 3):
         step(ts.setup(ts.rules.chain(ts.rules.clip_global_norm(rate), ts.rules.adam(rate)), jax_params()), X)
-    assert step._programs[None]._cache_size() == 1
+    assert step.programs[None]._cache_size() == 1
 
 
 def test_a_state_can_be_copied_and_pickled():

@@ -88,7 +88,7 @@ def test_one_program_and_any_number_of_calls():
     testing.check_fused(dataclasses.replace(step), runs, data(), steps=18)
     for rate in (0.1, RATES):
         runs, _ = step(ts.adjust(runs, learning_rate=rate), (X[:16], Y[:16]))
-    assert step._programs[None]._cache_size() == 1
+    assert step.programs[None]._cache_size() == 1
 
 
 def test_a_member_that_fails_fails_alone():

@@ -234,7 +234,7 @@ def _on_own_clocks(state):
 
 
 @dataclass(frozen=True)
-class _PlainUpdate:
+class PlainUpdate:
     """The update half of a rule that takes no extra arguments: drops them. Compares as that half does."""
 
     update: Callable
@@ -253,7 +253,7 @@ def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformati
     """The rule as one that takes extra arguments; equal rules stay equal."""
     if isinstance(rule, optax.GradientTransformationExtraArgs):
         return rule
-    return as_rule(_PlainInit(rule.init), _PlainUpdate(rule.update))
+    return as_rule(_PlainInit(rule.init), PlainUpdate(rule.update))
 
 
 def check_rule(rule, where: str, fix: str = "") -> None:

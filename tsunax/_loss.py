@@ -18,7 +18,7 @@ from tsunax.metrics import Mean, as_array, weighted_sum
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("total", "weight", "metrics", "model_state", "mean_value", "dropped"),
+    data_fields=("total", "weight", "metrics", "model_state", "mean_value", "dropped", "overwritten"),
     meta_fields=(),
 )
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Loss:
     model_state: Any = None
     mean_value: Any = None  # the mean itself, where the loss function returned it as a scalar
     dropped: Any = None  # f32[micro-batches]: the weights of those that were left out, under "drop"
+    overwritten: Any = None  # the new values of leaves that their gradient replaces (flax's fp8), like those of params
 
     # `mean` the constructor; `compute` the result.
     @classmethod

@@ -81,18 +81,6 @@ class Home:
     parts: int  # into which the rows that this process has are cut
 
 
-class Programs(dict):
-    """Compiled functions by the home of what they take; one is built when it is asked for first."""
-
-    def __init__(self, build):
-        super().__init__()
-        self._build = build
-
-    def __missing__(self, home: Home | None):
-        self[home] = self._build(home)
-        return self[home]
-
-
 @functools.lru_cache(maxsize=256)
 def _home(treedef, mesh, specs: tuple) -> Home:
     layout = [NamedSharding(mesh, WHOLE if spec is None else spec) for spec in specs]
@@ -294,7 +282,6 @@ def _sent(leaves: list, shardings: list) -> list:
 
 __all__ = [
     "Home",
-    "Programs",
     "collected",
     "cut",
     "data_axes",

@@ -30,7 +30,6 @@ from tsunax.state import (
     check_state,
     frozen_flags,
     frozen_words,
-    moving_part,
     own,
     setup,
     trained_part,
@@ -477,4 +476,4 @@ def _frozen(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
 
 
 def _moving_names(state: TrainState) -> list[str]:
-    return ["/".join(name) for name, _, _ in _tree.leaves_with_names(moving_part(state))]
+    return ["/".join(name) for name, _, _ in _tree.leaves_with_names(trained_part(state))]

@@ -13,7 +13,7 @@ import operator
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -89,14 +89,15 @@ def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
     return dataclasses.field(metadata={"moves": moves, "like": like, "shows": shows})
 
 
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
 def state_class(cls):
     """Register a class of states: `TrainState`, or one that adds fields of its own to it.
 
-        @state_class
-        class Lagged(TrainState):
-            lag: Any = field(moves="step", like="trained", shows="lag")
+    @state_class
+    class Lagged(TrainState):
+        lag: Any = field(moves="step", like="trained", shows="lag")
 
-        state = Lagged.of(ts.setup(rule, params), lag=params)
+    state = Lagged.of(ts.setup(rule, params), lag=params)
     """
     cls = dataclass(frozen=True, eq=False, init=False, repr=False)(cls)
     cls._fields = tuple(f for f in dataclasses.fields(cls) if f.name != "plan")
@@ -123,6 +124,11 @@ class TrainState:
     loss_scale: Any = field(moves="record")  # `precision.LossScale`, or None
     plan: Plan = field()
 
+    _fields: ClassVar[tuple[dataclasses.Field, ...]]  # all but the plan, as declared
+    _moving: ClassVar[tuple[str, ...]]  # their names, but for params, of which a part moves
+    _still: ClassVar[tuple[str, ...]]
+    _take: ClassVar[tuple[operator.attrgetter, operator.attrgetter]]  # both, off a state
+
     def __init__(self, **fields):
         self.__dict__.update(fields)  # a frozen dataclass's own __init__ takes three times as long, at every step
 
@@ -133,7 +139,9 @@ class TrainState:
 
     def only(self, *names: str) -> TrainState:
         """The state with None in all other fields."""
-        return type(self)(**{f.name: getattr(self, f.name) if f.name in names else None for f in self._fields}, plan=self.plan)
+        return type(self)(
+            **{f.name: getattr(self, f.name) if f.name in names else None for f in self._fields}, plan=self.plan
+        )
 
     @property
     def step(self) -> Any:
@@ -249,6 +257,11 @@ def joined(part, params, flags):
 def overwritten_part(state: TrainState):
     """The leaves of params that their gradient replaces: model state, in all but the place where flax keeps it."""
     return None if state.plan.overwritten is None else _part(state.params, state.plan.overwritten)
+
+
+def with_overwritten(state: TrainState, params, new):
+    """The full tree with new values of the leaves that their gradient replaces; None: as it is."""
+    return params if new is None else joined(new, params, state.plan.overwritten)
 
 
 def split(state: TrainState) -> tuple[tuple, tuple]:
