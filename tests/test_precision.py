@@ -123,6 +123,59 @@ def test_complex_params_are_not_rounded_and_keep_their_imaginary_part():
     assert state.params["c"].dtype == jnp.complex64 and state.params["w"].dtype == jnp.bfloat16
 
 
+# --------------------------------------------------------------------------------------------------- complex params
+
+ZEROS, GOAL = {"z": np.zeros(2, np.complex64)}, np.array([1 + 2j, -3j], np.complex64)
+
+
+def distance(params, batch):
+    return jnp.mean(jnp.sum(jnp.abs(params["z"][None] - batch) ** 2, -1))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_a_step_of_complex_params_is_steepest_descent(accumulate, scale):
+    """The minimum of `|z - goal|²` is one step of rate 1/2 away; JAX's own gradient leads to the goal's conjugate."""
+    state, batch = ts.setup(ts.rules.sgd(0.5), ZEROS, loss_scale=scale), np.stack([GOAL, GOAL])
+    at = {"z": jnp.full(2, 1j, jnp.complex64)}
+    _, grads = ts.value_and_grad(distance, accumulate=accumulate)(state, batch, at=at)
+    np.testing.assert_allclose(grads["z"], 2 * (1j - GOAL), rtol=1e-6)
+    state, info = ts.train_step(distance, accumulate=accumulate)(state, batch)
+    np.testing.assert_allclose(state.params["z"], GOAL, rtol=1e-6)
+    np.testing.assert_allclose(info.grad_norm, 2 * np.linalg.norm(GOAL), rtol=1e-6)
+
+
+def test_a_line_search_over_complex_params_goes_downhill():
+    """optax compares the slope with JAX's own gradient: with another one a step of 1, to and fro, is taken for good."""
+    search = optax.scale_by_backtracking_linesearch(20, store_grad=True)
+    state = ts.setup(optax.chain(optax.sgd(1.0), search), {"z": np.zeros(1, np.complex64)})
+    step, batch = ts.train_step(distance), np.full((1, 1), -3j, np.complex64)
+    for _ in range(8):
+        state, _ = step(state, batch)
+    np.testing.assert_allclose(state.params["z"], [-3j], atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "rule"),
+    [
+        (lambda p: 0.1 * ts.regularize.l2(p), ts.rules.weight_decay(0.1)),
+        (lambda p: 0.1 * ts.regularize.l1(p), ts.rules.sign_decay(0.1)),
+    ],
+)
+def test_penalties_on_complex_params_are_their_decay(penalty, rule):
+    params = {"z": np.array([3 + 4j, -1j, 0], np.complex64)}
+    nothing = lambda params, batch: jnp.mean(jnp.abs(params["z"] - params["z"]))
+    by_rule, _ = ts.train_step(nothing)(ts.setup(ts.rules.chain(rule, ts.rules.sgd(0.5)), params), jnp.ones(1))
+    by_loss, _ = ts.train_step(lambda p, batch: penalty(p))(ts.setup(ts.rules.sgd(0.5), params), jnp.ones(1))
+    assert_trees_close(by_loss.params, by_rule.params, rtol=1e-6, atol=1e-6)
+    assert (np.abs(by_loss.params["z"][:2]) < np.abs(params["z"][:2])).all()
+
+
+def test_gradients_given_to_update_are_used_as_they_are():
+    state, _ = ts.update(ts.setup(ts.rules.sgd(1.0), ZEROS), {"z": jnp.asarray(GOAL)})
+    np.testing.assert_array_equal(state.params["z"], -GOAL)
+
+
 def test_masters_stay_true_when_params_are_replaced_and_frozen_ones_stay():
     state = start(precision=BF16)
     new = {"w": jnp.full((4, 3), 0.5, jnp.bfloat16), "n": jnp.arange(2)}

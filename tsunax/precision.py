@@ -115,6 +115,15 @@ def cast_like(tree, like):
     return jax.tree.map(lambda x, y: jnp.asarray(x, _tree.dtype_of(y)), tree, like)
 
 
+def conjugated(grads):
+    """JAX's gradients as directions of steepest ascent, and back: they differ in complex leaves.
+
+    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`. Steepest ascent is `∂f/∂x + i ∂f/∂y`.
+    """
+    is_complex = lambda g: jnp.issubdtype(_tree.dtype_of(g), jnp.complexfloating)
+    return jax.tree.map(lambda g: jnp.conj(g) if is_complex(g) else g, grads)
+
+
 def round_stochastically(tree, key):
     """Real float leaves as bfloat16, up or down with the probability that keeps the mean; others as they are.
 

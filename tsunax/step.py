@@ -23,7 +23,7 @@ from tsunax import _axes, _checks, _hoist, _place, _tree, _where, accumulation, 
 from tsunax._loss import Loss, as_loss, check_scalar
 from tsunax._loss_fn import LossFn
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
-from tsunax.precision import cast_like, round_stochastically
+from tsunax.precision import cast_like, conjugated, round_stochastically
 from tsunax.state import (
     TrainState,
     base,
@@ -50,7 +50,8 @@ def value_and_grad(
     In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that are trained, in
     the precision of the state, over `accumulate` micro-batches. `grads` has the structure of `trainable(state)`.
     `at=` evaluates at other trained parameters (SAM, line searches). The other arguments are those of `train_step`;
-    of the policies for what is not finite only "drop" is for this half.
+    of the policies for what is not finite only "drop" is for this half. Gradients of complex leaves are
+    conjugated, so that `z - rate * g` goes downhill, as in PyTorch: JAX's own do not.
 
     Raises LossError, before anything is compiled, for a loss_fn that cannot be used; see `train_step`.
 
@@ -99,7 +100,7 @@ def gradient_of(
             loss, (grads, new) = run(gradient, accumulate, batch, keywords, like)
         if axes:
             loss, (grads, new) = accumulation.over_devices(loss, (grads, new), axes)
-        return loss, _together(_unscaled(state, grads), new)
+        return loss, _together(conjugated(_unscaled(state, grads)), new)
 
     return f
 
@@ -183,7 +184,8 @@ def update(
     `params = optax.apply_updates(params, updates)`. Pure: call it inside your own jit.
 
     Args:
-      grads: of the structure of `trainable(state)`, or of the full tree.
+      grads: of the structure of `trainable(state)`, or of the full tree. They are used as they are:
+        `value_and_grad` conjugates those of complex leaves, `jax.grad` does not.
       loss: the `Loss` or scalar that they are the gradient of: part of the verdict, and `value` for the rules
         that ask for it.
       model_state: what replaces `state.model_state` if the step is applied; by default the one in `loss`.
@@ -220,7 +222,8 @@ def update(
     grad_norm = _tree.global_norm(grads) if norms or on_nonfinite != "ignore" else None
     seen = base(state)
     grads = grads if seen is params else cast_like(grads, seen)
-    given = {"grad": grads, "step": state.step, "weight": loss.weight}
+    # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
+    given = {"grad": conjugated(grads), "step": state.step, "weight": loss.weight}
     given |= ({} if value is None else {"value": value}) | extra
     opt_state = _hoist.lower(state.opt_state, state.numbers, state.step)
     updates, opt_state = _ruled(state.plan.update, grads, opt_state, seen, given)
