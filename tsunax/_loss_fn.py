@@ -128,6 +128,32 @@ class LossFn:
         return as_loss(out, rows)
 
 
+def noting(mean, found: list):
+    """`mean` as it is. Its differentiation adds to `found` if it depends on what it is differentiated by."""
+
+    @jax.custom_jvp
+    def same(x):
+        return x
+
+    def rule(primals, tangents):
+        (x,), (t,) = primals, tangents
+        if isinstance(t, jax.custom_derivatives.SymbolicZero):
+            return x, jnp.zeros_like(x)
+        found.append(True)
+        return x, t
+
+    same.defjvp(rule, symbolic_zeros=True)
+    return same(mean)
+
+
+def check_noted(found: list, fn: LossFn) -> None:
+    """Raise LossError for a loss that no trained leaf moves: its gradient is zero, whatever the batch."""
+    if not found:
+        got, expected = "one that does not depend on any trained leaf of params", "one that does"
+        fix = "Compute it from the params that loss_fn is given, without stop_gradient, argmax or rounding."
+        raise LossError(message("loss", _tree.describe_call(fn.fn), got, expected, fix))
+
+
 def _weighed(out, weight):
     """What a loss function returned under a mask, weighing the rows that it lets through."""
     if isinstance(out, Loss):

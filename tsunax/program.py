@@ -422,7 +422,8 @@ def train_step(
 
     `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host arrays.
 
-    Raises, before anything is compiled: WrongTypeError, LossError (what loss_fn returned, raised or asks for).
+    Raises, before anything is compiled: WrongTypeError, LossError (what loss_fn returned, raised or asks for; a loss
+    that does not depend on what is trained).
     When called: StateError for a donated state, NonFiniteError under "raise" (not where the state is traced: nothing
     can wait there, and the step is skipped; nor while a dynamic loss scale is still coming down).
 

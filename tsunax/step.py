@@ -21,7 +21,7 @@ import optax
 
 from tsunax import _axes, _checks, _hoist, _place, _tree, _where, accumulation, guard
 from tsunax._loss import Loss, as_loss, check_scalar
-from tsunax._loss_fn import LossFn
+from tsunax._loss_fn import LossFn, check_noted, noting
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
 from tsunax.precision import cast_like, conjugated, round_stochastically
 from tsunax.state import (
@@ -53,7 +53,8 @@ def value_and_grad(
     of the policies for what is not finite only "drop" is for this half. Gradients of complex leaves are
     conjugated, so that `z - rate * g` goes downhill, as in PyTorch: JAX's own do not.
 
-    Raises LossError, before anything is compiled, for a loss_fn that cannot be used; see `train_step`.
+    Raises LossError, before anything is compiled, for a loss_fn that cannot be used or that no trained leaf moves;
+    see `train_step`.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
@@ -85,9 +86,14 @@ def gradient_of(
         here = _axes.vary(now if at is None else at, axes)
 
         def gradient(batch, keywords):
-            objective = objective_of(fn, state, batch, keywords)
-            of_part = checkpoint(lambda part: objective(joined(part, state.params, plan.selected)))
-            (_, loss), grads = jax.value_and_grad(of_part, has_aux=True)(here)
+            objective, found = objective_of(fn, state, batch, keywords), []
+
+            def of_part(part):
+                mean, loss = objective(joined(part, state.params, plan.selected))
+                return noting(mean, found), loss
+
+            (_, loss), grads = jax.value_and_grad(checkpoint(of_part), has_aux=True)(here)
+            check_noted(found, fn)
             # jax.checkpoint hands constants out in a class of its own (jax 0.7)
             loss = jax.tree.map(lambda x: x if _tree.is_array(x) else np.asarray(x, _tree.dtype_of(x)), loss)
             return loss, plan.apart(grads)
