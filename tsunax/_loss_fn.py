@@ -75,7 +75,7 @@ class LossFn:
         if state.model_state is not None:
             offered["model_state"] = state.model_state
         if state.average is not None and "ema" in self.names:
-            offered["ema"] = in_precision(state, averaged_params(state, "loss_fn"))
+            offered["ema"] = in_precision(state, averaged_params(state, "loss_fn"), train=train)
         out = dict(extra) if self.takes_any else {}
         for name in self.names:
             if name == "mask" and "mask" not in extra:

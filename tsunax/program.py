@@ -341,7 +341,8 @@ class TrainStep:
         """What is wrong with the labels in a batch, as far as class losses of ours see them outside of a program."""
         fn = LossFn.of(self.loss_fn)
         with losses.faults() as found, contextlib.suppress(Exception):
-            fn(*seen_by(state, state.params, batch), fn.keywords(state, batch, extra, train=True))
+            keywords = fn.keywords(state, batch, extra, train=True)
+            fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
         return next(iter(found), "")
 
     @functools.cached_property
@@ -465,7 +466,8 @@ class EvalStep:
 
     def _one(self, state: TrainState, batch, extra) -> Loss:
         keywords = self._fn.keywords(state, batch, extra, train=False)
-        loss = self._fn(*seen_by(state, state.params, batch), keywords, merges=True)
+        seen = seen_by(self._fn, state, state.params, batch, keywords, train=False)
+        loss = self._fn(*seen, keywords, merges=True)
         if axes := _axes.around(self._axes, "eval_step()"):
             loss = accumulation.loss_over_devices(loss, axes)
         return dataclasses.replace(loss, model_state=None)
@@ -526,7 +528,8 @@ def refresh(loss_fn: Callable) -> Callable:
 
     @jax.jit
     def run(state: TrainState, batch, extra) -> TrainState:
-        loss = fn(*seen_by(state, state.params, batch), fn.keywords(state, batch, extra, train=True))
+        keywords = fn.keywords(state, batch, extra, train=True)
+        loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
         if loss.model_state is None:
             raise LossError(message("model_state", "refresh()", "None", "ts.Loss.mean(values, model_state=...)"))
         _checks.check_like("model_state", loss.model_state, state.model_state, "A step keeps its structure.")

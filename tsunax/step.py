@@ -20,6 +20,7 @@ import numpy as np
 import optax
 
 from tsunax import _axes, _checks, _hoist, _place, _tree, _where, accumulation, guard
+from tsunax._dataflow import multiplied
 from tsunax._loss import Loss, as_loss, check_scalar
 from tsunax._loss_fn import LossFn, check_noted, noting
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
@@ -115,7 +116,7 @@ def objective_of(fn: LossFn, state: TrainState, batch, keywords) -> Callable:
     """`params -> (scaled mean loss, Loss)`."""
 
     def objective(params):
-        loss = fn(*seen_by(state, params, batch), keywords)
+        loss = fn(*seen_by(fn, state, params, batch, keywords), keywords)
         mean = loss.compute()
         if state.loss_scale is not None:
             mean = mean.astype(jnp.float32) * state.loss_scale.scale
@@ -128,11 +129,14 @@ def _together(trained, overwritten):
     return trained if overwritten is None else _tree.merge(trained, overwritten)
 
 
-def seen_by(state: TrainState, params, batch) -> tuple[Any, Any]:
+def seen_by(fn: LossFn, state: TrainState, params, batch, keywords, train=True) -> tuple[Any, Any]:
     """What a loss function sees of params and batch."""
     policy = state.plan.precision
-    params = _place.collected(in_precision(state, params))
-    return params, batch if policy is None else policy.batch_to_compute(batch)
+    params = _place.collected(in_precision(state, params, train=train))
+    if policy is None:
+        return params, batch
+    inputs = lambda batch: multiplied(lambda *given: fn(*given, keywords), params, batch)
+    return params, policy.batch_to_compute(batch, train, inputs)
 
 
 def _unscaled(state: TrainState, grads):
