@@ -524,7 +524,8 @@ STATE = [
         "state.params['encoder']['bias']", "a deleted array", compiles=True,
     ),
     row(
-        89, "batch of it", lambda: step(lambda p, b: jnp.sum(b["x"]), batch={"x": donated().params["head"]["bias"]}), StateError,
+        89, "batch of it",
+        lambda: step(lambda p, b: jnp.sum(b["x"] * p["head"]["bias"]), batch={"x": donated().params["head"]["bias"]}), StateError,
         "batch['x']", "a deleted array", compiles=True,
     ),
     row(90, "other grads", lambda: ts.update(good(), other_model()), StateError, "grads['encoder']['bias']", "nothing", "float32[3]"),

@@ -87,7 +87,7 @@ def test_it_has_an_axis_of_members_in_a_population():
 def test_frozen_leaves_and_rejected_steps_keep_it():
     state = ts.freeze(start(), "b")
     bad = X * np.nan
-    after, info = jax.jit(moved)(state, bad)
+    _, info = jax.jit(moved)(state, bad)
     assert not bool(info.applied)
     kept, _ = ts.train_step(STEP.loss_fn, donate=False)(state, bad)
     assert_trees_equal(kept.lag, state.lag)

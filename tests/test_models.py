@@ -536,7 +536,7 @@ def test_linen_flags_streams_and_further_inputs():
     (seen, keys), _ = named.apply(params["params"], 1.0, train=True, key=key, deterministic="given")
     assert seen == ("given", True, 1.0)
     assert len(keys) == 2 and (jax.random.key_data(keys[0]) != jax.random.key_data(keys[1])).any()
-    (_, one), _ = models.linen(Modes(), params, rngs="a").apply(params["params"], 1.0, key=key)
+    (_, one), _ = models.linen(Modes(), params, rngs="a").apply(params["params"], 1.0, key=key, train=False)
     _, by_hand = Modes().apply(params, 1.0, rngs={"a": key})
     assert_trees_equal(one, by_hand)
 

@@ -16,6 +16,7 @@ from flax import linen, nnx
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
+from tsunax.errors import LossError
 
 ROWS, FEATURES, MOMENTUM, EPS = 64, 3, 0.9, 1e-5
 KEY = jax.random.key(7)
@@ -273,3 +274,27 @@ def test_how_to_stop_the_statistics(library):
         assert float(info.grad_norm) > 0
     # fresh statistics are 0 and 1
     assert_trees_close(info.metrics["out"], make_batch() / np.sqrt(1 + EPS), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen", "raw"])
+def test_a_key_without_train_is_an_error(kind):
+    """Dropout would be off in training: the mode is False unless it is handed on."""
+    x = jnp.ones((4, FEATURES))
+    if kind == "linen":
+        net = LinenNet(0.5)
+        model = ts.models.linen(net, net.init(jax.random.key(0), x, train=False))
+    elif kind == "nnx":
+        layers = nnx.Linear(FEATURES, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        model = ts.models.nnx(nnx.Sequential(*layers))
+    else:
+        model = ts.models.raw(lambda params, x, key, train: x @ params, jnp.ones(FEATURES))
+    apply = functools.partial(model.apply, model.params, x, model_state=model.model_state)
+    with pytest.raises(LossError, match=r"train at Model.apply\(\): got a key without it.*Name `train` in loss_fn"):
+        apply(key=KEY)
+    for given in (dict(key=KEY, train=True), dict(key=KEY, train=False), dict(train=False), {}):
+        apply(**given)
+
+
+def test_a_key_alone_is_enough_for_a_function_without_modes():
+    model = ts.models.raw(lambda params, x, key: x * params + jax.random.normal(key, x.shape), jnp.ones(FEATURES))
+    model.apply(model.params, jnp.ones(FEATURES), key=KEY)

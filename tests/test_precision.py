@@ -37,7 +37,7 @@ def test_the_loss_function_sees_the_policy_and_nobody_else(dtype):
     seen = {}
 
     def fn(params, batch, model_state, train):
-        kinds = {"w": params["w"], "n": params["n"], "x": batch["x"], "y": batch["y"], "m": model_state["m"]}
+        kinds = {"w": params["w"], "n": params["n"], **batch, "m": model_state["m"]}
         seen[train] = {name: str(x.dtype) for name, x in kinds.items()}
         return ts.Loss.mean(jnp.square(batch["x"] @ params["w"]).sum(-1), model_state={"m": model_state["m"] + 1})
 
@@ -45,9 +45,75 @@ def test_the_loss_function_sees_the_policy_and_nobody_else(dtype):
     batch = {"x": X, "y": np.arange(8)}
     after, info = ts.train_step(fn, donate=False)(state, batch)
     ts.eval_step(fn)(state, batch)
-    assert seen[True] == seen[False] == {"w": dtype, "n": "int32", "x": dtype, "y": "int32", "m": "float32"}
+    assert seen[True] == {"w": dtype, "n": "int32", "x": dtype, "y": "int32", "m": "float32"}
+    assert seen[False] == seen[True] | {"w": "float32", "x": "float32"}
     assert {str(x.dtype) for x in (after.params["w"], after.average.params["w"], after.model_state["m"])} == {"float32"}
     assert {str(x.dtype) for x in (info.loss, info.grad_norm, info.update_norm)} == {"float32"}
+
+
+def regression(model):
+    def fn(params, batch):
+        errors = (model(params, batch["x"]) - batch["y"]) ** 2
+        SEEN.update({name: str(x.dtype) for name, x in {**batch, "w": params["w"]}.items()})
+        return ts.Loss.mean(errors, batch["weight"])
+
+    return fn
+
+
+SEEN: dict[str, str] = {}
+W = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
+
+
+def convolution(params, x):
+    return jax.lax.conv(x[:, None], params["w"][None, None], (1,), "VALID").sum((1, 2))
+
+
+def recurrent(params, x):
+    """The products are in the body of a scan, and all that happens before is in the way."""
+    read = lambda h, row: (jnp.tanh(h + row @ params["w"][:1]), None)
+    rows = (jnp.where(x > 0, x, 0) / 2).T[..., None]
+    return jax.lax.scan(jax.checkpoint(read), jnp.zeros(len(x), params["w"].dtype), rows)[0]
+
+
+MODELS = {
+    "product": lambda params, x: x @ params["w"],
+    "rows": lambda params, x: jax.vmap(jax.jit(jnp.dot), (0, None))(x, params["w"]),
+    "convolution": convolution,
+    "recurrent": recurrent,
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_are_cast_and_targets_and_weights_are_not(name, accumulate):
+    """Targets near 1000 are multiples of 4 in bfloat16."""
+    state = ts.setup(ts.rules.sgd(0.1), {"w": W}, precision="bfloat16")
+    batch = {"x": X, "y": X @ W + 1000, "weight": np.linspace(1, 2, 8, dtype=np.float32)}
+    step = ts.train_step(regression(MODELS[name]), accumulate=accumulate)
+    step.lower(state, batch)
+    assert SEEN == {"w": "bfloat16", "x": "bfloat16", "y": "float32", "weight": "float32"}
+    lines = str(step.trace(state, batch).jaxpr).splitlines()
+    dots = [line for line in lines if "dot_general[" in line or "conv_g" in line]
+    assert dots and all(":bf16" in line for line in dots)
+
+
+def test_an_evaluation_is_exact_unless_it_is_asked_to_be_fast():
+    """A perfect fit of targets near 1000; and a fit in bfloat16 looked at in bfloat16."""
+    fn = regression(lambda params, x: x @ params["w"] + params["b"])
+    batch = {"x": X, "y": X @ W + np.float32(1000.3), "weight": np.ones(8, np.float32)}
+    params = {"b": np.float32(1000.3), "w": W}
+    start = lambda precision: ts.setup(ts.rules.sgd(0.1), params, precision=precision)
+    exact = float(ts.eval_step(fn)(start(None), batch).compute())
+    assert exact < 1e-8
+    for precision in ("bfloat16", "float16"):
+        assert float(ts.eval_step(fn)(start(precision), batch).compute()) == exact
+        assert set(SEEN.values()) == {"float32"}
+    fast = Policy(compute="bfloat16", evaluate="bfloat16")
+    assert float(ts.eval_step(fn)(start(fast), batch).compute()) > 0.01
+    assert SEEN == {"w": "bfloat16", "x": "bfloat16", "y": "float32", "weight": "float32"}
+    everything = Policy(compute="bfloat16", evaluate="bfloat16", batch="**")
+    ts.eval_step(fn)(start(everything), batch)
+    assert set(SEEN.values()) == {"bfloat16"}
 
 
 def test_the_batch_may_be_narrowed():
@@ -121,6 +187,59 @@ def test_complex_params_are_not_rounded_and_keep_their_imaginary_part():
     state, _ = ts.update(state, {"w": jnp.ones(2, jnp.bfloat16), "c": jnp.full(2, 1j, jnp.complex64)})
     np.testing.assert_allclose(state.params["c"], np.full(2, 1 + 0.9j), rtol=1e-6)
     assert state.params["c"].dtype == jnp.complex64 and state.params["w"].dtype == jnp.bfloat16
+
+
+# --------------------------------------------------------------------------------------------------- complex params
+
+ZEROS, GOAL = {"z": np.zeros(2, np.complex64)}, np.array([1 + 2j, -3j], np.complex64)
+
+
+def distance(params, batch):
+    return jnp.mean(jnp.sum(jnp.abs(params["z"][None] - batch) ** 2, -1))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_a_step_of_complex_params_is_steepest_descent(accumulate, scale):
+    """The minimum of `|z - goal|²` is one step of rate 1/2 away; JAX's own gradient leads to the goal's conjugate."""
+    state, batch = ts.setup(ts.rules.sgd(0.5), ZEROS, loss_scale=scale), np.stack([GOAL, GOAL])
+    at = {"z": jnp.full(2, 1j, jnp.complex64)}
+    _, grads = ts.value_and_grad(distance, accumulate=accumulate)(state, batch, at=at)
+    np.testing.assert_allclose(grads["z"], 2 * (1j - GOAL), rtol=1e-6)
+    state, info = ts.train_step(distance, accumulate=accumulate)(state, batch)
+    np.testing.assert_allclose(state.params["z"], GOAL, rtol=1e-6)
+    np.testing.assert_allclose(info.grad_norm, 2 * np.linalg.norm(GOAL), rtol=1e-6)
+
+
+def test_a_line_search_over_complex_params_goes_downhill():
+    """optax compares the slope with JAX's own gradient: with another one a step of 1, to and fro, is taken for good."""
+    search = optax.scale_by_backtracking_linesearch(20, store_grad=True)
+    state = ts.setup(optax.chain(optax.sgd(1.0), search), {"z": np.zeros(1, np.complex64)})
+    step, batch = ts.train_step(distance), np.full((1, 1), -3j, np.complex64)
+    for _ in range(8):
+        state, _ = step(state, batch)
+    np.testing.assert_allclose(state.params["z"], [-3j], atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "rule"),
+    [
+        (lambda p: 0.1 * ts.regularize.l2(p), ts.rules.weight_decay(0.1)),
+        (lambda p: 0.1 * ts.regularize.l1(p), ts.rules.sign_decay(0.1)),
+    ],
+)
+def test_penalties_on_complex_params_are_their_decay(penalty, rule):
+    params = {"z": np.array([3 + 4j, -1j, 0], np.complex64)}
+    nothing = lambda params, batch: jnp.mean(jnp.abs(params["z"] - params["z"]))
+    by_rule, _ = ts.train_step(nothing)(ts.setup(ts.rules.chain(rule, ts.rules.sgd(0.5)), params), jnp.ones(1))
+    by_loss, _ = ts.train_step(lambda p, batch: penalty(p))(ts.setup(ts.rules.sgd(0.5), params), jnp.ones(1))
+    assert_trees_close(by_loss.params, by_rule.params, rtol=1e-6, atol=1e-6)
+    assert (np.abs(by_loss.params["z"][:2]) < np.abs(params["z"][:2])).all()
+
+
+def test_gradients_given_to_update_are_used_as_they_are():
+    state, _ = ts.update(ts.setup(ts.rules.sgd(1.0), ZEROS), {"z": jnp.asarray(GOAL)})
+    np.testing.assert_array_equal(state.params["z"], -GOAL)
 
 
 def test_masters_stay_true_when_params_are_replaced_and_frozen_ones_stay():

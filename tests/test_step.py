@@ -229,6 +229,27 @@ def test_extra_is_neither_differentiated_nor_donated():
     assert_trees_equal(teacher, make_params(7))
 
 
+IGNORING = {
+    "no params": lambda params, x: jnp.mean(x),
+    "no trained ones": lambda params, x: jnp.mean(x @ params["kept"]),
+    "stopped": lambda params, x: jnp.mean(x @ jax.lax.stop_gradient(params["w"])),
+    "rounded": lambda params, x: jnp.mean(jnp.argmax(x @ params["w"], -1).astype(jnp.float32)),
+    "a Loss": lambda params, x: ts.Loss.mean(x[:, 0], metrics={"w": params["w"].sum()}),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"remat": True}], ids=str)
+@pytest.mark.parametrize("name", IGNORING)
+def test_a_loss_that_no_trained_leaf_moves_is_an_error(name, options):
+    params = {"w": jnp.ones((2, 3)), "kept": jnp.ones(2), "unused": jnp.ones(1)}
+    state = ts.setup(ts.rules.sgd(0.1), params, trainable=["w", "unused"])
+    with pytest.raises(LossError, match=r"loss at <lambda>\(params, x\): got one that does not depend on any trained"):
+        ts.train_step(IGNORING[name], donate=False, **options)(state, jnp.ones((4, 2)))
+    moved = lambda params, x: jnp.mean(x @ params["w"])  # an unused leaf is fine
+    ts.train_step(moved, donate=False, **options)(state, jnp.ones((4, 2)))
+    ts.eval_step(IGNORING[name])(state, jnp.ones((4, 2)))
+
+
 # --------------------------------------------------------------------------------------------------- Loss, info
 
 

@@ -75,7 +75,7 @@ class LossFn:
         if state.model_state is not None:
             offered["model_state"] = state.model_state
         if state.average is not None and "ema" in self.names:
-            offered["ema"] = in_precision(state, averaged_params(state, "loss_fn"))
+            offered["ema"] = in_precision(state, averaged_params(state, "loss_fn"), train=train)
         out = dict(extra) if self.takes_any else {}
         for name in self.names:
             if name == "mask" and "mask" not in extra:
@@ -126,6 +126,32 @@ class LossFn:
                 raise LossError(f"{found} Return ts.Loss.mean(values) or ts.Loss(total, weight).")
             rows = 1
         return as_loss(out, rows)
+
+
+def noting(mean, found: list):
+    """`mean` as it is. Its differentiation adds to `found` if it depends on what it is differentiated by."""
+
+    @jax.custom_jvp
+    def same(x):
+        return x
+
+    def rule(primals, tangents):
+        (x,), (t,) = primals, tangents
+        if isinstance(t, jax.custom_derivatives.SymbolicZero):
+            return x, jnp.zeros_like(x)
+        found.append(True)
+        return x, t
+
+    same.defjvp(rule, symbolic_zeros=True)
+    return same(mean)
+
+
+def check_noted(found: list, fn: LossFn) -> None:
+    """Raise LossError for a loss that no trained leaf moves: its gradient is zero, whatever the batch."""
+    if not found:
+        got, expected = "one that does not depend on any trained leaf of params", "one that does"
+        fix = "Compute it from the params that loss_fn is given, without stop_gradient, argmax or rounding."
+        raise LossError(message("loss", _tree.describe_call(fn.fn), got, expected, fix))
 
 
 def _weighed(out, weight):

@@ -48,9 +48,9 @@ def judge(loss, grad_norm, calls, opt_state, update_norm=None):
         n = len(report.whats)
         verdict = jnp.minimum(verdict, jnp.min(_found(report.values, np.arange(place, place + n)), initial=LIMIT))
         place += n
-    for place, value in ((1, loss), (2, grad_norm), (place, update_norm)):
+    for i, value in ((1, loss), (2, grad_norm), (place, update_norm)):
         if value is not None:
-            verdict = jnp.minimum(verdict, _found(value, place))
+            verdict = jnp.minimum(verdict, _found(value, i))
     return jnp.where(verdict == LIMIT, 0, verdict)
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from tsunax import _tree, _where
-from tsunax.errors import MissingLibraryError, ParamsError, StateError, WrongTypeError, message
+from tsunax.errors import LossError, MissingLibraryError, ParamsError, StateError, WrongTypeError, message
 from tsunax.state import TrainState, check_state, own
 
 __all__ = ["Model", "equinox", "haiku", "linen", "nnx", "raw"]
@@ -30,8 +30,9 @@ class Model:
     """A model in parts; made by `nnx`, `linen`, `equinox`, `haiku` and `raw`.
 
     `apply(params, *x, model_state=None, key=None, train=False, **named)` gives `(out, model_state)`. It is pure: in
-    train mode dropout draws from `key` and batch statistics move; in eval mode neither. `named` goes to the model as
-    it is. `build(state)` gives the library's own model in eval mode, with copies of the state's parameters.
+    train mode dropout draws from `key` and batch statistics move; in eval mode neither. A `key` without `train` is an
+    error if the model has two modes: dropout would be off without a word. `named` goes to the model as it is.
+    `build(state)` gives the library's own model in eval mode, with copies of the state's parameters.
     """
 
     params: Any
@@ -40,7 +41,7 @@ class Model:
     build: Callable
 
 
-def _model(params, model_state, call: Callable, assemble: Callable) -> Model:
+def _model(params, model_state, call: Callable, assemble: Callable, *, has_modes: bool = True) -> Model:
     """From `call(params, model_state, key, train, x, named)` and `assemble(params, model_state)`."""
     if not jax.tree.leaves(params):
         raise _tree.no_parameters("params", params)
@@ -54,8 +55,11 @@ def _model(params, model_state, call: Callable, assemble: Callable) -> Model:
             raise StateError(message("model_state", where, "None", "what the model carries", fix))
         return jax.tree.map(lambda x: x, model_state)  # containers of its own: equinox invalidates what it is given
 
-    def apply(params, *x, model_state=None, key=None, train=False, **named):
-        out, new = call(params, carried(model_state, "Model.apply()"), key, train, x, named)
+    def apply(params, *x, model_state=None, key=None, train=None, **named):
+        if key is not None and train is None and has_modes and named.keys().isdisjoint(_ON + _OFF):
+            fix = "Name `train` in loss_fn and hand it on: dropout is off without it."
+            raise LossError(message("train", "Model.apply()", "a key without it", "True or False", fix))
+        out, new = call(params, carried(model_state, "Model.apply()"), key, bool(train), x, named)
         return out, new if nothing is None else model_state
 
     def build(state: TrainState):
@@ -216,7 +220,7 @@ def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> M
         return module.apply(all_of(params, model_state), *x, **given, **modes(train) | named)
 
     bound = lambda params, model_state: module.bind(all_of(params, model_state))
-    return _model(params, others, call, bound)
+    return _model(params, others, call, bound, has_modes=bool(modes(True)))
 
 
 def equinox(module, state=None, *, vmap: bool = False, axis_name: str = "batch") -> Model:
@@ -280,7 +284,8 @@ def haiku(transformed, params, state=None, *, flag: str | None = None) -> Model:
         out = transformed.apply(params, *given, *x, **modes(train) | named)
         return out if stateful else (out, None)
 
-    return _model(params, state if state is not None else {}, call, _closed(call))
+    carried = state if state is not None else {}
+    return _model(params, carried, call, _closed(call), has_modes=bool(modes(True)))
 
 
 def raw(fn, params, model_state=None) -> Model:
@@ -307,7 +312,8 @@ def raw(fn, params, model_state=None) -> Model:
         out = fn(params, *x, **{name: value for name, value in offered.items() if name in names}, **named)
         return out if "model_state" in names else (out, None)
 
-    return _model(params, {} if model_state is None else model_state, call, _closed(call))
+    carried = {} if model_state is None else model_state
+    return _model(params, carried, call, _closed(call), has_modes="train" in names)
 
 
 def _closed(call: Callable) -> Callable:

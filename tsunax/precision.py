@@ -1,13 +1,15 @@
 """Which numbers are computed in which dtype, and how float16 gradients are kept in range.
 
-Parameters, optimizer state, norms, losses and averages stay float32; a policy says what the loss function sees. It
-is part of the state, so that training and evaluation agree.
+Parameters, optimizer state, norms, losses and averages stay float32. A policy, part of the state, says
+what the loss function sees: params and the inputs of the model in `compute`, targets and weights as
+they are, and in an evaluation all in float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +32,17 @@ class Policy:
     """
 
     param: str = "float32"  # how parameters are stored; below float32 they get a float32 master copy
-    compute: str = "float32"  # what loss_fn sees: params, and the float leaves of the batch
+    compute: str = "float32"  # what loss_fn sees in training: params, and the inputs of the model
+    evaluate: str | None = None  # the same in an evaluation; None: `compute`, but at least float32
     output: str = "float32"  # for `to_output`, which a model's last line may call
-    batch: Any = "**"  # which leaves of the batch are cast: a pattern over its paths
+    batch: Any = None  # which leaves are inputs: a pattern over their paths; None: see `multiplied`
     rounding: str = "nearest"  # "stochastic": params of bfloat16 without a master copy, unbiased
 
     def __post_init__(self):
-        for name in ("param", "compute", "output"):
+        for name in ("param", "compute", "evaluate", "output"):
             value = getattr(self, name)
+            if name == "evaluate" and value is None:
+                value = self.compute if jnp.dtype(self.compute).itemsize >= 4 else "float32"
             try:
                 known = value is not None and jnp.dtype(value).name in DTYPES
             except TypeError:
@@ -59,7 +64,8 @@ class Policy:
             expected = "a pattern, a list of them, or a predicate f(path, leaf)"
             fix = "Policies are compared: trees of bools cannot be."
             raise WrongTypeError(message("batch", "Policy()", _tree.describe(self.batch), expected, fix)) from None
-        _where.compile_where(self._batch)
+        if self.batch is not None:
+            _where.compile_where(self._batch)
 
     def to_param(self, tree):
         return cast(tree, self.param)
@@ -70,11 +76,23 @@ class Policy:
     def to_output(self, tree):
         return cast(tree, self.output)
 
-    def batch_to_compute(self, batch):
-        """The batch with its float leaves, of those that `batch` matches, in the compute dtype."""
-        leaves, treedef = jax.tree.flatten(batch)
-        flags = _where.select(self._batch, batch) if leaves else ()
-        return treedef.unflatten([cast(x, self.compute) if on else x for x, on in zip(leaves, flags, strict=True)])
+    def seen(self, train: bool) -> str:
+        """The dtype in which the loss function sees params and inputs."""
+        return self.compute if train else self.evaluate  # type: ignore[return-value]
+
+    def batch_to_compute(self, batch, train: bool, inputs: Callable[[Any], Sequence[bool]]):
+        """The batch with its inputs in the dtype of `seen`, and all other leaves as they are.
+
+        Inputs are the float leaves that `batch` matches; by default those of `inputs(batch)`, which
+        is given a batch with all float leaves cast, and called only if a leaf has another dtype.
+        """
+        low = cast(batch, self.seen(train))
+        pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(low), strict=True))
+        if all(_tree.dtype_of(x) == _tree.dtype_of(y) for x, y in pairs):
+            return batch
+        flags = inputs(low) if self.batch is None else _where.select(self._batch, batch)
+        leaves = [y if on else x for (x, y), on in zip(pairs, flags, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
     @property
     def _batch(self):
@@ -113,6 +131,15 @@ def cast(tree, dtype):
 def cast_like(tree, like):
     """Each leaf in the dtype of its place in `like`."""
     return jax.tree.map(lambda x, y: jnp.asarray(x, _tree.dtype_of(y)), tree, like)
+
+
+def conjugated(grads):
+    """JAX's gradients as directions of steepest ascent, and back: they differ in complex leaves.
+
+    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`. Steepest ascent is `∂f/∂x + i ∂f/∂y`.
+    """
+    is_complex = lambda g: jnp.issubdtype(_tree.dtype_of(g), jnp.complexfloating)
+    return jax.tree.map(lambda g: jnp.conj(g) if is_complex(g) else g, grads)
 
 
 def round_stochastically(tree, key):

@@ -329,7 +329,8 @@ class TrainStep:
         """What is wrong with the labels in a batch, as far as class losses of ours see them outside of a program."""
         fn = LossFn.of(self.loss_fn)
         with losses.faults() as found, contextlib.suppress(Exception):
-            fn(*seen_by(state, state.params, batch), fn.keywords(state, batch, extra, train=True))
+            keywords = fn.keywords(state, batch, extra, train=True)
+            fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
         return next(iter(found), "")
 
     @functools.cached_property
@@ -409,7 +410,8 @@ def train_step(
 
     `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host arrays.
 
-    Raises, before anything is compiled: WrongTypeError, LossError (what loss_fn returned, raised or asks for).
+    Raises, before anything is compiled: WrongTypeError, LossError (what loss_fn returned, raised or asks for; a loss
+    that does not depend on what is trained).
     When called: StateError for a donated state, NonFiniteError under "raise" (not where the state is traced: nothing
     can wait there, and the step is skipped; nor while a dynamic loss scale is still coming down).
 
@@ -451,7 +453,8 @@ class EvalStep:
 
     def _one(self, state: TrainState, batch, extra) -> Loss:
         keywords = self._fn.keywords(state, batch, extra, train=False)
-        loss = self._fn(*seen_by(state, state.params, batch), keywords, merges=True)
+        seen = seen_by(self._fn, state, state.params, batch, keywords, train=False)
+        loss = self._fn(*seen, keywords, merges=True)
         if axes := _axes.around(self._axes, "eval_step()"):
             loss = accumulation.loss_over_devices(loss, axes)
         return dataclasses.replace(loss, model_state=None)
@@ -510,7 +513,8 @@ def refresh(loss_fn: Callable) -> Callable:
 
     @jax.jit
     def run(state: TrainState, batch, extra) -> TrainState:
-        loss = fn(*seen_by(state, state.params, batch), fn.keywords(state, batch, extra, train=True))
+        keywords = fn.keywords(state, batch, extra, train=True)
+        loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
         if loss.model_state is None:
             raise LossError(message("model_state", "refresh()", "None", "ts.Loss.mean(values, model_state=...)"))
         _checks.check_like("model_state", loss.model_state, state.model_state, "A step keeps its structure.")

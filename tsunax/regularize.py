@@ -2,7 +2,8 @@
 
 Each is a plain function of the params, over the leaves that a pattern selects, without its factor:
 `loss + 1e-4 * l2(params)`. First in a chain, `ts.rules.weight_decay` and `ts.rules.sign_decay` put the same
-gradient behind the loss, without a penalty to compute and with a factor that is live.
+gradient behind the loss, without a penalty to compute and with a factor that is live. That holds for complex
+leaves too, whose gradient `ts.value_and_grad` conjugates.
 """
 
 from __future__ import annotations

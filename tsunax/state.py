@@ -321,12 +321,12 @@ def _average_of(state: TrainState, where: str):
     return cast_like(state.average.params, trained_part(state))
 
 
-def in_precision(state: TrainState, params):
+def in_precision(state: TrainState, params, *, train: bool = True):
     """What the loss function sees of params."""
     policy, plan = state.plan.precision, state.plan
     if policy is None:
         return params
-    low = policy.to_compute(params)
+    low = cast(params, policy.seen(train))
     return low if plan.overwritten is None else joined(_part(params, plan.overwritten), low, plan.overwritten)
 
 
@@ -360,7 +360,8 @@ def setup(
       freezable: make room for run-time freezing now, so that not even the first `freeze` compiles.
       ema: an average of the trained leaves that every applied step moves, for `averaged(state)`: a decay, or one of
         `averages.ema`, `polyak`, `swa`.
-      precision: what the loss function computes in, "bfloat16", "float16", "float32" or a `precision.Policy`.
+      precision: what the loss function computes in while training: "bfloat16", "float16", "float32" or
+        a `precision.Policy`. Targets stay as they are, and evaluations compute in float32.
       loss_scale: "dynamic", a number or a `precision.LossScale`; float16 has a dynamic one if none is given.
       device: a `jax.Device` or `Sharding` to put the state on; by default it stays where params are.
       copy: False hands the arrays over: the first step donates them, and your own references die.

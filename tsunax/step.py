@@ -22,11 +22,12 @@ import numpy as np
 import optax
 
 from tsunax import _axes, _checks, _hoist, _live, _place, _tree, _where, accumulation, choice, guard
+from tsunax._dataflow import multiplied
 from tsunax._loss import Loss, as_loss, check_scalar
-from tsunax._loss_fn import LossFn
+from tsunax._loss_fn import LossFn, check_noted, noting
 from tsunax._norms import global_norm
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
-from tsunax.precision import cast_like, round_stochastically
+from tsunax.precision import cast_like, conjugated, round_stochastically
 from tsunax.state import (
     TrainState,
     base,
@@ -53,9 +54,11 @@ def value_and_grad(
     In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that are trained, in
     the precision of the state, over `accumulate` micro-batches. `grads` has the structure of `trainable(state)`.
     `at=` evaluates at other trained parameters (SAM, line searches). The other arguments are those of `train_step`;
-    of the policies for what is not finite only "drop" is for this half.
+    of the policies for what is not finite only "drop" is for this half. Gradients of complex leaves are
+    conjugated, so that `z - rate * g` goes downhill, as in PyTorch: JAX's own do not.
 
-    Raises LossError, before anything is compiled, for a loss_fn that cannot be used; see `train_step`.
+    Raises LossError, before anything is compiled, for a loss_fn that cannot be used or that no trained leaf moves;
+    see `train_step`.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
@@ -87,10 +90,15 @@ def gradient_of(
         here, scales = _axes.vary((now if at is None else at, overwritten_part(state)), axes)
 
         def gradient(batch, keywords):
-            objective = objective_of(fn, state, batch, keywords)
-            full = lambda trained, scales: with_overwritten(state, with_rest(state, trained), scales)
-            of_parts = checkpoint(lambda trained, scales: objective(full(trained, scales)))
+            objective, found = objective_of(fn, state, batch, keywords), []
+
+            def of_parts(trained, scales):
+                mean, loss = objective(with_overwritten(state, with_rest(state, trained), scales))
+                return noting(mean, found), loss
+
+            of_parts = checkpoint(of_parts)
             (_, loss), (grads, new) = jax.value_and_grad(of_parts, argnums=(0, 1), has_aux=True)(here, scales)
+            check_noted(found, fn)
             # jax.checkpoint hands constants out in a class of its own (jax 0.7)
             loss = jax.tree.map(lambda x: x if _tree.is_array(x) else np.asarray(x, _tree.dtype_of(x)), loss)
             return dataclasses.replace(loss, overwritten=new), grads
@@ -102,7 +110,7 @@ def gradient_of(
             loss, grads = run(gradient, accumulate, batch, keywords, base(state), scales)
         if axes:
             loss, grads = accumulation.over_devices(loss, grads, axes)
-        return loss, _unscaled(state, grads)
+        return loss, conjugated(_unscaled(state, grads))
 
     return f
 
@@ -111,7 +119,7 @@ def objective_of(fn: LossFn, state: TrainState, batch, keywords) -> Callable:
     """`params -> (scaled mean loss, Loss)`."""
 
     def objective(params):
-        loss = fn(*seen_by(state, params, batch), keywords)
+        loss = fn(*seen_by(fn, state, params, batch, keywords), keywords)
         mean = loss.compute()
         if state.loss_scale is not None:
             mean = mean.astype(jnp.float32) * state.loss_scale.scale
@@ -120,11 +128,14 @@ def objective_of(fn: LossFn, state: TrainState, batch, keywords) -> Callable:
     return objective
 
 
-def seen_by(state: TrainState, params, batch) -> tuple[Any, Any]:
+def seen_by(fn: LossFn, state: TrainState, params, batch, keywords, train=True) -> tuple[Any, Any]:
     """What a loss function sees of params and batch."""
     policy = state.plan.precision
-    params = _place.collected(in_precision(state, params))
-    return params, batch if policy is None else policy.batch_to_compute(batch)
+    params = _place.collected(in_precision(state, params, train=train))
+    if policy is None:
+        return params, batch
+    inputs = lambda batch: multiplied(lambda *given: fn(*given, keywords), params, batch)
+    return params, policy.batch_to_compute(batch, train, inputs)
 
 
 def _unscaled(state: TrainState, grads):
@@ -182,7 +193,8 @@ def update(
     `params = optax.apply_updates(params, updates)`. Pure: call it inside your own jit.
 
     Args:
-      grads: of the structure of `trainable(state)`, or of the full tree.
+      grads: of the structure of `trainable(state)`, or of the full tree. They are used as they are:
+        `value_and_grad` conjugates those of complex leaves, `jax.grad` does not.
       loss: the `Loss` or scalar that they are the gradient of: part of the verdict, and `value` for the rules
         that ask for it.
       model_state: what replaces `state.model_state` if the step is applied; by default the one in `loss`.
@@ -367,7 +379,8 @@ def _ruled(state: TrainState, grads, value, weight, extra) -> tuple[Any, Any]:
     """What the rule makes of the gradients. Raises RuleError for one that wants the loss, or returns other shapes."""
     params = base(state)
     grads = grads if params is trained_part(state) else cast_like(grads, params)
-    given = {"grad": grads, "step": state.step, "weight": weight}
+    # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
+    given = {"grad": conjugated(grads), "step": state.step, "weight": weight}
     given |= ({} if value is None else {"value": value}) | extra
     opt_state = _hoist.lower(state.opt_state, state.numbers, state.step)
     try:

@@ -1,0 +1,107 @@
+"""What reaches what in a traced function: facts about its arguments, carried through its jaxpr to its results.
+
+An analysis is a value for "nothing is known", a `join` of two facts, and a rule `(equation, facts of its operands) ->
+facts of its results` for primitives. What stands here is the same for each analysis: inner programs (jit, checkpoint,
+custom derivatives, cond, scan, while), the last two until nothing changes any more. It computes no numbers, and knows
+nothing of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tsunax._blame import _called, _split
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Facts are compared with `==`; joining must end, so they may only grow."""
+
+    nothing: Any  # of constants, and of what is made from them alone
+    join: Callable[[Any, Any], Any]
+    rule: Callable[[Any, Sequence[Any]], Sequence[Any]]
+    one_of: Callable[[Any], Any] = lambda fact: fact  # of x[i], from that of x
+    all_of: Callable[[Any, Sequence[Any]], Any] = lambda fact, over: fact  # of a stack, made in a scan over these
+
+    def run(self, jaxpr: Any, given: Sequence[Any]) -> list[Any]:
+        """The facts of the results of an open jaxpr, from those of its arguments."""
+        known = dict(zip(jaxpr.invars, given, strict=True))
+        of = lambda v: self.nothing if hasattr(v, "val") else known.get(v, self.nothing)
+        for eqn in jaxpr.eqns:
+            known.update(zip(eqn.outvars, self._through(eqn, [of(v) for v in eqn.invars]), strict=True))
+        return [of(v) for v in jaxpr.outvars]
+
+    def _through(self, eqn: Any, given: list[Any]) -> Sequence[Any]:
+        name = eqn.primitive.name
+        if name == "scan":
+            fixed, carried = _split(eqn)
+            consts, carry, rows = given[:fixed], given[fixed : fixed + carried], given[fixed + carried :]
+            once = lambda carry: self.run(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *map(self.one_of, rows)])
+            carry, out = self._settled(once, carry)
+            return [*carry, *(self.all_of(x, rows) for x in out[carried:])]
+        if name == "while":
+            n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            body = eqn.params["body_jaxpr"].jaxpr
+            return self._settled(lambda carry: self.run(body, [*given[n : n + m], *carry]), given[n + m :])[0]
+        if name == "cond":
+            each = [self.run(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]]
+            return [self._joined(facts) for facts in zip(*each, strict=True)]
+        called = _called(eqn)
+        return self.rule(eqn, given) if called is None else self.run(called[0], given)
+
+    def _settled(self, once: Callable, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+        while True:
+            out = once(carry)
+            new = [self.join(a, b) for a, b in zip(carry, out[: len(carry)], strict=True)]
+            if new == carry:
+                return carry, out
+            carry = new
+
+    def _joined(self, facts: Sequence[Any]) -> Any:
+        found = self.nothing
+        for fact in facts:
+            found = self.join(found, fact)
+        return found
+
+
+def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
+    """Which leaves of the batch reach a matrix product or a convolution with params in `fn(params, batch)`.
+
+    Those are what a model reads. Targets, weights and masks meet its output only.
+
+    >>> loss = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+    >>> multiplied(loss, jnp.ones(3), {"x": jnp.ones((2, 3)), "y": jnp.ones(2)})
+    [True, False]
+    """
+    found = 0
+
+    def rule(eqn, given):
+        nonlocal found
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            for x, w in (given[:2], given[1::-1]):
+                # a product with params alone. With what was made of them and of the batch it may be a weighted mean;
+                # a convolution is none, and takes one dtype only
+                if w == 1 or (w & 1 and eqn.primitive.name != "dot_general"):
+                    found |= x & ~1
+        return [_union(given)] * len(eqn.outvars)
+
+    program = jax.make_jaxpr(fn)(params, batch)
+    size, n = len(jax.tree.leaves(params)), len(jax.tree.leaves(batch))
+    bits = [1] * size + [2 << i for i in range(n)]  # 1 is params, 2 << i leaf i of the batch
+    Analysis(0, int.__or__, rule).run(program.jaxpr, bits)
+    return [bool(found & (2 << i)) for i in range(n)]
+
+
+def _union(bits: Sequence[int]) -> int:
+    found = 0
+    for x in bits:
+        found |= x
+    return found
+
+
+__all__ = ["Analysis", "multiplied"]
