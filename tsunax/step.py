@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax import _axes, _checks, _hoist, _place, _tree, _where, accumulation, guard
+from tsunax import _axes, _checks, _hoist, _live, _place, _tree, _where, accumulation, guard
 from tsunax._loss import Loss, as_loss, check_scalar
 from tsunax._loss_fn import LossFn
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
@@ -354,14 +354,18 @@ def _without_frozen(grads, thawed):
 
 
 def _ruled(rule: Callable, grads, opt_state, params, given) -> tuple[Any, Any]:
-    """What the rule makes of the gradients. Raises RuleError for one that wants the loss, or returns other shapes."""
+    """What the rule makes of the gradients. Raises RuleError for an argument that it lacks, and for other shapes."""
+    given = {k: _live.accepting(x, given) if k in _live.SEARCHES and callable(x) else x for k, x in given.items()}
     try:
         updates, opt_state = rule(grads, opt_state, params, **given)
-    except TypeError as error:
-        if "value" in given or "'value" not in str(error):
+    except (TypeError, ValueError) as error:
+        if not (lacks := [name for name in _live.missing(error) if name not in given]):
             raise
-        fix = "Give update(state, grads, loss=loss); train_step gives it by itself."
-        raise RuleError(message("loss", "update()", "None", "the loss, which this rule asks for", fix)) from error
+        how = ["loss=loss" if name == "value" else f"{name}=..." for name in lacks]
+        fix = f"Give update(state, grads, {', '.join(how)})."
+        fix += " train_step gives it by itself." if {*lacks} <= {"value", *_live.SEARCHES} else ""
+        what = "loss" if "value" in lacks else lacks[0]
+        raise RuleError(message(what, "update()", "None", f"the {what}, which this rule asks for", fix)) from error
     for (path, u), p in zip(jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(params), strict=True):
         if np.shape(u) != np.shape(p):
             where = _tree.access_str("params", path)
