@@ -357,10 +357,11 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
     loss = lambda p, *_, **__: sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(p))
     extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
     extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
-    run = lambda g, s: rule.update(g, s, g, step=0, weight=1.0, value=0.0, grad=g, **extra)[0]
+    run = lambda g, s: rule.update(g, s, g, step=0, weight=1.0, value=0.0, grad=g, **extra)
     cause = None
     try:
-        updates = jax.eval_shape(run, params, jax.eval_shape(rule.init, params))
+        before = jax.eval_shape(rule.init, params)
+        updates, after = jax.eval_shape(run, params, before)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return  # not under jit, but by hand perhaps
     except Exception as error:
@@ -369,6 +370,8 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
         cause, name, got = error, _raised_by(error, rule), f"{told(error)} from its update"
     else:
         name, got = _name_of_update(rule.update), _unlike(updates, params)
+        if not got and (difference := _tree.first_difference(after, before, "opt_state")):
+            raise RuleError(f"optimizer state {difference}. The rule {name} changes it from call to call.")
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
         if not got and all(u.dtype == p.dtype for u, p in pairs if complex_):
             return
