@@ -960,6 +960,16 @@ def test_the_tools_of_optax_see_into_a_live_state():
     assert_trees_equal(optax.tree_utils.tree_get(beside, "nu"), FAR)
 
 
+def test_the_fields_of_optax_s_state_are_read_through_a_live_one():
+    rule = rules.reduce_on_plateau(patience=3)
+    _, state = rule.update(FAR, rule.init(FAR), FAR, value=1.0)
+    _, state = rule.update(FAR, state, FAR, value=1.0)
+    assert state.plateau_count == 1 and rules.adam(0.1).init(FAR)[0].count == 0
+    assert pickle.loads(pickle.dumps(state)).plateau_count == 1
+    with pytest.raises(AttributeError, match="plateau_counts"):
+        state.plateau_counts  # noqa: B018
+
+
 def test_states_of_equal_rules_differ_in_where_they_are_cut():
     """Structures compare without key paths; the numbers beside them do not."""
     a, b = (ts.setup(rules.sgd(0.1), {"x": jnp.ones(2), name: jnp.ones(2)}) for name in ("a", "y"))

@@ -70,6 +70,9 @@ PARITY = [
     ("warmup_exponential_decay_schedule",
      dict(init_value=0.2, peak_value=1.0, warmup_steps=10, transition_steps=7, decay_rate=0.8, transition_begin=4,
           staircase=True, end_value=0.5)),
+    ("warmup_cosine_decay_schedule",
+     dict(init_value=0.1, peak_value=0.0, warmup_steps=10, decay_steps=50, end_value=0.01)),
+    ("cosine_decay_schedule", dict(init_value=1.0, decay_steps=10**10)),
 ]  # fmt: skip
 
 

@@ -151,6 +151,15 @@ class LiveState:
         fields["table"], fields["inner"], fields["extra"], fields["count"] = table, inner, extra, count
         fields["live"], fields["cut"], fields["home"] = live, cut, home
 
+    def __getattr__(self, name: str):
+        """The fields of the optax state: `state.plateau_count`, as code that was written for that reads them."""
+        if name.startswith("_") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __getitem__(self, i):
+        return self.inner[i]
+
     @property
     def paths(self) -> tuple:
         return self.home.paths
