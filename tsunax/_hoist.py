@@ -34,6 +34,7 @@ class Layout:
     tables: tuple[int, ...]  # which leaves of `full` are tables
     clocks: tuple[int, ...]  # and which are clocks of schedules: in a TrainState its step
     names: tuple  # flat names, per live state and group
+    homes: tuple  # paths and own_clock per live state: two structures that differ there only are equal
 
     @functools.cached_property
     def skeleton(self):
@@ -109,7 +110,8 @@ def hoist(opt_state) -> tuple[Any, Numbers | None]:
         return opt_state, None
     clocks = _places(leaves, [s.count for s in lives if not s.own_clock])
     plain = jax.tree.structure(_plain(opt_state))
-    layout = interned(Layout(full, plain, tables, clocks, labels(opt_state)))
+    homes = tuple((s.paths, s.own_clock) for s in lives)
+    layout = interned(Layout(full, plain, tables, clocks, labels(opt_state), homes))
     rows = [leaves[i].reshape(*leaves[i].shape[:-2], -1) for i in tables]
     on_host = all(isinstance(row, np.ndarray) for row in rows)
     return _without(layout, leaves), Numbers((np if on_host else jnp).concatenate(rows, axis=-1), layout)

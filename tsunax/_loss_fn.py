@@ -28,7 +28,7 @@ _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
 # what the step gives to loss_fn or to the rule itself: no name for what a user gives
 _TAKEN = (
     *("model_state", "train", "step", "state", "params", "batch", "at", "grads", "loss", "on_nonfinite", "norms"),
-    *("weight", "value", "grad", "value_fn", "obj_fn", "updates", "outside", "flush"),
+    *("weight", "value", "grad", "value_fn", "obj_fn", "grad_fn", "updates", "outside", "flush"),
 )
 
 

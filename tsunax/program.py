@@ -11,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -159,11 +158,7 @@ def spread(rows, extra, home: _place.Home, *, whole: bool = False) -> tuple[Any,
 
 
 def _search(loss_fn, state: TrainState, batch, extra, axes) -> dict[str, Callable]:
-    """The loss at other trained parameters, under the names by which rules ask for it.
-
-    optax hands every extra argument that its line search does not know to this function, by the names of its
-    signature, and fails on the others: so it names them all and reads none.
-    """
+    """The loss at other trained parameters, and its gradient, under the names by which rules ask for them."""
     fn = LossFn.of(loss_fn)
     keywords = fn.keywords(state, batch, extra, train=True)
 
@@ -176,11 +171,7 @@ def _search(loss_fn, state: TrainState, batch, extra, axes) -> dict[str, Callabl
             params = guard.choose(thawed, params, trained_part(state))
         return objective_of(fn, state, batch, keywords)(with_rest(state, params))[1].compute()
 
-    names = ["step", "weight", "obj_fn", *extra]
-    keyword = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    value_fn.__signature__ = inspect.Signature([first, *keyword])  # type: ignore[attr-defined]
-    return {"value_fn": value_fn, "obj_fn": value_fn}
+    return {"value_fn": value_fn, "obj_fn": value_fn, "grad_fn": lambda params, _=None: jax.grad(value_fn)(params)}
 
 
 @jax.tree_util.register_static

@@ -406,8 +406,8 @@ def setup(
     params = joined(trained, params, plan.selected)
     seen = _seen(trained, masters, policy)
 
-    _check_complex(rule, seen)
     opt_state = _unalias(_start(rule, seen), (trained, masters))
+    _live.check_update(rule, seen)
     opt_state, numbers = _hoist.hoist(opt_state)
     place = functools.partial(beside, trained)
     words = np.zeros(-(-sum(flags) // 32), np.uint32) if freezable else None
@@ -568,36 +568,6 @@ def _start(rule, trained):
         raise
     except Exception as error:
         raise RuleError(message("rule", "setup()", told(error), "one that can start from these params")) from error
-
-
-def _some_loss(params, step=None):
-    return sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(params))
-
-
-def _check_complex(rule, trained) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(trained)[0]:
-        if not jnp.issubdtype(_tree.dtype_of(leaf), jnp.complexfloating):
-            continue
-        run = lambda g, s: rule.update(g, s, g, step=0, value=0.0, grad=g, value_fn=_some_loss)
-        try:
-            updates, _ = jax.eval_shape(run, trained, jax.eval_shape(rule.init, trained))
-        except Exception as error:
-            updates, cause = None, error
-        else:
-            cause = None
-        if updates is None or any(
-            u.dtype != p.dtype for u, p in zip(jax.tree.leaves(updates), jax.tree.leaves(trained), strict=True)
-        ):
-            raise RuleError(
-                message(
-                    "leaf",
-                    _tree.access_str("params", path),
-                    f"dtype {leaf.dtype}",
-                    "real numbers for this rule",
-                    "Wrap the rule: optax.contrib.split_real_and_imaginary(rule).",
-                )
-            ) from cause
-        return
 
 
 def _unalias(opt_state, params):

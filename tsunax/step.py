@@ -376,20 +376,24 @@ def _without_frozen(grads, thawed):
 
 
 def _ruled(state: TrainState, grads, value, weight, extra) -> tuple[Any, Any]:
-    """What the rule makes of the gradients. Raises RuleError for one that wants the loss, or returns other shapes."""
+    """What the rule makes of the gradients. Raises RuleError for an argument that it lacks, and for other shapes."""
     params = base(state)
     grads = grads if params is trained_part(state) else cast_like(grads, params)
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
     given = {"grad": conjugated(grads), "step": state.step, "weight": weight}
     given |= ({} if value is None else {"value": value}) | extra
+    given = {k: _live.accepting(x, given) if k in _live.SEARCHES and callable(x) else x for k, x in given.items()}
     opt_state = _hoist.lower(state.opt_state, state.numbers, state.step)
     try:
         updates, opt_state = state.plan.update(grads, opt_state, params, **given)
-    except TypeError as error:
-        if "value" in given or "'value" not in str(error):
+    except (TypeError, ValueError) as error:
+        if not (lacks := [name for name in _live.missing(error) if name not in given]):
             raise
-        fix = "Give update(state, grads, loss=loss); train_step gives it by itself."
-        raise RuleError(message("loss", "update()", "None", "the loss, which this rule asks for", fix)) from error
+        how = ["loss=loss" if name == "value" else f"{name}=..." for name in lacks]
+        fix = f"Give update(state, grads, {', '.join(how)})."
+        fix += " train_step gives it by itself." if {*lacks} <= {"value", *_live.SEARCHES} else ""
+        what = "loss" if "value" in lacks else lacks[0]
+        raise RuleError(message(what, "update()", "None", f"the {what}, which this rule asks for", fix)) from error
     for (path, u), p in zip(jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(params), strict=True):
         if np.shape(u) != np.shape(p):
             where = _tree.access_str("params", path)
@@ -459,15 +463,17 @@ def _recorded(old: TrainState, new: TrainState, verdict, emitted, loss: Loss) ->
 
 def _check_extra(state: TrainState, extra) -> None:
     """Raise for keywords of `update` that nothing reads: misspelled ones, and hyperparameters."""
-    names = [] if state.numbers is None else [name for name, _ in state.numbers.column_names()]
+    numbers, rule = state.numbers, state.plan.update
+    names = [] if numbers is None else [name for name, _ in numbers.column_names()]
+    takes = rule.takes if isinstance(rule, _live.PlainUpdate) else None  # None: any
     for name in extra:
         if name in names:
             fix = f"Set it before the step: state = ts.adjust(state, {name}=...)."
             raise StateError(message("keyword", "update()", repr(name), "no hyperparameter", fix))
-        near = difflib.get_close_matches(name, _KEYWORDS, 1, 0.75)
-        if name not in _FOR_RULES and (near or isinstance(state.plan.update, _live.PlainUpdate)):
-            fix = "This rule takes no further arguments." if not near else ""
-            raise StateError(_where.unknown("keyword", "update()", name, _KEYWORDS, fix))
+        if name in _FOR_RULES or name in (takes or ()):
+            continue
+        if takes is not None or difflib.get_close_matches(name, _KEYWORDS, 1, 0.75):
+            raise StateError(_where.unknown("keyword", "update()", name, [*_KEYWORDS, *(takes or ())]))
 
 
 _KEYWORDS = ("loss", "model_state", "on_nonfinite", "norms")
