@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import _alike, _checks, _feed, _fused, _place, _tree, display
+from tsunax._loss_fn import hide_own_frames
 from tsunax._options import Goal, Options, check_step, check_whole, options_of
 from tsunax._profile import Profile
 from tsunax._run import Fit, Run, form_of, step_of
@@ -245,6 +246,7 @@ def fit(
             fitting.rescue(error)
             fitting.bar.close(type(error).__name__)
             _with_state(error, run)
+            hide_own_frames(error)
             raise
         if smoke:
             fitting.feed.back()

@@ -50,7 +50,7 @@ def _model(params, model_state, call: Callable, assemble: Callable) -> Model:
     def carried(model_state, where):
         model_state = nothing if model_state is None else model_state
         if model_state is None:
-            fix = "Give setup(..., model_state=model.model_state), and hand it on in loss_fn."
+            fix = "Give setup(..., model_state=model.model_state), and add a model_state parameter to loss_fn."
             raise StateError(message("model_state", where, "None", "what the model carries", fix))
         return jax.tree.map(lambda x: x, model_state)  # containers of its own: equinox invalidates what it is given
 
@@ -168,7 +168,7 @@ def nnx(module, *, wrt=None) -> Model:
         _, _, after, _, rest = lib.split(net, wrt, lib.RngState, lib.Intermediate, ...)
         drawn = any(a is not b for a, b in zip(*map(jax.tree.leaves, (lib.to_pure_dict(after), rngs)), strict=True))
         if train and key is None and drawn:
-            fix = "Give setup(..., key=0), and hand the key on in loss_fn."
+            fix = "Add a key parameter to loss_fn, call model.apply(..., key=key), and give setup(..., key=0)."
             raise StateError(message("key", "Model.apply()", "None", "a key for the model's random streams", fix))
         return out, lib.to_pure_dict(rest)
 
