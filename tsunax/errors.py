@@ -5,8 +5,12 @@ that `except ts.errors.TsunaxError` and `except ValueError` both catch it. All m
 form that `message` makes: `<what> at <where>: got <got>, expected <expected>. <fix>`.
 """
 
+import contextlib
+import os
 import re
+import sys
 import textwrap
+import warnings
 from typing import Any
 
 __all__ = [
@@ -146,6 +150,17 @@ def told(error: BaseException) -> str:
 def remedy(error: BaseException) -> str:
     """The way out of an exception of JAX's that everybody meets."""
     return "For if use jnp.where or jax.lax.cond, for np use jnp." if _is_conversion(error) else ""
+
+
+_NOT_THE_USERS = os.path.join(os.path.dirname(__file__), ""), contextlib.__file__
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line outside of tsunax: the user's, however deep the call is."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def _is_conversion(error: BaseException) -> bool:

@@ -135,6 +135,7 @@ class History:
         self._steps = array("q")
         self._columns: dict[str, tuple[array, array]] = {}  # the rows that have it, and its values there
         self.marks: list[tuple[int, str, str]] = []
+        self._closing: tuple[int, tuple[str, ...]] = -1, ()  # the row of `close`: its step, and its names
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
         """Add a row; numbers of a step that is there already join its row, and the newer one of a name wins.
@@ -180,6 +181,25 @@ class History:
             at, column = self._columns.setdefault(name, (array("q"), array("d")))
             at.frombytes(rows)
             column.frombytes(np.asarray(values, np.float64).tobytes())
+
+    def close(self, row: Mapping[str, Any], step: int) -> None:
+        """`add` the row of the step at which a run ended, which no other run would have."""
+        self.add(row, step)
+        self._closing = step, tuple(row)
+
+    def reopen(self) -> None:
+        """Take that row back, since the run goes on: it then has the rows of an uninterrupted one."""
+        (step, names), self._closing = self._closing, (-1, ())
+        if not self._steps or self._steps[-1] != step:
+            return
+        at = len(self._steps) - 1
+        for name in names:
+            rows, values = self._columns[name]
+            if rows and rows[-1] == at:
+                del rows[-1], values[-1]
+        self._columns = {name: column for name, column in self._columns.items() if column[0]}
+        if all(rows[-1] != at for rows, _ in self._columns.values()):
+            self._steps.pop()
 
     def mark(self, name: str, step: int, text: str = "") -> None:
         """Note that something happened: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
@@ -248,7 +268,11 @@ class History:
         columns = [
             [name, np.array(rows, np.int64), np.array(v, np.float64)] for name, (rows, v) in self._columns.items()
         ]
-        return {"rows": {"step": self["step"], "columns": columns}, "marks": [list(mark) for mark in self.marks]}
+        return {
+            "rows": {"step": self["step"], "columns": columns},
+            "marks": [list(mark) for mark in self.marks],
+            "closing": [self._closing[0], list(self._closing[1])],
+        }
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> History:
@@ -259,6 +283,8 @@ class History:
             whole, real = np.asarray(rows, np.int64).tolist(), np.asarray(values, np.float64).tolist()
             history._columns[str(name)] = array("q", whole), array("d", real)
         history.marks = [(int(step), str(name), str(text)) for step, name, text in plain["marks"]]
+        step, names = plain.get("closing", (-1, ()))
+        history._closing = int(step), tuple(map(str, names))
         return history
 
     def __repr__(self) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,7 +27,7 @@ from tsunax._profile import Profile
 from tsunax._run import Fit, Run, form_of, step_of
 from tsunax._signals import Interrupt, in_notebook
 from tsunax.checkpoint import Checkpoints, Restored
-from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.errors import StateError, WrongTypeError, message, warn
 from tsunax.history import History
 from tsunax.hyper import hyperparams
 from tsunax.program import TrainStep
@@ -230,7 +229,7 @@ def fit(
         if goal.reached(run.step, fitting.feed.epoch):
             at = f"step {run.step}" if goal.steps else f"epoch {fitting.feed.epoch}"
             text = f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do"
-            warnings.warn(text, stacklevel=2)
+            warn(text)
             return run.state, run.history
         fitting.profile = Profile(profile)
         stack.callback(fitting.profile.close)
