@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _alike, _checks, _feed, _fused, _place, _tree, distributed, guard
+from tsunax import _alike, _checks, _feed, _fused, _place, _tree, display, distributed, guard
 from tsunax._members import members_of
 from tsunax._options import Options, is_bare, wants
 from tsunax._profile import Profile
@@ -476,7 +476,7 @@ class Fit:
         row = join(run.row if self.row_step == run.step else {}, found, "evaluate")
         self.add({name: row[name] for name in found}, run.step)
         run.history.mark("evaluate", run.step)
-        self.bar.note(f"step {run.step}: " + ", ".join(f"{name} {x:.6g}" for name, x in found.items()))
+        self.bar.note(f"step {run.step}: " + ", ".join(display.summary(found, "{:.6g}".format)))
 
     def call_back(self, name: str, callback) -> None:
         run = self.run

@@ -19,7 +19,7 @@ import numpy as np
 from tsunax import _tree, _where
 from tsunax.errors import MissingLibraryError, RowError, WrongTypeError, message
 
-__all__ = ["History", "check_names", "check_row", "join"]
+__all__ = ["History", "check_names", "check_row", "families", "join"]
 
 _LONGEST = 200  # characters of a name: more is no name, and what some file systems and databases refuse
 
@@ -106,6 +106,27 @@ def join(row: Mapping[str, float], new: Mapping[str, Any], where: str) -> dict[s
             fix = "Rename one of the two: a row has one number of a name."
             raise RowError(message(repr(name), where, "a name that the row has", "a name of its own", fix))
     return {**row, **checked}
+
+
+_MANY = 4  # numbers of one kind are told as one from here on
+
+
+def families(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names by kind: `loss/0`, `loss/1`, ... of a population's members, or of classes, are one if they are many.
+
+    >>> families(["loss/0", "loss/1", "loss/2", "loss/3", "epoch", "top/1"])
+    {'loss': ['loss/0', 'loss/1', 'loss/2', 'loss/3'], 'epoch': ['epoch'], 'top/1': ['top/1']}
+    """
+    names = list(names)
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        head, _, number = name.rpartition("/")
+        kinds.setdefault(head if number.isdecimal() else name, []).append(name)
+    found: dict[str, list[str]] = {}
+    for kind, members in kinds.items():
+        is_one = len(members) >= _MANY and kind not in names
+        found |= {kind: members} if is_one else {name: [name] for name in members}
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- history
@@ -290,12 +311,17 @@ class History:
     def __repr__(self) -> str:
         span = f", steps {self._steps[0]:,} to {self._steps[-1]:,}" if self._steps else ""
         marks = f", {len(self.marks)} marks" if self.marks else ""
-        width = max(map(len, self.names), default=0)
+        kinds = families(self.names)
+        labels = {kind: f"{kind}/0…{len(m) - 1}" if len(m) > 1 else kind for kind, m in kinds.items()}
+        width = max(map(len, labels.values()), default=0)
         lines = [f"History({len(self):,} rows{span}{marks})"]
-        if self.names:
+        if kinds:
             lines.append(f"  {'':{width}} {'last':>11} {'min':>11} {'max':>11} {'rows':>8}")
-        for name, (_, values) in self._columns.items():
-            finite = [v for v in values if math.isfinite(v)] or [math.nan]
-            numbers = "".join(f" {v:>11.5g}" for v in (values[-1], min(finite), max(finite)))
-            lines.append(f"  {name:{width}}{numbers} {len(values):>8,}")
+        for kind, members in kinds.items():
+            columns = [self._columns[name][1] for name in members]
+            newest = sorted(v for v in (values[-1] for values in columns) if math.isfinite(v)) or [math.nan]
+            last = columns[0][-1] if len(columns) == 1 else newest[len(newest) // 2]  # of many, the middle one
+            finite = [v for values in columns for v in values if math.isfinite(v)] or [math.nan]
+            numbers = "".join(f" {v:>11.5g}" for v in (last, min(finite), max(finite)))
+            lines.append(f"  {labels[kind]:{width}}{numbers} {max(map(len, columns)):>8,}")
         return "\n".join(lines)

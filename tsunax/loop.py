@@ -175,8 +175,9 @@ def fit(
         what callbacks remember) at its `every`, else after every epoch, and at the end; and from where to resume.
       resume: "auto" goes on from the newest good checkpoint, or starts; "must" wants one; "never" wants none.
       replay: whether data that cannot be put to its place (a list, a generator) may be read again up to there.
-      progress: True (a bar on a terminal and in notebooks, else lines), False, or a tqdm.
-      log_every: a row of the history for every so many steps, with the numbers of that step.
+      progress: True (on stderr: a bar on a terminal and in notebooks, else lines), False, or a tqdm.
+      log_every: a row of the history for every so many steps, with the numbers of that step; the first and the
+        last step have theirs too.
       steps_per_call: of the compiled loop; "auto" follows the time that a step takes. Changes no bit. None calls
         `step` itself, which then need not be traceable.
       max_bad: so many rejected steps in a row end the run with a NonFiniteError; fewer are warned of.
