@@ -688,6 +688,18 @@ def test_build_refuses_what_is_no_state_of_the_model():
         model.build(other)
 
 
+def test_a_model_prints_as_a_table():
+    model = models.raw(lambda params, x: x, {"deep": {"w": jnp.ones((3, 2))}, "b": jnp.ones(())}, {"mean": jnp.ones(2)})
+    assert repr(model).splitlines() == [
+        "Model(params 7 in 2 arrays, model_state 2 in 1 array)",
+        "  b                 float32[]",
+        "  deep/w            float32[3,2]",
+        "  model_state/mean  float32[2]",
+    ]
+    many = models.raw(lambda params, x: x, [jnp.ones(1)] * 100)
+    assert len(repr(many).splitlines()) == 22 and "... 80 more" in repr(many)
+
+
 def test_the_loss_function_says_where_the_key_is_missing():
     model = drops_nnx()
 

@@ -143,6 +143,21 @@ def _check_extra(state: TrainState, extra, train: bool) -> None:
             raise LossError(message("keyword", "the step", repr(name), "another name for what you give it", fix))
 
 
+A_STEP = "a function (state, batch) -> (state, info)"
+
+
+def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> None:
+    """Raise WrongTypeError if `f`, which cannot be called with a state, is a loss function of its params."""
+    try:
+        out = f(state.params, batch)
+    except Exception:
+        return
+    if isinstance(out, Loss) or np.shape(out) == ():
+        got = f"{_tree.describe_call(f)}, a loss function"
+        fix = f"Give ts.{what if what == 'eval_step' else 'train_step'}({getattr(f, '__name__', 'loss_fn')})."
+        raise WrongTypeError(message(what, "", got, expected, fix.replace("<lambda>", "loss_fn"))) from None
+
+
 LIBRARIES = "<frozen", os.path.join(os.path.dirname(os.__file__), ""), os.path.join(os.path.dirname(__file__), "")
 
 

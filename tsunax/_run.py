@@ -204,7 +204,7 @@ class Fit:
         """Dispatch one call; read those before it, if they have waited long enough."""
         run, before, traces = self.run, time.perf_counter(), self.traces()
         if self.options.steps_per_call is None:
-            run.state, infos = self.step(run.state, chunk.feed.one(), **self.extra)
+            run.state, infos = self.loop.once(run.state, chunk.feed.one(), self.extra)
         else:
             run.state, infos = self.loop(run.state, chunk.feed, chunk.n, self.extra)
         now = time.perf_counter()
@@ -519,8 +519,9 @@ def _check_returned(new, run: Run) -> None:
             raise StateError(message("step", "the callback's state", int(new.step), run.step, fix))
         return
     if type(new) is not type(old):
-        fix = "Return a state, or nothing."
-        raise WrongTypeError(message("result", "callback", _tree.describe(new), _tree.describe(old), fix))
+        fix = "Is it a factory? Call it." if callable(new) else "Return a state, or nothing."
+        expected = "a TrainState" if isinstance(old, TrainState) else _tree.describe(old)
+        raise WrongTypeError(message("result", "callback", _tree.describe(new), expected, fix))
     _checks.check_like("state", new, old, "A callback keeps the structure of the state.")
 
 
@@ -537,7 +538,7 @@ def form_of(infos) -> tuple:
 
 def _is_ready(infos) -> bool:
     """Whether a call is done: on a CPU it often is when it returns."""
-    return all(not isinstance(x, jax.Array) or x.is_ready() for x in jax.tree.leaves(infos))
+    return all(x.is_ready() for x in jax.tree.leaves(infos) if hasattr(x, "is_ready"))
 
 
 def _hosted(infos):

@@ -35,6 +35,11 @@ __all__ = [
     "time_limit",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__  # what completes: `adjust` and `thaw` are no callbacks
+
+
 Mode = Literal["min", "max"]  # of a metric: what is better
 
 # ----------------------------------------------------------------------------------------------------------- arguments

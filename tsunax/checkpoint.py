@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax import _checks, _files, _folder, _manifest, _orbax, _store, _target, _tree, distributed
+from tsunax import _checks, _files, _folder, _manifest, _orbax, _store, _target, _tree, _where, distributed
 from tsunax._folder import ARRAYS, Folder
 from tsunax._manifest import Damaged, Manifest, Parts, TooNew
 from tsunax.errors import (
@@ -125,6 +125,7 @@ class Checkpoints:
     (0, {'epoch': 3}, {'w': Array([1., 1.], dtype=float32)})
     """
 
+    @_where.suggests_names
     def __init__(
         self,
         path: str | os.PathLike,
@@ -393,6 +394,10 @@ class Checkpoints:
                 _folder.manifest_in(self.path / str(step), step)
                 found.append(step)
         return [step for step in found if step not in self._folder.bad]
+
+    def __repr__(self) -> str:
+        steps = _tree.listed([f"{step:,}" for step in sorted(self._folder.steps(warn=False), reverse=True)], 8)
+        return f"Checkpoints({str(self.path)!r}, steps {steps or 'none'})"
 
     def latest(self) -> int | None:
         """The newest of `steps()`, or None."""

@@ -11,7 +11,7 @@ import functools
 import math
 from array import array
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -269,7 +269,18 @@ class History:
         found = self.newest(name)
         return None if found is None else found[1]
 
+    if not TYPE_CHECKING:  # for which every name would be one
+
+        def __getattr__(self, name: str):
+            fix = f". The column is history[{name!r}]." if name in vars(self).get("_columns", ()) else ""
+            raise AttributeError(f"'History' object has no attribute {name!r}{fix}")
+
     def _column(self, name: str) -> tuple[array, array]:
+        if not isinstance(name, str):
+            example = next(iter(self._columns), "loss")
+            fix = f"history[{example!r}][0] is its first value, history.last({example!r}) the newest."
+            got = f"{name!r} ({type(name).__name__})"
+            raise WrongTypeError(message("name", "history", got, "a column's name", fix))
         if name not in self._columns:
             raise RowError(_where.unknown("name", "history", name, ["step", *self.names]))
         return self._columns[name]

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _alike, _checks, _feed, _fused, _place, _tree, display
+from tsunax import _alike, _checks, _feed, _fused, _place, _tree, _where, display
 from tsunax._loss_fn import hide_own_frames
 from tsunax._options import Goal, Options, check_step, check_whole, options_of
 from tsunax._profile import Profile
@@ -127,6 +127,7 @@ def iterate(
                 state = sent
 
 
+@_where.suggests_names
 def fit(
     step: Callable,
     state,

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsunax import _tree, _where
 from tsunax.errors import MissingLibraryError, ParamsError, StateError, WrongTypeError, message
@@ -25,7 +26,7 @@ from tsunax.state import TrainState, check_state, own
 __all__ = ["Model", "equinox", "haiku", "linen", "nnx", "raw"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A model in parts; made by `nnx`, `linen`, `equinox`, `haiku` and `raw`.
 
@@ -38,6 +39,26 @@ class Model:
     model_state: Any  # what is carried without a gradient; {} for a model that carries nothing
     apply: Callable
     build: Callable
+
+    def __repr__(self) -> str:
+        parts = {"params": self.params, "model_state": self.model_state}
+        counts = [f"{name} {_amount(tree)}" for name, tree in parts.items() if jax.tree.leaves(tree)]
+        rows = [
+            (f"{name}/{_tree.path_str(path)}" if name != "params" else _tree.show(path), _tree.describe(x))
+            for name, tree in parts.items()
+            for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+        ]
+        if len(rows) > 24:
+            rows = [*rows[:12], (f"... {len(rows) - 20} more", ""), *rows[-8:]]
+        width = max(len(name) for name, _ in rows)
+        table = [f"  {name:<{width}}  {kind}".rstrip() for name, kind in rows]
+        return "\n".join([f"Model({', '.join(counts)})", *table])
+
+
+def _amount(tree) -> str:
+    arrays = jax.tree.leaves(tree)
+    n = sum(int(np.prod(np.shape(x))) for x in arrays)
+    return f"{n:,} in {len(arrays)} array{'s' * (len(arrays) != 1)}"
 
 
 def _model(params, model_state, call: Callable, assemble: Callable) -> Model:

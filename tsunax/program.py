@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tsunax import _axes, _checks, _place, _tree, accumulation, guard, losses
+from tsunax import _axes, _checks, _place, _tree, _where, accumulation, guard, losses
 from tsunax._loss import Loss, rows_of, uneven
 from tsunax._loss_fn import LossFn, hide_own_frames
 from tsunax._members import members_of, over_members
@@ -374,6 +374,7 @@ def is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
     return bool(info.loss_scale > scale.floor and counted)
 
 
+@_where.suggests_names
 def train_step(
     loss_fn: Callable,
     *,
@@ -492,6 +493,7 @@ class EvalStep:
         return {"loss_fn": self.loss_fn, "axis_name": self.axis_name}
 
 
+@_where.suggests_names
 def eval_step(loss_fn: Callable, *, axis_name: Any = None) -> EvalStep:
     """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
 

@@ -288,6 +288,7 @@ def in_precision(state: TrainState, params):
     return low if plan.overwritten is None else joined(_part(params, plan.overwritten), low, plan.overwritten)
 
 
+@_where.suggests_names
 def setup(
     rule: optax.GradientTransformation,
     params,
