@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -750,6 +751,8 @@ USES = [
     row(0, "population misspelled", lambda: ts.population(lambda key: good(), 2, kye=0), WrongTypeError, "make at population(): got <lambda>(key)", "make(key, kye)"),
     row(0, "setup of a Model", lambda: setup(ts.models.nnx(drops())), ParamsError, "setup(rule, model.params, model_state=model.model_state)"),
     row(0, "setup of a module", lambda: setup(drops()), ParamsError, "First model = ts.models.nnx(module), then setup(rule, model.params, model_state=model.model_state)"),
+    row(0, "to_bytes of a state", lambda: flax.serialization.to_bytes(setup()), WrongTypeError, "tree at flax.serialization: got a TrainState", "ts.Checkpoints(path)", "ts.exchange.save(path, params)"),
+    row(0, "from_bytes of a state", lambda: flax.serialization.from_bytes(setup(), flax.serialization.to_bytes(PARAMS)), WrongTypeError, "ts.Checkpoints(path)"),
     row(0, "setup of a Linen module", lambda: setup(linen.Dense(3)), ParamsError, "ts.models.linen(module, variables)", "model.params"),
 ]  # fmt: skip
 

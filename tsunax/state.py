@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import threading
 import weakref
 from dataclasses import dataclass
@@ -338,6 +339,7 @@ def setup(
     _live.check_rule(rule, "setup()", "The order is setup(rule, params)." if swapped else "")
     rule = _live.with_extra(rule)
     _check_setup(params, device, freezable=freezable, copy=copy)
+    _tell_flax()
     key = as_key(key, "setup()")
     _checks.check_arrays(model_state, "model_state")
     flags = _select(trainable, params)
@@ -494,6 +496,17 @@ def _check_setup(params, device, **flags) -> None:
     if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
         fix = "For example jax.devices()[0]."
         raise WrongTypeError(message("device", "setup()", _tree.describe(device), "a jax.Device or Sharding", fix))
+
+
+def _tell_flax() -> None:
+    """Let `flax.serialization.to_bytes(state)`, if flax is loaded, say what saves a state."""
+    if (flax := sys.modules.get("flax.serialization")) is not None:
+        flax.register_serialization_state(TrainState, _no_flax_bytes, _no_flax_bytes, override=True)
+
+
+def _no_flax_bytes(state, *_):
+    fix = "Save a state with ts.Checkpoints(path), and state.params with flax or ts.exchange.save(path, params)."
+    raise WrongTypeError(message("tree", "flax.serialization", "a TrainState", "a tree of arrays", fix))
 
 
 def _check_concrete(params, flags) -> None:
