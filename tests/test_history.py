@@ -77,7 +77,7 @@ def test_nan_is_a_number():
         ({"val/..": 1.0}, RowError, "'val/..'"),
         ({"/etc/loss": 1.0}, RowError, "'/etc/loss'"),
         ({"val//loss": 1.0}, RowError, "'val//loss'"),
-        ({"step": 1.0}, RowError, "got 'step', expected another name. It is the clock"),
+        ({"step": 1.0}, RowError, "got 'step', which is reserved, expected another name"),
     ],
 )
 def test_bad_rows_are_refused(row, error, text):

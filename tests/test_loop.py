@@ -595,7 +595,7 @@ def test_thaw_and_adjust_at_a_step():
 @pytest.mark.parametrize(
     ("callback", "error", "text"),
     [
-        (lambda run: {"w": 1}, WrongTypeError, r"result at callback: got dict with w, expected TrainState"),
+        (lambda run: {"w": 1}, WrongTypeError, r"result at callback: got dict with w, expected a TrainState"),
         (
             lambda run: ts.setup(RULE, {"w": jnp.ones(2)}),
             StateError,
@@ -926,7 +926,7 @@ def test_names_of_rows_are_taken():
         fit(STEP, ts.setup(RULE, init()), data(), steps=20, callbacks=log)
     for name, rule in (("epoch", RULE), ("learning_rate", RULE), ("learning_rate", ts.rules.sgd(0.1))):
         odd = ts.train_step(lambda params, batch, name=name: ts.Loss(loss_fn(params, batch), 1.0, metrics={name: 3.0}))
-        with pytest.raises(ts.errors.RowError, match=rf"metric '{name}' at loss_fn: got a name of the rows"):
+        with pytest.raises(ts.errors.RowError, match=rf"metric '{name}' at loss_fn: got a name that fit reserves"):
             fit(odd, ts.setup(rule, init()), data(), steps=4)
 
 

@@ -275,8 +275,8 @@ class Fit:
         columns = {**dict(_columns(infos)), **named, "epoch": epochs, "rejected": rejected}
         still = self.still()
         if taken := [name for name in _own_names(infos) if name in {*OF_ROWS, *OF_FIT, *named, *still}]:
-            fix = "Give the metric another name."
-            raise RowError(message(f"metric {taken[0]!r}", "loss_fn", "a name of the rows", "one of its own", fix))
+            got, fix = "a name that fit reserves", "Rename the metric."
+            raise RowError(message(f"metric {taken[0]!r}", "loss_fn", got, "another name", fix))
         run.taken.update(columns, still)
         is_weight = lambda name: name == "weight" or (self.is_population and name.startswith("weight/"))
         rates = {"steps_per_second": 1 / self.seconds} if self.seconds else {}

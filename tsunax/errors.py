@@ -1,4 +1,4 @@
-"""What tsunax raises.
+"""The exceptions that tsunax raises.
 
 Every error derives from `TsunaxError` and from the built-in that plain Python would have raised, so
 that `except ts.errors.TsunaxError` and `except ValueError` both catch it. All messages have the one
@@ -17,6 +17,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeviceError",
+    "DoesNotFitError",
     "CheckError",
     "CheckpointError",
     "HyperparameterError",
@@ -48,11 +49,11 @@ class ParamsError(TsunaxError, ValueError):
 
 
 class RuleError(TsunaxError, ValueError):
-    """The rule is no optax transformation, or does not fit the parameters."""
+    """The rule is not an optax transformation, or does not fit the parameters."""
 
 
 class LossError(TsunaxError, TypeError):
-    """The loss function cannot be called as it must be, or returns something that is no loss."""
+    """The loss function has a wrong signature, or what it returns is no loss."""
 
 
 class PatternError(TsunaxError, ValueError):
@@ -64,35 +65,35 @@ class StateError(TsunaxError, ValueError):
 
 
 class ConfigError(TsunaxError, ValueError):
-    """`[tool.tsunax]` of pyproject.toml, or TSUNAX_DEVICE, says something that tsunax does not know."""
+    """`[tool.tsunax]` of pyproject.toml, or TSUNAX_DEVICE, has an unknown name or value."""
 
 
 class DeviceError(TsunaxError, ValueError):
-    """A device that is not here, or devices that cannot be used together."""
+    """A device is not available, or devices cannot be used together."""
 
 
 class ProcessError(TsunaxError, RuntimeError):
-    """Processes that did not come, are gone, or do not agree; or a call at the wrong time."""
+    """Processes did not connect, ended, or do not agree; or a call came at the wrong time."""
 
 
 class DataError(TsunaxError, ValueError):
-    """Data that gives no batch, one that cannot be trained on, or cannot be put back to its place."""
+    """Data has no batch, has a batch that cannot be trained on, or cannot be moved to a saved position."""
 
 
 class RowError(TsunaxError, ValueError):
-    """A row of numbers that cannot be logged, or a name that no row has."""
+    """A row of numbers cannot be logged, or a history has no column of that name."""
 
 
 class HyperparameterError(TsunaxError, ValueError):
-    """A hyperparameter is unknown, out of its range, or not a number."""
+    """A hyperparameter or setting is unknown, out of its range, or not a number."""
 
 
 class WrongTypeError(TsunaxError, TypeError):
-    """A thing of the wrong kind altogether was given."""
+    """An argument has the wrong type."""
 
 
 class MissingLibraryError(TsunaxError, ModuleNotFoundError):
-    """A library that is not installed."""
+    """An optional library is not installed."""
 
 
 class CheckpointError(TsunaxError, ValueError):
@@ -100,7 +101,7 @@ class CheckpointError(TsunaxError, ValueError):
 
 
 class SaveError(TsunaxError, OSError):
-    """A checkpoint, a file of arrays or a log could not be written: where, and why."""
+    """A checkpoint, a file of arrays or a log could not be written."""
 
 
 class TrialError(TsunaxError, LookupError):
@@ -125,7 +126,7 @@ class NonFiniteError(TsunaxError, ArithmeticError):
 
 
 def message(what: str, where: str, got: object, expected: object, fix: str = "") -> str:
-    """`<what> at <where>: got <got>, expected <expected>. <fix>`, without the parts that are empty.
+    """`<what> at <where>: got <got>, expected <expected>. <fix>`, without an empty `where` or `fix`.
 
     >>> message("leaf", "params['w']", "int32", "a float", "Leave it out with trainable=.")
     "leaf at params['w']: got int32, expected a float. Leave it out with trainable=."
@@ -135,7 +136,7 @@ def message(what: str, where: str, got: object, expected: object, fix: str = "")
 
 
 def told(error: BaseException) -> str:
-    """An exception of other code in one line, for the `got` of a message; the exception itself is the cause.
+    """An exception of other code in one line, for the `got` of a message.
 
     >>> told(KeyError("kernel"))
     "KeyError 'kernel'"
@@ -148,7 +149,7 @@ def told(error: BaseException) -> str:
 
 
 def remedy(error: BaseException) -> str:
-    """The way out of an exception of JAX's that everybody meets."""
+    """How to avoid a Python operation on a traced value, if `error` is the exception that JAX raises for one."""
     return "For if use jnp.where or jax.lax.cond, for np use jnp." if _is_conversion(error) else ""
 
 

@@ -55,8 +55,8 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
         if not isinstance(name, str):
             raise WrongTypeError(message("name of a number", where, _tree.describe(name), "a str"))
         if name == "step":
-            fix = "It is the clock of every row."
-            raise RowError(message("name of a number", where, "'step'", "another name", fix))
+            fix = "It is the column of steps."
+            raise RowError(message("name of a number", where, "'step', which is reserved", "another name", fix))
         if fault := _fault(name):
             raise RowError(message("name of a number", where, *fault))
 
@@ -103,7 +103,7 @@ def join(row: Mapping[str, float], new: Mapping[str, Any], where: str) -> dict[s
     checked = check_row(new, where)
     for name in checked:
         if name in row:
-            fix = "Rename one of the two: a row has one number of a name."
+            fix = "Rename one of the two: a row has one number for each name."
             raise RowError(message(repr(name), where, "a name that the row has", "a name of its own", fix))
     return {**row, **checked}
 
