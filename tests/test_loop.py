@@ -3,6 +3,7 @@
 import functools
 import signal
 import threading
+import time
 import warnings
 
 import jax
@@ -337,7 +338,7 @@ def test_iterate_takes_a_state_back():
 
 def test_goals():
     state, history = fit(STEP, ts.setup(RULE, init()), data(), epochs=2)
-    assert int(state.step) == 14 and history["epoch"].tolist() == [0, 1]
+    assert int(state.step) == 14 and history["epoch"].tolist() == [0, 1, 1]
     with pytest.warns(UserWarning, match=r"steps=14 is a place to reach, and the run is at step 14 already"):
         same, _ = fit(STEP, state, data(), steps=14)
     assert same is state
@@ -453,6 +454,81 @@ def test_the_order_of_events():
     assert history.series("val/loss")[0].tolist() == [8, 16] and history["step"].tolist() == [1, 5, 8, 10, 15, 16]
 
 
+def columns(history, leave=()):
+    """Every column but the rates, which are times."""
+    names = [name for name in ["step", *history.names] if not name.endswith("_per_second")]
+    return {name: history[name].tolist() for name in names if name not in leave}
+
+
+@pytest.mark.parametrize("per_call", [1, None, "auto"])
+def test_the_last_step_has_its_row(per_call):
+    make = lambda: ts.setup(RULE, init())
+    seen, whole = [], fit(STEP, make(), data(), steps=23, log_every=1, steps_per_call=per_call)[1]
+    logger = lambda row, step: seen.append((step, row["loss"]))
+    _, history = fit(STEP, make(), data(), steps=23, steps_per_call=per_call, logger=logger)
+    assert history["step"].tolist() == [1, 10, 20, 23] and history.last("loss") == whole.last("loss")
+    assert seen == [*zip([1, 10, 20, 23], history["loss"].tolist(), strict=True)]
+    given = {"log_every": 10, "steps_per_call": per_call}
+    _, history = fit(STEP, make(), data(), epochs=2, **given)  # nobody knew where that is
+    assert history["step"].tolist() == [1, 10, 14] and history.last("loss") == whole["loss"][13]
+    stop = callbacks.every(12, lambda run: run.stop("enough"))
+    evaluate = lambda state: {"val/loss": 1.0}
+    seen.clear()
+    logger = lambda row, step: seen.append((step, "loss" in row, "val/loss" in row))
+    options = {"evaluate": evaluate, "evaluate_every": 6, "callbacks": [stop], "logger": logger, **given}
+    _, history = fit(STEP, make(), data(), steps=30, **options)
+    assert history.newest("loss") == (12, whole["loss"][11])
+    assert seen == [(1, True, False), (6, False, True), (10, True, False), (12, True, True)]
+
+
+def test_the_history_of_a_run_that_goes_on_is_that_of_an_uninterrupted_one(tmp_path):
+    whole = fit(STEP, ts.setup(RULE, init()), data(), steps=23)[1]
+    batches, state, history = data(), ts.setup(RULE, init()), None
+    for steps in (4, 7, 10, 16, 23):
+        state, history = fit(STEP, state, batches, steps=steps, history=history)
+        assert history["step"][-1] == steps
+    assert columns(history) == columns(whole)
+    for steps in (4, 7, 10, 16, 23):
+        _, history = fit(STEP, ts.setup(RULE, init()), data(), steps=steps, checkpoint=tmp_path)
+    assert columns(history) == columns(whole)
+
+
+def test_rates_are_of_one_stretch_and_leave_compiling_out():
+    def slow(state):
+        time.sleep(0.3)
+        return {"val/loss": 1.0}
+
+    def slowly(params, batch):
+        wait = lambda _: (time.sleep(0.005), np.float32(0))[1]
+        zero = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), jnp.sum(batch[0]))
+        return zero + loss_fn(params, batch)
+
+    step = ts.train_step(slowly)
+    _, history = fit(
+        step, ts.setup(RULE, init()), even(), steps=60, log_every=1, evaluate=slow, evaluate_every=20, steps_per_call=4
+    )
+    rates, examples = history["steps_per_second"], history["examples_per_second"]
+    np.testing.assert_allclose(examples, 8 * rates, rtol=1e-6)  # NaN where a row has none
+    assert np.isnan(rates[0]) and rates[-1] > 50  # five milliseconds a step and a little more
+    assert np.nanmax(rates) <= 250, rates
+
+
+def test_warnings_name_the_line_that_called_fit():
+    def lines(call):
+        with pytest.warns((UserWarning, RuntimeWarning)) as told:
+            call()
+        return {(one.filename, one.lineno) for one in told}
+
+    state = fit(STEP, ts.setup(RULE, init()), data(), steps=2)[0]
+    calls = [
+        lambda: loud_fit(STEP, state, data(), steps=2, progress=False),
+        lambda: loud_fit(STEP, state, [(X[:n], Y[:n]) for n in (4, 5, 6)], steps=5, progress=False),
+        lambda: loud_fit(STEP, ts.setup(RULE, init()), poisoned(), steps=7, progress=False),
+    ]
+    for i, call in enumerate(calls):
+        assert lines(call) == {(__file__, call.__code__.co_firstlineno)}, i
+
+
 def test_evaluation_by_epochs_and_at_the_end():
     seen = []
 
@@ -519,7 +595,7 @@ def test_thaw_and_adjust_at_a_step():
 @pytest.mark.parametrize(
     ("callback", "error", "text"),
     [
-        (lambda run: {"w": 1}, WrongTypeError, r"result at callback: got dict with w, expected TrainState"),
+        (lambda run: {"w": 1}, WrongTypeError, r"result at callback: got dict with w, expected a TrainState"),
         (
             lambda run: ts.setup(RULE, {"w": jnp.ones(2)}),
             StateError,
@@ -611,9 +687,9 @@ def test_loggers_are_told_and_closed():
         "learning_rate",
         "epoch",
         "rejected",
-        "steps_per_second",
-        "examples_per_second",
     } <= set(log.rows[0][1])
+    assert "steps_per_second" not in log.rows[0][1]  # it would be the rate of compiling
+    assert {"steps_per_second", "examples_per_second"} <= set(log.rows[-1][1])
     assert all(type(x) in (int, float) for _, row in log.rows for x in row.values())
     assert log.settings["goal"] == "steps=20" and log.settings["start/b1"] == pytest.approx(0.9)
     with pytest.raises(ZeroDivisionError):
@@ -850,7 +926,7 @@ def test_names_of_rows_are_taken():
         fit(STEP, ts.setup(RULE, init()), data(), steps=20, callbacks=log)
     for name, rule in (("epoch", RULE), ("learning_rate", RULE), ("learning_rate", ts.rules.sgd(0.1))):
         odd = ts.train_step(lambda params, batch, name=name: ts.Loss(loss_fn(params, batch), 1.0, metrics={name: 3.0}))
-        with pytest.raises(ts.errors.RowError, match=rf"metric '{name}' at loss_fn: got a name of the rows"):
+        with pytest.raises(ts.errors.RowError, match=rf"metric '{name}' at loss_fn: got a name that fit reserves"):
             fit(odd, ts.setup(rule, init()), data(), steps=4)
 
 

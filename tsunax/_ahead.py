@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from tsunax import _where
 from tsunax.data import Data, placement, sharding_of
 from tsunax.errors import DataError, message
 from tsunax.source import END, Source, as_source
@@ -153,6 +154,7 @@ class Prefetched(Data):
         self._state = None
 
 
+@_where.suggests_names
 def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
     """Data whose next `size` batches are made, and brought to a device, by a thread while this one is worked on.
 

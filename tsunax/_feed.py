@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from tsunax import _fused, _place, _tree
 from tsunax._ahead import Prefetched
 from tsunax._members import members_of
 from tsunax.data import ALL_ROWS, Batches, Data, check_batch
-from tsunax.errors import DataError, StateError, message
+from tsunax.errors import DataError, StateError, message, warn
 from tsunax.program import TrainStep
 from tsunax.source import as_source
 
@@ -198,7 +197,7 @@ class Feed:
             raise DataError(message("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix))
         if not rows_only or len(self._sizes) > 1:  # the short batch at the end of an epoch is expected
             new, old = (", ".join(str(x.shape) for x in jax.tree.leaves(tree)) for tree in (one, self._first))
-            warnings.warn(f"{where}: shapes {new} after {old}, which compiles the step once more", stacklevel=2)
+            warn(f"{where}: shapes {new} after {old}, which compiles the step once more")
         if rows_only and check_batch(one) < check_batch(self._first) and isinstance(self.source.data, Batches):
             return 2  # one in an epoch
         self.size = buffer_size(one, leaves, self._setting, self._interval)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import _checks, _convolutions, _place, _tree
+from tsunax._loss_fn import A_STEP, check_no_loss_fn
 from tsunax._norms import leaves_apart
 from tsunax._traces import Trace
 from tsunax.data import gather
@@ -155,7 +156,7 @@ class Fused:
 
             def one(moving, batch):
                 state = whole(moving)
-                run = self.step.pure if isinstance(self.step, TrainStep) else self._plain
+                run = self.step.pure if isinstance(self.step, TrainStep) else self.once
                 mask = getattr(feed, "mask", None)
                 given = extra if mask is None else {**extra, "mask": masked(extra.get("mask"), mask)}
                 with leaves_apart(home is not None):
@@ -189,8 +190,14 @@ class Fused:
         out = None if home is None else (home.layout, home.whole)
         return jax.jit(train_steps, static_argnums=0, donate_argnums=(1,) if self.donate else (), out_shardings=out)
 
-    def _plain(self, state, batch, extra):
-        out = self.step(state, batch, **extra)
+    def once(self, state, batch, extra):
+        """One call of the step, as it is."""
+        try:
+            out = self.step(state, batch, **extra)
+        except Exception:
+            if isinstance(state, TrainState):
+                check_no_loss_fn(self.step, state, batch, "step", A_STEP)
+            raise
         if not isinstance(out, tuple) or len(out) != 2:
             raise StateError(message("result", "step", _tree.describe(out), "two things: (state, info)"))
         return out

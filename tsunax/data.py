@@ -22,7 +22,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from tsunax import _checks, _tree
+from tsunax import _checks, _tree, _where
 from tsunax._place import data_axes
 from tsunax.distributed import process_count, process_index
 from tsunax.errors import DataError, WrongTypeError, message
@@ -456,6 +456,7 @@ def _is_stream(arrays: Any) -> bool:
     return is_leaf and isinstance(arrays, Iterable) and not (hasattr(arrays, "shape") or isinstance(arrays, str))
 
 
+@_where.suggests_names
 def batches(
     arrays: Any,
     batch_size: int,

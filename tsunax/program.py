@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tsunax import _axes, _checks, _place, _tree, accumulation, guard, losses
+from tsunax import _axes, _checks, _place, _tree, _where, accumulation, guard, losses
 from tsunax._loss import Loss, rows_of, uneven
-from tsunax._loss_fn import LossFn
+from tsunax._loss_fn import LossFn, hide_own_frames
 from tsunax._members import members_of, over_members
 from tsunax._norms import leaves_apart
 from tsunax._traces import Trace
@@ -52,17 +52,8 @@ def _fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | N
         _check_arguments(state, batch, extra)
     except TsunaxError as found:
         return found
+    hide_own_frames(error)
     return None
-
-
-@contextlib.contextmanager
-def _explained(state: TrainState, batch, extra) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if fault := _fault(error, state, batch, extra):
-            raise fault from None
-        raise
 
 
 def _check_arguments(state: TrainState, batch, extra) -> None:
@@ -362,6 +353,7 @@ def is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
     return bool(info.loss_scale > scale.floor and counted)
 
 
+@_where.suggests_names
 def train_step(
     loss_fn: Callable,
     *,
@@ -464,18 +456,23 @@ class EvalStep:
     def __call__(self, state: TrainState, batch, **extra) -> Loss:
         check_state(state, "eval_step()", batch)
         home = home_of(state.params)[0]
-        with _explained(state, batch, extra):
+        try:
             if home is not None and not _any_traced((batch, extra)):
                 if members_of(state) is None:
                     batch, extra = spread((batch, extra.get("mask")), extra, home, whole=True)
                 else:
                     batch, extra = _place.whole((batch, extra), home.whole)
             return self._compiled(self._read(state), batch, extra)
+        except Exception as error:
+            if fault := _fault(error, state, batch, extra):
+                raise fault from None
+            raise
 
     def __getstate__(self):
         return {"loss_fn": self.loss_fn, "axis_name": self.axis_name}
 
 
+@_where.suggests_names
 def eval_step(loss_fn: Callable, *, axis_name: Any = None) -> EvalStep:
     """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
 
@@ -514,9 +511,13 @@ def refresh(loss_fn: Callable) -> Callable:
     def call(state: TrainState, batch, **extra) -> TrainState:
         check_state(state, "refresh()", batch)
         home = home_of(state.params)[0]
-        with _explained(state, batch, extra):
+        try:
             if home is not None and not _any_traced((batch, extra)):
                 batch, extra = spread((batch, extra.get("mask")), extra, home)
             return run(state, batch, extra)
+        except Exception as error:
+            if fault := _fault(error, state, batch, extra):
+                raise fault from None
+            raise
 
     return call

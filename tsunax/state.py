@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import sys
 import threading
 import weakref
 from dataclasses import dataclass
@@ -330,6 +331,7 @@ def in_precision(state: TrainState, params, *, train: bool = True):
     return low if plan.overwritten is None else joined(_part(params, plan.overwritten), low, plan.overwritten)
 
 
+@_where.suggests_names
 def setup(
     rule: optax.GradientTransformation,
     params,
@@ -380,6 +382,7 @@ def setup(
     _live.check_rule(rule, "setup()", "The order is setup(rule, params)." if swapped else "")
     rule = _live.with_extra(rule)
     _check_setup(params, device, freezable=freezable, copy=copy)
+    _tell_flax()
     key = as_key(key, "setup()")
     _checks.check_arrays(model_state, "model_state")
     flags = _select(trainable, params)
@@ -540,6 +543,17 @@ def _check_setup(params, device, **flags) -> None:
     if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
         fix = "For example jax.devices()[0]."
         raise WrongTypeError(message("device", "setup()", _tree.describe(device), "a jax.Device or Sharding", fix))
+
+
+def _tell_flax() -> None:
+    """Let `flax.serialization.to_bytes(state)`, if flax is loaded, say what saves a state."""
+    if (flax := sys.modules.get("flax.serialization")) is not None:
+        flax.register_serialization_state(TrainState, _no_flax_bytes, _no_flax_bytes, override=True)
+
+
+def _no_flax_bytes(state, *_):
+    fix = "Save a state with ts.Checkpoints(path), and state.params with flax or ts.exchange.save(path, params)."
+    raise WrongTypeError(message("tree", "flax.serialization", "a TrainState", "a tree of arrays", fix))
 
 
 def _check_concrete(params, flags) -> None:

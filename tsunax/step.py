@@ -41,6 +41,7 @@ from tsunax.state import (
 )
 
 
+@_where.suggests_names
 def value_and_grad(
     loss_fn: Callable,
     *,
