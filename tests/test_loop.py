@@ -887,6 +887,38 @@ def test_applied_steps_are_in_the_history_of_an_error():
     assert int(caught.value.state.step) == 25 == caught.value.history["step"][-1] == seen[-1]
 
 
+@pytest.mark.parametrize("how", ["auto", 1, 3, None, "iterate", "train_epoch", "train_steps", "prefetch", "mesh"])
+def test_a_loader_may_refill_its_buffer(how):
+    def refilled():
+        for i in range(8):
+            big[:] = i
+            yield big
+
+    @jax.jit
+    def step(state, x):  # that reads x once more long after it was dispatched
+        last = jax.lax.fori_loop(0, 0 if how == "auto" else 40, lambda i, c: jnp.tanh(c @ c.T) * 0 + x, x)
+        return state * 2 + jnp.mean(last), {}
+
+    big, state = np.empty((256, 256), np.float32), jnp.zeros(())
+    if how == "iterate":
+        *_, (state, _) = ts.iterate(step, state, refilled(), steps=8, steps_per_call=2)
+    elif how == "train_epoch":
+        state, _ = ts.train_epoch(step, state, refilled())
+    elif how == "train_steps":
+        two = np.empty((2, 256, 256), np.float32)
+        for i in range(0, 8, 2):
+            two[:] = np.array([i, i + 1])[:, None, None]
+            state, _ = ts.train_steps(step, state, two)
+    elif how == "mesh":
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        state = jax.device_put(state, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        state, _ = fit(step, state, refilled(), steps=8)
+    else:
+        given = ts.prefetch(refilled(), jax.devices()[0]) if how == "prefetch" else refilled()
+        state, _ = fit(step, state, given, steps=8, **{} if how == "prefetch" else {"steps_per_call": how})
+    assert float(state) == sum(i * 2 ** (7 - i) for i in range(8))
+
+
 def test_batches_of_a_list_may_shrink():
     rows = [(X[:8], Y[:8])] + [(X[:4], Y[:4])] * 40
     state, _ = fit(STEP, ts.setup(RULE, init()), rows, steps=41)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from tsunax.data import Data, placement, sharding_of
 from tsunax.errors import DataError, message
-from tsunax.source import END, Source, as_source
+from tsunax.source import END, Source, as_source, named
 
 __all__ = ["Prefetched", "prefetch"]
 
@@ -67,6 +67,9 @@ class _Ahead:
 
     def __iter__(self) -> _Ahead:
         return self
+
+    def __repr__(self) -> str:
+        return f"<an epoch of {self._owner!r}>"
 
     def _start(self) -> None:
         owner = self._owner
@@ -131,8 +134,18 @@ class Prefetched(Data):
         other._source, other._state, other._running = as_source(data), None, lambda: None
         return other
 
+    def __repr__(self) -> str:
+        return f"Prefetched({named(self.data)}, size {self._size})"
+
     def __len__(self) -> int:
-        return len(self._source.data)
+        try:
+            return len(self.data)
+        except TypeError:
+            if isinstance(self.data, Data):
+                raise
+            fix = "Say steps= in place of epochs=."
+            got = f"a {type(self.data).__name__} that does not know it"
+            raise TypeError(message("length", "prefetch", got, "data with len()", fix)) from None
 
     def __iter__(self) -> _Ahead:
         return _Ahead(self)

@@ -130,9 +130,9 @@ class Feed:
         bytes = self._known(treedef, leaves, step, 0)[1]
         home = self._home_of(state)
         if self._is_whole:
-            batch = _place.whole(batch, home)
+            batch = _place.whole(batch, home, shared=False)
         elif not isinstance(self._step, TrainStep) and isinstance(home, NamedSharding):
-            batch = _place.put(batch, home)
+            batch = _place.put(batch, home, shared=False)
         return Chunk(_fused.Single(batch), None, 1, epoch, bytes)
 
     def sync(self) -> None:
@@ -266,7 +266,7 @@ def _padded(x, size: int):
         return x
     if isinstance(x, jax.Array):
         return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (size - len(x), *x.shape[1:]))])
-    out = np.empty((size, *x.shape[1:]), x.dtype)
+    out = _place.room((size, *x.shape[1:]), x.dtype)
     out[: len(x)] = x
     return out
 
@@ -285,7 +285,7 @@ def buffer_size(batch, leaves, steps_per_call, interval: float) -> int:
 
 
 def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) -> tuple[Any, Any]:
-    """Stacked batches and their number where the state lives; jit itself is the fastest way to a single device.
+    """Stacked batches, in memory of ours, where the state lives; jit is the fastest way to a single device.
 
     Rows that do not divide by the devices of a mesh are padded where the step masks. A batch that is `whole` on every
     process stays so.
@@ -296,12 +296,13 @@ def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) 
         rows = jax.tree.leaves(feed.batches)[0].shape[1]
         if padding := -rows % _place.divisor(home, accumulate):
             batches, mask = _place.padded(feed.batches, rows, rows + padding, axis=1)
-            feed = _fused.Stacked(batches, _place.put(mask, home))
+            feed = _fused.Stacked(batches, _place.put(mask, home, shared=False))
     if whole:
-        return _place.whole((feed, count), home)
+        return _place.whole((feed, count), home, shared=False)
     elsewhere = home is not None and any(isinstance(x, jax.Array) for x in jax.tree.leaves(feed))
     is_on_mesh = isinstance(home, NamedSharding)
-    return _place.put((feed, count), home, axis=1) if elsewhere or is_on_mesh else (feed, count)
+    is_moved = elsewhere or is_on_mesh
+    return _place.put((feed, count), home, axis=1, shared=False) if is_moved else (feed, count)
 
 
 def _settings_of(data) -> dict[str, Any] | None:

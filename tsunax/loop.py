@@ -27,6 +27,7 @@ from tsunax._profile import Profile
 from tsunax._run import Fit, Run, form_of, step_of
 from tsunax._signals import Interrupt, in_notebook
 from tsunax.checkpoint import Checkpoints, Restored
+from tsunax.data import owned
 from tsunax.errors import StateError, WrongTypeError, message
 from tsunax.history import History
 from tsunax.hyper import hyperparams
@@ -51,6 +52,7 @@ def train_steps(step: Callable, state, batches, **extra):
     check_step("train_steps()", step, state)
     k = _feed.length_of(batches, "train_steps()")
     _checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
+    batches = owned(batches, "batches")  # the caller may refill them while the program runs
     if k == 1:  # a loop of one would be another program
         batches = jax.tree.map(lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches)
     feed, n = _feed.place(_fused.Stacked(batches), k, _place.home_of(state), step=step)
