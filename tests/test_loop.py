@@ -725,6 +725,113 @@ def test_shapes_that_change():
         fit(cheap, jnp.zeros(()), [np.ones(n) for n in range(1, 30)], steps=29)
 
 
+# ------------------------------------------------------------------------------------------------- the place of the data
+
+
+def used_up():
+    """Data that a run, or a loop, has gone through."""
+    used = data()
+    fit(STEP, ts.setup(RULE, init()), used, epochs=2)
+    return used
+
+
+def looked_at():
+    used = data()
+    next(iter(used))
+    return used
+
+
+def read_by_hand():
+    used = data()
+    for _ in range(3):
+        list(used)
+    return used
+
+
+KINDS = [lambda x: x, ts.prefetch, lambda x: ts.prefetch(ts.prefetch(x), size=5)]
+
+
+@pytest.mark.parametrize("make", [used_up, looked_at, read_by_hand])
+@pytest.mark.parametrize("kind", KINDS, ids=["batches", "prefetched", "twice"])
+def test_a_new_state_begins_with_the_first_batch(make, kind):
+    expected, rows = fit(STEP, ts.setup(RULE, init()), data(), epochs=3, log_every=1)
+    used = kind(make())
+    state, found = fit(STEP, ts.setup(RULE, init()), used, epochs=3, log_every=1)
+    assert_trees_equal(state, expected)
+    np.testing.assert_array_equal(found["epoch"], rows["epoch"])
+    assert used.get_state() == {"epoch": 3, "position": 0}
+    state, _ = fit(STEP, state, used, epochs=4)  # a trained one goes on
+    assert_trees_equal(state, fit(STEP, ts.setup(RULE, init()), data(), epochs=4)[0])
+    *_, (state, _) = ts.iterate(STEP, ts.setup(RULE, init()), used, epochs=3, steps_per_call=2)
+    assert_trees_equal(state, expected)
+
+
+def test_a_new_state_begins_where_the_data_were_put():
+    used, expected = data(), fit(STEP, ts.setup(RULE, init()), list(data())[3:], steps=4)[0]
+    used.set_state({"epoch": 0, "position": 3})
+    assert_trees_equal(fit(STEP, ts.setup(RULE, init()), used, epochs=1)[0], expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(STEP, expected, used, epochs=1)
+    pair = {"a": ts.setup(RULE, init()), "b": ts.setup(RULE, init())}  # as of a GAN: its states have clocks
+    both = lambda states, batch: ({k: STEP(x, batch)[0] for k, x in states.items()}, {})
+    pair, _ = fit(both, pair, used, epochs=1)
+    assert int(pair["a"].step) == len(used)
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS, lambda x: data(device=True)], ids=["batches", "prefetched", "twice", "device"]
+)
+def test_a_loop_over_the_data_of_a_run_leaves_the_run_alone(kind):
+    places, used = [], kind(data())
+
+    def evaluate(state):
+        places.append(used.get_state())
+        for i, _ in enumerate(used):
+            if i == 3 and len(places) % 2:
+                break
+        return {"val/x": 0.0}
+
+    state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=3, evaluate=evaluate, evaluate_every=4)
+    plain, seen = kind(data()), []
+    expected, _ = fit(
+        STEP,
+        ts.setup(RULE, init()),
+        plain,
+        epochs=3,
+        callbacks=callbacks.every(4, lambda run: seen.append(plain.get_state())),
+    )
+    assert_trees_equal(state, expected)
+    assert places[: len(seen)] == seen and used.get_state() == {"epoch": 3, "position": 0}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["batches", "prefetched", "twice"])
+def test_the_place_of_the_data_after_a_run(kind):
+    used = kind(data())
+    state, _ = fit(STEP, ts.setup(RULE, init()), used, steps=8)
+    assert used.get_state() == {"epoch": 1, "position": 1}
+    fit(STEP, state, kind(used), steps=9)  # also of data that are read ahead anew for each run
+    assert used.get_state() == {"epoch": 1, "position": 2}
+    assert len(list(used)) == 7 and used.get_state() == {"epoch": 3, "position": 0}  # a loop begins the next epoch
+    used.set_state({"epoch": 0, "position": 4})
+    fit(STEP, ts.setup(RULE, init()), used, steps=3, smoke=True)
+    assert used.get_state() == {"epoch": 0, "position": 4} and len(list(used)) == 3
+    it = ts.iterate(STEP, ts.setup(RULE, init()), used, steps=5)
+    assert [used.get_state()["position"] for _ in it] == [1, 2, 3, 4, 5]
+
+
+def test_a_goal_that_is_reached_says_why(tmp_path):
+    used = data()
+    state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=1, checkpoint=tmp_path)
+    keep = jax.tree.map(jnp.copy, state)
+    with pytest.warns(UserWarning, match=r"at epoch 1 already: nothing to do; so far are the data.*data.set_state\("):
+        fit(STEP, keep, used, epochs=1)
+    with pytest.warns(UserWarning, match=r"at step 7 already: nothing to do; state.step counts on"):
+        fit(STEP, keep, used, steps=7)
+    with pytest.warns(UserWarning, match=r"nothing to do; so says the checkpoint in .*give another path"):
+        fit(STEP, ts.setup(RULE, init()), data(), epochs=1, checkpoint=tmp_path)
+
+
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 

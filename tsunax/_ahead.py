@@ -127,8 +127,12 @@ class Prefetched(Data):
     def resumable(self) -> bool:  # type: ignore[override]
         return self._source.resumable
 
+    @property
+    def is_placed(self) -> bool:  # type: ignore[override]
+        return self._source.is_placed
+
     def afresh(self) -> Prefetched:
-        """The same data at the start of an epoch, with a place and a thread of its own."""
+        """The same data at their beginning, with a place and a thread of their own."""
         data = self.data.afresh() if isinstance(self.data, Data) else self.data
         other = copy.copy(self)
         other._source, other._state, other._running = as_source(data), None, lambda: None
@@ -153,6 +157,16 @@ class Prefetched(Data):
     def get_state(self) -> dict:
         """The place after the last batch given, whatever was read ahead: what the data itself would give there."""
         return self._source.state() if self._state is None else self._state
+
+    def follow(self, state: Mapping) -> None:
+        self.close()
+        self._source.follow(state)
+        self._state = dict(state)
+
+    def restart(self) -> None:
+        """Begin anew with the data that are read ahead."""
+        self.close()
+        self._source, self._state = as_source(self.data), None
 
     def close(self) -> None:
         """End the thread of the loop that runs, if one does."""

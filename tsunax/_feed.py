@@ -17,6 +17,7 @@ from tsunax.data import ALL_ROWS, Batches, Data, check_batch
 from tsunax.errors import DataError, StateError, message
 from tsunax.program import TrainStep
 from tsunax.source import as_source
+from tsunax.state import TrainState
 
 BUFFER_BYTES = 1 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
@@ -43,12 +44,23 @@ _UNKNOWN = object()
 class Feed:
     """Chunks of data, for the state of a run: what `fit` asks for batches."""
 
-    def __init__(self, step, data, state, steps_per_call, interval: float, left: float = float("inf")):
+    def __init__(self, step, data, state, steps_per_call, interval: float, left: float = float("inf"), begins=False):
+        """`begins`: a state that no step has seen begins with the first batch, wherever the data are."""
         self._step = step
         self._is_population = members_of(state) is not None
+        begins = begins and isinstance(data, Data) and not data.is_placed and _is_new(state)
+        # `batches` are read with a place of the run's own: others may loop over them meanwhile. The
+        # data that were given follow it, call by call.
+        self._given: Any = None
+        self._has_begun = False
+        if isinstance(data, Data) and isinstance(innermost(data), Batches):
+            self._given, self._was, data = data, (data.get_state(), data.is_placed), data.afresh()
+        elif begins and data.resumable:
+            data.restart()
         self.source = as_source(data)
-        if isinstance(data, Data) and self.source.resumable:
-            self.source.restore(data.get_state())  # in the middle of an epoch, if they are there
+        if isinstance(data, Data) and self.source.resumable and not begins:
+            # in the middle of an epoch, if they are there
+            self.source.restore(data.get_state() if self._given is None else self._was[0])
         self._start = self.source.state() if self.source.resumable else None
         if isinstance(steps_per_call, int):  # room for so many more than are left would never be filled
             steps_per_call = int(min(steps_per_call, max(MOST_ROOM, left)))
@@ -92,13 +104,24 @@ class Feed:
 
         `until` so many steps nobody looks at the place of the data: that far more may be read than is given.
         """
+        chunk = self._take(n, state, step, limit, until)
+        self._has_begun = True
+        self._tell()
+        return chunk
+
+    def _tell(self) -> None:
+        if self._given is not None and self._has_begun:
+            self._given.follow(self.source.state())
+
+    def _take(self, n: int, state, step: int, limit: int, until: float) -> Chunk | None:
         epoch, data = self.epoch, self.source.data
         if self._setting is None:
             return self._single(state, step)
         if isinstance(data, Batches) and data.resident is not None:
             return self._resident(data, n, state, limit)
         if self._block is None:
-            ahead = int(min(self._ahead, until)) if isinstance(data, Batches) else 1
+            is_of_arrays = isinstance(data, Batches) and data.is_of_arrays
+            ahead = int(min(self._ahead, until)) if is_of_arrays else 1
             before = self.source.state() if ahead > 1 else None
             batches = self.source.take(max(ahead, min(n, self.size)))
             if batches is None:
@@ -140,7 +163,8 @@ class Feed:
         self._home = _UNKNOWN
         if self._block is not None:
             place, self._block = self.place(), None
-            self.go_to(place, False)
+            self._restore(place)
+        self._tell()
 
     def _resident(self, data: Batches, n: int, state, limit: int) -> Chunk | None:
         """The next rows of arrays that lie on the device: the program gathers them, and nothing is copied."""
@@ -223,12 +247,23 @@ class Feed:
             got, expected = (", ".join(said(name, x.get(name)) for name in differ) for x in (now, settings))
             fix = "Another order of the data is another run: give it another path."
             raise DataError(message("data", "resume", got, f"{expected}, as in the checkpoint", fix))
-        self.source.restore({name: x for name, x in place.items() if name != "settings"}, replay)
+        place = self._restore(place, replay)
+        if self._given is not None:
+            self._given.set_state(place)
+
+    def _restore(self, place, replay: bool = False) -> dict[str, Any]:
+        place = {name: x for name, x in place.items() if name != "settings"}
+        self.source.restore(place, replay)
+        return place
 
     def back(self) -> None:
         """Put the data back to where they were, if they can be."""
         if self._start is not None:
             self.source.restore(self._start)
+        if self._given is not None:
+            place, is_placed = self._was
+            (self._given.set_state if is_placed else self._given.follow)(place)
+            self._given = None
 
     def close(self) -> None:
         self.sync()
@@ -305,9 +340,23 @@ def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) 
     return _place.put((feed, count), home, axis=1, shared=False) if is_moved else (feed, count)
 
 
+def _is_new(state) -> bool:
+    """Whether no step has seen it: a `TrainState`, or a tree of some."""
+    is_state = lambda x: isinstance(x, TrainState)
+    parts = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    return bool(parts) and not any(np.max(x.calls) for x in parts)
+
+
+def innermost(data) -> Any:
+    """What is read ahead, however often; other data themselves."""
+    while isinstance(data, Prefetched):
+        data = data.data
+    return data
+
+
 def _settings_of(data) -> dict[str, Any] | None:
     """What the order of `batches` depends on; None for other data."""
-    data = data.data if isinstance(data, Prefetched) else data
+    data = innermost(data)
     return data.settings if isinstance(data, Batches) else None
 
 
@@ -320,4 +369,4 @@ def length_of(batches, where: str) -> int:
     return next(iter(shapes))[0]
 
 
-__all__ = ["Chunk", "Feed", "length_of", "place"]
+__all__ = ["Chunk", "Feed", "innermost", "length_of", "place"]

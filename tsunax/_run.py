@@ -115,7 +115,8 @@ class Fit:
     def __init__(self, step, state, data, options: Options, history: History, memory: dict, start: int):
         self.step, self.options, self.memory = step, options, memory
         interval = min(options.intervals, default=float("inf"))
-        self.feed = _feed.Feed(step, data, state, options.steps_per_call, interval, options.goal.left(start))
+        left = options.goal.left(start)
+        self.feed = _feed.Feed(step, data, state, options.steps_per_call, interval, left, begins=True)
         self.loop = _fused.fused(step, not isinstance(step, TrainStep) or step.donate)
         self.run = Run(state, start, self.feed.epoch, history)
         self.alike = _alike.Alike("fit()", state, data)

@@ -113,7 +113,8 @@ def iterate(
     goal = Goal("iterate()", steps, epochs)
     check_step("iterate()", step, state)
     check_whole("iterate()", steps_per_call=steps_per_call)
-    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), goal.left(0))
+    left = goal.left(0)
+    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), left, begins=True)
     loop, calls = _loop_of(step), 0
     alike = _alike.Alike("iterate()", state, data)
     alike.start(goal=str(goal), steps_per_call=steps_per_call, place=feed.source.state())
@@ -229,8 +230,13 @@ def fit(
         run = fitting.run
         stack.callback(fitting.feed.close)
         if goal.reached(run.step, fitting.feed.epoch):
-            at = f"step {run.step}" if goal.steps else f"epoch {fitting.feed.epoch}"
-            text = f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do"
+            at, why = f"step {run.step}", "state.step counts on: ask for a later one, or give a new state"
+            if goal.epochs:
+                at, why = f"epoch {fitting.feed.epoch}", "so far are the data, data.get_state(): ask for a "
+                why += 'later one, or go back, data.set_state({"epoch": 0, "position": 0})'
+            if saver is not None and fitting.saved is not None:
+                why = f"so says the checkpoint in {saver.path}: ask for a later one, or give another path"
+            text = f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do; {why}"
             warnings.warn(text, stacklevel=2)
             return run.state, run.history
         fitting.profile = Profile(profile)

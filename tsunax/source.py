@@ -214,6 +214,17 @@ class Source:
         self._count(ahead[1][0])
         return ahead
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether `restore` was called after the last batch was given."""
+        return self._restored or (self._is_ours and self.data.is_placed)
+
+    def follow(self, state: Mapping) -> None:
+        """Take over the place of a copy of data of ours."""
+        self.data.follow(state)
+        self._batches, self._held, self._restored = None, None, False
+        self.epoch, self.position = state["epoch"], state["position"]
+
     def rewind(self) -> None:
         """Leave the rest of an epoch that was begun; not one whose place was just restored."""
         if self.position and not self._restored:
