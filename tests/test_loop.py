@@ -13,7 +13,7 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax import callbacks, testing
+from tsunax import _fused, callbacks, testing
 from tsunax.errors import DataError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.loop import fit as loud_fit
 from tsunax.loop import iterate, train_epoch, train_steps
@@ -723,6 +723,64 @@ def test_shapes_that_change():
         warnings.simplefilter("ignore")
         cheap = lambda state, batch: (state + 1, {})
         fit(cheap, jnp.zeros(()), [np.ones(n) for n in range(1, 30)], steps=29)
+
+
+def short():
+    """Data whose epochs are shorter than a call."""
+    return ts.batches((X[:16], Y[:16]), 8, shuffle=True, seed=1)
+
+
+ONE = X[:8], Y[:8]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: [ONE], lambda: (jax.tree.map(jnp.asarray, ONE),), short], ids=["NumPy", "JAX", "short"]
+)
+def test_a_call_goes_beyond_the_end_of_an_epoch(make, monkeypatch):
+    calls, call = [], _fused.Fused.__call__
+    monkeypatch.setattr(_fused.Fused, "__call__", lambda *args: calls.append(1) or call(*args))
+    used = make()
+    per_epoch = len(used)
+
+    def run(goals, **options):
+        state, found, given = ts.setup(RULE, init()), [], make()
+        for goal in goals:
+            state, rows = fit(STEP, state, given, steps=goal, log_every=1, **options)
+            found += [rows["epoch"], rows["loss"]]
+        return state, [np.concatenate(found[i::2]) for i in range(2)]
+
+    state, (epochs, losses) = run([100], steps_per_call=32)
+    assert len(calls) <= 5
+    assert epochs.tolist() == [i // per_epoch for i in range(100)]
+    each, (listened, same) = run([100], callbacks=lambda run: None)  # who hears of each epoch
+    assert_trees_equal(state, each)
+    np.testing.assert_array_equal(losses, same)
+    np.testing.assert_array_equal(epochs, listened)
+    cut, (_, same) = run([33, 40, 100], steps_per_call=1)
+    assert_trees_equal(state, cut)
+    np.testing.assert_array_equal(losses, same)
+    if make is short:
+        fit(STEP, ts.setup(RULE, init()), used, steps=33, steps_per_call=32)
+        assert used.get_state() == {"epoch": 16, "position": 1}
+
+
+def test_the_only_batch_is_read_again_after_a_boundary():
+    x = np.zeros((4, 2), np.float32)
+
+    def change(run):
+        x[:] = run.step
+
+    step = lambda state, x: (state + jnp.mean(x), {})
+    state, _ = fit(step, jnp.zeros(()), [x], steps=12, callbacks=callbacks.every(5, change), steps_per_call=4)
+    assert float(state) == 0 * 5 + 5 * 5 + 10 * 2
+
+
+@pytest.mark.filterwarnings("ignore:step .* was rejected:RuntimeWarning")
+def test_a_rejected_call_beyond_an_epoch_knows_its_own():
+    bad = np.full((8, 6), np.nan, np.float32), Y[:8]
+    with pytest.raises(NonFiniteError, match="step 0 of epoch 2 was rejected") as caught:
+        fit(STEP, ts.setup(RULE, init()), [bad], steps=40, steps_per_call=8, max_bad=3)
+    assert [kept.epoch for kept in caught.value.rejected] == [0, 1, 2]
 
 
 # ------------------------------------------------------------------------------------------------- the place of the data

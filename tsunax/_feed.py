@@ -24,6 +24,7 @@ MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress b
 RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
 MOST_ROOM = 1024  # of a call for so many steps; for more only what is left, if that is known
 NO_LIMIT = np.iinfo(np.int32).max
+REPEATED_BYTES = 16 << 20  # of the copies of one batch that is all the data: made once for many calls
 AHEAD = 64  # batches of arrays in memory that are gathered at once, however few a call takes
 SHAPES = 16  # that batches may have in a run: each one compiles
 
@@ -34,7 +35,7 @@ class Chunk(NamedTuple):
     feed: Any  # on the device
     n: Any  # int32 (2,): how many steps, and how many rejected ones in a row end them
     steps: int
-    epoch: int
+    epochs: Any  # int (steps,)
     bytes: int
 
 
@@ -44,9 +45,14 @@ _UNKNOWN = object()
 class Feed:
     """Chunks of data, for the state of a run: what `fit` asks for batches."""
 
-    def __init__(self, step, data, state, steps_per_call, interval: float, left: float = float("inf"), begins=False):
-        """`begins`: a state that no step has seen begins with the first batch, wherever the data are."""
-        self._step = step
+    def __init__(self, step, data, state, steps_per_call, interval, left=float("inf"), *, begins=False, crosses=False):
+        """`begins`: a state that no step has seen begins with the first batch, wherever the data are.
+
+        `crosses`: a call may go beyond the end of an epoch, if that is shorter than a call.
+        """
+        self._step, self._crosses = step, crosses
+        self._repeats = crosses and isinstance(data, list | tuple) and len(data) == 1
+        self._repeated: Any = None  # copies of the one batch that is all the data, on the device
         self._is_population = members_of(state) is not None
         begins = begins and isinstance(data, Data) and not data.is_placed and _is_new(state)
         # `batches` are read with a place of the run's own: others may loop over them meanwhile. The
@@ -119,6 +125,14 @@ class Feed:
             return self._single(state, step)
         if isinstance(data, Batches) and data.resident is not None:
             return self._resident(data, n, state, limit)
+        if self._repeats:
+            return self._one_batch(n, state, step, limit)
+        epochs = None
+        if self._block is None and self._is_short(data, min(n, self.size)):
+            batches, epochs = self._across(min(n, self.size))
+            leaves, treedef = jax.tree.flatten(batches)
+            size, bytes = self._known(treedef, leaves, step, 1)
+            self._block = _Block(leaves, treedef, n, size, size * bytes, None)
         if self._block is None:
             is_of_arrays = isinstance(data, Batches) and data.is_of_arrays
             ahead = int(min(self._ahead, until)) if is_of_arrays else 1
@@ -136,7 +150,40 @@ class Feed:
             self._block = None
         where = {"step": self._step, "whole": self._is_whole}
         feed, sent = place(_fused.Stacked(batches), count, self._home_of(state), limit, **where)
-        return Chunk(feed, sent, count, epoch, block.bytes)
+        epochs = np.full(count, epoch) if epochs is None else epochs
+        return Chunk(feed, sent, count, epochs, block.bytes)
+
+    def _is_short(self, data, n: int) -> bool:
+        """Whether epochs of `batches` are shorter than a call, and all of their batches of one shape."""
+        is_alike = self._crosses and isinstance(data, Batches) and data.is_of_arrays and data.tail_rows == 0
+        return is_alike and len(data) < n
+
+    def _across(self, n: int) -> tuple[Any, np.ndarray]:
+        """The next n batches, and the epoch of each."""
+        parts, epochs = [], []
+        while len(epochs) < n:
+            epoch = self.epoch
+            if (part := self.source.take(n - len(epochs))) is not None:
+                parts.append(part)
+                epochs += [epoch] * len(jax.tree.leaves(part)[0])
+        return jax.tree.map(lambda *x: np.concatenate(x), *parts), np.array(epochs)
+
+    def _one_batch(self, n: int, state, step: int, limit: int) -> Chunk:
+        """Many epochs of the one batch that is all the data. It is read anew after every boundary."""
+        if self.source.position:
+            self.source.next()
+        epoch = self.epoch
+        home = self._home_of(state)
+        if self._repeated is None:
+            leaves, treedef = jax.tree.flatten(self.source.next())
+            size = self._known(treedef, leaves, step, 0)[0]
+            feed = _fused.Stacked(treedef.unflatten([_repeated(x, size) for x in leaves]))
+            self._repeated = feed if isinstance(home, NamedSharding) else jax.device_put(feed, home)
+        n = min(n, self._repeated.size)
+        self.source.again(n)
+        where = {"step": self._step, "whole": self._is_whole}
+        self._repeated, sent = place(self._repeated, n, home, limit, **where)
+        return Chunk(self._repeated, sent, n, np.arange(epoch, epoch + n), 0)
 
     @property
     def _is_whole(self) -> bool:
@@ -156,11 +203,11 @@ class Feed:
             batch = _place.whole(batch, home, shared=False)
         elif not isinstance(self._step, TrainStep) and isinstance(home, NamedSharding):
             batch = _place.put(batch, home, shared=False)
-        return Chunk(_fused.Single(batch), None, 1, epoch, bytes)
+        return Chunk(_fused.Single(batch), None, 1, np.full(1, epoch), bytes)
 
     def sync(self) -> None:
         """Put data from which more was read than given to where they would be without that; the state may move now."""
-        self._home = _UNKNOWN
+        self._home, self._repeated = _UNKNOWN, None
         if self._block is not None:
             place, self._block = self.place(), None
             self._restore(place)
@@ -179,7 +226,8 @@ class Feed:
         size = self.size if rows == self._rows else 2  # the short batch at the end
         spread = None if self._is_population else _place.rows_over(self._home_of(state), rows)
         feed = _fused.Gathered(data.resident, data.device_order(epoch), np.int32(first), rows, size, spread)
-        return Chunk(feed, np.array([count, limit], np.int32), count, epoch, 0)
+        epochs = np.full(count, epoch)
+        return Chunk(feed, np.array([count, limit], np.int32), count, epochs, 0)
 
     def _home_of(self, state) -> Any:
         if self._home is _UNKNOWN:
@@ -204,7 +252,7 @@ class Feed:
     def _new(self, one, leaves, step: int) -> int:
         if self._first is None:
             self._first = one
-            self.size = buffer_size(one, leaves, self._setting, self._interval)
+            self.size = self._new_size(one, leaves)
             return self.size
         where = f"batch at step {step}"
         if difference := _tree.first_difference(one, self._first, "batch"):
@@ -225,8 +273,13 @@ class Feed:
             warnings.warn(f"{where}: shapes {new} after {old}, which compiles the step once more", stacklevel=2)
         if rows_only and check_batch(one) < check_batch(self._first) and isinstance(self.source.data, Batches):
             return 2  # one in an epoch
-        self.size = buffer_size(one, leaves, self._setting, self._interval)
+        self.size = self._new_size(one, leaves)
         return self.size
+
+    def _new_size(self, one, leaves) -> int:
+        if self._repeats:
+            return buffer_size(one, (), self._setting, self._interval, REPEATED_BYTES)
+        return buffer_size(one, leaves, self._setting, self._interval)
 
     def place(self) -> Any:
         """Where the data are, for a checkpoint."""
@@ -306,7 +359,16 @@ def _padded(x, size: int):
     return out
 
 
-def buffer_size(batch, leaves, steps_per_call, interval: float) -> int:
+def _repeated(x, n: int):
+    """An array n times, along a new first axis."""
+    if isinstance(x, jax.Array):
+        return jnp.broadcast_to(x, (n, *x.shape))
+    out = _place.room((n, *x.shape), x.dtype)
+    out[:] = x
+    return out
+
+
+def buffer_size(batch, leaves, steps_per_call, interval: float, bytes: int = BUFFER_BYTES) -> int:
     """How many batches a call has room for: at least 2, since a loop of one would be another program.
 
     Of sizes and settings alone: what a clock on the wall says may choose how many of them are filled, not this.
@@ -315,7 +377,7 @@ def buffer_size(batch, leaves, steps_per_call, interval: float) -> int:
         return max(2, steps_per_call)
     size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
     on_device = any(isinstance(x, jax.Array) for x in leaves)  # stacked by a program of that many operands
-    most = min(BUFFER_BYTES // max(int(size), 1), 8 if on_device else MOST)
+    most = min(bytes // max(int(size), 1), 8 if on_device else MOST)
     return int(max(2, min(most, interval)))
 
 

@@ -214,6 +214,11 @@ class Source:
         self._count(ahead[1][0])
         return ahead
 
+    def again(self, n: int) -> None:
+        """Count n epochs of data that have one batch, which is not read again."""
+        self._count(n)
+        self._batches, self.epoch, self.position = None, self.epoch + n, 0
+
     @property
     def is_placed(self) -> bool:
         """Whether `restore` was called after the last batch was given."""
