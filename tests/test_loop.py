@@ -14,7 +14,7 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax import callbacks, testing
+from tsunax import _fused, callbacks, testing
 from tsunax.errors import DataError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.loop import fit as loud_fit
 from tsunax.loop import iterate, train_epoch, train_steps
@@ -801,6 +801,171 @@ def test_shapes_that_change():
         fit(cheap, jnp.zeros(()), [np.ones(n) for n in range(1, 30)], steps=29)
 
 
+def short():
+    """Data whose epochs are shorter than a call."""
+    return ts.batches((X[:16], Y[:16]), 8, shuffle=True, seed=1)
+
+
+ONE = X[:8], Y[:8]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: [ONE], lambda: (jax.tree.map(jnp.asarray, ONE),), short], ids=["NumPy", "JAX", "short"]
+)
+def test_a_call_goes_beyond_the_end_of_an_epoch(make, monkeypatch):
+    calls, call = [], _fused.Fused.__call__
+    monkeypatch.setattr(_fused.Fused, "__call__", lambda *args: calls.append(1) or call(*args))
+    used = make()
+    per_epoch = len(used)
+
+    def run(goals, **options):
+        state, found, given = ts.setup(RULE, init()), [], make()
+        for goal in goals:
+            state, rows = fit(STEP, state, given, steps=goal, log_every=1, **options)
+            found += [rows["epoch"], rows["loss"]]
+        return state, [np.concatenate(found[i::2]) for i in range(2)]
+
+    state, (epochs, losses) = run([100], steps_per_call=32)
+    assert len(calls) <= 5
+    assert epochs.tolist() == [i // per_epoch for i in range(100)]
+    each, (listened, same) = run([100], callbacks=lambda run: None)  # who hears of each epoch
+    assert_trees_equal(state, each)
+    np.testing.assert_array_equal(losses, same)
+    np.testing.assert_array_equal(epochs, listened)
+    cut, (_, same) = run([33, 40, 100], steps_per_call=1)
+    assert_trees_equal(state, cut)
+    np.testing.assert_array_equal(losses, same)
+    if make is short:
+        fit(STEP, ts.setup(RULE, init()), used, steps=33, steps_per_call=32)
+        assert used.get_state() == {"epoch": 16, "position": 1}
+
+
+def test_the_only_batch_is_read_again_after_a_boundary():
+    x = np.zeros((4, 2), np.float32)
+
+    def change(run):
+        x[:] = run.step
+
+    step = lambda state, x: (state + jnp.mean(x), {})
+    state, _ = fit(step, jnp.zeros(()), [x], steps=12, callbacks=callbacks.every(5, change), steps_per_call=4)
+    assert float(state) == 0 * 5 + 5 * 5 + 10 * 2
+
+
+@pytest.mark.filterwarnings("ignore:step .* was rejected:RuntimeWarning")
+def test_a_rejected_call_beyond_an_epoch_knows_its_own():
+    bad = np.full((8, 6), np.nan, np.float32), Y[:8]
+    with pytest.raises(NonFiniteError, match="step 0 of epoch 2 was rejected") as caught:
+        fit(STEP, ts.setup(RULE, init()), [bad], steps=40, steps_per_call=8, max_bad=3)
+    assert [kept.epoch for kept in caught.value.rejected] == [0, 1, 2]
+
+
+# ------------------------------------------------------------------------------------------------- the place of the data
+
+
+def used_up():
+    """Data that a run, or a loop, has gone through."""
+    used = data()
+    fit(STEP, ts.setup(RULE, init()), used, epochs=2)
+    return used
+
+
+def looked_at():
+    used = data()
+    next(iter(used))
+    return used
+
+
+def read_by_hand():
+    used = data()
+    for _ in range(3):
+        list(used)
+    return used
+
+
+KINDS = [lambda x: x, ts.prefetch, lambda x: ts.prefetch(ts.prefetch(x), size=5)]
+
+
+@pytest.mark.parametrize("make", [used_up, looked_at, read_by_hand])
+@pytest.mark.parametrize("kind", KINDS, ids=["batches", "prefetched", "twice"])
+def test_a_new_state_begins_with_the_first_batch(make, kind):
+    expected, rows = fit(STEP, ts.setup(RULE, init()), data(), epochs=3, log_every=1)
+    used = kind(make())
+    state, found = fit(STEP, ts.setup(RULE, init()), used, epochs=3, log_every=1)
+    assert_trees_equal(state, expected)
+    np.testing.assert_array_equal(found["epoch"], rows["epoch"])
+    assert used.get_state() == {"epoch": 3, "position": 0}
+    state, _ = fit(STEP, state, used, epochs=4)  # a trained one goes on
+    assert_trees_equal(state, fit(STEP, ts.setup(RULE, init()), data(), epochs=4)[0])
+    *_, (state, _) = ts.iterate(STEP, ts.setup(RULE, init()), used, epochs=3, steps_per_call=2)
+    assert_trees_equal(state, expected)
+
+
+def test_a_new_state_begins_where_the_data_were_put():
+    used, expected = data(), fit(STEP, ts.setup(RULE, init()), list(data())[3:], steps=4)[0]
+    used.set_state({"epoch": 0, "position": 3})
+    assert_trees_equal(fit(STEP, ts.setup(RULE, init()), used, epochs=1)[0], expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(STEP, expected, used, epochs=1)
+    pair = {"a": ts.setup(RULE, init()), "b": ts.setup(RULE, init())}  # as of a GAN: its states have clocks
+    both = lambda states, batch: ({k: STEP(x, batch)[0] for k, x in states.items()}, {})
+    pair, _ = fit(both, pair, used, epochs=1)
+    assert int(pair["a"].step) == len(used)
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS, lambda x: data(device=True)], ids=["batches", "prefetched", "twice", "device"]
+)
+def test_a_loop_over_the_data_of_a_run_leaves_the_run_alone(kind):
+    places, used = [], kind(data())
+
+    def evaluate(state):
+        places.append(used.get_state())
+        for i, _ in enumerate(used):
+            if i == 3 and len(places) % 2:
+                break
+        return {"val/x": 0.0}
+
+    state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=3, evaluate=evaluate, evaluate_every=4)
+    plain, seen = kind(data()), []
+    expected, _ = fit(
+        STEP,
+        ts.setup(RULE, init()),
+        plain,
+        epochs=3,
+        callbacks=callbacks.every(4, lambda run: seen.append(plain.get_state())),
+    )
+    assert_trees_equal(state, expected)
+    assert places[: len(seen)] == seen and used.get_state() == {"epoch": 3, "position": 0}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["batches", "prefetched", "twice"])
+def test_the_place_of_the_data_after_a_run(kind):
+    used = kind(data())
+    state, _ = fit(STEP, ts.setup(RULE, init()), used, steps=8)
+    assert used.get_state() == {"epoch": 1, "position": 1}
+    fit(STEP, state, kind(used), steps=9)  # also of data that are read ahead anew for each run
+    assert used.get_state() == {"epoch": 1, "position": 2}
+    assert len(list(used)) == 7 and used.get_state() == {"epoch": 3, "position": 0}  # a loop begins the next epoch
+    used.set_state({"epoch": 0, "position": 4})
+    fit(STEP, ts.setup(RULE, init()), used, steps=3, smoke=True)
+    assert used.get_state() == {"epoch": 0, "position": 4} and len(list(used)) == 3
+    it = ts.iterate(STEP, ts.setup(RULE, init()), used, steps=5)
+    assert [used.get_state()["position"] for _ in it] == [1, 2, 3, 4, 5]
+
+
+def test_a_goal_that_is_reached_says_why(tmp_path):
+    used = data()
+    state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=1, checkpoint=tmp_path)
+    keep = jax.tree.map(jnp.copy, state)
+    with pytest.warns(UserWarning, match=r"at epoch 1 already: nothing to do; so far are the data.*data.set_state\("):
+        fit(STEP, keep, used, epochs=1)
+    with pytest.warns(UserWarning, match=r"at step 7 already: nothing to do; state.step counts on"):
+        fit(STEP, keep, used, steps=7)
+    with pytest.warns(UserWarning, match=r"nothing to do; so says the checkpoint in .*give another path"):
+        fit(STEP, ts.setup(RULE, init()), data(), epochs=1, checkpoint=tmp_path)
+
+
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -961,6 +1126,38 @@ def test_applied_steps_are_in_the_history_of_an_error():
     with pytest.raises(DataError) as caught:
         fit(STEP, ts.setup(RULE, init()), iter(rows), steps=40, log_every=1, logger=log)
     assert int(caught.value.state.step) == 25 == caught.value.history["step"][-1] == seen[-1]
+
+
+@pytest.mark.parametrize("how", ["auto", 1, 3, None, "iterate", "train_epoch", "train_steps", "prefetch", "mesh"])
+def test_a_loader_may_refill_its_buffer(how):
+    def refilled():
+        for i in range(8):
+            big[:] = i
+            yield big
+
+    @jax.jit
+    def step(state, x):  # that reads x once more long after it was dispatched
+        last = jax.lax.fori_loop(0, 0 if how == "auto" else 40, lambda i, c: jnp.tanh(c @ c.T) * 0 + x, x)
+        return state * 2 + jnp.mean(last), {}
+
+    big, state = np.empty((256, 256), np.float32), jnp.zeros(())
+    if how == "iterate":
+        *_, (state, _) = ts.iterate(step, state, refilled(), steps=8, steps_per_call=2)
+    elif how == "train_epoch":
+        state, _ = ts.train_epoch(step, state, refilled())
+    elif how == "train_steps":
+        two = np.empty((2, 256, 256), np.float32)
+        for i in range(0, 8, 2):
+            two[:] = np.array([i, i + 1])[:, None, None]
+            state, _ = ts.train_steps(step, state, two)
+    elif how == "mesh":
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        state = jax.device_put(state, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        state, _ = fit(step, state, refilled(), steps=8)
+    else:
+        given = ts.prefetch(refilled(), jax.devices()[0]) if how == "prefetch" else refilled()
+        state, _ = fit(step, state, given, steps=8, **{} if how == "prefetch" else {"steps_per_call": how})
+    assert float(state) == sum(i * 2 ** (7 - i) for i in range(8))
 
 
 def test_batches_of_a_list_may_shrink():

@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from tsunax import _tree, distributed
-from tsunax._ahead import Prefetched
-from tsunax._feed import Chunk
+from tsunax._feed import Chunk, innermost
 from tsunax._members import members_of
 from tsunax.data import Batches
 from tsunax.errors import DataError, ProcessError, StateError, message, warn
@@ -37,8 +36,7 @@ class Alike:
         spread = next(leaves, None)
         self.spans = spread is not None
         self._speaks = spread is not None and distributed.spans_all(spread.sharding.device_set)
-        while isinstance(data, Prefetched):
-            data = data.data
+        data = innermost(data)
         self._data = data if isinstance(data, Batches) else None
         self._is_known = self._data is not None and self._data.is_of_arrays  # then its settings say what will come
         self._has_warned = False

@@ -115,7 +115,10 @@ class Fit:
     def __init__(self, step, state, data, options: Options, history: History, memory: dict, start: int):
         self.step, self.options, self.memory = step, options, memory
         interval = min(options.intervals, default=float("inf"))
-        self.feed = _feed.Feed(step, data, state, options.steps_per_call, interval, options.goal.left(start))
+        left = options.goal.left(start)
+        crosses = not options.listens_to_epochs and jax.process_count() == 1
+        given = options.steps_per_call, interval, left
+        self.feed = _feed.Feed(step, data, state, *given, begins=True, crosses=crosses)
         self.loop = _fused.fused(step, not isinstance(step, TrainStep) or step.donate)
         self.run = Run(state, start, self.feed.epoch, history)
         self.alike = _alike.Alike("fit()", state, data)
@@ -264,7 +267,7 @@ class Fit:
     def rows(self, chunks, infos, named: dict[str, np.ndarray]) -> None:
         """History, loggers and progress get the numbers of these steps, one row for every `log_every` of them."""
         run, every = self.run, self.options.log_every
-        epochs = np.repeat([chunk.epoch for chunk in chunks], [chunk.steps for chunk in chunks])
+        epochs = np.concatenate([chunk.epochs for chunk in chunks])
         verdicts = _verdicts(infos, len(epochs))
         is_one = isinstance(infos, StepInfo) and not self.is_population  # then its clock counts, else every call does
         steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
@@ -339,16 +342,17 @@ class Fit:
         for i in map(int, np.flatnonzero(verdicts > 0)[-MOST_REJECTED:]):
             info = jax.tree.map(lambda x, i=i: x[i], infos)
             if not is_searching(state, info, verdicts[i]):
-                chunk, batch = self.batch_of(i, chunks)
-                kept = Rejected(int(steps[i]), before + i, chunk.epoch, batch, info.loss_scale)
+                batch, epoch = self.batch_of(i, chunks)
+                kept = Rejected(int(steps[i]), before + i, epoch, batch, info.loss_scale)
                 self.run.rejected.append(kept)
 
-    def batch_of(self, i: int, chunks) -> tuple[_feed.Chunk, Any]:
-        """The batch of the i-th of the calls that these chunks hold, on the host, and its chunk."""
+    def batch_of(self, i: int, chunks) -> tuple[Any, int]:
+        """The batch of the i-th of the calls that these chunks hold, on the host, and its epoch."""
         chunk = next(chunk for chunk in chunks if (i := i - chunk.steps) < 0)
         batch, mask = jax.device_get((chunk.feed.at(i + chunk.steps), getattr(chunk.feed, "mask", None)))
-        rows = None if mask is None else int(np.sum(mask))
-        return chunk, jax.tree.map(lambda x: x[:rows] if np.ndim(x) else x, batch) if rows else batch
+        rows, epoch = None if mask is None else int(np.sum(mask)), int(chunk.epochs[i])
+        batch = jax.tree.map(lambda x: x[:rows] if np.ndim(x) else x, batch) if rows else batch
+        return batch, epoch
 
     def give_up(self, i: int, chunks) -> None:
         """Raise for a call that was one rejected too many, and say what was wrong with it."""
@@ -362,8 +366,8 @@ class Fit:
         known = isinstance(run.info, StepInfo) and not self.is_population
         why = guard.explain(run.info.verdict, None) if known else "not finite"
         if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:  # else nobody has the batch
-            why = self.step.why(run.state, run.info, self.batch_of(i, chunks)[1], self.extra)
-        epochs = [chunk.epoch for chunk in chunks for _ in range(chunk.steps)]
+            why = self.step.why(run.state, run.info, self.batch_of(i, chunks)[0], self.extra)
+        epochs = np.concatenate([chunk.epochs for chunk in chunks])
         what = f"step {run.step} of epoch {epochs[i]} was rejected: {why}; {limit}"
         raise NonFiniteError(f"{what}. `error.state` is the state before it.", run.state, run.info)
 

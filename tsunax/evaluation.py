@@ -75,9 +75,10 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
             batch, mask["mask"] = _place.padded(batch, here, most + -most % _place.divisor(home))
         alike.batch("the next batch", batch)
         parts = batch, mask
-        batch, mask = (
-            _place.whole(parts, home) if source.is_whole or is_population else _place.put(parts, home, whole=alone)
-        )
+        if source.is_whole or is_population:
+            batch, mask = _place.whole(parts, home, shared=False)
+        else:
+            batch, mask = _place.put(parts, home, whole=alone, shared=False)
         try:
             loss = eval_step(state, batch, **extra, **mask)
         except Exception:

@@ -27,6 +27,7 @@ from tsunax._profile import Profile
 from tsunax._run import Fit, Run, form_of, step_of
 from tsunax._signals import Interrupt, in_notebook
 from tsunax.checkpoint import Checkpoints, Restored
+from tsunax.data import owned
 from tsunax.errors import StateError, WrongTypeError, message, warn
 from tsunax.history import History
 from tsunax.hyper import hyperparams
@@ -51,6 +52,7 @@ def train_steps(step: Callable, state, batches, **extra):
     check_step("train_steps()", step, state)
     k = _feed.length_of(batches, "train_steps()")
     _checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
+    batches = owned(batches, "batches")  # the caller may refill them while the program runs
     if k == 1:  # a loop of one would be another program
         batches = jax.tree.map(lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches)
     feed, n = _feed.place(_fused.Stacked(batches), k, _place.home_of(state), step=step)
@@ -111,7 +113,8 @@ def iterate(
     goal = Goal("iterate()", steps, epochs)
     check_step("iterate()", step, state)
     check_whole("iterate()", steps_per_call=steps_per_call)
-    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), goal.left(0))
+    left = goal.left(0)
+    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), left, begins=True)
     loop, calls = _loop_of(step), 0
     alike = _alike.Alike("iterate()", state, data)
     alike.start(goal=str(goal), steps_per_call=steps_per_call, place=feed.source.state())
@@ -230,8 +233,13 @@ def fit(
         run = fitting.run
         stack.callback(fitting.feed.close)
         if goal.reached(run.step, fitting.feed.epoch):
-            at = f"step {run.step}" if goal.steps else f"epoch {fitting.feed.epoch}"
-            text = f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do"
+            at, why = f"step {run.step}", "state.step counts on: ask for a later one, or give a new state"
+            if goal.epochs:
+                at, why = f"epoch {fitting.feed.epoch}", "so far are the data, data.get_state(): ask for a "
+                why += 'later one, or go back, data.set_state({"epoch": 0, "position": 0})'
+            if saver is not None and fitting.saved is not None:
+                why = f"so says the checkpoint in {saver.path}: ask for a later one, or give another path"
+            text = f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do; {why}"
             warn(text)
             return run.state, run.history
         fitting.profile = Profile(profile)
