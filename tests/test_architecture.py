@@ -19,12 +19,12 @@ PACKAGE = ROOT / "tsunax"
 
 # A new module is entered here before it is written. `__init__` is above all: nothing imports it.
 TIERS = {
-    0: "_types _tree _words _where _checks _convolutions _place _axes errors",
+    0: "_types _tree _norms _words _where _checks _convolutions _place _axes errors",
     1: (
-        "_number _live _hoist _parity _loss rules schedules losses regularize metrics precision accumulation guard "
-        "averages reproduce"
+        "_number _live _hoist _parity loss rules schedules losses regularize metrics precision microbatches "
+        "accumulation guard spikes averages reproduce"
     ),
-    2: "state _members _loss_fn step _traces program hyper",
+    2: "state _members _loss_fn step failures choice _traces program hyper",
     3: "hardware sharding distributed data source _ahead models history _feed _fused _signals _preference _peers",
     4: (
         "_alike loggers display checkpoint _files _folder _manifest _orbax _store _target _profile exchange "

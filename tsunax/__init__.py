@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from tsunax import averages, errors, precision, rules, schedules
-from tsunax._loss import Loss
 from tsunax._members import each
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
+from tsunax.loss import Loss
 from tsunax.program import EvalStep, TrainStep, eval_step, refresh, train_step
 from tsunax.state import TrainState, averaged, setup, trainable
 from tsunax.step import StepInfo, flush, update, value_and_grad

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _checks, _convolutions, _place, _tree
+from tsunax import _checks, _convolutions, _place, _tree, failures
 from tsunax._loss_fn import A_STEP, check_no_loss_fn
 from tsunax._norms import leaves_apart
 from tsunax._traces import Trace
 from tsunax.data import gather
 from tsunax.errors import StateError, message
-from tsunax.program import Programs, TrainStep, _fault, home_of, masked
+from tsunax.program import Programs, TrainStep, home_of, masked
 from tsunax.state import TrainState, assemble, donated, split
 from tsunax.step import StepInfo
 
@@ -215,7 +215,7 @@ class Fused:
             moving, infos = self.programs[home](kind, moving, still, feed, n, extra)
         except Exception as error:
             batch = jax.tree.map(lambda x: x[0], feed.batches if isinstance(feed, Stacked) else feed.arrays)
-            if isinstance(state, TrainState) and (fault := _fault(error, state, batch, extra)):
+            if isinstance(state, TrainState) and (fault := failures.fault(error, state, batch, extra)):
                 raise fault from None
             raise
         return moving if kind is None else assemble(kind, moving, still), infos

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import _tree, _where
-from tsunax._loss import Loss, as_loss, check_scalar, rows_of, uneven
 from tsunax.errors import LossError, TsunaxError, WrongTypeError, message
+from tsunax.loss import Loss, as_loss, check_scalar, rows_of, uneven
 from tsunax.metrics import as_array
 from tsunax.state import TrainState, averaged_params, in_precision
 

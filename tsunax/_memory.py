@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax import _cost, _place, _tree
-from tsunax._loss import rows_of
 from tsunax._members import members_of
 from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError, message
 from tsunax.hardware import device_info
+from tsunax.loss import rows_of
 
 # Of XLA, which its count leaves out: 34 to 66 MB, measured on three models with two threads, some 100 MB with eight and
 # 130 MB with sixteen. Each device has its own.

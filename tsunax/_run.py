@@ -23,14 +23,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _alike, _checks, _feed, _fused, _place, _tree, display, distributed, guard
+from tsunax import _alike, _checks, _feed, _fused, _place, _tree, display, distributed, failures, guard
 from tsunax._members import members_of
 from tsunax._options import Options, is_bare, wants
 from tsunax._profile import Profile
 from tsunax._signals import Interrupt
 from tsunax.errors import NonFiniteError, RowError, StateError, WrongTypeError, message, warn
+from tsunax.failures import is_searching
 from tsunax.history import History, check_row, join
-from tsunax.program import TrainStep, is_searching
+from tsunax.program import TrainStep
 from tsunax.state import TrainState, check_state, donated
 from tsunax.step import StepInfo
 
@@ -366,7 +367,7 @@ class Fit:
         known = isinstance(run.info, StepInfo) and not self.is_population
         why = guard.explain(run.info.verdict, None) if known else "not finite"
         if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:  # else nobody has the batch
-            why = self.step.why(run.state, run.info, self.batch_of(i, chunks)[0], self.extra)
+            why = failures.why(self.step, run.state, run.info, self.batch_of(i, chunks)[0], self.extra)
         epochs = np.concatenate([chunk.epochs for chunk in chunks])
         what = f"step {run.step} of epoch {epochs[i]} was rejected: {why}; {limit}"
         raise NonFiniteError(f"{what}. `error.state` is the state before it.", run.state, run.info)

@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding
 
 from tsunax import _place, _tree
 from tsunax._alike import Alike
-from tsunax._loss import Loss
 from tsunax._loss_fn import LossFn, check_no_loss_fn
 from tsunax._members import members_of
 from tsunax.data import Data, check_batch
 from tsunax.errors import WrongTypeError, message
+from tsunax.loss import Loss
 from tsunax.program import EvalStep
 from tsunax.source import as_source
 from tsunax.state import TrainState

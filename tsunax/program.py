@@ -1,4 +1,4 @@
-"""The step as one compiled program: what is donated, what is put back outside, and what is said when it fails.
+"""The step as one compiled program: what is donated, and what is put back outside.
 
     train_step(loss_fn)(state, batch)  =  jit(update ∘ value_and_grad)(state, batch)
 
@@ -7,11 +7,9 @@ The formula is in `step.py`; here is only how it is called.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tsunax import _axes, _checks, _place, _tree, _where, accumulation, guard, losses
-from tsunax._loss import Loss, rows_of, uneven
-from tsunax._loss_fn import LossFn, hide_own_frames
+from tsunax import _axes, _checks, _place, _tree, _where, failures, guard, microbatches
+from tsunax._loss_fn import LossFn
 from tsunax._members import members_of, over_members
 from tsunax._norms import leaves_apart
 from tsunax._traces import Trace
-from tsunax.errors import LossError, NonFiniteError, RuleError, StateError, TsunaxError, WrongTypeError, message
+from tsunax.errors import LossError, RuleError, StateError, message
+from tsunax.loss import Loss, rows_of, uneven
 from tsunax.state import (
     Plan,
     TrainState,
@@ -39,54 +37,6 @@ from tsunax.state import (
     with_rest,
 )
 from tsunax.step import StepInfo, gradient_of, moved, objective_of, seen_by, thawed_flags
-
-
-def _fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
-    """After a program did not take its arguments: what is wrong with them, where that can be seen."""
-    if isinstance(error, TsunaxError):
-        error.__dict__.pop("__notes__", None)  # JAX's, on the frames that it has hidden
-        return None
-    if _tree.is_gone(state.clock):  # the program did take them, and failed afterwards
-        return None
-    try:
-        _check_arguments(state, batch, extra)
-    except TsunaxError as found:
-        return found
-    hide_own_frames(error)
-    return None
-
-
-def _check_arguments(state: TrainState, batch, extra) -> None:
-    is_data = isinstance(batch, Iterator) or (hasattr(batch, "__iter__") and jax.tree_util.all_leaves([batch]))
-    if is_data and not _tree.is_array(batch):
-        fix = "A step takes one batch: for batch in data."
-        raise WrongTypeError(message("batch", "step()", _tree.describe(batch), "a tree of arrays", fix))
-    if any(map(_tree.is_gone, jax.tree.leaves(state))):
-        raise StateError(donated("step()"))
-    _checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
-    moving = {id(x) for x in jax.tree.leaves(split(state)[0])}
-    for name, tree in {"batch": batch, **extra}.items():
-        if name != "batch":
-            _checks.check_arrays(tree, name, f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...).")
-        if any(id(x) in moving for x in jax.tree.leaves(tree)):
-            fix = "The step donates them: copy, or train_step(..., donate=False)."
-            raise StateError(message(f"argument {name!r}", "step()", "arrays of the state itself", "others", fix))
-    _checks.check_arrays(state, "state")
-    _check_places(state)
-
-
-def _check_places(state: TrainState) -> None:
-    """Raise StateError, with a path, where the arrays of a state lie on different devices."""
-    named = jax.tree_util.tree_flatten_with_path(state)[0]
-    bound = [(path, x) for path, x in named if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed]
-    places = collections.Counter(frozenset(x.sharding.device_set) for _, x in bound)
-    if len(places) > 1:
-        most = places.most_common(1)[0][0]
-        in_words = lambda devices: str(next(iter(devices))) if len(devices) == 1 else f"{len(devices)} devices"
-        path, x = next((path, x) for path, x in bound if x.sharding.device_set != most)
-        fix = "Put all of it in one place: ts.shard(state, mesh) or ts.to_device(state, device)."
-        got, expected = in_words(x.sharding.device_set), f"{in_words(most)}, as of the others"
-        raise StateError(message("leaf", _tree.access_str("state", path), got, expected, fix))
 
 
 def _any_traced(tree) -> bool:
@@ -200,10 +150,10 @@ class TrainStep:
         check_flags("train_step()", donate=self.donate, norms=self.norms)
         if self.at_once is not None:
             _checks.check_count(self.at_once, "train_step()", "at_once")
-        _ = self._gradient  # the errors of all others belong here, not into the first call
+        _ = self.gradient  # the errors of all others belong here, not into the first call
 
     @functools.cached_property
-    def _gradient(self) -> Callable:
+    def gradient(self) -> Callable:
         given = self.loss_fn, self.accumulate, self.remat, self.on_nonfinite
         return gradient_of(*given, "train_step()", self.axis_name)
 
@@ -218,7 +168,7 @@ class TrainStep:
 
     def _one(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
         search = _search(self.loss_fn, state, batch, extra, self.axis_name)  # first: it looks at the names in extra
-        loss, grads = self._gradient(state, batch, **extra)
+        loss, grads = self.gradient(state, batch, **extra)
         return moved(state, grads, loss, None, self.on_nonfinite, self.norms, {**search, **extra})
 
     @functools.cached_property
@@ -272,61 +222,15 @@ class TrainStep:
                 batch, extra = self._placed(state, home, batch, extra)
             moving, (loss, weight, *seen) = self.programs[home](kind, moving, still, batch, extra)
         except Exception as error:
-            if fault := _fault(error, state, batch, extra):
+            if fault := failures.fault(error, state, batch, extra):
                 raise fault from None
             raise
         state = assemble(kind, moving, still)
         weight = weight.weight if type(weight) is _Known else weight
         info = tuple.__new__(StepInfo, (loss, weight, *seen, state.numbers))
         if self.on_nonfinite == "raise":
-            self._raise_if_rejected(state, info, batch, extra)
+            failures.raise_if_rejected(self, state, info, batch, extra)
         return state, info
-
-    def _raise_if_rejected(self, state: TrainState, info: StepInfo, batch, extra) -> None:
-        verdict = int(info.verdict)
-        if verdict <= 0 or is_searching(state, info, verdict):
-            return
-        what = f"step {int(state.step)} (call {int(state.calls) - 1}) was rejected"
-        why = self.why(state, info, batch, extra)
-        if state.loss_scale is not None:
-            why += f", {int(state.rejected_in_a_row)} rejected in a row"
-        raise NonFiniteError(f"{what}: {why}. `error.state` is the state before it.", state, info)
-
-    def why(self, state: TrainState, info: StepInfo, batch, extra) -> str:
-        """What was wrong with a step that was rejected: its leaf, and its micro-batch. Compiles, once, and waits."""
-        calls = int(state.calls)
-        # the state is as it was: the gradients that were rejected can be had again
-        grads, dropped = self._again(state.replace(calls=calls - 1), batch, extra)
-        what = guard.explain(int(info.verdict), state.opt_state, grads)
-        if dropped is not None and np.any(dropped):
-            what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {self.accumulate}"
-        for found in (guard.in_batch(batch), self._about_labels(state, batch, extra)):
-            what += f", {found}" if found else ""
-        if (scale := state.loss_scale) is not None:
-            floor = ", its floor" if scale.dynamic and info.loss_scale <= scale.floor else ""
-            what += f", loss scale {float(info.loss_scale)}{floor}"
-        return what
-
-    def _about_labels(self, state: TrainState, batch, extra) -> str:
-        """What is wrong with the labels in a batch, as far as class losses of ours see them outside of a program."""
-        fn = LossFn.of(self.loss_fn)
-        with losses.faults() as found, contextlib.suppress(Exception):
-            keywords = fn.keywords(state, batch, extra, train=True)
-            fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
-        return next(iter(found), "")
-
-    @functools.cached_property
-    def _again(self) -> Any:
-        """The gradients of a step, and the weights of the micro-batches that are to blame."""
-
-        def look(state, batch, extra):
-            _, grads = self._gradient(state, batch, **extra)
-            if self.accumulate == 1:
-                return grads, None
-            dropping = gradient_of(self.loss_fn, self.accumulate, self.remat, "drop", "train_step()")
-            return grads, dropping(state, batch, **extra)[0].dropped
-
-        return jax.jit(look)
 
     def lower(self, state: TrainState, batch, **extra) -> jax.stages.Lowered:
         """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is compiled."""
@@ -342,15 +246,6 @@ class TrainStep:
 
     def __getstate__(self):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-
-def is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
-    """Whether a rejection only lowers the loss scale, which is looking for its value: nothing to raise for."""
-    scale = state.loss_scale
-    if scale is None or not scale.dynamic or not guard.overflowed(verdict):
-        return False
-    counted = info.weight != 0 or (info.dropped is not None and info.dropped != 0)
-    return bool(info.loss_scale > scale.floor and counted)
 
 
 @_where.suggests_names
@@ -439,7 +334,7 @@ class EvalStep:
         seen = seen_by(self._fn, state, state.params, batch, keywords, train=False)
         loss = self._fn(*seen, keywords, merges=True)
         if axes := _axes.around(self._axes, "eval_step()"):
-            loss = accumulation.loss_over_devices(loss, axes)
+            loss = microbatches.loss_over_devices(loss, axes)
         return dataclasses.replace(loss, model_state=None)
 
     @functools.cached_property
@@ -464,7 +359,7 @@ class EvalStep:
                     batch, extra = _place.whole((batch, extra), home.whole)
             return self._compiled(self._read(state), batch, extra)
         except Exception as error:
-            if fault := _fault(error, state, batch, extra):
+            if fault := failures.fault(error, state, batch, extra):
                 raise fault from None
             raise
 
@@ -516,7 +411,7 @@ def refresh(loss_fn: Callable) -> Callable:
                 batch, extra = spread((batch, extra.get("mask")), extra, home)
             return run(state, batch, extra)
         except Exception as error:
-            if fault := _fault(error, state, batch, extra):
+            if fault := failures.fault(error, state, batch, extra):
                 raise fault from None
             raise
 

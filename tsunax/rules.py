@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from tsunax import _hoist, _live, _number, _parity, _tree, _where, accumulation, guard
+from tsunax import _hoist, _live, _number, _parity, _tree, _where, accumulation, spikes
 from tsunax._live import LiveFactory, live
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
 from tsunax.guard import GOT, Report, choose
@@ -410,7 +410,7 @@ clip_array_norm = live(_clip_array_norm, static=("p", "throw"))
 for _clip in (clip_value, clip_global_norm, clip_array_norm):
     _clip.advice = "Choose one of clip_global_norm, clip_array_norm, clip_value."
 weight_decay = live(_weight_decay)
-accumulate, reject_spikes = accumulation.accumulate, guard.reject_spikes
+accumulate, reject_spikes = accumulation.accumulate, spikes.reject_spikes
 sign_decay = live(_sign_decay)
 
 __all__ = sorted([

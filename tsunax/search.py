@@ -20,10 +20,10 @@ from typing import Any
 import jax
 
 from tsunax import _checks, _memory, _place, _tree, distributed
-from tsunax._loss import rows_of
 from tsunax._members import members_of
 from tsunax._memory import Need
 from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError, message
+from tsunax.loss import rows_of
 from tsunax.program import TrainStep
 from tsunax.state import own
 

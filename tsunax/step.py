@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax import _axes, _checks, _hoist, _live, _place, _tree, _where, accumulation, choice, guard
+from tsunax import _axes, _checks, _hoist, _live, _place, _tree, _where, accumulation, choice, guard, microbatches
 from tsunax._dataflow import multiplied
-from tsunax._loss import Loss, as_loss, check_scalar
 from tsunax._loss_fn import LossFn, check_noted, noting
 from tsunax._norms import global_norm
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
+from tsunax.loss import Loss, as_loss, check_scalar
 from tsunax.precision import cast_like, conjugated, round_stochastically
 from tsunax.state import (
     TrainState,
@@ -107,10 +107,10 @@ def gradient_of(
         if accumulate == 1:
             loss, grads = gradient(batch, keywords)
         else:
-            run = functools.partial(accumulation.over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
+            run = functools.partial(microbatches.over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
             loss, grads = run(gradient, accumulate, batch, keywords, base(state), scales)
         if axes:
-            loss, grads = accumulation.over_devices(loss, grads, axes)
+            loss, grads = microbatches.over_devices(loss, grads, axes)
         return loss, conjugated(_unscaled(state, grads))
 
     return f
@@ -231,7 +231,7 @@ def moved(
     grads, loss = _fitting(state, grads, loss)
     model_state = _first(model_state, loss.model_state)
     if model_state is not None:
-        accumulation.check_model_state(model_state, state.model_state)
+        microbatches.check_model_state(model_state, state.model_state)
     value = None if loss.total is None else loss.compute()
     thawed = thawed_flags(state)
     grads = _without_frozen(grads, thawed)

@@ -29,7 +29,6 @@ from jax.sharding import Mesh
 
 from tsunax import _checks, _hoist, _tree, guard
 from tsunax._ahead import Prefetched
-from tsunax._loss import rows_of
 from tsunax._members import members_of
 from tsunax._traces import why
 from tsunax.data import Data
@@ -45,6 +44,7 @@ from tsunax.errors import (
 from tsunax.hyper import freeze
 from tsunax.insight import describe
 from tsunax.loop import fit
+from tsunax.loss import rows_of
 from tsunax.program import TrainStep
 from tsunax.sharding import mesh as all_devices
 from tsunax.sharding import shard
