@@ -332,7 +332,7 @@ def test_why_it_recompiled():
         lambda params, batch: jnp.mean((batch["x"] @ params["w"] + params["b"][None]) ** 2) + 0 * batch.get("y", 0)
     )
     fresh = lambda rule=None, **options: state_of(params, ts.rules.sgd(0.1) if rule is None else rule, **options)
-    reasons = lambda: list(ts.insight._traces.why(step.traces, step.places))
+    reasons = lambda: list(ts.insight._traces.why(step.traces, [("step", device) for device in step.programs.devices]))
     step(fresh(), {"x": x})
     step(fresh(), {"x": x})
     assert reasons() == []
