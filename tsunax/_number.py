@@ -173,7 +173,7 @@ _RANGES = {
 }
 
 
-_FIXES = dict.fromkeys(("max_norm", "max_delta"), "To clip nothing, leave the rule out.")
+_FIXES: dict[str, str] = dict.fromkeys(("max_norm", "max_delta"), "To clip nothing, leave the rule out.")
 
 
 def check_number(where: str, name: str, value, expected: str = "a number or a schedule") -> None:
