@@ -330,7 +330,7 @@ RULE = [
     row(19, "bare halves", lambda: ts.setup((adam.init, adam.update), PARAMS), WrongTypeError, "tuple of 2", "(init, update)"),
     row(19, "empty halves", lambda: ts.setup(optax.GradientTransformation(None, None), PARAMS), WrongTypeError, "init None"),
     row(19, "in a chain", lambda: rules.chain([sgd, adam]), WrongTypeError, "rule at chain()", "chain(*rules)"),
-    row(19, "in a chain, not called", lambda: rules.chain(rules.clip_value, adam), WrongTypeError, "clip_value(max=...)"),
+    row(19, "in a chain, not called", lambda: rules.chain(rules.clip_value, adam), WrongTypeError, "clip_value(max_delta=...)"),
     row(19, "in groups", lambda: rules.groups({"**": rules.sgd}), WrongTypeError, "groups({'**': ...})", "sgd(learning_rate=...)"),
     row(19, "groups of a list", lambda: rules.groups([adam]), WrongTypeError, "rules at groups()", "list of 1", "{pattern: rule}"),
     row(19, "groups of a rule", lambda: rules.groups(adam), WrongTypeError, "rules at groups()", "{pattern: rule}"),
@@ -403,12 +403,12 @@ RULE = [
     row(23, "a Python if", lambda: rules.adam(lambda s: 1.0 if s < 9 else 0.1), HyperparameterError, "under jit", "jnp.where", cause=TypeError),
     row(23, "a Python float", lambda: rules.adam(float), HyperparameterError, "a traced value", cause=TypeError),
     *(
-        row(30, f"{name} {bad}", lambda name=name, bad=bad: getattr(rules, name)(bad), HyperparameterError, f"max at {name}()", says)
+        row(30, f"{name} {bad}", lambda name=name, bad=bad: getattr(rules, name)(bad), HyperparameterError, f"max_{'delta' if name == 'clip_value' else 'norm'} at {name}()", says)
         for name in ("clip_global_norm", "clip_array_norm", "clip_value")
         for bad, says in [(0, "got 0, expected > 0. To clip nothing, leave"), (-1.0, "got -1.0, expected > 0"), (NAN, "got nan")]
     ),
-    row(30, "inf", lambda: rules.clip_value(INF), HyperparameterError, "max at clip_value()", "inf", "To clip nothing"),
-    row(30, "None", lambda: rules.clip_global_norm(None), WrongTypeError, "max at clip_global_norm()", "got None"),
+    row(30, "inf", lambda: rules.clip_value(INF), HyperparameterError, "max_delta at clip_value()", "inf", "To clip nothing"),
+    row(30, "None", lambda: rules.clip_global_norm(None), WrongTypeError, "max_norm at clip_global_norm()", "got None"),
     row(30, "p is text", lambda: rules.clip_array_norm(1.0, p="2"), WrongTypeError, "p at clip_array_norm()", "'2' (str)"),
     row(30, "p is NaN", lambda: rules.clip_array_norm(1.0, p=NAN), WrongTypeError, "p at clip_array_norm()", "nan (float)"),
     row(30, "p is complex", lambda: rules.clip_array_norm(1.0, p=1j), WrongTypeError, "p at clip_array_norm()", "1j (complex)"),
@@ -421,8 +421,8 @@ RULE = [
         31, "value and norm", lambda: rules.clip_value(5.0, norm=1.0), HyperparameterError,
         "'norm'", "one of clip_global_norm, clip_array_norm, clip_value",
     ),
-    row(31, "optax's name", lambda: rules.clip_global_norm(max_norm=1.0), HyperparameterError, "'max_norm'", "expected max"),
-    row(31, "two numbers", lambda: rules.clip_global_norm(1.0, 2.0), WrongTypeError, "clip_global_norm(max)", "Choose one of"),
+    row(31, "another name", lambda: rules.clip_global_norm(max=1.0), HyperparameterError, "'max'", "expected max_norm"),
+    row(31, "two numbers", lambda: rules.clip_global_norm(1.0, 2.0), WrongTypeError, "clip_global_norm(max_norm)", "Choose one of"),
     row(36, "optax's mask", lambda: setup(rule=rules.adamw(1e-3, mask={"encoder": True})), RuleError, "setup()", cause=ValueError),
     row(38, "optax's labels", lambda: setup(rule=optax.multi_transform({"a": sgd}, tree("a", "c"))), RuleError, "'c'", cause=ValueError),
 ]  # fmt: skip

@@ -96,12 +96,12 @@ def moved(before, after) -> bool:
         (rules.sgd(0.1, momentum=0.9), {"learning_rate": 0.1, "momentum": 0.9}),
         (
             rules.chain(rules.clip_global_norm(2.0), rules.weight_decay(0.1), rules.sgd(0.3)),
-            {"max": 2.0, "weight_decay": 0.1, "learning_rate": 0.3},
+            {"max_norm": 2.0, "weight_decay": 0.1, "learning_rate": 0.3},
         ),
         (rules.chain(rules.sgd(0.1), rules.sgd(0.2)), {"0.learning_rate": 0.1, "1.learning_rate": 0.2}),
         (
             rules.chain(rules.clip_value(1.0), rules.chain(rules.clip_value(2.0), rules.sgd(0.2))),
-            {"0.max": 1.0, "1.0.max": 2.0, "learning_rate": 0.2},
+            {"0.max_delta": 1.0, "1.0.max_delta": 2.0, "learning_rate": 0.2},
         ),
         (
             rules.groups({"head/**": rules.sgd(0.1), "**": rules.sgd(0.2, momentum=0.8)}),
@@ -111,7 +111,7 @@ def moved(before, after) -> bool:
             rules.groups(
                 {"head/**": rules.chain(rules.clip_value(1.0), rules.clip_value(2.0)), "**": rules.clip_value(3.0)}
             ),
-            {"0.max@head/**": 1.0, "1.max@head/**": 2.0, "max@**": 3.0},
+            {"0.max_delta@head/**": 1.0, "1.max_delta@head/**": 2.0, "max_delta@**": 3.0},
         ),
         (optax.chain(optax.clip(1.0), rules.sgd(0.1)), {"learning_rate": 0.1}),
         (optax.adam(1e-3), {}),
@@ -181,8 +181,8 @@ def _around(rule, learning_rate):
     [
         (
             rules.chain(rules.weight_decay(0.1), rules.clip_value(2.0), rules.weight_decay(0.3)),
-            ["0.weight_decay", "max", "2.weight_decay"],
-            ["0.weight_decay@head/**", "max@head/**", "2.weight_decay@head/**"],
+            ["0.weight_decay", "max_delta", "2.weight_decay"],
+            ["0.weight_decay@head/**", "max_delta@head/**", "2.weight_decay@head/**"],
         ),
         (
             rules.groups({"head/**": rules.sgd(0.1), "**": rules.sgd(0.2, momentum=0.5)}),
@@ -549,8 +549,8 @@ def test_hyperparameters_of_a_cut_are_copied_into_the_same_cut(rule):
     if "momentum" in ts.hyperparams(a):
         with pytest.raises(ts.errors.HyperparameterError, match=r"Did you mean 'momentum'"):
             ts.adjust(a, {"momentum@**": 0.5})
-    with pytest.raises(ts.errors.HyperparameterError, match=r"Did you mean '(0\.max|learning_rate@head/\*\*)'"):
-        ts.adjust(a, {"learning_rate@haed/**": 1.0} if "momentum" in ts.hyperparams(a) else {"0.mx": 1.0})
+    with pytest.raises(ts.errors.HyperparameterError, match=r"Did you mean '(0\.max_delta|learning_rate@head/\*\*)'"):
+        ts.adjust(a, {"learning_rate@haed/**": 1.0} if "momentum" in ts.hyperparams(a) else {"0.max_delt": 1.0})
 
 
 def test_names_that_are_not_there_are_refused_with_those_that_are():
@@ -559,9 +559,10 @@ def test_names_that_are_not_there_are_refused_with_those_that_are():
         ts.adjust(state, learning_rat=0.1)
     with pytest.raises(ts.errors.HyperparameterError, match=r"momentum.*0\.max.*learning_rate"):
         ts.adjust(state, {"momentum": 0.1})
-    with pytest.raises(ts.errors.HyperparameterError, match=r"max.*0\.max.*1\.max"):
-        ts.adjust(state, max=3.0)
-    assert ts.hyperparams(ts.adjust(state, **{"1.max": 3.0})) == {"0.max": 1.0, "1.max": 3.0, "learning_rate": 0.1}
+    with pytest.raises(ts.errors.HyperparameterError, match=r"max_delta.*0\.max_delta.*1\.max_delta"):
+        ts.adjust(state, max_delta=3.0)
+    live = ts.hyperparams(ts.adjust(state, **{"1.max_delta": 3.0}))
+    assert live == {"0.max_delta": 1.0, "1.max_delta": 3.0, "learning_rate": 0.1}
     with pytest.raises(ts.errors.PatternError, match="haed"):
         ts.adjust(state, "haed/**", learning_rate=0.1)
     groups = ts.setup(rules.groups({"head/**": rules.adam(0.1), "**": rules.sgd(0.1)}), PARAMS)

@@ -226,7 +226,7 @@ def test_numbers_that_were_adjusted_go_on_and_those_that_the_script_changed_are_
 def test_parts_with_numbers_of_their_own_and_frozen_ones():
     state = ts.freeze(ts.adjust(trained(ts.rules.adam(0.01)), "head/**", learning_rate=0.02), "body/kernel")
     new, report = migrate(state, chain(clip, ts.rules.adam(0.01)))
-    assert ts.hyperparams(new) == {**ts.hyperparams(state), "max": pytest.approx(1e9)} and report.notes == ()
+    assert ts.hyperparams(new) == {**ts.hyperparams(state), "max_norm": pytest.approx(1e9)} and report.notes == ()
     moved, _ = STEP(new, X)
     assert_trees_equal(moved.params["body"]["kernel"], state.params["body"]["kernel"])
     assert not np.array_equal(moved.params["body"]["bias"], state.params["body"]["bias"])

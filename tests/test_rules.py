@@ -983,6 +983,23 @@ def test_a_schedule_may_be_of_no_use_behind_the_end_of_its_run():
     assert ts.hyperparams(state)["learning_rate"] == pytest.approx(2.5e-4 * 0.98)
 
 
+def test_a_rule_prints_as_the_call_that_makes_it():
+    rate = ts.schedules.cosine_decay_schedule(0.5, 10)
+    rule = rules.chain(rules.clip_global_norm(1.0), rules.adamw(rate, b1=0.8, mask="**/w"))
+    text = f"chain(clip_global_norm(max_norm=1.0), adamw(learning_rate={rate}, b1=0.8, mask='**/w'))"
+    assert repr(rule) == str(pickle.loads(pickle.dumps(rule))) == text
+    assert repr(rules.groups({"a": rule, "**": rules.skip_zero(rules.sgd(0.1))})) == (
+        f"groups({{'a': {text}, '**': skip_zero(sgd(learning_rate=0.1))}})"
+    )
+    windows = rules.accumulate(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), every=4)
+    assert repr(rules.chain(windows)) == "chain(accumulate(MultiSteps(...), every=4))"
+
+
+def test_names_complete_to_public_ones():
+    for module in (rules, ts.schedules):
+        assert dir(module) == sorted(module.__all__)
+
+
 def test_rules_of_groups_hold_their_own_leaves_only():
     state = ts.setup(rules.groups({"head": rules.adam(0.1), "**": rules.sgd(0.1)}), SMALL)
     assert [x.shape for x in jax.tree.leaves(state.opt_state)] == [(), (3,), (3,)]  # count, mu and nu of the head

@@ -622,14 +622,19 @@ def test_an_evaluation_reads_the_signature_of_its_loss_function_once(monkeypatch
     assert loss_fn not in seen
 
 
-@pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
-def test_a_rule_that_changes_its_state_is_named_with_the_place(on_nonfinite):
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_rule_that_changes_its_state_is_named_with_the_place(asks):
+    """At setup; if it asks for an argument that only `ts.update` may be given, in the step."""
     rule = optax.GradientTransformation(
         lambda params: {"m": None, "n": jnp.int32(0)}, lambda g, s, p=None: (g, s | {"m": jnp.zeros(2)})
     )
-    state = ts.setup(optax.chain(optax.identity(), rule), make_params())
+    if asks:
+        update = lambda g, s, p=None, *, mine, plain=rule.update: plain(g, s)
+        rule = optax.GradientTransformationExtraArgs(rule.init, update)
     with pytest.raises(RuleError, match=r"optimizer state at opt_state\[1\]\['m'\]: got float32\[2\], expected None"):
-        ts.train_step(loss_fn, on_nonfinite=on_nonfinite)(state, make_batch())
+        state = ts.setup(ts.rules.chain(optax.identity(), rule), make_params())
+        assert asks
+        ts.update(state, make_params(), mine=1.0)
 
 
 def test_value_and_grad_takes_what_its_signature_names():

@@ -277,9 +277,31 @@ class PlainUpdate:
         return self.update(updates, state, params, **{name: extra[name] for name in self.takes if name in extra})
 
 
+class Rule(optax.GradientTransformationExtraArgs):
+    """An optax rule that prints as the call that makes it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return text_of(self.init, self.update)
+
+
 def as_rule(init: Any, update: Any) -> optax.GradientTransformationExtraArgs:
     """The optax rule of these two halves."""
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Rule(init, update)
+
+
+def text_of(init: Any, update: Any) -> str:
+    """The call that makes a rule: its first argument, and those not at their defaults; of a rule of others its name."""
+    return update.text(init) if hasattr(update, "text") else f"{_name_of_update(update)}(...)"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, PatternMask):
+        return repr(value.where)
+    if isinstance(value, optax.GradientTransformation):
+        return text_of(*value)
+    return getattr(value, "__name__", None) or ("traced" if _tree.is_traced(value) else repr(value))
 
 
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -440,7 +462,7 @@ def _raised_by(error: BaseException, rule) -> str:
 def _name_of_update(update: Any) -> str:
     while type(update).__module__.startswith("tsunax.") and hasattr(update, "update"):
         update = update.update
-    return getattr(update, "__qualname__", type(update).__name__).partition(".<locals>")[0]
+    return getattr(update, "__qualname__", type(update).__name__).partition(".<locals>")[0].removesuffix(".update")
 
 
 def _meant(rule) -> str:
@@ -469,6 +491,16 @@ class LiveUpdate:
     """The update half; numbers come from the state."""
 
     live: Live
+
+    def text(self, init: Any) -> str:
+        numbers = dict(zip(self.live.names, getattr(init, "values", ()), strict=False))
+        given, shown = {**self.live.statics, **numbers}, []
+        for i, p in enumerate(inspect.signature(self.live.factory).parameters.values()):
+            value = given.get(p.name, p.default)
+            plain = isinstance(value, (bool, int, float, str, tuple))
+            if p.name in given and (i == 0 or not (value is p.default or (plain and value == p.default))):
+                shown.append(f"{p.name}={_show(value)}")
+        return f"{self.live.title}({', '.join(shown)})"
 
     def __call__(self, updates, state: LiveState, params=None, *, step=None, **extra):
         if not is_live(state) or state.table is None:

@@ -168,12 +168,12 @@ _RANGES = {
     "max_learning_rate": (0, True, None),
     **dict.fromkeys(("b1", "b2", "b3", "rho", "momentum", "decay", "beta1", "beta2"), (0, True, 1)),
     **dict.fromkeys(("eps", "eps_root", "weight_decay", "sign_decay"), (0, True, None)),
-    **dict.fromkeys(("max", "max_norm", "max_delta"), (0, False, None)),
+    **dict.fromkeys(("max_norm", "max_delta"), (0, False, None)),
     "every": (1, True, None),
 }
 
 
-_FIXES = {"max": "To clip nothing, leave the rule out."}
+_FIXES: dict[str, str] = dict.fromkeys(("max_norm", "max_delta"), "To clip nothing, leave the rule out.")
 
 
 def check_number(where: str, name: str, value, expected: str = "a number or a schedule") -> None:

@@ -96,6 +96,9 @@ class Gather:
     update: Callable
     every: Any  # int, or a schedule
 
+    def text(self, init: Any) -> str:
+        return f"accumulate({_live.text_of(init.init, self.update)}, every={self.every})"
+
     def __call__(self, grads, state: Window, params=None, *, weight=None, flush: bool = False, **extra):
         weight = jnp.float32(1 if weight is None else weight)
         value = jnp.float32(extra.get("value", 0))

@@ -24,7 +24,7 @@ def hyperparams(state: TrainState) -> dict[str, Any]:
     """Every live hyperparameter that the next step will use, by flat name.
 
     `learning_rate` where the name is unique; `learning_rate@encoder/**` in a group of rules or a subtree that
-    `adjust` cut; `0.max` where a chain repeats it. Python floats, as they were given; arrays under tracing.
+    `adjust` cut; `0.max_norm` where a chain repeats it. Python floats, as they were given; arrays under tracing.
     Waits for the device only where a schedule needs the step. A schedule in a wrapper that does not pass it on
     (`optax.MultiSteps`) runs on its own count and is read there; `info.hyperparams` has none of those.
 

@@ -135,7 +135,7 @@ def migrate(
     >>> report
     kept 3, new 1, dropped 0
       new      average of w
-    >>> int(state.step), ts.hyperparams(state)["max"]
+    >>> int(state.step), ts.hyperparams(state)["max_norm"]
     (1, 1.0)
     """
     old = _as_old(state, params, rule, step)

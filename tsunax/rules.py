@@ -79,6 +79,9 @@ class _ChainInit:
 class _ChainUpdate:
     updates: tuple[Callable, ...]
 
+    def text(self, init: Any) -> str:
+        return f"chain({', '.join(map(_live.text_of, init.inits, self.updates))})"
+
     def __call__(self, grads, states, params=None, **extra):
         if extra.get("flush"):  # of the window at its end; the others see real calls only
             grads, last = self.updates[-1](grads, states[-1], params, **extra)
@@ -189,6 +192,10 @@ class _GroupsUpdate:
     assign: _Assign
     updates: tuple[Callable, ...]
 
+    def text(self, init: Any) -> str:
+        parts = zip(self.assign.patterns, map(_live.text_of, init.inits, self.updates), strict=True)
+        return f"groups({{{', '.join(f'{pattern!r}: {rule}' for pattern, rule in parts)}}})"
+
     def __call__(self, grads, state, params=None, *, grad=None, outside=0.0, **extra):
         flags = self.assign(grads if params is None else params)
         squares = _tree.square_sums(grads)
@@ -261,6 +268,9 @@ class _SkipZeroUpdate:
     init: Callable  # without its numbers: it only tells which leaf of the state belongs to which parameter
     update: Callable
 
+    def text(self, init: Any) -> str:
+        return f"skip_zero({_live.text_of(init, self.update)})"
+
     def __call__(self, grads, state, params=None, **extra):
         moves = [jnp.any(g != 0) for g in jax.tree.leaves(grads)]  # NaN is not 0
         updates, new = self.update(grads, state, params, **extra)
@@ -302,20 +312,20 @@ def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
     return _live.as_rule(lambda params: optax.EmptyState(), update)
 
 
-def _clip_value(max: float = 10.0):
-    """Clamp every component of the gradient to [-max, max]; NaN stays NaN. It changes the direction."""
-    bound = _number.as_scalar(max)
+def _clip_value(max_delta: float = 10.0):
+    """Clamp every component of the gradient to [-max_delta, max_delta]; NaN stays NaN. It changes the direction."""
+    bound = _number.as_scalar(max_delta)
     return _stateless(lambda updates, params, **_: jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates))
 
 
-def _clip_global_norm(max: float = 1.0):
-    """Scale the whole gradient to an L2 norm of at most `max`.
+def _clip_global_norm(max_norm: float = 1.0):
+    """Scale the whole gradient to an L2 norm of at most `max_norm`.
 
     One f32 norm over everything that is trained and not frozen; at the head of a group's chain it is across all
     `groups`, behind another rule over its own group. Where it is not finite the
     step is rejected by its verdict; in plain optax code it is as in `optax.clip_by_global_norm`.
     """
-    bound = _number.as_scalar(max)
+    bound = _number.as_scalar(max_norm)
 
     def clip(updates, params, *, outside=0.0, **_):
         norm = jnp.sqrt(sum(_tree.square_sums(updates)) + outside)
@@ -325,8 +335,8 @@ def _clip_global_norm(max: float = 1.0):
     return _stateless(clip)
 
 
-def _clip_array_norm(max: float = 10.0, p: float = 2, throw: bool = True):
-    """Scale each array by itself to a p-norm of at most `max` (Optimisers.jl's `ClipNorm`).
+def _clip_array_norm(max_norm: float = 10.0, p: float = 2, throw: bool = True):
+    """Scale each array by itself to a p-norm of at most `max_norm` (Optimisers.jl's `ClipNorm`).
 
     `p` is any real number, ±inf, or 0 (the count of nonzeros). Norms are taken in f32. With `throw`, a norm that
     is not finite rejects the step, and its verdict names p, the norm, the path and the shape; without, it flows
@@ -334,7 +344,7 @@ def _clip_array_norm(max: float = 10.0, p: float = 2, throw: bool = True):
     """
     if isinstance(p, bool) or not isinstance(p, (int, float, np.integer, np.floating)) or p != p:
         raise WrongTypeError(message("p", "clip_array_norm()", _tree.describe(p), "a real number, ±inf or 0"))
-    bound = _number.as_scalar(max)
+    bound = _number.as_scalar(max_norm)
 
     def report(params, values):
         leaves = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -418,3 +428,7 @@ __all__ = sorted([
     "accumulate", "chain", "clip_array_norm", "clip_global_norm", "clip_value", "groups", "live", "reject_spikes",
     "sign_decay", "skip_zero", "weight_decay",
 ])  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -803,3 +803,7 @@ __all__ = [
     "shift",
     "symmetric",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
