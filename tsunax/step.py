@@ -23,6 +23,7 @@ from tsunax import _axes, _checks, _hoist, _place, _tree, _where, accumulation, 
 from tsunax._dataflow import multiplied
 from tsunax._loss import Loss, as_loss, check_scalar
 from tsunax._loss_fn import LossFn, check_noted, noting
+from tsunax._row_mixing import warn_of_mixed_rows
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
 from tsunax.precision import cast_like, conjugated, round_stochastically
 from tsunax.state import (
@@ -70,7 +71,7 @@ def gradient_of(
     loss_fn: Callable, accumulate: int, remat: Any, on_nonfinite: str, where: str, axis_name: Any = None
 ) -> Callable:
     """`value_and_grad` of `where`, which the errors name."""
-    fn = LossFn.of(loss_fn, where)
+    fn, name = LossFn.of(loss_fn, where), _tree.describe_call(loss_fn)
     _checks.check_count(accumulate, where, "accumulate")
     _check_policy(on_nonfinite, where)
     checkpoint, given = _checkpoint(remat, where), _axes.as_axes(axis_name, where)
@@ -86,11 +87,15 @@ def gradient_of(
             keywords["key"] = _axes.own_key(keywords["key"], axes)
         here = _axes.vary(now if at is None else at, axes)
 
+        def objective(part, batch, keywords):
+            params = joined(part, state.params, plan.selected)
+            return objective_of(fn, state, batch, keywords)(params)
+
         def gradient(batch, keywords):
-            objective, found = objective_of(fn, state, batch, keywords), []
+            found = []
 
             def of_part(part):
-                mean, loss = objective(joined(part, state.params, plan.selected))
+                mean, loss = objective(part, batch, keywords)
                 return noting(mean, found), loss
 
             (_, loss), grads = jax.value_and_grad(checkpoint(of_part), has_aux=True)(here)
@@ -105,6 +110,7 @@ def gradient_of(
             like, drop = (base(state), plan.apart(now)[1]), on_nonfinite == "drop"
             run = functools.partial(accumulation.over_micro_batches, drop=drop, axes=axes)
             loss, (grads, new) = run(gradient, accumulate, batch, keywords, like)
+            warn_of_mixed_rows(objective, here, batch, keywords, accumulate, name)
         if axes:
             loss, (grads, new) = accumulation.over_devices(loss, (grads, new), axes)
         return loss, _together(conjugated(_unscaled(state, grads)), new)
