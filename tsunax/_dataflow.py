@@ -1,9 +1,9 @@
-"""What reaches what in a traced function: facts about its arguments, carried through its jaxpr to its results.
+"""What reaches what in a traced function: facts about its arguments, carried through its jaxpr.
 
-An analysis is a value for "nothing is known", a `join` of two facts, and a rule `(equation, facts of its operands) ->
-facts of its results` for primitives. What stands here is the same for each analysis: inner programs (jit, checkpoint,
-custom derivatives, cond, scan, while), the last two until nothing changes any more. It computes no numbers, and knows
-nothing of training.
+An analysis is a value for "nothing is known", a `join` of two facts, and a rule for primitives:
+`(equation, facts of its operands) -> facts of its results`. What stands here is the same for each
+analysis: inner programs (jit, checkpoint, custom derivatives, cond, scan, while), loops until
+nothing changes any more. It computes no numbers, and knows nothing of training.
 """
 
 from __future__ import annotations
@@ -25,30 +25,33 @@ class Analysis:
     join: Callable[[Any, Any], Any]
     rule: Callable[[Any, Sequence[Any]], Sequence[Any]]
     one_of: Callable[[Any], Any] = lambda fact: fact  # of x[i], from that of x
-    all_of: Callable[[Any, Sequence[Any]], Any] = lambda fact, over: fact  # of a stack, made in a scan over these
+    # of a stack that a scan over values with these facts makes, from that of one trip
+    all_of: Callable[[Any, Sequence[Any]], Any] = lambda fact, over: fact
 
     def run(self, jaxpr: Any, given: Sequence[Any]) -> list[Any]:
         """The facts of the results of an open jaxpr, from those of its arguments."""
         known = dict(zip(jaxpr.invars, given, strict=True))
         of = lambda v: self.nothing if hasattr(v, "val") else known.get(v, self.nothing)
         for eqn in jaxpr.eqns:
-            known.update(zip(eqn.outvars, self._through(eqn, [of(v) for v in eqn.invars]), strict=True))
+            found = self._through(eqn, [of(v) for v in eqn.invars])
+            known.update(zip(eqn.outvars, found, strict=True))
         return [of(v) for v in jaxpr.outvars]
 
     def _through(self, eqn: Any, given: list[Any]) -> Sequence[Any]:
-        name = eqn.primitive.name
+        name, p = eqn.primitive.name, eqn.params
         if name == "scan":
-            fixed, carried = _split(eqn)
-            consts, carry, rows = given[:fixed], given[fixed : fixed + carried], given[fixed + carried :]
-            once = lambda carry: self.run(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *map(self.one_of, rows)])
-            carry, out = self._settled(once, carry)
-            return [*carry, *(self.all_of(x, rows) for x in out[carried:])]
+            n, m = _split(eqn)
+            consts, over = given[:n], given[n + m :]
+            each = [self.one_of(x) for x in over]
+            once = lambda carry: self.run(p["jaxpr"].jaxpr, [*consts, *carry, *each])
+            carry, out = self._settled(once, given[n : n + m])
+            return [*carry, *(self.all_of(x, over) for x in out[m:])]
         if name == "while":
-            n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            body = eqn.params["body_jaxpr"].jaxpr
-            return self._settled(lambda carry: self.run(body, [*given[n : n + m], *carry]), given[n + m :])[0]
+            n, m = p["cond_nconsts"], p["body_nconsts"]
+            once = lambda carry: self.run(p["body_jaxpr"].jaxpr, [*given[n : n + m], *carry])
+            return self._settled(once, given[n + m :])[0]
         if name == "cond":
-            each = [self.run(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]]
+            each = [self.run(branch.jaxpr, given[1:]) for branch in p["branches"]]
             return [self._joined(facts) for facts in zip(*each, strict=True)]
         called = _called(eqn)
         return self.rule(eqn, given) if called is None else self.run(called[0], given)
@@ -69,7 +72,7 @@ class Analysis:
 
 
 def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
-    """Which leaves of the batch reach a matrix product or a convolution with params in `fn(params, batch)`.
+    """Which leaves of the batch reach a product or convolution with params in `fn(params, batch)`.
 
     Those are what a model reads. Targets, weights and masks meet its output only.
 
@@ -83,8 +86,8 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
         nonlocal found
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             for x, w in (given[:2], given[1::-1]):
-                # a product with params alone. With what was made of them and of the batch it may be a weighted mean;
-                # a convolution is none, and takes one dtype only
+                # params alone: a product with what was made of them and of the batch may be a
+                # weighted mean. A convolution is none, and takes one dtype only
                 if w == 1 or (w & 1 and eqn.primitive.name != "dot_general"):
                     found |= x & ~1
         return [_union(given)] * len(eqn.outvars)

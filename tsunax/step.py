@@ -25,6 +25,7 @@ from tsunax import _axes, _checks, _hoist, _live, _place, _tree, _where, accumul
 from tsunax._dataflow import multiplied
 from tsunax._loss_fn import LossFn, check_noted, noting
 from tsunax._norms import global_norm
+from tsunax._row_mixing import warn_of_mixed_rows
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
 from tsunax.loss import Loss, as_loss, check_scalar
 from tsunax.precision import cast_like, conjugated, round_stochastically
@@ -74,7 +75,7 @@ def gradient_of(
     loss_fn: Callable, accumulate: int, remat: Any, on_nonfinite: str, where: str, axis_name: Any = None
 ) -> Callable:
     """`value_and_grad` of `where`, which the errors name."""
-    fn = LossFn.of(loss_fn, where)
+    fn, name = LossFn.of(loss_fn, where), _tree.describe_call(loss_fn)
     _checks.check_count(accumulate, where, "accumulate")
     _check_policy(on_nonfinite, where)
     checkpoint, given = _checkpoint(remat, where), _axes.as_axes(axis_name, where)
@@ -90,11 +91,15 @@ def gradient_of(
             keywords["key"] = _axes.own_key(keywords["key"], axes)
         here, scales = _axes.vary((now if at is None else at, overwritten_part(state)), axes)
 
+        def objective(trained, scales, batch, keywords):
+            params = with_overwritten(state, with_rest(state, trained), scales)
+            return objective_of(fn, state, batch, keywords)(params)
+
         def gradient(batch, keywords):
-            objective, found = objective_of(fn, state, batch, keywords), []
+            found = []
 
             def of_parts(trained, scales):
-                mean, loss = objective(with_overwritten(state, with_rest(state, trained), scales))
+                mean, loss = objective(trained, scales, batch, keywords)
                 return noting(mean, found), loss
 
             of_parts = checkpoint(of_parts)
@@ -109,6 +114,8 @@ def gradient_of(
         else:
             run = functools.partial(microbatches.over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
             loss, grads = run(gradient, accumulate, batch, keywords, base(state), scales)
+            alone = lambda trained, *args: objective(trained, scales, *args)
+            warn_of_mixed_rows(alone, here, batch, keywords, accumulate, name)
         if axes:
             loss, grads = microbatches.over_devices(loss, grads, axes)
         return loss, conjugated(_unscaled(state, grads))

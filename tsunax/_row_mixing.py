@@ -1,0 +1,261 @@
+"""Whether a loss mixes the rows of its batch, so that `accumulate=n` trains on another loss.
+
+Micro-batches add up exactly if the loss is a (weighted) mean of values, one for each row. CLIP's
+loss is not: it compares each row with all others, and a micro-batch has only its own. Nothing in
+the numbers shows that, so it is looked for in the jaxpr of the loss function, once for each
+trace.
+
+Each value in the program gets a `Fact`: which of its axes are **rows** (at the start axis 0 of
+each leaf of the batch; params have none), whether sums over all rows took part in it
+(**pooled**), if it **moves** with params, and the first **mixing** on the way to it. Evidence is
+
+- pairs: two operands whose rows lie on different axes (`x @ y.T`, `x[:, None] - x[None]`);
+- order: a value that moves is sorted, accumulated or ranked along the rows (`sort`, `cumsum`);
+- statistics: rows with a pooled part (`x - x.mean(0)`) meet a function that is not linear;
+- means: the same without rows (`sqrt(mean)`, the square of a covariance, a Dice coefficient).
+
+Only what the loss is made of counts, not metrics or model state. Means, weighted means with a
+mask, and sums of such losses are linear, and no evidence. A false warning is worse than a missing
+one: a maximum over rows (a softmax made stable) is not pooled, rows that were taken by an index
+(mixup) are none any more, and a primitive that is not listed here is taken for one that works row
+by row, or drops the rows. Statistics do not count if the loss returns a `model_state`: batch norm
+is documented to see micro-batches, as in PyTorch. Missed are `jnp.roll` along rows, and pairs
+made by an index.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._dataflow import Analysis
+from tsunax._loss import rows_of
+from tsunax.errors import message
+
+
+class Mixing(NamedTuple):
+    kind: str  # a key of _KINDS
+    primitive: str
+    source: Any  # `source_info` of the equation
+
+
+class Fact(NamedTuple):
+    rows: frozenset[int] = frozenset()  # axes along which each index belongs to one row
+    pooled: bool = False  # sums over all rows took part
+    moves: bool = False  # differentiable in params
+    mixing: Mixing | None = None
+
+
+_KINDS = {
+    "pairs": "compares the rows of the batch with each other",
+    "order": "sorts or accumulates along the rows of the batch",
+    "statistics": "uses statistics of the whole batch in each of its rows",
+    "means": "is a function of means over rows, not itself a mean",
+}
+_CURVED = frozenset(  # not linear
+    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 "
+    "integer_pow lgamma log log1p logistic pow rsqrt sin sinh sqrt square tan tanh".split()
+)
+# linear in pieces: a bound on a mean is no evidence
+_BENT = frozenset("abs clamp max min rem".split())
+_ALONG = frozenset("cumlogsumexp cummax cummin cumprod cumsum sort top_k".split())
+_FLAT = frozenset("ceil floor round sign stop_gradient".split())
+_SAME = frozenset(  # an axis of the results is that axis of the operands
+    "add add_any and concatenate convert_element_type copy copy_p div dynamic_slice "
+    "dynamic_update_slice eq ge gt imag is_finite le lt mul name ne neg nextafter not or pad pvary "
+    "real reduce_precision rev select_n sharding_constraint slice split sub xor".split()
+).union(_CURVED, _BENT, _ALONG, _FLAT)
+_SUMS = frozenset(("reduce_sum", "reduce_prod", "dot_general"))
+_OTHER = "argmax argmin reduce_and reduce_max reduce_min reduce_or".split()
+_REDUCTIONS = frozenset((*_OTHER, "reduce_sum", "reduce_prod"))
+
+
+def warn_of_mixed_rows(objective: Callable, params, batch, keywords, n: int, name: str) -> None:
+    """Warn if the loss in `objective(params, batch, keywords) -> (scalar, Loss)` mixes rows."""
+    try:
+        found = mixing(objective, params, batch, keywords)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # of a jax to come
+        found = None
+    if found is not None:
+        from tsunax.faults import _line  # which imports this
+
+        line, text = _line((found.source,))
+        got = f"a loss that {_KINDS[found.kind]} (`{text or found.primitive}`)"
+        fix = (
+            f"Each of the {n} micro-batches has only its own rows, so this trains on another loss "
+            "than the whole batch does. Use accumulate=1, with remat= if memory is short, or give "
+            "the loss the other rows as an extra argument."
+        )
+        where = f"{name}, {line}" if line else name
+        expected = f"a mean over rows under accumulate={n}"
+        warnings.warn(message("loss", where, got, expected, fix), stacklevel=2)
+
+
+def mixing(objective: Callable, params: Any, batch: Any, keywords: dict) -> Mixing | None:
+    """The first evidence on the way to the scalar in `objective(params, batch, keywords)`."""
+    mask = {"mask": keywords["mask"]} if isinstance(keywords.get("mask"), jax.Array) else {}
+
+    def of(params, batch, mask):
+        mean, loss = objective(params, batch, keywords | mask)
+        return mean, loss.model_state
+
+    program, shapes = jax.make_jaxpr(of, return_shape=True)(params, batch, mask)
+    leaves = jax.tree.leaves((batch, mask))
+    given = [Fact(moves=True)] * len(jax.tree.leaves(params))
+    given += [Fact(frozenset({0} if jnp.ndim(x) else ())) for x in leaves]
+    known = ("pairs", "order") if jax.tree.leaves(shapes[1]) else tuple(_KINDS)
+    rule = functools.partial(_through, known=known, n=rows_of(batch))
+    return Analysis(Fact(), _either, rule, _one_of, _all_of).run(program.jaxpr, given)[0].mixing
+
+
+def _either(a: Fact, b: Fact) -> Fact:
+    return Fact(a.rows | b.rows, a.pooled or b.pooled, a.moves or b.moves, a.mixing or b.mixing)
+
+
+def _one_of(fact: Fact) -> Fact:
+    """What one trip of a scan reads: a value without rows if the scan goes from row to row."""
+    return fact._replace(rows=frozenset(axis - 1 for axis in fact.rows if axis))
+
+
+def _all_of(fact: Fact, over: Sequence[Fact]) -> Fact:
+    first = {0} if any(0 in x.rows for x in over) else set()
+    return fact._replace(rows=frozenset(first | {axis + 1 for axis in fact.rows}))
+
+
+def _through(eqn: Any, facts: Sequence[Fact], *, known: Sequence[str], n: int) -> list[Fact]:
+    """The facts of what a primitive gives."""
+    name, any_rows = eqn.primitive.name, any(fact.rows for fact in facts)
+    mixed = next((fact.mixing for fact in facts if fact.mixing), None)
+    if mixed is None and (kind := _evidence(eqn, facts)) in known:
+        mixed = Mixing(kind, name, eqn.source_info)
+    scales = name in ("mul", "div", "dot_general", "gather") and any_rows
+    # what scales rows and does not move is taken for one over a sum of weights
+    pooled = any(fact.pooled and (fact.moves or fact.rows or not scales) for fact in facts)
+    moves = any(fact.moves for fact in facts) and name not in _FLAT
+    found = []
+    for v in eqn.outvars:
+        rows = _rows(eqn, v.aval.shape, [fact.rows for fact in facts], n)
+        is_sum = name in _SUMS and any_rows and not rows
+        is_float = jnp.issubdtype(v.aval.dtype, np.inexact)
+        found.append(Fact(rows, is_float and (pooled or is_sum), is_float and moves, mixed))
+    return found
+
+
+def _evidence(eqn: Any, facts: Sequence[Fact]) -> str:
+    name = eqn.primitive.name
+    if name in _ALONG:
+        p, last = eqn.params, len(eqn.invars[0].aval.shape) - 1
+        axis = p.get("axis", p.get("dimension", last))
+        keys = facts[: eqn.params.get("num_keys", 1)]
+        return "order" if any(axis in fact.rows and fact.moves for fact in keys) else ""
+    if _pairs(eqn, facts):
+        return "pairs"
+    kind = "statistics" if any(fact.rows for fact in facts) else "means"
+    if any(fact.pooled and fact.moves for fact in facts):
+        curved = name in _CURVED or (name in _BENT and kind == "statistics")
+        if curved or (name == "div" and facts[1].pooled and facts[1].moves):
+            return kind
+    if name in ("mul", "div", "dot_general"):
+        for a, b in (facts[:2], facts[1::-1]):
+            # a product of two that depend on the batch, one by a mean that is no sum of weights
+            if a.pooled and (a.moves or a.rows) and b.moves and (b.rows or b.pooled):
+                return kind
+    return ""
+
+
+def _pairs(eqn: Any, facts: Sequence[Fact]) -> bool:
+    if eqn.primitive.name == "dot_general":
+        free = [_free(eqn, i, fact.rows) for i, fact in enumerate(facts)]
+        batched = zip(eqn.params["dimension_numbers"][1], facts, strict=True)
+        return all(free) and not any(fact.rows.intersection(axes) for axes, fact in batched)
+    if eqn.primitive.name not in _SAME - {"concatenate", "dynamic_update_slice"}:
+        return False
+    rows = [fact.rows for fact in facts if fact.rows]
+    return any(not a <= b and not b <= a for a, b in itertools.combinations(rows, 2))
+
+
+def _rows(eqn: Any, shape: tuple, given: Sequence[frozenset[int]], n: int) -> frozenset[int]:
+    """The axes of a result that are rows, from those of the operands."""
+    name, p = eqn.primitive.name, eqn.params
+    if name in _SAME:
+        return frozenset().union(*given)
+    if name in _REDUCTIONS:
+        return _without(given[0], p["axes"])
+    if name == "squeeze":
+        return _without(given[0], p["dimensions"])
+    if name == "transpose":
+        return frozenset(p["permutation"].index(axis) for axis in given[0])
+    if name == "broadcast_in_dim":
+        return frozenset(p["broadcast_dimensions"][axis] for axis in given[0])
+    if name == "reshape":
+        return _reshaped(given[0], eqn.invars[0].aval.shape, shape, n)
+    if name == "dot_general":
+        return _of_product(eqn, given)
+    if name == "gather":
+        return _gathered(eqn, given)
+    # convolutions, pooling, factorizations, kernels: rows come first, and each is for itself
+    first = [v.aval.shape[0] for v, rows in zip(eqn.invars, given, strict=True) if rows == {0}]
+    by_row = first and len(first) == sum(map(bool, given)) and set(first) == set(shape[:1])
+    return frozenset({0} if by_row else ())
+
+
+def _without(rows: frozenset[int], axes: Sequence[int]) -> frozenset[int]:
+    return frozenset(axis - sum(gone < axis for gone in axes) for axis in rows if axis not in axes)
+
+
+def _reshaped(rows: frozenset[int], old: tuple, new: tuple, n: int) -> frozenset[int]:
+    """For each group of axes with one product that has rows: its first axis of length n, or all."""
+    if not rows or 0 in old:
+        return frozenset()
+    found, i, j = set(), 0, 0
+    while i < len(old) or j < len(new):
+        ends = i + 1, j + 1
+        while math.prod(old[i : ends[0]]) != math.prod(new[j : ends[1]]):
+            short = math.prod(old[i : ends[0]]) < math.prod(new[j : ends[1]])
+            ends = (ends[0] + 1, ends[1]) if short else (ends[0], ends[1] + 1)
+        if rows.intersection(range(i, ends[0])):
+            there = range(j, min(ends[1], len(new)))
+            found |= set([k for k in there if new[k] == n][:1] or [k for k in there if new[k] > 1])
+        i, j = ends
+    return frozenset(found)
+
+
+def _free(eqn: Any, side: int, rows: frozenset[int]) -> list[int]:
+    """Which of the axes of one operand that are neither contracted nor batched are rows."""
+    used = [axis for axes in eqn.params["dimension_numbers"] for axis in axes[side]]
+    free = [axis for axis in range(len(eqn.invars[side].aval.shape)) if axis not in used]
+    return [i for i, axis in enumerate(free) if axis in rows]
+
+
+def _of_product(eqn: Any, given: Sequence[frozenset[int]]) -> frozenset[int]:
+    contracted, batched = eqn.params["dimension_numbers"]
+    n = len(batched[0])
+    rows = {i for i in range(n) if batched[0][i] in given[0] or batched[1][i] in given[1]}
+    left = len(eqn.invars[0].aval.shape) - len(contracted[0]) - n
+    rows |= {n + i for i in _free(eqn, 0, given[0])}
+    return frozenset(rows | {n + left + i for i in _free(eqn, 1, given[1])})
+
+
+def _gathered(eqn: Any, given: Sequence[frozenset[int]]) -> frozenset[int]:
+    """Rows of the indices stay, and those of the operand if all of them are taken."""
+    d, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+    ndim = len(eqn.outvars[0].aval.shape)
+    free = [axis for axis in range(ndim) if axis not in d.offset_dims]
+    rows = {free[axis] for axis in given[1] if axis < len(free)}
+    gone = (*d.collapsed_slice_dims, *d.operand_batching_dims)
+    kept = [axis for axis in range(len(shape)) if axis not in gone]
+    whole = [a for a in kept if a in given[0] and eqn.params["slice_sizes"][a] == shape[a]]
+    rows |= {d.offset_dims[kept.index(axis)] for axis in whole}
+    pairs = zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)
+    return frozenset(rows | {free[j] for i, j in pairs if i in given[0]})
+
+
+__all__ = ["Mixing", "mixing", "warn_of_mixed_rows"]
