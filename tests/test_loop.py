@@ -783,7 +783,7 @@ def test_a_rejected_call_beyond_an_epoch_knows_its_own():
     assert [kept.epoch for kept in caught.value.rejected] == [0, 1, 2]
 
 
-# ------------------------------------------------------------------------------------------------- the place of the data
+# ------------------------------------------------------------------------------ the place of the data
 
 
 def used_up():
