@@ -824,6 +824,16 @@ def test_a_new_state_begins_with_the_first_batch(make, kind):
     assert_trees_equal(state, expected)
 
 
+def test_a_new_state_begins_a_loader_that_is_read_ahead_anew():
+    used = ts.prefetch([(X[i : i + 8], Y[i : i + 8]) for i in range(0, 40, 8)])
+    expected, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=2)
+    next(iter(used))
+    for _ in range(2):
+        state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=2)
+        assert_trees_equal(state, expected)
+        assert used.get_state() == {"epoch": 2, "position": 0, "data": None}
+
+
 def test_a_new_state_begins_where_the_data_were_put():
     used, expected = data(), fit(STEP, ts.setup(RULE, init()), list(data())[3:], steps=4)[0]
     used.set_state({"epoch": 0, "position": 3})

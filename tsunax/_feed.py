@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +69,7 @@ class Feed:
         self._has_begun = False
         if isinstance(data, Data) and isinstance(innermost(data), Batches):
             self._given, self._was, data = data, (data.get_state(), data.is_placed), data.afresh()
-        elif begins and isinstance(data, Prefetched) and data.resumable:
+        elif begins and isinstance(data, Prefetched) and not isinstance(innermost(data), Iterator):
             data.restart()
         self.source = as_source(data)
         if isinstance(data, Data) and self.source.resumable and not begins:
