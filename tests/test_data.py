@@ -310,7 +310,7 @@ class _Dataset:
 
     def __getitem__(self, i):
         self.read.append(int(i))
-        x, y = ARRAYS["x"][i][::-1], ARRAYS["y"][0][i]  # a flip of one record; of an array of rows it would turn them
+        x, y = ARRAYS["x"][i][::-1], ARRAYS["y"][0][i]  # a flip that would turn an array of rows
         return {"dict": {"x": x, "y": y}, "tuple": (x, int(y)), "array": x, "number": float(y)}[self.kind]
 
 
@@ -319,7 +319,7 @@ class _ListLike(list):
 
 
 class _OneByOne(_Dataset):
-    """As an IterableDataset of torch that has a length: `__getitem__` is there, and not implemented."""
+    """As an IterableDataset of torch that has a length: with a `__getitem__` that only raises."""
 
     def __getitem__(self, i):
         raise NotImplementedError
@@ -335,9 +335,10 @@ AS_ARRAYS["tuple"] = (COLUMNS["x"], COLUMNS["y"].astype(int))
 
 @pytest.mark.parametrize("kind", AS_ARRAYS)
 def test_a_data_set_of_records_is_read_record_by_record(kind):
-    for given in ({}, {"shuffle": True}, {"shuffle": True, "tail": "drop"}, {"shuffle_window": 5}):
+    options = {}, {"shuffle": True}, {"shuffle": True, "tail": "drop"}, {"shuffle_window": 5}
+    for option in options:
         for process in ((0, 1), (1, 2)):
-            given = {**given, "seed": 3, "process": process}
+            given = {**option, "seed": 3, "process": process}
             expected = epochs_of(batches(AS_ARRAYS[kind], 4, **given), 2)
             assert_same(epochs_of(batches(_Dataset(kind), 4, **given), 2), expected)
     data = batches(_Dataset(kind), 4, shuffle=True)
@@ -393,7 +394,7 @@ RECORDS = {
     "None": (lambda: _Odd([None, None]), "record: got None, expected a tree of arrays and numbers"),
     "two lengths": (
         lambda: _Odd([np.ones(2)] * 2, shape=(28, 28), dtype=np.dtype("float32")),
-        "leaf at arrays: got length 2 and shape (28, 28), expected an array, as long as it has rows, or records",
+        "leaf at arrays: got length 2 and shape (28, 28), expected an array or records. An array",
     ),
     "empty": (lambda: _Odd([]), "arrays: got 0 rows, expected at least 1"),
     "mapping": (
@@ -403,8 +404,9 @@ RECORDS = {
     "frame": (lambda: _Odd([1, 2], columns=["a"]), "leaf at arrays: got a _Odd, expected arrays. Columns in a dict:"),
     "list": (
         lambda: [{"x": np.ones(2), "y": 1}] * 2,
-        "leaf at arrays[0]['y']: got a scalar, 1 (int), expected rows along axis 0. Give it a row axis, or leave it out "
-        "of the arrays: step(state, batch, name=...). Or are these records? Stack them: jax.tree.map(lambda *x: np.stack",
+        "leaf at arrays[0]['y']: got a scalar, 1 (int), expected rows along axis 0. Give it a row "
+        "axis, or leave it out of the arrays: step(state, batch, name=...). Or are these records? "
+        "Stack them: jax.tree.map(lambda *x: np.stack",
     ),
 }
 
@@ -440,7 +442,7 @@ CUT = {  # what is given, what is said
     "float64": (np.array([1.0, np.nan, 1e300]), "float64 values from 0.0 to 1e+300, expected what float32"),
     "masked": (
         np.ma.masked_array(np.ones(3, np.float32), [0, 0, 1]),
-        "a masked array, expected an array, and its mask",
+        "a masked array, expected an array, and beside it",
     ),
 }
 
@@ -448,7 +450,8 @@ CUT = {  # what is given, what is said
 @pytest.mark.parametrize("name", CUT)
 def test_values_that_a_cast_would_change(name, tmp_path):
     x, text = CUT[name]
-    fine = {"y": np.arange(3), "z": np.array([np.inf, np.nan, -3e38]), "e": np.arange(6, dtype=np.uint64).reshape(3, 2)}
+    fine = {"y": np.arange(3), "z": np.array([np.inf, np.nan, -3e38])}
+    fine["e"] = np.arange(6, dtype=np.uint64).reshape(3, 2)
     tree = {**fine, "x": x}
     stored = np.memmap(tmp_path / "x", x.dtype, "w+", shape=x.shape)
     stored[:] = np.ma.getdata(x)
@@ -840,8 +843,8 @@ MESSAGES = {
     "batch of 0": (lambda: check_batch({"x": np.ones((0, 2))}, "step 3"), "batch at step 3: got 0 rows, expected at"),
     "differing": (
         lambda: check_batch({"x": np.ones((3, 2)), "y": np.ones(4)}),
-        "batch: got 3 rows in batch['x'], 4 in batch['y'], expected the same in every leaf. For leaves of other lengths, "
-        "as of a graph, call step(state, batch) in a loop of your own, or pad them.",
+        "batch: got 3 rows in batch['x'], 4 in batch['y'], expected the same in every leaf. "
+        "If leaves differ in length, as of a graph, pad them, or call step(state, batch) yourself.",
     ),
     "strings": (
         lambda: check_batch({"x": np.array(["a", "b"])}),
@@ -886,8 +889,8 @@ MESSAGES = {
     ),
     "stream shuffle": (
         lambda: batches(generator(3), 2, shuffle=True),
-        "stream at batches(): got shuffle=True, expected shuffle_window= and no device. A stream is shuffled in parts, "
-        "for example shuffle_window=1000: so many records are held. Of all rows at once: arrays, or records by number",
+        "stream at batches(): got shuffle=True, expected shuffle_window= and no device. "
+        "A stream is shuffled in windows: shuffle_window=1000 holds so many records. A class",
     ),
     "records device": (
         lambda: batches(_Dataset(), 2, device=True),

@@ -859,7 +859,7 @@ def test_a_rejected_call_beyond_an_epoch_knows_its_own():
     assert [kept.epoch for kept in caught.value.rejected] == [0, 1, 2]
 
 
-# ------------------------------------------------------------------------------------------------- the place of the data
+# ------------------------------------------------------------------------------ the place of the data
 
 
 def used_up():
@@ -898,6 +898,16 @@ def test_a_new_state_begins_with_the_first_batch(make, kind):
     assert_trees_equal(state, fit(STEP, ts.setup(RULE, init()), data(), epochs=4)[0])
     *_, (state, _) = ts.iterate(STEP, ts.setup(RULE, init()), used, epochs=3, steps_per_call=2)
     assert_trees_equal(state, expected)
+
+
+def test_a_new_state_begins_a_loader_that_is_read_ahead_anew():
+    used = ts.prefetch([(X[i : i + 8], Y[i : i + 8]) for i in range(0, 40, 8)])
+    expected, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=2)
+    next(iter(used))
+    for _ in range(2):
+        state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=2)
+        assert_trees_equal(state, expected)
+        assert used.get_state() == {"epoch": 2, "position": 0, "data": None}
 
 
 def test_a_new_state_begins_where_the_data_were_put():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress b
 RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
 MOST_ROOM = 1024  # of a call for so many steps; for more only what is left, if that is known
 NO_LIMIT = np.iinfo(np.int32).max
-REPEATED_BYTES = 16 << 20  # of the copies of one batch that is all the data: made once for many calls
+REPEATED_BYTES = 4 << 20  # of copies of the only batch: made once for many calls
 AHEAD = 64  # batches of arrays in memory that are gathered at once, however few a call takes
 SHAPES = 16  # that batches may have in a run: each one compiles
 
@@ -44,14 +45,21 @@ _UNKNOWN = object()
 class Feed:
     """Chunks of data, for the state of a run: what `fit` asks for batches."""
 
-    def __init__(self, step, data, state, steps_per_call, interval, left=float("inf"), *, begins=False, crosses=False):
-        """`begins`: a state that no step has seen begins with the first batch, wherever the data are.
-
-        `crosses`: a call may go beyond the end of an epoch, if that is shorter than a call.
-        """
+    def __init__(
+        self,
+        step,
+        data,
+        state,
+        steps_per_call,
+        interval: float,
+        left: float = float("inf"),
+        *,
+        begins: bool = False,  # with the first batch, if no step has seen the state
+        crosses: bool = False,  # whether a call may go beyond the end of an epoch that is shorter
+    ):
         self._step, self._crosses = step, crosses
         self._repeats = crosses and isinstance(data, list | tuple) and len(data) == 1
-        self._repeated: Any = None  # copies of the one batch that is all the data, on the device
+        self._repeated: Any = None  # copies of the only batch, on the device
         self._is_population = members_of(state) is not None
         begins = begins and isinstance(data, Data) and not data.is_placed and _is_new(state)
         # `batches` are read with a place of the run's own: others may loop over them meanwhile. The
@@ -60,7 +68,7 @@ class Feed:
         self._has_begun = False
         if isinstance(data, Data) and isinstance(innermost(data), Batches):
             self._given, self._was, data = data, (data.get_state(), data.is_placed), data.afresh()
-        elif begins and data.resumable:
+        elif begins and isinstance(data, Prefetched) and not isinstance(innermost(data), Iterator):
             data.restart()
         self.source = as_source(data)
         if isinstance(data, Data) and self.source.resumable and not begins:
@@ -153,9 +161,10 @@ class Feed:
         return Chunk(feed, sent, count, epochs, block.bytes)
 
     def _is_short(self, data, n: int) -> bool:
-        """Whether epochs of `batches` are shorter than a call, and all of their batches of one shape."""
-        is_alike = self._crosses and isinstance(data, Batches) and data.is_of_arrays and data.tail_rows == 0
-        return is_alike and len(data) < n
+        """Whether epochs of `batches` are shorter than a call, with batches of one shape."""
+        if not (self._crosses and isinstance(data, Batches) and data.is_of_arrays):
+            return False
+        return data.tail_rows == 0 and len(data) < n
 
     def _across(self, n: int) -> tuple[Any, np.ndarray]:
         """The next n batches, and the epoch of each."""
@@ -168,7 +177,7 @@ class Feed:
         return jax.tree.map(lambda *x: np.concatenate(x), *parts), np.array(epochs)
 
     def _one_batch(self, n: int, state, step: int, limit: int) -> Chunk:
-        """Many epochs of the one batch that is all the data. It is read anew after every boundary."""
+        """Many epochs of the only batch of the data. It is read again after every boundary."""
         if self.source.position:
             self.source.next()
         epoch = self.epoch
@@ -381,7 +390,7 @@ def buffer_size(batch, leaves, steps_per_call, interval: float, bytes: int = BUF
 
 
 def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) -> tuple[Any, Any]:
-    """Stacked batches, in memory of ours, where the state lives; jit is the fastest way to a single device.
+    """Stacked batches, in memory of ours, where the state lives; jit is the fastest way to one device.
 
     Rows that do not divide by the devices of a mesh are padded where the step masks. A batch that is `whole` on every
     process stays so.

@@ -133,7 +133,8 @@ def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
     """A tree of rows along `axis` where a state lives: over the data axes of its mesh, where it has one.
 
     Arrays that lie on that mesh stay as they are. Rows that do not divide by its devices raise DataError; with `whole`
-    each device gets, and computes, all of them. Arrays that are `shared` with somebody who may write to them are copied.
+    each device gets, and computes, all of them. Arrays that are `shared` with somebody who may
+    write to them are copied.
     """
     if not isinstance(home, NamedSharding):
         return jax.device_put(_unshared(tree, home) if shared else tree, home)
@@ -265,7 +266,7 @@ def _unshared(tree, sharding):
 
 
 def room(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Empty memory that a CPU takes as it is: from an address that is no multiple of 64 it would copy once more."""
+    """Empty memory that JAX on a CPU takes as it is, from a multiple of 64: else it copies once more."""
     bytes = math.prod(shape) * dtype.itemsize
     if bytes < ALIGNED_FROM or dtype.hasobject:
         return np.empty(shape, dtype)

@@ -68,8 +68,9 @@ def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
         got = ", ".join(
             f"{n} rows in {place}" if i == 0 else f"{n} in {place}" for i, (n, place) in enumerate(rows.items())
         )
-        fix = "For leaves of other lengths, as of a graph, call step(state, batch) in a loop of your own, or pad them."
-        raise DataError(message(root, where, got, "the same in every leaf", fix if root == "batch" else ""))
+        fix = "If leaves differ in length, as of a graph, pad them, or call step(state, batch) yourself."
+        fix = fix if root == "batch" else ""
+        raise DataError(message(root, where, got, "the same in every leaf", fix))
     if 0 in rows:
         raise DataError(message(root, where, "0 rows", "at least 1: the mean over none is NaN"))
     return next(iter(rows))
@@ -77,7 +78,7 @@ def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
 
 @functools.lru_cache(maxsize=16)
 def _range(dtype: np.dtype, x64: bool) -> tuple[Any, Any, Any] | None:
-    """The dtype to which JAX cuts one of 64 bits, with its least and largest number; None if it keeps it."""
+    """The dtype to which JAX cuts one of 64 bits, with its range; None if JAX keeps it."""
     held = jax.dtypes.canonicalize_dtype(dtype)
     info = None if held == dtype else (np.finfo if dtype.kind == "f" else np.iinfo)(held)
     return None if info is None else (held, info.min, info.max)
@@ -88,7 +89,7 @@ def _lost(x: Any) -> tuple[str, str] | None:
     if not isinstance(x, np.ndarray):
         return None
     if isinstance(x, np.ma.MaskedArray):
-        return "a masked array", "an array, and its mask beside it (f32 of shape (rows,), 1 for real rows)"
+        return "a masked array", "an array, and beside it its mask (f32, 1 for real rows)"
     if x.dtype.char not in "lLqQd" or not x.size:
         return None
     if (held := _range(x.dtype, jax.config.read("jax_enable_x64"))) is None:
@@ -101,22 +102,24 @@ def _lost(x: Any) -> tuple[str, str] | None:
         low, high = np.min(x, initial=0, where=real), np.max(x, initial=0, where=real)
         if held[1] <= low and high <= held[2]:
             return None
-    return f"{x.dtype} values from {low} to {high}", f"what {held[0]}, to which JAX casts them, can hold"
+    got = f"{x.dtype} values from {low} to {high}"
+    return got, f"what {held[0]}, to which JAX casts them, can hold"
 
 
 def check_casts(tree: Any, root: str, where: str = "") -> None:
-    """Raise DataError for NumPy arrays of which JAX would lose something: integers that wrap, a mask, inf for a number.
+    """Raise DataError for NumPy arrays of which JAX would lose something without a word.
 
-    Looks at the values of 64-bit arrays only, and only where JAX cuts them to 32.
+    Integers that wrap, numbers that become inf, a mask. Looks at the values of 64-bit arrays only, and
+    only where JAX cuts them to 32.
     """
     if any(map(_lost, jax.tree.leaves(tree))):
         for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
             if lost := _lost(leaf):
-                place = _tree.access_str(root, path)
+                place = _tree.access_str(root, path) + (where and f", {where}")
                 fix = "Leave it out, make it smaller, or set jax_enable_x64."
                 if isinstance(leaf, np.ma.MaskedArray):
                     fix = "x.filled(0) and ~np.ma.getmaskarray(x) are the two."
-                raise DataError(message("leaf", f"{place}, {where}" if where else place, *lost, fix))
+                raise DataError(message("leaf", place, *lost, fix))
 
 
 # Order
@@ -220,7 +223,7 @@ def _own(leaf: Any) -> Any:
 
 
 def owned(tree: Any, root: str, where: str = "") -> Any:
-    """The tree with a copy of every NumPy array, and of what shares memory with one. As `check_casts`."""
+    """The tree with copies of NumPy arrays, and of what shares memory with one; checks casts."""
     leaves, treedef = jax.tree.flatten(tree)
     if any(map(_lost, leaves)):
         check_casts(tree, root, where)
@@ -228,27 +231,31 @@ def owned(tree: Any, root: str, where: str = "") -> Any:
 
 
 def _stacked(records: list[Any]) -> Any:
-    """Records along a new first axis. Raises DataError for those of different structure or shape."""
+    """Records along a new first axis. Raises DataError if structures or shapes differ."""
     try:
         batch = jax.tree.map(lambda *x: np.stack(x), *records)
     except (TypeError, ValueError) as error:
         for record in records[1:]:
             if difference := _tree.first_difference(record, records[0], "record"):
-                raise DataError(f"{difference.removeprefix('at ')}. Records of a batch have one structure.") from None
-            pairs = zip(jtu.tree_flatten_with_path(record)[0], jax.tree.leaves(records[0]), strict=True)
-            for (path, x), y in pairs:
+                text = f"{difference.removeprefix('at ')}. Records of a batch have one structure."
+                raise DataError(text) from None
+            named = jtu.tree_flatten_with_path(record)[0]
+            for (path, x), y in zip(named, jax.tree.leaves(records[0]), strict=True):
                 if np.shape(x) != np.shape(y):
-                    got, fix = f"shape {np.shape(x)}", "Pad them, or cut them to one shape."
+                    got, place = f"shape {np.shape(x)}", _tree.access_str("record", path)
                     expected = f"{np.shape(y)}, as in the first record of the batch"
-                    raise DataError(message("leaf", _tree.access_str("record", path), got, expected, fix)) from None
-        raise DataError(message("records", "", told(error), "trees of arrays and numbers")) from error
+                    fix = "Pad them, or cut them to one shape."
+                    raise DataError(message("leaf", place, got, expected, fix)) from None
+        expected = "trees of arrays and numbers"
+        raise DataError(message("records", "", told(error), expected)) from error
     if not jax.tree.leaves(batch):
-        raise DataError(message("record", "", _tree.describe(records[0]), "a tree of arrays and numbers"))
+        got = _tree.describe(records[0])
+        raise DataError(message("record", "", got, "a tree of arrays and numbers"))
     return batch
 
 
 class _Records:
-    """A data set of records by number, `data[i]`, as a leaf whose rows are read one by one and stacked."""
+    """A leaf whose rows are records, read one by one by their number and stacked."""
 
     def __init__(self, data: Any):
         self.data, self.shape = data, (len(data),)
@@ -383,7 +390,8 @@ class Batches(Data):
             self._leaves = [np.asarray(x) if _tree.is_array(x) else x for x in self._leaves]
             return
         if not self.is_of_arrays:
-            raise DataError(message("device", "batches()", "records", "arrays", "prefetch brings batches there."))
+            fix = "prefetch brings batches there."
+            raise DataError(message("device", "batches()", "records", "arrays", fix))
         self._sharding = placement(device, "batches()")
         for rows in (self.share, self._rest if tail == "keep" else 0):
             sharding_of((rows,), self._sharding)
@@ -432,7 +440,7 @@ class Batches(Data):
     def __len__(self) -> int:
         """The number of batches of an epoch. Raises TypeError for a stream that does not know its own."""
         if self._rows is None:
-            fix = "Give its class a __len__, the number of its records; or say steps= in place of epochs=."
+            fix = "Give it a __len__, the number of its records; or say steps= in place of epochs=."
             got = "a stream that does not know it"
             raise TypeError(message("length", "batches", got, "arrays, or a stream with len()", fix))
         return self._rows // self.batch_size if self._tail == "drop" else -(-self._rows // self.batch_size)
@@ -543,7 +551,7 @@ class Batches(Data):
             draw(window)
 
         def shuffled():
-            while chunk := [jax.tree.map(_own, record) for record in itertools.islice(stream, window)]:
+            while chunk := [jax.tree.map(_own, x) for x in itertools.islice(stream, window)]:
                 yield from chunk if self._window is None else map(chunk.__getitem__, _shuffled(draw(len(chunk))))
 
         records = itertools.islice(shuffled(), skip % window, None)
@@ -574,8 +582,9 @@ def _spans(device: Any) -> bool:
 
 
 def _is_column(x: Any) -> bool:
-    """Whether it is indexed by arrays of rows, as NumPy's arrays are: by its shape and dtype, or as a table of HF."""
-    return (hasattr(x, "shape") and hasattr(x, "dtype")) or hasattr(x, "column_names") or hasattr(x, "column_name")
+    """Whether it is indexed by arrays of rows: it has a shape and a dtype, or is of Hugging Face."""
+    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+    return is_array or hasattr(x, "column_names") or hasattr(x, "column_name")
 
 
 def _has_records(x: Any) -> bool:
@@ -586,7 +595,7 @@ def _has_records(x: Any) -> bool:
         return False
     if isinstance(x, Iterable):
         try:
-            x[0]
+            x[0]  # type: ignore[index]
         except NotImplementedError:  # an IterableDataset of torch with a length
             return False
         except Exception:  # its own, where it is read
@@ -598,13 +607,15 @@ def _is_stream(arrays: Any) -> bool:
     """Whether it is no pytree of arrays, but gives records one after the other."""
     if isinstance(arrays, Iterator):
         return True
-    if not jtu.all_leaves([arrays]) or not isinstance(arrays, Iterable) or isinstance(arrays, str | bytes | Mapping):
+    if not isinstance(arrays, Iterable) or isinstance(arrays, str | bytes | Mapping):
+        return False
+    if not jtu.all_leaves([arrays]):
         return False
     return not (hasattr(arrays, "columns") or _is_column(arrays) or _has_records(arrays))
 
 
 def _as_columns(arrays: Any) -> Any:
-    """The tree with leaves that `_read` reads. Raises DataError for what could be read in two ways."""
+    """The tree with leaves as `_read` reads them. Raises DataError for ambiguous ones."""
 
     def one(path, leaf):
         place = _tree.access_str("arrays", path)
@@ -617,17 +628,19 @@ def _as_columns(arrays: Any) -> Any:
             return np.asarray(leaf)  # a Series of pandas is indexed by labels
         shape = getattr(leaf, "shape", ())
         if shape and hasattr(leaf, "__len__") and len(leaf) != shape[0]:
-            got, fix = f"length {len(leaf)} and shape {tuple(shape)}", "Records by number have no shape and dtype."
-            raise DataError(message("leaf", place, got, "an array, as long as it has rows, or records", fix))
+            got, expected = f"length {len(leaf)} and shape {tuple(shape)}", "an array or records"
+            fix = "An array is as long as it has rows; a data set of records has no shape and dtype."
+            raise DataError(message("leaf", place, got, expected, fix))
         return leaf
 
     try:
         columns = jtu.tree_map_with_path(one, arrays)
         check_batch(columns, root="arrays")
     except TsunaxError as error:
-        same = {jax.tree.structure(x) for x in arrays} if type(arrays) in (list, tuple) and arrays else ()
-        if len(same) == 1 and not jtu.all_leaves(arrays):
-            error.args = (f"{error} Or are these records? Stack them: jax.tree.map(lambda *x: np.stack(x), *records).",)
+        is_list = isinstance(arrays, list | tuple) and len(arrays) and not jtu.all_leaves(arrays)
+        if is_list and len({jax.tree.structure(x) for x in arrays}) == 1:
+            fix = "Or are these records? Stack them: jax.tree.map(lambda *x: np.stack(x), *records)."
+            error.args = (f"{error} {fix}",)
         raise
     return columns
 
@@ -655,9 +668,9 @@ def batches(
 
     Args:
       arrays: a pytree of arrays with the same rows along axis 0: NumPy's and JAX's, and what is indexed like them
-        (np.memmap, h5py, a column or a table of Hugging Face). Or records, pytrees without a row axis, which are read
-        one by one and stacked: by number from a map-style data set (`data[i]`, `len(data)`, no shape and dtype), or one
-        after the other from an iterable; neither a list, which is a pytree.
+        (np.memmap, h5py, a column or a table of Hugging Face). Or records, pytrees without a row axis,
+        which are read one by one and stacked: by number from a map-style data set (`data[i]` and
+        `len(data)`, no shape and dtype), or in sequence from an iterable. A list is a pytree.
       batch_size: rows of a batch, of all processes and devices together.
       shuffle: another order each epoch; of a stream with `shuffle_window`.
       tail: "keep" the last, shorter batch of an epoch, or "drop" it.
@@ -703,8 +716,8 @@ def batches(
         got, fix = "device=", "prefetch brings batches there."
         if device is None:
             got, window = "shuffle=True", max(1000, 10 * batch_size)
-            fix = f"A stream is shuffled in parts, for example shuffle_window={window}: so many records are held. "
-            fix += "Of all rows at once: arrays, or records by number (a class with __getitem__ and __len__)."
+            fix = f"A stream is shuffled in windows: shuffle_window={window} holds so many records. "
+            fix += "A class with __getitem__ and __len__ is shuffled as a whole."
         raise DataError(message("stream", "batches()", got, "shuffle_window= and no device", fix))
     window = min(shuffle_window or ALL_ROWS, ALL_ROWS) if shuffle or shuffle_window else None
     settings = {"seed": int(seed), "window": window, "tail": tail, "process": (index, count), "device": device}

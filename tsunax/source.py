@@ -29,7 +29,9 @@ def _shapes(batch: Any) -> Any:
 
 def _as_array(leaf: Any) -> Any:
     """Tensors of other libraries as NumPy arrays, which may share their memory."""
-    return np.asarray(leaf) if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array) else leaf
+    if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
+        return leaf
+    return np.asarray(leaf)
 
 
 def named(data: Any) -> str:
@@ -43,7 +45,8 @@ class _Stack:
     def __init__(self, batch: Any, k: int):
         leaves, self.treedef = jax.tree.flatten(batch)
         make = lambda x: _place.room((k, *x.shape), x.dtype)
-        self.leaves: list[Any] = [[] if isinstance(x, jax.Array) else make(np.asarray(x)) for x in leaves]
+        empty = lambda x: [] if isinstance(x, jax.Array) else make(np.asarray(x))
+        self.leaves: list[Any] = [empty(x) for x in leaves]
         self.count = 0
         self.add(batch)
 
