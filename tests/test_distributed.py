@@ -1,5 +1,6 @@
 """Processes that meet, agree, and end together: as threads over a service of JAX, and with real processes."""
 
+import contextlib
 import json
 import os
 import re
@@ -21,8 +22,10 @@ from tests import processes
 from tests.faults import peers
 from tests.faults.peers import free_port
 from tests.helpers import absent, need
+import tsunax as ts
 from tsunax import _peers, distributed
-from tsunax.errors import ProcessError, WrongTypeError
+from tsunax._alike import Alike
+from tsunax.errors import DataError, ProcessError, WrongTypeError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -278,6 +281,8 @@ def test_who_fails_because_another_one_died_does_not_take_the_blame(group, left,
 def test_who_gives_up_stays(group, left):
     peers = group(3)
     peers[0].fail("caught", stay=True)  # and has the service: all have been told, it may exit now
+    assert peers[0]._store.under("heard").keys() >= {"1", "2"}
+    until(lambda: len(left) == 2)
     assert left == dict.fromkeys((1, 2), "process 0 (host h, pid 100) ended: caught")
 
 
@@ -480,13 +485,14 @@ def launch(tmp_path):
     """A function that starts n processes of `tests.processes`, all of which are ended afterwards."""
     started = []
 
-    def run(n, *work, variables=lambda i: {}, start=None, peer_timeout=20.0):
+    def run(n, *work, variables=lambda i: {}, start=None, peer_timeout=20.0, timeout=60):
         address = f"localhost:{free_port()}"
         for i in range(n):
             given = {"coordinator_address": address, "num_processes": n, "process_id": i} if start is None else start
-            given = {"peer_timeout": peer_timeout, "timeout": 60, **given}
+            given = {"peer_timeout": peer_timeout, "timeout": timeout, **given}
             command = [sys.executable, "-u", "-m", "tests.processes", *map(str, work)]
             started.append(Started(tmp_path, i, command, variables(i), given))
+            started[-1].address = address
         return started
 
     yield run
@@ -506,10 +512,30 @@ def ready(started) -> None:
     assert all("READY" in one.text for one in started), [one.text for one in started]
 
 
+def strangers(port: int, over: threading.Event) -> None:
+    """What comes to an open port: probes that say nothing, a browser, garbage."""
+    silent = []
+    while not over.wait(0.05):
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[" * 100_000, b'{"index": 1, "count": 2, "versions": []}\n'):
+            with contextlib.suppress(OSError):
+                silent.append(socket.create_connection(("127.0.0.1", port), 1.0))
+                silent[-1].sendall(data)
+                if data:
+                    silent.pop().close()
+    [one.close() for one in silent]
+
+
 def test_two_processes(launch):
+    over = threading.Event()
     started = launch(2, "answers")
-    assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
+    visits = threading.Thread(target=strangers, args=(int(started[0].address.rpartition(":")[2]), over))
+    visits.start()
+    codes = [one.wait() for one in started]
+    over.set()
+    visits.join()
+    assert codes == [0, 0], [one.text for one in started]
     zero, one = (found(each.text)[i] for i, each in enumerate(started))
+    assert one.pop("child") == 0
     assert zero.pop("who") == [0, 2, 0, 2, True] and one.pop("who") == [1, 2, 1, 2, False]
     late = one.pop("late")
     assert "barrier 'late': got no word of process 0 (host" in late and zero.pop("late") == ""
@@ -537,6 +563,14 @@ def test_two_processes(launch):
     assert "got 'float64[2]' on process 1" in zero["shapes"]
     assert "All processes call the same" in zero["place"]
     assert [value for _, value in zero["agreed"]] == [15, 2]
+
+
+def test_a_run_that_jax_started(launch, tmp_path):
+    started = launch(2, "foreign", variables=lambda i: {"TSUNAX_TEST_FOLDER": str(tmp_path / "run")})
+    assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
+    zero, one = (found(each.text)[i] for i, each in enumerate(started))
+    assert zero == one and zero[0].startswith("processes differ: seed: got 1 on process 1 (host ")
+    assert [steps for steps, _ in zero[1:]] == [8, 16]
 
 
 @pytest.mark.slow
@@ -648,10 +682,47 @@ def test_any_process_may_be_hurt(tmp_path, n, victim, number):
 
 @pytest.mark.slow
 def test_a_start_that_failed_may_be_tried_again(launch):
-    started = launch(2, "fails_to_start")
-    assert [one.wait() for one in started] == [0, 1], [one.text for one in started]
-    zero = found(started[0].text)[0]
+    started = launch(2, "fails_to_start", timeout=10)
+    assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
+    zero, one = (found(each.text)[0] for each in started)  # each is alone then
     assert zero == ["jax.distributed at start(): got RuntimeError bad weather, expected one that starts.", 1]
-    assert (
-        "ended: RuntimeError bad weather. This" in started[1].text and "This process (1) ends too." in started[1].text
-    )
+    expected = r"processes at start\(\): got not all 2 of them within 10 s at 127.*, seen from process 1, expected all"
+    assert re.match(expected, one[0]) and one[1] == 1
+
+
+def test_who_waits_for_others_in_vain_says_so(environment):
+    environment({})
+    start = time.monotonic()
+    code = f"""
+import tsunax as ts
+try:
+    ts.distributed.start("localhost:{free_port()}", 3, 0, timeout=1)
+except ts.errors.ProcessError as error:
+    print(error)
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and time.monotonic() - start < 30, done.stderr
+    expected = r"processes at start\(\): got not all 3 of them within 1 s at 127.0.0.1:\d+, seen from process 0, expected "
+    assert re.match(expected + r"all of them. Were all started, with this address, num_processes=3", done.stdout)
+
+
+def test_a_port_that_is_taken(environment):
+    environment({})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with pytest.raises(ProcessError, match=r"port at 127.*: got Address already in use, expected a free one"):
+            distributed._check_port(*server.getsockname(), True)
+
+
+def test_one_index_everywhere(monkeypatch):
+    """On a TPU the launcher may number the processes in another order than JAX does: the index is JAX's."""
+    monkeypatch.setattr(_peers, "initialized", lambda: (None, 0, 2))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert (distributed.process_index(), distributed.process_count(), distributed.is_main()) == (1, 2, False)
+    assert ts.batches(np.zeros(8), 4).process == (1, 2)
+    alike = Alike("fit()", {}, [])
+    alike.spans = True
+    alike._check_part(1, 2)
+    with pytest.raises(DataError, match="got the part of process 0 on process 1, expected its own"):
+        alike._check_part(0, 2)
