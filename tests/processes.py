@@ -216,9 +216,8 @@ def main(work: str, *arguments: str) -> None:
     if work not in ("fails_to_start", "foreign") and (text := told(distributed.start, **start)):
         print(json.dumps(text))
         sys.exit(1)
-    found = {f.__name__: f for f in (answers, losses, sizes, endless, fails, fails_to_start, terminated, foreign)}[work](
-        *map(int, arguments)
-    )
+    works = answers, losses, sizes, endless, fails, fails_to_start, terminated, foreign
+    found = {f.__name__: f for f in works}[work](*map(int, arguments))
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(f"FOUND {json.dumps([distributed.process_index(), found])}\n")  # in one piece: launchers mix
         sys.stdout.flush()

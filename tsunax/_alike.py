@@ -3,7 +3,7 @@
 A program over all devices is run by every process, with its part of the same arrays. XLA does not look: other rows,
 another number of batches, another rate on one of them are wrong numbers, or a wait for ever. So the processes compare
 what decides: settings and data at the start, batches of other loaders as they come, and what a callback changed.
-Each comparison is a word over JAX's coordination service. Where a state lives on devices of one process, that one is by itself.
+Each comparison is a word over JAX's coordination service. A state on devices of one process is that one's own affair.
 """
 
 from __future__ import annotations

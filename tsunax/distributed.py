@@ -22,7 +22,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -190,15 +189,18 @@ def start(
       local_device_ids: the devices of this host that this process has. Under MPI and SLURM one GPU each, by the rank on
         the host; else all.
       timeout: seconds that any wait for processes which are alive may take, here, and in `barrier` and its like.
-      peer_timeout: seconds without a sign of life after which a process counts as dead; a killed one does at once.
+      peer_timeout: seconds without a sign of life after which a process counts as dead, killed or stopped.
 
     When a process dies, is stopped, or ends with an exception, all others end with exit code 1 and a line that names
     it: a collective that has lost a member never returns. So does a process whose Python stands still for so long,
     inside a C extension that keeps the interpreter's lock. At the end processes wait for each other, see `stop`.
-    SIGTERM stays what it was; JAX would swallow it.
+    SIGTERM keeps the handler that it had; JAX would replace it.
 
-    Raises ProcessError for processes that do not come, or come with other versions, counts or a number that is taken;
-    for arguments that do not fit; after a device was used; for a port that is taken.
+    If `jax.distributed.initialize` was called before, this only begins to watch the other processes. Without it the
+    rest of this module works in such a run, too; a lost process is then left to JAX.
+
+    Raises ProcessError if not all processes come, or if their versions or counts differ; for arguments that do not fit;
+    if a device was used before; if the port of process 0 is taken. When two processes have one number, JAX aborts.
 
     >>> start()
     >>> process_index(), process_count()
@@ -308,7 +310,9 @@ def _watch(timeout: float, peer_timeout: float) -> None:
     """Watch the other processes from now on, and tell them of the end of this one."""
     global _peers_of_run, _is_watching
     if _peers_of_run is None:
-        _peers_of_run = _meet(_peers.initialized(), "ts.distributed.start()", timeout)
+        found = _peers.initialized()
+        assert found is not None
+        _peers_of_run = _meet(found, "ts.distributed.start()", timeout)
     else:
         atexit.unregister(_at_exit)
         _peers_of_run.gather("start()")
