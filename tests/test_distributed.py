@@ -662,6 +662,15 @@ def test_the_example():
 
 
 @pytest.mark.slow
+def test_the_example_alone_says_that_it_is_alone():
+    command = [sys.executable, str(ROOT / "examples" / "multi_process.py")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("That was one process, compared with itself")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mpi4py", [False, True])
 def test_mpirun_of_open_mpi_5(mpi4py):
     """Its variables, made from those of 4: without mpi4py on one host, with it on several."""
