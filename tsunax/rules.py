@@ -46,7 +46,8 @@ _STATIC = {"reduce_on_plateau": ("factor", "rtol", "atol")}
 def _alias(module, name: str) -> LiveFactory:
     rule = live(getattr(module, name), static=_STATIC.get(name, ()))
     rule.__name__ = rule.__qualname__ = name
-    rule.__doc__ = f"`{module.__name__}.{name}` with live numbers: the same arguments and defaults, the same trajectory up to rounding."
+    same = "the same arguments and defaults, the same trajectory up to rounding"
+    rule.__doc__ = f"`{module.__name__}.{name}` with live numbers: {same}."
     return rule
 
 
