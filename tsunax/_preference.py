@@ -49,8 +49,8 @@ def read() -> tuple[str | None, str]:
 def write(kind: str | None) -> tuple[Path, bool]:
     """Make the nearest file prefer a kind, or delete it; which file that is, and whether it had to change.
 
-    A new file is written beside the nearest pyproject.toml, or else into the current directory. Raises ConfigError for a
-    file that cannot be read or written, or that says something else.
+    A new file is written beside the nearest pyproject.toml, or else into the current directory. Raises ConfigError
+    for a file that cannot be read or written, or that says something else.
     """
     path = _nearest(NAME) or (_nearest("pyproject.toml") or Path.cwd() / NAME).with_name(NAME)
     if (_kind_in(path) if path.exists() else None) == kind:

@@ -4,7 +4,8 @@
     for batch in ts.to_device(data): ...
 
 A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable TSUNAX_DEVICE or the file
-`.tsunax-device`, the only configuration there is, may name the kind that `"auto"` tries first. All that JAX is asked goes through `_find` and `_started`. Nothing here knows of meshes, states and steps.
+`.tsunax-device`, the only configuration there is, may name the kind that `"auto"` tries first. All that JAX is asked
+goes through `_find` and `_started`. Nothing here knows of meshes, states and steps.
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -297,9 +298,9 @@ def prefer(kind: str | None) -> None:
     """Write into the file `.tsunax-device` which kind of device "auto" tries first; None deletes the file.
 
     The file holds one word, and counts in its directory and all below it. It is the nearest one; if there is none, a
-    new one beside the nearest pyproject.toml, or else in the current directory. Once the backend has started, a warning
-    says that a restart is needed. Raises DeviceError for an unknown kind, and ConfigError for a file that cannot be read
-    or written, or that holds another word.
+    new one beside the nearest pyproject.toml, or else in the current directory. Once the backend has started, a
+    warning says that a restart is needed. Raises DeviceError for an unknown kind, and ConfigError for a file that
+    cannot be read or written, or that holds another word.
     """
     if kind is not None:
         _check_kind(kind, "prefer()", _preference.KINDS)
