@@ -1,4 +1,7 @@
-"""Run the benchmarks named on the command line, or all of them, each in a process of its own; then write RESULTS.md."""
+"""Run the benchmarks named on the command line, or all of them, each in a process of its own; then write RESULTS.md.
+
+Results are written into benchmarks/results/ and replace those of the runs before. Options go to each benchmark.
+"""
 
 import os
 import subprocess
@@ -10,6 +13,8 @@ EIGHT = "--xla_force_host_platform_device_count=8"
 
 
 def main() -> None:
+    if {"-h", "--help"} & set(sys.argv):
+        sys.exit(print(f"{__doc__}\nNames: {', '.join(TARGETS)}"))
     options = [arg for arg in sys.argv[1:] if arg.startswith("-")]
     names = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
     for name in names:

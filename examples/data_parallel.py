@@ -4,6 +4,8 @@ It simulates eight devices on the CPU. Real data (scikit-learn's digits), a smal
 parameters, two micro-batches a step.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from sklearn.datasets import load_digits
 
 import tsunax as ts
 
+argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
 STEPS, BATCH = 100, 128
 ts.simulate(8)
 

@@ -1,11 +1,13 @@
 """Digits over several processes, with the numbers of one.
 
     mpirun -np 2 python examples/multi_process.py       # as root: --allow-run-as-root; few cores: --oversubscribe
-    python examples/multi_process.py                    # the same script alone
+    python examples/multi_process.py                    # one process, which compares itself with itself, and says so
 
 Real data (scikit-learn's digits), whose rows divide neither by the processes nor by the batches. Each process reads its
 part of each batch; the state is one, over all devices. Every process then trains once more by itself, and compares.
 """
+
+import argparse
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from sklearn.datasets import load_digits
 
 import tsunax as ts
 
+argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
 ts.distributed.start()  # before anything asks JAX for a device
 
 EPOCHS, BATCH, SEED = 10, 128, 0
@@ -61,3 +64,5 @@ if ts.distributed.is_main():
     print(f"{ts.distributed.process_count()} processes, {jax.device_count()} devices, loss {losses[-1]:.4f}")
     print(f"test accuracy: {found['accuracy']:.3f}")
     print(f"largest distance from one process: {worst:.1e}")
+    if ts.distributed.process_count() == 1:
+        print("That was one process, compared with itself: start several with mpirun -np 2 python ...")

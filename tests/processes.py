@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,13 @@ def answers() -> dict:
     found["sigterm"] = catches(signal.SIGTERM)
     distributed.start()  # again: nothing
     distributed.barrier()
+    if i == n - 1:  # a forked child speaks and ends for itself
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            child = os.fork()
+        if not child:
+            sys.exit(0)
+        found["child"] = os.waitpid(child, 0)[1]
     same = {"w": np.ones(3), "b": [None, "relu"], "f": np.mean, "key": jax.random.key(1)}
     found["same"] = told(distributed.check_in_sync, seed=3, tree=same)
     found["seed"] = told(distributed.check_in_sync, seed=i, tree=same)
@@ -182,14 +190,34 @@ def terminated() -> list[int]:
     return []
 
 
+def foreign() -> list:
+    """A run that JAX itself started: data, agreement, comparison, saving and resuming work as after `start`."""
+    import jax
+
+    start = json.loads(os.environ["TSUNAX_TEST_START"])
+    place = start["coordinator_address"], start["num_processes"], start["process_id"]
+    jax.distributed.initialize(*place, cluster_detection_method="deactivate")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    i, folder = jax.process_index(), Path(os.environ["TSUNAX_TEST_FOLDER"])
+    x = np.arange(48, dtype=np.float32).reshape(16, 3) / 48
+    step = ts.train_step(lambda params, rows: ((rows @ params["w"] - 1) ** 2).mean())
+    found = [told(distributed.check_in_sync, seed=i)]
+    for epochs in (2, 4):
+        state = ts.shard(ts.setup(ts.rules.sgd(0.1), {"w": np.zeros(3, np.float32)}), ts.mesh())
+        data = ts.batches(x, 4, shuffle=True, seed=1)
+        state, _ = ts.fit(step, state, data, epochs=epochs, checkpoint=folder, progress=False)
+        found.append([int(state.step), np.asarray(state.params["w"]).tolist()])
+    distributed.agree()
+    return found
+
+
 def main(work: str, *arguments: str) -> None:
     start = json.loads(os.environ.get("TSUNAX_TEST_START", "{}"))
-    if work != "fails_to_start" and (text := told(distributed.start, **start)):
+    if work not in ("fails_to_start", "foreign") and (text := told(distributed.start, **start)):
         print(json.dumps(text))
         sys.exit(1)
-    found = {f.__name__: f for f in (answers, losses, sizes, endless, fails, fails_to_start, terminated)}[work](
-        *map(int, arguments)
-    )
+    works = answers, losses, sizes, endless, fails, fails_to_start, terminated, foreign
+    found = {f.__name__: f for f in works}[work](*map(int, arguments))
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(f"FOUND {json.dumps([distributed.process_index(), found])}\n")  # in one piece: launchers mix
         sys.stdout.flush()

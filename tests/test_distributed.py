@@ -1,5 +1,6 @@
-"""Processes that meet, agree, and end together: over sockets in threads, and with real processes."""
+"""Processes that meet, agree, and end together: as threads over a service of JAX, and with real processes."""
 
+import contextlib
 import json
 import os
 import re
@@ -15,23 +16,21 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax._src.lib import _jax
 
+import tsunax as ts
 from tests import processes
 from tests.faults import peers
 from tests.faults.peers import free_port
 from tests.helpers import absent, need
 from tsunax import _peers, distributed
-from tsunax.errors import ProcessError, WrongTypeError
+from tsunax._alike import Alike
+from tsunax.errors import DataError, ProcessError, WrongTypeError
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-# --- the line between processes, in threads ---------------------------------------------------
-
-
-def hello(index, count, **changes):
-    pid = 100 + index if isinstance(index, int) else 9
-    return {"index": index, "count": count, "host": "h", "pid": pid, "versions": {"jax": "1"}} | changes
+# --- what processes say to each other, in threads over one service of JAX ---------------------
 
 
 def together(n, f):
@@ -51,19 +50,6 @@ def together(n, f):
     return found
 
 
-def met(hellos, timeout=5.0):
-    address = ("127.0.0.1", free_port())
-    return together(len(hellos), lambda i: _peers.meet(address, hellos[i], True, timeout, lambda: 7))
-
-
-@pytest.fixture(autouse=True)
-def _lines_are_closed(monkeypatch):
-    made, init = [], _peers.Line.__init__
-    monkeypatch.setattr(_peers.Line, "__init__", lambda self, socket: made.append(self) or init(self, socket))
-    yield
-    [line.close() for line in made]
-
-
 @pytest.fixture
 def left(monkeypatch):
     """Who would have ended, and why."""
@@ -73,14 +59,42 @@ def left(monkeypatch):
 
 
 @pytest.fixture
-def group(left):
+def service():
+    """A function that gives n clients of one service."""
+    made = []
+
+    def make(n):
+        address = f"127.0.0.1:{free_port()}"
+        limits = {"heartbeat_timeout": 100, "shutdown_timeout": 10}
+        server = _jax.get_distributed_runtime_service(address, n, **limits)
+        clients = [_jax.get_distributed_runtime_client(address, i, init_timeout=20, **limits) for i in range(n)]
+        made.append((server, clients))
+        together(n, lambda i: clients[i].connect())
+        return clients
+
+    yield make
+    for server, clients in made:
+        together(len(clients), lambda i: clients[i].shutdown())  # noqa: B023
+        server.shutdown()
+
+
+@pytest.fixture
+def group(left, service, monkeypatch):
     """A function that makes n peers, which part in the end."""
     made = []
 
-    def make(n, patience=20.0, timeout=5.0):
-        parts = met([hello(i, n) for i in range(n)])
-        peers = [_peers.Peers(line, all_, i, hub, patience, timeout) for i, (line, all_, _, hub) in enumerate(parts)]
+    def make(n, patience=20.0, timeout=5.0, watched=True, hello=lambda i: {"jax": "1"}):
+        peers = [_peers.Peers(client, i, n, timeout=timeout) for i, client in enumerate(service(n))]
+        monkeypatch.setattr(_peers.socket, "gethostname", lambda: "h")
+        monkeypatch.setattr(_peers.os, "getpid", lambda: 100)
         made.extend(peers)
+        for error in together(n, lambda i: peers[i].meet(**hello(i))):
+            if error is not None:
+                raise error
+        for one in peers:
+            one.listen()
+            if watched:
+                one.watch(patience, timeout)
         return peers
 
     yield make
@@ -94,103 +108,28 @@ def until(condition, seconds=10.0):
     assert condition()
 
 
-def test_processes_meet():
-    parts = met([hello(i, 3) for i in range(3)])
-    assert [part[1] for part in parts] == [[hello(i, 3) for i in range(3)]] * 3
-    assert [part[2] for part in parts] == [7] * 3
-    assert set(parts[0][3]) == {0, 1, 2} and parts[1][3] is parts[2][3] is None
-
-
-def test_who_does_not_come_is_named():
-    found = met([hello(0, 4), hello(2, 4)], timeout=0.5)
-    for error in found:
-        assert isinstance(error, ProcessError)
-        assert "got 2 of 4 after 0.5 s, without 1, 3, expected all of them. Were all started" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("second", "text"),
-    [
-        (hello(1, 3), "num_processes at process 1 (host h, pid 101): got 3, expected 2, as on process 0 (host h, pid"),
-        (hello(0, 2, pid=9), "process_id at process 0 (host h, pid 9): got 0, which process 0 (host h, pid 100) has"),
-        (hello(2, 2), "process_id at process 2 (host h, pid 102): got 2, expected at most 1. They count from 0."),
-        (hello("1", 2), "process_id at process 1 (host h, pid 9): got '1', expected an int of 0 or more."),
-        (hello(1, 2, versions={"jax": "2"}), "jax at process 1 (host h, pid 101): got 2, expected 1, as on process 0"),
-    ],
-)
-def test_who_does_not_belong_is_told_why(second, text):
-    address = ("127.0.0.1", free_port())
-    line = None
-
-    def come(i):
-        nonlocal line
-        if i == 0:
-            return _peers.meet(address, hello(0, 2), True, 5.0, lambda: 7)
-        line = _peers._visit(address, second, time.monotonic() + 5, 5.0)
-        return line.read_one(time.monotonic() + 5)
-
-    zero, other = together(2, come)
-    assert isinstance(zero, ProcessError) and text in str(zero)
-    assert text in other["end"]
-
-
-def test_nobody_at_the_address():
-    start = time.monotonic()
-    with pytest.raises(ProcessError, match=r"coordinator at 127\.0\.0\.1:\d+: got no answer in 0\.4 s .* process 0"):
-        _peers.meet(("127.0.0.1", free_port()), hello(1, 2), True, 0.4, lambda: 7)
-    assert time.monotonic() - start < 3
-
-
-def test_a_port_that_is_taken():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        with pytest.raises(ProcessError, match=r"port at 127.*: got Address already in use, expected a free one"):
-            _peers.meet(address, hello(0, 2), True, 0.4, lambda: 7)
-
-
-def test_who_comes_first_does_not_meet_itself(monkeypatch):
-    """A client may get the very port that it asks for, where nobody listens yet: it hears itself, and keeps it."""
-    address, connect, calls = ("127.0.0.1", free_port()), socket.create_connection, []
-
-    def first_to_itself(to, timeout):
-        calls.append(to)
-        if len(calls) > 1:
-            return connect(to, timeout)
-        one = socket.socket()
-        one.bind(to)
-        one.connect(to)
-        return one
-
-    monkeypatch.setattr(socket, "create_connection", first_to_itself)
-
-    def come(i):
-        time.sleep(0.3 * (1 - i))
-        return _peers.meet(address, hello(i, 2), True, 5.0, lambda: 7)
-
-    zero, one = together(2, come)
-    assert zero[2] == one[2] == 7 and len(calls) > 1
-
-
-def test_strangers_at_the_port_are_sent_away():
-    address = ("127.0.0.1", free_port())
-
-    def come(i):
-        if i < 2:
-            time.sleep(0.3 * i)
-            return _peers.meet(address, hello(i, 2), True, 5.0, lambda: 7)
-        time.sleep(0.1)
-        with socket.create_connection(address) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\n\n")
-            return stranger.recv(10)
-
-    zero, one, stranger = together(3, come)
-    assert zero[2] == one[2] == 7 and stranger == b""
-
-
 def test_all_hear_all(group):
     peers = group(3)
     found = together(3, lambda i: [peers[i].gather("a", str(i)), peers[i].gather("b", f"{i}!")])
     assert found == [[["0", "1", "2"], ["0!", "1!", "2!"]]] * 3
+    assert len(peers[0]._store.under("say//1")) == 0  # what all have read is deleted
+    long = together(3, lambda i: peers[i].gather("long", str(i) * 1_000_000))
+    assert [len(text) for text in long[1]] == [1_000_000] * 3
+
+
+def test_processes_have_the_index_of_jax(group):
+    """On a TPU the launcher's number may be another one: words and names go by that of JAX."""
+    peers = group(3)
+    found = together(3, lambda i: peers[i].gather("a", f"node {i}", index=(i + 1) % 3))
+    assert found == [["node 2", "node 0", "node 1"]] * 3
+    peers[0]._hellos[2]["pid"] = 7
+    assert peers[0].name_of(0) == "process 0 (host h, pid 7)"
+
+
+def test_threads_gather_beside_each_other(group):
+    peers = group(2)
+    found = together(4, lambda i: peers[i % 2].gather("a", str(i % 2), thread="saves/1" if i > 1 else ""))
+    assert found == [["0", "1"]] * 4
 
 
 def test_another_call_is_another_place(group):
@@ -198,19 +137,31 @@ def test_another_call_is_another_place(group):
     found = together(2, lambda i: peers[i].gather(f"call {i}"))
     for error in found:
         assert isinstance(error, ProcessError)
-        assert {"call 0 on process 0", "call 1 on process 1"} & set(str(error).split(" (")[0].split("got ")[1:])
+        assert "call: got call 1 on process 1 (host h, pid 100), expected call 0, as on process 0" in str(error)
         assert "All processes call the same, in the same order." in str(error)
 
 
 def test_a_wait_ends_and_names_who_is_missing(group):
     peers = group(3)
     found = together(2, lambda i: peers[i].gather("all", timeout=0.3))
-    assert [str(error) for error in found] == [
-        "all: got no word of process 2 (host h, pid 102), expected all processes."
-    ] * 2
+    text = "all: got no word of process 2 (host h, pid 100), expected all processes."
+    assert [str(error) for error in found] == [text] * 2
     # the one that comes late is told too, and the next call works
-    assert isinstance(together(3, lambda i: peers[2].gather("all", timeout=0.2) if i == 2 else None)[2], ProcessError)
+    late = together(3, lambda i: peers[2].gather("all", timeout=0.2) if i == 2 else None)[2]
+    assert isinstance(late, ProcessError) and str(late) == text
     assert together(3, lambda i: peers[i].gather("again", str(i))) == [["0", "1", "2"]] * 3
+
+
+@pytest.mark.parametrize("limits", [(5.0, 0.3), (0.3, 5.0)])
+def test_all_get_the_verdict_of_the_first_that_gives_up(group, limits):
+    peers = group(3)
+    found = together(2, lambda i: peers[i].gather("all", timeout=limits[i]))
+    assert all("no word of process 2" in str(error) for error in found)
+
+
+def test_versions_that_differ(group):
+    with pytest.raises(ProcessError, match=r"jax at process 1 \(host h, pid 100\): got 1, expected 0, as on process 0"):
+        group(2, hello=lambda i: {"jax": i})
 
 
 @pytest.mark.parametrize("askers", [(0,), (2,), (0, 1, 2)])
@@ -234,6 +185,23 @@ def test_all_agree_at_the_same_call(group, askers):
     assert all(value - 10 in askers for _, value in found[0])
 
 
+def test_who_asks_again_at_once_is_heard_after_all_have_agreed(group):
+    """Also while others have not come to the first call on which all agreed."""
+    peers = group(2)
+
+    def run(i):
+        found = []
+        for call in range(100_000):
+            if value := peers[i].agree(15 + len(found) if i == 0 else 0):
+                found.append((call, value))
+                if len(found) == 3:
+                    return found
+            time.sleep(2e-3 * i)
+
+    first, second = together(2, run)
+    assert first == second and [value for _, value in first] == [15, 16, 17]
+
+
 def test_calls_count_from_the_last_gathering(group):
     """Of runs that ended with an error, each process may have called another number of times."""
     peers = group(3)
@@ -251,82 +219,79 @@ def test_calls_count_from_the_last_gathering(group):
     assert found[0] == found[1] == found[2] and found[0][1] == 15
 
 
-@pytest.mark.slow
 def test_a_long_wait_says_so(group, capfd):
     peers = group(2, timeout=0.2)
 
     def run(i):
-        time.sleep(3 * i)
+        time.sleep(i)
         return peers[i].gather("step 4 of fit()", timeout=20)
 
     assert together(2, run) == [["", ""]] * 2
-    assert capfd.readouterr().err == "tsunax: process 0 has waited for the others for 0.2 s at step 4 of fit()\n"
+    assert "tsunax: process 0 has waited for the others for 0.2 s at step 4 of fit()\n" in capfd.readouterr().err
 
 
-def test_what_was_asked_before_all_agreed_is_not_asked_again():
-    class Ends:
-        def send(self, value):
-            sent.append(value)
-
-    sent = []
-    hub = _peers.Hub({0: Ends(), 1: Ends()}, [hello(0, 2), hello(1, 2)], 5.0)
-    for i, value in ((0, {"ask": [0, 15]}), (0, {"counted": [1, 7]}), (1, {"counted": [1, 9]}), (1, {"ask": [0, 2]})):
-        hub.hear(i, value)  # the last was sent before the answer came
-    assert sent == [{"count": 0}] * 2 + [{"goal": [1, 10], "value": 15}] * 2
-
-
-def test_a_hub_that_fails_says_so(group, left):
-    peers = group(2)
-    peers[1]._send({"say": [1]})
+def test_who_is_silent_is_named(group, left):
+    start, peers = time.monotonic(), group(3, patience=1.5)
+    peers[2]._closing.set()  # no beat comes any more
     until(lambda: len(left) == 2)
-    assert all("process 0 (host h, pid 100) cannot hear the others: ValueError " in text for text in left.values())
+    assert 1.0 <= time.monotonic() - start < 8
+    why = "it was killed or stopped, or its host or network is down"
+    texts = {re.sub(r"for \d s", "for 1 s", text) for text in left.values()}
+    assert texts == {f"process 2 (host h, pid 100) has been silent for 1 s: {why}"}
 
 
-def test_who_is_gone_is_named(left):
-    parts = met([hello(i, 3) for i in range(3)])
-    peers = [_peers.Peers(line, all_, i, hub, 20.0, 5.0) for i, (line, all_, _, hub) in enumerate(parts[:2])]
-    parts[2][0].close()
-    until(lambda: len(left) == 2)
-    assert set(left.values()) == {"process 2 (host h, pid 102) is gone: it was killed, or crashed"} and len(peers) == 2
+def test_a_silent_process_0_is_named(group, left, monkeypatch):
+    """Its service is stopped with it: a call to it does not return."""
+    peers = group(2, patience=1.5)
+    monkeypatch.setattr(peers[1]._store, "replace", lambda *_: peers[1]._closing.wait(30))
+    until(lambda: 1 in left)
+    assert re.fullmatch(r"process 0 \(host h, pid 100\) has been silent for \d s: it was stopped, or .*", left[1])
 
 
-def test_who_is_silent_is_named(left):
-    parts = met([hello(i, 3) for i in range(3)])
-    start = time.monotonic()
-    peers = [_peers.Peers(line, all_, i, hub, 1.0, 5.0) for i, (line, all_, _, hub) in enumerate(parts[:2])]
-    until(lambda: len(left) == 2)
-    assert 1.0 <= time.monotonic() - start < 4 and len(peers) == 2
-    assert set(left.values()) == {
-        "process 2 (host h, pid 102) has been silent for 1 s: it is stopped, or its host or network is down"
-    }
+def test_a_process_0_that_is_gone_is_named(group, left, monkeypatch):
+    def gone(*_):
+        raise RuntimeError("UNAVAILABLE: Socket closed")
 
-
-def test_a_silent_process_0_is_named(left):
-    parts = met([hello(i, 2) for i in range(2)])  # without a hub
-    line, hellos, _, _ = parts[1]
-    peers = _peers.Peers(line, hellos, 1, None, 1.0, 5.0)
-    until(lambda: bool(left))
-    assert left == {
-        1: "process 0 (host h, pid 100) has been silent for 1 s: it is stopped, or its host or network is down"
-    }
-    assert peers.count == 2
+    peers = group(2, patience=1.0)
+    monkeypatch.setattr(peers[1]._store, "replace", gone)
+    until(lambda: 1 in left)
+    assert left[1] == "process 0 (host h, pid 100) is gone: it was killed, or crashed"
 
 
 def test_who_fails_says_why(group, left):
     peers = group(3)
+    start = time.monotonic()
     peers[1].fail("ValueError bad luck")
     until(lambda: len(left) == 3)
-    why = "process 1 (host h, pid 101) ended: ValueError bad luck"
+    assert time.monotonic() - start < 2  # at once: all others are alive, and say so
+    why = "process 1 (host h, pid 100) ended: ValueError bad luck"
     assert left == {0: why, 1: "", 2: why}  # it has said so itself
+
+
+def test_who_fails_because_another_one_died_does_not_take_the_blame(group, left, monkeypatch):
+    """A collective fails on the living when a process dies; that one is named, on all."""
+    peers = group(3, patience=1.5)
+    peers[2]._closing.set()
+    monkeypatch.setattr(peers[2], "_hear", lambda event: None)
+    together(1, lambda _: peers[1].fail("ValueError Gloo all-reduce failed: connection closed"))
+    until(lambda: {0, 1} <= left.keys())
+    assert all("process 2 (host h, pid 100) has been silent" in left[i] for i in (0, 1))
 
 
 def test_who_gives_up_stays(group, left):
     peers = group(3)
-    peers[0].fail("caught", stay=True)  # and is the hub
-    assert not peers[0]._hub.is_alive()  # all have been told: it may exit now
+    peers[0].fail("caught", stay=True)  # and has the service: all have been told, it may exit now
+    assert peers[0]._store.under("heard").keys() >= {"1", "2"}
     until(lambda: len(left) == 2)
-    time.sleep(0.1)
     assert left == dict.fromkeys((1, 2), "process 0 (host h, pid 100) ended: caught")
+
+
+def test_unwatched_processes_are_told_at_the_next_gathering(group, left):
+    peers = group(2, watched=False)
+    peers[1].fail("ValueError bad luck", stay=True)
+    with pytest.raises(ProcessError, match=r"process 1 \(host h, pid 100\) ended: ValueError bad luck"):
+        peers[0].gather("fit()")
+    assert not left
 
 
 # --- who is who -------------------------------------------------------------------------------
@@ -520,13 +485,14 @@ def launch(tmp_path):
     """A function that starts n processes of `tests.processes`, all of which are ended afterwards."""
     started = []
 
-    def run(n, *work, variables=lambda i: {}, start=None, peer_timeout=20.0):
+    def run(n, *work, variables=lambda i: {}, start=None, peer_timeout=20.0, timeout=60):
         address = f"localhost:{free_port()}"
         for i in range(n):
             given = {"coordinator_address": address, "num_processes": n, "process_id": i} if start is None else start
-            given = {"peer_timeout": peer_timeout, "timeout": 60, **given}
+            given = {"peer_timeout": peer_timeout, "timeout": timeout, **given}
             command = [sys.executable, "-u", "-m", "tests.processes", *map(str, work)]
             started.append(Started(tmp_path, i, command, variables(i), given))
+            started[-1].address = address
         return started
 
     yield run
@@ -546,10 +512,30 @@ def ready(started) -> None:
     assert all("READY" in one.text for one in started), [one.text for one in started]
 
 
+def strangers(port: int, over: threading.Event) -> None:
+    """What comes to an open port: probes that say nothing, a browser, garbage."""
+    silent = []
+    while not over.wait(0.05):
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[" * 100_000, b'{"index": 1, "count": 2, "versions": []}\n'):
+            with contextlib.suppress(OSError):
+                silent.append(socket.create_connection(("127.0.0.1", port), 1.0))
+                silent[-1].sendall(data)
+                if data:
+                    silent.pop().close()
+    [one.close() for one in silent]
+
+
 def test_two_processes(launch):
+    over = threading.Event()
     started = launch(2, "answers")
-    assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
+    visits = threading.Thread(target=strangers, args=(int(started[0].address.rpartition(":")[2]), over))
+    visits.start()
+    codes = [one.wait() for one in started]
+    over.set()
+    visits.join()
+    assert codes == [0, 0], [one.text for one in started]
     zero, one = (found(each.text)[i] for i, each in enumerate(started))
+    assert one.pop("child") == 0
     assert zero.pop("who") == [0, 2, 0, 2, True] and one.pop("who") == [1, 2, 1, 2, False]
     late = one.pop("late")
     assert "barrier 'late': got no word of process 0 (host" in late and zero.pop("late") == ""
@@ -577,6 +563,14 @@ def test_two_processes(launch):
     assert "got 'float64[2]' on process 1" in zero["shapes"]
     assert "All processes call the same" in zero["place"]
     assert [value for _, value in zero["agreed"]] == [15, 2]
+
+
+def test_a_run_that_jax_started(launch, tmp_path):
+    started = launch(2, "foreign", variables=lambda i: {"TSUNAX_TEST_FOLDER": str(tmp_path / "run")})
+    assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
+    zero, one = (found(each.text)[i] for i, each in enumerate(started))
+    assert zero == one and zero[0].startswith("processes differ: seed: got 1 on process 1 (host ")
+    assert [steps for steps, _ in zero[1:]] == [8, 16]
 
 
 @pytest.mark.slow
@@ -668,6 +662,15 @@ def test_the_example():
 
 
 @pytest.mark.slow
+def test_the_example_alone_says_that_it_is_alone():
+    command = [sys.executable, str(ROOT / "examples" / "multi_process.py")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("That was one process, compared with itself")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mpi4py", [False, True])
 def test_mpirun_of_open_mpi_5(mpi4py):
     """Its variables, made from those of 4: without mpi4py on one host, with it on several."""
@@ -688,10 +691,48 @@ def test_any_process_may_be_hurt(tmp_path, n, victim, number):
 
 @pytest.mark.slow
 def test_a_start_that_failed_may_be_tried_again(launch):
-    started = launch(2, "fails_to_start")
-    assert [one.wait() for one in started] == [0, 1], [one.text for one in started]
-    zero = found(started[0].text)[0]
+    started = launch(2, "fails_to_start", timeout=10)
+    assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
+    zero, one = (found(each.text)[0] for each in started)  # each is alone then
     assert zero == ["jax.distributed at start(): got RuntimeError bad weather, expected one that starts.", 1]
-    assert (
-        "ended: RuntimeError bad weather. This" in started[1].text and "This process (1) ends too." in started[1].text
-    )
+    expected = r"processes at start\(\): got not all 2 of them within 10 s at 127.*, seen from process 1, expected all"
+    assert re.match(expected, one[0]) and one[1] == 1
+
+
+def test_who_waits_for_others_in_vain_says_so(environment):
+    environment({})
+    start = time.monotonic()
+    code = f"""
+import tsunax as ts
+try:
+    ts.distributed.start("localhost:{free_port()}", 3, 0, timeout=1)
+except ts.errors.ProcessError as error:
+    print(error)
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and time.monotonic() - start < 30, done.stderr
+    expected = r"processes at start\(\): got not all 3 of them within 1 s at 127.0.0.1:\d+, seen from process 0, "
+    expected += "expected all of them. Were all started, with this address, num_processes=3"
+    assert re.match(expected, done.stdout)
+
+
+def test_a_port_that_is_taken(environment):
+    environment({})
+    taken = pytest.raises(ProcessError, match=r"port at 127.*: got Address already in use, expected a free one")
+    with socket.create_server(("127.0.0.1", 0)) as server, taken:
+        distributed.start(f"127.0.0.1:{server.getsockname()[1]}", 2, 0)
+
+
+def test_one_index_everywhere(monkeypatch):
+    """On a TPU the launcher may number the processes in another order than JAX does: the index is JAX's."""
+    monkeypatch.setattr(_peers, "initialized", lambda: (None, 0, 2))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert (distributed.process_index(), distributed.process_count(), distributed.is_main()) == (1, 2, False)
+    assert ts.batches(np.zeros(8), 4).process == (1, 2)
+    alike = Alike("fit()", {}, [])
+    alike.spans = True
+    alike._check_part(1, 2)
+    with pytest.raises(DataError, match="got the part of process 0 on process 1, expected its own"):
+        alike._check_part(0, 2)

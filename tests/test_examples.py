@@ -1,5 +1,6 @@
 """The examples run and reach their numbers; the pages of docs/ do what they print; README's diff is the examples'."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -200,10 +201,26 @@ def test_promises_of_a_notebook_are_looked_at():
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_starts_with_the_line_for_colab_and_ends_in_a_number(name):
     first, *_, last = (cell for cell in notebook(name) if cell["cell_type"] == "code")
-    line = "".join(first["source"]).removeprefix("# %pip install --quiet ").split()
-    assert line[0] == "tsunax" and set(line[1:]) <= {"scikit-learn", "matplotlib"}  # and no jax, which Colab has
+    # the clone, which is on no index, from the folder of the notebook; and no jax, which Colab has
+    assert "".join(first["source"]) == '# %pip install --quiet "..[examples]"'
     assert re.search(r"^assert \w+ > 0\.\d+$", "".join(last["source"]), re.MULTILINE)
     assert not any(cell.get("outputs") for cell in notebook(name))
+
+
+SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_answers_help_before_it_trains(name):
+    """In this process, for its imports are there: an option that nobody read would train for a minute."""
+    source = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    lines = source.splitlines()
+    first = ast.get_docstring(ast.parse(source)).splitlines()[0]
+    parsed = next(i for i, line in enumerate(lines) if ".parse_args()" in line)
+    assert "description=" in "".join(lines[parsed - 8 : parsed + 1]), "its first line is its description"
+    work = re.compile(r"\w.*(load_digits\(|ts\.simulate|distributed\.start|print\()")
+    trains = [i for i, line in enumerate(lines) if work.match(line)]
+    assert all(parsed < i for i in trains) and first.endswith(".")
 
 
 def test_the_index_has_every_example():

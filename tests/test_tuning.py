@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import zlib
 from pathlib import Path
 
@@ -395,6 +396,7 @@ def test_one_of_a_group_kills_its_process(tmp_path):
     tune(lambda x: x, trials=1, **options)
     about = json.loads((tmp_path / "trials.jsonl").read_text().splitlines()[0])["sweep"]
     calls = []
+    another = pytest.warns(UserWarning, match=r"of another objective, '.*<lambda>', and are kept")
 
     def objective(x, trial):
         calls.append(trial.tolist())
@@ -404,12 +406,14 @@ def test_one_of_a_group_kills_its_process(tmp_path):
         with contextlib.closing(_journal.Journal(tmp_path, about)) as journal:
             for _ in range(2):
                 journal.write({"start": started})
-    tune(objective, trials=2, **options)
+    with another:
+        tune(objective, trials=2, **options)
     assert calls == [[1]]
     with contextlib.closing(_journal.Journal(tmp_path, about)) as journal:
         journal.write({"start": [2, 3, 4]})
         journal.write({"start": [2]})
-    tune(objective, trials=6, **options)
+    with another:
+        tune(objective, trials=6, **options)
     assert calls == [[1], [3], [4], [5]]
     result = tuning.read(tmp_path)
     assert [t.status for t in result.trials] == ["done", "done", "failed", "done", "done", "done"]
@@ -608,6 +612,88 @@ def test_records_that_are_not_ours(tmp_path):
             tuning.read(tmp_path)
         with pytest.raises(CheckpointError, match=said):
             tune(directory=tmp_path)
+
+
+END = {"index": 0, "values": {"x": 1}, "status": "done", "value": 1.0, "metrics": {}, "cause": None, "seconds": 0.1}
+ODD = [
+    {"end": 5},
+    {"end": [5]},
+    {"end": [{}]},
+    {"end": {"index": 0}},
+    {"end": [END]},  # without reports
+    {"end": [END | {"reports": 5}]},
+    {"end": [END | {"reports": [[0]]}]},
+    {"end": [END | {"reports": [], "index": "0"}]},
+    {"end": [END | {"reports": [], "value": "low"}]},
+    {"end": [END | {"reports": [], "metrics": {"a": None}}]},
+    {"end": [END | {"reports": [], "values": 5}]},
+    {"end": [END | {"reports": [], "cause": "none"}]},
+    {"end": [END | {"reports": [], "more": 1}]},
+    {"start": {"float": "abc"}},
+    {"start": 5},
+    {"start": ["a"]},
+    {"start": [[1]]},
+    {"interrupted": {"a": 1}},
+    {"start": [1], "end": []},
+    {"else": [1]},
+    {},
+    5,
+    {"sweep": {}},
+]
+
+
+def line_of(record) -> str:
+    text = json.dumps(record)[:-1] if isinstance(record, dict) and record else "{"
+    return f'{text}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'
+
+
+@pytest.mark.parametrize("record", ODD, ids=lambda record: json.dumps(record)[:60])
+def test_odd_records_are_errors_of_the_journal(tmp_path, record):
+    """With a checksum that is right, behind the first line of a sweep."""
+    tune(trials=1, directory=tmp_path)
+    path = tmp_path / "trials.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0] + line_of(record))
+    for call in (tuning.read, lambda folder: tune(directory=folder)):
+        with pytest.raises(CheckpointError, match="journal at "):
+            repr(call(tmp_path))
+
+
+@pytest.mark.parametrize("about", [5, {}, {"space": 5}, {"space": {"x": 1}, "mode": "min"}, {"space": {}, "mode": []}])
+def test_odd_sweeps_are_errors_of_the_journal(tmp_path, about):
+    about = {"version": 1, **about} if isinstance(about, dict) else about
+    (tmp_path / "trials.jsonl").write_text(line_of({"sweep": about}))
+    for call in (tuning.read, lambda folder: tune(directory=folder)):
+        with pytest.raises(CheckpointError, match="journal at "):
+            call(tmp_path)
+
+
+def test_another_objective_is_noticed(tmp_path, recwarn):
+    space, kept = {"x": spaces.uniform(0, 1)}, []
+
+    def objective(shift):
+        return lambda x: kept.append(x) or x + shift  # closes over what changes
+
+    tune(objective(0), space, trials=2, directory=tmp_path)
+    tune(objective(1), space, trials=3, directory=tmp_path)
+    tune(functools.partial(objective(1)), space, trials=3, directory=tmp_path)
+    assert len(kept) == 3 and not recwarn.list
+    name = "test_another_objective_is_noticed.<locals>.objective.<locals>.<lambda>"
+    with pytest.warns(UserWarning, match=f"of another objective, '{name}', and are kept as they are. Give another"):
+        tune(abs_of := lambda x: abs(x), space, trials=3, directory=tmp_path)
+    tune(abs_of, space, trials=1, directory=tmp_path / "b")
+    changed = types.FunctionType((lambda x: abs(x - 1)).__code__, globals())
+    changed.__qualname__ = abs_of.__qualname__
+    with pytest.warns(UserWarning, match=r"are of other code of '.*<lambda>'"):
+        tune(changed, space, trials=1, directory=tmp_path / "b")
+
+
+@pytest.mark.parametrize("entry", [[1e-3, 1e-2], [], spaces.when("rule", "sgd", [1, 2])], ids=repr)
+def test_a_list_is_no_entry(entry):
+    space = {"rule": spaces.choice(["adam", "sgd"]), "lr": entry}
+    fix = r"ts\.spaces\.choice\(\[" if entry else "A constant that is a sequence is a tuple"
+    with pytest.raises(WrongTypeError, match=rf"entry at space\['lr'\]: got a list, \[.*{fix}"):
+        tune(lambda rule, lr=0: 0.0, space)
+    assert tune(lambda rule, lr: lr[1], {"rule": "adam", "lr": (1, 2)}, trials=1).best.value == 2
 
 
 # ------------------------------------------------------------------------------------------------- many at once

@@ -3,7 +3,7 @@
 A program over all devices is run by every process, with its part of the same arrays. XLA does not look: other rows,
 another number of batches, another rate on one of them are wrong numbers, or a wait for ever. So the processes compare
 what decides: settings and data at the start, batches of other loaders as they come, and what a callback changed.
-Each comparison is a word over a socket. Where a state lives on devices of one process, that one is by itself.
+Each comparison is a word over JAX's coordination service. A state on devices of one process is that one's own affair.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Alike:
         if self._data is not None and distributed.process_count() > 1:
             self._check_part(*self._data.process)
         if self.spans and not self._speaks:
-            text = f"{where}: processes that ts.distributed.start() did not bring together are not compared"
+            text = f"{where}: the state is on devices of some processes only, which are not compared"
             warn(f"{text}, and a signal or a limit ends one of them alone")
 
     def _check_part(self, part: int, parts: int) -> None:
@@ -54,11 +54,12 @@ class Alike:
             got = "on devices of this process alone, and of the data only its part"
             fix = "ts.shard(state, ts.mesh()); or batches(..., process=(0, 1)), to train by itself."
             raise StateError(message("state", self.where, got, "on a mesh of all processes", fix))
-        if self.spans and parts not in (1, jax.process_count()):
-            expected = f"of {jax.process_count()}, or of one with rows of its own"
+        index, count = distributed.process_index(), distributed.process_count()
+        if self.spans and parts not in (1, count):
+            expected = f"of {count}, or of one with rows of its own"
             raise DataError(message("data", self.where, f"batches(process=) of {parts} processes", expected))
-        if parts > 1 and part != jax.process_index():
-            got, expected = f"the part of process {part} on process {jax.process_index()}", "its own"
+        if parts > 1 and part != index:
+            got, expected = f"the part of process {part} on process {index}", "its own"
             raise DataError(message("data", self.where, got, expected, "It is so without process=."))
 
     def start(self, **settings: Any) -> None:

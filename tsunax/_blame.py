@@ -242,7 +242,8 @@ def _compiled(jaxpr: Any, made: tuple | None) -> Callable:
 
     @jax.jit
     def run(consts, arguments):
-        return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(consts)))(*arguments)
+        closed = getattr(core, "ClosedJaxpr", core.Jaxpr)  # one class since jax 0.12
+        return core.jaxpr_as_fun(closed(jaxpr, list(consts)))(*arguments)
 
     return lambda consts, arguments: run(tuple(consts), tuple(arguments))
 

@@ -95,7 +95,7 @@ def _equation(eqn: core.JaxprEqn, done: dict) -> core.JaxprEqn:
 def _parameter(value, done: dict):
     from jax.extend import core
 
-    if isinstance(value, (core.ClosedJaxpr, core.Jaxpr)):
+    if isinstance(value, (getattr(core, "ClosedJaxpr", core.Jaxpr), core.Jaxpr)):  # one class since jax 0.12
         return _rewritten(value, done)
     if isinstance(value, tuple):  # the branches of a cond
         new = tuple(_parameter(x, done) for x in value)

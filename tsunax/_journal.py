@@ -86,13 +86,16 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         raise CheckpointError(message("journal", str(path), repr(last[:40]), "a sweep's journal"))
     for i, line in enumerate(lines):
         record = _parsed(line)
-        if record is None or (i == 0) != ("sweep" in record):
+        if not _is_record(record, i):
             fix = "It was changed, or its disk fails. The lines before it are good: keep them, and delete the others."
             where = f"{path}, line {i + 1}"
             raise CheckpointError(message("journal", where, repr(line[:40]), "a line with its checksum", fix))
-        if i == 0 and record["sweep"].get("version") != VERSION:
-            got = f"version {record['sweep'].get('version')}"
-            raise CheckpointError(message("journal", str(path), got, f"version {VERSION}", "Another tsunax wrote it."))
+        assert record is not None
+        if i == 0 and (version := record["sweep"].get("version")) != VERSION:
+            fix = "Another tsunax wrote it."
+            raise CheckpointError(message("journal", str(path), f"version {version}", f"version {VERSION}", fix))
+        if i == 0 and not _is_about(record["sweep"]):
+            raise CheckpointError(message("journal", f"{path}, line 1", repr(line[:40]), "a space and a mode"))
         yield record
 
 
@@ -121,8 +124,25 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         return _decoded(json.loads(text + b"}"))
-    except (ValueError, RecursionError):  # no line of ours
+    except (ValueError, KeyError, RecursionError):  # no line of ours
         return None
+
+
+def _is_record(record: Any, i: int) -> bool:
+    """Whether a line says what the lines of a journal say; its trials are looked at when they are made."""
+    if not isinstance(record, dict) or len(record) != 1:
+        return False
+    ((kind, said),) = record.items()
+    if i == 0 or kind == "sweep":
+        return kind == "sweep" and i == 0 and isinstance(said, dict)
+    of = dict if kind == "end" else int
+    return kind in ("start", "interrupted", "end") and isinstance(said, list) and all(type(x) is of for x in said)
+
+
+def _is_about(about: dict[str, Any]) -> bool:
+    space = about.get("space")
+    is_space = isinstance(space, dict) and all(isinstance(text, str) for text in space.values())
+    return is_space and about.get("mode") in ("min", "max")
 
 
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -146,9 +166,14 @@ def _decoded(x: Any) -> Any:
 
 
 def _check_same(first: dict[str, Any], about: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError where a directory is of another sweep, naming what differs."""
-    old, new = first["sweep"], json.loads(json.dumps(about))
+    """Raise CheckpointError if a directory is of another sweep, naming what differs; warn of another objective."""
+    old, new = dict(first["sweep"]), json.loads(json.dumps(about))
     fix = "Give another directory."
+    there, here = old.pop("objective", None), new.pop("objective", None)
+    if there != here and there is not None and here is not None:
+        was = f"other code of {here[0]!r}" if there[0] == here[0] else f"another objective, {there[0]!r}"
+        text = f"tune(): the trials in {folder} are of {was}, and are kept as they are. {fix[:-1]} to run all anew."
+        warnings.warn(text, stacklevel=4)
     for name in {**old.get("space", {}), **new["space"]}:
         there, here = old.get("space", {}).get(name, "nothing"), new["space"].get(name, "nothing")
         if there != here:

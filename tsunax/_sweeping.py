@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import reprlib
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from tsunax import _journal, _trials, spaces
 from tsunax._signals import Interrupt
 from tsunax._trials import Cause, Pruned, Trial
-from tsunax.errors import CheckpointError, HyperparameterError, message
+from tsunax.errors import CheckpointError, HyperparameterError, message, told
 
 __all__ = []
 
@@ -224,7 +225,12 @@ def replayed(records: Sequence[dict[str, Any]]) -> tuple[dict[int, Trial], dict[
             counts = deaths if len(indices) == 1 else together
             for i in indices:
                 counts[i] = counts.get(i, 0) + more
-        for trial in map(_trials.from_record, record.get("end", ())):
+        for found in record.get("end", ()):
+            try:
+                trial = _trials.from_record(found)
+            except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+                got = f"{reprlib.repr(found)} ({told(error)})"
+                raise CheckpointError(message("journal", "a trial", got, "what tune writes of a trial")) from error
             if trial.index in trials:
                 raise CheckpointError(message("journal", f"trial {trial.index}", "two ends", "one"))
             trials[trial.index] = trial

@@ -190,7 +190,13 @@ def from_record(record: Mapping[str, Any]) -> Trial:
     found["cause"] = None if found["cause"] is None else Cause(*found["cause"])
     found["reports"] = {int(step): float(x) for step, x in found["reports"]}
     found["values"] = {name: _tuples(x) for name, x in found["values"].items()}
-    return Trial(**found)
+    trial = Trial(**found)
+    numbers = [*trial.metrics.values(), trial.seconds, *([] if trial.value is None else [trial.value])]
+    texts = [trial.status, *trial.values, *trial.metrics, *(trial.cause or ())]
+    is_one = type(trial.index) is int and all(type(x) in (int, float) for x in numbers)
+    if not is_one or not all(isinstance(x, str) for x in texts):
+        raise TypeError("no trial")
+    return trial
 
 
 def _tuples(x: Any) -> Any:

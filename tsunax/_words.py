@@ -86,8 +86,6 @@ def _of_array(x: Any) -> str:
 
 
 def _of_function(f: types.FunctionType, inner: Callable[[Any], str]) -> str:
-    code = f.__code__
-    constants = [x for x in code.co_consts if not isinstance(x, types.CodeType)]
     kept = [f.__defaults__, f.__kwdefaults__]
     for cell in f.__closure__ or ():
         try:
@@ -95,8 +93,23 @@ def _of_function(f: types.FunctionType, inner: Callable[[Any], str]) -> str:
         except ValueError:  # not filled yet
             continue
     text = inner([x for x in kept if x is not None])
-    mark = hash_of(code.co_code + repr((code.co_names, inner(constants))).encode())
-    return f"{f.__qualname__} {mark}" + (f" of {text}" if text != "[]" else "")
+    return f"{f.__qualname__} {_hash_of_code(f.__code__)}" + (f" of {text}" if text != "[]" else "")
+
+
+def _hash_of_code(code: types.CodeType) -> str:
+    """Of what it does: the functions inside it too, and not the lines or files where it stands."""
+    inside = [_hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x) for x in code.co_consts]
+    return hash_of(code.co_code + repr((code.co_names, inside)).encode())
+
+
+def name_and_code(f: Callable) -> tuple[str, str]:
+    """A function's name, and a hash of its code; what it closes over may change. ("Net", "") for an object's class."""
+    while isinstance(f, functools.partial):
+        f = f.func
+    if isinstance(f, types.FunctionType | types.MethodType):
+        return f.__qualname__, _hash_of_code(f.__code__)
+    call = vars(type(f)).get("__call__")
+    return type(f).__qualname__, _hash_of_code(call.__code__) if isinstance(call, types.FunctionType) else ""
 
 
 def parts_of(root: str, thing: Any) -> dict[str, str]:
@@ -119,4 +132,4 @@ def _walk(root: str, node: Any, path: tuple) -> Iterator[tuple[str, str]]:
         yield from _walk(root, child, path + key)
 
 
-__all__ = ["bits_of", "hash_of", "parts_of", "words_of"]
+__all__ = ["bits_of", "hash_of", "name_and_code", "parts_of", "words_of"]

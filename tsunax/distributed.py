@@ -6,7 +6,8 @@
 `mpirun`, SLURM, Kubernetes and the like start the processes; `start` finds out from them who is who, brings all
 together, and starts `jax.distributed`. From then on `jax.devices()` are those of all processes, and arrays and programs
 span them. What is here is the rest: waits that end, errors that name a process, one answer for all. It works on the
-host, over sockets (`_peers.py`), and knows nothing of meshes, states and steps.
+host, over the key-value store of JAX's coordination service (`_peers.py`), and knows nothing of meshes, states and
+steps. A run that `jax.distributed.initialize` started is served too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -58,8 +58,13 @@ SPARE = 10  # seconds after `peer_timeout` in which JAX, too, would end the proc
 SHOWN = 10  # differences in a message
 LAST = 1800.0  # seconds that processes wait for one that works by itself: a callback of `fit`, figures at the end
 
+NEVER = 10 * 365 * 86400  # seconds
+
 _peers_of_run: _peers.Peers | None = None
 _is_alone = False  # because start() said so
+_is_watching = False  # from start() on
+_is_ours = False  # `jax.distributed`, which start() has initialized
+_has_given_up = False
 
 
 # Who is who
@@ -184,66 +189,137 @@ def start(
       local_device_ids: the devices of this host that this process has. Under MPI and SLURM one GPU each, by the rank on
         the host; else all.
       timeout: seconds that any wait for processes which are alive may take, here, and in `barrier` and its like.
-      peer_timeout: seconds without a sign of life after which a process counts as dead; a killed one does at once.
+      peer_timeout: seconds without a sign of life after which a process counts as dead, killed or stopped.
 
     When a process dies, is stopped, or ends with an exception, all others end with exit code 1 and a line that names
     it: a collective that has lost a member never returns. So does a process whose Python stands still for so long,
     inside a C extension that keeps the interpreter's lock. At the end processes wait for each other, see `stop`.
-    SIGTERM stays what it was; JAX would swallow it.
+    SIGTERM keeps the handler that it had; JAX would replace it.
 
-    Raises ProcessError for processes that do not come, or come with other versions, counts or a number that is taken;
-    for arguments that do not fit; after a device was used; for a port that is taken.
+    If `jax.distributed.initialize` was called before, this only begins to watch the other processes. Without it the
+    rest of this module works in such a run, too; a lost process is then left to JAX.
+
+    Raises ProcessError if not all processes come, or if their versions or counts differ; for arguments that do not fit;
+    if a device was used before; if the port of process 0 is taken. When two processes have one number, JAX aborts.
 
     >>> start()
     >>> process_index(), process_count()
     (0, 1)
     """
-    global _peers_of_run, _is_alone
-    if _peers_of_run is not None:
+    global _is_alone, _is_ours
+    if _is_watching:
         return
     _check_seconds("start()", timeout=timeout, peer_timeout=peer_timeout)
-    launch = _launch(coordinator_address, num_processes, process_id, local_device_ids, timeout)
-    address = ("", 0)
-    if launch.count != 1 or process_id:
-        address = _checked(launch, {"num_processes": num_processes, "process_id": process_id})
-    if launch.count == 1:
-        _is_alone = num_processes == 1
-        return
-    if jax.distributed.is_initialized() or xla_bridge.backends_are_initialized():
-        got = (
-            "jax.distributed that is initialized" if jax.distributed.is_initialized() else "a backend that has started"
-        )
-        fix = "Make it the first line: jax.devices(), jnp.ones() and jax.random.key() start the backend."
-        raise ProcessError(message("start()", "", got, "to be called before that", fix))
-    alone = launch.is_one_host or address[0] in ("localhost", "127.0.0.1", "::1")
-    host = ("::1" if address[0] == "::1" else "127.0.0.1") if alone else address[0]
-    versions = {"jax": jax.__version__, "python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    me = {"index": launch.index, "count": launch.count, "host": socket.gethostname(), "pid": os.getpid()}
-    line, hellos, port, hub = _peers.meet(
-        (host, address[1]), {**me, "versions": versions}, alone, timeout, _peers.free_port
-    )
-    _peers_of_run = _peers.Peers(line, hellos, launch.index, hub, peer_timeout, timeout)
-    atexit.register(_at_exit)
-    there = whole = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        if launch.index and not getattr(jax.config, "jax_mtls_cert_file", None):  # whose certificates name the host
-            there = f"127.0.0.1:{_peers_of_run.relay((host, port))}"
-        with _same_sigterm():
+    if (found := _peers.initialized()) is None:
+        launch = _launch(coordinator_address, num_processes, process_id, local_device_ids, timeout)
+        address = ("", 0)
+        if launch.count != 1 or process_id:
+            address = _checked(launch, {"num_processes": num_processes, "process_id": process_id})
+        if launch.count == 1:
+            _is_alone = num_processes == 1
+            return
+        if xla_bridge.backends_are_initialized():
+            fix = "Make it the first line: jax.devices(), jnp.ones() and jax.random.key() start the backend."
+            raise ProcessError(message("start()", "", "a backend that has started", "to be called before that", fix))
+        _initialize(launch, *address, timeout, peer_timeout)
+        _is_ours = True
+    else:
+        _check_same(found, num_processes, process_id)
+        if found[2] == 1:
+            return
+    _watch(timeout, peer_timeout)
+
+
+def _check_same(found: tuple, num_processes: int | None, process_id: int | None) -> None:
+    for name, given, known in (("num_processes", num_processes, found[2]), ("process_id", process_id, found[1])):
+        if given is not None and given != known:
+            fix = "jax.distributed was initialized before: leave the arguments out."
+            raise ProcessError(message(name, "start()", given, f"{known}, as jax.distributed has it", fix))
+
+
+def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_timeout: float) -> None:
+    """`jax.distributed.initialize`, with an error for what JAX would abort the process for."""
+    alone = launch.is_one_host or host in ("localhost", "127.0.0.1", "::1")
+    if alone:
+        host = "::1" if host == "::1" else "127.0.0.1"
+    if launch.index == 0:  # gRPC would share a port that another run has, and mix the two
+        _check_port(host, port, alone)
+    there = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    failed: list[BaseException] = []
+
+    def connect() -> None:
+        try:
             jax.distributed.initialize(
                 there,
                 launch.count,
                 launch.index,
                 launch.local_device_ids,
                 cluster_detection_method="deactivate",
-                initialization_timeout=math.ceil(timeout),
+                initialization_timeout=NEVER,  # when it is over, JAX aborts
                 heartbeat_timeout_seconds=math.ceil(peer_timeout) + SPARE,
-                coordinator_bind_address=whole if alone else None,
+                coordinator_bind_address=there if alone else None,
             )
-    except BaseException as error:
-        give_up(error)  # else another start() would find all done
-        if not isinstance(error, Exception):
-            raise
-        raise ProcessError(message("jax.distributed", "start()", told(error), "one that starts")) from error
+        except BaseException as error:
+            failed.append(error)
+
+    with _same_sigterm():
+        thread = threading.Thread(target=connect, name="tsunax-start", daemon=True)
+        thread.start()
+        thread.join(timeout)
+    if thread.is_alive():
+        _peers.forget()
+        got = f"not all {launch.count} of them within {timeout:g} s at {there}, seen from process {launch.index}"
+        fix = (
+            f"Were all started, with this address, num_processes={launch.count} and a process_id of their own? Is "
+            "process 0 running there, and the port open between the hosts?"
+        )
+        raise ProcessError(message("processes", "start()", got, "all of them", fix))
+    if failed:
+        _peers.forget()
+        raise ProcessError(message("jax.distributed", "start()", told(failed[0]), "one that starts")) from failed[0]
+
+
+def _check_port(host: str, port: int, alone: bool) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host if alone else "", port), family=family if alone else socket.AF_INET).close()
+    except OSError as error:
+        fix = "Another program or run has it: give another port, coordinator_address= or JAX_COORDINATOR_PORT."
+        got = os.strerror(error.errno or 0)
+        raise ProcessError(message("port", f"{host}:{port}", got, "a free one", fix)) from error
+
+
+def _peers_here() -> _peers.Peers | None:
+    """The others: after `start`, or of a `jax.distributed` that somebody else has initialized; None alone."""
+    global _peers_of_run
+    if _peers_of_run is None and not _has_given_up and (found := _peers.initialized()) is not None and found[2] > 1:
+        _peers_of_run = _meet(found, "without ts.distributed.start()", 120.0)
+        atexit.register(_at_exit)
+    return _peers_of_run
+
+
+def _meet(found: tuple, how: str, timeout: float) -> _peers.Peers:
+    peers = _peers.Peers(*found, timeout=timeout)
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    peers.meet(jax=jax.__version__, python=python, begins=how)
+    peers.listen()
+    return peers
+
+
+def _watch(timeout: float, peer_timeout: float) -> None:
+    """Watch the other processes from now on, and tell them of the end of this one."""
+    global _peers_of_run, _is_watching
+    if _peers_of_run is None:
+        found = _peers.initialized()
+        assert found is not None
+        _peers_of_run = _meet(found, "ts.distributed.start()", timeout)
+    else:
+        atexit.unregister(_at_exit)
+        _peers_of_run.gather("start()")
+    _peers_of_run.watch(peer_timeout, timeout)
+    _is_watching = True
+    _peers.name_process_0()
+    atexit.register(_at_exit)
 
 
 @contextlib.contextmanager
@@ -258,17 +334,18 @@ def _same_sigterm():
 def stop() -> None:
     """Part from the other processes: waits until all are here. Called at the exit of the process, if not before.
 
-    Raises ProcessError where one that is alive does not come within half an hour.
+    Raises ProcessError if one that is alive does not come within half an hour.
     """
-    global _peers_of_run
-    peers = _peers_of_run
-    if peers is None:
+    global _is_ours
+    if _peers_of_run is None:
         return
-    peers.gather("stop()", timeout=LAST)
-    atexit.unregister(_at_exit)
-    jax.distributed.shutdown()
-    peers.close()
-    _peers_of_run = None
+    if _is_watching:
+        _peers_of_run.gather("stop()", timeout=LAST)
+    if (peers := _let_go()) is not None:
+        peers.close()
+    if _is_ours:
+        _is_ours = False
+        jax.distributed.shutdown()
 
 
 def give_up(reason: object) -> None:
@@ -277,22 +354,39 @@ def give_up(reason: object) -> None:
     A script that ends with an exception does so by itself. This is for what catches exceptions: a notebook, a framework
     that runs your function, `sys.exit(1)`.
     """
-    global _peers_of_run
-    peers, _peers_of_run = _peers_of_run, None
+    global _has_given_up
+    peers = _let_go()
     if peers is not None:
-        atexit.unregister(_at_exit)
+        _has_given_up = True
         peers.fail(told(reason) if isinstance(reason, BaseException) else str(reason), stay=True)
+
+
+def _let_go() -> _peers.Peers | None:
+    global _peers_of_run, _is_watching
+    peers, _peers_of_run, _is_watching = _peers_of_run, None, False
+    atexit.unregister(_at_exit)
+    return peers
+
+
+def _in_child() -> None:
+    """A forked child is none of the processes: it must not speak, or end, for its parent."""
+    if _peers_of_run is not None:
+        _let_go()
+        _peers.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def _at_exit() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is None:
+    if error is None or not _is_watching:
         try:
             return stop()
         except ProcessError as found:
             error = found
     sys.stdout.flush()
-    time.sleep(1.0)  # where a collective failed since somebody is gone, that one is to be named, and ends this process
     assert _peers_of_run is not None
     _peers_of_run.fail(told(error))
     os._exit(1)
@@ -302,9 +396,7 @@ def _at_exit() -> None:
 
 
 def _here() -> tuple[int, int]:
-    if _peers_of_run is not None:
-        return _peers_of_run.index, _peers_of_run.count
-    if jax.distributed.is_initialized() or xla_bridge.backends_are_initialized():
+    if _peers.initialized() is not None or xla_bridge.backends_are_initialized():
         index, count = jax.process_index(), jax.process_count()
     else:
         index, count = 0, 1
@@ -334,12 +426,12 @@ def is_main() -> bool:
 
 def _gather(name: str, text: str = "", timeout: float | None = None, thread: str = "") -> list[str]:
     """What all processes say at this place, by index; a thread beside the main one has places of its own."""
-    if _peers_of_run is None:
-        if process_count() > 1:
-            fix = "Call ts.distributed.start() in place of jax.distributed.initialize()."
-            raise ProcessError(message(name, "", "processes that did not start here", "ts.distributed.start()", fix))
+    index, count = _here()
+    if count == 1:
         return [text]
-    return _peers_of_run.gather(name, text, timeout, thread)
+    if (peers := _peers_here()) is None:
+        raise ProcessError(message(name, "", "a process that has given up", "one of those that train"))
+    return peers.gather(name, text, timeout, thread, index)
 
 
 def barrier(name: str = "barrier", timeout: float | None = None) -> None:
@@ -364,12 +456,13 @@ def agree(asked: int = 0) -> int:
     >>> agree(), agree(15)
     (0, 15)
     """
-    return asked if _peers_of_run is None else _peers_of_run.agree(asked)
+    peers = _peers_here()
+    return asked if peers is None else peers.agree(asked)
 
 
 def spans_all(devices: Iterable[Any]) -> bool:
-    """Whether these devices are of several processes, and all that `start` has brought together."""
-    return _peers_of_run is not None and len({one.process_index for one in devices}) == _peers_of_run.count
+    """Whether these devices are of several processes, and of all that there are."""
+    return len({one.process_index for one in devices}) == process_count() > 1
 
 
 def words(name: str, text: str) -> list[str]:
@@ -413,7 +506,7 @@ def together(
 
 def name_of(index: int) -> str:
     """How messages call a process."""
-    return f"process {index}" if _peers_of_run is None else _peers_of_run.names[index]
+    return f"process {index}" if _peers_of_run is None else _peers_of_run.name_of(index)
 
 
 def check_in_sync(**things: Any) -> None:
@@ -430,7 +523,7 @@ def check_in_sync(**things: Any) -> None:
 
 def compare(where: str, things: Mapping[str, Any], timeout: float | None = None) -> None:
     """`check_in_sync` at a place, whose name the message has where others are at another one."""
-    if _peers_of_run is None and process_count() == 1:
+    if process_count() == 1:
         return
     parts = {place: text for name, thing in things.items() for place, text in _words.parts_of(name, thing).items()}
     if len(set(_gather(where, _words.hash_of(json.dumps(parts).encode()), timeout))) == 1:

@@ -65,7 +65,7 @@ class StateError(TsunaxError, ValueError):
 
 
 class ConfigError(TsunaxError, ValueError):
-    """`[tool.tsunax]` of pyproject.toml, or TSUNAX_DEVICE, has an unknown name or value."""
+    """The file `.tsunax-device`, or the variable TSUNAX_DEVICE, names an unknown kind of device."""
 
 
 class DeviceError(TsunaxError, ValueError):

@@ -3,9 +3,9 @@
     params = ts.to_device(params)  # the preference, then TPU, GPU, CPU
     for batch in ts.to_device(data): ...
 
-A device is JAX's own `jax.Device`, counted from 0 among those of this process. Which kind `"auto"` tries first may be
-said by the variable TSUNAX_DEVICE or by `[tool.tsunax] device` of the nearest pyproject.toml, the only configuration
-there is. All that JAX is asked goes through `_find` and `_started`. Nothing here knows of meshes, states and steps.
+A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable TSUNAX_DEVICE or the file
+`.tsunax-device`, the only configuration there is, may name the kind that `"auto"` tries first. All that JAX is asked
+goes through `_find` and `_started`. Nothing here knows of meshes, states and steps.
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -283,9 +283,9 @@ def simulate(n: int) -> None:
 
 
 def preferred() -> str | None:
-    """The kind that "auto" tries first: TSUNAX_DEVICE, then `[tool.tsunax] device` of the nearest pyproject.toml.
+    """The kind that "auto" tries first: TSUNAX_DEVICE, then the nearest file `.tsunax-device`.
 
-    None if neither says one. Touches no device; raises ConfigError where what is said makes no sense.
+    None if neither names one. Touches no device; raises ConfigError for an unknown kind.
 
     >>> preferred() in (None, *supported_devices())
     True
@@ -295,20 +295,18 @@ def preferred() -> str | None:
 
 
 def prefer(kind: str | None) -> None:
-    """Write into the nearest pyproject.toml which kind of device "auto" tries first; None takes that out again.
+    """Write into the file `.tsunax-device` which kind of device "auto" tries first; None deletes the file.
 
-        [tool.tsunax]
-        device = "cpu"
-
-    One line changes, the rest of the file stays as it is, byte by byte. Where there is no file above the current
-    directory, one is made there. Once the backend has started, a warning says that a restart is needed. Raises
-    DeviceError for an unknown kind, and ConfigError for a file that cannot be read, understood or written.
+    The file holds one word, and counts in its directory and all below it. It is the nearest one; if there is none, a
+    new one beside the nearest pyproject.toml, or else in the current directory. Once the backend has started, a
+    warning says that a restart is needed. Raises DeviceError for an unknown kind, and ConfigError for a file that
+    cannot be read or written, or that holds another word.
     """
     if kind is not None:
         _check_kind(kind, "prefer()", _preference.KINDS)
     path, changed = _preference.write(kind)
     if not changed:
-        print(f"{path} says " + (f'device = "{kind}" already' if kind else "no device already"))
+        print(f"{path} says {kind} already" if kind else f"there is no {path}: no kind is preferred")
         return
     if said := os.environ.get("TSUNAX_DEVICE", "").strip():
         warnings.warn(f"TSUNAX_DEVICE={said} goes before {path}.", stacklevel=2)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tsunax import _checks, _peers, distributed
+from tsunax import _checks, distributed
 from tsunax.errors import MissingLibraryError, message
 
 __all__ = ["run", "trainer"]
@@ -26,6 +27,11 @@ def _ray(part: str = "") -> Any:
     except ModuleNotFoundError as error:
         fix = "pip install 'tsunax[ray]'"
         raise MissingLibraryError(message("ray", "tsunax.ray", "no such library", "Ray", fix)) from error
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
 
 
 def _as_one(f: Callable, args: tuple, address: str, count: int, index: int, options: Mapping[str, Any]) -> Any:
@@ -45,7 +51,7 @@ class _Process:
 
     def place(self) -> tuple[str, int]:
         """The address of its host, and a port that is free there."""
-        return _ray(".util").get_node_ip_address(), _peers.free_port()
+        return _ray(".util").get_node_ip_address(), _free_port()
 
     def run(self, f, args, address, count, index, options) -> Any:
         return _as_one(f, args, address, count, index, options)
@@ -121,7 +127,7 @@ def trainer(
     def loop(config):
         context = _ray(".train").get_context()
         index, count = context.get_world_rank(), context.get_world_size()
-        mine = f"{_ray('.util').get_node_ip_address()}:{_peers.free_port()}" if index == 0 else ""
+        mine = f"{_ray('.util').get_node_ip_address()}:{_free_port()}" if index == 0 else ""
         address = _ray(".train.collective").broadcast_from_rank_zero(mine)
         return _as_one(f, (config,) if takes_config else (), address, count, index, given)
 

@@ -1,6 +1,7 @@
 """Rules: optax transformations whose numbers are live, and the few that optax lacks.
 
-Each name of `OPTAX` is optax's own optimizer made live: the same arguments, defaults and trajectory. Any rule
+Each name of `OPTAX` is optax's own optimizer made live: the same arguments and defaults, and the same
+trajectory up to rounding (docs/live-rules.md lists the rules that differ, and by how much). Any rule
 here works in plain optax code, and any optax rule works in tsunax.
 """
 
@@ -44,7 +45,8 @@ _STATIC = {"reduce_on_plateau": ("factor", "rtol", "atol")}
 def _alias(module, name: str) -> LiveFactory:
     rule = live(getattr(module, name), static=_STATIC.get(name, ()))
     rule.__name__ = rule.__qualname__ = name
-    rule.__doc__ = f"`{module.__name__}.{name}` with live numbers: the same arguments, defaults and trajectory."
+    same = "the same arguments and defaults, the same trajectory up to rounding"
+    rule.__doc__ = f"`{module.__name__}.{name}` with live numbers: {same}."
     return rule
 
 

@@ -233,6 +233,12 @@ def _checked_entry(entry: Any, at: str, space: Mapping[str, Any], before: Mappin
         raise WrongTypeError(message("entry", at, f"{entry.__name__} itself", f"{entry.__name__}(...)"))
     if hasattr(entry, "at"):
         return entry
+    if isinstance(entry, list):
+        fix = "A constant that is a sequence is a tuple."
+        if entry:
+            shown = reprlib.repr(entry)
+            fix = f"For one of them in each trial: ts.spaces.choice({shown}), or grid({shown}). {fix}"
+        raise WrongTypeError(message("entry", at, f"a list, {reprlib.repr(entry)}", "an entry of ts.spaces", fix))
     if not isinstance(entry, when):
         return _plain(entry, at)
     name = entry.name

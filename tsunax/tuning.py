@@ -36,6 +36,7 @@ from tsunax import (
     _tree,
     _trials,
     _where,
+    _words,
     display,
     distributed,
     figures,
@@ -229,7 +230,8 @@ def tune(
       objective: takes the names of the space as keywords, and returns a number or a dict of numbers (what `evaluate`
         gives). It may also name `trial`, the number of the trial (for a folder, or a key), and `report`: with
         `report(step, value)` on the way it is told by an exception that it is not worth going on.
-      space: names, and plain values or what `tsunax.spaces` has.
+      space: names, and what `tsunax.spaces` has; or plain values, which are constants. A list is refused: say
+        `spaces.choice([...])`, or give a tuple.
       trials: how many; of a grid all of them by default. More of them go on with a directory that has some.
       backend: "random"; "grid", every combination of the entries that are `grid`; "optuna", where the next values
         follow from what was found (extra `tune`); "ray", many at once on a Ray cluster (extra `ray`).
@@ -241,7 +243,8 @@ def tune(
         values; `trial` is an array then, too, and it returns an array, or a dict of arrays. For populations: numbers
         that are live in a rule. Where it raises, its trials are run again one by one.
       directory: where the journal is kept (`trials.jsonl`). The same command goes on after whatever ended it: trials
-        that are there are not run again. With "optuna", its own journal is there too (`optuna.journal`).
+        that are there are not run again, and an objective with other code gives a warning. With "optuna", its own
+        journal is there too (`optuna.journal`).
       attempts: a trial in which the process died so many times has failed.
       options: "optuna": `sampler`, an Optuna sampler, or a function of a seed that makes one. "ray": `scheduler`,
         `resources` of a trial as {"cpu": 1, "gpu": 1}, `concurrent`, how many at once.
@@ -271,6 +274,7 @@ def tune(
         "space": {name: repr(entry) for name, entry in space.items()},
         "backend": backend,
     }
+    about["objective"] = list(_words.name_and_code(objective))
     about |= {"seed": seed, "mode": mode, "metric": metric, "vectorised": list(names)}
     folder = None if directory is None else _files.folder_of(directory, "directory", where)
     with contextlib.ExitStack() as stack:
