@@ -138,7 +138,7 @@ class Fit:
         self.profile = Profile(None)
         self.row_step = -1
         self.told_step = -1  # of the row that the loggers were given last
-        self.last: tuple[dict[str, float], int] | None = None  # the row of the newest step, if it has none yet
+        self.last: tuple[Callable, int] | None = None  # how to make the row of the newest step, if it has none
         self.saved: Any = None  # when it was, last
         self.evaluated = -1  # the step at which it was, last
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
@@ -295,8 +295,8 @@ class Fit:
         if len(due := applied[is_due]):
             self.emit(rows_of(due), steps[due])
         if len(applied):
-            newest = {name: float(x[0]) for name, x in rows_of(applied[-1:]).items()}
-            self.last = None if is_due[-1] else (newest, int(steps[applied[-1]]))
+            last = applied[-1:]
+            self.last = None if is_due[-1] else (functools.partial(rows_of, last), int(steps[last[0]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
         self.rejected = int(rejected[n - 1])
         self.bar.show(run.step, run.metrics)
@@ -400,7 +400,8 @@ class Fit:
         """The row of the last step, whatever `log_every` is. Loggers get no second row of a step."""
         if self.last is None:
             return
-        (row, step), self.last = self.last, None
+        (rows_of, step), self.last = self.last, None
+        row = {name: float(x[0]) for name, x in rows_of().items()}
         self.run.history.close(row, step)
         if step == self.told_step:
             self.run.metrics |= row
