@@ -160,7 +160,7 @@ def test_a_step_that_cannot_be_traced_runs_as_it_is():
     expected, _ = plainly(STEP, ts.setup(RULE, init()), data(), 15)
     state, history = fit(step, ts.setup(RULE, init()), data(), steps=15, steps_per_call=None, log_every=4)
     assert_trees_equal(state, expected)
-    assert history["step"].tolist() == [1, 4, 8, 12] and history["learning_rate"][-1] > 0
+    assert history["step"].tolist() == [1, 4, 8, 12, 15] and history["learning_rate"][-1] > 0
 
 
 def test_a_loop_compiles_once_for_each_shape():

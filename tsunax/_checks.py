@@ -48,7 +48,7 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
         check_alive(leaf, where)
 
 
-_GONE = "a deleted array", "a live one", "A step that it was donated to took it: use what the step returned."
+_GONE = "a deleted array", "a live one", "An earlier step consumed (donated) it: use what the step returned."
 
 
 def check_alive(leaf: Any, where: str) -> None:

@@ -173,7 +173,7 @@ A_STEP = "a function (state, batch) -> (state, info)"
 
 
 def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> None:
-    """Raise WrongTypeError if `f`, which cannot be called with a state, is a loss function of its params."""
+    """Raise WrongTypeError if `f`, which failed on a state, is a loss function of its params."""
     try:
         out = f(state.params, batch)
     except Exception:
@@ -188,7 +188,7 @@ LIBRARIES = "<frozen", os.path.join(os.path.dirname(os.__file__), ""), os.path.j
 
 
 def _note(fn, batch, error: Exception) -> str:
-    """What is added to an exception of the user's code: where in it, and the batch that it was given."""
+    """The note on an exception of the user's code: its line, and the shapes of its batch."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(LIBRARIES)]
     frame = [*frames[:1], *own][-1] if frames else None
@@ -200,9 +200,9 @@ def _note(fn, batch, error: Exception) -> str:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Remove tsunax's frames from the traceback of an exception that other code raised, as JAX removes its own.
+    """Remove tsunax's frames from the traceback of an exception of other code, as JAX removes its own.
 
-    Frames stay if the exception comes from tsunax itself, or from JAX called by it: then they show the fault.
+    They stay if the exception comes from tsunax, or from JAX called by it: then they show the fault.
     """
     if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
         return

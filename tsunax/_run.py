@@ -128,11 +128,12 @@ class Fit:
         self.extra = _place.whole(dict(options.extra), _place.home_of(state))  # once, not by every call
         self.pending: list[tuple[_feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead = 0  # steps in them
-        self.seconds = 0.0  # per step, over the last reads, without compiling and boundaries; 0 before it is known
+        self.seconds = 0.0  # per step over the last reads, without compiling and boundaries; 0: unknown
         self.read_at = 0.0  # when calls were read last; 0 before the first call
-        self.idle, self.idle_steps = 0.0, 0  # seconds that do not count, and steps that were done within them
+        self.idle, self.idle_steps = 0.0, 0  # seconds that do not count, and the steps done in them
         self.steps_read = 0
-        self.stretch: collections.deque[tuple[float, int]] = collections.deque(maxlen=STRETCH)  # (clock, steps done)
+        self.stretch: collections.deque[tuple[float, int]]  # (clock, steps done) at the last reads
+        self.stretch = collections.deque(maxlen=STRETCH)
         self.rejected, self.in_a_row = _rejected_of(state)[0], 0
         self.is_population = members_of(state) is not None
         self.calls = _calls_of(state)  # of the state before the calls that were not read
@@ -142,7 +143,7 @@ class Fit:
         self.profile = Profile(None)
         self.row_step = -1
         self.told_step = -1  # of the row that the loggers were given last
-        self.last: tuple[dict[str, float], int] | None = None  # the row of the newest step, if it has none yet
+        self.last: tuple[Callable, int] | None = None  # what makes the newest step's row, if it has none
         self.saved: Any = None  # when it was, last
         self.evaluated = -1  # the step at which it was, last
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
@@ -223,7 +224,7 @@ class Fit:
             self.read(1)
 
     def traces(self) -> int:
-        """How often the step was traced, which is when it compiles; 0 if the step does not count."""
+        """How often the step was traced, which is when it compiles; 0 for a step that does not count."""
         return len(self.step.traces) if isinstance(self.step, TrainStep) else 0
 
     def settle(self) -> None:
@@ -258,7 +259,7 @@ class Fit:
         self.read_at = time.perf_counter()
         done = self.steps_read + sum(chunk.steps for chunk, infos in self.pending if _is_ready(infos))
         clock, done = self.read_at - self.idle, done - self.idle_steps
-        if self.stretch and done > self.stretch[0][1]:  # from the first read on: before that it compiles
+        if self.stretch and done > self.stretch[0][1]:  # not before the first read: it compiles
             since, before = self.stretch[0]
             self.seconds = max(clock - since, 1e-9) / (done - before)
         self.stretch.append((clock, done))
@@ -299,8 +300,8 @@ class Fit:
         if len(due := applied[is_due]):
             self.emit(rows_of(due), steps[due])
         if len(applied):
-            newest = {name: float(x[0]) for name, x in rows_of(applied[-1:]).items()}
-            self.last = None if is_due[-1] else (newest, int(steps[applied[-1]]))
+            last = applied[-1:]
+            self.last = None if is_due[-1] else (functools.partial(rows_of, last), int(steps[last[0]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
         self.rejected = int(rejected[n - 1])
         self.bar.show(run.step, run.metrics)
@@ -402,10 +403,11 @@ class Fit:
         run.history.add(row, step)
 
     def close_rows(self) -> None:
-        """The row of the last step, whatever `log_every` is. Loggers get no second row of a step."""
+        """Add the row of the last step, whatever `log_every` is. Loggers get one row of a step."""
         if self.last is None:
             return
-        (row, step), self.last = self.last, None
+        (rows_of, step), self.last = self.last, None
+        row = {name: float(x[0]) for name, x in rows_of().items()}
         self.run.history.close(row, step)
         if step == self.told_step:
             self.run.metrics |= row

@@ -57,7 +57,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def suggests_names(f: F) -> F:
-    """Let a call with a keyword that `f` has not raise WrongTypeError with the name that was probably meant."""
+    """`f`, which raises WrongTypeError with the nearest name for a keyword that it does not have."""
 
     @functools.wraps(f)
     def call(*args, **kwargs):

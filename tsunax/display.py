@@ -1,9 +1,9 @@
 """Progress: what a person sees of a run while it runs.
 
-`Progress` decides when to draw and what to say, its view how: two lines that redraw themselves on a terminal and in a
-notebook, a plain line now and then anywhere else, or a tqdm of the user's. All of it goes to stderr, as tqdm's does, so
-that stdout has only what the script prints. There is no thread: `show` is called by the loop, and nearly always only
-looks at the clock.
+`Progress` decides when to draw and what to say, its view how: two lines that redraw themselves on a
+terminal and in a notebook, a plain line now and then anywhere else, or a tqdm of the user's. All of it
+goes to stderr, as tqdm's does, so that stdout has only what the script prints. There is no thread: the
+loop calls `show`, which nearly always only looks at the clock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Facts:
     step: int
     total: int | None
     unit: str
-    rate: float | None  # units per second, lately; None before any were timed, since the first ones compile
+    rate: float | None  # units per second, lately; None before any were timed: the first ones compile
     elapsed: float  # seconds
     numbers: Mapping[str, float]
     reason: str | None = None  # why it ended; None while it runs, "" if the goal was reached
@@ -58,7 +58,7 @@ class Facts:
         known = {n.removesuffix("_per_second"): x for n, x in self.numbers.items() if n.endswith("_per_second")}
         own = known.pop(f"{self.unit}s", None)
         rates = {f"{self.unit}s": self.rate} if self.rate else {}
-        if self.rate or not own:  # rows are of another stretch: from them is how many examples a step has
+        if self.rate or not own:  # rows are of another stretch, but say how many examples a step has
             rates |= {what: x * self.rate / own if own and self.rate else x for what, x in known.items()}
         memory = [text] if (text := _memory()) else []
         return [*times, *(f"{_si(rate)} {what}/s" for what, rate in rates.items()), *memory]
@@ -196,7 +196,7 @@ class _Terminal:
     def __init__(self, console):
         from rich.live import Live
 
-        is_shared = sys.stdout is not None and sys.stdout.isatty()  # else stdout is a file, and stays one
+        is_shared = sys.stdout is not None and sys.stdout.isatty()  # else it is a file, and stays one
         self.live = Live(console=console, auto_refresh=False, redirect_stdout=is_shared)
 
     def interval(self, elapsed: float) -> float:
@@ -286,7 +286,7 @@ class Progress:
     _began: float = field(default_factory=lambda: time.perf_counter(), init=False)
     _next: float = field(default=0.0, init=False)
     _recent: collections.deque = field(default_factory=lambda: collections.deque(maxlen=30), init=False)
-    _timed: tuple[float, int] | None = field(default=None, init=False)  # when the first steps were through
+    _timed: tuple[float, int] | None = field(default=None, init=False)  # when the first steps ended
     _newest: tuple[float, int] = field(default=(0.0, 0), init=False)
     _is_drawn: bool = field(default=False, init=False)
 

@@ -77,7 +77,7 @@ class ProcessError(TsunaxError, RuntimeError):
 
 
 class DataError(TsunaxError, ValueError):
-    """Data has no batch, has a batch that cannot be trained on, or cannot be moved to a saved position."""
+    """Data has no batch, a batch that cannot be trained on, or no way to a saved position."""
 
 
 class RowError(TsunaxError, ValueError):
@@ -126,7 +126,7 @@ class NonFiniteError(TsunaxError, ArithmeticError):
 
 
 def message(what: str, where: str, got: object, expected: object, fix: str = "") -> str:
-    """`<what> at <where>: got <got>, expected <expected>. <fix>`, without an empty `where` or `fix`.
+    """`<what> at <where>: got <got>, expected <expected>. <fix>`, without a part that is empty.
 
     >>> message("leaf", "params['w']", "int32", "a float", "Leave it out with trainable=.")
     "leaf at params['w']: got int32, expected a float. Leave it out with trainable=."
@@ -149,7 +149,7 @@ def told(error: BaseException) -> str:
 
 
 def remedy(error: BaseException) -> str:
-    """How to avoid a Python operation on a traced value, if `error` is the exception that JAX raises for one."""
+    """How to avoid a Python operation on a traced value, if `error` is JAX's exception for one."""
     return "For if use jnp.where or jax.lax.cond, for np use jnp." if _is_conversion(error) else ""
 
 

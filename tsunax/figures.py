@@ -87,7 +87,7 @@ def _is_wide(values: np.ndarray) -> bool:
 
 
 def _is_logarithmic(base: str, columns: Sequence[np.ndarray]) -> bool:
-    """Whether a panel has a logarithmic axis: a loss, a learning rate, and what falls; not an accuracy, which rises."""
+    """Whether a panel has a logarithmic axis: losses, rates, and metrics that fall; no accuracy."""
     rises = [known[-1] > known[0] for known in map(_finite, columns) if known.size]
     return _is_wide(_finite(*columns)) and (base in _RANKS or 2 * int(sum(rises)) < len(rises))
 
@@ -287,8 +287,8 @@ def _draw_column(axes, name: str, column: list, y: np.ndarray, groups: np.ndarra
 def plot_text(history: History, *, names: Sequence[str] | None = None, width: int = 80, height: int = 8) -> str:
     """The panels of `plot` in characters, `width` columns wide, each `height` lines high.
 
-    The first name of a panel is a line of braille dots, others are o, +, * and #. Of a population's members the median
-    is drawn. Below each panel are the marks,
+    The first name of a panel is a line of braille dots, others are o, +, * and #. Of the members of a
+    population the median is drawn. Below each panel are the marks,
     letters that its first line explains. Raises RowError for unknown names and a history without rows.
 
     >>> history = History()

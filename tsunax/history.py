@@ -112,7 +112,7 @@ _MANY = 4  # numbers of one kind are told as one from here on
 
 
 def families(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names by kind: `loss/0`, `loss/1`, ... of a population's members, or of classes, are one if they are many.
+    """Names by kind: those of many members or classes, `loss/0`, `loss/1`, ..., are of one kind.
 
     >>> families(["loss/0", "loss/1", "loss/2", "loss/3", "epoch", "top/1"])
     {'loss': ['loss/0', 'loss/1', 'loss/2', 'loss/3'], 'epoch': ['epoch'], 'top/1': ['top/1']}
@@ -156,7 +156,7 @@ class History:
         self._steps = array("q")
         self._columns: dict[str, tuple[array, array]] = {}  # the rows that have it, and its values there
         self.marks: list[tuple[int, str, str]] = []
-        self._closing: tuple[int, tuple[str, ...]] = -1, ()  # the row of `close`: its step, and its names
+        self._closing: tuple[int, tuple[str, ...]] = -1, ()  # the step and the names of `close`
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
         """Add a row; numbers of a step that is there already join its row, and the newer one of a name wins.
@@ -209,7 +209,7 @@ class History:
         self._closing = step, tuple(row)
 
     def reopen(self) -> None:
-        """Take that row back, since the run goes on: it then has the rows of an uninterrupted one."""
+        """Remove that row, since the run goes on, and then has the rows of an uninterrupted one."""
         (step, names), self._closing = self._closing, (-1, ())
         if not self._steps or self._steps[-1] != step:
             return
@@ -331,7 +331,8 @@ class History:
         for kind, members in kinds.items():
             columns = [self._columns[name][1] for name in members]
             newest = sorted(v for v in (values[-1] for values in columns) if math.isfinite(v)) or [math.nan]
-            last = columns[0][-1] if len(columns) == 1 else newest[len(newest) // 2]  # of many, the middle one
+            is_one = len(columns) == 1  # of many members, the middle one
+            last = columns[0][-1] if is_one else newest[len(newest) // 2]
             finite = [v for values in columns for v in values if math.isfinite(v)] or [math.nan]
             numbers = "".join(f" {v:>11.5g}" for v in (last, min(finite), max(finite)))
             lines.append(f"  {labels[kind]:{width}}{numbers} {max(map(len, columns)):>8,}")

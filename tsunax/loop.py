@@ -199,8 +199,9 @@ def fit(
     through have `error.state`, `error.history` and `error.rejected` (for `ts.replay`); the state is None
     if the failed call had consumed it.
 
-    If the state is on devices of several processes, they compare settings, data and changes by callbacks,
-    and raise ProcessError on all of them if one differs. The numbers of `evaluate` are those of process 0.
+    If the state is on devices of several processes, they compare settings, data and changes by
+    callbacks, and all of them raise ProcessError if one differs. The numbers of `evaluate` are those of
+    process 0.
 
     Raises WrongTypeError for what it cannot work with, before anything is compiled; DataError for data that gives no
     batch or ends before the goal; NonFiniteError.

@@ -31,8 +31,9 @@ class Loss:
     batches add up to exactly that. Weights and masks are data: no gradient flows through them. A mean with weights
     that are learned is a scalar of your own, `jnp.sum(w * values) / jnp.sum(w)`.
 
-    It adds and multiplies as the mean loss would: `loss + penalty` and `0.5 * loss` keep the weight, and `float(loss)`
-    and `f"{loss:.3f}"` are those of the mean. Two losses are added if they have the same weight.
+    It adds and multiplies as the mean loss would: `loss + penalty` and `0.5 * loss` keep the weight.
+    `float(loss)` and `f"{loss:.3f}"` are those of the mean. Two losses can be added if they have the
+    same weight.
 
     Metrics are scalars (weighed like the loss) or objects with `merge` and `compute`.
     """
@@ -187,7 +188,7 @@ def _check_number(x: Any, sign: str) -> None:
 
 
 def _known(weight) -> float | None:
-    """A weight that follows from the shapes; None for an array, whose value a program may not know yet."""
+    """A weight that follows from the shapes; None for an array, which may have no value yet."""
     return None if isinstance(weight, jax.Array) else float(weight)
 
 
