@@ -183,20 +183,22 @@ def _walk(x, path: Path, in_box: bool, out: Tree) -> None:
 # ---------------------------------------------------------------------------------------------------------- rules
 
 
-def rule_text(x, depth: int = 0, seen: frozenset = frozenset()) -> str:
+def rule_text(x, depth: int = 0, seen: frozenset = frozenset(), numbers: bool = False) -> str:
     """What a rule is made of, without its numbers: names of functions, flags, strings. No two processes differ.
+
+    With `numbers`, those that are not live are in it too.
 
     >>> import tsunax as ts
     >>> rule_text(ts.rules.sgd(0.1).update)
     'sgd(learning_rate, accumulator_dtype=None, momentum=None, nesterov=False)'
     """
-    inner = lambda y: rule_text(y, depth + 1, seen | {id(x)})
+    inner = lambda y: rule_text(y, depth + 1, seen | {id(x)}, numbers)
     if depth > 14 or id(x) in seen:
         return "…"
     if isinstance(x, (bool, str, type(None))):
         return repr(x)
     if isinstance(x, (int, float, complex)) or _tree.dtype_of(x) is not None:
-        return "#"
+        return repr(x) if numbers and isinstance(x, (int, float, complex)) else "#"
     if isinstance(x, _live.Live):
         flags = (f"{k}={inner(v)}" for k, v in sorted(x.statics.items()))
         return f"{x.title}({', '.join([*x.names, *flags])})"
@@ -294,10 +296,44 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers, frozen=words)
 
 
-def merged_numbers(saved: np.ndarray, saved_facts, mine: np.ndarray, my_facts) -> tuple[np.ndarray, list[str]]:
+def given_of(state: TrainState) -> dict[str, Any]:
+    """The numbers that a script gives with a state: its rule's, its average's rate, its loss scale."""
+    numbers, plain = state.numbers, lambda x: np.asarray(x).tolist()
+    if numbers is not None and np.size(numbers.values) > 20_000:  # a manifest is bounded
+        numbers = None
+    return {
+        "columns": [] if numbers is None else [list(column) for column in numbers.column_names()],
+        "values": [] if numbers is None else plain(numbers.values),
+        "rate": None if state.average is None else plain(state.average.rate),
+        "scale": None if state.loss_scale is None else plain(state.loss_scale.scale),
+    }
+
+
+def given_in(manifest: Manifest) -> dict[Path, dict[str, Any]]:
+    """What `given_of` told of each state at the start of the run; empty if nobody saved it."""
+    try:
+        found: Any = decode(manifest.parts[0].values["script"], [])
+        out = {}
+        for path, x in zip(manifest.states, found["states"], strict=True):
+            columns = [(_is(name, str), _size(j)) for name, j in _is(x["columns"], list)]
+            values = np.asarray(x["values"], np.float32)
+            if columns and values.shape[-1] != len(columns):
+                raise ValueError("numbers that are no table of their names")
+            number = lambda y: None if y is None else np.asarray(y, np.float32)
+            rate, scale = number(x["rate"]), number(x["scale"])
+            out[path] = {"columns": columns, "values": values, "rate": rate, "scale": scale}
+        return out
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return {}
+
+
+def merged_numbers(
+    saved: np.ndarray, saved_facts, mine: np.ndarray, my_facts, given: Mapping[str, Any] | None = None
+) -> tuple[np.ndarray, list[str]]:
     """The live numbers of a restored state, (..., 4, n), and what was edited in the script since.
 
-    A number whose value at `setup` is what it was goes on with its live value. One that was edited is the script's.
+    A number goes on with its live value if the script gives it as it did: the same at `setup`, and
+    the same when it was given to `fit`, if `given` is known. One that was edited is the script's.
     """
     if saved.shape != (*mine.shape[:-1], len(saved_facts["columns"])) or saved.dtype != mine.dtype:
         raise Damaged("manifest: live numbers that are no table of its names")
@@ -315,13 +351,24 @@ def merged_numbers(saved: np.ndarray, saved_facts, mine: np.ndarray, my_facts) -
             say = lambda text: "a schedule" if text else "a number"
             edited.append(f"{name}: {say(schedules[0])} then, {say(schedules[1])} now")
             continue
-        then, now = saved[..., 3, there], mine[..., 3, here]
-        if np.array_equal(then, now):
+        pairs = [(saved[..., 3, there], mine[..., 3, here])]
+        if given is not None and given["values"].shape[:-1] == mine.shape[:-1]:
+            at = [i for i, (known, _) in enumerate(given["columns"]) if known == name]
+            table = given["values"][..., at]
+            pairs += [(table[..., i, :], mine[..., i, here]) for i in range(3) if at]
+        if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
             out[..., here] = saved[..., there]
         else:
-            a, b = (", ".join(f"{v:.6g}" for v in x[then != now].ravel()[:3]) for x in (then, now))
-            edited.append(f"{name}: {a} then, {b} now")
+            edited.append(f"{name}: {then_and_now(*edit)}")
     return out, edited
+
+
+def then_and_now(then, now) -> str:
+    """The first three numbers that differ, on both sides."""
+    then, now = np.ravel(then), np.ravel(now)
+    differ = then != now if then.shape == now.shape else slice(None)
+    a, b = (", ".join(f"{v:.6g}" for v in x[differ][:3]) for x in (then, now))
+    return f"{a} then, {b} now"
 
 
 # ----------------------------------------------------------------------------------------------- plain values, arrays

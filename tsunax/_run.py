@@ -135,6 +135,7 @@ class Fit:
         self.profile = Profile(None)
         self.row_step = -1
         self.saved: Any = None  # when it was, last
+        self.script: Any = None  # what the script gave, see `_resume.script_of`
         self.evaluated = -1  # the step at which it was, last
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
 
@@ -412,7 +413,7 @@ class Fit:
         newest = {name: run.history.newest(name) or (-1, 0.0) for name in run.history.names}
         numbers = {name: x for name, (step, x) in newest.items() if step == run.step and np.isfinite(x)}
         given = {"data": self.feed.place(), "history": history, "callbacks": self.memory, "metrics": numbers}
-        self.options.saver.save(run.state, step=run.step, **given)
+        self.options.saver.save(run.state, step=run.step, script=self.script, **given)
 
     def evaluate(self) -> None:
         run = self.run

@@ -31,7 +31,18 @@ from typing import Any
 
 import numpy as np
 
-from tsunax import _checks, _files, _folder, _manifest, _orbax, _store, _target, _tree, distributed
+from tsunax import (
+    _checks,
+    _files,
+    _folder,
+    _manifest,
+    _orbax,
+    _resume,
+    _store,
+    _target,
+    _tree,
+    distributed,
+)
 from tsunax._folder import ARRAYS, Folder
 from tsunax._manifest import Damaged, Manifest, Parts, TooNew
 from tsunax.errors import (
@@ -39,11 +50,12 @@ from tsunax.errors import (
     HyperparameterError,
     ProcessError,
     SaveError,
+    StateError,
     WrongTypeError,
     message,
     told,
 )
-from tsunax.state import check_flags
+from tsunax.state import TrainState, check_flags
 
 __all__ = ["Best", "Checkpoints", "Restored"]
 
@@ -83,6 +95,7 @@ class Restored:
     history: Any = None
     callbacks: Any = None
     step: int | None = None
+    script: Any = None
 
 
 class Checkpoints:
@@ -208,17 +221,19 @@ class Checkpoints:
         history: Any = None,
         callbacks: Any = None,
         metrics: Mapping[str, float] | None = None,
+        script: Any = None,
     ) -> None:
         """Copy `state` to the host and write it in the background. Later changes and donations do not matter.
 
         The step is the state's own, of the first TrainState in a tree of several; a tree without one needs `step=`.
         A step that is there already is replaced. `data`, `history`, `callbacks`: None, numbers, strings, arrays, and
-        lists, tuples and dicts of them. Waits for the save before it, if that is not done.
+        lists, tuples and dicts of them. `script` is what `fit` tells of the script, to notice later
+        what was edited. Waits for the save before it, if that is not done.
 
         Raises SaveError if that one failed (its step, path, cause; what was to be saved now is not), CheckpointError
         for a step before the newest one, WrongTypeError for leaves that cannot be saved.
         """
-        given = {"data": data, "history": history, "callbacks": callbacks}
+        given = {"data": data, "history": history, "callbacks": callbacks, "script": script}
         (tree, manifest, copies), words = self._together("save()", lambda: self._copied(state, step, given, metrics))
         first, mine = json.loads(words[0]), json.loads(words[self._process])
         if self._count > 1:
@@ -335,11 +350,77 @@ class Checkpoints:
         Raises CheckpointError: nothing good among what is there (all of it listed), the step is not there, it is of
         another tree, shape, dtype or rule (up to ten differences, both sides), of another run or of a newer format.
         """
+        check_flags("restore()", cast=cast, params_only=params_only)
+        alike = {"step": step, "partial": partial, "cast": cast, "params_only": params_only}
+        how = _target.How(like, partial, cast, params_only)
+        return self._newest(like, step, resume, alike, lambda at: self._read(at, how))
+
+    def resumed(self, state, resume: str) -> Restored:
+        """Where `fit` goes on: at the newest good checkpoint, or at a `state` that is further.
+
+        A state that was never called, or as often as the one that the run began with, takes the
+        checkpoint. Of any other the calls decide; of equal ones the state in hand goes on.
+        """
+        calls = _resume.calls_of(state)
+        if not calls:
+            return self.restore(state, resume=resume)
+        return self._newest(state, None, resume, {}, lambda at: self._later(at, state, calls))
+
+    def _later(self, at: int, state, calls: int) -> Restored:
+        """The checkpoint of step `at`, or the state in hand with the checkpoint's other parts."""
+        there = self._read(at, _target.Clocks())
+        saved = int(sum(np.sum(clock[..., 1]) for clock in there.state))
+        began = there.script.get("calls") if isinstance(there.script, dict) else 0
+        steps = _store.step_of(_manifest.tree_of(state), None)
+        here = f"fit(): the state given is at step {steps}"
+        newest = f"the newest checkpoint in {self.path}"
+        if calls < saved or calls == began != saved:
+            if calls != began:
+                text = f"{here}, {newest} at step {at}: the checkpoint's goes on"
+                warnings.warn(f"{text}. For the state given, give another path.", stacklevel=6)
+            return self._read(at, _target.How(state, None, False, False))
+        got = f"step {steps} after {calls} calls"
+        if steps < at:
+            fix = "Give another path; or a fresh state, which takes the checkpoint."
+            expected = f"step {at} or later, as {newest}"
+            raise StateError(message("state", "fit()", got, expected, fix))
+        if calls > saved:
+            if not isinstance(state, TrainState):
+                fix = "A tree of others has no clock of its own: give another path."
+                expected = "a TrainState, or a fresh tree"
+                raise StateError(message("state", "fit()", got, expected, fix))
+            text = f"{here}, {newest} at step {at}: the state given goes on"
+            warnings.warn(f"{text}, from where the data is now.", stacklevel=6)
+            return dataclasses.replace(there, state=state, data=None)
+        if differ := self._differences(at, state):
+            text = f"{here}, as {newest}, and differs from it: {_tree.listed(differ, 4)}"
+            warnings.warn(f"{text}. The state given goes on.", stacklevel=6)
+        return dataclasses.replace(there, state=state)
+
+    def _differences(self, step: int, state) -> list[str]:
+        """The leaves of a state whose bytes are not those that were saved."""
+        tree, copies = _manifest.tree_of(state), []
+        leaves = _store.copied(tree, copies, self._process)
+        mine = Manifest(step, leaves, {}, {}, [], {}, {}, {}, {})
+        mine = _store.with_hashes(mine, _store.digests(copies)())
+        manifest = _folder.manifest_in(self.path / str(step), step)
+        saved = {leaf.path: leaf for leaf in manifest.leaves}
+        found = []
+        for leaf in mine.leaves:
+            theirs = saved.get(leaf.path)
+            known = {s.bounds: s.sha256 for s in theirs.shards} if theirs is not None else {}
+            if theirs is None or (leaf.kind, leaf.shape, leaf.dtype, leaf.value) != (
+                theirs.kind, theirs.shape, theirs.dtype, theirs.value,
+            ) or any(known.get(s.bounds, s.sha256) != s.sha256 for s in leaf.shards):  # fmt: skip
+                is_number = leaf.path[-2:] == (".numbers", ".values")
+                found.append("hyperparameters" if is_number else _manifest.show("state", leaf.path))
+        return found
+
+    def _newest(self, like, step: int | None, resume: str, alike: Mapping, read: Callable) -> Restored:
+        """What `read(step)` makes of the newest good checkpoint, or of the one of this step."""
         if not _checks.is_one_of(resume, ("auto", "must", "never")):
             raise WrongTypeError(message("resume", "restore()", _tree.describe(resume), "'auto', 'must' or 'never'"))
-        check_flags("restore()", cast=cast, params_only=params_only)
-        alike = {"step": step, "partial": partial, "cast": cast, "resume": resume, "params_only": params_only}
-        distributed.compare("restore()", alike, self.timeout + 10)
+        distributed.compare("restore()", {"resume": resume, **alike}, self.timeout + 10)
 
         def look():
             self.wait()
@@ -358,10 +439,9 @@ class Checkpoints:
                 raise CheckpointError(message("checkpoint", str(self.path), f"step {step}", f"one of {_brief(found)}"))
             found = [int(step)]
         problems: list[str] = []
-        how = _target.How(like, partial, cast, params_only)
         for at in reversed(found):
             try:
-                restored = self._read(at, how)
+                restored = read(at)
             except Damaged as error:
                 there = lambda at=at: (None, str(_files.is_real_directory(self.path / str(at))))
                 if step is None and self._together("restore()", there)[1][0] != "True":
@@ -370,10 +450,10 @@ class Checkpoints:
                 problems.append(f"step {at}: {error}")
                 continue
             for problem in problems:
-                warnings.warn(f"checkpoint skipped in {self.path}, {problem}.", stacklevel=2)
+                warnings.warn(f"checkpoint skipped in {self.path}, {problem}.", stacklevel=3)
             return restored
         if self.read_only and step is None and found and not problems:
-            return self.restore(like, partial=partial, cast=cast, resume=resume, params_only=params_only)
+            return self._newest(like, step, resume, alike, read)
         if problems:
             fix = (
                 "To start afresh, give another path." if step is None else "restore() without step= takes an older one."
@@ -398,7 +478,7 @@ class Checkpoints:
         """The newest of `steps()`, or None."""
         return max(self.steps(), default=None)
 
-    def _read(self, step: int, how: _target.How) -> Restored:
+    def _read(self, step: int, how: _target.How | _target.Clocks) -> Restored:
         folder = self.path / str(step)
 
         def describe():
@@ -430,18 +510,19 @@ class Checkpoints:
             raise Damaged("manifest: processes read different ones; is it one directory?")
         (plan, parts, found, arrays), _ = self._together(f"restore of step {step}: arrays", read)
         state = plan.filled(found)
-        _target.warn_of_edits(plan.edited, 2)
+        _target.warn_of_edits(plan.edited, 4)
         there, here = manifest.versions.get("devices", ""), _store.home_of(plan.mine)
         if manifest.states and not how.only_params and there and here and there != here:
             text = (
                 f"saved on {there}, restored on {here}: the same values, but what follows may differ in the last bits."
             )
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(text, stacklevel=5)
         values: dict[str, Any] = {}
         for part in parts:
             values |= {name: _manifest.decode(x, arrays[: len(part.arrays)]) for name, x in part.values.items()}
             arrays = arrays[len(part.arrays) :]
-        return Restored(state, values.get("data"), values.get("history"), values.get("callbacks"), step)
+        parts = {name: values.get(name) for name in ("data", "history", "callbacks", "script")}
+        return Restored(state, step=step, **parts)
 
     def _parts(self, manifest: Manifest, folder: Path) -> list[Parts]:
         """Data, history and callbacks for this process: the first one's, and what it had of its own."""

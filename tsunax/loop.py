@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _alike, _checks, _feed, _fused, _place, _tree, display
+from tsunax import _alike, _checks, _feed, _fused, _place, _resume, _tree, display
 from tsunax._options import Goal, Options, check_step, check_whole, options_of
 from tsunax._profile import Profile
 from tsunax._run import Fit, Run, form_of, step_of
@@ -271,19 +271,30 @@ def _opened(checkpoint):
 
 def _begin(step, state, data, options: Options, progress, history: History | None, resume: str, replay: bool) -> Fit:
     """The run, where its newest checkpoint is if there is one."""
-    restored = Restored(state) if options.saver is None else options.saver.restore(state, resume=resume)
-    state = restored.state
+    restored = Restored(state) if options.saver is None else options.saver.resumed(state, resume)
+    is_in_hand = restored.step is not None and restored.state is state
+    script = {} if options.saver is None else _resume.script_of(step, state, data)
+    state, before = restored.state, restored.script if isinstance(restored.script, dict) else {}
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop consumes it, and nobody said that this may be so
     start = step_of(state, restored.step or 0)
-    if restored.history is not None:
+    if restored.history is not None and not (is_in_hand and history is not None):
         history = History.of(restored.history)
     history = History() if history is None else history
     fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
+    fitting.script = script
     if restored.step is not None:
         fitting.feed.go_to(restored.data, replay)
-        fitting.saved = start, fitting.feed.place()
         history.mark("restart", start)
+    if is_in_hand:  # the run began with another state, which the script gives when it is started again
+        began = {name: before[name] for name in ("calls", "states") if name in before}
+        fitting.script = {**script, **began}
+    elif restored.step is not None:
+        fitting.saved = start, fitting.feed.place()
+        if not options.goal.reached(start, fitting.feed.epoch):
+            for note in _resume.edits(before.get("settings"), script["settings"]):
+                text = f"edited in the script since it saved the checkpoint, {note}."
+                warnings.warn(text, stacklevel=3)
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs, start)
     fitting.show_on(display.progress(progress if jax.process_index() == 0 else False, total, start, "step"))
     return fitting
