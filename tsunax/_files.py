@@ -26,17 +26,30 @@ __all__ = []
 
 LOCK = "tsunax.lock"
 SMALL = 1 << 20  # bytes: larger files are array data, whose hashes are those of the arrays
+_URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # of one letter it is a drive; a Path has lost the second slash
 _OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
+
+
+def local(path: Any, name: str, where: str, expected: str = "a directory's path") -> str:
+    """The path that an argument names, with `~` expanded. Raises CheckpointError for none, and for "gs://bucket"."""
+    try:
+        text = os.fspath(path)
+        if not text or not isinstance(text, str) or "\0" in text:
+            raise ValueError("an empty path" if text == "" else f"{text!r:.60}")
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(message(name, where, told(error), expected)) from None
+    if _URL.match(text):
+        fix = "Buckets are not supported yet. Give a local directory, or one where the bucket is mounted."
+        raise CheckpointError(message(name, where, f"{text!r:.80}", "a local path", fix))
+    return os.path.expanduser(text)
 
 
 def folder_of(path: Any, name: str, where: str) -> Path:
     """The directory that an argument names, as a path that stays where it is. Raises CheckpointError."""
+    text = local(path, name, where)
     try:
-        text = os.fspath(path)
-        if not text or not isinstance(text, str):
-            raise ValueError("an empty path" if text == "" else f"a path of {type(text).__name__}")
         return Path(os.path.realpath(text))
-    except (TypeError, ValueError, OSError) as error:
+    except OSError as error:
         raise CheckpointError(message(name, where, told(error), "a directory's path")) from None
 
 

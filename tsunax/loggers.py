@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from tsunax import _tree
+from tsunax import _files, _tree
 from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, SaveError, WrongTypeError, message
 
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
@@ -36,7 +36,7 @@ Row = Mapping[str, float]
 def _path(where: str, path) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
         raise WrongTypeError(message("path", where, _tree.describe(path), "a str or Path"))
-    return Path(path)
+    return Path(_files.local(path, "path", where))
 
 
 @contextlib.contextmanager
@@ -252,8 +252,7 @@ class tensorboard:
             raise MissingLibraryError(message("library", "tensorboard()", got, "tensorboardX", fix)) from None
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        if "://" not in str(self.directory):  # tensorboardX writes to buckets too
-            _check_opens("tensorboard()", Path(self.directory) / "events")
+        _check_opens("tensorboard()", Path(self.directory) / "events")
         self._settings = dict(settings)
 
     def __call__(self, row: Row, step: int) -> None:
