@@ -29,7 +29,15 @@ from tests.faults import hostile, target
 from tests.helpers import assert_trees_equal, need
 from tsunax import _files, _folder, _manifest, _store, checkpoint
 from tsunax.checkpoint import Best, Checkpoints
-from tsunax.errors import CheckpointError, DataError, HyperparameterError, SaveError, StateError, WrongTypeError
+from tsunax.errors import (
+    CheckpointError,
+    DataError,
+    HyperparameterError,
+    RowError,
+    SaveError,
+    StateError,
+    WrongTypeError,
+)
 
 PARAMS = {
     "body": {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4), "b": np.ones(4, np.float32)},
@@ -928,7 +936,7 @@ def test_what_is_kept(tmp_path):
     assert kept(tmp_path / "b", losses, keep_last=1) == [6]
     assert kept(tmp_path / "c", losses, keep_last=None) == [1, 2, 3, 4, 5, 6]
     assert kept(tmp_path / "d", losses, keep_every=3) == [3, 5, 6]
-    assert kept(tmp_path / "e", losses, losses, keep_best="loss") == [4, 5, 6]
+    assert kept(tmp_path / "e", losses, losses, keep_best=Best("loss", mode="min")) == [4, 5, 6]
     assert kept(tmp_path / "f", losses, losses, keep_last=1, keep_best=Best("loss", k=2, mode="max")) == [1, 6]
     assert kept(tmp_path / "f", [7], {7: 4.0}, keep_last=1, keep_best=Best("loss", k=2, mode="max")) == [6, 7]
 
@@ -1425,3 +1433,34 @@ def test_details_that_other_modules_lean_on():
     assert [_manifest.dtype_of(name) for name in ("O", "object", "void", "U3", "datetime64", "float8_", "int2x")] == [
         None
     ] * 7
+
+
+# ---------------------------------------------------------------------------------------------------------- the best
+
+
+def test_the_best_says_which_way_and_comes_back(tmp_path):
+    for bad in ("val/acc", 3):
+        text = error_of(lambda bad=bad: Checkpoints(tmp_path, keep_best=bad), WrongTypeError)
+        assert "keep_best at Checkpoints(): got " in text and "mode='min') or mode='max'" in text
+    assert "mode at Best(): got None, expected 'min' or 'max'" in error_of(lambda: Best("val/acc"), WrongTypeError)
+    with Checkpoints(tmp_path, keep_last=None, keep_best=Best("acc", mode="max")) as checkpoints:
+        text = error_of(lambda: checkpoints.restore(make(), step="best"))
+        assert "Best(metric='acc', mode='max', k=1) is in none of them" in text
+        for step, value in enumerate((0.1, 0.9, 0.5, 0.4)):
+            more = {"acc": value} if step < 3 else {"loss": 1.0}
+            checkpoints.save(make().replace(step=step), metrics=more)
+        checkpoints.wait()
+        assert checkpoints.metrics() == {0: {"acc": 0.1}, 1: {"acc": 0.9}, 2: {"acc": 0.5}, 3: {"loss": 1.0}}
+        assert checkpoints.restore(make(), step="best").step == 1
+        (tmp_path / "1" / "arrays" / "0.safetensors").unlink()
+        with pytest.warns(UserWarning, match="checkpoint skipped"):
+            assert checkpoints.restore(make(), step="best").step == 2
+    assert "'best' without keep_best=" in error_of(lambda: restored(tmp_path, make(), step="best"))
+    assert "got 'last'" in error_of(lambda: restored(tmp_path, make(), step="last"))
+
+
+def test_a_name_that_no_metric_has_is_told_at_the_first_save(tmp_path):
+    with Checkpoints(tmp_path, keep_best=Best("val/los", mode="min")) as checkpoints:
+        checkpoints.save(make())  # without metrics nobody can tell
+        text = error_of(lambda: checkpoints.save(make(), metrics={"val/loss": 1.0}), RowError)
+    assert text.startswith("metric of keep_best at save(): got 'val/los'") and "Did you mean 'val/loss'?" in text

@@ -1,10 +1,6 @@
 """Paths and locks: what is expanded and refused wherever a path is given, and who may write into a directory."""
 
-import functools
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp

@@ -14,6 +14,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import callbacks, testing
+from tsunax.checkpoint import Best
 from tsunax.errors import DataError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.loop import fit as loud_fit
 from tsunax.loop import iterate, train_epoch, train_steps
@@ -831,7 +832,7 @@ def test_another_order_of_the_data_is_refused(tmp_path):
 
 def test_the_best_checkpoint_is_that_of_its_own_step(tmp_path):
     values = iter([1.0, 3.0, 2.0])
-    with ts.Checkpoints(tmp_path, every=5, keep_last=1, keep_best="val/loss") as saver:
+    with ts.Checkpoints(tmp_path, every=5, keep_last=1, keep_best=Best("val/loss", mode="min")) as saver:
         given = {"evaluate": lambda state: {"val/loss": next(values)}, "evaluate_every": 10}
         fit(STEP, ts.setup(RULE, init()), data(), steps=30, checkpoint=saver, **given)
         saver.wait()

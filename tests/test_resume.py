@@ -11,7 +11,8 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages, callbacks
-from tsunax.errors import StateError
+from tsunax.checkpoint import Best
+from tsunax.errors import RowError, StateError
 from tsunax.precision import LossScale
 
 X = np.arange(64, dtype=np.float32).reshape(16, 4) / 64
@@ -255,3 +256,26 @@ def test_a_population_resumes(tmp_path):
     with pytest.warns(UserWarning, match=r"learning_rate: 0\.2 then, 0\.3 now"):
         state, _ = fit(tmp_path, members([0.1, 0.3]), 3)
     assert jax.device_get(state.step).tolist() == [3, 3]
+
+
+# ---------------------------------------------------------------------------------------------------------- the best
+
+
+def test_fit_tells_of_a_best_that_nobody_gives(tmp_path):
+    best = lambda name: Best(name, mode="min")
+    given = {"evaluate": lambda state: {"val/loss": 1.0}, "evaluate_every": 4}
+    with ts.Checkpoints(tmp_path / "a", every=2, keep_best=best("val/los")) as saver:
+        with pytest.raises(RowError, match=r"keep_best at fit\(\): got 'val/los'.*Did you mean 'val/loss'"):
+            fit(saver, make(), 8, **given)
+        saver.wait()
+        assert saver.steps() == [2]  # at step 4, with the first evaluation, it was known
+    saver = ts.Checkpoints(tmp_path / "b", every=2, keep_best=best("los"))
+    with saver, pytest.raises(RowError, match="Did you mean 'loss'"):
+        fit(saver, make(), 8)
+    late = callbacks.every(4, lambda run: run.log(mine=1.0))
+    with ts.Checkpoints(tmp_path / "c", every=2, keep_best=best("mine")) as saver:
+        fit(saver, make(), 8, callbacks=[late])
+    with ts.Checkpoints(tmp_path / "d", every=2, keep_best=best("other")) as saver:
+        with pytest.warns(UserWarning, match="keep_best at fit"):
+            fit(saver, make(), 8, callbacks=[late])
+        assert saver.latest() == 8

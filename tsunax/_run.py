@@ -401,6 +401,7 @@ class Fit:
         if saver is None:
             return
         saver.poll()
+        self.look_for_best("end" in events)
         due = "end" in events or saver.due(run.step) or ("epoch" in events and self.options.saves_epochs)
         if due and self.saved != (run.step, self.feed.place()):
             self.save()
@@ -412,8 +413,20 @@ class Fit:
         history = run.history.plain()
         newest = {name: run.history.newest(name) or (-1, 0.0) for name in run.history.names}
         numbers = {name: x for name, (step, x) in newest.items() if step == run.step and np.isfinite(x)}
-        given = {"data": self.feed.place(), "history": history, "callbacks": self.memory, "metrics": numbers}
-        self.options.saver.save(run.state, step=run.step, script=self.script, **given)
+        parts = self.feed.place(), history, self.memory, numbers, self.script
+        self.options.saver._save(run.state, run.step, *parts)
+
+    def look_for_best(self, is_last: bool) -> None:
+        """Raise RowError for a metric of `keep_best` that nobody gives; a warning is enough at the end."""
+        saver, options = self.options.saver, self.options
+        text = saver.lacks(self.run.history.names, "fit()")
+        if not text or (options.evaluate is not None and self.evaluated < 0) or not self.run.history.names:
+            return
+        may_come = options.callbacks and (options.evaluate is None or "/" not in saver.keep_best.metric)
+        if is_last:
+            warnings.warn(text, stacklevel=2)
+        elif not may_come:
+            raise RowError(text)
 
     def evaluate(self) -> None:
         run = self.run

@@ -24,8 +24,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from tsunax import (
     _store,
     _target,
     _tree,
+    _where,
     distributed,
 )
 from tsunax._folder import ARRAYS, Folder
@@ -49,6 +50,7 @@ from tsunax.errors import (
     CheckpointError,
     HyperparameterError,
     ProcessError,
+    RowError,
     SaveError,
     StateError,
     WrongTypeError,
@@ -62,22 +64,24 @@ __all__ = ["Best", "Checkpoints", "Restored"]
 
 @dataclass(frozen=True)
 class Best:
-    """Keep the `k` checkpoints whose `metric`, as given to `save(metrics=...)`, is best: lowest, or highest.
+    """Keep the `k` checkpoints with the lowest ("min") or highest ("max") `metric` of `save(metrics=...)`.
 
-    >>> Best("accuracy", k=3, mode="max")
-    Best(metric='accuracy', k=3, mode='max')
+    >>> Best("accuracy", mode="max", k=3)
+    Best(metric='accuracy', mode='max', k=3)
     """
 
     metric: str
+    _: KW_ONLY
+    mode: str | None = None  # "min" or "max": which one is better, no name tells
     k: int = 1
-    mode: str = "min"
 
     def __post_init__(self):
         if not isinstance(self.metric, str) or not self.metric:
             raise WrongTypeError(message("metric", "Best()", _tree.describe(self.metric), "the name of a metric"))
         _checks.check_count(self.k, "Best()", "k")
         if not _checks.is_one_of(self.mode, ("min", "max")):
-            raise WrongTypeError(message("mode", "Best()", _tree.describe(self.mode), "'min' or 'max'"))
+            got, fix = _tree.describe(self.mode), "It says which values are the best."
+            raise WrongTypeError(message("mode", "Best()", got, "'min' or 'max'", fix))
 
     def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """The best steps; a NaN is never one of them, and of equals the later is."""
@@ -115,7 +119,7 @@ class Checkpoints:
       path: the directory; made if it is not there. Relative ones are made absolute once.
       every: what `due` goes by, in steps.
       keep_last: how many of the newest to keep; None: all.
-      keep_best: a metric's name (its lowest value) or a `Best`: kept beside the newest.
+      keep_best: `Best("val/accuracy", mode="max")`: those are kept beside the newest.
       keep_every: keep every step that this divides.
       fingerprint: plain values that tell this run and its data from others (seed, rows, batch size). They are saved,
         and a checkpoint with others is refused.
@@ -144,7 +148,7 @@ class Checkpoints:
         *,
         every: int | None = None,
         keep_last: int | None = 2,
-        keep_best: str | Best | None = None,
+        keep_best: Best | None = None,
         keep_every: int | None = None,
         fingerprint: Mapping[str, Any] | None = None,
         read_only: bool = False,
@@ -160,8 +164,11 @@ class Checkpoints:
             got, expected = _tree.describe(fingerprint), "a dict of plain values"
             raise WrongTypeError(message("fingerprint", "Checkpoints()", got, expected))
         check_flags("Checkpoints()", read_only=read_only)
-        if keep_best is not None and not isinstance(keep_best, Best):
-            keep_best = Best(keep_best)
+        if not isinstance(keep_best, Best | None):
+            name = keep_best if isinstance(keep_best, str) else "val/loss"
+            fix = f"Say which is better: Best({name!r}, mode='min') or mode='max'."
+            got = _tree.describe(keep_best)
+            raise WrongTypeError(message("keep_best", "Checkpoints()", got, "a tsunax.checkpoint.Best", fix))
         self.path = _files.folder_of(path, "path", "Checkpoints()")
         self.every, self.keep_last, self.keep_best, self.keep_every = every, keep_last, keep_best, keep_every
         self.read_only, self.timeout = read_only, timeout
@@ -221,18 +228,28 @@ class Checkpoints:
         history: Any = None,
         callbacks: Any = None,
         metrics: Mapping[str, float] | None = None,
-        script: Any = None,
     ) -> None:
         """Copy `state` to the host and write it in the background. Later changes and donations do not matter.
 
         The step is the state's own, of the first TrainState in a tree of several; a tree without one needs `step=`.
         A step that is there already is replaced. `data`, `history`, `callbacks`: None, numbers, strings, arrays, and
-        lists, tuples and dicts of them. `script` is what `fit` tells of the script, to notice later
-        what was edited. Waits for the save before it, if that is not done.
+        lists, tuples and dicts of them. Waits for the save before it, if that is not done.
 
         Raises SaveError if that one failed (its step, path, cause; what was to be saved now is not), CheckpointError
-        for a step before the newest one, WrongTypeError for leaves that cannot be saved.
+        for a step before the newest one, WrongTypeError for leaves that cannot be saved, RowError for
+        metrics without the one of `keep_best`.
         """
+        self._save(state, step, data, history, callbacks, metrics)
+
+    def lacks(self, names: Iterable[str], where: str) -> str:
+        """The message for names without the metric of `keep_best`, with the nearest one; "" if it is there."""
+        names = dict.fromkeys(names)
+        if self.keep_best is None or self.keep_best.metric in names:
+            return ""
+        return _where.unknown("metric of keep_best", where, self.keep_best.metric, names)
+
+    def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
+        """`save`, also for `fit`, which adds what it knows of the `script`."""
         given = {"data": data, "history": history, "callbacks": callbacks, "script": script}
         (tree, manifest, copies), words = self._together("save()", lambda: self._copied(state, step, given, metrics))
         first, mine = json.loads(words[0]), json.loads(words[self._process])
@@ -252,6 +269,10 @@ class Checkpoints:
         self._check_writer("save()")
         self.wait()
         numbers = _numbers(metrics)
+        if numbers and given["script"] is None and not self._process:  # `fit` looks by itself
+            before = self._folder.known().values()
+            if text := self.lacks([*numbers, *(name for known in before for name in known)], "save()"):
+                raise RowError(text)
         tree = _manifest.tree_of(state)
         _store.check_saveable(tree)
         _store.check_members(tree, "save()")
@@ -326,7 +347,7 @@ class Checkpoints:
         self,
         like,
         *,
-        step: int | None = None,
+        step: int | str | None = None,
         partial: Any = None,
         cast: bool = False,
         resume: str = "auto",
@@ -340,7 +361,7 @@ class Checkpoints:
         skipped with a warning that says why. Nothing is deleted.
 
         Args:
-          step: this one and no other.
+          step: this one and no other; or "best", by `keep_best` among those that are there.
           partial: a pattern over the params: restore only these; everything else stays as in `like`.
           cast: let floats be restored in another float dtype.
           resume: "auto" starts afresh (`step` None, `like` itself) where there is nothing at all; "must" raises
@@ -425,7 +446,9 @@ class Checkpoints:
         def look():
             self.wait()
             _store.check_members(_manifest.tree_of(like), "restore()")
-            return None, "" if self._process else json.dumps(self._folder.steps())
+            if self._process:
+                return None, ""
+            return None, json.dumps(self._by_metric() if step == "best" else self._folder.steps())
 
         found = json.loads(self._together("restore()", look)[1][0])
         if resume == "never":
@@ -433,7 +456,12 @@ class Checkpoints:
                 got, fix = f"steps {_brief(found)}", "Give another path, or delete them yourself."
                 raise CheckpointError(message("checkpoints", str(self.path), got, "none: resume='never'", fix))
             return Restored(like)
-        if step is not None:
+        if isinstance(step, str):
+            expected = "a step, or 'best' where metrics were saved"
+            if step != "best" or not found:
+                fix = f"{self.keep_best} is in none of them." if step == "best" else ""
+                raise CheckpointError(message("step", "restore()", repr(step), expected, fix))
+        elif step is not None:
             _checks.check_count(step, "restore()", "step", 0)
             if step not in found:
                 raise CheckpointError(message("checkpoint", str(self.path), f"step {step}", f"one of {_brief(found)}"))
@@ -467,12 +495,23 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps whose checkpoint is complete, in order. Their arrays are verified when they are restored."""
-        found = []
+        return list(self.metrics())
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """What was saved as `metrics` with each of `steps()`."""
+        found = {}
         for step in self._folder.steps(warn=False):
             with contextlib.suppress(Damaged, TooNew):
-                _folder.manifest_in(self.path / str(step), step)
-                found.append(step)
-        return [step for step in found if step not in self._folder.bad]
+                found[step] = _folder.manifest_in(self.path / str(step), step).metrics
+        return {step: numbers for step, numbers in found.items() if step not in self._folder.bad}
+
+    def _by_metric(self) -> list[int]:
+        """Steps that have the metric of `keep_best`, the best one last."""
+        if self.keep_best is None:
+            fix = "Say what is best: Checkpoints(path, keep_best=Best('val/loss', mode='min'))."
+            raise CheckpointError(message("step", "restore()", "'best' without keep_best=", "a step", fix))
+        known = self.metrics()
+        return dataclasses.replace(self.keep_best, k=len(known) or 1).of(known)[::-1]
 
     def latest(self) -> int | None:
         """The newest of `steps()`, or None."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import warnings
 from collections.abc import Callable, Mapping
@@ -273,8 +274,10 @@ def _begin(step, state, data, options: Options, progress, history: History | Non
     """The run, where its newest checkpoint is if there is one."""
     restored = Restored(state) if options.saver is None else options.saver.resumed(state, resume)
     is_in_hand = restored.step is not None and restored.state is state
+    before = restored.script if isinstance(restored.script, dict) else {}
     script = {} if options.saver is None else _resume.script_of(step, state, data)
-    state, before = restored.state, restored.script if isinstance(restored.script, dict) else {}
+    script["run"] = before.get("run") or secrets.token_hex(4)
+    state = restored.state
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop consumes it, and nobody said that this may be so
     start = step_of(state, restored.step or 0)
@@ -317,6 +320,7 @@ def _settings(fitting: Fit) -> dict[str, Any]:
     """What a logger is told at the start: the settings of the run, and the hyperparameters."""
     options, state = fitting.options, fitting.run.state
     found = {
+        "run": fitting.script["run"],
         "goal": str(options.goal),
         "start": fitting.run.step,
         "jax": jax.__version__,
