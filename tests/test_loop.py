@@ -554,7 +554,7 @@ def test_an_exception_hands_over_the_state():
     fit(STEP, caught.value.state, data(), steps=9)
 
 
-def test_ctrl_c_ends_after_the_step_under_way():
+def test_ctrl_c_ends_after_the_step_under_way(monkeypatch):
     before = signal.getsignal(signal.SIGINT)
 
     def press(run):
@@ -566,11 +566,16 @@ def test_ctrl_c_ends_after_the_step_under_way():
     assert signal.getsignal(signal.SIGINT) is before
 
     def press_twice(run):
-        press(run), press(run)
+        press(run), press(run), ended.append(run.step)
 
+    ended = []
+    with pytest.raises(KeyboardInterrupt):  # together they are one
+        fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
+    assert ended == [4]
+    monkeypatch.setattr("tsunax._signals.TOGETHER", -1.0)
     with pytest.raises(KeyboardInterrupt) as caught:
         fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
-    assert int(caught.value.state.step) == 4
+    assert int(caught.value.state.step) == 4 and ended == [4]
     assert signal.getsignal(signal.SIGINT) is before
 
 

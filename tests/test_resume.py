@@ -1,7 +1,11 @@
 """What a run that goes on takes: from its checkpoint, from the state in hand, and from the script."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -279,3 +283,54 @@ def test_fit_tells_of_a_best_that_nobody_gives(tmp_path):
         with pytest.warns(UserWarning, match="keep_best at fit"):
             fit(saver, make(), 8, callbacks=[late])
         assert saver.latest() == 8
+
+
+# ------------------------------------------------------------------------------------------------------------ signals
+
+SIGNALLED = """
+import signal, sys, time
+import jax.numpy as jnp, numpy as np
+import tsunax as ts
+from tsunax import _store
+
+for number in (signal.SIGTERM, signal.SIGINT):  # what comes between two runs
+    signal.signal(number, lambda *_: None)
+write = _store.write
+_store.write = lambda *args: (time.sleep(0.1), write(*args))
+step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+data = ts.batches(np.ones((8, 2), np.float32), 4)
+for i in range(6):
+    sys.stdin.readline()
+    ready = lambda run: print("READY", flush=True) if run.step == 4 else time.sleep(0.002)
+    path = f"{sys.argv[1]}/{i}"
+    try:
+        state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
+        checkpoints = ts.Checkpoints(path, every=10**6)
+        ts.fit(step, state, data, steps=10**6, checkpoint=checkpoints, progress=False,
+               callbacks=ts.callbacks.every(4, ready))
+    except BaseException as error:
+        name, at = type(error).__name__, int(error.state.step)
+        print(name, at, ts.Checkpoints(path, read_only=True).latest(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_signals_that_come_together_save(tmp_path):
+    """SIGTERM and SIGINT within milliseconds, in either order and often, as a scheduler sends them."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", SIGNALLED, str(tmp_path)]
+    term, ctrl_c = signal.SIGTERM, signal.SIGINT
+    storms = [[term, ctrl_c], [ctrl_c, term], [term, ctrl_c] * 4]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as run:
+        for i, wait in enumerate((0.0, 0.005, 0.02, 0.0, 0.02, 0.05)):
+            run.stdin.write("\n")
+            run.stdin.flush()
+            assert run.stdout.readline() == "READY\n"
+            for number in storms[i % 3]:
+                run.send_signal(number)
+                time.sleep(wait)
+            _, at, saved = run.stdout.readline().split()
+            assert at == saved and int(at) >= 4
+        run.communicate("\n", timeout=60)
+    assert run.returncode == 0
