@@ -1,6 +1,10 @@
 """Paths and locks: what is expanded and refused wherever a path is given, and who may write into a directory."""
 
+import errno
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -70,3 +74,39 @@ def test_the_home_directory_is_expanded(tmp_path, monkeypatch, name):
     if isinstance(found, ts.Checkpoints):
         found.close()
     assert os.listdir(tmp_path) == ["home"] and os.listdir(tmp_path / "home")[0].startswith("there")
+
+
+SECOND = """
+import sys
+from tsunax import Checkpoints
+try:
+    Checkpoints(sys.argv[1])
+    print("let in")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def second(path) -> str:
+    """What another process is told that wants to write into a directory."""
+    command = [sys.executable, "-c", SECOND, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_lock_survives_that_its_own_process_reads_the_directory(tmp_path):
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(make())
+        checkpoints.wait()
+        shutil.copytree(tmp_path / "run", tmp_path / "backup")
+        assert second(tmp_path / "run").startswith("CheckpointError directory in use")
+        ts.Checkpoints(tmp_path / "run").close()  # the one made last in this process, as ever
+    assert second(tmp_path / "run") == "let in"
+
+
+def test_where_open_files_cannot_be_locked_records_are(tmp_path, monkeypatch):
+    def unknown(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr("fcntl.fcntl", unknown)
+    with ts.Checkpoints(tmp_path / "run"):
+        assert second(tmp_path / "run").startswith("CheckpointError directory in use")

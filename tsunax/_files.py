@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -15,8 +16,11 @@ import re
 import secrets
 import shutil
 import stat
+import struct
+import sys
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -176,11 +180,45 @@ def sha256(content) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+_LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    """In a forked child: it shares the open files, and would hold the locks for as long as it lives."""
+    for lock in _LOCKS:
+        if lock._fd is not None:
+            os.close(lock._fd)
+            lock._fd = None
+
+
+def _lock(fd) -> None:
+    """Lock a file, or raise OSError."""
+    import fcntl
+
+    if sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK"):
+        whole = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole)
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel or a file system that does not know it
+                raise
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 class Lock:
     """This process alone writes into `folder`, until `release` or its death.
 
-    A POSIX record lock: the kernel drops it with the process, however that dies, and a forked child (a worker that
-    outlives its parent) does not have it. It does not hold against a second owner in the same process.
+    The kernel drops it with the process, however that dies. On Linux it is a lock of the open file, which
+    works over NFS as a record lock does, and which survives that this process reads the lock file (a copy
+    of the directory); a forked child, which may outlive its parent, closes its own end. Elsewhere it is a
+    record lock of POSIX, which goes with any close of the file, and holds against no one in this process.
     """
 
     def __init__(self, folder: Path, is_mine: bool = True, reader: str = "read_only=True"):
@@ -202,13 +240,12 @@ class Lock:
         except BaseException:
             os.close(self._fd)
             raise
+        _watch_forks()
+        _LOCKS.add(self)
 
     def _take(self, folder: Path, reader: str) -> None:
         try:
-            import fcntl
-
-            assert self._fd is not None
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._fd)
         except (ImportError, OSError) as error:
             if getattr(error, "errno", None) in (errno.EACCES, errno.EAGAIN):
                 got, fix = self._owner(), f"Wait for it to end, give another path, or read with {reader}."
