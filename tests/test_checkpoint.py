@@ -1464,3 +1464,55 @@ def test_a_name_that_no_metric_has_is_told_at_the_first_save(tmp_path):
         checkpoints.save(make())  # without metrics nobody can tell
         text = error_of(lambda: checkpoints.save(make(), metrics={"val/loss": 1.0}), RowError)
     assert text.startswith("metric of keep_best at save(): got 'val/los'") and "Did you mean 'val/loss'?" in text
+
+
+# --------------------------------------------------------------------------------------------- states that are lost
+
+
+def poisoned(state, value=np.nan):
+    head = jnp.asarray(state.params["head"]).at[0, 0].set(value)
+    return state.replace(params={**state.params, "head": head})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_state_that_is_not_finite_is_never_the_newest_good_one(tmp_path, value):
+    text = r"checkpoint of step {} in .* is not finite \(state\.params\['head'\]\): restore\(\) takes an earlier one"
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(make().replace(step=step))
+        for step in (3, 4, 2):  # the last one would replace a good one
+            if step == 2:
+                checkpoints = Checkpoints(tmp_path)  # what lies there is known to a new process, too
+            checkpoints.save(poisoned(make().replace(step=step), value))
+            with pytest.warns(UserWarning, match=text.format(step)):
+                checkpoints.wait()
+        assert checkpoints.steps() == [1, 2] and sorted(os.listdir(tmp_path)) == ["1", "2", "4", "tsunax.lock"]
+        with pytest.warns(UserWarning, match=r"checkpoint skipped .* step 4: state\.params\['head'\] is not finite"):
+            assert checkpoints.restore(make()).step == 2
+        found = checkpoints.restore(make(), step=4)  # to look at
+        assert not np.isfinite(found.state.params["head"][0, 0])
+        for step in (3, 4):  # and the run goes on over it
+            checkpoints.save(make().replace(step=step))
+        checkpoints.wait()
+        assert checkpoints.steps() == [3, 4] and sorted(os.listdir(tmp_path)) == ["3", "4", "tsunax.lock"]
+        checkpoints.restore(make())
+
+
+def test_infinities_that_belong_there_are_no_matter(tmp_path):
+    params = {"w": jnp.ones(2), "mask": jnp.array([0.0, -jnp.inf])}
+    state = ts.setup(ts.rules.sgd(0.1), params, trainable="w", model_state={"best": jnp.array(jnp.inf)})
+    pair = ts.population(lambda key, w: ts.setup(ts.rules.sgd(0.1), {"w": w}), 2, w=jnp.array([[1.0], [jnp.nan]]))
+    for i, saved in enumerate((state, pair, {"bare": jnp.array(jnp.nan)})):
+        save(tmp_path / str(i), saved, step=1)
+        assert Checkpoints(tmp_path / str(i), read_only=True).steps() == [1]
+
+
+@pytest.mark.parametrize("what", ["masters", "average"])
+def test_masters_and_averages_are_looked_at_too(tmp_path, what):
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}, precision=ts.precision.Policy(param="bfloat16"), ema=0.9)
+    odd = jnp.array([1.0, jnp.nan])
+    part = {"masters": {"w": odd}, "average": dataclasses.replace(state.average, params={"w": odd})}[what]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(dataclasses.replace(state, **{what: part}))
+        with pytest.warns(UserWarning, match=rf"not finite \(state\.{what}"):
+            checkpoints.wait()

@@ -44,6 +44,10 @@ class Damaged(Exception):
     """A checkpoint that must not be used; the text says why."""
 
 
+class NotFinite(Damaged):
+    """A checkpoint of a state that cannot be trained on, every byte as it was saved."""
+
+
 class TooNew(Exception):
     """A manifest of a format that this version does not know."""
 
@@ -466,6 +470,7 @@ class Manifest:
     fingerprint: dict[str, Any]
     versions: dict[str, str]
     files: dict[str, tuple[int, str]]  # those that hold the arrays: size, and sha256 of the small ones
+    not_finite: str = ""  # the first trained leaf with a NaN or an infinity in it
 
     def of_arrays(self) -> list[Leaf]:
         """All leaves that have arrays, those of the parts too."""
@@ -486,6 +491,7 @@ class Manifest:
             "leaves": [leaf(x) for x in self.leaves],
             "parts": [[part.values, [leaf(x) for x in part.arrays]] for part in self.parts],
             "files": self.files,
+            "not_finite": self.not_finite,
         }
         return json.dumps(body, allow_nan=False, separators=(",", ":"), ensure_ascii=True).encode()
 
@@ -512,7 +518,8 @@ def merged(parts: list[Manifest]) -> Manifest:
         leaves.append(dataclasses.replace(same[0], shards=tuple(s for leaf in same for s in leaf.shards)))
     files = {name: facts for part in parts for name, facts in part.files.items()}
     own = [one for part in parts for one in part.parts]
-    return dataclasses.replace(parts[0], leaves=leaves, parts=own, files=files)
+    odd = next((part.not_finite for part in parts if part.not_finite), "")
+    return dataclasses.replace(parts[0], leaves=leaves, parts=own, files=files, not_finite=odd)
 
 
 def check_pieces(content: bytes) -> None:
@@ -611,6 +618,7 @@ def _parsed(body, whole: bool) -> Manifest:
         fingerprint=_is(body["fingerprint"], dict),
         versions={_is(k, str): _is(v, str) for k, v in _is(body["versions"], dict).items()},
         files={k: (_size(n), _is(digest, str)) for k, (n, digest) in _is(body["files"], dict).items()},
+        not_finite=_is(body.get("not_finite", ""), str),
     )
 
 

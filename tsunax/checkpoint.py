@@ -45,7 +45,7 @@ from tsunax import (
     distributed,
 )
 from tsunax._folder import ARRAYS, Folder
-from tsunax._manifest import Damaged, Manifest, Parts, TooNew
+from tsunax._manifest import Damaged, Manifest, NotFinite, Parts, TooNew
 from tsunax.errors import (
     CheckpointError,
     HyperparameterError,
@@ -251,7 +251,8 @@ class Checkpoints:
     def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
         """`save`, also for `fit`, which adds what it knows of the `script`."""
         given = {"data": data, "history": history, "callbacks": callbacks, "script": script}
-        (tree, manifest, copies), words = self._together("save()", lambda: self._copied(state, step, given, metrics))
+        copy = lambda: self._copied(state, step, given, metrics)
+        (tree, manifest, copies), words = self._together("save()", copy)
         first, mine = json.loads(words[0]), json.loads(words[self._process])
         if self._count > 1:
             alike = {"step": manifest.step, "setup": list(manifest.states.values())}
@@ -261,7 +262,8 @@ class Checkpoints:
         if self._process:  # of data and callbacks what differs from the first process's; the history is that one's
             own = {name: given[name] for name, digest in mine["digests"].items() if digest != first["digests"][name]}
             manifest = dataclasses.replace(manifest, parts=[_store.encoded(own, copies, self._process)])
-        self._job = _Job(self, manifest, copies, self.path / first["folder"], first["drop"])
+        watched = _store.watched(tree, manifest.leaves)
+        self._job = _Job(self, manifest, copies, self.path / first["folder"], first["drop"], watched)
         self._job.start()
 
     def _copied(self, state, step: int | None, given: Mapping[str, Any], metrics):
@@ -374,7 +376,7 @@ class Checkpoints:
         check_flags("restore()", cast=cast, params_only=params_only)
         alike = {"step": step, "partial": partial, "cast": cast, "params_only": params_only}
         how = _target.How(like, partial, cast, params_only)
-        return self._newest(like, step, resume, alike, lambda at: self._read(at, how))
+        return self._newest(like, step, resume, alike, lambda at: self._read(at, how, step is not None))
 
     def resumed(self, state, resume: str) -> Restored:
         """Where `fit` goes on: at the newest good checkpoint, or at a `state` that is further.
@@ -474,7 +476,8 @@ class Checkpoints:
                 there = lambda at=at: (None, str(_files.is_real_directory(self.path / str(at))))
                 if step is None and self._together("restore()", there)[1][0] != "True":
                     continue  # a writer replaced it meanwhile
-                self._folder.bad[at] = str(error)
+                if not isinstance(error, NotFinite):
+                    self._folder.bad[at] = str(error)
                 problems.append(f"step {at}: {error}")
                 continue
             for problem in problems:
@@ -494,16 +497,16 @@ class Checkpoints:
         return Restored(like)
 
     def steps(self) -> list[int]:
-        """The steps whose checkpoint is complete, in order. Their arrays are verified when they are restored."""
+        """The steps whose checkpoint is complete and finite, in order.
+
+        Their arrays are verified when they are restored.
+        """
         return list(self.metrics())
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """What was saved as `metrics` with each of `steps()`."""
-        found = {}
-        for step in self._folder.steps(warn=False):
-            with contextlib.suppress(Damaged, TooNew):
-                found[step] = _folder.manifest_in(self.path / str(step), step).metrics
-        return {step: numbers for step, numbers in found.items() if step not in self._folder.bad}
+        found = {step: manifest for step, manifest in self._folder.manifests() if not manifest.not_finite}
+        return {step: manifest.metrics for step, manifest in found.items() if step not in self._folder.bad}
 
     def _by_metric(self) -> list[int]:
         """Steps that have the metric of `keep_best`, the best one last."""
@@ -517,7 +520,7 @@ class Checkpoints:
         """The newest of `steps()`, or None."""
         return max(self.steps(), default=None)
 
-    def _read(self, step: int, how: _target.How | _target.Clocks) -> Restored:
+    def _read(self, step: int, how: _target.How | _target.Clocks, is_named: bool = False) -> Restored:
         folder = self.path / str(step)
 
         def describe():
@@ -547,6 +550,8 @@ class Checkpoints:
         manifest, sums = self._together(f"restore of step {step}: manifest", describe)
         if len(set(sums)) > 1:
             raise Damaged("manifest: processes read different ones; is it one directory?")
+        if manifest.not_finite and not is_named:
+            raise NotFinite(f"{manifest.not_finite} is not finite")
         (plan, parts, found, arrays), _ = self._together(f"restore of step {step}: arrays", read)
         state = plan.filled(found)
         _target.warn_of_edits(plan.edited, 4)
@@ -605,7 +610,9 @@ class Checkpoints:
         if not self._process:
             if old is not None:
                 _files.remove(old, _folder.KNOWN)
-            self._folder.drop(job.drop)
+            if job.drop is not None:
+                odd = self._folder.not_finite - {job.step}  # the newest is enough, to look at
+                self._folder.drop(sorted(odd.union(job.drop)))
 
     def _write_part(self, job: _Job, manifest: Manifest, copies: list[np.ndarray]) -> Manifest:
         """The shards of this process, on the disk. Read back, where older ones are to be deleted for them."""
@@ -617,6 +624,7 @@ class Checkpoints:
         if copies:
             _store.write(file, copies)
         manifest = _store.with_hashes(manifest, hashes())
+        manifest = dataclasses.replace(manifest, not_finite=_store.not_finite(copies, job.watched))
         copies.clear()
         if manifest.of_arrays():
             if job.drop:
@@ -641,7 +649,16 @@ class Checkpoints:
         if lock is None:
             raise Damaged("closed before it was written")
         lock.renew(self.path)
-        return self._folder.complete(job.folder, _manifest.merged(manifests))
+        whole = _manifest.merged(manifests)
+        if whole.not_finite:  # nothing goes for it that is good
+            is_there = job.step in self._folder.known()
+            job.drop = None if is_there else []
+            text = f"the checkpoint of step {job.step} in {self.path} is not finite ({whole.not_finite})"
+            self._folder.notes.append(f"{text}: restore() takes an earlier one.")
+            if is_there:
+                shutil.rmtree(job.folder, ignore_errors=True)
+                return None
+        return self._folder.complete(job.folder, whole)
 
     def _dropped(self, newest: int, metrics: dict[str, float]) -> list[int]:
         """What no policy keeps, once the newest is there."""
@@ -707,9 +724,19 @@ def _part(process: int) -> str:
 class _Job:
     """One save in the background. A daemon: a hung disk must not keep the process; `_finish` waits for the others."""
 
-    def __init__(self, owner: Checkpoints, manifest: Manifest, copies: list[np.ndarray], folder: Path, drop: list[int]):
+    def __init__(
+        self,
+        owner: Checkpoints,
+        manifest: Manifest,
+        copies: list[np.ndarray],
+        folder: Path,
+        drop: list[int],
+        watched: dict[int, str],
+    ):
         self.owner, self.step, self.path = owner, manifest.step, owner.path
-        self.folder, self.drop = folder, drop  # where it is written; the steps to be deleted once it is there
+        self.folder = folder  # where it is written
+        self.drop: list[int] | None = drop  # the steps to be deleted once it is there; None: it is not kept
+        self.watched = watched  # copies that have to be finite
         self.error: BaseException | None = None
         self.done, self.told, self.given_up = threading.Event(), False, False
         self._work = manifest, copies
