@@ -1348,6 +1348,9 @@ def test_small_files_that_claim_much_cost_nothing(copy):
         "many": b"[" + b"[]," * 2_000_000 + b"[]]",
         "long": b'{"format": 1' + b" " * (65 << 20) + b"}",
         "digits": b'{"format": ' + b"9" * 100_000 + b"}",
+        "a string": b'{"format": 1, "a": "' + b"x" * (60 << 20) + b'"}',
+        "a string that fits": b'{"format": 1, "a": "' + b"x" * (27 << 20) + b'"}',
+        "wide letters": b'{"format": 1, "a": "' + b"x" * (27 << 20) + "\U0001f600".encode() + b'"}',
     }
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name, content in contents.items():
@@ -1362,6 +1365,16 @@ def test_small_files_that_claim_much_cost_nothing(copy):
             restored(path, make(), step=2)
         assert time.monotonic() - start < 2, name
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def test_empty_arrays_of_huge_shape_are_no_raw_error(copy):
+    def claim(body):
+        leaf = next(x for x in body["leaves"] if x[0][-1] == "['head']")
+        leaf[2], leaf[4] = [2**47, 2**47, 0], []
+
+    rewrite(copy[0] / "2", claim)
+    with pytest.raises(CheckpointError, match="ValueError no shape"):
+        restored(copy[0], make(), step=2)
 
 
 @pytest.mark.slow  # twelve seconds

@@ -151,6 +151,15 @@ def listing(top: Path) -> dict[str, tuple[int, str]]:
     return out
 
 
+def check_regular(top: Path) -> None:
+    """Raise OSError unless all that lies in a directory can be read without a wait: a pipe would block."""
+    os.listdir(top)
+    for folder, _, files in os.walk(top):
+        for name in files:
+            if not stat.S_ISREG(os.stat(os.path.join(folder, name)).st_mode):
+                raise OSError(f"{name} is no regular file")
+
+
 def facts(path: Path) -> tuple[int, str]:
     """The size of a file, and the sha256 of a small one."""
     size = os.lstat(path).st_size

@@ -32,7 +32,7 @@ from tsunax.state import TrainState
 __all__ = []
 
 FORMAT = 2  # 1 had all arrays in one directory of orbax's, and the values of one process
-LIMIT = 64 << 20  # bytes of a manifest
+LIMIT = 28 << 20  # bytes of a manifest: to parse one long string takes three times as much
 _PIECES = 1_000_000  # brackets and commas in it: what bounds the memory that parsing takes, to 100 MB
 DEPTH = 64
 _PLAIN = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
@@ -502,6 +502,8 @@ class Manifest:
         Unless it is of the `whole`, leaves may lack shards: those that other processes have.
         """
         check_pieces(content)
+        if len(content) > LIMIT or not content.isascii():  # others take four bytes for each character
+            raise Damaged(f"manifest: {len(content)} bytes, expected at most {LIMIT}, all ASCII")
         try:
             body = json.loads(content)
             if isinstance(body, dict) and type(body.get("format")) is int and body["format"] > FORMAT:
@@ -544,11 +546,17 @@ def _size(x) -> int:
     return x
 
 
+def is_shape(shape) -> bool:
+    """Whether NumPy can have an array of this shape: also one without elements has a size without them."""
+    sizes = all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
+    return sizes and len(shape) <= 64 and math.prod(n for n in shape if n) < 1 << 48
+
+
 def _leaf(x, whole: bool = True) -> Leaf:
     path, kind, shape, dtype, shards, value = _is(x, list)
-    shape = tuple(map(_size, _is(shape, list)))
-    if len(shape) > 64:
-        raise ValueError("too many axes")
+    shape = tuple(_is(shape, list))
+    if not is_shape(shape):
+        raise ValueError("no shape")
     leaf = Leaf(_path(path), _is(kind, str), shape, _is(dtype, str), tuple(map(_shard, _is(shards, list))), value)
     if not dtype:
         kinds = {"bool": bool, "int": int, "float": (float, list), "str": str, "complex": list}

@@ -395,7 +395,7 @@ def _names_in(tree, rename: Rename) -> list[str]:
 
 
 def _as_path(path) -> Path:
-    return Path(os.path.abspath(_files.local(path, "path", "exchange", "the path of a file")))
+    return Path(os.path.abspath(_files.local(path, "path", "", "the path of a file")))
 
 
 def _found(path) -> Path:
