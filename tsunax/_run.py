@@ -75,7 +75,19 @@ class Rejected:
 
 
 class Run:
-    """What a callback sees of a run; it may change `memory`, and call `log` and `stop`."""
+    """What a callback sees of a run; it may change `memory`, and call `log` and `stop`.
+
+    To assign an attribute is an error in a callback: nobody would read it.
+    """
+
+    is_lent = False  # to a callback
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _METHODS or (self.is_lent and name in self.__dict__.get("known", ())):
+            fixes = {"state": "Return the new state.", "memory": "Change it in place: run.memory.update(...)."}
+            fix = f"Call it: run.{name}(...)." if name in _METHODS else fixes.get(name, "It is the loop's.")
+            raise WrongTypeError(message(f"run.{name}", "a callback", "an assignment", "none", fix))
+        self.__dict__[name] = value
 
     def __init__(self, state, step: int, epoch: int, history: History):
         self.event = "start"
@@ -91,12 +103,14 @@ class Run:
         self.row: dict[str, float] = {}
         self.note: Callable[[str], None] = print  # a line above the progress
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)  # the last ones
+        self.known = frozenset(self.__dict__)  # of the loop; a callback may put names of its own beside them
 
     def log(self, **numbers) -> None:
         """Let numbers join the row of this step."""
         self.check_own(numbers, "run.log()")
-        self.row = join(self.row, numbers, "run.log()")
-        self.metrics |= {name: self.row[name] for name in numbers}
+        row = join(self.row, numbers, "run.log()")
+        self.__dict__["row"] = row
+        self.metrics.update({name: row[name] for name in numbers})
 
     def check_own(self, numbers, where: str) -> None:
         """Raise RowError for a name that the rows of training have, so that no column mixes two things."""
@@ -106,7 +120,10 @@ class Run:
 
     def stop(self, reason: str) -> None:
         """End the run after this boundary."""
-        self.stopped = self.stopped or str(reason)
+        self.__dict__["stopped"] = self.stopped or str(reason)
+
+
+_METHODS = {name for name in vars(Run) if callable(getattr(Run, name))}
 
 
 class Fit:
@@ -121,7 +138,8 @@ class Fit:
         self.alike = _alike.Alike("fit()", state, data)
         self.signal = 0  # that ended the run: the same on all processes
         self.has_changed = False  # whether a callback of this boundary returned a state
-        self.extra = _place.whole(dict(options.extra), _place.home_of(state))  # once, not by every call
+        self.given: Any = None  # what `extra` was placed from
+        self.place_extra()
         self.pending: list[tuple[_feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead = 0  # steps in them
         self.seconds = 0.0  # per step, of the calls that were read last
@@ -138,6 +156,17 @@ class Fit:
         self.script: Any = None  # what the script gave, see `_resume.script_of`
         self.evaluated = -1  # the step at which it was, last
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
+
+    def place_extra(self) -> None:
+        """The arguments of the step where the state lives: once, and again where a callback put in others."""
+        given = dict(self.options.extra)
+        if (
+            self.given is None
+            or given.keys() != self.given.keys()
+            or any(x is not self.given[k] for k, x in given.items())
+        ):
+            _checks.check_arrays(given, "extra", "Bind it to the step instead, with functools.partial.")
+            self.given, self.extra = given, _place.whole(given, _place.home_of(self.run.state))
 
     def show_on(self, bar) -> None:
         self.bar, self.run.note = bar, bar.note
@@ -393,6 +422,7 @@ class Fit:
                     self.call_back(name, callback)
         run.stopped = self.alike.boundary(f"step {run.step}", run.stopped, run.state, self.has_changed)
         self.has_changed = False
+        self.place_extra()
         if "end" in events and run.stopped:
             run.history.mark("stop", run.step, run.stopped)
         self.flush()
@@ -449,7 +479,11 @@ class Fit:
             self.flush()
             self.row_step = run.step
         with _blame("callback", callback, run):
-            state = callback(run)
+            run.is_lent = True
+            try:
+                state = callback(run)
+            finally:
+                run.is_lent = False
             if state is not None:
                 _check_returned(state, run)
                 run.state, self.has_changed = state, True

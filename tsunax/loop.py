@@ -186,7 +186,8 @@ def fit(
       smoke: try everything and keep nothing: two steps on a copy of the state, one evaluation, every callback once; no
         logger, no checkpoint.
       history: one to go on with.
-      extra: arguments for `step` by name, as in `step(state, batch, **extra)`.
+      extra: arguments for `step` by name, as in `step(state, batch, **extra)`. A callback may put others
+        in: `extra["scale"] = 0.5`; what it changes within an array is not seen.
 
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends the run after the
     call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. SIGTERM does the
@@ -220,7 +221,7 @@ def fit(
             "log_every": log_every,
             "steps_per_call": steps_per_call,
             "max_bad": max_bad,
-            "extra": extra or {},
+            "extra": {} if extra is None else extra,
             "smoke": smoke,
         }
         options = options_of(goal, evaluate, evaluate_every, callbacks, logger, saver=saver, **more)
