@@ -457,3 +457,34 @@ def test_a_callback_may_change_extra(steps_per_call):
     assert float(state.params["w"][0]) == -(1 + 1 + 10 + 10 + 100 + 100)
     with pytest.raises(WrongTypeError, match="extra"):
         fit_with(callbacks.every(2, lambda run: extra.update(scale="heavy")), extra=extra)
+
+
+@pytest.mark.parametrize("wait", [early_stopping, best, plateau])
+def test_a_name_that_evaluate_does_not_return_is_known_before_step_1(wait):
+    seen = []
+
+    def evaluate(state):
+        seen.append(int(state.step))
+        return {"val/loss": 1.0}
+
+    with pytest.raises(RowError, match=rf"metric at {wait.__name__}\(\): got 'val/los'.*Did you mean 'val/loss'"):
+        fit_with(wait("val/los"), evaluate=evaluate, evaluate_every=4)
+    assert seen == [0]
+    fit_with(wait("val/loss"), steps=8, evaluate=evaluate, evaluate_every=4)
+    assert seen == [0, 0, 4, 8]
+    fit_with(wait("loss"), steps=8, evaluate=evaluate, evaluate_every=4)  # nobody waits for its names
+    assert seen == [0, 0, 4, 8, 4, 8]
+
+
+def test_the_look_at_its_names_takes_one_batch():
+    rows = []
+
+    def counted():
+        for i in range(5):
+            rows.append(i)
+            yield np.ones((4, 1), np.float32)
+
+    f = ts.eval_step(lambda params, x: jnp.mean(x @ params["w"]))
+    evaluate = lambda state: ts.evaluate(f, state, {"val": counted()})
+    _, history = fit_with(early_stopping("val/loss"), steps=2, evaluate=evaluate)
+    assert rows == [0, 0, 1, 2, 3, 4] and history["step"].tolist() == [1, 2]

@@ -269,8 +269,11 @@ def test_fit_tells_of_a_best_that_nobody_gives(tmp_path):
     best = lambda name: Best(name, mode="min")
     given = {"evaluate": lambda state: {"val/loss": 1.0}, "evaluate_every": 4}
     with ts.Checkpoints(tmp_path / "a", every=2, keep_best=best("val/los")) as saver:
-        with pytest.raises(RowError, match=r"keep_best at fit\(\): got 'val/los'.*Did you mean 'val/loss'"):
+        with pytest.raises(RowError, match=r"metric at keep_best: got 'val/los'.*Did you mean 'val/loss'"):
             fit(saver, make(), 8, **given)
+        bare = callbacks.every(4, lambda run: None)  # which might log it
+        with pytest.raises(RowError, match=r"keep_best at fit\(\): got 'val/los'.*Did you mean 'val/loss'"):
+            fit(saver, make(), 8, callbacks=[bare], **given)
         saver.wait()
         assert saver.steps() == [2]  # at step 4, with the first evaluation, it was known
     saver = ts.Checkpoints(tmp_path / "b", every=2, keep_best=best("los"))

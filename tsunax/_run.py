@@ -24,7 +24,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _alike, _checks, _feed, _fused, _place, _tree, distributed, guard
+from tsunax import (
+    _alike,
+    _checks,
+    _feed,
+    _fused,
+    _place,
+    _tree,
+    _where,
+    callbacks,
+    distributed,
+    evaluation,
+    guard,
+)
 from tsunax._members import members_of
 from tsunax._options import Options, is_bare, wants
 from tsunax._profile import Profile
@@ -177,6 +189,7 @@ class Fit:
         """Run until the goal is reached, somebody stops, or Ctrl-C is pressed."""
         run, options = self.run, self.options
         self.alike.start(options=options.deciding(), place=self.feed.source.state(), state=_alike.small(run.state))
+        self.look_for_names()
         self.boundary(["start"])
         boundary, since = 0.0, -1
         while not (options.goal.reached(run.step, self.feed.epoch) or run.stopped or self.asked(interrupt)):
@@ -206,6 +219,25 @@ class Fit:
             run.stop("interrupted")
         due = options.evaluate is not None and self.evaluated != run.step and not self.signal
         self.boundary([*(["evaluate"] if due else []), *(["step"] if options.smoke else []), "end"])
+
+    def look_for_names(self) -> None:
+        """Raise RowError before step 1 for a name that somebody waits for and `evaluate` does not return.
+
+        That takes a call of it, of one batch if it calls `ts.evaluate`, and none if a callback of the
+        user's might log the name.
+        """
+        options, known = self.options, self.run.history.names
+        best = options.saver and options.saver.keep_best
+        waits = {f.metric: f"{type(f).__name__}()" for f in options.callbacks if callbacks.is_watching(f)}
+        waits |= {best.metric: "keep_best"} if best else {}
+        waits = {name: where for name, where in waits.items() if "/" in name and name not in known}
+        if not waits or options.evaluate is None or options.smoke or any(map(callbacks.may_log, options.callbacks)):
+            return
+        with evaluation.one_batch(), _blame("evaluate", options.evaluate, self.run):
+            found = check_row(options.evaluate(self.run.state), "evaluate")
+        for name, where in waits.items():
+            if name not in found:
+                raise RowError(_where.unknown("metric", where, name, found))
 
     def asked(self, interrupt: Interrupt) -> bool:
         """Whether somebody wants the run to end: a signal, to this process or to another one."""
