@@ -30,9 +30,10 @@ _LONG = 100  # entries of a list or dict
 
 
 def calls_of(tree) -> int:
-    """The calls of all training states in a tree; 0 if nothing has called them yet."""
-    states = _manifest.tree_of(tree).states.values()
-    return int(sum(np.sum(np.asarray(s.clock)[..., 1]) for s in states))
+    """The calls of all training states in a tree; 0 if nothing has called them yet, or nobody here knows."""
+    clocks = [s.clock for s in _manifest.tree_of(tree).states.values()]
+    known = all(getattr(x, "is_fully_replicated", True) or x.is_fully_addressable for x in clocks)
+    return int(sum(np.sum(np.asarray(x)[..., 1]) for x in clocks)) if known else 0
 
 
 def script_of(step, state, data) -> dict[str, Any]:
