@@ -173,7 +173,9 @@ def fit(
         bare one at every boundary, those of `log_every` too.
       logger: `f(row, step=)`, or several; `wandb.log` is one. Called on the first process only.
       checkpoint: a path or `Checkpoints`: where to save all that it takes to go on (state, place of the data, history,
-        what callbacks remember) at its `every`, else after every epoch, and at the end; and from where to resume.
+        what callbacks remember) at its `every`, else after every epoch, and at the end; and from where to resume. A
+        fresh state takes the newest checkpoint; one that is further, or as far and edited, goes on instead, with a
+        warning.
       resume: "auto" goes on from the newest good checkpoint, or starts; "must" wants one; "never" wants none.
       replay: whether data that cannot be put to its place (a list, a generator) may be read again up to there.
       progress: True (a bar on a terminal and in notebooks, else lines), False, or a tqdm.
@@ -190,7 +192,8 @@ def fit(
         in: `extra["scale"] = 0.5`; what it changes within an array is not seen.
 
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends the run after the
-    call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. SIGTERM does the
+    call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. Another Ctrl-C, a
+    second later or more, stops at once. SIGTERM does the
     same where there is a checkpoint, or a state of several processes, with SystemExit(143). Exceptions that pass
     through carry `error.state`, `error.history` and `error.rejected` (for `ts.replay`), the state None where the failed
     call had consumed it.
