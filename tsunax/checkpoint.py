@@ -439,8 +439,8 @@ class Checkpoints:
                 found.append("hyperparameters" if is_number else _manifest.show("state", leaf.path))
         return found
 
-    def _newest(self, like, step: int | None, resume: str, alike: Mapping, read: Callable) -> Restored:
-        """What `read(step)` makes of the newest good checkpoint, or of the one of this step."""
+    def _newest(self, like, step: int | str | None, resume: str, alike: Mapping, read: Callable) -> Restored:
+        """What `read(step)` makes of the newest good checkpoint, of the best one, or of that of a step."""
         if not _checks.is_one_of(resume, ("auto", "must", "never")):
             raise WrongTypeError(message("resume", "restore()", _tree.describe(resume), "'auto', 'must' or 'never'"))
         distributed.compare("restore()", {"resume": resume, **alike}, self.timeout + 10)

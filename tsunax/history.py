@@ -213,7 +213,7 @@ class History:
             if not self._stays(np.array(self._steps[-1:]), with_it, self._steps[-2])[0]:
                 self._steps.pop()
                 for name, (rows, values) in with_it.items():
-                    rows.pop(), values.pop()
+                    del rows[-1], values[-1]
                     if not rows:
                         del self._columns[name]
         while len(self._steps) > MOST:
