@@ -168,7 +168,8 @@ class Plan:
     def needed(self, pair: _manifest.Wanted) -> tuple | None:
         """What this process needs of a saved leaf, as bounds of its axes; None for all of it."""
         sharding = getattr(pair.leaf, "sharding", None)
-        if sharding is None or sharding.is_fully_addressable or pair.saved.kind != "array" or pair.path in self.columns:
+        is_merged = pair.path in self.columns or pair.path in self.alone
+        if sharding is None or sharding.is_fully_addressable or pair.saved.kind != "array" or is_merged:
             return None
         shape = pair.saved.shape
         indices = sharding.addressable_devices_indices_map(shape).values()

@@ -243,8 +243,7 @@ class Checkpoints:
 
     def lacks(self, names: Iterable[str], where: str) -> str:
         """The message for names without the metric of `keep_best`, with the nearest one; "" if it is there."""
-        names = dict.fromkeys(names)
-        if self.keep_best is None or self.keep_best.metric in names:
+        if self.keep_best is None or self.keep_best.metric in (names := dict.fromkeys(names)):
             return ""
         return _where.unknown("metric of keep_best", where, self.keep_best.metric, names)
 
