@@ -15,6 +15,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages, callbacks
+from tsunax._resume import code_text
 from tsunax.checkpoint import Best
 from tsunax.errors import RowError, StateError
 from tsunax.precision import LossScale
@@ -241,7 +242,20 @@ def test_the_text_of_a_function_is_the_same_in_every_process():
         run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
                              env={"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PATH": ""})  # fmt: skip
         texts.add(run.stdout)
-    assert len(texts) == 1
+    assert len(texts) == 1 and "unknown" not in texts.pop()
+
+
+def test_a_function_that_cannot_be_looked_at_ends_no_run():
+    class Odd:
+        @property
+        def __wrapped__(self):
+            raise OSError("closed")
+
+    odd, deep = Odd(), []
+    for _ in range(10_000):
+        deep = [deep]
+    assert code_text(lambda params, batch: odd) == "unknown"
+    assert code_text(lambda params, batch: deep) == code_text(lambda params, batch: deep) != "unknown"
 
 
 def test_resident_data_and_streams_are_served(tmp_path):

@@ -27,6 +27,7 @@ __all__ = []
 
 _MOST = 5000  # pieces of a function that are looked at
 _LONG = 100  # entries of a list or dict
+_DEEP = 40
 
 
 def calls_of(tree) -> int:
@@ -113,10 +114,14 @@ def code_text(f) -> str:
     """The Python that compiled a function, and a hash of its code and of what it refers to.
 
     What it refers to: defaults, closures, and plain numbers and functions of its own package among the globals. Arrays
-    count by shape and dtype. No text depends on an address, or on the order of a set.
+    count by shape and dtype. No text depends on an address, or on the order of a set. What cannot be
+    looked at makes no text, and no error: it would be no reason to end a run.
     """
     parts: list[str] = []
-    _walk(f, _package(f), set(), parts)
+    try:
+        _walk(f, _package(f), {}, parts)
+    except Exception:  # objects of any library, and their properties
+        return "unknown"
     digest = hashlib.sha256("\n".join(parts[:_MOST]).encode()).hexdigest()[:16]
     return f"{sys.version_info[0]}.{sys.version_info[1]} {digest}"
 
@@ -127,9 +132,9 @@ def _package(f) -> str:
     return (getattr(inspect.unwrap(f) if callable(f) else f, "__module__", None) or "").partition(".")[0]
 
 
-def _walk(x: Any, package: str, seen: set[int], parts: list[str]) -> None:
-    inner = lambda *things: [_walk(y, package, seen, parts) for y in things]
-    if len(parts) >= _MOST:
+def _walk(x: Any, package: str, seen: dict[int, Any], parts: list[str], depth: int = 0) -> None:
+    inner = lambda *things: [_walk(y, package, seen, parts, depth + 1) for y in things]
+    if len(parts) >= _MOST or depth > _DEEP:
         return
     if x is None or isinstance(x, (bool, int, float, complex, str, bytes, np.generic)):
         parts.append(repr(x))
@@ -143,7 +148,7 @@ def _walk(x: Any, package: str, seen: set[int], parts: list[str]) -> None:
     parts.append(f"{type(x).__module__}.{type(x).__qualname__}")
     if id(x) in seen:
         return
-    seen.add(id(x))
+    seen[id(x)] = x  # kept, or another one would come to have its id
     if isinstance(x, types.CodeType):
         parts.append(x.co_code.hex())
         inner(x.co_names, x.co_consts)
