@@ -27,8 +27,8 @@ TIERS = {
     2: "state _members _loss_fn step failures choice _traces program hyper",
     3: "hardware sharding distributed data source _ahead models history _feed _fused _signals _preference _peers",
     4: (
-        "_alike loggers display checkpoint _files _folder _manifest _orbax _store _target _profile exchange "
-        "_safetensors _msgpack callbacks evaluation _options _run loop figures"
+        "_alike loggers display checkpoint _files _folder _manifest _orbax _store _target _resume _profile "
+        "exchange _safetensors _msgpack callbacks evaluation _options _run loop figures"
     ),
     5: (
         "search range_test migration _memory _cost _blame sweep insight faults testing ray spaces _journal _trials "

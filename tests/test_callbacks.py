@@ -411,3 +411,84 @@ def test_a_wrong_argument_is_refused_when_the_callback_is_made(make, text):
 
 def test_only_callbacks_complete():
     assert dir(callbacks) == sorted(callbacks.__all__)
+
+
+# ----------------------------------------------------------------------------------- what a callback may do with a run
+
+
+def fit_with(callback, steps=6, **given):
+    step = ts.train_step(lambda params, x, scale=1.0: scale * jnp.mean(x @ params["w"]))
+    state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(1)})
+    data = ts.batches(np.ones((8, 1), np.float32), 4)
+    return ts.fit(step, state, data, steps=steps, callbacks=[callback], progress=False, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("stop", r"Call it: run\.stop"),
+        ("log", r"Call it: run\.log"),
+        ("state", "Return the new state"),
+        ("memory", "Change it in place"),
+        ("step", "It is the loop's"),
+        ("metrics", "It is the loop's"),
+    ],
+)
+def test_an_assignment_that_nobody_would_read_is_an_error(name, fix):
+    with pytest.raises(WrongTypeError, match=rf"run\.{name} at a callback: got an assignment, expected none\. {fix}"):
+        fit_with(callbacks.every(2, lambda run: setattr(run, name, True)))
+
+
+def test_a_name_of_its_own_may_stand_on_a_run():
+    seen = []
+
+    def count(run):
+        run.mine = getattr(run, "mine", 0) + 1
+        run.log(mine=run.mine)
+        seen.append(run.mine)
+        if run.mine == 2:
+            run.stop("two")
+
+    _, history = fit_with(callbacks.every(2, count))
+    assert seen == [1, 2] and history.last("mine") == 2 and history["step"][-1] == 4
+
+
+@pytest.mark.parametrize("steps_per_call", ["auto", None])
+def test_a_callback_may_change_extra(steps_per_call):
+    extra = {"scale": 1.0}
+    change = callbacks.every(2, lambda run: extra.update(scale=extra["scale"] * 10))
+    state, _ = fit_with(change, extra=extra, steps_per_call=steps_per_call)
+    assert float(state.params["w"][0]) == -(1 + 1 + 10 + 10 + 100 + 100)
+    with pytest.raises(WrongTypeError, match="extra"):
+        fit_with(callbacks.every(2, lambda run: extra.update(scale="heavy")), extra=extra)
+
+
+@pytest.mark.parametrize("wait", [early_stopping, best, plateau])
+def test_a_name_that_evaluate_does_not_return_is_known_before_step_1(wait):
+    seen = []
+
+    def evaluate(state):
+        seen.append(int(state.step))
+        return {"val/loss": 1.0}
+
+    with pytest.raises(RowError, match=rf"metric at {wait.__name__}\(\): got 'val/los'.*Did you mean 'val/loss'"):
+        fit_with(wait("val/los"), evaluate=evaluate, evaluate_every=4)
+    assert seen == [0]
+    fit_with(wait("val/loss"), steps=8, evaluate=evaluate, evaluate_every=4)
+    assert seen == [0, 0, 4, 8]
+    fit_with(wait("loss"), steps=8, evaluate=evaluate, evaluate_every=4)  # nobody waits for its names
+    assert seen == [0, 0, 4, 8, 4, 8]
+
+
+def test_the_look_at_its_names_takes_one_batch():
+    rows = []
+
+    def counted():
+        for i in range(5):
+            rows.append(i)
+            yield np.ones((4, 1), np.float32)
+
+    f = ts.eval_step(lambda params, x: jnp.mean(x @ params["w"]))
+    evaluate = lambda state: ts.evaluate(f, state, {"val": counted()})
+    _, history = fit_with(early_stopping("val/loss"), steps=2, evaluate=evaluate)
+    assert rows == [0, 0, 1, 2, 3, 4] and history["step"].tolist() == [1, 2]

@@ -29,7 +29,15 @@ from tests.faults import hostile, target
 from tests.helpers import assert_trees_equal, need
 from tsunax import _files, _folder, _manifest, _store, checkpoint
 from tsunax.checkpoint import Best, Checkpoints
-from tsunax.errors import CheckpointError, DataError, HyperparameterError, SaveError, StateError, WrongTypeError
+from tsunax.errors import (
+    CheckpointError,
+    DataError,
+    HyperparameterError,
+    RowError,
+    SaveError,
+    StateError,
+    WrongTypeError,
+)
 
 PARAMS = {
     "body": {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4), "b": np.ones(4, np.float32)},
@@ -928,7 +936,7 @@ def test_what_is_kept(tmp_path):
     assert kept(tmp_path / "b", losses, keep_last=1) == [6]
     assert kept(tmp_path / "c", losses, keep_last=None) == [1, 2, 3, 4, 5, 6]
     assert kept(tmp_path / "d", losses, keep_every=3) == [3, 5, 6]
-    assert kept(tmp_path / "e", losses, losses, keep_best="loss") == [4, 5, 6]
+    assert kept(tmp_path / "e", losses, losses, keep_best=Best("loss", mode="min")) == [4, 5, 6]
     assert kept(tmp_path / "f", losses, losses, keep_last=1, keep_best=Best("loss", k=2, mode="max")) == [1, 6]
     assert kept(tmp_path / "f", [7], {7: 4.0}, keep_last=1, keep_best=Best("loss", k=2, mode="max")) == [6, 7]
 
@@ -1340,6 +1348,9 @@ def test_small_files_that_claim_much_cost_nothing(copy):
         "many": b"[" + b"[]," * 2_000_000 + b"[]]",
         "long": b'{"format": 1' + b" " * (65 << 20) + b"}",
         "digits": b'{"format": ' + b"9" * 100_000 + b"}",
+        "a string": b'{"format": 1, "a": "' + b"x" * (60 << 20) + b'"}',
+        "a string that fits": b'{"format": 1, "a": "' + b"x" * (27 << 20) + b'"}',
+        "wide letters": b'{"format": 1, "a": "' + b"x" * (27 << 20) + "\U0001f600".encode() + b'"}',
     }
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name, content in contents.items():
@@ -1354,6 +1365,16 @@ def test_small_files_that_claim_much_cost_nothing(copy):
             restored(path, make(), step=2)
         assert time.monotonic() - start < 2, name
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def test_empty_arrays_of_huge_shape_are_no_raw_error(copy):
+    def claim(body):
+        leaf = next(x for x in body["leaves"] if x[0][-1] == "['head']")
+        leaf[2], leaf[4] = [2**47, 2**47, 0], []
+
+    rewrite(copy[0] / "2", claim)
+    with pytest.raises(CheckpointError, match="ValueError no shape"):
+        restored(copy[0], make(), step=2)
 
 
 @pytest.mark.slow  # twelve seconds
@@ -1434,3 +1455,86 @@ def test_it_prints_its_path_and_its_steps(tmp_path):
             checkpoints.save(make(), step=step)
         checkpoints.wait()
         assert repr(checkpoints) == f"Checkpoints({str(tmp_path / 'run')!r}, steps 3,000, 2,000)"
+
+
+# ---------------------------------------------------------------------------------------------------------- the best
+
+
+def test_the_best_says_which_way_and_comes_back(tmp_path):
+    for bad in ("val/acc", 3):
+        text = error_of(lambda bad=bad: Checkpoints(tmp_path, keep_best=bad), WrongTypeError)
+        assert "keep_best at Checkpoints(): got " in text and "mode='min') or mode='max'" in text
+    assert "mode at Best(): got None, expected 'min' or 'max'" in error_of(lambda: Best("val/acc"), WrongTypeError)
+    with Checkpoints(tmp_path, keep_last=None, keep_best=Best("acc", mode="max")) as checkpoints:
+        text = error_of(lambda: checkpoints.restore(make(), step="best"))
+        assert "Best(metric='acc', mode='max', k=1) is in none of them" in text
+        for step, value in enumerate((0.1, 0.9, 0.5, 0.4)):
+            more = {"acc": value} if step < 3 else {"loss": 1.0}
+            checkpoints.save(make().replace(step=step), metrics=more)
+        checkpoints.wait()
+        assert checkpoints.metrics() == {0: {"acc": 0.1}, 1: {"acc": 0.9}, 2: {"acc": 0.5}, 3: {"loss": 1.0}}
+        assert checkpoints.restore(make(), step="best").step == 1
+        (tmp_path / "1" / "arrays" / "0.safetensors").unlink()
+        with pytest.warns(UserWarning, match="checkpoint skipped"):
+            assert checkpoints.restore(make(), step="best").step == 2
+    assert "'best' without keep_best=" in error_of(lambda: restored(tmp_path, make(), step="best"))
+    assert "got 'last'" in error_of(lambda: restored(tmp_path, make(), step="last"))
+
+
+def test_a_name_that_no_metric_has_is_told_at_the_first_save(tmp_path):
+    with Checkpoints(tmp_path, keep_best=Best("val/los", mode="min")) as checkpoints:
+        checkpoints.save(make())  # without metrics nobody can tell
+        text = error_of(lambda: checkpoints.save(make(), metrics={"val/loss": 1.0}), RowError)
+    assert text.startswith("metric of keep_best at save(): got 'val/los'") and "Did you mean 'val/loss'?" in text
+
+
+# --------------------------------------------------------------------------------------------- states that are lost
+
+
+def poisoned(state, value=np.nan):
+    head = jnp.asarray(state.params["head"]).at[0, 0].set(value)
+    return state.replace(params={**state.params, "head": head})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_state_that_is_not_finite_is_never_the_newest_good_one(tmp_path, value):
+    text = r"checkpoint of step {} in .* is not finite \(state\.params\['head'\]\): restore\(\) takes an earlier one"
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(make().replace(step=step))
+        for step in (3, 4, 2):  # the last one would replace a good one
+            if step == 2:
+                checkpoints = Checkpoints(tmp_path)  # what lies there is known to a new process, too
+            checkpoints.save(poisoned(make().replace(step=step), value))
+            with pytest.warns(UserWarning, match=text.format(step)):
+                checkpoints.wait()
+        assert checkpoints.steps() == [1, 2] and sorted(os.listdir(tmp_path)) == ["1", "2", "4", "tsunax.lock"]
+        with pytest.warns(UserWarning, match=r"checkpoint skipped .* step 4: state\.params\['head'\] is not finite"):
+            assert checkpoints.restore(make()).step == 2
+        found = checkpoints.restore(make(), step=4)  # to look at
+        assert not np.isfinite(found.state.params["head"][0, 0])
+        for step in (3, 4):  # and the run goes on over it
+            checkpoints.save(make().replace(step=step))
+        checkpoints.wait()
+        assert checkpoints.steps() == [3, 4] and sorted(os.listdir(tmp_path)) == ["3", "4", "tsunax.lock"]
+        checkpoints.restore(make())
+
+
+def test_infinities_that_belong_there_are_no_matter(tmp_path):
+    params = {"w": jnp.ones(2), "mask": jnp.array([0.0, -jnp.inf])}
+    state = ts.setup(ts.rules.sgd(0.1), params, trainable="w", model_state={"best": jnp.array(jnp.inf)})
+    pair = ts.population(lambda key, w: ts.setup(ts.rules.sgd(0.1), {"w": w}), 2, w=jnp.array([[1.0], [jnp.nan]]))
+    for i, saved in enumerate((state, pair, {"bare": jnp.array(jnp.nan)})):
+        save(tmp_path / str(i), saved, step=1)
+        assert Checkpoints(tmp_path / str(i), read_only=True).steps() == [1]
+
+
+@pytest.mark.parametrize("what", ["masters", "average"])
+def test_masters_and_averages_are_looked_at_too(tmp_path, what):
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}, precision=ts.precision.Policy(param="bfloat16"), ema=0.9)
+    odd = jnp.array([1.0, jnp.nan])
+    part = {"masters": {"w": odd}, "average": dataclasses.replace(state.average, params={"w": odd})}[what]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(dataclasses.replace(state, **{what: part}))
+        with pytest.warns(UserWarning, match=rf"not finite \(state\.{what}"):
+            checkpoints.wait()

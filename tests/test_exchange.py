@@ -4,6 +4,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import stat
 import time
 import warnings
@@ -402,6 +403,7 @@ HEADERS = {  # file, what the error says
     "a bool": (raw({"a": entry(shape=(True,))}, bytes(4)), "no dtype, shape or place"),
     "huge": (raw({"a": entry(shape=(2**40,), stop=2**42)}, bytes(4)), "bytes where its header has"),
     "huge, wrapped": (raw({"a": entry(shape=(2**47, 2**47))}, bytes(4)), "4 bytes for float32"),
+    "huge and empty": (raw({"a": entry(shape=(2**47, 2**47, 0), stop=0)}), "shape that NumPy does not have"),
     "many axes": (raw({"a": entry(shape=(1,) * 65)}, bytes(4)), "no dtype, shape or place"),
     "unknown dtype": (raw({"a": entry(dtype="O")}, bytes(4)), "dtype 'O'"),
     "packed dtype": (raw({"a": entry(dtype="F4", shape=(8,))}, bytes(4)), "dtype 'F4'"),
@@ -619,6 +621,9 @@ def test_hostile_flax_files(tmp_path):
         "strings": array([1], "U1", bytes(4)),
         "too few": array([2**40], "float32", bytes(4)),
         "negative": array([-1], "float32", bytes(4)),
+        "huge and empty": array([2**47, 2**47, 0], "float32", b""),
+        "a dtype of 5": array([1], 5, bytes(4)),
+        "a shape of 5": array(5, "float32", bytes(4)),
         "another extension": msgpack.packb({"a": msgpack.ExtType(99, b"x")}),
         "a list": msgpack.packb([1, 2]),
         "cut": flax.serialization.to_bytes(PARAMS)[:50],
@@ -680,6 +685,16 @@ def test_other_directories_are_no_orbax_checkpoints(orbax_dirs, tmp_path):
         assert text.startswith(f"orbax checkpoint at {path}: got ") and text.endswith(
             "Give the directory of one step, with _CHECKPOINT_METADATA in it."
         )
+
+
+def test_a_pipe_in_an_orbax_directory_is_refused_at_once(orbax_dirs, tmp_path):
+    shutil.copytree(orbax_dirs[0] / "plain", tmp_path / "run")
+    chunk = max((p for p in (tmp_path / "run").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    chunk.unlink()
+    os.mkfifo(chunk)
+    start = time.monotonic()
+    text = error_of(lambda: exchange.restore_orbax(tmp_path / "run"))
+    assert time.monotonic() - start < 2 and f"{chunk.name} is no regular file" in text
 
 
 def test_nothing_is_unpickled():

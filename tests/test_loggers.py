@@ -11,9 +11,11 @@ import os
 import struct
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tsunax as ts
 from tests.helpers import need
 from tsunax import loggers
 from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, SaveError, WrongTypeError
@@ -26,7 +28,7 @@ ROWS = {
     40: {"epoch": 2},
     50: {"loss": 1e-300, "epoch": 2, "损失": 7},
 }
-SETTINGS = {"batch_size": 32, "learning_rate": 0.1, "precision": "bfloat16", "donate": True}
+SETTINGS = {"run": "a", "batch_size": 32, "learning_rate": 0.1, "precision": "bfloat16", "donate": True}
 
 
 def write(logger, steps, rows=ROWS):
@@ -124,6 +126,67 @@ def test_a_logger_can_be_used_again(tmp_path, kind):
     assert list(found) == [10, 20, 30, 40, 50]
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize("named", [True, False])
+def test_no_run_deletes_the_rows_of_another(tmp_path, kind, named):
+    path = tmp_path / f"log.{kind}"
+
+    def run(name, steps):
+        logger = getattr(loggers, kind)(path)
+        logger.start({"run": name, "rate": 0.1} if named else {"rate": 0.1})
+        for step in steps:
+            logger({"loss": float(step)}, step=step)
+        logger.close()
+
+    read = lambda p: list(csv_rows(p)[0]) if kind == "csv" else [step for step, _ in jsonl_rows(p)[0]]
+    run("a", [1, 10, 20])
+    run("b", [30, 40])  # nothing is lost: they stand behind each other
+    with pytest.warns(UserWarning, match=rf"log\.{kind} has steps of another run: they are kept in log\.1\.{kind}"):
+        run("c", [1, 10])
+    assert read(path) == [1, 10] and read(tmp_path / f"log.1.{kind}") == [1, 10, 20, 30, 40]
+    if named:
+        with pytest.warns(UserWarning, match=rf"kept in log\.2\.{kind}"):
+            run("d", [10, 11])
+        assert read(path) == [10, 11] and read(tmp_path / f"log.2.{kind}") == [1, 10]
+    else:
+        run("d", [10, 11])  # who says nothing, and goes on within the rows, goes on with them
+        assert read(path) == [1, 10, 11]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_fit_names_its_runs(tmp_path, kind):
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    rows = [np.ones((4, 2), np.float32)] * 4
+    make = getattr(loggers, kind)
+
+    def fit(steps, checkpoint=None):
+        state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)})
+        given = {"progress": False, "log_every": 1, "logger": make(tmp_path / f"log.{kind}"), "replay": True}
+        ts.fit(step, state, rows, steps=steps, checkpoint=checkpoint, **given)
+
+    fit(3, tmp_path / "run")
+    with ts.Checkpoints(tmp_path / "run", read_only=True) as reader:
+        assert reader.steps() == [3]
+    with open(tmp_path / f"log.{kind}", "a") as file:  # rows that the run wrote before it was killed
+        file.write("4,0.0\n" if kind == "csv" else '{"step": 4, "loss": 0.0}\n')
+    fit(6, tmp_path / "run")
+    assert not list(tmp_path.glob("log.1.*"))
+    with pytest.warns(UserWarning, match="of another run"):
+        fit(2)
+    assert len(list(tmp_path.glob("log.1.*"))) == 1
+
+
+def test_binary_files_are_refused(tmp_path):
+    (tmp_path / "log").write_bytes(b"\xff\xfe\x00 no text")
+    for make in (loggers.csv, loggers.jsonl):
+        with pytest.raises(RowError, match="got bytes that are no text, expected rows of this logger"):
+            make(tmp_path / "log")({"loss": 1.0}, step=1)
+    with open(tmp_path / "new", "wb") as file:
+        for make in (loggers.csv, loggers.jsonl, lambda file: loggers.console(file=file)):
+            with pytest.raises(WrongTypeError, match=r"expected (a str or Path|an open)"):
+                make(file)
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "line"),
     [
@@ -169,7 +232,7 @@ def test_console_prints_a_line_a_row(capsys):
     log = loggers.console()
     write(log, ROWS)
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "batch_size=32  learning_rate=0.1  precision=bfloat16  donate=True"
+    assert first == "run=a  batch_size=32  learning_rate=0.1  precision=bfloat16  donate=True"
     assert lines[0] == "step       10  loss 0.3333  epoch 0"
     assert lines[1] == "step       20  loss nan  epoch 1"
     assert len(lines) == 5

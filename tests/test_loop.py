@@ -15,6 +15,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import _fused, callbacks, testing
+from tsunax.checkpoint import Best
 from tsunax.errors import DataError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.loop import fit as loud_fit
 from tsunax.loop import iterate, train_epoch, train_steps
@@ -564,10 +565,10 @@ def test_a_callback_edits_the_state():
 
 
 def test_early_stopping_ends_the_run():
-    values = iter([3.0, 2.0, 2.5, 2.6, 2.7, 2.8])
+    values = [0.0, 3.0, 2.0, 2.5, 2.6, 2.7, 2.8]  # by epoch; the first is where its names are looked at
     state, history = fit(
         *(STEP, ts.setup(RULE, init()), data()),
-        **{"epochs": 50, "evaluate": lambda state: {"val/loss": next(values)}},
+        **{"epochs": 50, "evaluate": lambda state: {"val/loss": values[int(state.step) // 7]}},
         callbacks=callbacks.early_stopping("val/loss", patience=2),
     )
     assert int(state.step) == 4 * 7
@@ -629,7 +630,7 @@ def test_an_exception_hands_over_the_state():
     fit(STEP, caught.value.state, data(), steps=9)
 
 
-def test_ctrl_c_ends_after_the_step_under_way():
+def test_ctrl_c_ends_after_the_step_under_way(monkeypatch):
     before = signal.getsignal(signal.SIGINT)
 
     def press(run):
@@ -641,11 +642,16 @@ def test_ctrl_c_ends_after_the_step_under_way():
     assert signal.getsignal(signal.SIGINT) is before
 
     def press_twice(run):
-        press(run), press(run)
+        press(run), press(run), ended.append(run.step)
 
+    ended = []
+    with pytest.raises(KeyboardInterrupt):  # together they are one
+        fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
+    assert ended == [4]
+    monkeypatch.setattr("tsunax._signals.TOGETHER", -1.0)
     with pytest.raises(KeyboardInterrupt) as caught:
         fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
-    assert int(caught.value.state.step) == 4
+    assert int(caught.value.state.step) == 4 and ended == [4]
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -1081,9 +1087,9 @@ def test_another_order_of_the_data_is_refused(tmp_path):
 
 
 def test_the_best_checkpoint_is_that_of_its_own_step(tmp_path):
-    values = iter([1.0, 3.0, 2.0])
-    with ts.Checkpoints(tmp_path, every=5, keep_last=1, keep_best="val/loss") as saver:
-        given = {"evaluate": lambda state: {"val/loss": next(values)}, "evaluate_every": 10}
+    values = [0.0, 1.0, 3.0, 2.0]
+    with ts.Checkpoints(tmp_path, every=5, keep_last=1, keep_best=Best("val/loss", mode="min")) as saver:
+        given = {"evaluate": lambda state: {"val/loss": values[int(state.step) // 10]}, "evaluate_every": 10}
         fit(STEP, ts.setup(RULE, init()), data(), steps=30, checkpoint=saver, **given)
         saver.wait()
         assert saver.steps() == [10, 30]

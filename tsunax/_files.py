@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -15,7 +16,10 @@ import re
 import secrets
 import shutil
 import stat
+import struct
+import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,17 +29,30 @@ __all__ = []
 
 LOCK = "tsunax.lock"
 SMALL = 1 << 20  # bytes: larger files are array data, whose hashes are those of the arrays
+_URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # of one letter it is a drive; a Path has lost the second slash
 _OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
+
+
+def local(path: Any, name: str, where: str, expected: str = "a directory's path") -> str:
+    """The path that an argument names, with `~` expanded. Raises CheckpointError for none, and for "gs://bucket"."""
+    try:
+        text = os.fspath(path)
+        if not text or not isinstance(text, str) or "\0" in text:
+            raise ValueError("an empty path" if text == "" else f"{text!r:.60}")
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(message(name, where, told(error), expected)) from None
+    if _URL.match(text):
+        fix = "Buckets are not supported yet. Give a local directory, or one where the bucket is mounted."
+        raise CheckpointError(message(name, where, f"{text!r:.80}", "a local path", fix))
+    return os.path.expanduser(text)
 
 
 def folder_of(path: Any, name: str, where: str) -> Path:
     """The directory that an argument names, as a path that stays where it is. Raises CheckpointError."""
+    text = local(path, name, where)
     try:
-        text = os.fspath(path)
-        if not text or not isinstance(text, str):
-            raise ValueError("an empty path" if text == "" else f"a path of {type(text).__name__}")
         return Path(os.path.realpath(text))
-    except (TypeError, ValueError, OSError) as error:
+    except OSError as error:
         raise CheckpointError(message(name, where, told(error), "a directory's path")) from None
 
 
@@ -133,6 +150,15 @@ def listing(top: Path) -> dict[str, tuple[int, str]]:
     return out
 
 
+def check_regular(top: Path) -> None:
+    """Raise OSError unless all that lies in a directory can be read without a wait: a pipe would block."""
+    os.listdir(top)
+    for folder, _, files in os.walk(top):
+        for name in files:
+            if not stat.S_ISREG(os.stat(os.path.join(folder, name)).st_mode):
+                raise OSError(f"{name} is no regular file")
+
+
 def facts(path: Path) -> tuple[int, str]:
     """The size of a file, and the sha256 of a small one."""
     size = os.lstat(path).st_size
@@ -162,11 +188,45 @@ def sha256(content) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+_LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    """In a forked child: it shares the open files, and would hold the locks for as long as it lives."""
+    for lock in _LOCKS:
+        if lock._fd is not None:
+            os.close(lock._fd)
+            lock._fd = None
+
+
+def _lock(fd) -> None:
+    """Lock a file, or raise OSError."""
+    import fcntl
+
+    if sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK"):
+        whole = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole)
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel or a file system that does not know it
+                raise
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 class Lock:
     """This process alone writes into `folder`, until `release` or its death.
 
-    A POSIX record lock: the kernel drops it with the process, however that dies, and a forked child (a worker that
-    outlives its parent) does not have it. It does not hold against a second owner in the same process.
+    The kernel drops it with the process, however that dies. On Linux it is a lock of the open file, which
+    works over NFS as a record lock does, and which survives that this process reads the lock file (a copy
+    of the directory); a forked child, which may outlive its parent, closes its own end. Elsewhere it is a
+    record lock of POSIX, which goes with any close of the file, and holds against no one in this process.
     """
 
     def __init__(self, folder: Path, is_mine: bool = True, reader: str = "read_only=True"):
@@ -188,13 +248,12 @@ class Lock:
         except BaseException:
             os.close(self._fd)
             raise
+        _watch_forks()
+        _LOCKS.add(self)
 
     def _take(self, folder: Path, reader: str) -> None:
         try:
-            import fcntl
-
-            assert self._fd is not None
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._fd)
         except (ImportError, OSError) as error:
             if getattr(error, "errno", None) in (errno.EACCES, errno.EAGAIN):
                 got, fix = self._owner(), f"Wait for it to end, give another path, or read with {reader}."

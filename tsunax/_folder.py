@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from tsunax import _files, _tree, errors
@@ -60,6 +61,7 @@ class Folder:
         self.path = path
         self.bad: dict[int, str] = {}  # steps that did not stand their verification, and why
         self.notes: list[str] = []  # to be told as warnings
+        self.not_finite: set[int] = set()  # steps that are there, and that no run goes on from
         self._known: dict[int, dict[str, float]] | None = None
 
     def steps(self, warn: bool = True) -> list[int]:
@@ -80,16 +82,29 @@ class Folder:
         return sorted(found)
 
     def known(self) -> dict[int, dict[str, float]]:
-        """The complete steps and their metrics; read once, because nobody else writes here."""
+        """The complete steps that are finite, and their metrics; read once, because nobody else writes here."""
         if self._known is None:
-            known = {}
-            for step in self.steps(warn=False):
-                with contextlib.suppress(Damaged, TooNew):
-                    known[step] = manifest_in(self.path / str(step), step).metrics
-            self._known = known
+            self._known = {}
+            for step, manifest in self.manifests():
+                self._note(step, manifest)
         for step in [step for step in self._known if step in self.bad]:
             del self._known[step]
         return self._known
+
+    def manifests(self) -> Iterator[tuple[int, Manifest]]:
+        """The manifests of the complete steps."""
+        for step in self.steps(warn=False):
+            with contextlib.suppress(Damaged, TooNew):
+                yield step, manifest_in(self.path / str(step), step)
+
+    def _note(self, step: int, manifest: Manifest) -> None:
+        assert self._known is not None
+        if manifest.not_finite:
+            self.not_finite.add(step)
+            self._known.pop(step, None)
+        else:
+            self.not_finite.discard(step)
+            self._known[step] = manifest.metrics
 
     def check_not_foreign(self) -> None:
         names = sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []
@@ -123,11 +138,11 @@ class Folder:
         _files.write(folder / MANIFEST, body)
         _files.write(folder / SUM, sum_of(body))
         _files.sync(folder)
-        known = self.known()
+        self.known()
         old = self._make_room(step)
         os.rename(folder, self.path / str(step))
         _files.sync(self.path)
-        known[step] = manifest.metrics
+        self._note(step, manifest)
         self.bad.pop(step, None)
         return old
 
@@ -161,7 +176,8 @@ class Folder:
         """Delete checkpoints; not those in which somebody keeps a file of his own."""
         for step in steps:
             folder = self.path / str(step)
-            del self.known()[step]
+            self.known().pop(step, None)
+            self.not_finite.discard(step)
             if _files.is_real_directory(folder) and set(os.listdir(folder)) <= set(KNOWN):
                 old = _files.aside(self.path, "old", step)
                 os.rename(folder, old)

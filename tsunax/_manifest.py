@@ -32,7 +32,7 @@ from tsunax.state import TrainState
 __all__ = []
 
 FORMAT = 2  # 1 had all arrays in one directory of orbax's, and the values of one process
-LIMIT = 64 << 20  # bytes of a manifest
+LIMIT = 28 << 20  # bytes of a manifest: to parse one long string takes three times as much
 _PIECES = 1_000_000  # brackets and commas in it: what bounds the memory that parsing takes, to 100 MB
 DEPTH = 64
 _PLAIN = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
@@ -42,6 +42,10 @@ Path = tuple[str, ...]
 
 class Damaged(Exception):
     """A checkpoint that must not be used; the text says why."""
+
+
+class NotFinite(Damaged):
+    """A checkpoint of a state that cannot be trained on, every byte as it was saved."""
 
 
 class TooNew(Exception):
@@ -183,20 +187,22 @@ def _walk(x, path: Path, in_box: bool, out: Tree) -> None:
 # ---------------------------------------------------------------------------------------------------------- rules
 
 
-def rule_text(x, depth: int = 0, seen: frozenset = frozenset()) -> str:
+def rule_text(x, depth: int = 0, seen: frozenset = frozenset(), numbers: bool = False) -> str:
     """What a rule is made of, without its numbers: names of functions, flags, strings. No two processes differ.
+
+    With `numbers`, those that are not live are in it too.
 
     >>> import tsunax as ts
     >>> rule_text(ts.rules.sgd(0.1).update)
     'sgd(learning_rate, accumulator_dtype=None, momentum=None, nesterov=False)'
     """
-    inner = lambda y: rule_text(y, depth + 1, seen | {id(x)})
+    inner = lambda y: rule_text(y, depth + 1, seen | {id(x)}, numbers)
     if depth > 14 or id(x) in seen:
         return "…"
     if isinstance(x, (bool, str, type(None))):
         return repr(x)
     if isinstance(x, (int, float, complex)) or _tree.dtype_of(x) is not None:
-        return "#"
+        return repr(x) if numbers and isinstance(x, (int, float, complex)) else "#"
     if isinstance(x, _live.Live):
         flags = (f"{k}={inner(v)}" for k, v in sorted(x.statics.items()))
         return f"{x.title}({', '.join([*x.names, *flags])})"
@@ -290,10 +296,44 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers, frozen=words)
 
 
-def merged_numbers(saved: np.ndarray, saved_facts, mine: np.ndarray, my_facts) -> tuple[np.ndarray, list[str]]:
+def given_of(state: TrainState) -> dict[str, Any]:
+    """The numbers that a script gives with a state: its rule's, its average's rate, its loss scale."""
+    numbers, plain = state.numbers, lambda x: np.asarray(x).tolist()
+    if numbers is not None and np.size(numbers.values) > 20_000:  # a manifest is bounded
+        numbers = None
+    return {
+        "columns": [] if numbers is None else [list(column) for column in numbers.column_names()],
+        "values": [] if numbers is None else plain(numbers.values),
+        "rate": None if state.average is None else plain(state.average.rate),
+        "scale": None if state.loss_scale is None else plain(state.loss_scale.scale),
+    }
+
+
+def given_in(manifest: Manifest) -> dict[Path, dict[str, Any]]:
+    """What `given_of` told of each state at the start of the run; empty if nobody saved it."""
+    try:
+        found: Any = decode(manifest.parts[0].values["script"], [])
+        out = {}
+        for path, x in zip(manifest.states, found["states"], strict=True):
+            columns = [(_is(name, str), _size(j)) for name, j in _is(x["columns"], list)]
+            values = np.asarray(x["values"], np.float32)
+            if columns and values.shape[-1] != len(columns):
+                raise ValueError("numbers that are no table of their names")
+            number = lambda y: None if y is None else np.asarray(y, np.float32)
+            rate, scale = number(x["rate"]), number(x["scale"])
+            out[path] = {"columns": columns, "values": values, "rate": rate, "scale": scale}
+        return out
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return {}
+
+
+def merged_numbers(
+    saved: np.ndarray, saved_facts, mine: np.ndarray, my_facts, given: Mapping[str, Any] | None = None
+) -> tuple[np.ndarray, list[str]]:
     """The live numbers of a restored state, (..., 4, n), and what was edited in the script since.
 
-    A number whose value at `setup` is what it was goes on with its live value. One that was edited is the script's.
+    A number goes on with its live value if the script gives it as it did: the same at `setup`, and
+    the same when it was given to `fit`, if `given` is known. One that was edited is the script's.
     """
     if saved.shape != (*mine.shape[:-1], len(saved_facts["columns"])) or saved.dtype != mine.dtype:
         raise Damaged("manifest: live numbers that are no table of its names")
@@ -311,13 +351,24 @@ def merged_numbers(saved: np.ndarray, saved_facts, mine: np.ndarray, my_facts) -
             say = lambda text: "a schedule" if text else "a number"
             edited.append(f"{name}: {say(schedules[0])} then, {say(schedules[1])} now")
             continue
-        then, now = saved[..., 3, there], mine[..., 3, here]
-        if np.array_equal(then, now):
+        pairs = [(saved[..., 3, there], mine[..., 3, here])]
+        if given is not None and given["values"].shape[:-1] == mine.shape[:-1]:
+            at = [i for i, (known, _) in enumerate(given["columns"]) if known == name]
+            table = given["values"][..., at]
+            pairs += [(table[..., i, :], mine[..., i, here]) for i in range(3) if at]
+        if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
             out[..., here] = saved[..., there]
         else:
-            a, b = (", ".join(f"{v:.6g}" for v in x[then != now].ravel()[:3]) for x in (then, now))
-            edited.append(f"{name}: {a} then, {b} now")
+            edited.append(f"{name}: {then_and_now(*edit)}")
     return out, edited
+
+
+def then_and_now(then, now) -> str:
+    """The first three numbers that differ, on both sides."""
+    then, now = np.ravel(then), np.ravel(now)
+    differ = then != now if then.shape == now.shape else slice(None)
+    a, b = (", ".join(f"{v:.6g}" for v in x[differ][:3]) for x in (then, now))
+    return f"{a} then, {b} now"
 
 
 # ----------------------------------------------------------------------------------------------- plain values, arrays
@@ -415,6 +466,7 @@ class Manifest:
     fingerprint: dict[str, Any]
     versions: dict[str, str]
     files: dict[str, tuple[int, str]]  # those that hold the arrays: size, and sha256 of the small ones
+    not_finite: str = ""  # the first trained leaf with a NaN or an infinity in it
 
     def of_arrays(self) -> list[Leaf]:
         """All leaves that have arrays, those of the parts too."""
@@ -435,6 +487,7 @@ class Manifest:
             "leaves": [leaf(x) for x in self.leaves],
             "parts": [[part.values, [leaf(x) for x in part.arrays]] for part in self.parts],
             "files": self.files,
+            "not_finite": self.not_finite,
         }
         return json.dumps(body, allow_nan=False, separators=(",", ":"), ensure_ascii=True).encode()
 
@@ -445,6 +498,8 @@ class Manifest:
         Unless it is of the `whole`, leaves may lack shards: those that other processes have.
         """
         check_pieces(content)
+        if len(content) > LIMIT or not content.isascii():  # others take four bytes for each character
+            raise Damaged(f"manifest: {len(content)} bytes, expected at most {LIMIT}, all ASCII")
         try:
             body = json.loads(content)
             if isinstance(body, dict) and type(body.get("format")) is int and body["format"] > FORMAT:
@@ -461,7 +516,8 @@ def merged(parts: list[Manifest]) -> Manifest:
         leaves.append(dataclasses.replace(same[0], shards=tuple(s for leaf in same for s in leaf.shards)))
     files = {name: facts for part in parts for name, facts in part.files.items()}
     own = [one for part in parts for one in part.parts]
-    return dataclasses.replace(parts[0], leaves=leaves, parts=own, files=files)
+    odd = next((part.not_finite for part in parts if part.not_finite), "")
+    return dataclasses.replace(parts[0], leaves=leaves, parts=own, files=files, not_finite=odd)
 
 
 def check_pieces(content: bytes) -> None:
@@ -486,11 +542,17 @@ def _size(x) -> int:
     return x
 
 
+def is_shape(shape) -> bool:
+    """Whether NumPy can have an array of this shape: also one without elements has a size without them."""
+    sizes = all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
+    return sizes and len(shape) <= 64 and math.prod(n for n in shape if n) < 1 << 48
+
+
 def _leaf(x, whole: bool = True) -> Leaf:
     path, kind, shape, dtype, shards, value = _is(x, list)
-    shape = tuple(map(_size, _is(shape, list)))
-    if len(shape) > 64:
-        raise ValueError("too many axes")
+    shape = tuple(_is(shape, list))
+    if not is_shape(shape):
+        raise ValueError("no shape")
     leaf = Leaf(_path(path), _is(kind, str), shape, _is(dtype, str), tuple(map(_shard, _is(shards, list))), value)
     if not dtype:
         kinds = {"bool": bool, "int": int, "float": (float, list), "str": str, "complex": list}
@@ -559,6 +621,7 @@ def _parsed(body, whole: bool) -> Manifest:
         fingerprint=_is(body["fingerprint"], dict),
         versions={_is(k, str): _is(v, str) for k, v in _is(body["versions"], dict).items()},
         files={k: (_size(n), _is(digest, str)) for k, (n, digest) in _is(body["files"], dict).items()},
+        not_finite=_is(body.get("not_finite", ""), str),
     )
 
 

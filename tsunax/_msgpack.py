@@ -40,7 +40,7 @@ def _extension(code: int, data: bytes):
 
     if code in (_ARRAY, _SCALAR):
         shape, name, content = msgpack.unpackb(data, raw=True)
-        dtype = _manifest.dtype_of(name.decode("ascii"))
+        dtype = _manifest.dtype_of(name.decode("ascii")) if isinstance(name, bytes) else None
         if dtype is None:  # object among them, whose bytes would be taken for pointers
             raise Damaged(f"an array of dtype {name!r:.40}")
         array = np.frombuffer(content, dtype).reshape(_shape(shape)).copy()
@@ -52,7 +52,7 @@ def _extension(code: int, data: bytes):
 
 
 def _shape(shape) -> tuple[int, ...]:
-    if not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+    if not isinstance(shape, list) or not _manifest.is_shape(shape):
         raise Damaged("an array without a shape")
     return tuple(shape)
 

@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import logging
 import math
-import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -54,7 +53,7 @@ def of_format_1(path: Path, shards: Mapping[str, tuple[_manifest.Shard, Leaf]]) 
 
 def foreign(path: Path) -> Any:
     """The tree that a directory of orbax's own says it has, by its old interface or the new one. Raises Damaged."""
-    os.listdir(path)
+    _files.check_regular(path)
     found = _of_orbax(lambda ocp: ocp.metadata(path).metadata, "the description")
     if not isinstance(found, Mapping | list | tuple):
         raise Damaged("no tree of arrays")

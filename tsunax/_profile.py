@@ -6,6 +6,7 @@ import contextlib
 
 import jax
 
+from tsunax import _files
 from tsunax.errors import warn
 
 FIRST, CALLS = 2, 10  # the first call compiles; ten show a rhythm, and more is megabytes
@@ -15,7 +16,8 @@ class Profile:
     """Starts with the second call and ends ten calls later; `phase(name)` is a context that the trace shows."""
 
     def __init__(self, directory):
-        self.directory, self.calls, self.running = directory, 0, False
+        self.directory = None if directory is None else _files.local(directory, "profile", "fit()")
+        self.calls, self.running = 0, False
 
     def call(self) -> None:
         """One more call is about to be made."""
@@ -23,7 +25,7 @@ class Profile:
             return
         self.calls += 1
         if self.calls == FIRST:
-            jax.profiler.start_trace(str(self.directory))
+            jax.profiler.start_trace(self.directory)
             self.running = True
         elif self.calls == FIRST + CALLS:
             self.close()

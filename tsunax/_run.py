@@ -23,7 +23,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _alike, _checks, _feed, _fused, _place, _tree, display, distributed, failures, guard
+from tsunax import (
+    _alike,
+    _checks,
+    _feed,
+    _fused,
+    _place,
+    _tree,
+    _where,
+    callbacks,
+    display,
+    distributed,
+    evaluation,
+    failures,
+    guard,
+)
 from tsunax._members import members_of
 from tsunax._options import Options, is_bare, wants
 from tsunax._profile import Profile
@@ -76,7 +90,19 @@ class Rejected:
 
 
 class Run:
-    """What a callback sees of a run; it may change `memory`, and call `log` and `stop`."""
+    """What a callback sees of a run; it may change `memory`, and call `log` and `stop`.
+
+    To assign an attribute is an error in a callback: nobody would read it.
+    """
+
+    is_lent = False  # to a callback
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _METHODS or (self.is_lent and name in self.__dict__.get("known", ())):
+            fixes = {"state": "Return the new state.", "memory": "Change it in place: run.memory.update(...)."}
+            fix = f"Call it: run.{name}(...)." if name in _METHODS else fixes.get(name, "It is the loop's.")
+            raise WrongTypeError(message(f"run.{name}", "a callback", "an assignment", "none", fix))
+        self.__dict__[name] = value
 
     def __init__(self, state, step: int, epoch: int, history: History):
         self.event = "start"
@@ -92,12 +118,14 @@ class Run:
         self.row: dict[str, float] = {}
         self.note: Callable[[str], None] = print  # a line above the progress
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)  # the last ones
+        self.known = frozenset(self.__dict__)  # of the loop; a callback may put names of its own beside them
 
     def log(self, **numbers) -> None:
         """Let numbers join the row of this step."""
         self.check_own(numbers, "run.log()")
-        self.row = join(self.row, numbers, "run.log()")
-        self.metrics |= {name: self.row[name] for name in numbers}
+        row = join(self.row, numbers, "run.log()")
+        self.__dict__["row"] = row
+        self.metrics.update({name: row[name] for name in numbers})
 
     def check_own(self, numbers, where: str) -> None:
         """Raise RowError for a name that the rows of training have, so that no column mixes two things."""
@@ -107,7 +135,10 @@ class Run:
 
     def stop(self, reason: str) -> None:
         """End the run after this boundary."""
-        self.stopped = self.stopped or str(reason)
+        self.__dict__["stopped"] = self.stopped or str(reason)
+
+
+_METHODS = {name for name in vars(Run) if callable(getattr(Run, name))}
 
 
 class Fit:
@@ -125,7 +156,8 @@ class Fit:
         self.alike = _alike.Alike("fit()", state, data)
         self.signal = 0  # that ended the run: the same on all processes
         self.has_changed = False  # whether a callback of this boundary returned a state
-        self.extra = _place.whole(dict(options.extra), _place.home_of(state))  # once, not by every call
+        self.given: Any = None  # what `extra` was placed from
+        self.place_extra()
         self.pending: list[tuple[_feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead = 0  # steps in them
         self.seconds = 0.0  # per step over the last reads, without compiling and boundaries; 0: unknown
@@ -145,8 +177,20 @@ class Fit:
         self.told_step = -1  # of the row that the loggers were given last
         self.last: tuple[Callable, int] | None = None  # what makes the newest step's row, if it has none
         self.saved: Any = None  # when it was, last
+        self.script: Any = None  # what the script gave, see `_resume.script_of`
         self.evaluated = -1  # the step at which it was, last
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
+
+    def place_extra(self) -> None:
+        """The arguments of the step where the state lives: once, and again where a callback put in others."""
+        given = dict(self.options.extra)
+        if (
+            self.given is None
+            or given.keys() != self.given.keys()
+            or any(x is not self.given[k] for k, x in given.items())
+        ):
+            _checks.check_arrays(given, "extra", "Bind it to the step instead, with functools.partial.")
+            self.given, self.extra = given, _place.whole(given, _place.home_of(self.run.state))
 
     def show_on(self, bar) -> None:
         self.bar, self.run.note = bar, bar.note
@@ -158,6 +202,7 @@ class Fit:
         run, options = self.run, self.options
         self.alike.start(options=options.deciding(), place=self.feed.source.state(), state=_alike.small(run.state))
         run.history.reopen()
+        self.look_for_names()
         self.boundary(["start"])
         boundary, since = 0.0, -1
         while not (options.goal.reached(run.step, self.feed.epoch) or run.stopped or self.asked(interrupt)):
@@ -187,6 +232,25 @@ class Fit:
             run.stop("interrupted")
         due = options.evaluate is not None and self.evaluated != run.step and not self.signal
         self.boundary([*(["evaluate"] if due else []), *(["step"] if options.smoke else []), "end"])
+
+    def look_for_names(self) -> None:
+        """Raise RowError before step 1 for a name that somebody waits for and `evaluate` does not return.
+
+        That takes a call of it, of one batch if it calls `ts.evaluate`, and none if a callback of the
+        user's might log the name.
+        """
+        options, known = self.options, self.run.history.names
+        best = options.saver and options.saver.keep_best
+        waits = {f.metric: f"{type(f).__name__}()" for f in options.callbacks if callbacks.is_watching(f)}
+        waits |= {best.metric: "keep_best"} if best else {}
+        waits = {name: where for name, where in waits.items() if "/" in name and name not in known}
+        if not waits or options.evaluate is None or options.smoke or any(map(callbacks.may_log, options.callbacks)):
+            return
+        with evaluation.one_batch(), _blame("evaluate", options.evaluate, self.run):
+            found = check_row(options.evaluate(self.run.state), "evaluate")
+        for name, where in waits.items():
+            if name not in found:
+                raise RowError(_where.unknown("metric", where, name, found))
 
     def asked(self, interrupt: Interrupt) -> bool:
         """Whether somebody wants the run to end: a signal, to this process or to another one."""
@@ -448,6 +512,7 @@ class Fit:
                     self.call_back(name, callback)
         run.stopped = self.alike.boundary(f"step {run.step}", run.stopped, run.state, self.has_changed)
         self.has_changed = False
+        self.place_extra()
         if "end" in events and run.stopped:
             run.history.mark("stop", run.step, run.stopped)
         if run.stopped:
@@ -458,6 +523,7 @@ class Fit:
         if saver is None:
             return
         saver.poll()
+        self.look_for_best("end" in events)
         due = "end" in events or saver.due(run.step) or ("epoch" in events and self.options.saves_epochs)
         if due and self.saved != (run.step, self.feed.place()):
             self.save()
@@ -469,8 +535,20 @@ class Fit:
         history = run.history.plain()
         newest = {name: run.history.newest(name) or (-1, 0.0) for name in run.history.names}
         numbers = {name: x for name, (step, x) in newest.items() if step == run.step and np.isfinite(x)}
-        given = {"data": self.feed.place(), "history": history, "callbacks": self.memory, "metrics": numbers}
-        self.options.saver.save(run.state, step=run.step, **given)
+        parts = self.feed.place(), history, self.memory, numbers, self.script
+        self.options.saver._save(run.state, run.step, *parts)
+
+    def look_for_best(self, is_last: bool) -> None:
+        """Raise RowError for a metric of `keep_best` that nobody gives; a warning is enough at the end."""
+        saver, options = self.options.saver, self.options
+        text = saver.lacks(self.run.history.names, "fit()")
+        if not text or (options.evaluate is not None and self.evaluated < 0) or not self.run.history.names:
+            return
+        may_come = options.callbacks and (options.evaluate is None or "/" not in saver.keep_best.metric)
+        if is_last:
+            warn(text)
+        elif not may_come:
+            raise RowError(text)
 
     def evaluate(self) -> None:
         run = self.run
@@ -493,7 +571,11 @@ class Fit:
             self.flush()
             self.row_step = run.step
         with _blame("callback", callback, run):
-            state = callback(run)
+            run.is_lent = True
+            try:
+                state = callback(run)
+            finally:
+                run.is_lent = False
             if state is not None:
                 _check_returned(state, run)
                 run.state, self.has_changed = state, True

@@ -151,6 +151,8 @@ def _checked(name: str, x) -> tuple[str, tuple[int, ...], tuple[int, int]]:
         raise Damaged(f"{name!r:.80}: dtype {code!r:.20}, which NumPy does not have")
     if stop - start != _nbytes(dtype, shape):
         raise Damaged(f"{name!r:.80}: {stop - start} bytes for {dtype}[{','.join(map(str, shape))}]")
+    if not _manifest.is_shape(shape):  # an empty array, of 2**94 rows
+        raise Damaged(f"{name!r:.80}: a shape that NumPy does not have, {list(shape)}")
     return dtype, shape, (start, stop)
 
 

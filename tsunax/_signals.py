@@ -1,10 +1,18 @@
-"""Signals during a run: the first ends it after the call under way, a second Ctrl-C at once."""
+"""Signals during a run: the first ends it after the call under way, a second Ctrl-C at once.
+
+Signals that come together are one: a scheduler sends SIGTERM and SIGINT within milliseconds, a terminal may repeat
+a key. So a Ctrl-C is the second one only if it comes a second after the first one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
+import time
+
+TOGETHER = 1.0  # seconds
 
 
 class Interrupt:
@@ -12,6 +20,7 @@ class Interrupt:
 
     def __init__(self, *numbers: int):
         self.asked = 0
+        self._pressed: float | None = None  # when Ctrl-C was, first
         self._numbers = numbers
         self._previous: dict[int, object] = {}
 
@@ -22,7 +31,7 @@ class Interrupt:
         return self
 
     def _note(self, number, frame) -> None:
-        if self.asked and number == signal.SIGINT:
+        if number == signal.SIGINT and self.is_second():
             raise KeyboardInterrupt
         if not self.asked:
             self.asked = number
@@ -30,7 +39,16 @@ class Interrupt:
             if isinstance(outer, Interrupt):  # a sweep around this run, which ends with it
                 outer.asked = outer.asked or number
             if number == signal.SIGINT:
-                print("\nending after this call; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+                with contextlib.suppress(RuntimeError):  # a handler may come in the middle of another print
+                    print("\nending after this call; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+
+    def is_second(self) -> bool:
+        """Whether this Ctrl-C is the second of two; notes the first one."""
+        now = time.monotonic()
+        if self._pressed is None:
+            self._pressed = now
+            return False
+        return now - self._pressed > TOGETHER
 
     def __exit__(self, *_) -> None:
         while self._previous:

@@ -21,7 +21,7 @@ import numpy as np
 from tsunax import _checks, _files, _manifest, _orbax, _safetensors, _tree
 from tsunax._manifest import Damaged, Leaf, Manifest, Parts
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message, told
-from tsunax.state import donated
+from tsunax.state import donated, trained_part
 
 __all__ = []
 
@@ -110,6 +110,31 @@ def copied(tree: _manifest.Tree, copies: list[np.ndarray], process: int) -> list
             blocks.append((None, np.array(x, copy=True)))
         leaves.append(stored(path, fact.kind, fact.shape, fact.dtype, blocks, copies, process))
     return leaves
+
+
+def watched(tree: _manifest.Tree, leaves: list[Leaf]) -> dict[int, str]:
+    """Which copies are finite in a state that can be trained on, and their leaves: params, masters, averages.
+
+    Only what is trained: a mask of -inf among the params is none of it. Members of a population may diverge alone.
+    """
+    paths = set()
+    for path, s in tree.states.items():
+        average = None if s.average is None else s.average.params
+        trained = {(".params",): trained_part(s), (".masters",): s.masters, (".average", ".params"): average}
+        for name, part in trained.items() if np.ndim(s.clock) == 1 else ():
+            paths |= {(*path, *name, *at) for at, _ in _manifest.tree_of(part).leaves}
+    shards = ((s, leaf) for leaf in leaves if leaf.path in paths for s in leaf.shards)
+    return {int(s.name.rpartition("/")[2]): _manifest.show("state", leaf.path) for s, leaf in shards}
+
+
+def not_finite(copies: list[np.ndarray], watched: Mapping[int, str]) -> str:
+    """The first of these leaves that is not finite; "" if all are. 7 ms for 100 MB, beside 150 ms of hashing."""
+    n = 1 << 18
+    for i, name in watched.items():
+        flat = copies[i].reshape(-1)
+        if not all(np.isfinite(flat[at : at + n]).all() for at in range(0, flat.size, n)):
+            return name
+    return ""
 
 
 def encoded(given: Mapping[str, Any], copies: list[np.ndarray], process: int) -> Parts:

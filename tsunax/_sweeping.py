@@ -30,7 +30,7 @@ class Ending(Interrupt):
         self.is_inside = False  # the objective; outside of it the journal is being written
 
     def _note(self, number, frame) -> None:
-        is_second = self.asked and number == signal.SIGINT
+        is_second = number == signal.SIGINT and self.is_second()
         self.asked = self.asked or number
         if self.is_inside or is_second:
             self.is_inside = False

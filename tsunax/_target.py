@@ -50,17 +50,24 @@ class How:
         return self._params(mine, manifest, saved) if self.only_params else self._whole(mine, manifest, saved)
 
     def _whole(self, mine: _manifest.Tree, manifest: Manifest, saved: dict) -> Plan:
-        like, columns = self.like, {}
+        like, columns, alone = self.like, {}, {}
         if mine.states:
             like = _map_states(self.like, mine, lambda path, s: _laid_out_like(path, s, manifest, saved))
             mine = _manifest.tree_of(like)
         found: list[str] = []
+        given = _manifest.given_in(manifest)
         for path, s in mine.states.items():
             facts = _manifest.state_facts(s)
             if path not in manifest.states:
                 found.append(f"{_manifest.show('state', path)}: saved no TrainState, expected one")
                 continue
-            columns[(*path, ".numbers", ".values")] = manifest.states[path], facts
+            handed = given.get(path)
+            columns[(*path, ".numbers", ".values")] = manifest.states[path], facts, handed
+            then = lambda name, handed=handed: None if handed is None else handed[name]
+            if s.average is not None and not s.average.uniform:
+                alone[(*path, ".average", ".rate")] = "ema decay", then("rate")
+            if s.loss_scale is not None and (handed is not None or not s.loss_scale.dynamic):
+                alone[(*path, ".loss_scale", ".scale")] = "loss scale", then("scale")
             found += _manifest.fact_differences(manifest.states[path], facts, path)
         absent = {(*path, ".frozen") for path in mine.states if (*path, ".frozen") not in saved}  # none was frozen
         wanted = [(path, path, x) for path, x in mine.leaves if path not in absent]
@@ -69,7 +76,7 @@ class How:
         nodes = [{p: k for p, k in side.items() if p[-1:] != (".frozen",)} for side in (manifest.nodes, mine.nodes)]
         shown = {line.partition(":")[0] for line in found}
         found += [d for d in _manifest.node_differences(*nodes) if d.partition(":")[0] not in shown]
-        return Plan(like, mine, pairs, found, columns, [])
+        return Plan(like, mine, pairs, found, columns, alone, [])
 
     def _params(self, mine: _manifest.Tree, manifest: Manifest, saved: dict) -> Plan:
         """Params and model state of each TrainState; or a bare tree of params from the one that was saved."""
@@ -86,7 +93,7 @@ class How:
         if self.partial is None:
             tops = list(roots.values())
             found += _manifest.extra_leaves(wanted, saved, lambda path: any(path[: len(t)] == t for t in tops))
-        return Plan(self.like, mine, pairs, found, {}, [])
+        return Plan(self.like, mine, pairs, found, {}, {}, [])
 
     def _chosen(self, mine: _manifest.Tree) -> set:
         """Paths of the leaves that the pattern matches, in the params of each TrainState or in the bare tree."""
@@ -96,6 +103,23 @@ class How:
             inside = [path for path, _ in mine.leaves if path[: len(root)] == root]
             chosen |= {p for p, on in zip(inside, _where.select(self.partial, tree), strict=True) if on}
         return chosen
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """The counts of the saved training states, and nothing else: where a checkpoint is."""
+
+    like: Any = ()
+    only_params = False
+
+    def plan(self, manifest: Manifest, folder: Path) -> Plan:
+        clocks = {(*path, ".clock") for path in manifest.states}
+        saved = [leaf for leaf in manifest.leaves if leaf.path in clocks]
+        like = [np.zeros(leaf.shape, _manifest.dtype_of(leaf.dtype)) for leaf in saved]
+        mine = _manifest.tree_of(like)
+        places = zip(mine.leaves, saved, strict=True)
+        pairs = [_manifest.Wanted(at, x, leaf) for (at, x), leaf in places]
+        return Plan(like, mine, pairs, [], {}, {}, [])
 
 
 def refuse(head: str, differences: list[str], fix: str) -> None:
@@ -135,12 +159,14 @@ class Plan:
     pairs: list[_manifest.Wanted]
     differences: list[str]
     columns: dict
+    alone: dict  # other numbers, by path: (name, what the script gave at the start, if known)
     edited: list[str]
 
     def needed(self, pair: _manifest.Wanted) -> tuple | None:
         """What this process needs of a saved leaf, as bounds of its axes; None for all of it."""
         sharding = getattr(pair.leaf, "sharding", None)
-        if sharding is None or sharding.is_fully_addressable or pair.saved.kind != "array" or pair.path in self.columns:
+        is_merged = pair.path in self.columns or pair.path in self.alone
+        if sharding is None or sharding.is_fully_addressable or pair.saved.kind != "array" or is_merged:
             return None
         shape = pair.saved.shape
         indices = sharding.addressable_devices_indices_map(shape).values()
@@ -160,12 +186,21 @@ class Plan:
         return _map_states(self.like, self.mine, lambda _, old: restarted(old, **next(parts)))
 
     def _placed(self, pair: _manifest.Wanted, value):
+        is_concrete = isinstance(pair.leaf, (jax.Array, np.ndarray))
         if pair.path in self.columns:
-            theirs, mine = self.columns[pair.path]
+            theirs, mine, given = self.columns[pair.path]
             value = np.asarray(value)
-            if isinstance(pair.leaf, (jax.Array, np.ndarray)):
-                value, edited = _manifest.merged_numbers(value, theirs, np.asarray(pair.leaf), mine)
+            if is_concrete:
+                here = np.asarray(pair.leaf)
+                value, edited = _manifest.merged_numbers(value, theirs, here, mine, given)
                 self.edited.extend(edited)
+        elif pair.path in self.alone and is_concrete:
+            name, then = self.alone[pair.path]
+            then, mine = value if then is None else then, np.asarray(pair.leaf)
+            if not np.array_equal(then, mine):
+                turn = (lambda x: 1 - np.float64(x)) if name == "ema decay" else np.asarray
+                self.edited.append(f"{name}: {_manifest.then_and_now(turn(then), turn(mine))}")
+                value = mine
         return placed(value, pair.leaf, pair.saved.kind)
 
 

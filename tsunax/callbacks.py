@@ -91,6 +91,16 @@ def _is_better(value: float, other: float, mode: Mode, by: float = 0.0) -> bool:
     return value < other - by if mode == "min" else value > other + by
 
 
+def is_watching(callback) -> bool:
+    """Whether it is one of those here that wait for a metric of an evaluation."""
+    return isinstance(callback, (early_stopping, best, plateau)) and not callback.metric.startswith("best")
+
+
+def may_log(callback) -> bool:
+    """Whether it may log a name that somebody waits for: all but those here that call nobody else."""
+    return not isinstance(callback, (early_stopping, best, plateau, time_limit, sample, At))
+
+
 def _events_of(metric: str) -> tuple[str, ...] | None:
     """The events that can bring news of a metric: evaluations for "val/loss", any for one of the training rows."""
     return ("start", "evaluate", "end") if "/" in metric and not metric.startswith("best") else None

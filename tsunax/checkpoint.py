@@ -23,49 +23,65 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tsunax import _checks, _files, _folder, _manifest, _orbax, _store, _target, _tree, _where, distributed
+from tsunax import (
+    _checks,
+    _files,
+    _folder,
+    _manifest,
+    _orbax,
+    _resume,
+    _store,
+    _target,
+    _tree,
+    _where,
+    distributed,
+)
 from tsunax._folder import ARRAYS, Folder
-from tsunax._manifest import Damaged, Manifest, Parts, TooNew
+from tsunax._manifest import Damaged, Manifest, NotFinite, Parts, TooNew
 from tsunax.errors import (
     CheckpointError,
     HyperparameterError,
     ProcessError,
+    RowError,
     SaveError,
+    StateError,
     WrongTypeError,
     message,
     told,
     warn,
 )
-from tsunax.state import check_flags
+from tsunax.state import TrainState, check_flags
 
 __all__ = ["Best", "Checkpoints", "Restored"]
 
 
 @dataclass(frozen=True)
 class Best:
-    """Keep the `k` checkpoints whose `metric`, as given to `save(metrics=...)`, is best: lowest, or highest.
+    """Keep the `k` checkpoints with the lowest ("min") or highest ("max") `metric` of `save(metrics=...)`.
 
-    >>> Best("accuracy", k=3, mode="max")
-    Best(metric='accuracy', k=3, mode='max')
+    >>> Best("accuracy", mode="max", k=3)
+    Best(metric='accuracy', mode='max', k=3)
     """
 
     metric: str
+    _: KW_ONLY
+    mode: str | None = None  # "min" or "max": which one is better, no name tells
     k: int = 1
-    mode: str = "min"
 
     def __post_init__(self):
         if not isinstance(self.metric, str) or not self.metric:
             raise WrongTypeError(message("metric", "Best()", _tree.describe(self.metric), "the name of a metric"))
         _checks.check_count(self.k, "Best()", "k")
         if not _checks.is_one_of(self.mode, ("min", "max")):
-            raise WrongTypeError(message("mode", "Best()", _tree.describe(self.mode), "'min' or 'max'"))
+            got, fix = _tree.describe(self.mode), "It says which values are the best."
+            raise WrongTypeError(message("mode", "Best()", got, "'min' or 'max'", fix))
 
     def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """The best steps; a NaN is never one of them, and of equals the later is."""
@@ -83,6 +99,7 @@ class Restored:
     history: Any = None
     callbacks: Any = None
     step: int | None = None
+    script: Any = None
 
 
 class Checkpoints:
@@ -102,7 +119,7 @@ class Checkpoints:
       path: the directory; made if it is not there. Relative ones are made absolute once.
       every: what `due` goes by, in steps.
       keep_last: how many of the newest to keep; None: all.
-      keep_best: a metric's name (its lowest value) or a `Best`: kept beside the newest.
+      keep_best: `Best("val/accuracy", mode="max")`: those are kept beside the newest.
       keep_every: keep every step that this divides.
       fingerprint: plain values that tell this run and its data from others (seed, rows, batch size). They are saved,
         and a checkpoint with others is refused.
@@ -132,7 +149,7 @@ class Checkpoints:
         *,
         every: int | None = None,
         keep_last: int | None = 2,
-        keep_best: str | Best | None = None,
+        keep_best: Best | None = None,
         keep_every: int | None = None,
         fingerprint: Mapping[str, Any] | None = None,
         read_only: bool = False,
@@ -148,8 +165,11 @@ class Checkpoints:
             got, expected = _tree.describe(fingerprint), "a dict of plain values"
             raise WrongTypeError(message("fingerprint", "Checkpoints()", got, expected))
         check_flags("Checkpoints()", read_only=read_only)
-        if keep_best is not None and not isinstance(keep_best, Best):
-            keep_best = Best(keep_best)
+        if not isinstance(keep_best, Best | None):
+            name = keep_best if isinstance(keep_best, str) else "val/loss"
+            fix = f"Say which is better: Best({name!r}, mode='min') or mode='max'."
+            got = _tree.describe(keep_best)
+            raise WrongTypeError(message("keep_best", "Checkpoints()", got, "a tsunax.checkpoint.Best", fix))
         self.path = _files.folder_of(path, "path", "Checkpoints()")
         self.every, self.keep_last, self.keep_best, self.keep_every = every, keep_last, keep_best, keep_every
         self.read_only, self.timeout = read_only, timeout
@@ -217,10 +237,22 @@ class Checkpoints:
         lists, tuples and dicts of them. Waits for the save before it, if that is not done.
 
         Raises SaveError if that one failed (its step, path, cause; what was to be saved now is not), CheckpointError
-        for a step before the newest one, WrongTypeError for leaves that cannot be saved.
+        for a step before the newest one, WrongTypeError for leaves that cannot be saved, RowError for
+        metrics without the one of `keep_best`.
         """
-        given = {"data": data, "history": history, "callbacks": callbacks}
-        (tree, manifest, copies), words = self._together("save()", lambda: self._copied(state, step, given, metrics))
+        self._save(state, step, data, history, callbacks, metrics)
+
+    def lacks(self, names: Iterable[str], where: str) -> str:
+        """The message for names without the metric of `keep_best`, with the nearest one; "" if it is there."""
+        if self.keep_best is None or self.keep_best.metric in (names := dict.fromkeys(names)):
+            return ""
+        return _where.unknown("metric of keep_best", where, self.keep_best.metric, names)
+
+    def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
+        """`save`, also for `fit`, which adds what it knows of the `script`."""
+        given = {"data": data, "history": history, "callbacks": callbacks, "script": script}
+        copy = lambda: self._copied(state, step, given, metrics)
+        (tree, manifest, copies), words = self._together("save()", copy)
         first, mine = json.loads(words[0]), json.loads(words[self._process])
         if self._count > 1:
             alike = {"step": manifest.step, "setup": list(manifest.states.values())}
@@ -230,7 +262,8 @@ class Checkpoints:
         if self._process:  # of data and callbacks what differs from the first process's; the history is that one's
             own = {name: given[name] for name, digest in mine["digests"].items() if digest != first["digests"][name]}
             manifest = dataclasses.replace(manifest, parts=[_store.encoded(own, copies, self._process)])
-        self._job = _Job(self, manifest, copies, self.path / first["folder"], first["drop"])
+        watched = _store.watched(tree, manifest.leaves)
+        self._job = _Job(self, manifest, copies, self.path / first["folder"], first["drop"], watched)
         self._job.start()
 
     def _copied(self, state, step: int | None, given: Mapping[str, Any], metrics):
@@ -238,6 +271,10 @@ class Checkpoints:
         self._check_writer("save()")
         self.wait()
         numbers = _numbers(metrics)
+        if numbers and given["script"] is None and not self._process:  # `fit` looks by itself
+            before = self._folder.known().values()
+            if text := self.lacks([*numbers, *(name for known in before for name in known)], "save()"):
+                raise RowError(text)
         tree = _manifest.tree_of(state)
         _store.check_saveable(tree)
         _store.check_members(tree, "save()")
@@ -312,7 +349,7 @@ class Checkpoints:
         self,
         like,
         *,
-        step: int | None = None,
+        step: int | str | None = None,
         partial: Any = None,
         cast: bool = False,
         resume: str = "auto",
@@ -326,7 +363,7 @@ class Checkpoints:
         skipped with a warning that says why. Nothing is deleted.
 
         Args:
-          step: this one and no other.
+          step: this one and no other; or "best", by `keep_best` among those that are there.
           partial: a pattern over the params: restore only these; everything else stays as in `like`.
           cast: let floats be restored in another float dtype.
           resume: "auto" starts afresh (`step` None, `like` itself) where there is nothing at all; "must" raises
@@ -336,16 +373,84 @@ class Checkpoints:
         Raises CheckpointError: nothing good among what is there (all of it listed), the step is not there, it is of
         another tree, shape, dtype or rule (up to ten differences, both sides), of another run or of a newer format.
         """
+        check_flags("restore()", cast=cast, params_only=params_only)
+        alike = {"step": step, "partial": partial, "cast": cast, "params_only": params_only}
+        how = _target.How(like, partial, cast, params_only)
+        return self._newest(like, step, resume, alike, lambda at: self._read(at, how, step is not None))
+
+    def resumed(self, state, resume: str) -> Restored:
+        """Where `fit` goes on: at the newest good checkpoint, or at a `state` that is further.
+
+        A state that was never called, or as often as the one that the run began with, takes the
+        checkpoint. Of any other the calls decide; of equal ones the state in hand goes on.
+        """
+        calls = _resume.calls_of(state)
+        if not calls:
+            return self.restore(state, resume=resume)
+        return self._newest(state, None, resume, {}, lambda at: self._later(at, state, calls))
+
+    def _later(self, at: int, state, calls: int) -> Restored:
+        """The checkpoint of step `at`, or the state in hand with the checkpoint's other parts."""
+        there = self._read(at, _target.Clocks())
+        saved = int(sum(np.sum(clock[..., 1]) for clock in there.state))
+        began = there.script.get("calls") if isinstance(there.script, dict) else 0
+        steps = _store.step_of(_manifest.tree_of(state), None)
+        here = f"fit(): the state given is at step {steps}"
+        newest = f"the newest checkpoint in {self.path}"
+        if calls < saved or calls == began != saved:
+            if calls != began:
+                text = f"{here}, {newest} at step {at}: the checkpoint's goes on"
+                warn(f"{text}. For the state given, give another path.")
+            return self._read(at, _target.How(state, None, False, False))
+        got = f"step {steps} after {calls} calls"
+        if steps < at:
+            fix = "Give another path; or a fresh state, which takes the checkpoint."
+            expected = f"step {at} or later, as {newest}"
+            raise StateError(message("state", "fit()", got, expected, fix))
+        if calls > saved:
+            if not isinstance(state, TrainState):
+                fix = "A tree of others has no clock of its own: give another path."
+                expected = "a TrainState, or a fresh tree"
+                raise StateError(message("state", "fit()", got, expected, fix))
+            text = f"{here}, {newest} at step {at}: the state given goes on"
+            warn(f"{text}, from where the data is now.")
+            return dataclasses.replace(there, state=state, data=None)
+        if differ := self._differences(at, state):
+            text = f"{here}, as {newest}, and differs from it: {_tree.listed(differ, 4)}"
+            warn(f"{text}. The state given goes on.")
+        return dataclasses.replace(there, state=state)
+
+    def _differences(self, step: int, state) -> list[str]:
+        """The leaves of a state whose bytes are not those that were saved."""
+        tree, copies = _manifest.tree_of(state), []
+        leaves = _store.copied(tree, copies, self._process)
+        mine = Manifest(step, leaves, {}, {}, [], {}, {}, {}, {})
+        mine = _store.with_hashes(mine, _store.digests(copies)())
+        manifest = _folder.manifest_in(self.path / str(step), step)
+        saved = {leaf.path: leaf for leaf in manifest.leaves}
+        found = []
+        for leaf in mine.leaves:
+            theirs = saved.get(leaf.path)
+            known = {s.bounds: s.sha256 for s in theirs.shards} if theirs is not None else {}
+            if theirs is None or (leaf.kind, leaf.shape, leaf.dtype, leaf.value) != (
+                theirs.kind, theirs.shape, theirs.dtype, theirs.value,
+            ) or any(known.get(s.bounds, s.sha256) != s.sha256 for s in leaf.shards):  # fmt: skip
+                is_number = leaf.path[-2:] == (".numbers", ".values")
+                found.append("hyperparameters" if is_number else _manifest.show("state", leaf.path))
+        return found
+
+    def _newest(self, like, step: int | str | None, resume: str, alike: Mapping, read: Callable) -> Restored:
+        """What `read(step)` makes of the newest good checkpoint, of the best one, or of that of a step."""
         if not _checks.is_one_of(resume, ("auto", "must", "never")):
             raise WrongTypeError(message("resume", "restore()", _tree.describe(resume), "'auto', 'must' or 'never'"))
-        check_flags("restore()", cast=cast, params_only=params_only)
-        alike = {"step": step, "partial": partial, "cast": cast, "resume": resume, "params_only": params_only}
-        distributed.compare("restore()", alike, self.timeout + 10)
+        distributed.compare("restore()", {"resume": resume, **alike}, self.timeout + 10)
 
         def look():
             self.wait()
             _store.check_members(_manifest.tree_of(like), "restore()")
-            return None, "" if self._process else json.dumps(self._folder.steps())
+            if self._process:
+                return None, ""
+            return None, json.dumps(self._by_metric() if step == "best" else self._folder.steps())
 
         found = json.loads(self._together("restore()", look)[1][0])
         if resume == "never":
@@ -353,28 +458,33 @@ class Checkpoints:
                 got, fix = f"steps {_brief(found)}", "Give another path, or delete them yourself."
                 raise CheckpointError(message("checkpoints", str(self.path), got, "none: resume='never'", fix))
             return Restored(like)
-        if step is not None:
+        if isinstance(step, str):
+            expected = "a step, or 'best' where metrics were saved"
+            if step != "best" or not found:
+                fix = f"{self.keep_best} is in none of them." if step == "best" else ""
+                raise CheckpointError(message("step", "restore()", repr(step), expected, fix))
+        elif step is not None:
             _checks.check_count(step, "restore()", "step", 0)
             if step not in found:
                 raise CheckpointError(message("checkpoint", str(self.path), f"step {step}", f"one of {_brief(found)}"))
             found = [int(step)]
         problems: list[str] = []
-        how = _target.How(like, partial, cast, params_only)
         for at in reversed(found):
             try:
-                restored = self._read(at, how)
+                restored = read(at)
             except Damaged as error:
                 there = lambda at=at: (None, str(_files.is_real_directory(self.path / str(at))))
                 if step is None and self._together("restore()", there)[1][0] != "True":
                     continue  # a writer replaced it meanwhile
-                self._folder.bad[at] = str(error)
+                if not isinstance(error, NotFinite):
+                    self._folder.bad[at] = str(error)
                 problems.append(f"step {at}: {error}")
                 continue
             for problem in problems:
                 warn(f"checkpoint skipped in {self.path}, {problem}.")
             return restored
         if self.read_only and step is None and found and not problems:
-            return self.restore(like, partial=partial, cast=cast, resume=resume, params_only=params_only)
+            return self._newest(like, step, resume, alike, read)
         if problems:
             fix = (
                 "To start afresh, give another path." if step is None else "restore() without step= takes an older one."
@@ -387,13 +497,24 @@ class Checkpoints:
         return Restored(like)
 
     def steps(self) -> list[int]:
-        """The steps whose checkpoint is complete, in order. Their arrays are verified when they are restored."""
-        found = []
-        for step in self._folder.steps(warn=False):
-            with contextlib.suppress(Damaged, TooNew):
-                _folder.manifest_in(self.path / str(step), step)
-                found.append(step)
-        return [step for step in found if step not in self._folder.bad]
+        """The steps whose checkpoint is complete and finite, in order.
+
+        Their arrays are verified when they are restored.
+        """
+        return list(self.metrics())
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """What was saved as `metrics` with each of `steps()`."""
+        found = {step: manifest for step, manifest in self._folder.manifests() if not manifest.not_finite}
+        return {step: manifest.metrics for step, manifest in found.items() if step not in self._folder.bad}
+
+    def _by_metric(self) -> list[int]:
+        """Steps that have the metric of `keep_best`, the best one last."""
+        if self.keep_best is None:
+            fix = "Say what is best: Checkpoints(path, keep_best=Best('val/loss', mode='min'))."
+            raise CheckpointError(message("step", "restore()", "'best' without keep_best=", "a step", fix))
+        known = self.metrics()
+        return dataclasses.replace(self.keep_best, k=len(known) or 1).of(known)[::-1]
 
     def __repr__(self) -> str:
         steps = _tree.listed([f"{step:,}" for step in sorted(self._folder.steps(warn=False), reverse=True)], 8)
@@ -403,7 +524,7 @@ class Checkpoints:
         """The newest of `steps()`, or None."""
         return max(self.steps(), default=None)
 
-    def _read(self, step: int, how: _target.How) -> Restored:
+    def _read(self, step: int, how: _target.How | _target.Clocks, is_named: bool = False) -> Restored:
         folder = self.path / str(step)
 
         def describe():
@@ -433,6 +554,8 @@ class Checkpoints:
         manifest, sums = self._together(f"restore of step {step}: manifest", describe)
         if len(set(sums)) > 1:
             raise Damaged("manifest: processes read different ones; is it one directory?")
+        if manifest.not_finite and not is_named:
+            raise NotFinite(f"{manifest.not_finite} is not finite")
         (plan, parts, found, arrays), _ = self._together(f"restore of step {step}: arrays", read)
         state = plan.filled(found)
         _target.warn_of_edits(plan.edited)
@@ -446,7 +569,8 @@ class Checkpoints:
         for part in parts:
             values |= {name: _manifest.decode(x, arrays[: len(part.arrays)]) for name, x in part.values.items()}
             arrays = arrays[len(part.arrays) :]
-        return Restored(state, values.get("data"), values.get("history"), values.get("callbacks"), step)
+        parts = {name: values.get(name) for name in ("data", "history", "callbacks", "script")}
+        return Restored(state, step=step, **parts)
 
     def _parts(self, manifest: Manifest, folder: Path) -> list[Parts]:
         """Data, history and callbacks for this process: the first one's, and what it had of its own."""
@@ -490,7 +614,9 @@ class Checkpoints:
         if not self._process:
             if old is not None:
                 _files.remove(old, _folder.KNOWN)
-            self._folder.drop(job.drop)
+            if job.drop is not None:
+                odd = self._folder.not_finite - {job.step}  # the newest is enough, to look at
+                self._folder.drop(sorted(odd.union(job.drop)))
 
     def _write_part(self, job: _Job, manifest: Manifest, copies: list[np.ndarray]) -> Manifest:
         """The shards of this process, on the disk. Read back, where older ones are to be deleted for them."""
@@ -502,6 +628,7 @@ class Checkpoints:
         if copies:
             _store.write(file, copies)
         manifest = _store.with_hashes(manifest, hashes())
+        manifest = dataclasses.replace(manifest, not_finite=_store.not_finite(copies, job.watched))
         copies.clear()
         if manifest.of_arrays():
             if job.drop:
@@ -526,7 +653,16 @@ class Checkpoints:
         if lock is None:
             raise Damaged("closed before it was written")
         lock.renew(self.path)
-        return self._folder.complete(job.folder, _manifest.merged(manifests))
+        whole = _manifest.merged(manifests)
+        if whole.not_finite:  # nothing goes for it that is good
+            is_there = job.step in self._folder.known()
+            job.drop = None if is_there else []
+            text = f"the checkpoint of step {job.step} in {self.path} is not finite ({whole.not_finite})"
+            self._folder.notes.append(f"{text}: restore() takes an earlier one.")
+            if is_there:
+                shutil.rmtree(job.folder, ignore_errors=True)
+                return None
+        return self._folder.complete(job.folder, whole)
 
     def _dropped(self, newest: int, metrics: dict[str, float]) -> list[int]:
         """What no policy keeps, once the newest is there."""
@@ -592,9 +728,19 @@ def _part(process: int) -> str:
 class _Job:
     """One save in the background. A daemon: a hung disk must not keep the process; `_finish` waits for the others."""
 
-    def __init__(self, owner: Checkpoints, manifest: Manifest, copies: list[np.ndarray], folder: Path, drop: list[int]):
+    def __init__(
+        self,
+        owner: Checkpoints,
+        manifest: Manifest,
+        copies: list[np.ndarray],
+        folder: Path,
+        drop: list[int],
+        watched: dict[int, str],
+    ):
         self.owner, self.step, self.path = owner, manifest.step, owner.path
-        self.folder, self.drop = folder, drop  # where it is written; the steps to be deleted once it is there
+        self.folder = folder  # where it is written
+        self.drop: list[int] | None = drop  # the steps to be deleted once it is there; None: it is not kept
+        self.watched = watched  # copies that have to be finite
         self.error: BaseException | None = None
         self.done, self.told, self.given_up = threading.Event(), False, False
         self._work = manifest, copies

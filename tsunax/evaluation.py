@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +21,18 @@ from tsunax.loss import Loss
 from tsunax.program import EvalStep
 from tsunax.source import as_source
 from tsunax.state import TrainState
+
+_ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar("one batch of each data set", default=False)
+
+
+@contextlib.contextmanager
+def one_batch() -> Iterator[None]:
+    """A context in which `evaluate` takes the first batch only: `fit` looks which names come back."""
+    token = _ONE_BATCH.set(True)
+    try:
+        yield
+    finally:
+        _ONE_BATCH.reset(token)
 
 
 def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
@@ -89,6 +103,8 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
             fix = "Of a loss function: ts.eval_step(loss_fn)."
             raise WrongTypeError(message("result", "eval_step", _tree.describe(loss), "a ts.Loss", fix))
         total = loss if total is None else merged(total, loss)
+        if _ONE_BATCH.get():
+            break
     alike.batch("the next batch", None)
     assert total is not None  # a source without a batch raises
     return _flat(jax.device_get(computed(total)))

@@ -395,13 +395,7 @@ def _names_in(tree, rename: Rename) -> list[str]:
 
 
 def _as_path(path) -> Path:
-    try:
-        text = os.fspath(path)
-        if not isinstance(text, str) or not text or "\0" in text:
-            raise ValueError(f"{text!r:.60}")
-        return Path(os.path.abspath(text))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(message("path", "", told(error), "the path of a file")) from None
+    return Path(os.path.abspath(_files.local(path, "path", "", "the path of a file")))
 
 
 def _found(path) -> Path:

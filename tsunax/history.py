@@ -8,6 +8,7 @@ state and no file.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from array import array
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,8 @@ from tsunax.errors import MissingLibraryError, RowError, WrongTypeError, message
 
 __all__ = ["History", "check_names", "check_row", "families", "join"]
 
+MOST = 50_000  # rows of a history that are kept; of more every second, every fourth, ...
+MOST_MARKS = 10_000
 _LONGEST = 200  # characters of a name: more is no name, and what some file systems and databases refuse
 
 
@@ -135,8 +138,9 @@ def families(names: Iterable[str]) -> dict[str, list[str]]:
 class History:
     """Rows of numbers by step, as columns, and the marks beside them.
 
-    A row need not have every name. A number costs 16 bytes, a row 8 more, and adding one takes the same time
-    however many there are.
+    A row need not have every name. A number costs 16 bytes, a row 8 more. A history of a long run is thinned: beyond
+    50,000 rows every second one goes, then three of four, and so on; the newest stays, and rows with a
+    name that few have (an evaluation's). What is kept depends on the rows alone, not on when they came.
 
     >>> history = History()
     >>> history.add({"loss": 2.5, "learning_rate": 0.1}, step=10)
@@ -157,6 +161,8 @@ class History:
         self._columns: dict[str, tuple[array, array]] = {}  # the rows that have it, and its values there
         self.marks: list[tuple[int, str, str]] = []
         self._closing: tuple[int, tuple[str, ...]] = -1, ()  # the step and the names of `close`
+        self._every = 0  # of the rows of the `_dense` names those at multiples of this step stay; 0: all of them
+        self._dense: set[str] = set()
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
         """Add a row; numbers of a step that is there already join its row, and the newer one of a name wins.
@@ -168,6 +174,7 @@ class History:
             fix = "A history goes forward: start a new one, or restore the one of that step."
             raise RowError(message("row", "History.add()", f"step {step}", f"step {last} or later", fix))
         if step != last:
+            self._settle()
             self._steps.append(step)
         at = len(self._steps) - 1
         for name, value in row.items():
@@ -196,12 +203,65 @@ class History:
             raise RowError(
                 message("rows", "History.extend()", f"steps from {steps[0]}", f"increasing, beyond {last}", fix)
             )
-        rows = np.arange(len(self._steps), len(self._steps) + len(steps), dtype=np.int64).tobytes()
-        self._steps.frombytes(steps.tobytes())
-        for name, values in columns.items():
-            at, column = self._columns.setdefault(name, (array("q"), array("d")))
-            at.frombytes(rows)
-            column.frombytes(np.asarray(values, np.float64).tobytes())
+        self._settle()
+        while len(steps):
+            stays = self._stays(steps, columns, self._steps[-1] if self._steps else None)
+            room = MOST - len(self._steps)
+            cut = len(steps) if np.sum(stays) <= room else int(np.flatnonzero(stays)[room]) + 1
+            stays[cut - 1] = True  # the newest, until there is a newer one
+            taken = np.flatnonzero(stays[:cut])
+            rows = np.arange(len(self._steps), len(self._steps) + len(taken), dtype=np.int64).tobytes()
+            self._steps.frombytes(steps[taken].tobytes())
+            for name, values in columns.items():
+                at, column = self._columns.setdefault(name, (array("q"), array("d")))
+                at.frombytes(rows)
+                column.frombytes(np.asarray(values, np.float64)[taken].tobytes())
+            steps, columns = steps[cut:], {name: values[cut:] for name, values in columns.items()}
+            if len(steps):
+                self._settle()
+
+    def _stays(self, steps: np.ndarray, names: Iterable[str], before: int | None) -> np.ndarray:
+        """Which of these rows are no longer to be thinned out: the first in `_every` steps, those of few names."""
+        if not self._every or not self._dense.issuperset(names):
+            return np.full(len(steps), True)
+        spans = steps // self._every
+        return spans != np.concatenate([[-1 if before is None else before // self._every], spans[:-1]])
+
+    def _settle(self) -> None:
+        """Before a row is added: drop the newest one unless it stays, and thin all of them if they are too many."""
+        n = len(self._steps)
+        if n > 1 and self._every:
+            with_it = {name: column for name, column in self._columns.items() if column[0][-1] == n - 1}
+            if not self._stays(np.array(self._steps[-1:]), with_it, self._steps[-2])[0]:
+                self._steps.pop()
+                for name, (rows, values) in with_it.items():
+                    del rows[-1], values[-1]
+                    if not rows:
+                        del self._columns[name]
+        while len(self._steps) > MOST:
+            self._thin()
+
+    def _thin(self) -> None:
+        n, steps = len(self._steps), self["step"]
+        self._every = 2 * (self._every or max(1, int(np.median(np.diff(steps)))))
+        few = {name for name, (rows, _) in self._columns.items() if 8 * len(rows) < n}
+        self._dense = self._columns.keys() - few
+        kept = self._stays(steps, (), None)
+        for name in few:
+            kept[np.array(self._columns[name][0], np.int64)] = True
+        if np.sum(kept) > 3 * n // 4:  # there are too many of the few
+            self._dense, kept = set(self._columns), self._stays(steps, (), None)
+        kept[[rows[-1] for rows, _ in self._columns.values()]] = True  # the newest of each name
+        self._keep(kept)
+
+    def _keep(self, kept: np.ndarray) -> None:
+        """Drop the rows without a flag."""
+        new = np.cumsum(kept) - 1
+        self._steps = array("q", np.array(self._steps, np.int64)[kept].tobytes())
+        for name, (rows, values) in list(self._columns.items()):
+            at = np.array(rows, np.int64)
+            column = array("q", new[at[kept[at]]].tobytes()), array("d", np.array(values)[kept[at]].tobytes())
+            self._columns[name] = column
 
     def close(self, row: Mapping[str, Any], step: int) -> None:
         """`add` the row of the step at which a run ended, which no other run would have."""
@@ -225,6 +285,10 @@ class History:
     def mark(self, name: str, step: int, text: str = "") -> None:
         """Note that something happened: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
         self.marks.append((int(step), str(name), str(text)))
+        if len(self.marks) > MOST_MARKS:  # of what comes most often, every second one goes
+            names = [name for _, name, _ in self.marks]
+            often, seen = max(dict.fromkeys(names), key=names.count), itertools.count()
+            self.marks = [mark for mark in self.marks if mark[1] != often or next(seen) % 2 == 0]
 
     @property
     def names(self) -> list[str]:
@@ -300,11 +364,9 @@ class History:
         columns = [
             [name, np.array(rows, np.int64), np.array(v, np.float64)] for name, (rows, v) in self._columns.items()
         ]
-        return {
-            "rows": {"step": self["step"], "columns": columns},
-            "marks": [list(mark) for mark in self.marks],
-            "closing": [self._closing[0], list(self._closing[1])],
-        }
+        rows = {"step": self["step"], "columns": columns, "every": self._every, "dense": sorted(self._dense)}
+        closing = [self._closing[0], list(self._closing[1])]
+        return {"rows": rows, "marks": [list(mark) for mark in self.marks], "closing": closing}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> History:
@@ -314,6 +376,7 @@ class History:
         for name, rows, values in plain["rows"]["columns"]:
             whole, real = np.asarray(rows, np.int64).tolist(), np.asarray(values, np.float64).tolist()
             history._columns[str(name)] = array("q", whole), array("d", real)
+        history._every, history._dense = int(plain["rows"].get("every", 0)), set(plain["rows"].get("dense", ()))
         history.marks = [(int(step), str(name), str(text)) for step, name, text in plain["marks"]]
         step, names = plain.get("closing", (-1, ()))
         history._closing = int(step), tuple(map(str, names))

@@ -5,8 +5,11 @@ A logger is any `f(row, step=step)` with a row of Python numbers by name; `wandb
 nothing, so that it may be made on every process and used on the main one. A path that cannot be written to is a
 SaveError at `start`, before a run has compiled anything.
 
-A file goes on where it was. The first row's step says from where a run was resumed: rows of that step and later ones
-are what the interrupted run wrote beyond it; they are dropped, and each step is there once.
+A file goes on where it was. The first row's step says from where a run was resumed: rows of that step
+and later ones are what the interrupted run wrote beyond it; they are dropped, and each step is there
+once. Only rows of the same run are dropped: `fit` names each run in its settings ("run"), and a
+checkpoint remembers the name. If rows of another run were in the way, the file is kept as "log.1.csv",
+and so on, and a new one begins. Of runs without a name, one that starts before all rows is another.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from __future__ import annotations
 import contextlib
 import csv as _csv
 import io
+import itertools
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -25,8 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from tsunax import _tree
-from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, SaveError, WrongTypeError, message
+from tsunax import _files, _tree
+from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, SaveError, WrongTypeError, message, warn
 
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
 
@@ -36,7 +41,7 @@ Row = Mapping[str, float]
 def _path(where: str, path) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
         raise WrongTypeError(message("path", where, _tree.describe(path), "a str or Path"))
-    return Path(path)
+    return Path(_files.local(path, "path", where))
 
 
 @contextlib.contextmanager
@@ -69,16 +74,22 @@ def _write(path: Path, lines: Iterable[str]) -> None:
     os.replace(new, path)
 
 
-def _resume(path: Path, first: int, step_of: Callable[[str], int | None]) -> list[str]:
+def _resume(path: Path, first: int, step_of: Callable[[str], int | None], runs: tuple[Any, Any]) -> list[str]:
     """The lines of a log that are older than step `first` or of no step; the file has no others then.
 
-    A last line without its end was being written when the process died. Raises RowError for a line of another kind.
+    `runs` are the run that wrote it, and this one. If rows of another one would be lost, the file is kept
+    under another name, and nothing of it is taken over. A last line without its end was being written
+    when the process died. Raises RowError for a line of another kind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return []
-    whole = path.read_text(encoding="utf-8").split("\n")
-    lines, kept = [f"{line}\n" for line in whole[:-1]], []
+    try:
+        whole = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError:
+        fix = "Give the log a path of its own."
+        raise RowError(message("log", str(path), "bytes that are no text", "rows of this logger", fix)) from None
+    lines, kept, older = [f"{line}\n" for line in whole[:-1]], [], False
     for number, line in enumerate(lines, start=1):
         try:
             step = step_of(line)
@@ -86,11 +97,28 @@ def _resume(path: Path, first: int, step_of: Callable[[str], int | None]) -> lis
         except (ValueError, AttributeError, TypeError):
             fix = "Give the log a path of its own."
             raise RowError(message("line", f"{path}:{number}", f"{line[:40]!r}", "a row of this logger", fix)) from None
+        older = older or (is_kept and step is not None)
         if is_kept:
             kept.append(line)
+    is_other = runs[0] != runs[1] or (runs == (None, None) and not older)
+    if len(kept) < len(lines) and is_other:
+        numbered = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
+        other = next(name for name in numbered if not os.path.lexists(name))
+        shutil.copyfile(path, other)
+        kept = []
+        warn(f"{path} has steps of another run: they are kept in {other.name}.")
     if len(kept) < len(lines) or whole[-1]:
         _write(path, kept)
     return kept
+
+
+def _run_of(texts: Iterable[str]) -> Any:
+    """The name of the run in the first of these texts that are settings."""
+    for text in texts:
+        with contextlib.suppress(ValueError, AttributeError, TypeError):
+            if "run" in text and (run := (found := json.loads(text)).get("settings", found).get("run")) is not None:
+                return run
+    return None
 
 
 @dataclass(eq=False)
@@ -114,7 +142,8 @@ class console:
             raise WrongTypeError(message("every", "console()", _tree.describe(self.every), "a whole number"))
         if self.every < 1:
             raise HyperparameterError(message("every", "console()", self.every, "≥ 1"))
-        if self.file is not None and not callable(getattr(self.file, "write", None)):
+        is_binary = isinstance(self.file, (io.RawIOBase, io.BufferedIOBase))
+        if self.file is not None and (is_binary or not callable(getattr(self.file, "write", None))):
             fix = "Open it: console(file=open(path, 'a'))."
             raise WrongTypeError(message("file", "console()", _tree.describe(self.file), "an open file", fix))
 
@@ -153,6 +182,7 @@ class csv:
     path: str | os.PathLike
     _file: TextIO | None = field(default=None, init=False, repr=False)
     _names: list[str] = field(default_factory=list, init=False, repr=False)
+    _runs: tuple[Any, Any] = field(default=(None, None), init=False, repr=False)
 
     def __post_init__(self):
         self.path = _path("csv()", self.path)
@@ -162,13 +192,15 @@ class csv:
         _check_opens("csv()", path)
         with _opening("csv()", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path.with_name(f"{path.name}.settings.json"), [json.dumps(dict(settings), indent=1, default=str)])
+            about = path.with_name(f"{path.name}.settings.json")
+            self._runs = _run_of([about.read_text("utf-8", "replace")] if about.exists() else []), settings.get("run")
+            _write(about, [json.dumps(dict(settings), indent=1, default=str)])
 
     def __call__(self, row: Row, step: int) -> None:
         path = Path(self.path)
         if self._file is None:
             with _opening("csv()", path):
-                header = _resume(path, step, _step_of_csv)[:1]
+                header = _resume(path, step, _step_of_csv, self._runs)[:1]
             self._names = next(_csv.reader(header), ["step"])[1:]
         with _opening("csv()", path):
             if new := [name for name in row if name not in self._names]:
@@ -218,7 +250,10 @@ class jsonl:
     def __call__(self, row: Row, step: int) -> None:
         if self._file is None:
             with _opening("jsonl()", self.path):
-                _resume(Path(self.path), step, lambda line: json.loads(line).get("step"))
+                path = Path(self.path)
+                lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
+                runs = _run_of(reversed(lines)), self._settings.get("run")
+                _resume(path, step, lambda line: json.loads(line).get("step"), runs)
                 self._file = open(self.path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
             if self._settings:
                 self._file.write(json.dumps({"settings": self._settings}, default=str) + "\n")
@@ -252,8 +287,7 @@ class tensorboard:
             raise MissingLibraryError(message("library", "tensorboard()", got, "tensorboardX", fix)) from None
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        if "://" not in str(self.directory):  # tensorboardX writes to buckets too
-            _check_opens("tensorboard()", Path(self.directory) / "events")
+        _check_opens("tensorboard()", Path(self.directory) / "events")
         self._settings = dict(settings)
 
     def __call__(self, row: Row, step: int) -> None:

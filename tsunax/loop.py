@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _alike, _checks, _feed, _fused, _place, _tree, _where, display
+from tsunax import _alike, _checks, _feed, _fused, _place, _resume, _tree, _where, display
 from tsunax._loss_fn import hide_own_frames
 from tsunax._options import Goal, Options, check_step, check_whole, options_of
 from tsunax._profile import Profile
@@ -176,7 +177,9 @@ def fit(
         of n steps; a plain function at every boundary, including each multiple of `log_every`.
       logger: `f(row, step=)`, or several; for example `wandb.log`. Called on the first process only.
       checkpoint: a path or `Checkpoints`: where to save all that it takes to go on (state, place of the data, history,
-        what callbacks remember) at its `every`, else after every epoch, and at the end; and from where to resume.
+        what callbacks remember) at its `every`, else after every epoch, and at the end; and from where to resume. A
+        fresh state takes the newest checkpoint; one that is further, or as far and edited, goes on instead, with a
+        warning.
       resume: "auto" resumes from the newest good checkpoint if there is one; "must" raises if there is
         none; "never" raises if there is one.
       replay: whether data that cannot be put to its place (a list, a generator) may be read again up to there.
@@ -191,10 +194,12 @@ def fit(
       smoke: try everything and keep nothing: two steps on a copy of the state, one evaluation, every
         callback once; no logger, no checkpoint.
       history: a `History` to add rows to.
-      extra: arguments for `step` by name, as in `step(state, batch, **extra)`.
+      extra: arguments for `step` by name, as in `step(state, batch, **extra)`. A callback may put others
+        in: `extra["scale"] = 0.5`; what it changes within an array is not seen.
 
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends the run after the
-    call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. SIGTERM does the
+    call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. Another Ctrl-C, a
+    second later or more, stops at once. SIGTERM does the
     same where there is a checkpoint, or a state of several processes, with SystemExit(143). Exceptions that pass
     through have `error.state`, `error.history` and `error.rejected` (for `ts.replay`); the state is None
     if the failed call had consumed it.
@@ -226,7 +231,7 @@ def fit(
             "log_every": log_every,
             "steps_per_call": steps_per_call,
             "max_bad": max_bad,
-            "extra": extra or {},
+            "extra": {} if extra is None else extra,
             "smoke": smoke,
         }
         options = options_of(goal, evaluate, evaluate_every, callbacks, logger, saver=saver, **more)
@@ -284,19 +289,32 @@ def _opened(checkpoint):
 
 def _begin(step, state, data, options: Options, progress, history: History | None, resume: str, replay: bool) -> Fit:
     """The run, where its newest checkpoint is if there is one."""
-    restored = Restored(state) if options.saver is None else options.saver.restore(state, resume=resume)
+    restored = Restored(state) if options.saver is None else options.saver.resumed(state, resume)
+    is_in_hand = restored.step is not None and restored.state is state
+    before = restored.script if isinstance(restored.script, dict) else {}
+    script = {} if options.saver is None else _resume.script_of(step, state, data)
+    script["run"] = before.get("run") or secrets.token_hex(4)
     state = restored.state
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop consumes it, and nobody said that this may be so
     start = step_of(state, restored.step or 0)
-    if restored.history is not None:
+    if restored.history is not None and not (is_in_hand and history is not None):
         history = History.of(restored.history)
     history = History() if history is None else history
     fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
+    fitting.script = script
     if restored.step is not None:
         fitting.feed.go_to(restored.data, replay)
-        fitting.saved = start, fitting.feed.place()
         history.mark("restart", start)
+    if is_in_hand:  # the run began with another state, which the script gives when it is started again
+        began = {name: before[name] for name in ("calls", "states") if name in before}
+        fitting.script = {**script, **began}
+    elif restored.step is not None:
+        fitting.saved = start, fitting.feed.place()
+        if not options.goal.reached(start, fitting.feed.epoch):
+            for note in _resume.edits(before.get("settings"), script["settings"]):
+                text = f"edited in the script since it saved the checkpoint, {note}."
+                warn(text)
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs, start)
     fitting.show_on(display.progress(progress if jax.process_index() == 0 else False, total, start, "step"))
     return fitting
@@ -319,6 +337,7 @@ def _settings(fitting: Fit) -> dict[str, Any]:
     """What a logger is told at the start: the settings of the run, and the hyperparameters."""
     options, state = fitting.options, fitting.run.state
     found = {
+        "run": fitting.script["run"],
         "goal": str(options.goal),
         "start": fitting.run.step,
         "jax": jax.__version__,

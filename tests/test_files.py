@@ -1,0 +1,112 @@
+"""Paths and locks: what is expanded and refused wherever a path is given, and who may write into a directory."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tsunax as ts
+from tests.helpers import need
+from tsunax import exchange, loggers
+from tsunax.errors import CheckpointError
+
+STEP = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+DATA = [np.ones((4, 2), np.float32)] * 4
+
+
+def make():
+    return ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)})
+
+
+def fit(steps=1, **given):
+    return ts.fit(STEP, make(), DATA, steps=steps, progress=False, **given)
+
+
+def tune(path):
+    ts.tune(lambda x: x, {"x": ts.spaces.uniform(0, 1)}, trials=1, directory=path)
+
+
+def exported(path):
+    exchange.save(f"{path}.safetensors", {"w": np.ones(2)})
+
+
+USES = {
+    "Checkpoints": ts.Checkpoints,
+    "fit(checkpoint=)": lambda path: fit(checkpoint=path),
+    "fit(profile=)": lambda path: fit(14, profile=path, steps_per_call=1),
+    "save": exported,
+    "restore": lambda path: exchange.restore(path, {"w": np.ones(2)}),
+    "restore_flax": exchange.restore_flax,
+    "restore_orbax": exchange.restore_orbax,
+    "contents": exchange.contents,
+    "csv": lambda path: fit(logger=loggers.csv(path)),
+    "jsonl": lambda path: fit(logger=loggers.jsonl(path)),
+    "tensorboard": lambda path: fit(logger=loggers.tensorboard(path)),
+    "tune": tune,
+    "tuning.read": ts.tuning.read,
+}
+WRITERS = [name for name in USES if name[:4] not in ("rest", "cont", "tuni")]
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_bucket_is_refused_and_never_becomes_a_local_folder(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for url in ("gs://bucket/a", "file:///tmp/a", Path("s3://bucket/a")):
+        with pytest.raises(CheckpointError, match=r"got '(gs|file|s3):/.*', expected a local path.* mounted"):
+            USES[name](url)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_home_directory_is_expanded(tmp_path, monkeypatch, name):
+    if name == "tensorboard":
+        need("tensorboardX")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    found = USES[name]("~/there")
+    if isinstance(found, ts.Checkpoints):
+        found.close()
+    assert os.listdir(tmp_path) == ["home"] and os.listdir(tmp_path / "home")[0].startswith("there")
+
+
+SECOND = """
+import sys
+from tsunax import Checkpoints
+try:
+    Checkpoints(sys.argv[1])
+    print("let in")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def second(path) -> str:
+    """What another process is told that wants to write into a directory."""
+    command = [sys.executable, "-c", SECOND, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_lock_survives_that_its_own_process_reads_the_directory(tmp_path):
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(make())
+        checkpoints.wait()
+        shutil.copytree(tmp_path / "run", tmp_path / "backup")
+        assert second(tmp_path / "run").startswith("CheckpointError directory in use")
+        ts.Checkpoints(tmp_path / "run").close()  # the one made last in this process, as ever
+    assert second(tmp_path / "run") == "let in"
+
+
+def test_where_open_files_cannot_be_locked_records_are(tmp_path, monkeypatch):
+    def unknown(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr("fcntl.fcntl", unknown)
+    with ts.Checkpoints(tmp_path / "run"):
+        assert second(tmp_path / "run").startswith("CheckpointError directory in use")

@@ -1,0 +1,353 @@
+"""What a run that goes on takes: from its checkpoint, from the state in hand, and from the script."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tsunax as ts
+from tests.helpers import assert_trees_equal
+from tsunax import averages, callbacks
+from tsunax._resume import code_text
+from tsunax.checkpoint import Best
+from tsunax.errors import RowError, StateError
+from tsunax.precision import LossScale
+
+X = np.arange(64, dtype=np.float32).reshape(16, 4) / 64
+STEP = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1.0) ** 2))
+
+
+def make(rate=0.1, w=0.0, **given):
+    return ts.setup(ts.rules.sgd(rate), {"w": jnp.full(4, w)}, **given)
+
+
+def fit(path, state, steps, step=STEP, data=None, **given):
+    data = ts.batches(X, 4, shuffle=True) if data is None else data
+    given = {"progress": False, "log_every": 1, **given}
+    return ts.fit(step, state, data, steps=steps, checkpoint=path, **given)
+
+
+# ------------------------------------------------------------------------------------------- the state in hand
+
+
+def test_what_was_adjusted_in_hand_wins_over_the_checkpoint(tmp_path):
+    data = ts.batches(X, 4, shuffle=True)
+    state, _ = fit(tmp_path, make(), 3, data=data)
+    with pytest.warns(
+        UserWarning,
+        match=r"the state given is at step 3, as the newest checkpoint .* differs.*hyperp",
+    ):
+        state, history = fit(tmp_path, ts.adjust(state, learning_rate=0.001), 6, data=data)
+    assert ts.hyperparams(state)["learning_rate"] == 0.001
+    assert history["step"].tolist() == [1, 2, 3, 4, 5, 6]
+    expected, _ = ts.fit(STEP, make(), anew := ts.batches(X, 4, shuffle=True), steps=3, progress=False)
+    expected, _ = ts.fit(STEP, ts.adjust(expected, learning_rate=0.001), anew, steps=6, progress=False)
+    assert_trees_equal(state, expected)
+    state, _ = fit(tmp_path, make(), 7)  # the same script again: the rate that the run had, without a word
+    assert ts.hyperparams(state)["learning_rate"] == 0.001
+
+
+def test_a_state_as_it_was_saved_goes_on_without_a_word(tmp_path):
+    data = ts.batches(X, 4, shuffle=True)
+    state, _ = fit(tmp_path, make(), 3, data=data)
+    state, history = fit(tmp_path, state, 6, data=data)
+    expected, _ = fit(tmp_path / "other", make(), 6)
+    assert_trees_equal(state, expected)
+    assert history["step"].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_replaced_params_and_a_cut_in_hand_win(tmp_path):
+    state, _ = fit(tmp_path, make(), 3)
+    with pytest.warns(UserWarning, match=r"differs from it: state\.params\['w'\]"):
+        state, _ = fit(tmp_path, state.replace(params={"w": jnp.full(4, 2.0)}), 4)
+    assert float(state.params["w"].min()) > 1
+    with pytest.warns(UserWarning, match="hyperparameters. The state given goes on"):
+        state, _ = fit(tmp_path, ts.adjust(state, "w", learning_rate=0.0), 5)
+    assert ts.hyperparams(state)["learning_rate"] == 0.0
+
+
+def test_a_state_ahead_of_the_newest_checkpoint_goes_on(tmp_path):
+    data = ts.batches(X, 4)
+    state, _ = fit(tmp_path, make(), 3, data=data)
+    for batch in list(ts.batches(X, 4))[:2]:
+        state, _ = STEP(state, batch)
+    text = r"state given is at step 5, .* at step 3: the state given goes on"
+    with pytest.warns(UserWarning, match=text), pytest.warns(UserWarning, match="nothing to do"):
+        after, _ = fit(tmp_path, state, 4, data=data)
+    assert int(after.step) == 5
+    with pytest.warns(UserWarning, match="the state given goes on"):
+        after, history = fit(tmp_path, after, 7, data=data)
+    assert int(after.step) == 7 and history["step"].tolist() == [1, 2, 3, 6, 7]
+
+
+def test_an_older_state_in_hand_is_replaced_with_a_warning(tmp_path):
+    fit(tmp_path, make(), 5)
+    behind, _ = ts.fit(STEP, make(), ts.batches(X, 4, shuffle=True), steps=2, progress=False)
+    with pytest.warns(UserWarning, match="state given is at step 2, .* at step 5: the checkpoint's goes on"):
+        state, _ = fit(tmp_path, behind, 6)
+    expected, _ = fit(tmp_path / "other", make(), 6)
+    assert_trees_equal(state, expected)
+
+
+def test_a_script_that_trains_before_fit_resumes_without_a_word(tmp_path):
+    def script(steps):
+        state, _ = ts.fit(STEP, make(), ts.batches(X, 4, shuffle=True), steps=2, progress=False)
+        return fit(tmp_path, ts.adjust(state, learning_rate=0.01), steps)[0]
+
+    assert int(script(4).step) == 4
+    assert ts.hyperparams(script(6))["learning_rate"] == 0.01
+
+
+def test_a_clock_that_was_set_back_is_refused(tmp_path):
+    state, _ = fit(tmp_path, make(), 5)
+    with pytest.raises(StateError, match=r"state at fit\(\): got step 0 after 5 calls, expected step 5 or later"):
+        fit(tmp_path, state.replace(step=0), 9)
+
+
+def test_a_pair_in_hand(tmp_path):
+    def step(states, batch):
+        one, info = STEP.pure(states[0], batch, {})
+        two, other = STEP.pure(states[1], batch, {})
+        return (one, two), {"one": info.loss, "two": other.loss}
+
+    pair, _ = fit(tmp_path, (make(), make()), 3, step)
+    with pytest.warns(UserWarning, match="as the newest checkpoint"):
+        pair, _ = fit(tmp_path, (pair[0], ts.adjust(pair[1], learning_rate=0.0)), 4, step)
+    assert ts.hyperparams(pair[1])["learning_rate"] == 0.0
+    pair, _ = step(pair, X[:4])
+    with pytest.raises(StateError, match="expected a TrainState, or a fresh tree"):
+        fit(tmp_path, pair, 9, step)
+
+
+# ----------------------------------------------------------------------------------- what was edited in the script
+
+
+def test_a_fresh_state_that_the_script_adjusts_resumes_as_it_was(tmp_path):
+    """And a plateau's rate survives: only what the script hands over otherwise than before is an edit."""
+    lower = callbacks.every(2, lambda run: ts.adjust(run.state, learning_rate=0.02))
+    script = lambda steps, rate=0.05: fit(tmp_path, ts.adjust(make(), learning_rate=rate), steps, callbacks=[lower])
+    script(3)
+    assert ts.hyperparams(script(3 + 1)[0])["learning_rate"] == pytest.approx(0.02)
+    with pytest.warns(UserWarning, match=r"learning_rate: 0\.05 then, 0\.01 now: the script's is used"):
+        state, _ = script(5, 0.01)
+    assert ts.hyperparams(state)["learning_rate"] == pytest.approx(0.01)
+
+
+def test_the_decay_of_an_average_is_the_scripts(tmp_path):
+    with ts.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make(ema=0.9))
+        checkpoints.wait()
+        with pytest.warns(UserWarning, match=r"ema decay: 0\.9 then, 0\.99 now: the script's is used"):
+            found = checkpoints.restore(make(ema=0.99)).state
+        assert float(found.average.rate) == pytest.approx(0.01)
+        checkpoints.restore(make(ema=0.9))
+
+
+def test_a_fixed_loss_scale_is_the_scripts_and_a_dynamic_one_goes_on(tmp_path):
+    fit(tmp_path, make(loss_scale=8.0), 2)
+    with pytest.warns(UserWarning, match=r"loss scale: 8 then, 16 now: the script's is used"):
+        state, _ = fit(tmp_path, make(loss_scale=16.0), 3)
+    assert float(state.loss_scale.scale) == 16.0
+    other = tmp_path / "other"
+    grows = lambda start: make(loss_scale=LossScale(start, interval=1))
+    fit(other, grows(8.0), 2)
+    assert float(fit(other, grows(8.0), 3)[0].loss_scale.scale) == 64.0
+    with pytest.warns(UserWarning, match=r"loss scale: 8 then, 4 now: the script's is used"):
+        assert float(fit(other, grows(4.0), 4)[0].loss_scale.scale) == 8.0
+
+
+def other_loss(params, x):
+    return jnp.mean(jnp.abs(x @ params["w"] - 1.0))
+
+
+def weighted(weight):
+    return ts.train_step(lambda params, x: weight * jnp.mean(x @ params["w"]))
+
+
+EDITS = {
+    "accumulate": (
+        {"step": ts.train_step(STEP.loss_fn, accumulate=2)},
+        "accumulate: 1 then, 2 now",
+    ),
+    "loss": ({"step": ts.train_step(other_loss)}, "loss_fn: another function"),
+    "number of a loss": ({"step": weighted(2.0)}, "loss_fn: another function"),
+    "data": ({"data": X + 1}, "data: other values"),
+}
+PAIRS = {
+    "key": (lambda: make(key=0), lambda: make(key=1), "key: another one; the checkpoint's goes on"),
+    "average": (
+        lambda: make(ema=averages.ema(0.9)),
+        lambda: make(ema=averages.ema(0.9, start=4)),
+        r"average: .*start=0.* then, .*start=4.* now",
+    ),
+    "loss scale": (
+        lambda: make(loss_scale=LossScale(8.0)),
+        lambda: make(loss_scale=LossScale(8.0, interval=7)),
+        "loss_scale: .*interval=2000.* then, .*interval=7.* now",
+    ),
+    "window": (
+        lambda: ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), 1), {"w": jnp.zeros(4)}),
+        lambda: ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), 2), {"w": jnp.zeros(4)}),
+        "rule: .* then, .* now",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_of_the_script_is_told_once(tmp_path, name):
+    edit, text = EDITS[name]
+    first = {"step": weighted(1.0)} if name == "number of a loss" else {}
+
+    def script(steps, step=STEP, data=X):
+        fit(tmp_path, make(), steps, step, ts.batches(data, 4, shuffle=True))
+
+    script(2, **first)
+    script(3, **first)  # nothing was edited, and nothing is said
+    with pytest.warns(UserWarning, match=text) as told:
+        script(4, **edit)
+    assert len(told) == 1
+    script(5, **edit)  # it is the script's by now
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_edit_of_the_state_is_told(tmp_path, name):
+    one, two, text = PAIRS[name]
+    fit(tmp_path, one(), 2)
+    with pytest.warns(UserWarning, match=text) as told:
+        fit(tmp_path, two(), 3)
+    assert len(told) == 1
+
+
+def test_the_text_of_a_function_is_the_same_in_every_process():
+    """No address, no order of a set, and no end of a search: what a loss closes over may be anything."""
+    program = (
+        "import jax, numpy as np\n"
+        "from tsunax._resume import code_text\n"
+        "class Odd:\n    pass\n"
+        "big = {'x': [np.ones(3)] * 1000, 'odd': Odd()}\n"
+        "big['self'] = big\n"
+        "def loss(params, batch, *, names=frozenset(['a', 'b', 'c'])):\n"
+        "    return sum(params[k] for k in {'a', 'b', 'c', 'd'}) + big['x'][0] if big else jax.nn.relu(batch)\n"
+        "print(code_text(loss))\n"
+    )
+    texts = set()
+    for seed in "012":
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
+                             env={"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PATH": ""})  # fmt: skip
+        texts.add(run.stdout)
+    assert len(texts) == 1 and "unknown" not in texts.pop()
+
+
+def test_a_function_that_cannot_be_looked_at_ends_no_run():
+    class Odd:
+        @property
+        def __wrapped__(self):
+            raise OSError("closed")
+
+    odd, deep = Odd(), []
+    for _ in range(10_000):
+        deep = [deep]
+    assert code_text(lambda params, batch: odd) == "unknown"
+    assert code_text(lambda params, batch: deep) == code_text(lambda params, batch: deep) != "unknown"
+
+
+def test_resident_data_and_streams_are_served(tmp_path):
+    resident = lambda x: ts.batches(x, 4, device=True)
+    fit(tmp_path / "a", make(), 2, data=resident(X))
+    with pytest.warns(UserWarning, match="data: other values"):
+        fit(tmp_path / "a", make(), 3, data=resident(X * 2))
+    rows = [X[:4], X[4:8]]
+    fit(tmp_path / "b", make(), 2, data=rows)
+    fit(tmp_path / "b", make(), 4, data=rows)
+
+
+def test_a_population_resumes(tmp_path):
+    members = lambda rates: ts.population(lambda key, rate: make(rate), 2, key=0, rate=jnp.array(rates))
+    fit(tmp_path, members([0.1, 0.2]), 2)
+    with pytest.warns(UserWarning, match=r"learning_rate: 0\.2 then, 0\.3 now"):
+        state, _ = fit(tmp_path, members([0.1, 0.3]), 3)
+    assert jax.device_get(state.step).tolist() == [3, 3]
+
+
+# ---------------------------------------------------------------------------------------------------------- the best
+
+
+def test_fit_tells_of_a_best_that_nobody_gives(tmp_path):
+    best = lambda name: Best(name, mode="min")
+    given = {"evaluate": lambda state: {"val/loss": 1.0}, "evaluate_every": 4}
+    with ts.Checkpoints(tmp_path / "a", every=2, keep_best=best("val/los")) as saver:
+        with pytest.raises(RowError, match=r"metric at keep_best: got 'val/los'.*Did you mean 'val/loss'"):
+            fit(saver, make(), 8, **given)
+        bare = callbacks.every(4, lambda run: None)  # which might log it
+        with pytest.raises(RowError, match=r"keep_best at fit\(\): got 'val/los'.*Did you mean 'val/loss'"):
+            fit(saver, make(), 8, callbacks=[bare], **given)
+        saver.wait()
+        assert saver.steps() == [2]  # at step 4, with the first evaluation, it was known
+    saver = ts.Checkpoints(tmp_path / "b", every=2, keep_best=best("los"))
+    with saver, pytest.raises(RowError, match="Did you mean 'loss'"):
+        fit(saver, make(), 8)
+    late = callbacks.every(4, lambda run: run.log(mine=1.0))
+    with ts.Checkpoints(tmp_path / "c", every=2, keep_best=best("mine")) as saver:
+        fit(saver, make(), 8, callbacks=[late])
+    with ts.Checkpoints(tmp_path / "d", every=2, keep_best=best("other")) as saver:
+        with pytest.warns(UserWarning, match="keep_best at fit"):
+            fit(saver, make(), 8, callbacks=[late])
+        assert saver.latest() == 8
+
+
+# ------------------------------------------------------------------------------------------------------------ signals
+
+SIGNALLED = """
+import signal, sys, time
+import jax.numpy as jnp, numpy as np
+import tsunax as ts
+from tsunax import _store
+
+for number in (signal.SIGTERM, signal.SIGINT):  # what comes between two runs
+    signal.signal(number, lambda *_: None)
+write = _store.write
+_store.write = lambda *args: (time.sleep(0.1), write(*args))
+step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+data = ts.batches(np.ones((8, 2), np.float32), 4)
+for i in range(6):
+    sys.stdin.readline()
+    ready = lambda run: print("READY", flush=True) if run.step == 4 else time.sleep(0.002)
+    path = f"{sys.argv[1]}/{i}"
+    try:
+        state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
+        checkpoints = ts.Checkpoints(path, every=10**6)
+        ts.fit(step, state, data, steps=10**6, checkpoint=checkpoints, progress=False,
+               callbacks=ts.callbacks.every(4, ready))
+    except BaseException as error:
+        name, at = type(error).__name__, int(error.state.step)
+        print(name, at, ts.Checkpoints(path, read_only=True).latest(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_signals_that_come_together_save(tmp_path):
+    """SIGTERM and SIGINT within milliseconds, in either order and often, as a scheduler sends them."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", SIGNALLED, str(tmp_path)]
+    term, ctrl_c = signal.SIGTERM, signal.SIGINT
+    storms = [[term, ctrl_c], [ctrl_c, term], [term, ctrl_c] * 4]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as run:
+        for i, wait in enumerate((0.0, 0.005, 0.02, 0.0, 0.02, 0.05)):
+            run.stdin.write("\n")
+            run.stdin.flush()
+            assert run.stdout.readline() == "READY\n"
+            for number in storms[i % 3]:
+                run.send_signal(number)
+                time.sleep(wait)
+            _, at, saved = run.stdout.readline().split()
+            assert at == saved and int(at) >= 4
+        run.communicate("\n", timeout=60)
+    assert run.returncode == 0
