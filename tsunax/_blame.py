@@ -11,6 +11,10 @@ walk leads there, a loop at the first trip that went wrong. Knows nothing of tra
 from __future__ import annotations
 
 import functools
+import itertools
+import linecache
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._cost import inner
+from tsunax._loss_fn import LIBRARIES
 
 
 @dataclass(frozen=True)
@@ -272,3 +277,30 @@ def _on_host(x: Any) -> Any:
 
 
 __all__ = ["Origin", "bad", "origin"]
+
+
+_CALLERS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("faults.py", "_row_mixing.py"))
+
+
+def line_of(sources: tuple) -> tuple[str, str]:
+    """The innermost line of the user's own code that an equation comes from, or of a library; and its text."""
+    from jax.extend import source_info_util
+
+    theirs = None
+    for source in sources:
+        lines = reversed(source_info_util.summarize(source, num_frames=100).splitlines())
+        frames = [match for line in lines if (match := _FRAME.match(line))]
+        within = list(itertools.takewhile(lambda frame: frame[1] not in _CALLERS, frames))
+        others = [frame for frame in within if not frame[1].startswith(LIBRARIES[-1])]
+        own = [frame for frame in others if "site-packages" not in frame[1] and not frame[1].startswith(LIBRARIES)]
+        theirs = theirs or next(iter(others), None)
+        if own:
+            return _as_text(own[0])
+    return ("", "") if theirs is None else _as_text(theirs)
+
+
+def _as_text(frame: re.Match) -> tuple[str, str]:
+    return f"{frame[1]}:{frame[2]} ({frame[3]})", linecache.getline(frame[1], int(frame[2])).strip()
+
+
+_FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)$")

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from tsunax import _checks, _tree, guard, losses
 from tsunax._loss_fn import LossFn, hide_own_frames
 from tsunax.errors import NonFiniteError, StateError, TsunaxError, WrongTypeError, message
-from tsunax.state import TrainState, donated, split
+from tsunax.state import TrainState, split
 from tsunax.step import StepInfo, gradient_of, seen_by
 
 
@@ -42,8 +42,6 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
     if is_data and not _tree.is_array(batch):
         fix = "A step takes one batch: for batch in data."
         raise WrongTypeError(message("batch", "step()", _tree.describe(batch), "a tree of arrays", fix))
-    if any(map(_tree.is_gone, jax.tree.leaves(state))):
-        raise StateError(donated("step()"))
     _checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
     moving = {id(x) for x in jax.tree.leaves(split(state)[0])}
     for name, tree in {"batch": batch, **extra}.items():
