@@ -75,7 +75,7 @@ def by_flax(steps, every=1):
 def test_the_gradient_replaces_them_as_in_flax():
     state, step = start(), ts.train_step(loss_fn)
     rows = jax.tree.leaves(state.opt_state)
-    assert len(rows) == 2 * len(jax.tree.leaves(VARIABLES["params"]))  # no moments of theirs
+    assert len(rows) == 1 + 2 * len(jax.tree.leaves(VARIABLES["params"]))  # a count, and no moments of theirs
     assert not jax.tree.leaves(ts.trainable(state)[OWG])  # model state, in all but the place where flax keeps it
     for i in range(5):
         state, _ = step(state, batch(i))
