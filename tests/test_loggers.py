@@ -31,8 +31,8 @@ ROWS = {
 SETTINGS = {"run": "a", "batch_size": 32, "learning_rate": 0.1, "precision": "bfloat16", "donate": True}
 
 
-def write(logger, steps, rows=ROWS):
-    logger.start(SETTINGS)
+def write(logger, steps, rows=ROWS, run="a"):
+    logger.start({**SETTINGS, "run": run})
     for step in steps:
         logger(rows[step], step=step)
     logger.close()
@@ -151,6 +151,20 @@ def test_no_run_deletes_the_rows_of_another(tmp_path, kind, named):
     else:
         run("d", [10, 11])  # who says nothing, and goes on within the rows, goes on with them
         assert read(path) == [1, 10, 11]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_one_logger_goes_on_with_its_own_rows(tmp_path, kind):
+    """As of two calls of `fit` in one notebook, the second of which logs at the step where the first ended."""
+    path = tmp_path / f"log.{kind}"
+    logger = getattr(loggers, kind)(path)
+    steps = lambda: list(csv_rows(path)[0]) if kind == "csv" else [step for step, _ in jsonl_rows(path)[0]]
+    for run, some in {"a": (1, 10), "b": (10, 20)}.items():
+        write(logger, some, {step: {"loss": 1.0} for step in some}, run)
+    assert steps() == [1, 10, 20]
+    with pytest.warns(UserWarning, match="of another run"):
+        write(logger, [1], {1: {"loss": 1.0}}, "c")
+    assert steps() == [1]
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])

@@ -9,7 +9,8 @@ A file goes on where it was. The first row's step says from where a run was resu
 and later ones are what the interrupted run wrote beyond it; they are dropped, and each step is there
 once. Only rows of the same run are dropped: `fit` names each run in its settings ("run"), and a
 checkpoint remembers the name. If rows of another run were in the way, the file is kept as "log.1.csv",
-and so on, and a new one begins. Of runs without a name, one that starts before all rows is another.
+and so on, and a new one begins. Of runs without a name, and of those of one logger, one that starts
+before all rows is another.
 """
 
 from __future__ import annotations
@@ -183,6 +184,7 @@ class csv:
     _file: TextIO | None = field(default=None, init=False, repr=False)
     _names: list[str] = field(default_factory=list, init=False, repr=False)
     _runs: tuple[Any, Any] = field(default=(None, None), init=False, repr=False)
+    _used: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self):
         self.path = _path("csv()", self.path)
@@ -193,12 +195,14 @@ class csv:
         with _opening("csv()", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             about = path.with_name(f"{path.name}.settings.json")
-            self._runs = _run_of([about.read_text("utf-8", "replace")] if about.exists() else []), settings.get("run")
+            before = [about.read_text("utf-8", "replace")] if about.exists() else []
+            self._runs = (None, None) if self._used else (_run_of(before), settings.get("run"))
             _write(about, [json.dumps(dict(settings), indent=1, default=str)])
 
     def __call__(self, row: Row, step: int) -> None:
         path = Path(self.path)
         if self._file is None:
+            self._used = True
             with _opening("csv()", path):
                 header = _resume(path, step, _step_of_csv, self._runs)[:1]
             self._names = next(_csv.reader(header), ["step"])[1:]
@@ -239,6 +243,7 @@ class jsonl:
     path: str | os.PathLike
     _file: TextIO | None = field(default=None, init=False, repr=False)
     _settings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _used: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self):
         self.path = _path("jsonl()", self.path)
@@ -252,7 +257,8 @@ class jsonl:
             with _opening("jsonl()", self.path):
                 path = Path(self.path)
                 lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
-                runs = _run_of(reversed(lines)), self._settings.get("run")
+                runs = (None, None) if self._used else (_run_of(reversed(lines)), self._settings.get("run"))
+                self._used = True
                 _resume(path, step, lambda line: json.loads(line).get("step"), runs)
                 self._file = open(self.path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
             if self._settings:

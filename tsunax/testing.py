@@ -195,6 +195,7 @@ def check_resume(step: Callable, state: Any, data: Any, steps: int = 6, at: int 
     with tempfile.TemporaryDirectory() as folder, _rereading(data, where, fix) as anew:
         run = lambda state, n, **more: fit(step, state, anew(), steps=n, **options, **more)
         expected, rows = run(_copy(state), steps)
+        _losses(rows, where)  # nobody goes on from a checkpoint that is not finite
         path = Path(folder) / "run"
         run(_copy(state), at, checkpoint=path)
         found, again = run(_copy(state), steps, checkpoint=path, resume="must")
