@@ -798,7 +798,7 @@ def test_skip_zero_takes_nan_for_a_gradient():
     assert np.isnan(ts.update(state, grads, on_nonfinite="ignore")[0].params["b"][1])
 
 
-def moments(state):
+def averages(state):
     return [optax.tree_utils.tree_get(state.opt_state, name) for name in ("mu", "nu")]
 
 
@@ -811,7 +811,7 @@ def test_skip_zero_where_nothing_has_a_gradient_and_in_one_program():
     with count_compiles() as compiles:
         after, _ = step(state, zeros)
     assert compiles.compiles == 0
-    assert_trees_equal((after.params, moments(after)), (state.params, moments(state)))
+    assert_trees_equal((after.params, averages(after)), (state.params, averages(state)))
     assert int(after.step) == optax.tree_utils.tree_get(after.opt_state, "count") == 1  # which all leaves share
 
 
