@@ -456,7 +456,10 @@ MISMATCHES = {
     "adamw": (lambda: make(rule=ts.rules.adamw(1e-2)), r"rule of state: saved adam\(.*expected adamw\("),
     "sgd": (lambda: make(rule=ts.rules.sgd(1e-2)), r"rule of state: saved adam\(.*expected sgd\("),
     "nesterov": (lambda: make(rule=ts.rules.adam(1e-2, nesterov=True)), r"nesterov=False\), .*nesterov=True"),
-    "clipped": (lambda: make(rule=ts.rules.chain(ts.rules.clip_value(1.0), ts.rules.adam(1e-2))), r"clip_value\(max\)"),
+    "clipped": (
+        lambda: make(rule=ts.rules.chain(ts.rules.clip_value(1.0), ts.rules.adam(1e-2))),
+        r"clip_value\(max_delta\)",
+    ),
     "groups": (lambda: make(rule=ts.rules.groups({"**": ts.rules.adam(1e-2)})), r"expected _Groups"),
     "plain": (lambda: make(rule=optax.adam(1e-2)), r"rule of state: saved adam\(.*expected chain\(\("),
     "selected": (lambda: make(trainable="head"), "trained of state: saved everything, expected head"),

@@ -8,6 +8,7 @@ import inspect
 import re
 import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ down = lambda tx: optax.chain(optax.sgd(1.0), tx)  # a line search wants a direc
 dimensions = lambda tree: jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), tree)
 
 # What each one is given: the arguments that it cannot do without, or a function that makes it
-MAKE = {
+MAKE: dict[str, Any] = {
     "adaptive_grad_clip": (0.1,),
     "add_noise": (0.1, 0.5, 0),
     "apply_if_finite": (sgd, 3),
@@ -137,7 +138,7 @@ def transformations() -> dict:
 ALL = transformations()
 
 
-def make(name: str, module=None):
+def make(name: str, module=None) -> Any:
     factory, given = ALL[name] if module is None else getattr(module, name), MAKE.get(name, ())
     if callable(given):
         return given(factory)

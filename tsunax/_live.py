@@ -318,12 +318,13 @@ def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | No
     if not isinstance(rule, optax.GradientTransformationExtraArgs):
         return ()
     try:
-        parameters = list(inspect.signature(rule.update).parameters.values())[3:]  # updates, state, params
+        parameters = list(inspect.signature(rule.update).parameters.values())
     except (ValueError, TypeError):
         return None
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return None
-    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    known = parameters[3:]  # behind updates, state, params
+    return tuple(p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 def accepting(f: Callable, names) -> Callable:
@@ -385,14 +386,16 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
     complex_ = [pair for pair in named if jnp.issubdtype(_tree.dtype_of(pair[1]), jnp.complexfloating)]
     if not complex_ and _is_ours(rule.update):
         return
-    loss = lambda p, *_, **__: sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(p))
+    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))
     extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
     extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
-    run = lambda g, s: rule.update(g, s, g, step=0, weight=1.0, value=0.0, grad=g, **extra)
+    run = lambda g, s, step, x: rule.update(g, s, g, step=step, weight=x, value=x, grad=g, **extra)
+    numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
     cause = None
     try:
         before = jax.eval_shape(rule.init, params)
-        updates, after = jax.eval_shape(run, params, before)
+        updates, after = jax.eval_shape(run, params, before, *numbers)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return  # not under jit, but by hand perhaps
     except Exception as error:
