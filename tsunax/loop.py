@@ -166,7 +166,8 @@ def fit(
     Args:
       step: a `train_step`, or any function `(state, batch, **extra) -> (state, info)` that can be traced, over any
         pytree as state (a GAN's pair).
-      data: `batches(...)`, or any iterable of batches.
+      data: `batches(...)`, or any iterable of batches. A new state (`state.calls == 0`) begins with the
+        first batch, a trained one goes on where `batches` and `prefetch` are.
       steps: the goal in applied steps, counted by `state.step`; or
       epochs: in epochs of the data. Both are places to reach: what resumes at or beyond them only says so.
       evaluate: `f(state) -> {name: number}`, at every `evaluate_every` ("epoch", "5 epochs", or a number of steps), and
