@@ -330,7 +330,7 @@ def test_a_large_batch_is_copied_once(dtype):
     for home in (None, NamedSharding(mesh, P())):
         copies = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_place, "_copied", lambda x, f=_place._copied, own=copies: own.append(f(x)) or own[-1])
+            patch.setattr(_place, "copied", lambda x, f=_place.copied, own=copies: own.append(f(x)) or own[-1])
             placed = jax.block_until_ready(_place.put(x, home))
         (own,) = copies
         where = range(own.ctypes.data, own.ctypes.data + own.nbytes)
