@@ -168,7 +168,8 @@ def fit(
     Args:
       step: a `train_step`, or any function `(state, batch, **extra) -> (state, info)` that JAX can
         trace; its state may be any pytree, for example the two states of a GAN.
-      data: `batches(...)`, or any iterable of batches.
+      data: `batches(...)`, or any iterable of batches. A new state (`state.calls == 0`) begins with the
+        first batch, a trained one goes on where `batches` and `prefetch` are.
       steps: the total of applied steps, counted by `state.step`; or
       epochs: the total of epochs of the data. A run that is there already returns at once, with a warning.
       evaluate: `f(state) -> {name: number}`, called every `evaluate_every` ("epoch", "5 epochs", or a
