@@ -24,7 +24,7 @@ TIERS = {
         "_number _live _hoist _parity _loss rules schedules losses regularize metrics precision accumulation guard "
         "averages reproduce"
     ),
-    2: "state _members _loss_fn step _traces program hyper",
+    2: "state _members _loss_fn _dataflow _row_mixing step _traces program hyper",
     3: "hardware sharding distributed data source _ahead models history _feed _fused _signals _preference _peers",
     4: (
         "_alike loggers display checkpoint _files _folder _manifest _orbax _store _target _profile exchange "

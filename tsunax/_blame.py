@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._cost import inner
+from tsunax._dataflow import called as called_by
+from tsunax._dataflow import scanned
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class _Run:
         if name == "cond":
             first, called = 1, eqn.params["branches"][int(np.asarray(given[0]))]
             called = called.jaxpr, called.consts
-        called = called or _called(eqn)
+        called = called or called_by(eqn)
         if called is None:
             return None
         outer = lambda i, places: self.of(eqn.invars[first + i], places)
@@ -154,7 +155,7 @@ class _Run:
 
     def in_scan(self, eqn: Any, given: list, place: int, where: Any) -> Origin:
         body, length = eqn.params["jaxpr"], eqn.params["length"]
-        fixed, carried = _split(eqn)
+        fixed, carried = scanned(eqn)
         consts, carry, rows = given[:fixed], given[fixed : fixed + carried], given[fixed + carried :]
         order = list(range(length))[:: -1 if eqn.params["reverse"] else 1]
         run = _compiled(body.jaxpr, None)
@@ -245,25 +246,6 @@ def _compiled(jaxpr: Any, made: tuple | None) -> Callable:
         return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(consts)))(*arguments)
 
     return lambda consts, arguments: run(tuple(consts), tuple(arguments))
-
-
-def _called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The one program that an equation stands for, and its constants: jit, checkpoint, custom derivatives."""
-    programs = inner(eqn)
-    if len(programs) != 1:
-        return None
-    closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is programs[0])
-    shapes = lambda variables: [v.aval.shape for v in variables]
-    same = shapes(programs[0].invars) == shapes(eqn.invars) and shapes(programs[0].outvars) == shapes(eqn.outvars)
-    return (programs[0], getattr(closed, "consts", ())) if same else None
-
-
-def _split(eqn: Any) -> tuple[int, int]:
-    """How many operands of a scan are the same in every trip, and how many it carries."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    parts = [list(part) for part in eqn.params["ft_in"].update(range(len(eqn.invars))).unpack()]  # jax 0.12
-    return len(parts[0]), len(parts[1])
 
 
 def _on_host(x: Any) -> Any:

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._dataflow import Analysis
+from tsunax._dataflow import Analysis, source_line
 from tsunax._loss import rows_of
 from tsunax.errors import message
 
@@ -85,9 +85,7 @@ def warn_of_mixed_rows(objective: Callable, params, batch, keywords, n: int, nam
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # of a jax to come
         found = None
     if found is not None:
-        from tsunax.faults import _line  # which imports this
-
-        line, text = _line((found.source,))
+        line, text = source_line((found.source,))
         got = f"a loss that {_KINDS[found.kind]} (`{text or found.primitive}`)"
         fix = (
             f"Each of the {n} micro-batches has only its own rows, so this trains on another loss "

@@ -7,9 +7,6 @@ walk is in `_blame.py`. It is a function of what the step was given, and changes
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import linecache
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +15,7 @@ import jax
 import numpy as np
 
 from tsunax import _blame, _checks, _tree, guard
-from tsunax._loss_fn import LIBRARIES
+from tsunax._dataflow import source_line
 from tsunax._members import members_of
 from tsunax.errors import StateError, WrongTypeError, message
 from tsunax.program import TrainStep, home_of
@@ -169,7 +166,7 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _blame.Origin)
             micro = int(np.argwhere(bad)[0][0]) % n
         made = f"{argument} was given so: {_what(origin.value)}"
     else:
-        line, code = _line(origin.sources)
+        line, code = source_line(origin.sources, above=__file__)
         said = "a constant" if origin.constant else _what(origin.value)
         derivative = "the derivative of " if in_gradient else ""
         at = f" at {derivative}{line}" if line else ""
@@ -204,27 +201,3 @@ def _from(origin: _blame.Origin) -> str:
     if not operands or len(operands) != len(origin.operands) or any(x.shape not in ((), out.shape) for x in operands):
         return ""
     return " from " + " and ".join(f"{x[first] if x.shape else x[()]}" for x in operands)
-
-
-def _line(sources: tuple) -> tuple[str, str]:
-    """The innermost line of the user's own code that an equation comes from, or of a library; and its text."""
-    from jax.extend import source_info_util
-
-    theirs = None
-    for source in sources:
-        lines = reversed(source_info_util.summarize(source, num_frames=100).splitlines())
-        frames = [match for line in lines if (match := _FRAME.match(line))]
-        within = list(itertools.takewhile(lambda frame: frame[1] != __file__, frames))
-        others = [frame for frame in within if not frame[1].startswith(LIBRARIES[-1])]
-        own = [frame for frame in others if "site-packages" not in frame[1] and not frame[1].startswith(LIBRARIES)]
-        theirs = theirs or next(iter(others), None)
-        if own:
-            return _as_text(own[0])
-    return ("", "") if theirs is None else _as_text(theirs)
-
-
-def _as_text(frame: re.Match) -> tuple[str, str]:
-    return f"{frame[1]}:{frame[2]} ({frame[3]})", linecache.getline(frame[1], int(frame[2])).strip()
-
-
-_FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)$")
