@@ -407,3 +407,7 @@ def test_a_wrong_argument_is_refused_when_the_callback_is_made(make, text):
     with pytest.raises((HyperparameterError, WrongTypeError)) as caught:
         make()
     assert text in str(caught.value)
+
+
+def test_only_callbacks_complete():
+    assert dir(callbacks) == sorted(callbacks.__all__)

@@ -1425,3 +1425,12 @@ def test_details_that_other_modules_lean_on():
     assert [_manifest.dtype_of(name) for name in ("O", "object", "void", "U3", "datetime64", "float8_", "int2x")] == [
         None
     ] * 7
+
+
+def test_it_prints_its_path_and_its_steps(tmp_path):
+    with ts.Checkpoints(tmp_path / "run", keep_last=2) as checkpoints:
+        assert repr(checkpoints) == f"Checkpoints({str(tmp_path / 'run')!r}, steps none)"
+        for step in (1000, 2000, 3000):
+            checkpoints.save(make(), step=step)
+        checkpoints.wait()
+        assert repr(checkpoints) == f"Checkpoints({str(tmp_path / 'run')!r}, steps 3,000, 2,000)"

@@ -296,6 +296,200 @@ def test_arrays_in_files(tmp_path, shuffle):
     assert_same([batch["x"] for batch in batches(_Table(x), 4, shuffle=shuffle)], expected)
 
 
+# --- records by number ------------------------------------------------------------------------
+
+
+class _Dataset:
+    """As a map-style Dataset of torch: records by number, each from code that knows one of them."""
+
+    def __init__(self, kind="dict", n=N):
+        self.kind, self.n, self.read = kind, n, []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        self.read.append(int(i))
+        x, y = ARRAYS["x"][i][::-1], ARRAYS["y"][0][i]  # a flip of one record; of an array of rows it would turn them
+        return {"dict": {"x": x, "y": y}, "tuple": (x, int(y)), "array": x, "number": float(y)}[self.kind]
+
+
+class _ListLike(list):
+    """Records in a class of one's own, that can be iterated too."""
+
+
+class _OneByOne(_Dataset):
+    """As an IterableDataset of torch that has a length: `__getitem__` is there, and not implemented."""
+
+    def __getitem__(self, i):
+        raise NotImplementedError
+
+    def __iter__(self):
+        return (_Dataset.__getitem__(self, i) for i in range(self.n))
+
+
+COLUMNS = {"x": ARRAYS["x"][:, ::-1], "y": ARRAYS["y"][0]}
+AS_ARRAYS = {"dict": COLUMNS, "array": COLUMNS["x"], "number": COLUMNS["y"].astype(float)}
+AS_ARRAYS["tuple"] = (COLUMNS["x"], COLUMNS["y"].astype(int))
+
+
+@pytest.mark.parametrize("kind", AS_ARRAYS)
+def test_a_data_set_of_records_is_read_record_by_record(kind):
+    for given in ({}, {"shuffle": True}, {"shuffle": True, "tail": "drop"}, {"shuffle_window": 5}):
+        for process in ((0, 1), (1, 2)):
+            given = {**given, "seed": 3, "process": process}
+            expected = epochs_of(batches(AS_ARRAYS[kind], 4, **given), 2)
+            assert_same(epochs_of(batches(_Dataset(kind), 4, **given), 2), expected)
+    data = batches(_Dataset(kind), 4, shuffle=True)
+    data.set_state({"epoch": 1, "position": 3})
+    expected = epochs_of(batches(AS_ARRAYS[kind], 4, shuffle=True), 2)
+    assert_same(data, expected[len(data) + 3 :])
+    assert len(data) == 6 and not data.is_of_arrays
+    taken = iter(batches(_Dataset(kind), 4, shuffle=True)).take(3)
+    assert_trees_equal(taken, jax.tree.map(lambda *x: np.stack(x), *expected[:3]))
+
+
+def test_records_among_columns_in_lists_and_one_after_the_other():
+    flipped = [(x[::-1], int(y)) for x, y in zip(ARRAYS["x"], ARRAYS["y"][0], strict=True)]
+    expected = epochs_of(batches(AS_ARRAYS["tuple"], 4, shuffle=True), 1)
+    assert_same(batches(_ListLike(flipped), 4, shuffle=True), expected)
+    got = batches({"a": _Dataset("array"), "b": COLUMNS["y"].astype(int)}, 4, shuffle=True)
+    assert_same([(b["a"], b["b"]) for b in got], expected)
+    stream = batches(_OneByOne("tuple"), 4)
+    assert stream.is_stream and len(stream) == 6
+    assert_same(stream, epochs_of(batches(AS_ARRAYS["tuple"], 4), 1))
+
+
+def test_records_are_read_when_they_are_needed():
+    dataset = _Dataset()
+    source = as_source(batches(dataset, 4))
+    assert dataset.read == []
+    source.next(), source.take(2)
+    assert dataset.read == list(range(12))
+    list(itertools.islice(prefetch(batches(dataset, 4)), 3))
+    assert sorted(set(dataset.read)) == list(range(max(dataset.read) + 1))
+
+
+class _Odd(_Dataset):
+    def __init__(self, records, **attributes):
+        super().__init__(n=len(records))
+        self.records = records
+        self.__dict__ |= attributes
+
+    def __getitem__(self, i):
+        return self.records[i]
+
+
+class _Columns(dict):
+    """As the arrays of an .npz file: a mapping of which JAX does not know."""
+
+
+RECORDS = {
+    "shapes": (
+        lambda: _Odd([{"x": np.ones(2)}, {"x": np.ones(3)}]),
+        "leaf at record['x']: got shape (3,), expected (2,)",
+    ),
+    "structure": (lambda: _Odd([{"x": 1}, {"z": 1}]), "record['x']: got nothing, expected 1 (int). Records of a batch"),
+    "None": (lambda: _Odd([None, None]), "record: got None, expected a tree of arrays and numbers"),
+    "two lengths": (
+        lambda: _Odd([np.ones(2)] * 2, shape=(28, 28), dtype=np.dtype("float32")),
+        "leaf at arrays: got length 2 and shape (28, 28), expected an array, as long as it has rows, or records",
+    ),
+    "empty": (lambda: _Odd([]), "arrays: got 0 rows, expected at least 1"),
+    "mapping": (
+        lambda: _Columns(x=np.ones(2)),
+        "leaf at arrays: got a _Columns, expected arrays. Columns in a dict: {name: np.asarray(table[name]), ...}.",
+    ),
+    "frame": (lambda: _Odd([1, 2], columns=["a"]), "leaf at arrays: got a _Odd, expected arrays. Columns in a dict:"),
+    "list": (
+        lambda: [{"x": np.ones(2), "y": 1}] * 2,
+        "leaf at arrays[0]['y']: got a scalar, 1 (int), expected rows along axis 0. Give it a row axis, or leave it out "
+        "of the arrays: step(state, batch, name=...). Or are these records? Stack them: jax.tree.map(lambda *x: np.stack",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_wrong_records(name):
+    make, text = RECORDS[name]
+    with pytest.raises(DataError) as raised:
+        next(iter(batches(make(), 2)))
+    assert str(raised.value).startswith(text)
+
+
+def test_a_series_of_pandas_is_no_array_of_labels():
+    class Series(_File):
+        """Indexed by labels, here those of another order."""
+
+        iloc = None
+        __array__ = lambda self, dtype=None, copy=None: self._array
+        __len__ = lambda self: len(self._array)
+        __getitem__ = lambda self, labels: self._array[::-1][labels]
+
+    assert_same(batches(Series(ARRAYS["x"]), 4), [ARRAYS["x"][i : i + 4] for i in range(0, N, 4)])
+
+
+# --- values that JAX would change ---------------------------------------------------------------
+
+
+IDS = np.array([3, 2**40, 5])
+CUT = {  # what is given, what is said
+    "int64": (IDS, "int64 values from 3 to 1099511627776, expected what int32"),
+    "negative": (-IDS, "int64 values from -1099511627776 to -3, expected what int32"),
+    "uint64": (IDS.astype(np.uint64), "uint64 values from 3 to 1099511627776, expected what uint32"),
+    "float64": (np.array([1.0, np.nan, 1e300]), "float64 values from 0.0 to 1e+300, expected what float32"),
+    "masked": (
+        np.ma.masked_array(np.ones(3, np.float32), [0, 0, 1]),
+        "a masked array, expected an array, and its mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_values_that_a_cast_would_change(name, tmp_path):
+    x, text = CUT[name]
+    fine = {"y": np.arange(3), "z": np.array([np.inf, np.nan, -3e38]), "e": np.arange(6, dtype=np.uint64).reshape(3, 2)}
+    tree = {**fine, "x": x}
+    stored = np.memmap(tmp_path / "x", x.dtype, "w+", shape=x.shape)
+    stored[:] = np.ma.getdata(x)
+    cases = {
+        "arrays['x']: got ": lambda: batches(tree, 3),
+        "batch['x'], batch 1 of epoch 0: got ": lambda: [*as_source([fine, tree])],
+        "batch['x'], one of batches 0 to 1 of epoch 0: got ": lambda: as_source([{"x": x}, {"x": x}]).take(2),
+        "batch['x'], rows 0 to 2 of an epoch: got ": lambda: [*batches({"x": stored}, 3)],
+        "batch['x'], batch 0 of epoch 0: got ": lambda: [*batches(({"x": v} for v in x), 3)],
+    }
+    for where, make in cases.items():
+        if name == "masked" and ("rows" in where or where.endswith("batch 0 of epoch 0: got ")):
+            continue  # a file has no mask, nor has a number
+        if "one of" in where and name == "masked":
+            where = "batch['x'], batch 0 of epoch 0: got "
+        with pytest.raises(DataError) as raised:
+            make()
+        assert str(raised.value).startswith("leaf at " + where + text), where
+    assert len(list(batches(fine, 2))) == 2 and len(as_source([fine, fine]).take(2)["y"]) == 2
+    with jax.enable_x64(True):
+        assert name == "masked" or len(list(batches(tree, 3))) == 1
+
+
+# --- how they print -----------------------------------------------------------------------------
+
+
+def test_data_print_in_a_line():
+    data = batches(ARRAYS, 4)
+    it, ahead = iter(data), prefetch(data, size=3)
+    next(it)
+    assert repr(it) == "<an epoch of Batches(23 rows, 4 a batch, at epoch 0, position 1)>"
+    assert repr(ahead) == "Prefetched(Batches(23 rows, 4 a batch, at epoch 0, position 1), size 3)"
+    assert repr(iter(ahead)) == f"<an epoch of {ahead!r}>"
+    assert repr(as_source(data)) == "Source(Batches(23 rows, 4 a batch, at epoch 0, position 1), epoch 0, position 0)"
+    assert repr(as_source([1, 2])) == "Source(a list, epoch 0, position 0)"
+    assert repr(prefetch(generator(3))) == "Prefetched(a generator, size 2)"
+    for unknown in (batches(generator(3), 2), prefetch(batches(generator(3), 2)), prefetch(generator(3))):
+        with pytest.raises(TypeError, match="steps= in place of epochs="):
+            len(unknown)
+
+
 # --- prefetch ---------------------------------------------------------------------------------
 
 
@@ -559,6 +753,40 @@ def test_tensors_of_other_libraries_become_arrays():
     assert type(batch[0]) is np.ndarray and isinstance(batch[1], jax.Array) and batch[2] == 2.0
 
 
+def refilled(n=8, make=lambda buffer: {"x": buffer, "y": (buffer[:, :1],)}):
+    """A loader that fills one buffer again for every batch."""
+    buffer = np.empty((2, 3), np.float32)
+    for i in range(n):
+        buffer[:] = i
+        yield make(buffer)
+
+
+class _Shared:
+    """As a tensor of torch: an array that shares its memory."""
+
+    def __init__(self, x):
+        self._x = x
+
+    def __array__(self, dtype=None, copy=None):
+        return self._x
+
+
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: {"x": x, "y": (x[:, :1],)}, lambda x: [_Shared(x)]])
+def test_a_loader_may_refill_its_buffer(make):
+    first = lambda batch: np.asarray(jax.tree.leaves(batch)[-1]).ravel()[0]
+    load = lambda: refilled(8, make)
+    source = as_source(load())
+    assert [first(b) for b in [source.next() for _ in range(8)]] == list(range(8))
+    source = as_source(load())
+    chunks = [jax.tree.leaves(source.take(k))[-1] for k in (1, 3, 16)]
+    assert [c[:, 0, 0].tolist() for c in chunks] == [[0], [1, 2, 3], [4, 5, 6, 7]]
+    for device in (None, jax.devices()[0], jax.make_mesh((2,), ("data",))):
+        assert [first(b) for b in list(prefetch(load(), device, size=4))] == list(range(8))
+    records = ((x[0], i) for i, x in enumerate(refilled(8, lambda x: x)))
+    windows = [np.stack([x[:, 0], i]) for x, i in batches(records, 3, shuffle_window=4)]
+    assert (np.concatenate(windows, 1)[0] == np.concatenate(windows, 1)[1]).all()
+
+
 def generator(n):
     return (np.ones(2) for _ in range(n))
 
@@ -612,7 +840,8 @@ MESSAGES = {
     "batch of 0": (lambda: check_batch({"x": np.ones((0, 2))}, "step 3"), "batch at step 3: got 0 rows, expected at"),
     "differing": (
         lambda: check_batch({"x": np.ones((3, 2)), "y": np.ones(4)}),
-        "batch: got 3 rows in batch['x'], 4 in batch['y'], expected the same in every leaf",
+        "batch: got 3 rows in batch['x'], 4 in batch['y'], expected the same in every leaf. For leaves of other lengths, "
+        "as of a graph, call step(state, batch) in a loop of your own, or pad them.",
     ),
     "strings": (
         lambda: check_batch({"x": np.array(["a", "b"])}),
@@ -655,7 +884,15 @@ MESSAGES = {
         lambda: batches(np.ones(9), 4, process=(0, 3)),
         "batch_size at batches(): got 4, expected a multiple of the 3 processes. Of all processes together: 3, or 6.",
     ),
-    "stream shuffle": (lambda: batches(generator(3), 2, shuffle=True), "stream at batches(): got shuffle=True, expec"),
+    "stream shuffle": (
+        lambda: batches(generator(3), 2, shuffle=True),
+        "stream at batches(): got shuffle=True, expected shuffle_window= and no device. A stream is shuffled in parts, "
+        "for example shuffle_window=1000: so many records are held. Of all rows at once: arrays, or records by number",
+    ),
+    "records device": (
+        lambda: batches(_Dataset(), 2, device=True),
+        "device at batches(): got records, expected arrays. prefetch brings batches there.",
+    ),
     "stream order": (lambda: batches(generator(3), 2).order(0), "order at batches: got a stream, expected arrays"),
     "stream length": (lambda: len(batches(generator(3), 2)), "length at batches: got a stream that does not know it"),
     "state": (

@@ -37,6 +37,8 @@ def clock(monkeypatch):
 class View:
     """Keeps the facts."""
 
+    redraws = False
+
     def __init__(self):
         self.facts, self.moved, self.notes, self.closed = [], [], [], 0
 
@@ -77,9 +79,48 @@ def test_the_rate_is_a_recent_one_and_at_the_end_that_of_the_run(clock):
     for step in range(0, 1001, 10):
         bar.show(step, {})
         clock.now += 1
-    assert view.facts[-1].rate == pytest.approx(10)
+    assert view.facts[0].rate is None and view.facts[-1].rate == pytest.approx(10)
+    clock.now += 60  # an evaluation and a checkpoint at the end
     bar.close()
-    assert view.facts[-1].rate == pytest.approx(1000 / 201)
+    assert view.facts[-1].rate == pytest.approx(10) and view.facts[-1].elapsed == pytest.approx(261)
+
+
+def test_nothing_is_estimated_before_something_was_timed(clock):
+    view = View()
+    view.redraws = True
+    bar = display.Progress(view, total=20_000, start=0)
+    bar.show(0, {})
+    assert view.facts[0].pace == ["compiling", "0.5 GiB"] and view.facts[0].count == "0/20,000 steps"
+    clock.now += 8
+    bar.show(1, {"loss": 1.0})
+    assert view.facts[1].pace == ["0.5 GiB"]  # a rate of one step in 8 seconds would be that of the compiler
+    clock.now += 2
+    bar.show(201, {"loss": 1.0})
+    assert view.facts[2].pace == ["3:18 left", "100 steps/s", "0.5 GiB"]
+
+
+def test_a_run_that_compiled_only_is_ended_with_its_reason(clock):
+    view = View()
+    view.redraws = True
+    bar = display.Progress(view, total=10, start=0)
+    bar.show(0, {})
+    bar.close("ValueError")
+    assert view.facts[-1].reason == "ValueError" and view.facts[-1].pace == ["0:00 in all", "0.5 GiB"]
+
+
+def test_rates_that_are_shown_together_agree(clock):
+    row = {"loss": 1.0, "steps_per_second": 2000.0, "examples_per_second": 128_000.0}  # of a stretch long ago
+    assert facts(numbers=row, rate=12.5).pace[1:3] == ["12.5 steps/s", "800 examples/s"]
+    assert facts(numbers=row, rate=None).pace == ["0.5 GiB"]
+
+
+def test_many_members_are_shown_as_a_range():
+    row = {f"loss/{i}": 0.5 + i / 100 for i in range(32)} | {f"val/acc/{i}": i / 31 for i in range(32)}
+    row |= {f"grad_norm/{i}": 1.0 for i in range(32)} | {"epoch": 1, "loss": 0.75}
+    del row["loss"]
+    assert facts(numbers=row).results(set()) == ["loss/0…31 0.5…0.81", "val/acc/0…31 0…1"]
+    lost = {f"loss/{i}": float("nan") if i == 3 else 1.0 for i in range(4)}
+    assert display.summary(lost) == ["loss/0…3 1…nan"]
 
 
 def test_a_call_that_draws_nothing_asks_for_nothing(clock, monkeypatch):
@@ -118,8 +159,8 @@ def test_pace(clock):
     assert facts().pace == ["1:28 left", "100 steps/s", "1.5M examples/s", "0.5 GiB"]
     assert facts(total=None).pace == ["100 steps/s", "1.5M examples/s", "0.5 GiB"]
     assert facts(reason="").pace[0] == "1:01:01 in all"
-    tokens = {"steps_per_second": 7.0, "tokens_per_second": 2048.0}
-    assert facts(numbers=tokens).pace[1:3] == ["100 steps/s", "2.05k tokens/s"]
+    tokens = {"steps_per_second": 7.0, "tokens_per_second": 14_336.0}
+    assert facts(numbers=tokens).pace[1:3] == ["100 steps/s", "205k tokens/s"]
     assert facts(total=None).count == "1,200 steps" and facts().count == "1,200/10,000 steps"
 
 
@@ -158,8 +199,9 @@ def test_lines(clock, capsys):
         clock.now += 0.5
     bar.note("step 1000: val/loss 0.5")
     bar.close("enough")
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 12
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert len(lines) == 12 and out == ""  # stdout is for the results of the script
     assert lines[0] == "100/1,000 steps  10%  loss 0.75  0:45 left  20 steps/s  1.5M examples/s  0.5 GiB"
     assert lines[-2] == "step 1000: val/loss 0.5"
     assert lines[-1].startswith("1,000/1,000 steps  100%") and lines[-1].endswith("enough")
@@ -207,11 +249,13 @@ print("after")
 """
 
 
-def test_a_terminal_keeps_what_the_user_prints():
+def run_in_a_terminal(script, columns=100, **streams):
+    """What a script writes to a pseudo-terminal of so many columns."""
     pty = pytest.importorskip("pty", reason="a pseudo-terminal needs POSIX")
     main, side = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=side, stdout=side, stderr=side, env=env)
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns), "LINES": "30"}
+    streams = {"stdin": side, "stdout": side, "stderr": side, **streams}
+    process = subprocess.Popen([sys.executable, "-c", script], env=env, **streams)
     os.close(side)
     text = b""
     try:
@@ -221,8 +265,17 @@ def test_a_terminal_keeps_what_the_user_prints():
         pass
     os.close(main)
     assert process.wait() == 0
-    lines = text.decode().replace("\r\n", "\n").split("\n")
-    cleared = [line.rsplit("\x1b[2K", 1)[-1] for line in lines]  # what stays where the bar was
+    return text.decode().replace("\r\n", "\n")
+
+
+def what_stays(text):
+    """Its lines, without those of the bar that were overwritten."""
+    return [line.rsplit("\x1b[2K", 1)[-1] for line in text.split("\n")]
+
+
+def test_a_terminal_keeps_what_the_user_prints():
+    text = run_in_a_terminal(SCRIPT)
+    lines, cleared = text.split("\n"), what_stays(text)
     at = []
     for printed in (
         "the user [prints] a line",
@@ -233,8 +286,29 @@ def test_a_terminal_keeps_what_the_user_prints():
     ):
         at += [i for i, line in enumerate(cleared) if line.endswith(printed)]
     assert len(at) == 5 and at == sorted(at), (at, cleared)
-    assert text.count(b"\x1b[?25l") == text.count(b"\x1b[?25h") == 1  # the cursor is there again
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is there again
     assert at[3] < max(i for i, line in enumerate(lines) if "40/40" in line) and "enough" in lines[at[4] - 1]
+
+
+def test_stdout_in_a_file_has_only_what_the_user_prints(tmp_path):
+    with open(tmp_path / "results.txt", "w") as file:
+        text = run_in_a_terminal(SCRIPT, stdout=file)
+    printed = (tmp_path / "results.txt").read_text()
+    assert printed == "the user [prints] a line\nno newlineafter\n"
+    assert "40/40 steps" in text and "a note with" in text and "the user" not in text
+
+
+def test_notes_wrap_between_words():
+    script = """
+from tsunax import display
+bar = display.progress(True, 40, 0, "step")
+bar.show(1, {"loss": 1.0})
+bar.note("step 1: " + ", ".join(f"validation/metric_{i} 0.123456" for i in range(4)))
+bar.close()
+"""
+    lines = [line.split("\x1b")[0].strip() for line in what_stays(run_in_a_terminal(script, 60))]
+    words = " ".join(lines).split()
+    assert words.count("0.123456,") == 3 and {f"validation/metric_{i}" for i in range(4)} <= set(words)
 
 
 def test_a_notebook_redraws_one_output(clock, monkeypatch):
@@ -286,7 +360,7 @@ def test_somebody_elses_bar(clock, capsys):
     bar.note("a note")
     bar.close()
     assert (own.n, own.postfix, own.closed) == (20, {"loss": "0.75"}, 1)
-    assert capsys.readouterr().out == "a note\n"
+    assert capsys.readouterr().err == "a note\n"
     made = display.progress(Bar, 100, 20, "step").view.bar
     assert (made.total, made.n, made.unit) == (100, 20, " steps")
 
@@ -304,7 +378,7 @@ def test_tqdm_itself(capsys):
 def test_the_view_follows_where_the_output_goes(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert isinstance(display.progress(True, 10, 0, "step").view, display._Lines)
-    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(isatty=lambda: True, write=len, flush=lambda: None))
+    monkeypatch.setattr(sys, "stderr", types.SimpleNamespace(isatty=lambda: True, write=len, flush=lambda: None))
     monkeypatch.setenv("TERM", "xterm")
     assert isinstance(display.progress(True, 10, 0, "step").view, display._Terminal)
     monkeypatch.setenv("TERM", "dumb")

@@ -227,3 +227,44 @@ def test_a_population_is_one_panel_for_each_number():
     assert loss.lines[0].get_color() is not None and not np.array_equal(
         *(accuracy.lines[i].get_color() for i in (0, 19))
     )
+
+
+def population(n):
+    history = History()
+    for step in range(10):
+        row = {f"{name}/{i}": (1.0 + i) / (1 + step) for i in range(n) for name in ("loss", "val/loss")}
+        history.add(row | {f"accuracy/{i}": 0.01 + 0.1 * step for i in range(n)}, step)
+    return history
+
+
+@pytest.mark.parametrize("n", [4, 16])
+def test_a_member_has_one_color_and_validation_is_dashed(n):
+    loss, accuracy = plot(population(n)).axes
+    color = lambda line: np.asarray(matplotlib.colors.to_rgb(line.get_color()))
+    matplotlib = need("matplotlib")
+    training, validation = loss.lines[::2], loss.lines[1::2]
+    if n == 16:
+        assert {line.get_label() for line in loss.lines if line.get_label()[0] != "_"} == {
+            "loss/0 to loss/15",
+            "val/loss/0 to val/loss/15",
+        }
+    for i in range(n):
+        np.testing.assert_array_equal(color(training[i]), color(validation[i]))
+        np.testing.assert_array_equal(color(training[i]), color(accuracy.lines[i]))
+    assert len({tuple(color(line)) for line in training}) == n
+    assert {line.get_linestyle() for line in training} == {"-"} != {line.get_linestyle() for line in validation}
+
+
+def test_an_accuracy_is_not_logarithmic():
+    loss, accuracy = plot(population(4)).axes
+    assert (loss.get_yscale(), accuracy.get_yscale()) == ("log", "linear")
+    history = History()
+    for step in range(20):
+        history.add({"accuracy": 0.01 + 0.05 * step, "error": 1 - 0.052 * step}, step)
+    assert [axes.get_yscale() for axes in plot(history).axes] == ["linear", "log"]
+
+
+def test_text_of_a_population_is_its_median():
+    first, second = plot_text(population(16), height=3).split("\n\n")
+    assert first.split("\n")[0] == "loss/0…15 (median)  o val/loss/0…15 (median)"
+    assert "8.5 ┤" in first and second.split("\n")[0] == "accuracy/0…15 (median)"

@@ -12,7 +12,6 @@ import tsunax as ts
 from tests import saving
 from tests.golden import make
 from tsunax import exchange
-from tsunax.errors import CheckpointError
 
 ARCHIVES = sorted(path for path in make.HERE.glob("format-*") if path.is_dir())
 CASES = [(path, name) for path in ARCHIVES for name in make.setups()]
@@ -21,7 +20,7 @@ CASES = [(path, name) for path in ARCHIVES for name in make.setups()]
 def test_there_is_one_for_each_format():
     from tsunax import _manifest
 
-    assert [path.name for path in ARCHIVES] == [f"format-{i + 1}" for i in range(_manifest.FORMAT)]
+    assert [path.name for path in ARCHIVES] == [f"format-{i}" for i in range(2, _manifest.FORMAT + 1)]
 
 
 @pytest.mark.parametrize(("archive", "name"), CASES, ids=[f"{path.name}-{name}" for path, name in CASES])
@@ -41,21 +40,11 @@ def test_old_checkpoints_come_back(archive, name, tmp_path):
 
 def test_what_two_processes_saved_comes_back_in_one():
     archive = make.HERE / "format-2"
-    found = ts.Checkpoints(archive / "processes", read_only=True).restore(saving.blank())
+    with pytest.warns(UserWarning, match="saved on 2 cpu of 2 processes, restored on 1 cpu"):
+        found = ts.Checkpoints(archive / "processes", read_only=True).restore(saving.blank())
     assert len(list((archive / "processes").rglob("*.safetensors"))) == 2
     assert make.digest(found.state) == json.loads((archive / "digests.json").read_text())["processes"]
     assert found.data == {"position": 7} and found.history["loss"].tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("flip", [0.1, 0.5, 0.9])
-def test_damage_in_the_first_format_is_found(flip, tmp_path):
-    shutil.copytree(make.HERE / "format-1" / "mlp", tmp_path / "run")
-    file = max((p for p in tmp_path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[int(flip * len(content))] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"other bytes than were saved \(sha256\)"):
-        ts.Checkpoints(tmp_path / "run", read_only=True).restore(make.setups()["mlp"])
 
 
 @pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)

@@ -77,7 +77,7 @@ def test_nan_is_a_number():
         ({"val/..": 1.0}, RowError, "'val/..'"),
         ({"/etc/loss": 1.0}, RowError, "'/etc/loss'"),
         ({"val//loss": 1.0}, RowError, "'val//loss'"),
-        ({"step": 1.0}, RowError, "got 'step', expected another name. It is the clock"),
+        ({"step": 1.0}, RowError, "got 'step', which is reserved, expected another name"),
     ],
 )
 def test_bad_rows_are_refused(row, error, text):
@@ -182,6 +182,31 @@ def test_without_pandas_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingLibraryError, match=r"got no pandas, expected pandas\. pip install pandas"):
         filled().to_dataframe()
+
+
+def test_repr_of_a_population_has_a_line_for_all_members():
+    history = History()
+    for step in (1, 2):
+        history.add({f"{name}/{i}": i / step for name in ("loss", "val/loss") for i in range(16)}, step)
+    lines = repr(history).splitlines()
+    assert len(lines) == 4 and lines[2].split() == ["loss/0…15", "4", "0", "15", "2"]  # the middle member's newest
+
+
+def test_the_row_of_an_end_is_taken_back():
+    history = History()
+    history.add({"loss": 2.0}, 10)
+    expected = History.of(history.plain())
+    history.close({"loss": 1.0, "new": 3.0}, 13)
+    assert history.newest("loss") == (13, 1.0)
+    history = History.of(json.loads(json.dumps(history.plain(), default=np.ndarray.tolist)))
+    history.reopen()
+    assert repr(history) == repr(expected) and history.names == ["loss"] and len(history) == 1
+    history.reopen()
+    assert len(history) == 1
+    history.close({"loss": 1.0}, 13)
+    history.add({"val/loss": 5.0}, 13)
+    history.reopen()
+    assert history["step"].tolist() == [10, 13] and history.last("loss") == 2.0 and history.last("val/loss") == 5.0
 
 
 def test_repr_shows_every_name_once():

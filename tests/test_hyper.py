@@ -283,7 +283,7 @@ def test_a_schedule_in_a_wrapper_that_hands_the_step_on_is_read_there(wrap):
     assert ts.hyperparams(state) == {"learning_rate": 0.5}
     assert ts.update(state, ONES)[1].hyperparams == {"learning_rate": 0.5}
     state = ts.setup(rules.adam(optax.linear_schedule(1.0, 0.0, 10)), PARAMS).replace(step=5)
-    assert ts.hyperparams(state)["learning_rate"] == 0.5  # its moments have a count of their own from here on
+    assert ts.hyperparams(state)["learning_rate"] == 0.5
 
 
 # ------------------------------------------------------------------------------------------------------------- adjust

@@ -3,6 +3,7 @@
 import functools
 import signal
 import threading
+import time
 import warnings
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax import callbacks, testing
+from tsunax import _fused, callbacks, testing
 from tsunax.errors import DataError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.loop import fit as loud_fit
 from tsunax.loop import iterate, train_epoch, train_steps
@@ -337,7 +338,7 @@ def test_iterate_takes_a_state_back():
 
 def test_goals():
     state, history = fit(STEP, ts.setup(RULE, init()), data(), epochs=2)
-    assert int(state.step) == 14 and history["epoch"].tolist() == [0, 1]
+    assert int(state.step) == 14 and history["epoch"].tolist() == [0, 1, 1]
     with pytest.warns(UserWarning, match=r"steps=14 is a place to reach, and the run is at step 14 already"):
         same, _ = fit(STEP, state, data(), steps=14)
     assert same is state
@@ -453,6 +454,81 @@ def test_the_order_of_events():
     assert history.series("val/loss")[0].tolist() == [8, 16] and history["step"].tolist() == [1, 5, 8, 10, 15, 16]
 
 
+def columns(history, leave=()):
+    """Every column but the rates, which are times."""
+    names = [name for name in ["step", *history.names] if not name.endswith("_per_second")]
+    return {name: history[name].tolist() for name in names if name not in leave}
+
+
+@pytest.mark.parametrize("per_call", [1, None, "auto"])
+def test_the_last_step_has_its_row(per_call):
+    make = lambda: ts.setup(RULE, init())
+    seen, whole = [], fit(STEP, make(), data(), steps=23, log_every=1, steps_per_call=per_call)[1]
+    logger = lambda row, step: seen.append((step, row["loss"]))
+    _, history = fit(STEP, make(), data(), steps=23, steps_per_call=per_call, logger=logger)
+    assert history["step"].tolist() == [1, 10, 20, 23] and history.last("loss") == whole.last("loss")
+    assert seen == [*zip([1, 10, 20, 23], history["loss"].tolist(), strict=True)]
+    given = {"log_every": 10, "steps_per_call": per_call}
+    _, history = fit(STEP, make(), data(), epochs=2, **given)  # nobody knew where that is
+    assert history["step"].tolist() == [1, 10, 14] and history.last("loss") == whole["loss"][13]
+    stop = callbacks.every(12, lambda run: run.stop("enough"))
+    evaluate = lambda state: {"val/loss": 1.0}
+    seen.clear()
+    logger = lambda row, step: seen.append((step, "loss" in row, "val/loss" in row))
+    options = {"evaluate": evaluate, "evaluate_every": 6, "callbacks": [stop], "logger": logger, **given}
+    _, history = fit(STEP, make(), data(), steps=30, **options)
+    assert history.newest("loss") == (12, whole["loss"][11])
+    assert seen == [(1, True, False), (6, False, True), (10, True, False), (12, True, True)]
+
+
+def test_the_history_of_a_run_that_goes_on_is_that_of_an_uninterrupted_one(tmp_path):
+    whole = fit(STEP, ts.setup(RULE, init()), data(), steps=23)[1]
+    batches, state, history = data(), ts.setup(RULE, init()), None
+    for steps in (4, 7, 10, 16, 23):
+        state, history = fit(STEP, state, batches, steps=steps, history=history)
+        assert history["step"][-1] == steps
+    assert columns(history) == columns(whole)
+    for steps in (4, 7, 10, 16, 23):
+        _, history = fit(STEP, ts.setup(RULE, init()), data(), steps=steps, checkpoint=tmp_path)
+    assert columns(history) == columns(whole)
+
+
+def test_rates_are_of_one_stretch_and_leave_compiling_out():
+    def slow(state):
+        time.sleep(0.3)
+        return {"val/loss": 1.0}
+
+    def slowly(params, batch):
+        wait = lambda _: (time.sleep(0.005), np.float32(0))[1]
+        zero = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), jnp.sum(batch[0]))
+        return zero + loss_fn(params, batch)
+
+    step = ts.train_step(slowly)
+    _, history = fit(
+        step, ts.setup(RULE, init()), even(), steps=60, log_every=1, evaluate=slow, evaluate_every=20, steps_per_call=4
+    )
+    rates, examples = history["steps_per_second"], history["examples_per_second"]
+    np.testing.assert_allclose(examples, 8 * rates, rtol=1e-6)  # NaN where a row has none
+    assert np.isnan(rates[0]) and rates[-1] > 50  # five milliseconds a step and a little more
+    assert np.nanmax(rates) <= 250, rates
+
+
+def test_warnings_name_the_line_that_called_fit():
+    def lines(call):
+        with pytest.warns((UserWarning, RuntimeWarning)) as told:
+            call()
+        return {(one.filename, one.lineno) for one in told}
+
+    state = fit(STEP, ts.setup(RULE, init()), data(), steps=2)[0]
+    calls = [
+        lambda: loud_fit(STEP, state, data(), steps=2, progress=False),
+        lambda: loud_fit(STEP, state, [(X[:n], Y[:n]) for n in (4, 5, 6)], steps=5, progress=False),
+        lambda: loud_fit(STEP, ts.setup(RULE, init()), poisoned(), steps=7, progress=False),
+    ]
+    for i, call in enumerate(calls):
+        assert lines(call) == {(__file__, call.__code__.co_firstlineno)}, i
+
+
 def test_evaluation_by_epochs_and_at_the_end():
     seen = []
 
@@ -519,7 +595,7 @@ def test_thaw_and_adjust_at_a_step():
 @pytest.mark.parametrize(
     ("callback", "error", "text"),
     [
-        (lambda run: {"w": 1}, WrongTypeError, r"result at callback: got dict with w, expected TrainState"),
+        (lambda run: {"w": 1}, WrongTypeError, r"result at callback: got dict with w, expected a TrainState"),
         (
             lambda run: ts.setup(RULE, {"w": jnp.ones(2)}),
             StateError,
@@ -611,9 +687,9 @@ def test_loggers_are_told_and_closed():
         "learning_rate",
         "epoch",
         "rejected",
-        "steps_per_second",
-        "examples_per_second",
     } <= set(log.rows[0][1])
+    assert "steps_per_second" not in log.rows[0][1]  # it would be the rate of compiling
+    assert {"steps_per_second", "examples_per_second"} <= set(log.rows[-1][1])
     assert all(type(x) in (int, float) for _, row in log.rows for x in row.values())
     assert log.settings["goal"] == "steps=20" and log.settings["start/b1"] == pytest.approx(0.9)
     with pytest.raises(ZeroDivisionError):
@@ -723,6 +799,171 @@ def test_shapes_that_change():
         warnings.simplefilter("ignore")
         cheap = lambda state, batch: (state + 1, {})
         fit(cheap, jnp.zeros(()), [np.ones(n) for n in range(1, 30)], steps=29)
+
+
+def short():
+    """Data whose epochs are shorter than a call."""
+    return ts.batches((X[:16], Y[:16]), 8, shuffle=True, seed=1)
+
+
+ONE = X[:8], Y[:8]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: [ONE], lambda: (jax.tree.map(jnp.asarray, ONE),), short], ids=["NumPy", "JAX", "short"]
+)
+def test_a_call_goes_beyond_the_end_of_an_epoch(make, monkeypatch):
+    calls, call = [], _fused.Fused.__call__
+    monkeypatch.setattr(_fused.Fused, "__call__", lambda *args: calls.append(1) or call(*args))
+    used = make()
+    per_epoch = len(used)
+
+    def run(goals, **options):
+        state, found, given = ts.setup(RULE, init()), [], make()
+        for goal in goals:
+            state, rows = fit(STEP, state, given, steps=goal, log_every=1, **options)
+            found += [rows["epoch"], rows["loss"]]
+        return state, [np.concatenate(found[i::2]) for i in range(2)]
+
+    state, (epochs, losses) = run([100], steps_per_call=32)
+    assert len(calls) <= 5
+    assert epochs.tolist() == [i // per_epoch for i in range(100)]
+    each, (listened, same) = run([100], callbacks=lambda run: None)  # who hears of each epoch
+    assert_trees_equal(state, each)
+    np.testing.assert_array_equal(losses, same)
+    np.testing.assert_array_equal(epochs, listened)
+    cut, (_, same) = run([33, 40, 100], steps_per_call=1)
+    assert_trees_equal(state, cut)
+    np.testing.assert_array_equal(losses, same)
+    if make is short:
+        fit(STEP, ts.setup(RULE, init()), used, steps=33, steps_per_call=32)
+        assert used.get_state() == {"epoch": 16, "position": 1}
+
+
+def test_the_only_batch_is_read_again_after_a_boundary():
+    x = np.zeros((4, 2), np.float32)
+
+    def change(run):
+        x[:] = run.step
+
+    step = lambda state, x: (state + jnp.mean(x), {})
+    state, _ = fit(step, jnp.zeros(()), [x], steps=12, callbacks=callbacks.every(5, change), steps_per_call=4)
+    assert float(state) == 0 * 5 + 5 * 5 + 10 * 2
+
+
+@pytest.mark.filterwarnings("ignore:step .* was rejected:RuntimeWarning")
+def test_a_rejected_call_beyond_an_epoch_knows_its_own():
+    bad = np.full((8, 6), np.nan, np.float32), Y[:8]
+    with pytest.raises(NonFiniteError, match="step 0 of epoch 2 was rejected") as caught:
+        fit(STEP, ts.setup(RULE, init()), [bad], steps=40, steps_per_call=8, max_bad=3)
+    assert [kept.epoch for kept in caught.value.rejected] == [0, 1, 2]
+
+
+# ------------------------------------------------------------------------------------------------- the place of the data
+
+
+def used_up():
+    """Data that a run, or a loop, has gone through."""
+    used = data()
+    fit(STEP, ts.setup(RULE, init()), used, epochs=2)
+    return used
+
+
+def looked_at():
+    used = data()
+    next(iter(used))
+    return used
+
+
+def read_by_hand():
+    used = data()
+    for _ in range(3):
+        list(used)
+    return used
+
+
+KINDS = [lambda x: x, ts.prefetch, lambda x: ts.prefetch(ts.prefetch(x), size=5)]
+
+
+@pytest.mark.parametrize("make", [used_up, looked_at, read_by_hand])
+@pytest.mark.parametrize("kind", KINDS, ids=["batches", "prefetched", "twice"])
+def test_a_new_state_begins_with_the_first_batch(make, kind):
+    expected, rows = fit(STEP, ts.setup(RULE, init()), data(), epochs=3, log_every=1)
+    used = kind(make())
+    state, found = fit(STEP, ts.setup(RULE, init()), used, epochs=3, log_every=1)
+    assert_trees_equal(state, expected)
+    np.testing.assert_array_equal(found["epoch"], rows["epoch"])
+    assert used.get_state() == {"epoch": 3, "position": 0}
+    state, _ = fit(STEP, state, used, epochs=4)  # a trained one goes on
+    assert_trees_equal(state, fit(STEP, ts.setup(RULE, init()), data(), epochs=4)[0])
+    *_, (state, _) = ts.iterate(STEP, ts.setup(RULE, init()), used, epochs=3, steps_per_call=2)
+    assert_trees_equal(state, expected)
+
+
+def test_a_new_state_begins_where_the_data_were_put():
+    used, expected = data(), fit(STEP, ts.setup(RULE, init()), list(data())[3:], steps=4)[0]
+    used.set_state({"epoch": 0, "position": 3})
+    assert_trees_equal(fit(STEP, ts.setup(RULE, init()), used, epochs=1)[0], expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(STEP, expected, used, epochs=1)
+    pair = {"a": ts.setup(RULE, init()), "b": ts.setup(RULE, init())}  # as of a GAN: its states have clocks
+    both = lambda states, batch: ({k: STEP(x, batch)[0] for k, x in states.items()}, {})
+    pair, _ = fit(both, pair, used, epochs=1)
+    assert int(pair["a"].step) == len(used)
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS, lambda x: data(device=True)], ids=["batches", "prefetched", "twice", "device"]
+)
+def test_a_loop_over_the_data_of_a_run_leaves_the_run_alone(kind):
+    places, used = [], kind(data())
+
+    def evaluate(state):
+        places.append(used.get_state())
+        for i, _ in enumerate(used):
+            if i == 3 and len(places) % 2:
+                break
+        return {"val/x": 0.0}
+
+    state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=3, evaluate=evaluate, evaluate_every=4)
+    plain, seen = kind(data()), []
+    expected, _ = fit(
+        STEP,
+        ts.setup(RULE, init()),
+        plain,
+        epochs=3,
+        callbacks=callbacks.every(4, lambda run: seen.append(plain.get_state())),
+    )
+    assert_trees_equal(state, expected)
+    assert places[: len(seen)] == seen and used.get_state() == {"epoch": 3, "position": 0}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["batches", "prefetched", "twice"])
+def test_the_place_of_the_data_after_a_run(kind):
+    used = kind(data())
+    state, _ = fit(STEP, ts.setup(RULE, init()), used, steps=8)
+    assert used.get_state() == {"epoch": 1, "position": 1}
+    fit(STEP, state, kind(used), steps=9)  # also of data that are read ahead anew for each run
+    assert used.get_state() == {"epoch": 1, "position": 2}
+    assert len(list(used)) == 7 and used.get_state() == {"epoch": 3, "position": 0}  # a loop begins the next epoch
+    used.set_state({"epoch": 0, "position": 4})
+    fit(STEP, ts.setup(RULE, init()), used, steps=3, smoke=True)
+    assert used.get_state() == {"epoch": 0, "position": 4} and len(list(used)) == 3
+    it = ts.iterate(STEP, ts.setup(RULE, init()), used, steps=5)
+    assert [used.get_state()["position"] for _ in it] == [1, 2, 3, 4, 5]
+
+
+def test_a_goal_that_is_reached_says_why(tmp_path):
+    used = data()
+    state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=1, checkpoint=tmp_path)
+    keep = jax.tree.map(jnp.copy, state)
+    with pytest.warns(UserWarning, match=r"at epoch 1 already: nothing to do; so far are the data.*data.set_state\("):
+        fit(STEP, keep, used, epochs=1)
+    with pytest.warns(UserWarning, match=r"at step 7 already: nothing to do; state.step counts on"):
+        fit(STEP, keep, used, steps=7)
+    with pytest.warns(UserWarning, match=r"nothing to do; so says the checkpoint in .*give another path"):
+        fit(STEP, ts.setup(RULE, init()), data(), epochs=1, checkpoint=tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -850,7 +1091,7 @@ def test_names_of_rows_are_taken():
         fit(STEP, ts.setup(RULE, init()), data(), steps=20, callbacks=log)
     for name, rule in (("epoch", RULE), ("learning_rate", RULE), ("learning_rate", ts.rules.sgd(0.1))):
         odd = ts.train_step(lambda params, batch, name=name: ts.Loss(loss_fn(params, batch), 1.0, metrics={name: 3.0}))
-        with pytest.raises(ts.errors.RowError, match=rf"metric '{name}' at loss_fn: got a name of the rows"):
+        with pytest.raises(ts.errors.RowError, match=rf"metric '{name}' at loss_fn: got a name that fit reserves"):
             fit(odd, ts.setup(rule, init()), data(), steps=4)
 
 
@@ -885,6 +1126,38 @@ def test_applied_steps_are_in_the_history_of_an_error():
     with pytest.raises(DataError) as caught:
         fit(STEP, ts.setup(RULE, init()), iter(rows), steps=40, log_every=1, logger=log)
     assert int(caught.value.state.step) == 25 == caught.value.history["step"][-1] == seen[-1]
+
+
+@pytest.mark.parametrize("how", ["auto", 1, 3, None, "iterate", "train_epoch", "train_steps", "prefetch", "mesh"])
+def test_a_loader_may_refill_its_buffer(how):
+    def refilled():
+        for i in range(8):
+            big[:] = i
+            yield big
+
+    @jax.jit
+    def step(state, x):  # that reads x once more long after it was dispatched
+        last = jax.lax.fori_loop(0, 0 if how == "auto" else 40, lambda i, c: jnp.tanh(c @ c.T) * 0 + x, x)
+        return state * 2 + jnp.mean(last), {}
+
+    big, state = np.empty((256, 256), np.float32), jnp.zeros(())
+    if how == "iterate":
+        *_, (state, _) = ts.iterate(step, state, refilled(), steps=8, steps_per_call=2)
+    elif how == "train_epoch":
+        state, _ = ts.train_epoch(step, state, refilled())
+    elif how == "train_steps":
+        two = np.empty((2, 256, 256), np.float32)
+        for i in range(0, 8, 2):
+            two[:] = np.array([i, i + 1])[:, None, None]
+            state, _ = ts.train_steps(step, state, two)
+    elif how == "mesh":
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        state = jax.device_put(state, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        state, _ = fit(step, state, refilled(), steps=8)
+    else:
+        given = ts.prefetch(refilled(), jax.devices()[0]) if how == "prefetch" else refilled()
+        state, _ = fit(step, state, given, steps=8, **{} if how == "prefetch" else {"steps_per_call": how})
+    assert float(state) == sum(i * 2 ** (7 - i) for i in range(8))
 
 
 def test_batches_of_a_list_may_shrink():

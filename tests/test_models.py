@@ -19,7 +19,7 @@ from flax.core import freeze
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
 from tsunax import errors, models, testing
-from tsunax.errors import LossError, ParamsError, StateError, TsunaxError, WrongTypeError
+from tsunax.errors import ParamsError, StateError, TsunaxError, WrongTypeError
 
 RNG = np.random.default_rng(0)
 WEIGHTS = [RNG.normal(size=shape).astype(np.float32) for shape in ((3, 8), (8,), (8, 2), (2,))]
@@ -688,6 +688,18 @@ def test_build_refuses_what_is_no_state_of_the_model():
         model.build(other)
 
 
+def test_a_model_prints_as_a_table():
+    model = models.raw(lambda params, x: x, {"deep": {"w": jnp.ones((3, 2))}, "b": jnp.ones(())}, {"mean": jnp.ones(2)})
+    assert repr(model).splitlines() == [
+        "Model(params 7 in 2 arrays, model_state 2 in 1 array)",
+        "  b                 float32[]",
+        "  deep/w            float32[3,2]",
+        "  model_state/mean  float32[2]",
+    ]
+    many = models.raw(lambda params, x: x, [jnp.ones(1)] * 100)
+    assert len(repr(many).splitlines()) == 22 and "... 80 more" in repr(many)
+
+
 def test_the_loss_function_says_where_the_key_is_missing():
     model = drops_nnx()
 
@@ -696,5 +708,5 @@ def test_the_loss_function_says_where_the_key_is_missing():
         return ts.Loss.mean(out, model_state=model_state)
 
     state = ts.setup(rule(), model.params, model_state=model.model_state)
-    with pytest.raises(LossError, match="expected a key for the model's random"):
+    with pytest.raises(StateError, match=r"^key at Model.apply\(\): got None.*Add a key parameter.*key=key"):
         ts.train_step(loss_fn)(state, BATCH["x"])

@@ -19,7 +19,7 @@ import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import _live, rules
 from tsunax._number import Number
-from tsunax.errors import RuleError
+from tsunax.errors import RuleError, WrongTypeError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.optimistic_adam. is deprecated:DeprecationWarning")
 
@@ -375,6 +375,101 @@ def test_optax_with_its_numbers_as_arguments_has_our_bits(row):
     assert same_bits(got, params) or distance(got, params) <= 1e-7
 
 
+# ------------------------------------------------------------------------------- arguments that are no live numbers
+
+OTHERS = {  # by rule and parameter, or by parameter: what it may be beside its default
+    "mask": {"kernel": True, "bias": False},
+    "weight_decay_mask": lambda p: jax.tree.map(lambda x: x.ndim > 1, p),
+    "trust_ratio_mask": {"kernel": False, "bias": True},
+    "mu_dtype": jnp.bfloat16,
+    "accumulator_dtype": jnp.bfloat16,
+    "dtype_momentum": jnp.bfloat16,
+    "state_dtype": jnp.bfloat16,
+    "adafactor.decay_offset": -1,
+    "adafactor.min_dim_size_to_factor": 2,
+    "adopt.clip_value_fn": lambda step: step**0.5,
+    "dadapt_adamw.betas": (0.8, 0.9),
+    "dog.init_step": ("learning_rate", 1e-3),
+    "galore.base_optimizer": optax.sgd(1.0),
+    "galore.rank": 2,
+    "galore.update_proj_gap": 2,
+    "galore.weight_dimension_numbers": {"kernel": optax.contrib.GaLoreDimensionNumbers(1, 0), "bias": None},
+    "lbfgs.linesearch": optax.scale_by_backtracking_linesearch(5),
+    "lbfgs.memory_size": 2,
+    "muon.muon_weight_dimension_numbers": lambda p: {"kernel": optax.contrib.MuonDimensionNumbers(1, 0), "bias": None},
+    "muon.ns_coeffs": "dion",
+    "muon.ns_steps": 3,
+    "muon.preconditioning": "aol",
+    "noisy_sgd.key": 3,
+    "polyak_sgd.variant": "sps+",
+    "prodigy.betas": (0.8, 0.9),
+    "reduce_on_plateau.accumulation_size": 2,
+    "reduce_on_plateau.atol": 1e-3,
+    "reduce_on_plateau.cooldown": 1,
+    "reduce_on_plateau.factor": 0.5,
+    "reduce_on_plateau.patience": 1,
+    "reduce_on_plateau.rtol": 1e-3,
+    "schedule_free_adamw.warmup_steps": 2,
+    "schedule_free_sgd.warmup_steps": 2,
+    "sophia.hessian_diagonal_fn": optax.contrib.hutchinson_estimator_diag_hessian(jax.random.key(3)),
+    "sophia.print_win_rate_every_n_steps": 0,
+    "sophia.update_interval": 2,
+    "sophia.verbose": False,  # it prints
+}
+# what optax wants beside it
+BESIDE = {
+    "galore.base_optimizer": {"rank": 2},
+    "galore.update_proj_gap": {"rank": 2},
+    "lars.nesterov": {"momentum": 0.9},
+}
+NOT_TRIED = {("noisy_sgd", "seed"): "deprecated by optax, which warns"}
+
+
+GRADIENT = jax.jit(jax.value_and_grad(loss_fn))
+
+
+def arguments_that_are_no_numbers():
+    for r in ROWS:
+        for p in inspect.signature(getattr(rules, r.name)).parameters.values():
+            if p.name not in r.numbers and (r.name, p.name) not in NOT_TRIED:
+                long = r.name in ("lbfgs", "sophia") and p.name not in ("linesearch", "hessian_diagonal_fn")
+                yield pytest.param(r, p, id=f"{r.name}-{p.name}", marks=[pytest.mark.slow] * long)
+
+
+@pytest.mark.parametrize("row, parameter", [*arguments_that_are_no_numbers()])
+def test_every_other_argument_is_the_factory_s_own(row, parameter):
+    """Two updates by hand, beside plain optax with the same argument."""
+    name, at = parameter.name, f"{row.name}.{parameter.name}"
+    default = parameter.default
+    value = OTHERS.get(at, OTHERS.get(name, not default if isinstance(default, bool) else OTHERS))
+    assert value is not OTHERS, f"a value for {at} in OTHERS"
+    arguments = required(row, 0.01) | BESIDE.get(at, {}) | {name: value}
+    loss = lambda p, *_, **__: loss_fn(p, BATCHES[0])
+    extra = {"lbfgs": {"value_fn": loss}, "sophia": {"obj_fn": loss}}.get(row.name, {})
+    tx, params = optax.with_extra_args_support(row.plain(**arguments)), jax.tree.map(jnp.asarray, PARAMS)
+    state, opt_state = ts.setup(row.live(**arguments), params), tx.init(params)
+    assert name not in ts.hyperparams(state)
+    for _ in range(2):
+        value, grads = GRADIENT(params, BATCHES[0])
+        updates, opt_state = tx.update(grads, opt_state, params, value=value, grad=grads, **extra)
+        params = optax.apply_updates(params, updates)
+        value, grads = GRADIENT(state.params, BATCHES[0])
+        state, _ = ts.update(state, grads, loss=value, norms=False, on_nonfinite="ignore", **extra)
+    assert_trees_close(state.params, params, rtol=2e-5, atol=1e-6)
+
+
+def test_dimension_numbers_may_be_trees_functions_or_their_own_class():
+    muon = optax.contrib.MuonDimensionNumbers(1, 0)
+    tree = {"kernel": muon, "bias": None}
+    ends = []
+    for value in (tree, lambda params: tree):
+        state = ts.setup(rules.muon(0.01, muon_weight_dimension_numbers=value), PARAMS)
+        ends.append(ts.update(state, jax.tree.map(jnp.ones_like, PARAMS))[0].params)
+    assert_trees_equal(*ends)
+    only = ts.setup(rules.muon(0.01, muon_weight_dimension_numbers=muon), {"kernel": PARAMS["kernel"]})
+    assert_trees_equal(ts.update(only, {"kernel": np.ones((6, 4), np.float32)})[0].params["kernel"], ends[0]["kernel"])
+
+
 DTYPES = {
     "bfloat16": dict.fromkeys(PARAMS, jnp.bfloat16),
     "float16": dict.fromkeys(PARAMS, jnp.float16),
@@ -707,9 +802,190 @@ def test_groups_are_optax_partition():
     )
 
 
+def test_the_optimizer_state_is_plain_optax_s_with_its_count():
+    """Of a scheduled rule too: its clock is `state.step`. The count counts applied updates, and no rejected one."""
+    for rate in (0.1, optax.linear_schedule(0.1, 0.0, 10)):
+        state = ts.setup(rules.adam(rate), SMALL)
+        plain = optax.adam(0.1).init(SMALL)
+        assert jax.tree.structure(state.opt_state) == jax.tree.structure(plain)
+        for i in range(5):
+            grads = jax.tree.map(lambda g, i=i: g * (np.nan if i == 2 else 1), GRADS)
+            state, info = ts.update(state, grads)
+            assert bool(info.applied) == (i != 2)
+        assert int(state.opt_state[0].count) == int(state.step) == 4
+        assert int(state.replace(step=40).opt_state[0].count) == 4
+
+
+# ------------------------------------------------------------------------ extra arguments, and what cannot be a rule
+
+FAR = {"w": np.array([2.0, -1.0], np.float32), "b": np.array([0.5], np.float32)}
+bowl = lambda params, x=1.0: sum(jnp.sum((p - x) ** 2) for p in params.values())
+sam = lambda tx, **more: optax.contrib.sam(tx, optax.chain(optax.contrib.normalize(), tx), **more)
+ASKS = {
+    "sam": lambda m: sam(m.sgd(0.1)),
+    "sam, opaque": lambda m: sam(m.sgd(0.1), opaque_mode=True),
+    "conditionally_transform": lambda m: optax.conditionally_transform(m.sgd(0.1), lambda n: n % 2 == 0),
+    "conditionally_mask": lambda m: optax.conditionally_mask(
+        m.adam(0.1), lambda n, **_: n % 2 == 0, forward_extra_args=True
+    ),
+    "of a user, by name": lambda m: optax.GradientTransformationExtraArgs(
+        lambda p: (), lambda g, s, p=None, *, value: (jax.tree.map(lambda g: -g * value / 100, g), s)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_extra_arguments_are_given_by_signature(name):
+    tx = ASKS[name](optax)
+    params, state = FAR, tx.init(FAR)
+    rules_ = [ASKS[name](rules), rules.chain(ASKS[name](rules))]
+    states = [ts.setup(rule, FAR) for rule in rules_]
+    step, takes = ts.train_step(bowl), inspect.signature(tx.update).parameters
+    for _ in range(4):
+        value, grads = jax.value_and_grad(bowl)(params, 0.5)
+        known = {"value": value, "grad_fn": lambda p, _: jax.grad(bowl)(p, 0.5)}
+        updates, state = tx.update(grads, state, params, **{k: v for k, v in known.items() if k in takes})
+        params = optax.apply_updates(params, updates)
+        states = [step(s, np.float32(0.5))[0] for s in states]
+    for s in states:
+        assert_trees_close(s.params, params, rtol=1e-6, atol=1e-7)
+
+
+def test_a_gradient_function_is_of_the_leaves_of_a_group():
+    rule = rules.groups({"w": ASKS["sam, opaque"](rules), "b": rules.sgd(0.0)})
+    state, _ = ts.train_step(bowl)(ts.setup(rule, FAR), np.float32(0.5))
+    alone, _ = ts.train_step(bowl)(ts.setup(ASKS["sam, opaque"](rules), {"w": FAR["w"]}), np.float32(0.5))
+    assert_trees_close(state.params, alone.params | {"b": FAR["b"]}, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rule", [optax.lbfgs(), rules.lbfgs()], ids=["plain", "live"])
+def test_update_takes_a_value_fn_of_ones_own(rule):
+    """With arguments of its own or without, as in optax's documentation."""
+    ends = []
+    for value_fn, more in ((lambda p: bowl(p, 0.5), {}), (bowl, {"x": 0.5})):
+        state = ts.setup(rule, FAR)
+        for _ in range(3):
+            value, grads = jax.value_and_grad(value_fn)(state.params, *more.values())
+            state, _ = ts.update(state, grads, loss=value, value_fn=value_fn, **more)
+        ends.append(bowl(state.params, 0.5))
+    assert max(ends) < 1e-9
+
+
+LACKS = [
+    (rules.lbfgs(), {}, r"loss at update\(\): got None.*update\(state, grads, loss=loss, value_fn=...\). train_step"),
+    (rules.lbfgs(), {"loss": 1.0}, r"value_fn at update\(\): got None.*update\(state, grads, value_fn=...\)"),
+    (rules.sophia(0.1), {}, r"obj_fn at update\(\): got None, expected the obj_fn, which this rule asks for"),
+]
+
+
+@pytest.mark.parametrize("rule, given, told", LACKS)
+def test_an_argument_that_a_rule_lacks_is_named(rule, given, told):
+    with pytest.raises(RuleError, match=told):
+        ts.update(ts.setup(rule, FAR), FAR, **given)
+
+
+ahead = lambda tx: optax.lookahead(tx, 2, 0.5, reset_state=True)
+CANNOT = {
+    "lookahead": (lambda: ahead(optax.sgd(0.1)), r"rule lookahead at setup\(\).*'fast'.*a loop of your own"),
+    "in a chain": (lambda: rules.chain(rules.clip_value(1.0), ahead(rules.sgd(0.1))), "rule lookahead at"),
+    "one gradient a row": (
+        lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, 0),
+        r"rule differentially_private_aggregate at.*vmap",
+    ),
+    "sam in optax.chain": (
+        lambda: optax.chain(ASKS["sam, opaque"](optax)),
+        r"got an unexpected keyword argument 'step'.*join them with ts.rules.chain",
+    ),
+    "another tree": (
+        lambda: optax.GradientTransformation(lambda p: (), lambda g, s, p: (g["w"], s)),
+        r"rule at setup\(\): got another tree \(at updates",
+    ),
+    "another shape": (
+        lambda: optax.stateless(lambda g, p: jax.tree.map(jnp.sum, g)),
+        r"rule stateless at setup\(\): got an update of shape \(\) of params\['b'\], float32\[1\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_be_a_rule_says_so_at_setup(name):
+    make, told = CANNOT[name]
+    with pytest.raises(RuleError, match=told):
+        ts.setup(make(), {k: jnp.asarray(v) for k, v in FAR.items()})
+
+
+def test_multi_steps_itself_is_no_rule():
+    with pytest.raises(
+        WrongTypeError, match=r"gradient_transformation\(\), or use ts.rules.accumulate\(rule, every=n\)"
+    ):
+        ts.setup(optax.MultiSteps(optax.sgd(0.1), 2), FAR)
+
+
+# ----------------------------------------------------------------------------- in plain optax code, under its tools
+
+AROUND = {
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    "sam": sam,
+    "flatten": optax.flatten,
+    "mechanize": optax.contrib.mechanize,
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("name", [*AROUND, "lookahead"])
+def test_our_rules_in_plain_optax_code_are_optax_s(name):
+    def train(module):
+        tx = module.adam(optax.linear_schedule(0.1, 0.0, 10))
+        pair = optax.LookaheadParams.init_synced if name == "lookahead" else lambda p: p
+        fast = (lambda p: p.fast) if name == "lookahead" else lambda p: p
+        tx = ahead(tx) if name == "lookahead" else AROUND[name](tx)
+        params = pair({k: jnp.asarray(v) for k, v in FAR.items()})
+        state = tx.init(params)
+        for _ in range(4):
+            updates, state = tx.update(jax.grad(bowl)(fast(params)), state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    assert_trees_equal(train(rules), train(optax))
+
+
+def test_the_tools_of_optax_see_into_a_live_state():
+    rule = rules.chain(rules.clip_global_norm(1.0), rules.adamw(optax.linear_schedule(0.1, 0.0, 10)))
+    state = rule.init(FAR)
+    doubled = optax.tree_utils.tree_map_params(rule, lambda x: x + 2, state, transform_non_params=lambda x: x + 1)
+    assert_trees_equal(optax.tree_utils.tree_get(doubled, "mu"), jax.tree.map(lambda x: np.full_like(x, 2), FAR))
+    assert optax.tree_utils.tree_get(doubled, "count") == 1
+    assert optax.tree_utils.tree_get(optax.tree_utils.tree_set(state, count=7), "count") == 7
+    beside = optax.tree_utils.tree_map_params(rule, lambda x, p: x + p, state, FAR)
+    assert_trees_equal(optax.tree_utils.tree_get(beside, "nu"), FAR)
+
+
+def test_the_fields_of_optax_s_state_are_read_through_a_live_one():
+    rule = rules.reduce_on_plateau(patience=3)
+    _, state = rule.update(FAR, rule.init(FAR), FAR, value=1.0)
+    _, state = rule.update(FAR, state, FAR, value=1.0)
+    assert state.plateau_count == 1 and rules.adam(0.1).init(FAR)[0].count == 0
+    assert pickle.loads(pickle.dumps(state)).plateau_count == 1
+    with pytest.raises(AttributeError, match="plateau_counts"):
+        state.plateau_counts  # noqa: B018
+
+
+def test_states_of_equal_rules_differ_in_where_they_are_cut():
+    """Structures compare without key paths; the numbers beside them do not."""
+    a, b = (ts.setup(rules.sgd(0.1), {"x": jnp.ones(2), name: jnp.ones(2)}) for name in ("a", "y"))
+    assert ts.hyperparams(ts.adjust(a, "a", learning_rate=0.5)) == {"learning_rate": 0.1, "learning_rate@a": 0.5}
+    assert ts.hyperparams(ts.adjust(b, "y", learning_rate=0.5)) == {"learning_rate": 0.1, "learning_rate@y": 0.5}
+
+
+def test_a_schedule_may_be_of_no_use_behind_the_end_of_its_run():
+    """PureJaxRL's: negative after 800 updates, of which it makes fewer."""
+    state = ts.setup(rules.adam(lambda n: 2.5e-4 * (1 - (n // 16) / 50)), SMALL).replace(step=16)
+    assert ts.hyperparams(state)["learning_rate"] == pytest.approx(2.5e-4 * 0.98)
+
+
 def test_rules_of_groups_hold_their_own_leaves_only():
     state = ts.setup(rules.groups({"head": rules.adam(0.1), "**": rules.sgd(0.1)}), SMALL)
-    assert [x.shape for x in jax.tree.leaves(state.opt_state)] == [(3,), (3,)]  # mu and nu of the head
+    assert [x.shape for x in jax.tree.leaves(state.opt_state)] == [(), (3,), (3,)]  # count, mu and nu of the head
 
 
 def test_clipping_inside_of_groups_is_by_the_norm_of_all():

@@ -70,6 +70,9 @@ PARITY = [
     ("warmup_exponential_decay_schedule",
      dict(init_value=0.2, peak_value=1.0, warmup_steps=10, transition_steps=7, decay_rate=0.8, transition_begin=4,
           staircase=True, end_value=0.5)),
+    ("warmup_cosine_decay_schedule",
+     dict(init_value=0.1, peak_value=0.0, warmup_steps=10, decay_steps=50, end_value=0.01)),
+    ("cosine_decay_schedule", dict(init_value=1.0, decay_steps=10**10)),
 ]  # fmt: skip
 
 
@@ -854,9 +857,9 @@ WRONG = [
     bad("values of -1", lambda: UP.values(-1), Bad, "n at values()", "got -1", "≥ 0"),
     bad("values of what", lambda: UP.values(2.5), Bad, "n at values()", "got 2.5", "whole"),
     # a rule that takes it
-    bad("a negative rate", lambda: ts.rules.adam(S.linear_schedule(0.1, -0.1, 5)), Bad,
-        "learning_rate at adam()", "step 1000000", "got -0.1", "≥ 0"),
-    bad("b1 of 1", lambda: ts.rules.adam(0.1, b1=S.linear_schedule(0.9, 1.0, 5)), Bad, "b1 at adam()", "< 1"),
+    bad("a negative rate", lambda: ts.rules.adam(S.linear_schedule(-0.1, 0.1, 5)), Bad,
+        "learning_rate at adam()", "step 0", "got -0.1", "≥ 0"),
+    bad("b1 of 1", lambda: ts.rules.adam(0.1, b1=S.linear_schedule(1.0, 0.9, 5)), Bad, "b1 at adam()", "< 1"),
 ]  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def check_equal_to_one_device(n, layout, feature, steps=50):
     assert_trees_close(state.params, expected.params, **(coarse if is_coarse else fine))
     assert int(state.step) == int(expected.step) and int(state.rejected) == int(expected.rejected)
     if n > 1:
-        (program,) = step._programs.values()
+        (program,) = step.programs.values()
         assert program._cache_size() == (2 if feature in ("freeze", "all") else 1)  # the first freeze is another state
         assert specs(state.params) == specs(ts.shard(setup(**options), mesh, rules).params)
 
@@ -415,7 +415,7 @@ def test_hyperparameters_and_freezing_where_it_lives():
     step, state, batch = ts.train_step(loss_fn), ts.shard(setup(freezable=True), mesh), batches_of(1)[0]
     for change in (lambda s: ts.adjust(s, learning_rate=0.5), lambda s: ts.freeze(s, "up/**"), ts.thaw):
         state, _ = step(change(state), batch)
-    (program,) = step._programs.values()
+    (program,) = step.programs.values()
     assert program._cache_size() == 1
 
 
@@ -435,7 +435,7 @@ def test_states_that_were_edited_compile_nothing(axes):
     ):
         state, _ = step(edit(state), batch)
         assert state.params["down"]["kernel"].sharding.is_equivalent_to(before, 2)
-    (program,) = step._programs.values()
+    (program,) = step.programs.values()
     assert program._cache_size() == 1
 
 
@@ -447,7 +447,7 @@ def test_a_refresh_leaves_everything_in_its_place():
     step, batch = ts.train_step(loss), batches_of(1)[0]
     state, _ = step(state, batch)
     state, _ = step(ts.refresh(loss)(state, batch), batch)
-    (program,) = step._programs.values()
+    (program,) = step.programs.values()
     assert program._cache_size() == 1
 
 

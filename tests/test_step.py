@@ -215,7 +215,7 @@ def test_model_state_is_carried():
     for i in range(3):
         state, _ = step(state, make_batch(i))
     assert int(state.model_state["seen"]) == 3 * ROWS
-    assert step._programs[None]._cache_size() == 1
+    assert step.programs[None]._cache_size() == 1
 
 
 def test_extra_is_neither_differentiated_nor_donated():

@@ -88,7 +88,7 @@ def test_one_program_and_any_number_of_calls():
     testing.check_fused(dataclasses.replace(step), runs, data(), steps=18)
     for rate in (0.1, RATES):
         runs, _ = step(ts.adjust(runs, learning_rate=rate), (X[:16], Y[:16]))
-    assert step._programs[None]._cache_size() == 1
+    assert step.programs[None]._cache_size() == 1
 
 
 def test_a_member_that_fails_fails_alone():
@@ -309,7 +309,7 @@ def test_population_based_training():
         (lambda runs: ts.population(lambda key: key, 2), StateError, "result at make"),
         (lambda runs: ts.population(make, 2, rate=np.array([0.1, np.nan])), HyperparameterError, r"learning_rate at .*got nan"),
         (lambda runs: ts.population(make, 2, rate=np.array([0.1, -0.1])), HyperparameterError, r"learning_rate at .*got -0.1"),
-        (lambda runs: ts.population(make, 2, lr=RATES[:2]), WrongTypeError, "arguments at make: got missing a required argument: 'rate', expected make"),
+        (lambda runs: ts.population(make, 2, lr=RATES[:2]), WrongTypeError, r"make at population\(\): got make\(key, rate, .*, expected make\(key, lr\)"),
         (lambda runs: ts.population(make, 2, rate=RATES[:2], key=None), WrongTypeError, r"key at population\(\): got None"),
         *[(lambda runs, i=i: ts.member(runs, i), StateError, r"member at member\(\): got .*an index below 4") for i in (1.5, "a", None)],
         (lambda runs: ts.select(runs, [[1], [1, 2]]), StateError, "indices at select"),

@@ -24,7 +24,7 @@ from flax.core import meta
 from flax.core.frozen_dict import freeze as frozen_dict
 from hypothesis import given, settings
 
-from tsunax import _checks, _tree, _where, errors
+from tsunax import _checks, _norms, _tree, _where, errors
 from tsunax.errors import ParamsError, PatternError, StateError, WrongTypeError
 
 # jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
@@ -864,19 +864,31 @@ def random_tree(seed=0):
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("factor", [np.float32(1), np.complex64(1 + 2j)], ids=["real", "complex"])
 def test_does_the_norm_have_the_bits_of_optax(run, factor):
-    ours, theirs = run(_tree.global_norm), run(optax.tree.norm)
+    """Leaf by leaf its bits; with small leaves as one vector another order of the same sum."""
+    ours, theirs = run(_norms.global_norm), run(optax.tree.norm)
+    apart = run(lambda tree: _norms.global_norm(tree))  # a program of its own
     for seed in range(8):
         tree = [jnp.asarray(x * factor) for x in random_tree(seed)]
-        norm = ours(tree)
+        with _norms.leaves_apart(True):
+            norm = apart(tree)
         assert norm.dtype == jnp.float32 and norm.shape == ()
         assert np.asarray(norm).tobytes() == np.asarray(theirs(tree)).tobytes()
+        np.testing.assert_allclose(ours(tree), norm, rtol=3e-7)
+
+
+def test_the_norm_of_small_leaves_is_one_reduction():
+    tree = [jnp.ones(n) for n in (3, 5, _norms.SMALL, _norms.SMALL + 1, 2)]
+    count = lambda: str(jax.make_jaxpr(lambda tree: _norms.global_norm(tree))(tree)).count("reduce_sum")
+    assert count() == 2
+    with _norms.leaves_apart(True):
+        assert count() == 5
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.int32])
 def test_is_the_norm_of_a_narrow_tree_computed_in_float32(dtype):
     tree = [jnp.asarray(x).astype(dtype) for x in [*random_tree(), np.full(10, 1000.0)]]
     expected = np.sqrt(sum(np.sum(np.float64(np.asarray(x, np.float32)) ** 2) for x in tree))
-    ours = _tree.global_norm(tree)  # squares of 1000 are beyond float16
+    ours = _norms.global_norm(tree)  # squares of 1000 are beyond float16
     assert ours.dtype == jnp.float32
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
@@ -890,12 +902,12 @@ def test_what_is_the_norm_of_mixed_and_of_empty_trees():
             2.0,
             np.float16(0),
         ]
-        np.testing.assert_allclose(_tree.global_norm(mixed), 4.0)
-        assert _tree.global_norm({"a": None}) == 0 and _tree.global_norm({}).dtype == jnp.float32
+        np.testing.assert_allclose(_norms.global_norm(mixed), 4.0)
+        assert _norms.global_norm({"a": None}) == 0 and _norms.global_norm({}).dtype == jnp.float32
         assert [float(x) for x in _tree.square_sums(mixed)] == [4, 4, 4, 4, 0]
         with enable_x64(True):
-            assert _tree.global_norm([jnp.ones(2), jnp.ones(2, jnp.float64)]).dtype == jnp.float64
-            assert _tree.global_norm([jnp.ones(2, jnp.float32)]).dtype == jnp.float32
+            assert _norms.global_norm([jnp.ones(2), jnp.ones(2, jnp.float64)]).dtype == jnp.float64
+            assert _norms.global_norm([jnp.ones(2, jnp.float32)]).dtype == jnp.float32
             assert [x.dtype for x in _tree.square_sums([np.ones(1), np.float32(1)])] == [
                 "float64",
                 "float32",

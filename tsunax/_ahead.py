@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from tsunax import _where
 from tsunax.data import Data, placement, sharding_of
 from tsunax.errors import DataError, message
-from tsunax.source import END, Source, as_source
+from tsunax.source import END, Source, as_source, named
 
 __all__ = ["Prefetched", "prefetch"]
 
@@ -67,6 +68,9 @@ class _Ahead:
 
     def __iter__(self) -> _Ahead:
         return self
+
+    def __repr__(self) -> str:
+        return f"<an epoch of {self._owner!r}>"
 
     def _start(self) -> None:
         owner = self._owner
@@ -124,15 +128,29 @@ class Prefetched(Data):
     def resumable(self) -> bool:  # type: ignore[override]
         return self._source.resumable
 
+    @property
+    def is_placed(self) -> bool:  # type: ignore[override]
+        return self._source.is_placed
+
     def afresh(self) -> Prefetched:
-        """The same data at the start of an epoch, with a place and a thread of its own."""
+        """The same data at their beginning, with a place and a thread of their own."""
         data = self.data.afresh() if isinstance(self.data, Data) else self.data
         other = copy.copy(self)
         other._source, other._state, other._running = as_source(data), None, lambda: None
         return other
 
+    def __repr__(self) -> str:
+        return f"Prefetched({named(self.data)}, size {self._size})"
+
     def __len__(self) -> int:
-        return len(self._source.data)
+        try:
+            return len(self.data)
+        except TypeError:
+            if isinstance(self.data, Data):
+                raise
+            fix = "Say steps= in place of epochs=."
+            got = f"a {type(self.data).__name__} that does not know it"
+            raise TypeError(message("length", "prefetch", got, "data with len()", fix)) from None
 
     def __iter__(self) -> _Ahead:
         return _Ahead(self)
@@ -140,6 +158,16 @@ class Prefetched(Data):
     def get_state(self) -> dict:
         """The place after the last batch given, whatever was read ahead: what the data itself would give there."""
         return self._source.state() if self._state is None else self._state
+
+    def follow(self, state: Mapping) -> None:
+        self.close()
+        self._source.follow(state)
+        self._state = dict(state)
+
+    def restart(self) -> None:
+        """Begin anew with the data that are read ahead."""
+        self.close()
+        self._source, self._state = as_source(self.data), None
 
     def close(self) -> None:
         """End the thread of the loop that runs, if one does."""
@@ -153,6 +181,7 @@ class Prefetched(Data):
         self._state = None
 
 
+@_where.suggests_names
 def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
     """Data whose next `size` batches are made, and brought to a device, by a thread while this one is worked on.
 

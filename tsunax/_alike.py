@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from typing import Any
 
 import jax
 import numpy as np
 
 from tsunax import _tree, distributed
-from tsunax._ahead import Prefetched
-from tsunax._feed import Chunk
+from tsunax._feed import Chunk, innermost
 from tsunax._members import members_of
 from tsunax.data import Batches
-from tsunax.errors import DataError, ProcessError, StateError, message
+from tsunax.errors import DataError, ProcessError, StateError, message, warn
 from tsunax.hyper import hyperparams
 from tsunax.source import Source
 from tsunax.state import TrainState
@@ -38,8 +36,7 @@ class Alike:
         spread = next(leaves, None)
         self.spans = spread is not None
         self._speaks = spread is not None and distributed.spans_all(spread.sharding.device_set)
-        while isinstance(data, Prefetched):
-            data = data.data
+        data = innermost(data)
         self._data = data if isinstance(data, Batches) else None
         self._is_known = self._data is not None and self._data.is_of_arrays  # then its settings say what will come
         self._has_warned = False
@@ -50,7 +47,7 @@ class Alike:
             self._check_part(*self._data.process)
         if self.spans and not self._speaks:
             text = f"{where}: processes that ts.distributed.start() did not bring together are not compared"
-            warnings.warn(f"{text}, and a signal or a limit ends one of them alone", stacklevel=3)
+            warn(f"{text}, and a signal or a limit ends one of them alone")
 
     def _check_part(self, part: int, parts: int) -> None:
         if parts > 1 and not self.spans:
@@ -113,7 +110,7 @@ class Alike:
                 name = differ[0]
                 text = f"{name} is {first[name]:.6g} on process 0, and {other[name]:.6g} on {distributed.name_of(i)}"
                 fix = "ts.evaluate over batches of all processes gives the same number to all"
-                warnings.warn(f"{place}: {text}: that of process 0 counts on all. {fix}.", stacklevel=2)
+                warn(f"{place}: {text}: that of process 0 counts on all. {fix}.")
         return first
 
     def boundary(self, place: str, stopped: str, state: Any, has_changed: bool) -> str:

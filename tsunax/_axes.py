@@ -54,6 +54,13 @@ def _manual() -> tuple:
     return tuple(core.get_axis_env().axis_sizes)
 
 
+def is_tracing() -> bool:
+    """Whether some trace is under way: of jit, vmap, grad or scan. Eager vmap and grad trace some arrays only."""
+    from jax._src import core
+
+    return not core.trace_state_clean()
+
+
 def vary(tree, axes: Axes):
     """The tree as values of each device: otherwise JAX would add up the gradients of all of them by itself."""
 
@@ -98,4 +105,4 @@ def mean(tree, axes: Axes):
     return jax.tree.map(one, vary(tree, axes))
 
 
-__all__ = ["Axes", "around", "as_axes", "gathered", "mean", "own_key", "vary"]
+__all__ = ["Axes", "around", "as_axes", "gathered", "is_tracing", "mean", "own_key", "vary"]

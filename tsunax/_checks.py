@@ -129,6 +129,18 @@ def _nonfinite(leaves: list[Any]) -> list[int]:
     return counts
 
 
+def _model_fix(params: Any) -> str:
+    """How to give a model that was given in place of its parameters; "" for a tree that is none."""
+    kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(params).__mro__]
+    if "tsunax.models.Model" in kinds:
+        return "Give its parts: setup(rule, model.params, model_state=model.model_state)."
+    known = {"flax.nnx": "nnx(module)", "flax.linen": "linen(module, variables)"}
+    for library, make in known.items():
+        if any(kind.startswith(library) and kind.endswith(".Module") for kind in kinds):
+            return f"First model = ts.models.{make}, then setup(rule, model.params, model_state=model.model_state)."
+    return ""
+
+
 def check_params(params: Any, flags: _tree.Flags, root: str = "params") -> None:
     """Raise `ParamsError` for a selected leaf that cannot be trained, or shares its name.
 
@@ -141,8 +153,9 @@ def check_params(params: Any, flags: _tree.Flags, root: str = "params") -> None:
     chosen = [(path, leaf) for (_, path, leaf), flag in zip(named, flags, strict=True) if flag]
     for (name, path, leaf), flag in zip(named, flags, strict=True):
         if (flag or not _is_numeric(leaf)) and (fault := _leaf_fault(leaf, name)):
-            what, *rest = fault
-            raise ParamsError(message(what, _tree.access_str(root, path), *rest))
+            what, got, expected, fix = fault
+            fix = _model_fix(params) or fix
+            raise ParamsError(message(what, _tree.access_str(root, path), got, expected, fix))
     for joint in "/.":
         if pair := _repeat([joint.join(name) for name, _, _ in named], flags):
             where = " and ".join(_tree.access_str(root, named[i][1]) for i in pair)

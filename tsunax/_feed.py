@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -14,15 +13,17 @@ from tsunax import _fused, _place, _tree
 from tsunax._ahead import Prefetched
 from tsunax._members import members_of
 from tsunax.data import ALL_ROWS, Batches, Data, check_batch
-from tsunax.errors import DataError, StateError, message
+from tsunax.errors import DataError, StateError, message, warn
 from tsunax.program import TrainStep
 from tsunax.source import as_source
+from tsunax.state import TrainState
 
 BUFFER_BYTES = 1 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
 RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
 MOST_ROOM = 1024  # of a call for so many steps; for more only what is left, if that is known
 NO_LIMIT = np.iinfo(np.int32).max
+REPEATED_BYTES = 16 << 20  # of the copies of one batch that is all the data: made once for many calls
 AHEAD = 64  # batches of arrays in memory that are gathered at once, however few a call takes
 SHAPES = 16  # that batches may have in a run: each one compiles
 
@@ -33,7 +34,7 @@ class Chunk(NamedTuple):
     feed: Any  # on the device
     n: Any  # int32 (2,): how many steps, and how many rejected ones in a row end them
     steps: int
-    epoch: int
+    epochs: Any  # int (steps,)
     bytes: int
 
 
@@ -43,12 +44,28 @@ _UNKNOWN = object()
 class Feed:
     """Chunks of data, for the state of a run: what `fit` asks for batches."""
 
-    def __init__(self, step, data, state, steps_per_call, interval: float, left: float = float("inf")):
-        self._step = step
+    def __init__(self, step, data, state, steps_per_call, interval, left=float("inf"), *, begins=False, crosses=False):
+        """`begins`: a state that no step has seen begins with the first batch, wherever the data are.
+
+        `crosses`: a call may go beyond the end of an epoch, if that is shorter than a call.
+        """
+        self._step, self._crosses = step, crosses
+        self._repeats = crosses and isinstance(data, list | tuple) and len(data) == 1
+        self._repeated: Any = None  # copies of the one batch that is all the data, on the device
         self._is_population = members_of(state) is not None
+        begins = begins and isinstance(data, Data) and not data.is_placed and _is_new(state)
+        # `batches` are read with a place of the run's own: others may loop over them meanwhile. The
+        # data that were given follow it, call by call.
+        self._given: Any = None
+        self._has_begun = False
+        if isinstance(data, Data) and isinstance(innermost(data), Batches):
+            self._given, self._was, data = data, (data.get_state(), data.is_placed), data.afresh()
+        elif begins and data.resumable:
+            data.restart()
         self.source = as_source(data)
-        if isinstance(data, Data) and self.source.resumable:
-            self.source.restore(data.get_state())  # in the middle of an epoch, if they are there
+        if isinstance(data, Data) and self.source.resumable and not begins:
+            # in the middle of an epoch, if they are there
+            self.source.restore(data.get_state() if self._given is None else self._was[0])
         self._start = self.source.state() if self.source.resumable else None
         if isinstance(steps_per_call, int):  # room for so many more than are left would never be filled
             steps_per_call = int(min(steps_per_call, max(MOST_ROOM, left)))
@@ -92,13 +109,32 @@ class Feed:
 
         `until` so many steps nobody looks at the place of the data: that far more may be read than is given.
         """
+        chunk = self._take(n, state, step, limit, until)
+        self._has_begun = True
+        self._tell()
+        return chunk
+
+    def _tell(self) -> None:
+        if self._given is not None and self._has_begun:
+            self._given.follow(self.source.state())
+
+    def _take(self, n: int, state, step: int, limit: int, until: float) -> Chunk | None:
         epoch, data = self.epoch, self.source.data
         if self._setting is None:
             return self._single(state, step)
         if isinstance(data, Batches) and data.resident is not None:
             return self._resident(data, n, state, limit)
+        if self._repeats:
+            return self._one_batch(n, state, step, limit)
+        epochs = None
+        if self._block is None and self._is_short(data, min(n, self.size)):
+            batches, epochs = self._across(min(n, self.size))
+            leaves, treedef = jax.tree.flatten(batches)
+            size, bytes = self._known(treedef, leaves, step, 1)
+            self._block = _Block(leaves, treedef, n, size, size * bytes, None)
         if self._block is None:
-            ahead = int(min(self._ahead, until)) if isinstance(data, Batches) else 1
+            is_of_arrays = isinstance(data, Batches) and data.is_of_arrays
+            ahead = int(min(self._ahead, until)) if is_of_arrays else 1
             before = self.source.state() if ahead > 1 else None
             batches = self.source.take(max(ahead, min(n, self.size)))
             if batches is None:
@@ -113,7 +149,40 @@ class Feed:
             self._block = None
         where = {"step": self._step, "whole": self._is_whole}
         feed, sent = place(_fused.Stacked(batches), count, self._home_of(state), limit, **where)
-        return Chunk(feed, sent, count, epoch, block.bytes)
+        epochs = np.full(count, epoch) if epochs is None else epochs
+        return Chunk(feed, sent, count, epochs, block.bytes)
+
+    def _is_short(self, data, n: int) -> bool:
+        """Whether epochs of `batches` are shorter than a call, and all of their batches of one shape."""
+        is_alike = self._crosses and isinstance(data, Batches) and data.is_of_arrays and data.tail_rows == 0
+        return is_alike and len(data) < n
+
+    def _across(self, n: int) -> tuple[Any, np.ndarray]:
+        """The next n batches, and the epoch of each."""
+        parts, epochs = [], []
+        while len(epochs) < n:
+            epoch = self.epoch
+            if (part := self.source.take(n - len(epochs))) is not None:
+                parts.append(part)
+                epochs += [epoch] * len(jax.tree.leaves(part)[0])
+        return jax.tree.map(lambda *x: np.concatenate(x), *parts), np.array(epochs)
+
+    def _one_batch(self, n: int, state, step: int, limit: int) -> Chunk:
+        """Many epochs of the one batch that is all the data. It is read anew after every boundary."""
+        if self.source.position:
+            self.source.next()
+        epoch = self.epoch
+        home = self._home_of(state)
+        if self._repeated is None:
+            leaves, treedef = jax.tree.flatten(self.source.next())
+            size = self._known(treedef, leaves, step, 0)[0]
+            feed = _fused.Stacked(treedef.unflatten([_repeated(x, size) for x in leaves]))
+            self._repeated = feed if isinstance(home, NamedSharding) else jax.device_put(feed, home)
+        n = min(n, self._repeated.size)
+        self.source.again(n)
+        where = {"step": self._step, "whole": self._is_whole}
+        self._repeated, sent = place(self._repeated, n, home, limit, **where)
+        return Chunk(self._repeated, sent, n, np.arange(epoch, epoch + n), 0)
 
     @property
     def _is_whole(self) -> bool:
@@ -130,17 +199,18 @@ class Feed:
         bytes = self._known(treedef, leaves, step, 0)[1]
         home = self._home_of(state)
         if self._is_whole:
-            batch = _place.whole(batch, home)
+            batch = _place.whole(batch, home, shared=False)
         elif not isinstance(self._step, TrainStep) and isinstance(home, NamedSharding):
-            batch = _place.put(batch, home)
-        return Chunk(_fused.Single(batch), None, 1, epoch, bytes)
+            batch = _place.put(batch, home, shared=False)
+        return Chunk(_fused.Single(batch), None, 1, np.full(1, epoch), bytes)
 
     def sync(self) -> None:
         """Put data from which more was read than given to where they would be without that; the state may move now."""
-        self._home = _UNKNOWN
+        self._home, self._repeated = _UNKNOWN, None
         if self._block is not None:
             place, self._block = self.place(), None
-            self.go_to(place, False)
+            self._restore(place)
+        self._tell()
 
     def _resident(self, data: Batches, n: int, state, limit: int) -> Chunk | None:
         """The next rows of arrays that lie on the device: the program gathers them, and nothing is copied."""
@@ -155,7 +225,8 @@ class Feed:
         size = self.size if rows == self._rows else 2  # the short batch at the end
         spread = None if self._is_population else _place.rows_over(self._home_of(state), rows)
         feed = _fused.Gathered(data.resident, data.device_order(epoch), np.int32(first), rows, size, spread)
-        return Chunk(feed, np.array([count, limit], np.int32), count, epoch, 0)
+        epochs = np.full(count, epoch)
+        return Chunk(feed, np.array([count, limit], np.int32), count, epochs, 0)
 
     def _home_of(self, state) -> Any:
         if self._home is _UNKNOWN:
@@ -180,7 +251,7 @@ class Feed:
     def _new(self, one, leaves, step: int) -> int:
         if self._first is None:
             self._first = one
-            self.size = buffer_size(one, leaves, self._setting, self._interval)
+            self.size = self._new_size(one, leaves)
             return self.size
         where = f"batch at step {step}"
         if difference := _tree.first_difference(one, self._first, "batch"):
@@ -198,11 +269,16 @@ class Feed:
             raise DataError(message("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix))
         if not rows_only or len(self._sizes) > 1:  # the short batch at the end of an epoch is expected
             new, old = (", ".join(str(x.shape) for x in jax.tree.leaves(tree)) for tree in (one, self._first))
-            warnings.warn(f"{where}: shapes {new} after {old}, which compiles the step once more", stacklevel=2)
+            warn(f"{where}: shapes {new} after {old}, which compiles the step once more")
         if rows_only and check_batch(one) < check_batch(self._first) and isinstance(self.source.data, Batches):
             return 2  # one in an epoch
-        self.size = buffer_size(one, leaves, self._setting, self._interval)
+        self.size = self._new_size(one, leaves)
         return self.size
+
+    def _new_size(self, one, leaves) -> int:
+        if self._repeats:
+            return buffer_size(one, (), self._setting, self._interval, REPEATED_BYTES)
+        return buffer_size(one, leaves, self._setting, self._interval)
 
     def place(self) -> Any:
         """Where the data are, for a checkpoint."""
@@ -223,12 +299,23 @@ class Feed:
             got, expected = (", ".join(said(name, x.get(name)) for name in differ) for x in (now, settings))
             fix = "Another order of the data is another run: give it another path."
             raise DataError(message("data", "resume", got, f"{expected}, as in the checkpoint", fix))
-        self.source.restore({name: x for name, x in place.items() if name != "settings"}, replay)
+        place = self._restore(place, replay)
+        if self._given is not None:
+            self._given.set_state(place)
+
+    def _restore(self, place, replay: bool = False) -> dict[str, Any]:
+        place = {name: x for name, x in place.items() if name != "settings"}
+        self.source.restore(place, replay)
+        return place
 
     def back(self) -> None:
         """Put the data back to where they were, if they can be."""
         if self._start is not None:
             self.source.restore(self._start)
+        if self._given is not None:
+            place, is_placed = self._was
+            (self._given.set_state if is_placed else self._given.follow)(place)
+            self._given = None
 
     def close(self) -> None:
         self.sync()
@@ -266,12 +353,21 @@ def _padded(x, size: int):
         return x
     if isinstance(x, jax.Array):
         return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (size - len(x), *x.shape[1:]))])
-    out = np.empty((size, *x.shape[1:]), x.dtype)
+    out = _place.room((size, *x.shape[1:]), x.dtype)
     out[: len(x)] = x
     return out
 
 
-def buffer_size(batch, leaves, steps_per_call, interval: float) -> int:
+def _repeated(x, n: int):
+    """An array n times, along a new first axis."""
+    if isinstance(x, jax.Array):
+        return jnp.broadcast_to(x, (n, *x.shape))
+    out = _place.room((n, *x.shape), x.dtype)
+    out[:] = x
+    return out
+
+
+def buffer_size(batch, leaves, steps_per_call, interval: float, bytes: int = BUFFER_BYTES) -> int:
     """How many batches a call has room for: at least 2, since a loop of one would be another program.
 
     Of sizes and settings alone: what a clock on the wall says may choose how many of them are filled, not this.
@@ -280,12 +376,12 @@ def buffer_size(batch, leaves, steps_per_call, interval: float) -> int:
         return max(2, steps_per_call)
     size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
     on_device = any(isinstance(x, jax.Array) for x in leaves)  # stacked by a program of that many operands
-    most = min(BUFFER_BYTES // max(int(size), 1), 8 if on_device else MOST)
+    most = min(bytes // max(int(size), 1), 8 if on_device else MOST)
     return int(max(2, min(most, interval)))
 
 
 def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) -> tuple[Any, Any]:
-    """Stacked batches and their number where the state lives; jit itself is the fastest way to a single device.
+    """Stacked batches, in memory of ours, where the state lives; jit is the fastest way to a single device.
 
     Rows that do not divide by the devices of a mesh are padded where the step masks. A batch that is `whole` on every
     process stays so.
@@ -296,17 +392,32 @@ def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) 
         rows = jax.tree.leaves(feed.batches)[0].shape[1]
         if padding := -rows % _place.divisor(home, accumulate):
             batches, mask = _place.padded(feed.batches, rows, rows + padding, axis=1)
-            feed = _fused.Stacked(batches, _place.put(mask, home))
+            feed = _fused.Stacked(batches, _place.put(mask, home, shared=False))
     if whole:
-        return _place.whole((feed, count), home)
+        return _place.whole((feed, count), home, shared=False)
     elsewhere = home is not None and any(isinstance(x, jax.Array) for x in jax.tree.leaves(feed))
     is_on_mesh = isinstance(home, NamedSharding)
-    return _place.put((feed, count), home, axis=1) if elsewhere or is_on_mesh else (feed, count)
+    is_moved = elsewhere or is_on_mesh
+    return _place.put((feed, count), home, axis=1, shared=False) if is_moved else (feed, count)
+
+
+def _is_new(state) -> bool:
+    """Whether no step has seen it: a `TrainState`, or a tree of some."""
+    is_state = lambda x: isinstance(x, TrainState)
+    parts = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    return bool(parts) and not any(np.max(x.calls) for x in parts)
+
+
+def innermost(data) -> Any:
+    """What is read ahead, however often; other data themselves."""
+    while isinstance(data, Prefetched):
+        data = data.data
+    return data
 
 
 def _settings_of(data) -> dict[str, Any] | None:
     """What the order of `batches` depends on; None for other data."""
-    data = data.data if isinstance(data, Prefetched) else data
+    data = innermost(data)
     return data.settings if isinstance(data, Batches) else None
 
 
@@ -319,4 +430,4 @@ def length_of(batches, where: str) -> int:
     return next(iter(shapes))[0]
 
 
-__all__ = ["Chunk", "Feed", "length_of", "place"]
+__all__ = ["Chunk", "Feed", "innermost", "length_of", "place"]

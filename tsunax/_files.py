@@ -16,11 +16,10 @@ import secrets
 import shutil
 import stat
 import time
-import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tsunax.errors import CheckpointError, message, told
+from tsunax.errors import CheckpointError, message, told, warn
 
 __all__ = []
 
@@ -201,7 +200,7 @@ class Lock:
                 got, fix = self._owner(), f"Wait for it to end, give another path, or read with {reader}."
                 where = str(folder)
                 raise CheckpointError(message("directory in use", where, got, "no other writer", fix)) from None
-            warnings.warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.", stacklevel=4)
+            warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.")
 
     def renew(self, folder: Path) -> None:
         """Touch the file. Raises OSError unless it is still the locked one: another run may be at work in `folder`."""

@@ -14,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import warnings
 from pathlib import Path
 
-from tsunax import _files, _tree
+from tsunax import _files, _tree, errors
 from tsunax._manifest import LIMIT, Damaged, Manifest, TooNew
 from tsunax.errors import CheckpointError, message, told
 
@@ -77,7 +76,7 @@ class Folder:
                 found.append(step)
             elif warn and (step is not None or name.lstrip("-+").isdigit()) and os.path.lexists(self.path / name):
                 why = "a link" if os.path.islink(self.path / name) else "no step's name" if step is None else "a file"
-                warnings.warn(f"{self.path / name} is ignored: {why}.", stacklevel=5)
+                errors.warn(f"{self.path / name} is ignored: {why}.")
         return sorted(found)
 
     def known(self) -> dict[int, dict[str, float]]:

@@ -18,14 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from tsunax import _checks, _convolutions, _place, _tree
+from tsunax._loss_fn import A_STEP, check_no_loss_fn
+from tsunax._norms import leaves_apart
 from tsunax._traces import Trace
 from tsunax.data import gather
 from tsunax.errors import StateError, message
-from tsunax.program import TrainStep, _apart, _assemble, _fault, home_of, masked
-from tsunax.state import TrainState, donated
+from tsunax.program import Programs, TrainStep, _fault, home_of, masked
+from tsunax.state import TrainState, assemble, donated, split
 from tsunax.step import StepInfo
 
 
@@ -143,35 +144,37 @@ class Fused:
     donate: bool
 
     @functools.cached_property
-    def _programs(self) -> _place.Programs:
-        return _place.Programs(self._compiled_on)
+    def programs(self) -> Programs:
+        return Programs(self._compiled_on)
 
     def _compiled_on(self, home: _place.Home | None) -> Any:
-        def train_steps(plan, moving, still, feed, n, extra):
+        def train_steps(kind, moving, still, feed, n, extra):
             traces = self.step.traces if isinstance(self.step, TrainStep) else None
-            state = moving if plan is None else _assemble(plan, moving, still)
+            whole = lambda moving: moving if kind is None else assemble(kind, moving, still)
+            state = whole(moving)
             trace = None if traces is None else Trace.of("loop", home, state, {"batches": feed, **extra})
 
             def one(moving, batch):
-                state = moving if plan is None else _assemble(plan, moving, still)
-                run = self.step.pure if isinstance(self.step, TrainStep) else self._plain
+                state = whole(moving)
+                run = self.step.pure if isinstance(self.step, TrainStep) else self.once
                 mask = getattr(feed, "mask", None)
                 given = extra if mask is None else {**extra, "mask": masked(extra.get("mask"), mask)}
-                new, info = run(state, batch, given)
-                if isinstance(info, StepInfo) and plan is not None:
+                with leaves_apart(home is not None):
+                    new, info = run(state, batch, given)
+                if isinstance(info, StepInfo) and kind is not None:
                     info = info._replace(numbers=None)  # they do not move
                 _check_same(state, new)
-                return new if plan is None else _apart(new)[0], Infos.of(jax.tree.map(jnp.asarray, info))
+                return new if kind is None else split(new)[0], Infos.of(jax.tree.map(jnp.asarray, info))
 
             one = jax.jit(_convolutions.fast(one))  # traced once for the shapes and the loop
             shapes = jax.eval_shape(one, moving, feed.at(0))[1]
             # made of the clock, so that on a mesh with explicit axes they are on that mesh
-            zero = 0 if plan is None else jnp.sum(moving[0]) * 0
+            zero = 0 if kind is None else jnp.sum(state.clock) * 0
             infos = jax.tree.map(lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype), shapes)
 
             def goes_on(carry):
                 i, moving, _ = carry
-                return (i < n[0]) & (True if plan is None else jnp.any(moving[0][..., 3] < n[1]))
+                return (i < n[0]) & (True if kind is None else jnp.any(whole(moving).rejected_in_a_row < n[1]))
 
             def body(carry):
                 i, moving, infos = carry
@@ -182,39 +185,40 @@ class Fused:
             _, moving, infos = jax.lax.while_loop(goes_on, body, (jnp.int32(0), moving, infos))
             if traces is not None and trace is not None:  # one that failed is none
                 traces.append(trace)
-            return moving, _with_scheduled(infos, None if plan is None else still[0])
+            return moving, _with_scheduled(infos, None if kind is None else state.numbers)
 
         out = None if home is None else (home.layout, home.whole)
         return jax.jit(train_steps, static_argnums=0, donate_argnums=(1,) if self.donate else (), out_shardings=out)
 
-    def _plain(self, state, batch, extra):
-        out = self.step(state, batch, **extra)
+    def once(self, state, batch, extra):
+        """One call of the step, as it is."""
+        try:
+            out = self.step(state, batch, **extra)
+        except Exception:
+            if isinstance(state, TrainState):
+                check_no_loss_fn(self.step, state, batch, "step", A_STEP)
+            raise
         if not isinstance(out, tuple) or len(out) != 2:
             raise StateError(message("result", "step", _tree.describe(out), "two things: (state, info)"))
         return out
 
     def __call__(self, state, feed, n, extra) -> tuple[Any, Infos]:
-        plan, moving, still = None, state, ()
+        kind, moving, still = None, state, ()
         if isinstance(state, TrainState):
-            plan, (moving, still) = state.plan, _apart(state)
-        if _tree.is_gone(moving[0]) if plan is not None else any(map(_tree.is_gone, jax.tree.leaves(state))):
+            kind, (moving, still) = (type(state), state.plan), split(state)
+            home, moving, still = self.programs.home_of(state, moving, still)
+        elif any(map(_tree.is_gone, jax.tree.leaves(state))):
             raise StateError(donated("the loop"))
-        if isinstance(self.step, TrainStep) and plan is not None and "home" not in state.__dict__:
-            self.step.seen_on("loop", state)
-        home, moving, still = home_of(state, moving, still)
+        else:
+            home, moving, still = home_of(moving)
         try:
-            moving, infos = self._programs[home](plan, moving, still, feed, n, extra)
+            moving, infos = self.programs[home](kind, moving, still, feed, n, extra)
         except Exception as error:
             batch = jax.tree.map(lambda x: x[0], feed.batches if isinstance(feed, Stacked) else feed.arrays)
             if isinstance(state, TrainState) and (fault := _fault(error, state, batch, extra)):
                 raise fault from None
             raise
-        if plan is None:
-            return moving, infos
-        state = _assemble(plan, moving, still)
-        if not isinstance(state.clock, Tracer):
-            state.__dict__["home"] = home
-        return state, infos
+        return moving if kind is None else assemble(kind, moving, still), infos
 
 
 def _with_scheduled(infos: Infos, numbers) -> Infos:

@@ -1,9 +1,9 @@
 """Numbers beside the optimizer state: what `TrainState` carries instead of live states.
 
 `hoist` takes the tables of all live states of an optimizer state out, into one array, and leaves plain optax
-states behind; `lower` puts them back for an update. What counts updates, as Adam's `count` does, is left out too: it
-is the state's own clock. Outside, the numbers are an argument that a step never returns:
-they cost one leaf, are never donated, and reading or changing them waits for no step that is still running.
+states behind; `lower` puts them back for an update, with the state's step as the clock of their schedules. Outside,
+the numbers are an argument that a step never returns: they cost one leaf, are never donated, and reading or changing
+them waits for no step that is still running.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.tree_util import DictKey
 
 from tsunax import _number, _tree
-from tsunax._live import LiveState, interned, is_live, module_of
+from tsunax._live import LiveState, interned, is_live
 from tsunax._live import recut as _recut
 
 
@@ -33,8 +32,9 @@ class Layout:
     full: Any  # structure with live states and their tables
     plain: Any  # structure as a TrainState carries it
     tables: tuple[int, ...]  # which leaves of `full` are tables
-    clocks: tuple[int, ...]  # and which are the clock
+    clocks: tuple[int, ...]  # and which are clocks of schedules: in a TrainState its step
     names: tuple  # flat names, per live state and group
+    homes: tuple  # paths and own_clock per live state: two structures that differ there only are equal
 
     @functools.cached_property
     def skeleton(self):
@@ -79,7 +79,7 @@ class Numbers:
     def named(self, step, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
         """Every number in force at `step`, by flat name: Python floats where they are concrete.
 
-        Schedules that `step` does not reach are read at their own counts, see `own_counts`, or left out.
+        Schedules on a clock of their own are read at `counts`, see `own_counts`, or left out.
         """
         out = {}
         values = self.values if _tree.is_traced(self.values) else np.asarray(self.values)  # one wait, not one each
@@ -87,7 +87,7 @@ class Numbers:
             table = values[..., start : start + s.live.columns]
             inner = len(s.live.names)
             names = self.layout.names[at][group]
-            clock = (counts or {}).get(at) if s.one_clock is False else step
+            clock = (counts or {}).get(at) if s.own_clock else step
             for i, (flat, schedule) in enumerate(zip(names, s.live.schedules, strict=True)):
                 value, complement = table[..., 0, i], table[..., 1, i]
                 if schedule:
@@ -101,17 +101,6 @@ class Numbers:
         return out
 
 
-# Their `count` is the number of updates; one int32 less that enters and leaves every step.
-_COUNTED = (
-    optax.EmaState,
-    optax.ScaleByAdamState,
-    optax.ScaleByAmsgradState,
-    optax.ScaleByBeliefState,
-    optax.ScaleByLionState,
-    optax.ScaleByNovogradState,
-)
-
-
 def hoist(opt_state) -> tuple[Any, Numbers | None]:
     """Take tables and clocks out: (plain state, numbers)."""
     leaves, full = jax.tree.flatten(opt_state)
@@ -119,15 +108,16 @@ def hoist(opt_state) -> tuple[Any, Numbers | None]:
     tables = _places(leaves, [s.table for s in lives])
     if not tables:
         return opt_state, None
-    clocks = _places(leaves, [c for s in lives if _on_the_clock(s) for c in _counts(s.inner)])
+    clocks = _places(leaves, [s.count for s in lives if not s.own_clock])
     plain = jax.tree.structure(_plain(opt_state))
-    layout = interned(Layout(full, plain, tables, clocks, labels(opt_state)))
+    homes = tuple((s.paths, s.own_clock) for s in lives)
+    layout = interned(Layout(full, plain, tables, clocks, labels(opt_state), homes))
     rows = [leaves[i].reshape(*leaves[i].shape[:-2], -1) for i in tables]
     on_host = all(isinstance(row, np.ndarray) for row in rows)
     return _without(layout, leaves), Numbers((np if on_host else jnp).concatenate(rows, axis=-1), layout)
 
 
-def lower(opt_state, numbers: Numbers | None, step):
+def lower(opt_state, numbers: Numbers | None, step: Any = 0):
     """Put them back: the inverse of `hoist`."""
     if numbers is None:
         return opt_state
@@ -153,24 +143,7 @@ def hoist_like(opt_state, numbers: Numbers | None):
     return _without(numbers.layout, leaves)
 
 
-def on_own_clocks(opt_state, numbers: Numbers | None, step) -> tuple[Any, Numbers | None]:
-    """The same state with the counts that it left to the clock, before that is set to something else."""
-    own = lambda _, s: dataclasses.replace(s, one_clock=s.one_clock and None)
-    apart = map_live(own, lower(opt_state, numbers, step))
-    return hoist(jax.tree.map(lambda x: jnp.array(x, copy=True), apart))
-
-
-def with_own_counts(opt_state, step: int):
-    """A whole optimizer state in which counts other than `step` are no longer left to the clock."""
-
-    def one(_, s):
-        differs = _on_the_clock(s) and any(int(count) != step for count in _counts(s.inner))
-        return dataclasses.replace(s, one_clock=None) if differs else s
-
-    return map_live(one, opt_state)
-
-
-def recut(opt_state, numbers: Numbers, step, params, cuts: Mapping[int, tuple]) -> tuple[Any, Numbers | None]:
+def recut(opt_state, numbers: Numbers, params, cuts: Mapping[int, tuple]) -> tuple[Any, Numbers | None]:
     """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}, see `_live.recut`."""
 
     def one(place: int, s):
@@ -183,15 +156,14 @@ def recut(opt_state, numbers: Numbers, step, params, cuts: Mapping[int, tuple]) 
 
     if not _tree.is_traced(numbers.values):  # on the host: each cut has shapes of its own, and they would all compile
         numbers = dataclasses.replace(numbers, values=np.array(numbers.values))
-    return hoist(map_live(one, lower(opt_state, numbers, step)))
+    return hoist(map_live(one, lower(opt_state, numbers)))
 
 
 def own_counts(opt_state, numbers: Numbers) -> dict[int, Any]:
     """{live state: its count} of a plain optimizer state, where schedules run on that and not on the clock."""
     layout = numbers.layout
-    kept = (i for i in range(layout.full.num_leaves) if i not in layout.tables and i not in layout.clocks)
-    leaves = dict(zip(kept, jax.tree.leaves(opt_state), strict=True))
-    own = [(at, s.count) for at, (_, s) in enumerate(layout.lives) if s.one_clock is False]
+    leaves = dict(zip(_kept(layout), jax.tree.leaves(opt_state), strict=True))
+    own = [(at, s.count) for at, (_, s) in enumerate(layout.lives) if s.own_clock]
     return {at: leaves[count] for at, count in own if count is not None}
 
 
@@ -200,39 +172,25 @@ def _places(leaves, among) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(leaves) if id(x) in ids)
 
 
-def _on_the_clock(s: LiveState) -> bool:
-    """Whether its count starts at 0 and counts updates: of a factory that is not optax's nobody knows."""
-    return bool(s.one_clock) and module_of(s.live.factory).startswith("optax")
-
-
-def _counts(inner) -> list:
-    """The counts of updates at the top of an optax state, or of a chain of them."""
-    if isinstance(inner, _COUNTED):
-        return [inner.count]
-    return [c for part in inner for c in _counts(part)] if type(inner) is tuple else []
+def _kept(layout: Layout) -> list[int]:
+    """Which leaves of the whole optimizer state a TrainState carries in its `opt_state`."""
+    return [i for i in range(layout.full.num_leaves) if i not in layout.tables and i not in layout.clocks]
 
 
 def _without(layout: Layout, leaves):
-    gone = {*layout.tables, *layout.clocks}
-    return layout.plain.unflatten([x for i, x in enumerate(leaves) if i not in gone])
+    return layout.plain.unflatten([leaves[i] for i in _kept(layout)])
 
 
 def _plain(opt_state):
-    """A live state as the optax state that it keeps; with the counters of further groups, if it has any."""
+    """A live state as the optax state that it keeps; with its own clock and the counters of further groups, if any."""
 
     def one(s):
         if not is_live(s):
             return s
-        inner = _uncounted(_plain(s.inner)) if _on_the_clock(s) else _plain(s.inner)
-        return inner if not s.extra and s.count is None else (inner, s.extra, s.count)
+        inner, count = _plain(s.inner), s.count if s.own_clock else None
+        return inner if not s.extra and count is None else (inner, s.extra, count)
 
     return jax.tree.map(one, opt_state, is_leaf=is_live)
-
-
-def _uncounted(inner):
-    if isinstance(inner, _COUNTED):
-        return inner._replace(count=None)
-    return tuple(map(_uncounted, inner)) if type(inner) is tuple else inner
 
 
 def live_states(opt_state) -> list[tuple[tuple, LiveState]]:
@@ -271,9 +229,8 @@ def owners_of(init: Callable, opt_state, numbers: Numbers | None, params) -> lis
         table, extra, count = jax.tree.map(lambda _: -1, (actual.table, actual.extra, actual.count))
         return dataclasses.replace(actual, table=table, inner=inner, extra=extra, count=count)
 
-    gone = {*numbers.layout.tables, *numbers.layout.clocks}
     aligned = jax.tree.leaves(jax.tree.map(align, fresh, numbers.layout.skeleton, is_leaf=is_live))
-    return [None if o < 0 else o for i, o in enumerate(aligned) if i not in gone]
+    return [None if aligned[i] < 0 else aligned[i] for i in _kept(numbers.layout)]
 
 
 # ------------------------------------------------------------------------------------------------------- names

@@ -15,6 +15,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,10 +117,22 @@ def module_of(factory) -> str:
     return getattr(factory, "__module__", None) or ""
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where a live state is used. It decides nothing in an update, so that all of them are equal.
+
+    optax makes states of one rule from other trees and maps over both: from placeholders (`tree_map_params`), and from
+    the params of the moment (`lookahead`, `sam`).
+    """
+
+    paths: tuple = field(compare=False)  # key path of each leaf that the rule sees
+    own_clock: bool = field(default=False, compare=False)  # in a rule that no `step=` is given to
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("table", "inner", "extra", "count"),
-    meta_fields=("live", "paths", "cut", "one_clock"),
+    meta_fields=("live", "cut", "home"),
 )
 @dataclass(frozen=True, eq=False, init=False)
 class LiveState:
@@ -128,18 +141,32 @@ class LiveState:
     table: Any  # (4, groups, columns): value, complement, held, given. None where a TrainState keeps it
     inner: Any  # the optax state, with group 0's counters
     extra: tuple  # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
-    count: Any  # own clock, for schedules where nobody passes `step=`
+    count: Any  # int32: updates of this rule, the clock of its schedules if no `step=` is given; else None
     live: Live
-    paths: tuple  # key path of each leaf that this rule sees
     cut: Cut | None
+    home: Home
 
-    # whether `step=` comes: True, sure, and the inner state's count of updates is the same; False, never; None, unknown
-    one_clock: bool | None
-
-    def __init__(self, table, inner, extra=(), count=None, *, live, paths, cut=None, one_clock=None):
+    def __init__(self, table, inner, extra=(), count=None, *, live, cut=None, home=Home(())):
         fields = self.__dict__
         fields["table"], fields["inner"], fields["extra"], fields["count"] = table, inner, extra, count
-        fields["live"], fields["paths"], fields["cut"], fields["one_clock"] = live, paths, cut, one_clock
+        fields["live"], fields["cut"], fields["home"] = live, cut, home
+
+    def __getattr__(self, name: str):
+        """The fields of the optax state: `state.plateau_count`, as code that was written for that reads them."""
+        if name.startswith("_") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __getitem__(self, i):
+        return self.inner[i]
+
+    @property
+    def paths(self) -> tuple:
+        return self.home.paths
+
+    @property
+    def own_clock(self) -> bool:
+        return self.home.own_clock
 
     @property
     def groups(self) -> int:
@@ -158,20 +185,6 @@ class Cut:
 def interned(static):
     """One object for equal static parts, so that comparing two states compares identities."""
     return static
-
-
-def on_one_clock(update: Any, state):
-    """The state of a new run without own counts, where the rule is known to hand `step=` on to its parts."""
-    return update.on_one_clock(state) if hasattr(update, "on_one_clock") else state
-
-
-def _on_own_counts(state):
-    """The same, where nothing that is given to an update comes to the live rules within."""
-
-    def mark(x):
-        return dataclasses.replace(x, inner=_on_own_counts(x.inner), one_clock=False) if is_live(x) else x
-
-    return jax.tree.map(mark, state, is_leaf=is_live)
 
 
 def is_live(x) -> bool:
@@ -211,7 +224,7 @@ class LiveInit:
             inner=self.plain().init(params),
             count=jnp.zeros([], jnp.int32) if any(live.schedules) else None,
             live=interned(live),
-            paths=interned(paths),
+            home=Home(interned(paths)),
         )
 
     def blank(self) -> Callable:
@@ -228,21 +241,40 @@ class BlankInit:
         live = self.live
         inner = live.build(dict.fromkeys(live.names, 0.5)).init(params)
         count = jnp.zeros([], jnp.int32) if any(live.schedules) else None
-        return LiveState(jnp.zeros((4, 1, live.columns)), inner, count=count, live=live, paths=())
+        return LiveState(jnp.zeros((4, 1, live.columns)), inner, count=count, live=live)
 
 
 @dataclass(frozen=True)
-class _PlainUpdate:
-    """The update half of a rule that takes no extra arguments: drops them. Compares as that half does."""
+class _PlainInit:
+    """The init half of a rule that `step=` is not given to: schedules in it have their own clock."""
+
+    init: Callable
+
+    def __call__(self, params):
+        return _on_own_clocks(self.init(params))
+
+    def blank(self) -> Callable:
+        return _PlainInit(blank(self.init))
+
+
+def _on_own_clocks(state):
+    def mark(x):
+        if not is_live(x):
+            return x
+        return dataclasses.replace(x, inner=_on_own_clocks(x.inner), home=Home(x.paths, own_clock=True))
+
+    return jax.tree.map(mark, state, is_leaf=is_live)
+
+
+@dataclass(frozen=True)
+class PlainUpdate:
+    """The update half of a rule that takes some extra arguments only, or none. Compares as that half does."""
 
     update: Callable
-
-    def on_one_clock(self, state):
-        return _on_own_counts(state)
+    takes: tuple[str, ...]
 
     def __call__(self, updates, state, params=None, **extra):
-        del extra
-        return self.update(updates, state, params)
+        return self.update(updates, state, params, **{name: extra[name] for name in self.takes if name in extra})
 
 
 def as_rule(init: Any, update: Any) -> optax.GradientTransformationExtraArgs:
@@ -251,10 +283,49 @@ def as_rule(init: Any, update: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The rule as one that takes extra arguments; equal rules stay equal."""
-    if isinstance(rule, optax.GradientTransformationExtraArgs):
-        return rule
-    return as_rule(rule.init, _PlainUpdate(rule.update))
+    """The rule as one that takes any extra argument, and gets those in its signature; equal rules stay equal."""
+    takes = _extra_arguments(rule)
+    if takes is None:
+        return as_rule(rule.init, rule.update)
+    init = rule.init if "step" in takes else _PlainInit(rule.init)
+    return as_rule(init, PlainUpdate(rule.update, takes))
+
+
+def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | None:
+    """The names of the extra arguments that an update takes; None: any."""
+    if not isinstance(rule, optax.GradientTransformationExtraArgs):
+        return ()
+    try:
+        parameters = list(inspect.signature(rule.update).parameters.values())[3:]  # updates, state, params
+    except (ValueError, TypeError):
+        return None
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return None
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+def accepting(f: Callable, names) -> Callable:
+    """The same function, which takes these keywords too and ignores them.
+
+    optax's line searches give every extra argument that is not their own to the loss function, by the names of its
+    signature, and raise for the others.
+    """
+    try:
+        parameters = list(inspect.signature(f).parameters.values())
+    except (ValueError, TypeError):
+        return f
+    new = [name for name in names if name not in {p.name for p in parameters}]
+    if not new:
+        return f
+
+    @functools.wraps(f)
+    def of(*args, **kwargs):
+        return f(*args, **{name: x for name, x in kwargs.items() if name not in new})
+
+    last = [parameters.pop()] if parameters and parameters[-1].kind == inspect.Parameter.VAR_KEYWORD else []
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in new]
+    of.__signature__ = inspect.Signature([*parameters, *more, *last])  # pyright: ignore[reportAttributeAccessIssue]
+    return of
 
 
 def check_rule(rule, where: str, fix: str = "") -> None:
@@ -273,7 +344,108 @@ def check_rule(rule, where: str, fix: str = "") -> None:
     raise WrongTypeError(message("rule", where, got, expected, fix or _meant(rule)))
 
 
+# What cannot be a rule, and the way that works
+_WAYS = {
+    "lookahead": "Its params are optax.LookaheadParams: use it in a loop of your own, around any of ts.rules. "
+    "An average of the params is setup(..., ema=0.99).",
+    "differentially_private_aggregate": "It takes a gradient for each row: call its update with those of "
+    "jax.vmap(jax.grad(...)) yourself, and give ts.update what it returns.",
+}
+SEARCHES = ("value_fn", "obj_fn", "grad_fn")  # extra arguments that are functions of params
+
+
+def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
+    """Raise RuleError for a rule of others whose update fails on these params, or returns other shapes or dtypes.
+
+    Traced for shapes. An extra argument that is missing is no fault yet: `ts.update` may be given it.
+    """
+    named = jax.tree_util.tree_flatten_with_path(params)[0]
+    complex_ = [pair for pair in named if jnp.issubdtype(_tree.dtype_of(pair[1]), jnp.complexfloating)]
+    if not complex_ and _is_ours(rule.update):
+        return
+    loss = lambda p, *_, **__: sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(p))
+    extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
+    extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
+    run = lambda g, s: rule.update(g, s, g, step=0, weight=1.0, value=0.0, grad=g, **extra)
+    cause = None
+    try:
+        before = jax.eval_shape(rule.init, params)
+        updates, after = jax.eval_shape(run, params, before)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        return  # not under jit, but by hand perhaps
+    except Exception as error:
+        if not complex_ and missing(error):
+            return
+        cause, name, got = error, _raised_by(error, rule), f"{told(error)} from its update"
+    else:
+        name, got = _name_of_update(rule.update), _unlike(updates, params)
+        if not got and (difference := _tree.first_difference(after, before, "opt_state")):
+            raise RuleError(f"optimizer state {difference}. The rule {name} changes it from call to call.")
+        pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
+        if not got and all(u.dtype == p.dtype for u, p in pairs if complex_):
+            return
+    if complex_ and not isinstance(cause, TsunaxError):
+        path, leaf = complex_[0]
+        fix = "Wrap the rule: optax.contrib.split_real_and_imaginary(rule)."
+        where, got = _tree.access_str("params", path), f"dtype {leaf.dtype}"
+        raise RuleError(message("leaf", where, got, "real numbers for this rule", fix)) from cause
+    way = _IN_OPTAX if "unexpected keyword argument" in got else _WAYS.get(name, "")
+    what = "rule" if "<" in name else f"rule {name}"
+    raise RuleError(message(what, "setup()", got, "updates like the params", way)) from cause
+
+
+_IN_OPTAX = (
+    "optax's wrappers give extra arguments to all rules inside, also to those that take others: join them with "
+    "ts.rules.chain or ts.rules.groups."
+)
+
+
+def _unlike(updates, params) -> str:
+    """How updates differ from the params in structure or shape; "" if they do not."""
+    if difference := _tree.first_difference(updates, params, "updates"):
+        return f"another tree ({difference})"
+    for (path, p), u in zip(jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(updates), strict=True):
+        if u.shape != jnp.shape(p):
+            return f"an update of shape {u.shape} of {_tree.access_str('params', path)}, {_tree.describe(p)}"
+    return ""
+
+
+def _is_ours(update: Any) -> bool:
+    """Whether an update is made of rules that are known to work."""
+    if isinstance(update, LiveUpdate):
+        return module_of(update.live.factory).partition(".")[0] in ("optax", "tsunax")
+    if not type(update).__module__.startswith("tsunax."):
+        return False
+    return all(map(_is_ours, getattr(update, "updates", None) or [getattr(update, "update", None)]))
+
+
+def missing(error: Exception) -> list[str]:
+    """The names of the arguments for want of which a function was not called."""
+    if isinstance(error, ValueError):  # of optax's own, for those with a default
+        return re.findall(r"^`?(\w+)`? must be provided", str(error))
+    found = re.search(r"missing \d+ required \S+ arguments?: (.*)", str(error))
+    return re.findall(r"'(\w+)'", found[1]) if isinstance(error, TypeError) and found else []
+
+
+def _raised_by(error: BaseException, rule) -> str:
+    """The factory of the innermost update that an exception came through."""
+    names, trace = [_name_of_update(rule.update)], error.__traceback__
+    while trace is not None:
+        outer, _, inner = trace.tb_frame.f_code.co_qualname.partition(".<locals>.")
+        names += [outer] if inner in ("update", "update_fn") else []
+        trace = trace.tb_next
+    return names[-1]
+
+
+def _name_of_update(update: Any) -> str:
+    while type(update).__module__.startswith("tsunax.") and hasattr(update, "update"):
+        update = update.update
+    return getattr(update, "__qualname__", type(update).__name__).partition(".<locals>")[0]
+
+
 def _meant(rule) -> str:
+    if all(callable(getattr(rule, name, None)) for name in ("init", "update", "gradient_transformation")):
+        return "Call rule.gradient_transformation(), or use ts.rules.accumulate(rule, every=n)."
     is_rule = lambda x: isinstance(x, optax.GradientTransformation)
     if isinstance(rule, LiveFactory) or (callable(rule) and not isinstance(rule, type)):
         first = next(iter(inspect.signature(rule).parameters), "")
@@ -298,9 +470,6 @@ class LiveUpdate:
 
     live: Live
 
-    def on_one_clock(self, state: LiveState) -> LiveState:
-        return dataclasses.replace(state, count=None, one_clock=True)
-
     def __call__(self, updates, state: LiveState, params=None, *, step=None, **extra):
         if not is_live(state) or state.table is None:
             fix = "The state of a TrainState is another one: use ts.update."
@@ -318,9 +487,8 @@ class LiveUpdate:
             counters,
             count,
             live=state.live,
-            paths=state.paths,
             cut=state.cut,
-            one_clock=state.one_clock,
+            home=state.home,
         )
 
 

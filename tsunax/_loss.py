@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,10 +19,10 @@ from tsunax.metrics import Mean, as_array, weighted_sum
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("total", "weight", "metrics", "model_state", "mean_value", "dropped"),
+    data_fields=("total", "weight", "metrics", "model_state", "mean_value", "dropped", "overwritten"),
     meta_fields=(),
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Loss:
     """What a loss function returns when a plain scalar is not enough: a **sum** and its weight.
 
@@ -29,6 +30,9 @@ class Loss:
     `Loss(total, weight)` stands for the loss `total / weight`, and any number of micro-batches, devices and
     batches add up to exactly that. Weights and masks are data: no gradient flows through them. A mean with weights
     that are learned is a scalar of your own, `jnp.sum(w * values) / jnp.sum(w)`.
+
+    It adds and multiplies as the mean loss would: `loss + penalty` and `0.5 * loss` keep the weight, and `float(loss)`
+    and `f"{loss:.3f}"` are those of the mean. Two losses are added if they have the same weight.
 
     Metrics are scalars (weighed like the loss) or objects with `merge` and `compute`.
     """
@@ -39,6 +43,7 @@ class Loss:
     model_state: Any = None
     mean_value: Any = None  # the mean itself, where the loss function returned it as a scalar
     dropped: Any = None  # f32[micro-batches]: the weights of those that were left out, under "drop"
+    overwritten: Any = None  # the new values of leaves that their gradient replaces (flax's fp8), like those of params
 
     # `mean` the constructor; `compute` the result.
     @classmethod
@@ -85,7 +90,110 @@ class Loss:
 
     def compute(self):
         """The mean loss, an f32 scalar."""
-        return self.total / self.weight if self.mean_value is None else self.mean_value
+        if self.mean_value is not None:
+            return self.mean_value
+        if self.weight is None:
+            raise LossError(message("loss", "Loss.compute()", *_NO_WEIGHT))
+        return self.total / self.weight
+
+    # ------------------------------------------------------------------------------- as a number
+
+    __array_ufunc__ = None  # a NumPy number on the left leaves the operation to us
+
+    def __float__(self) -> float:
+        return float(self.compute())
+
+    def item(self) -> float:
+        """The mean loss as a Python float. Waits for the device."""
+        return float(self)
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else repr(self)
+
+    def __repr__(self) -> str:
+        is_abstract = isinstance(self.total, jax.ShapeDtypeStruct)
+        has_mean = not is_abstract and (self.mean_value is not None or self.weight is not None)
+        parts = {"": self.compute()} if has_mean else {"total": self.total}
+        parts |= {} if self.weight is None else {"weight": self.weight}
+        known = {} if is_abstract else self.metrics
+        parts |= {name: m.compute() if _is_metric(m) else m for name, m in known.items()}
+        told = [f"{name}={_short(x)}".lstrip("=") for name, x in parts.items()]
+        return f"Loss({', '.join(told)})"
+
+    def __add__(self, other) -> Loss:
+        """The sum of two means; a scalar is a penalty, and weighs as much as the loss."""
+        if not isinstance(other, Loss):
+            _check_number(other, "+")
+            return self._plus(other)
+        if other.weight is None:
+            new = self._plus(other.compute())
+        elif self.weight is None:
+            new = other._plus(self.compute())
+        elif self.weight is other.weight or _known(self.weight) == _known(other.weight) is not None:
+            means = self.mean_value, other.mean_value
+            mean = None if None in means else self.mean_value + other.mean_value
+            new = dataclasses.replace(self, total=self.total + other.total, mean_value=mean)
+        else:
+            fix = "Add the values, ts.Loss.mean(a + b, where), or give a weight: "
+            fix += "ts.Loss(w * (a.compute() + b.compute()), w)."
+            raise LossError(message("weights", "Loss + Loss", "two that may differ", "one", fix))
+        if twice := [name for name in self.metrics if name in other.metrics]:
+            fix = "Rename one of them."
+            raise LossError(message(f"metric {twice[0]!r}", "Loss + Loss", "two of this name", "one", fix))
+        if self.model_state is not None and other.model_state is not None:
+            fix = "Give it to the second one alone, which was computed from the first one's."
+            raise LossError(message("model_state", "Loss + Loss", "two", "one", fix))
+        state = other.model_state if self.model_state is None else self.model_state
+        return dataclasses.replace(new, metrics={**self.metrics, **other.metrics}, model_state=state)
+
+    __radd__ = __add__
+
+    def _plus(self, x) -> Loss:
+        mean = None if self.mean_value is None else self.mean_value + x
+        if self.weight is None and mean is None:
+            raise LossError(message("loss", "Loss + ...", *_NO_WEIGHT))
+        total = mean if self.weight is None else self.total + x * self.weight
+        return dataclasses.replace(self, total=total, mean_value=mean)
+
+    def __mul__(self, x) -> Loss:
+        """The loss times a number; its metrics stay as they are."""
+        _check_number(x, "*")
+        mean = None if self.mean_value is None else self.mean_value * x
+        return dataclasses.replace(self, total=self.total * x, mean_value=mean)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, x) -> Loss:
+        _check_number(x, "/")
+        return self * (1 / x)
+
+    def __neg__(self) -> Loss:
+        return self * -1
+
+    def __sub__(self, other) -> Loss:
+        return self + -other
+
+    def __rsub__(self, other) -> Loss:
+        return -self + other
+
+
+_NO_WEIGHT = "a Loss without a weight", "one with", "Give ts.Loss(total, weight)."
+
+
+def _check_number(x: Any, sign: str) -> None:
+    if isinstance(x, Loss) or np.shape(x) != () or not _checks.is_real(x):
+        fix = "Of a Loss take the mean: loss.compute()." if isinstance(x, Loss) else ""
+        raise LossError(message("operand", f"Loss {sign} ...", _tree.describe(x), "one real number", fix))
+
+
+def _known(weight) -> float | None:
+    """A weight that follows from the shapes; None for an array, whose value a program may not know yet."""
+    return None if isinstance(weight, jax.Array) else float(weight)
+
+
+def _short(x: Any) -> str:
+    is_number = _tree.dtype_of(x) is not None and np.shape(x) == () and not _tree.is_traced(x)
+    return f"{float(x):.6g}" if is_number and not isinstance(x, jax.ShapeDtypeStruct) else _tree.describe(x)
 
 
 def as_loss(out, rows) -> Loss:

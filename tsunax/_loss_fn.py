@@ -10,7 +10,8 @@ import dataclasses
 import inspect
 import os
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from tsunax import _tree, _where
 from tsunax._loss import Loss, as_loss, check_scalar, rows_of, uneven
-from tsunax.errors import LossError, WrongTypeError, message, remedy, told
+from tsunax.errors import LossError, TsunaxError, WrongTypeError, message
 from tsunax.metrics import as_array
 from tsunax.state import TrainState, averaged_params, in_precision
 
@@ -28,7 +29,7 @@ _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
 # what the step gives to loss_fn or to the rule itself: no name for what a user gives
 _TAKEN = (
     *("model_state", "train", "step", "state", "params", "batch", "at", "grads", "loss", "on_nonfinite", "norms"),
-    *("weight", "value", "grad", "value_fn", "obj_fn", "updates", "outside", "flush"),
+    *("weight", "value", "grad", "value_fn", "obj_fn", "grad_fn", "updates", "outside", "flush"),
 )
 
 
@@ -115,10 +116,9 @@ class LossFn:
         try:
             out = self.fn(params, batch, **keywords)
         except Exception as error:
-            if isinstance(error, LossError):
-                raise
-            expected = "a scalar or a ts.Loss"
-            raise LossError(message("loss_fn", _user_frame(error), told(error), expected, remedy(error))) from error
+            if not isinstance(error, TsunaxError):
+                error.add_note(_note(self.fn, batch, error))
+            raise
         if isinstance(mask, jax.Array) and np.shape(mask) == (rows,):
             out = _weighed(out, jnp.sum(mask, dtype=jnp.float32))
         if (mask is not None or not isinstance(out, Loss) or out.weight is None) and (found := uneven(batch)):
@@ -169,12 +169,55 @@ def _check_extra(state: TrainState, extra, train: bool) -> None:
             raise LossError(message("keyword", "the step", repr(name), "another name for what you give it", fix))
 
 
+A_STEP = "a function (state, batch) -> (state, info)"
+
+
+def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> None:
+    """Raise WrongTypeError if `f`, which cannot be called with a state, is a loss function of its params."""
+    try:
+        out = f(state.params, batch)
+    except Exception:
+        return
+    if isinstance(out, Loss) or np.shape(out) == ():
+        got = f"{_tree.describe_call(f)}, a loss function"
+        fix = f"Give ts.{what if what == 'eval_step' else 'train_step'}({getattr(f, '__name__', 'loss_fn')})."
+        raise WrongTypeError(message(what, "", got, expected, fix.replace("<lambda>", "loss_fn"))) from None
+
+
 LIBRARIES = "<frozen", os.path.join(os.path.dirname(os.__file__), ""), os.path.join(os.path.dirname(__file__), "")
 
 
-def _user_frame(error) -> str:
-    """Where in the user's own code an exception came from: the innermost frame outside of libraries."""
+def _note(fn, batch, error: Exception) -> str:
+    """What is added to an exception of the user's code: where in it, and the batch that it was given."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(LIBRARIES)]
     frame = [*frames[:1], *own][-1] if frames else None
-    return f"{frame.name} ({frame.filename}:{frame.lineno})" if frame else "its call"
+    place = f", in {frame.name} ({frame.filename}:{frame.lineno})" if frame else ""
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    given = [f"{_tree.access_str('', path)} {_tree.describe(x)}".strip() for path, x in leaves]
+    shapes = _tree.listed(given, 4) or "None"
+    return f"raised by the loss function {_tree.describe_call(fn)}{place}; its batch: {shapes}"
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Remove tsunax's frames from the traceback of an exception that other code raised, as JAX removes its own.
+
+    Frames stay if the exception comes from tsunax itself, or from JAX called by it: then they show the fault.
+    """
+    if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
+        return
+    ours, jaxs = LIBRARIES[-1], os.path.dirname(jax.__file__)
+    frames = [(tb, tb.tb_frame.f_code.co_filename) for tb in _each(error.__traceback__)]
+    foreign = [name for _, name in frames if not name.startswith(jaxs)]
+    if foreign and not foreign[-1].startswith(ours):
+        kept = None
+        for tb, name in reversed(frames):
+            if not name.startswith(ours):
+                kept = types.TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+        error.__traceback__ = kept
+
+
+def _each(tb: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while tb is not None:
+        yield tb
+        tb = tb.tb_next

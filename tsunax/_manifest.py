@@ -245,7 +245,6 @@ def state_facts(state: TrainState) -> dict[str, Any]:
         "columns": [],
         "schedules": {},
         "cuts": [],
-        "own_clocks": False,
     }
     if numbers is not None:
         facts["columns"] = [list(column) for column in numbers.column_names()]
@@ -254,12 +253,11 @@ def state_facts(state: TrainState) -> dict[str, Any]:
             facts["schedules"] |= {name: _schedule_text(schedule) for name, schedule in pairs if schedule}
         lives = [s for _, s in numbers.layout.lives]
         facts["cuts"] = [[at, list(s.cut.of), list(s.cut.labels)] for at, s in enumerate(lives) if s.cut]
-        facts["own_clocks"] = all(s.one_clock is None for s in lives)
     return facts
 
 
 def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> TrainState:
-    """`state`, from `setup`, with the structure of the saved one: its cuts, its clocks, room for frozen flags."""
+    """`state`, from `setup`, with the structure of the saved one: its cuts, room for frozen flags."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
         return jax.eval_shape(lambda s: _laid_out(s, facts, frozen), state)
     return _laid_out(state, facts, frozen)
@@ -270,8 +268,6 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
     if state.plan.selected is not None:
         trained = _tree.partition(state.params, state.plan.selected)[0]
     opt_state, numbers = state.opt_state, state.numbers
-    if numbers is not None and facts["own_clocks"] and numbers.layout.clocks:
-        opt_state, numbers = _hoist.on_own_clocks(opt_state, numbers, state.step)
     if numbers is not None:
         lives, cuts = numbers.layout.lives, {}
         for at, of, labels in facts["cuts"]:
@@ -280,7 +276,7 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
                 continue  # another rule, or a script that cuts before it restores: the comparison tells
             cuts[at] = _live.Cut(tuple(of), tuple(labels)), (0,) * len(labels)
         if cuts:
-            opt_state, numbers = _hoist.recut(opt_state, numbers, state.step, trained, cuts)
+            opt_state, numbers = _hoist.recut(opt_state, numbers, trained, cuts)
             old = state.numbers.values  # type: ignore[union-attr]
             if isinstance(old, jax.Array) and not _tree.is_traced(old):  # a cut is made on the host
                 home = old.sharding if old.committed else None
@@ -533,7 +529,6 @@ def _facts(x) -> dict[str, Any]:
         "columns": [[_is(name, str), _size(j)] for name, j in _is(x["columns"], list)],
         "schedules": {_is(k, str): _is(v, str) for k, v in _is(x["schedules"], dict).items()},
         "cuts": [_cut(cut) for cut in _is(x["cuts"], list)],
-        "own_clocks": _is(x["own_clocks"], bool),
     }
 
 

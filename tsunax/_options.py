@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from tsunax import _checks, _tree
+from tsunax._loss_fn import A_STEP
 from tsunax.errors import WrongTypeError, message
 from tsunax.program import TrainStep
 from tsunax.state import TrainState, check_state
@@ -168,6 +169,10 @@ def options_of(
         for f in found:
             if not callable(f):
                 raise WrongTypeError(message(name, where, _tree.describe(f), "a function"))
+            is_factory = inspect.isfunction(f) and f.__module__.startswith("tsunax.")
+            if isinstance(f, type) or is_factory:
+                fix = f"Call it: {f.__name__}(...)."
+                raise WrongTypeError(message(name, where, _tree.describe(f), "what it makes", fix))
     for f in callbacks:
         check_takes("callback", where, f, "f(run)", None)
     for f in loggers:
@@ -181,7 +186,7 @@ def options_of(
 
 def check_step(where: str, step, state) -> None:
     """Raise WrongTypeError for what is no step, or no state for it."""
-    expected = "a function (state, batch) -> (state, info)"
+    expected = A_STEP
     if not callable(step):
         is_state = isinstance(step, TrainState)
         fix = f"The order is {where[:-1]}step, state, data, ...)." if is_state else "Make one: ts.train_step(loss_fn)."
@@ -190,7 +195,8 @@ def check_step(where: str, step, state) -> None:
         check_state(state, where)
         return
     if isinstance(state, TrainState) and next(iter(_parameters(step)), "") == "params":
-        raise WrongTypeError(message("step", where, _tree.describe_call(step), expected, "ts.train_step of it is one."))
+        fix = f"Give ts.train_step({getattr(step, '__name__', 'loss_fn')})."
+        raise WrongTypeError(message("step", where, _tree.describe_call(step), expected, fix))
     if not jax.tree.leaves(state):
         raise WrongTypeError(message("state", where, _tree.describe(state), "a tree of arrays"))
 

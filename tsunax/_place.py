@@ -7,6 +7,7 @@ and trees, nothing of states.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,18 +82,6 @@ class Home:
     parts: int  # into which the rows that this process has are cut
 
 
-class Programs(dict):
-    """Compiled functions by the home of what they take; one is built when it is asked for first."""
-
-    def __init__(self, build):
-        super().__init__()
-        self._build = build
-
-    def __missing__(self, home: Home | None):
-        self[home] = self._build(home)
-        return self[home]
-
-
 @functools.lru_cache(maxsize=256)
 def _home(treedef, mesh, specs: tuple) -> Home:
     layout = [NamedSharding(mesh, WHOLE if spec is None else spec) for spec in specs]
@@ -140,14 +129,14 @@ def settled(tree, layout):
     return jax.tree.map(one, tree, layout)
 
 
-def put(tree, home, axis: int = 0, *, whole: bool = False):
+def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
     """A tree of rows along `axis` where a state lives: over the data axes of its mesh, where it has one.
 
     Arrays that lie on that mesh stay as they are. Rows that do not divide by its devices raise DataError; with `whole`
-    each device gets, and computes, all of them.
+    each device gets, and computes, all of them. Arrays that are `shared` with somebody who may write to them are copied.
     """
     if not isinstance(home, NamedSharding):
-        return jax.device_put(_unshared(tree, home), home)
+        return jax.device_put(_unshared(tree, home) if shared else tree, home)
     mesh, parts, spans = home.mesh, parts_here(home.mesh), home.mesh.is_multi_process
 
     def where(x):
@@ -166,7 +155,7 @@ def put(tree, home, axis: int = 0, *, whole: bool = False):
         if isinstance(x, jax.ShapeDtypeStruct) and not _is_on(x, mesh):
             leaves[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(x))
     moved = {i: where(x) for i, x in enumerate(leaves) if not _is_on(x, mesh)}
-    sent = _sent([leaves[i] for i in moved], list(moved.values()))
+    sent = _sent([leaves[i] for i in moved], list(moved.values()), shared)
     for i, x in zip(moved, sent, strict=True):
         leaves[i] = x
     return treedef.unflatten(leaves)
@@ -186,11 +175,12 @@ def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
     return jax.tree.map(one, tree), (np.arange(rows) < here).astype(np.float32)
 
 
-def whole(tree, home):
-    """A tree where a state lives, all of it on each device."""
+def whole(tree, home, shared: bool = True):
+    """A tree where a state lives, all of it on each device. `shared` as in `put`."""
     if not isinstance(home, NamedSharding):
-        return jax.device_put(_unshared(tree, home), home)
-    return jax.tree.map(lambda x: x if _is_on(x, home.mesh) else _sent([x], [_on(home.mesh, None)])[0], tree)
+        return jax.device_put(_unshared(tree, home) if shared else tree, home)
+    sent = lambda x: x if _is_on(x, home.mesh) else _sent([x], [_on(home.mesh, None)], shared)[0]
+    return jax.tree.map(sent, tree)
 
 
 @functools.lru_cache(maxsize=64)
@@ -270,32 +260,39 @@ def _is_on(x, mesh) -> bool:
 def _unshared(tree, sharding):
     """The tree with NumPy arrays of its own where a CPU would go on reading those of the user, who may refill them."""
     device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
-    own = lambda x: _copied(x) if isinstance(x, np.ndarray) else x
+    own = lambda x: copied(x) if isinstance(x, np.ndarray) else x
     return jax.tree.map(own, tree) if device.platform == "cpu" else tree
 
 
-def _copied(x: np.ndarray) -> np.ndarray:
-    """A copy that a CPU takes as it is: what does not begin at a multiple of 64 bytes, it would copy once more."""
-    if x.nbytes < ALIGNED_FROM:
-        return x.copy()
-    room = np.empty(x.nbytes + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    out = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+def room(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Empty memory that a CPU takes as it is: from an address that is no multiple of 64 it would copy once more."""
+    bytes = math.prod(shape) * dtype.itemsize
+    if bytes < ALIGNED_FROM or dtype.hasobject:
+        return np.empty(shape, dtype)
+    whole = np.empty(bytes + 64, np.uint8)
+    start = -whole.ctypes.data % 64
+    return whole[start : start + bytes].view(dtype).reshape(shape)
+
+
+def copied(x: np.ndarray) -> np.ndarray:
+    """The same numbers in memory of their own."""
+    out = room(x.shape, x.dtype)
     np.copyto(out, x)
     return out
 
 
-def _sent(leaves: list, shardings: list) -> list:
+def _sent(leaves: list, shardings: list, shared: bool) -> list:
     """Arrays at their shardings; those of several processes from what each one has."""
     if all(s.is_fully_addressable for s in shardings):
-        return jax.device_put(_unshared(leaves, shardings[0] if shardings else None), shardings)
+        own = _unshared(leaves, shardings[0]) if shared and leaves else leaves
+        return jax.device_put(own, shardings)
     return [jax.make_array_from_process_local_data(s, np.asarray(x)) for x, s in zip(leaves, shardings, strict=True)]
 
 
 __all__ = [
     "Home",
-    "Programs",
     "collected",
+    "copied",
     "cut",
     "data_axes",
     "divisor",
@@ -304,6 +301,7 @@ __all__ = [
     "names_of",
     "padded",
     "put",
+    "room",
     "rows_over",
     "settled",
     "spread",

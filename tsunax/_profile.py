@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 
 import jax
+
+from tsunax.errors import warn
 
 FIRST, CALLS = 2, 10  # the first call compiles; ten show a rhythm, and more is megabytes
 
@@ -35,7 +36,7 @@ class Profile:
             jax.profiler.stop_trace()
             self.running, self.directory = False, None
         elif self.directory is not None and self.calls:
-            warnings.warn(f"profile: {self.calls} calls, and the first compiles: nothing was traced", stacklevel=3)
+            warn(f"profile: {self.calls} calls, and the first compiles: nothing was traced")
 
 
 _NOTHING = contextlib.nullcontext()

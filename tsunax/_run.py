@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +23,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _alike, _checks, _feed, _fused, _place, _tree, distributed, guard
+from tsunax import _alike, _checks, _feed, _fused, _place, _tree, display, distributed, guard
 from tsunax._members import members_of
 from tsunax._options import Options, is_bare, wants
 from tsunax._profile import Profile
 from tsunax._signals import Interrupt
-from tsunax.errors import NonFiniteError, RowError, StateError, WrongTypeError, message
+from tsunax.errors import NonFiniteError, RowError, StateError, WrongTypeError, message, warn
 from tsunax.history import History, check_row, join
 from tsunax.program import TrainStep, is_searching
 from tsunax.state import TrainState, check_state, donated
@@ -39,6 +38,7 @@ MOST_OF_A_METRIC = 100  # numbers of an array that become columns
 WAITING_BYTES = 64 << 20  # of batches of calls that were not read yet
 MOST_REJECTED = 3  # calls that are kept, each with its batch on the host
 CALL_SECONDS = 0.05  # of a call under "auto": nobody sees it, and its fixed cost of 0.3 ms is nothing
+STRETCH = 16  # reads over which rates are measured
 
 
 # names that rows have of themselves; no metric may be called so
@@ -115,7 +115,10 @@ class Fit:
     def __init__(self, step, state, data, options: Options, history: History, memory: dict, start: int):
         self.step, self.options, self.memory = step, options, memory
         interval = min(options.intervals, default=float("inf"))
-        self.feed = _feed.Feed(step, data, state, options.steps_per_call, interval, options.goal.left(start))
+        left = options.goal.left(start)
+        crosses = not options.listens_to_epochs and jax.process_count() == 1
+        given = options.steps_per_call, interval, left
+        self.feed = _feed.Feed(step, data, state, *given, begins=True, crosses=crosses)
         self.loop = _fused.fused(step, not isinstance(step, TrainStep) or step.donate)
         self.run = Run(state, start, self.feed.epoch, history)
         self.alike = _alike.Alike("fit()", state, data)
@@ -124,8 +127,11 @@ class Fit:
         self.extra = _place.whole(dict(options.extra), _place.home_of(state))  # once, not by every call
         self.pending: list[tuple[_feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead = 0  # steps in them
-        self.seconds = 0.0  # per step, of the calls that were read last
-        self.read_at = 0.0  # when; 0 before the first call
+        self.seconds = 0.0  # per step, over the last reads, without compiling and boundaries; 0 before it is known
+        self.read_at = 0.0  # when calls were read last; 0 before the first call
+        self.idle, self.idle_steps = 0.0, 0  # seconds that do not count, and steps that were done within them
+        self.steps_read = 0
+        self.stretch: collections.deque[tuple[float, int]] = collections.deque(maxlen=STRETCH)  # (clock, steps done)
         self.rejected, self.in_a_row = _rejected_of(state)[0], 0
         self.is_population = members_of(state) is not None
         self.calls = _calls_of(state)  # of the state before the calls that were not read
@@ -134,6 +140,8 @@ class Fit:
         self.limit = _feed.NO_LIMIT if has_scale or self.is_population else self.max_bad + _rejected_of(state)[1]
         self.profile = Profile(None)
         self.row_step = -1
+        self.told_step = -1  # of the row that the loggers were given last
+        self.last: tuple[dict[str, float], int] | None = None  # the row of the newest step, if it has none yet
         self.saved: Any = None  # when it was, last
         self.evaluated = -1  # the step at which it was, last
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
@@ -147,6 +155,7 @@ class Fit:
         """Run until the goal is reached, somebody stops, or Ctrl-C is pressed."""
         run, options = self.run, self.options
         self.alike.start(options=options.deciding(), place=self.feed.source.state(), state=_alike.small(run.state))
+        run.history.reopen()
         self.boundary(["start"])
         boundary, since = 0.0, -1
         while not (options.goal.reached(run.step, self.feed.epoch) or run.stopped or self.asked(interrupt)):
@@ -196,18 +205,25 @@ class Fit:
 
     def call(self, chunk: _feed.Chunk) -> None:
         """Dispatch one call; read those before it, if they have waited long enough."""
-        run = self.run
+        run, before, traces = self.run, time.perf_counter(), self.traces()
         if self.options.steps_per_call is None:
-            run.state, infos = self.step(run.state, chunk.feed.one(), **self.extra)
+            run.state, infos = self.loop.once(run.state, chunk.feed.one(), self.extra)
         else:
             run.state, infos = self.loop(run.state, chunk.feed, chunk.n, self.extra)
         now = time.perf_counter()
-        self.read_at = self.read_at or now  # the first call compiles: no measure of anything
         self.pending.append((chunk, infos))
         self.ahead += chunk.steps
+        self.read_at = self.read_at or now
+        if self.traces() != traces:  # it compiled: no measure of anything
+            self.idle += now - before
+            self.idle_steps += chunk.steps if _is_ready(infos) else 0
         late = self.alike.spans or now - self.read_at > CALL_SECONDS or len(self.pending) * chunk.bytes > WAITING_BYTES
         if len(self.pending) > 1 and (late or not self.seconds):
             self.read(1)
+
+    def traces(self) -> int:
+        """How often the step was traced, which is when it compiles; 0 if the step does not count."""
+        return len(self.step.traces) if isinstance(self.step, TrainStep) else 0
 
     def settle(self) -> None:
         """Read all that is under way: from here on `run` is exact."""
@@ -229,18 +245,29 @@ class Fit:
             with self.profile.phase("read"):  # the one wait
                 infos = [_hosted(x) for x in infos]
             infos, named = _unpacked(infos, [chunk.steps for chunk in chunks])
-            now, count = time.perf_counter(), sum(chunk.steps for chunk in chunks)
-            self.seconds, self.read_at, self.ahead = max(now - self.read_at, 1e-9) / count, now, self.ahead - count
+            count = sum(chunk.steps for chunk in chunks)
+            self.ahead, self.steps_read = self.ahead - count, self.steps_read + count
+            self.measure()
             self.rows(chunks, infos, named)
         if self.options.saver is not None:
             self.options.saver.poll()
+
+    def measure(self) -> None:
+        """The seconds per step over the last reads, from the steps that are done by now."""
+        self.read_at = time.perf_counter()
+        done = self.steps_read + sum(chunk.steps for chunk, infos in self.pending if _is_ready(infos))
+        clock, done = self.read_at - self.idle, done - self.idle_steps
+        if self.stretch and done > self.stretch[0][1]:  # from the first read on: before that it compiles
+            since, before = self.stretch[0]
+            self.seconds = max(clock - since, 1e-9) / (done - before)
+        self.stretch.append((clock, done))
 
     # ----------------------------------------------------------------------------------------------------- rows
 
     def rows(self, chunks, infos, named: dict[str, np.ndarray]) -> None:
         """History, loggers and progress get the numbers of these steps, one row for every `log_every` of them."""
         run, every = self.run, self.options.log_every
-        epochs = np.repeat([chunk.epoch for chunk in chunks], [chunk.steps for chunk in chunks])
+        epochs = np.concatenate([chunk.epochs for chunk in chunks])
         verdicts = _verdicts(infos, len(epochs))
         is_one = isinstance(infos, StepInfo) and not self.is_population  # then its clock counts, else every call does
         steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
@@ -249,21 +276,30 @@ class Fit:
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         self.keep_rejected(verdicts[:n], steps, chunks, infos)
         columns = {**dict(_columns(infos)), **named, "epoch": epochs, "rejected": rejected}
-        still = {"steps_per_second": 1 / self.seconds} | self.still()
+        still = self.still()
         if taken := [name for name in _own_names(infos) if name in {*OF_ROWS, *OF_FIT, *named, *still}]:
-            fix = "Give the metric another name."
-            raise RowError(message(f"metric {taken[0]!r}", "loss_fn", "a name of the rows", "one of its own", fix))
+            got, fix = "a name that fit reserves", "Rename the metric."
+            raise RowError(message(f"metric {taken[0]!r}", "loss_fn", got, "another name", fix))
         run.taken.update(columns, still)
         is_weight = lambda name: name == "weight" or (self.is_population and name.startswith("weight/"))
+        rates = {"steps_per_second": 1 / self.seconds} if self.seconds else {}
         if isinstance(infos, StepInfo) and (names := list(filter(is_weight, columns))):
-            still["examples_per_second"] = float(sum(np.mean(columns.pop(name)) for name in names)) / self.seconds
-        due = np.flatnonzero((verdicts[:n] == 0) & ((steps[:n] % every == 0) | (steps[:n] == 1)))
-        if len(due):
-            columns = {name: x[due] for name, x in columns.items()}
+            examples = float(sum(np.mean(columns.pop(name)) for name in names))
+            rates |= {"examples_per_second": examples / self.seconds} if self.seconds else {}
+        applied = np.flatnonzero(verdicts[:n] == 0)
+
+        def rows_of(at: np.ndarray) -> dict[str, np.ndarray]:
+            found = {name: x[at] for name, x in columns.items()}
             if self.options.steps_per_call is None:
-                columns |= _scheduled(run.state, steps[due] - 1)
-            columns |= {name: np.full(len(due), x) for name, x in still.items()}
-            self.emit(columns, steps[due])
+                found |= _scheduled(run.state, steps[at] - 1)
+            return found | {name: np.full(len(at), x) for name, x in (rates | still).items()}
+
+        is_due = (steps[applied] % every == 0) | (steps[applied] == 1)
+        if len(due := applied[is_due]):
+            self.emit(rows_of(due), steps[due])
+        if len(applied):
+            newest = {name: float(x[0]) for name, x in rows_of(applied[-1:]).items()}
+            self.last = None if is_due[-1] else (newest, int(steps[applied[-1]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
         self.rejected = int(rejected[n - 1])
         self.bar.show(run.step, run.metrics)
@@ -291,7 +327,7 @@ class Fit:
                 why = guard.explain(verdict, run.state.opt_state) if known else "a loss or gradient is not finite"
                 loss = f" (loss {float(info.loss):.6g})" if known and info.loss is not None else ""
                 what = f"step {int(steps[i])} of epoch {epochs[i]} was rejected{loss}: {why}"
-                warnings.warn(f"{what}. {count} so far; the state is as it was.", RuntimeWarning, stacklevel=2)
+                warn(f"{what}. {count} so far; the state is as it was.", RuntimeWarning)
             if self.in_a_row >= self.max_bad:
                 return i
         return None
@@ -306,16 +342,17 @@ class Fit:
         for i in map(int, np.flatnonzero(verdicts > 0)[-MOST_REJECTED:]):
             info = jax.tree.map(lambda x, i=i: x[i], infos)
             if not is_searching(state, info, verdicts[i]):
-                chunk, batch = self.batch_of(i, chunks)
-                kept = Rejected(int(steps[i]), before + i, chunk.epoch, batch, info.loss_scale)
+                batch, epoch = self.batch_of(i, chunks)
+                kept = Rejected(int(steps[i]), before + i, epoch, batch, info.loss_scale)
                 self.run.rejected.append(kept)
 
-    def batch_of(self, i: int, chunks) -> tuple[_feed.Chunk, Any]:
-        """The batch of the i-th of the calls that these chunks hold, on the host, and its chunk."""
+    def batch_of(self, i: int, chunks) -> tuple[Any, int]:
+        """The batch of the i-th of the calls that these chunks hold, on the host, and its epoch."""
         chunk = next(chunk for chunk in chunks if (i := i - chunk.steps) < 0)
         batch, mask = jax.device_get((chunk.feed.at(i + chunk.steps), getattr(chunk.feed, "mask", None)))
-        rows = None if mask is None else int(np.sum(mask))
-        return chunk, jax.tree.map(lambda x: x[:rows] if np.ndim(x) else x, batch) if rows else batch
+        rows, epoch = None if mask is None else int(np.sum(mask)), int(chunk.epochs[i])
+        batch = jax.tree.map(lambda x: x[:rows] if np.ndim(x) else x, batch) if rows else batch
+        return batch, epoch
 
     def give_up(self, i: int, chunks) -> None:
         """Raise for a call that was one rejected too many, and say what was wrong with it."""
@@ -329,8 +366,8 @@ class Fit:
         known = isinstance(run.info, StepInfo) and not self.is_population
         why = guard.explain(run.info.verdict, None) if known else "not finite"
         if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:  # else nobody has the batch
-            why = self.step.why(run.state, run.info, self.batch_of(i, chunks)[1], self.extra)
-        epochs = [chunk.epoch for chunk in chunks for _ in range(chunk.steps)]
+            why = self.step.why(run.state, run.info, self.batch_of(i, chunks)[0], self.extra)
+        epochs = np.concatenate([chunk.epochs for chunk in chunks])
         what = f"step {run.step} of epoch {epochs[i]} was rejected: {why}; {limit}"
         raise NonFiniteError(f"{what}. `error.state` is the state before it.", run.state, run.info)
 
@@ -363,9 +400,21 @@ class Fit:
         run.metrics |= row
         run.history.add(row, step)
 
+    def close_rows(self) -> None:
+        """The row of the last step, whatever `log_every` is. Loggers get no second row of a step."""
+        if self.last is None:
+            return
+        (row, step), self.last = self.last, None
+        self.run.history.close(row, step)
+        if step == self.told_step:
+            self.run.metrics |= row
+        else:
+            self.add(row, step)
+
     def flush(self) -> None:
         """Give the newest row to the loggers."""
         row, self.run.row = self.run.row, {}
+        self.told_step = self.row_step if row else self.told_step
         for logger in self.options.loggers if row else ():
             with _blame("logger", logger, self.run):
                 logger(dict(row), step=self.row_step)
@@ -374,13 +423,17 @@ class Fit:
 
     def boundary(self, events: list[str]) -> None:
         """What happens where the state is needed: evaluation, callbacks, loggers, progress, in this order."""
+        before = time.perf_counter()
         with self.profile.phase("boundary"):
             self._boundary(events)
+        self.idle += time.perf_counter() - before
 
     def _boundary(self, events: list[str]) -> None:
         run = self.run
         self.feed.sync()
         run.epoch = self.feed.epoch
+        if "end" in events or self.options.goal.reached(run.step, run.epoch):
+            self.close_rows()
         if "evaluate" in events:
             self.evaluate()
         for event in events:
@@ -394,6 +447,8 @@ class Fit:
         self.has_changed = False
         if "end" in events and run.stopped:
             run.history.mark("stop", run.step, run.stopped)
+        if run.stopped:
+            self.close_rows()
         self.flush()
         self.bar.show(run.step, run.metrics)
         saver = self.options.saver
@@ -425,7 +480,7 @@ class Fit:
         row = join(run.row if self.row_step == run.step else {}, found, "evaluate")
         self.add({name: row[name] for name in found}, run.step)
         run.history.mark("evaluate", run.step)
-        self.bar.note(f"step {run.step}: " + ", ".join(f"{name} {x:.6g}" for name, x in found.items()))
+        self.bar.note(f"step {run.step}: " + ", ".join(display.summary(found, "{:.6g}".format)))
 
     def call_back(self, name: str, callback) -> None:
         run = self.run
@@ -468,8 +523,9 @@ def _check_returned(new, run: Run) -> None:
             raise StateError(message("step", "the callback's state", int(new.step), run.step, fix))
         return
     if type(new) is not type(old):
-        fix = "Return a state, or nothing."
-        raise WrongTypeError(message("result", "callback", _tree.describe(new), _tree.describe(old), fix))
+        fix = "Is it a factory? Call it." if callable(new) else "Return a state, or nothing."
+        expected = "a TrainState" if isinstance(old, TrainState) else _tree.describe(old)
+        raise WrongTypeError(message("result", "callback", _tree.describe(new), expected, fix))
     _checks.check_like("state", new, old, "A callback keeps the structure of the state.")
 
 
@@ -482,6 +538,11 @@ def form_of(infos) -> tuple:
         return jax.tree.structure(infos), *[x.shape[1:] for x in infos.others]
     leaves, treedef = jax.tree.flatten(infos)
     return treedef, *map(np.shape, leaves)
+
+
+def _is_ready(infos) -> bool:
+    """Whether a call is done: on a CPU it often is when it returns."""
+    return all(x.is_ready() for x in jax.tree.leaves(infos) if hasattr(x, "is_ready"))
 
 
 def _hosted(infos):

@@ -6,7 +6,6 @@ It reads manifests and verified host arrays, and knows no file.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 
 from tsunax import _manifest, _where
 from tsunax._manifest import Manifest
-from tsunax.errors import CheckpointError
+from tsunax.errors import CheckpointError, warn
 from tsunax.state import TrainState, base
 
 __all__ = []
@@ -107,12 +106,10 @@ def refuse(head: str, differences: list[str], fix: str) -> None:
         raise CheckpointError("\n  ".join([head + ":", *shown, *more, fix]))
 
 
-def warn_of_edits(edited: list[str], depth: int) -> None:
-    """Say which numbers are the script's; to the caller `depth` calls above the one that has this to say."""
+def warn_of_edits(edited: list[str]) -> None:
+    """Say which numbers are the script's."""
     for note in edited:
-        warnings.warn(
-            f"edited in the script since the run was set up, {note}: the script's is used.", stacklevel=depth + 2
-        )
+        warn(f"edited in the script since the run was set up, {note}: the script's is used.")
 
 
 def _laid_out_like(path, state: TrainState, manifest: Manifest, saved: Mapping) -> TrainState:

@@ -22,6 +22,7 @@ class Trace:
     kind: str  # "step", or "loop" for those that run fused
     plan: Plan | None
     layout: Any  # on a mesh the sharding of each array that the step changes; None on one device
+    moving: tuple[str, ...]  # the fields of the state that the step changes
     mesh: str  # the axes that the state is on and of which type, also where one device is all of the mesh
     trees: dict[str, Any]  # {what it is called: tree of `jax.ShapeDtypeStruct`}
 
@@ -31,12 +32,13 @@ class Trace:
         plan = state.plan if isinstance(state, TrainState) else None
         fields = {"state": state}
         if plan is not None:
-            fields = {f"state.{name}": x for name, x in state.__dict__.items() if name not in ("plan", "home")}
+            fields = {f"state.{f.name}": getattr(state, f.name) for f in state._fields}
         shapes = {name: jax.tree.map(_shape, tree) for name, tree in (fields | trees).items()}
         first = next(map(jax.typeof, jax.tree.leaves(state)), None)
         axes = () if first is None else zip(first.sharding.mesh.axis_names, first.sharding.mesh.axis_types, strict=True)
         mesh = ", ".join(f"{name}: {kind.name.lower()}" for name, kind in axes)
-        return cls(kind, plan, None if home is None else home.layout, mesh, shapes)
+        moving = ("params", *state._moving) if plan is not None else ()
+        return cls(kind, plan, None if home is None else home.layout, moving, mesh, shapes)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -144,7 +146,7 @@ def _placement(new: Trace, old: Trace) -> list[str]:
         return ["the state lies elsewhere"]
     names = [
         _tree.access_str(f"state.{field}", path)
-        for field in ("clock", "params", "opt_state", "model_state", "masters", "average", "loss_scale")
+        for field in new.moving
         for path, _ in jax.tree_util.tree_flatten_with_path(new.trees.get(f"state.{field}"))[0]
     ]
     names = names if len(names) == len(found) else [_tree.access_str("state", path) for path, _ in found]

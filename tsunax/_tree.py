@@ -12,7 +12,6 @@ class, so flax is not imported; and nothing touches a device at import.
 import dataclasses
 import functools
 import inspect
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -354,13 +353,6 @@ def _square_sum(x: Any) -> jax.Array:
 def square_sums(tree: Any) -> list[jax.Array]:
     """sum(|x|²) of each leaf, in float32 whatever its dtype (float64 for float64)."""
     return [_square_sum(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-def global_norm(tree: Any) -> jax.Array:
-    """sqrt(sum over leaves of sum(|x|²)); for float32 trees with the bits of `optax.tree.norm`."""
-    sums = square_sums(tree) or [jnp.zeros((), jnp.float32)]
-    dtype = jnp.float64 if any(s.dtype == jnp.float64 for s in sums) else jnp.float32
-    return jnp.sqrt(functools.reduce(operator.add, [s.astype(dtype) for s in sums]))
 
 
 # Owners

@@ -12,7 +12,7 @@ import heapq
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.tree_util as jtu
@@ -51,6 +51,27 @@ def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "
     hint = [f"Did you mean {other!r}?" for other in (initials + close)[:1]]
     expected = f"one of {_tree.listed(known, 20)}" if len(known) > 1 else "".join(known) or "none"
     return message(what, where, repr(name), expected, " ".join([*hint, fix]).strip())
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def suggests_names(f: F) -> F:
+    """Let a call with a keyword that `f` has not raise WrongTypeError with the name that was probably meant."""
+
+    @functools.wraps(f)
+    def call(*args, **kwargs):
+        try:
+            return f(*args, **kwargs)
+        except TypeError as error:
+            found = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
+            if found is None or error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # from within the call
+            known = [name for name in inspect.signature(f).parameters if name != "self"]
+            where = f.__qualname__.removesuffix(".__init__")
+            raise WrongTypeError(unknown("argument", f"{where}()", found[1], known)) from None
+
+    return call  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ import optax
 
 from tsunax import _axes, _checks, _convolutions, _live, _number, _place, _tree, guard
 from tsunax._loss import Loss, rows_of, uneven
+from tsunax._norms import global_norm
 from tsunax.errors import LossError, RuleError, message
 
 
@@ -60,29 +61,29 @@ def cut(batch, n: int, mask):
 
 
 def over_micro_batches(
-    gradient: Callable[[Any, dict], tuple[Loss, tuple]],
+    gradient: Callable[[Any, dict], tuple[Loss, Any]],
     n: int,
     batch,
     keywords: dict,
-    like: tuple,
+    like,
+    overwritten=None,
     *,
     drop: bool,
     axes: _axes.Axes = (),
-) -> tuple[Loss, tuple]:
+) -> tuple[Loss, Any]:
     """`(loss, grads)` of the whole batch from `gradient(micro-batch, keywords) -> (Loss, grads of its mean)`.
 
     A scan of value-and-grad, never the gradient of a scan, which would store every micro-batch. Each one gets its
-    rows of `mask`, a key of its own, and the model state that the one before it left. Gradients are two trees of the
-    structure and dtypes of those in `like`; of the second one, which overwrites, the maximum is taken. With `drop`, a
+    rows of `mask`, a key of its own, and the model state that the one before it left. Gradients have the structure and
+    dtypes of `like`. Of what gradients overwrite, `loss.overwritten`, the maximum is taken. With `drop`, a
     micro-batch whose loss or gradient is not finite is left out with its weight and its model state; `loss.dropped`
     has their weights, 0 for the others.
     """
     batch, mask = cut(batch, n, keywords.get("mask"))
     if "mask" in keywords and mask is None:
         keywords = keywords | {"mask": keywords["mask"][::n]}
-    like, old = like
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), like)
-    lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), old)
+    lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), overwritten)
     known = None  # the weight of a micro-batch, where it follows from the shapes
 
     def one(carry, i):
@@ -99,17 +100,17 @@ def over_micro_batches(
             known = loss.weight if isinstance(loss.weight, np.generic | np.ndarray) else None
             return loss if known is None else dataclasses.replace(loss, weight=None), grads
 
-        loss, (grads, new) = _convolutions.fast(traced)(rows, {k: v for k, v in given.items() if v is not None})
+        loss, grads = _convolutions.fast(traced)(rows, {k: v for k, v in given.items() if v is not None})
         weight = jnp.float32(loss.weight if known is None else known)
         take = weight != 0
         if drop:
-            take &= jnp.isfinite(loss.total) & jnp.isfinite(_tree.global_norm(grads))
+            take &= jnp.isfinite(loss.total) & jnp.isfinite(global_norm(grads))
         after = _next_state(loss.model_state, model_state)
         if after is not None:
             after = guard.choose(take, after, model_state)
         add = lambda sum, g: jnp.where(take, sum + weight.astype(sum.dtype) * g.astype(sum.dtype), sum)
-        loss = dataclasses.replace(loss, weight=weight, mean_value=None, model_state=None)
-        most = guard.choose(take, jax.tree.map(jnp.maximum, most, new), most)
+        most = guard.choose(take, jax.tree.map(jnp.maximum, most, loss.overwritten), most)
+        loss = dataclasses.replace(loss, weight=weight, mean_value=None, model_state=None, overwritten=None)
         return (jax.tree.map(add, sums, grads), most, after), (take, loss)
 
     carry = _axes.vary((start, lowest, keywords.get("model_state")), axes)
@@ -119,17 +120,17 @@ def over_micro_batches(
     if known is not None and not drop:
         loss = dataclasses.replace(loss, weight=np.float32(n * known))
     dropped = jnp.where(take, 0, losses.weight) if drop else None
-    most = guard.choose(jnp.any(take), most, old)
-    return dataclasses.replace(loss, model_state=model_state, dropped=dropped), (grads, most)
+    most = guard.choose(jnp.any(take), most, overwritten)
+    return dataclasses.replace(loss, model_state=model_state, dropped=dropped, overwritten=most), grads
 
 
-def over_devices(loss: Loss, grads: tuple, axes: _axes.Axes) -> tuple[Loss, tuple]:
+def over_devices(loss: Loss, grads, axes: _axes.Axes) -> tuple[Loss, Any]:
     """`(loss, grads)` of the rows of all devices along named axes, from those of each one: one reduction of gradients.
 
-    As over micro-batches: sums of weight times gradient and of weight, divided once; of what overwrites the maximum.
-    Model states are averaged.
+    As over micro-batches: sums of weight times gradient and of weight, divided once; the maximum of what gradients
+    overwrite. Model states are averaged.
     """
-    trained, new = _axes.vary(grads, axes)
+    grads = _axes.vary(grads, axes)
     weight = _axes.vary(jnp.asarray(loss.weight, jnp.float32), axes)
     share = weight / jax.lax.psum(weight, axes)
 
@@ -137,20 +138,20 @@ def over_devices(loss: Loss, grads: tuple, axes: _axes.Axes) -> tuple[Loss, tupl
         wide = jnp.promote_types(g.dtype, jnp.float32)
         return jax.lax.psum(jnp.where(weight != 0, share.astype(wide) * g.astype(wide), 0), axes).astype(g.dtype)
 
-    most = jax.tree.map(lambda x: jax.lax.pmax(x, axes), new)
-    return loss_over_devices(loss, axes), (jax.tree.map(add, trained), most)
+    return loss_over_devices(loss, axes), jax.tree.map(add, grads)
 
 
 def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     """The loss of the rows of all devices."""
     each = dataclasses.replace(loss, weight=jnp.asarray(loss.weight, jnp.float32), mean_value=None)
-    each = _axes.gathered(dataclasses.replace(each, model_state=None, dropped=None), axes)
+    each = _axes.gathered(dataclasses.replace(each, model_state=None, dropped=None, overwritten=None), axes)
     merged = _merged(each.weight != 0, each)
     if isinstance(loss.weight, np.ndarray | np.generic):  # known, the same everywhere
         merged = dataclasses.replace(merged, weight=np.float32(loss.weight * jax.lax.psum(1, axes)))
     model_state = None if loss.model_state is None else _axes.mean(loss.model_state, axes)
     dropped = None if loss.dropped is None else jax.lax.psum(_axes.vary(loss.dropped, axes), axes)
-    return dataclasses.replace(merged, model_state=model_state, dropped=dropped)
+    most = jax.tree.map(lambda x: jax.lax.pmax(x, axes), _axes.vary(loss.overwritten, axes))
+    return dataclasses.replace(merged, model_state=model_state, dropped=dropped, overwritten=most)
 
 
 def check_model_state(new, old) -> None:
@@ -261,7 +262,7 @@ class Gather:
     def __call__(self, grads, state: Window, params=None, *, weight=None, flush: bool = False, **extra):
         weight = jnp.float32(1 if weight is None else weight)
         value = jnp.float32(extra.get("value", 0))
-        take = (weight > 0) & jnp.isfinite(_tree.global_norm(grads)) & jnp.isfinite(value)
+        take = (weight > 0) & jnp.isfinite(global_norm(grads)) & jnp.isfinite(value)
         add = lambda sum, x: jnp.where(take, sum + weight.astype(sum.dtype) * x.astype(sum.dtype), sum)
         sums = jax.tree.map(add, state.sums, grads)
         total, value = add(state.weight, jnp.float32(1)), add(state.value, value)

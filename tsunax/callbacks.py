@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from tsunax import _checks, _number, _tree, _where
-from tsunax.errors import HyperparameterError, RowError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, RowError, WrongTypeError, message, warn
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 
 __all__ = [
@@ -35,6 +34,11 @@ __all__ = [
     "throttle",
     "time_limit",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__  # what completes: `adjust` and `thaw` are no callbacks
+
 
 Mode = Literal["min", "max"]  # of a metric: what is better
 
@@ -75,7 +79,7 @@ def _news(where: str, metric: str, run) -> tuple[int, float] | None:
         if run.event == "evaluate":
             raise RowError(_where.unknown("metric", where, metric, run.metrics))
         if run.event == "end":
-            warnings.warn(_where.unknown("metric", where, metric, run.metrics), stacklevel=3)
+            warn(_where.unknown("metric", where, metric, run.metrics))
         return None
     if newest[0] == run.memory.get("seen"):
         return None

@@ -22,7 +22,6 @@ import shutil
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax import _checks, _files, _folder, _manifest, _orbax, _store, _target, _tree, distributed
+from tsunax import _checks, _files, _folder, _manifest, _orbax, _store, _target, _tree, _where, distributed
 from tsunax._folder import ARRAYS, Folder
 from tsunax._manifest import Damaged, Manifest, Parts, TooNew
 from tsunax.errors import (
@@ -42,6 +41,7 @@ from tsunax.errors import (
     WrongTypeError,
     message,
     told,
+    warn,
 )
 from tsunax.state import check_flags
 
@@ -125,6 +125,7 @@ class Checkpoints:
     (0, {'epoch': 3}, {'w': Array([1., 1.], dtype=float32)})
     """
 
+    @_where.suggests_names
     def __init__(
         self,
         path: str | os.PathLike,
@@ -285,7 +286,7 @@ class Checkpoints:
                 raise SaveError(text) from job.error
         notes, self._folder.notes = self._folder.notes, []
         for note in notes:
-            warnings.warn(note, stacklevel=3)
+            warn(note)
 
     def close(self) -> None:
         """Wait, and let other processes write here. Raises SaveError if the last save failed."""
@@ -370,7 +371,7 @@ class Checkpoints:
                 problems.append(f"step {at}: {error}")
                 continue
             for problem in problems:
-                warnings.warn(f"checkpoint skipped in {self.path}, {problem}.", stacklevel=2)
+                warn(f"checkpoint skipped in {self.path}, {problem}.")
             return restored
         if self.read_only and step is None and found and not problems:
             return self.restore(like, partial=partial, cast=cast, resume=resume, params_only=params_only)
@@ -393,6 +394,10 @@ class Checkpoints:
                 _folder.manifest_in(self.path / str(step), step)
                 found.append(step)
         return [step for step in found if step not in self._folder.bad]
+
+    def __repr__(self) -> str:
+        steps = _tree.listed([f"{step:,}" for step in sorted(self._folder.steps(warn=False), reverse=True)], 8)
+        return f"Checkpoints({str(self.path)!r}, steps {steps or 'none'})"
 
     def latest(self) -> int | None:
         """The newest of `steps()`, or None."""
@@ -430,13 +435,13 @@ class Checkpoints:
             raise Damaged("manifest: processes read different ones; is it one directory?")
         (plan, parts, found, arrays), _ = self._together(f"restore of step {step}: arrays", read)
         state = plan.filled(found)
-        _target.warn_of_edits(plan.edited, 2)
+        _target.warn_of_edits(plan.edited)
         there, here = manifest.versions.get("devices", ""), _store.home_of(plan.mine)
         if manifest.states and not how.only_params and there and here and there != here:
             text = (
                 f"saved on {there}, restored on {here}: the same values, but what follows may differ in the last bits."
             )
-            warnings.warn(text, stacklevel=3)
+            warn(text)
         values: dict[str, Any] = {}
         for part in parts:
             values |= {name: _manifest.decode(x, arrays[: len(part.arrays)]) for name, x in part.values.items()}

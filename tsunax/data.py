@@ -22,10 +22,10 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from tsunax import _checks, _tree
+from tsunax import _checks, _place, _tree, _where
 from tsunax._place import data_axes
 from tsunax.distributed import process_count, process_index
-from tsunax.errors import DataError, WrongTypeError, message
+from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
 
 __all__ = ["Batches", "Data", "batches", "check_batch", "gather", "placement", "sharding_of"]
 
@@ -53,8 +53,8 @@ def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
         at = f"{place}, {where}" if where else place
         _checks.check_alive(leaf, at)
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-        if shape is None and hasattr(leaf, "__getitem__") and not isinstance(leaf, (str, bytes)):
-            shape = (len(leaf),)  # a column of a table
+        if shape is None and hasattr(leaf, "column_name"):
+            shape = (len(leaf),)  # of a table of Hugging Face
         kinds = (np.number, np.bool_, jax.dtypes.prng_key)
         odd = dtype is None and not shape and _tree.dtype_of(leaf) is None
         if odd or (isinstance(dtype, np.dtype) and not any(jnp.issubdtype(dtype, kind) for kind in kinds)):
@@ -68,10 +68,55 @@ def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
         got = ", ".join(
             f"{n} rows in {place}" if i == 0 else f"{n} in {place}" for i, (n, place) in enumerate(rows.items())
         )
-        raise DataError(message(root, where, got, "the same in every leaf"))
+        fix = "For leaves of other lengths, as of a graph, call step(state, batch) in a loop of your own, or pad them."
+        raise DataError(message(root, where, got, "the same in every leaf", fix if root == "batch" else ""))
     if 0 in rows:
         raise DataError(message(root, where, "0 rows", "at least 1: the mean over none is NaN"))
     return next(iter(rows))
+
+
+@functools.lru_cache(maxsize=16)
+def _range(dtype: np.dtype, x64: bool) -> tuple[Any, Any, Any] | None:
+    """The dtype to which JAX cuts one of 64 bits, with its least and largest number; None if it keeps it."""
+    held = jax.dtypes.canonicalize_dtype(dtype)
+    info = None if held == dtype else (np.finfo if dtype.kind == "f" else np.iinfo)(held)
+    return None if info is None else (held, info.min, info.max)
+
+
+def _lost(x: Any) -> tuple[str, str] | None:
+    """What of a NumPy array JAX would lose without a word, as `got, expected`."""
+    if not isinstance(x, np.ndarray):
+        return None
+    if isinstance(x, np.ma.MaskedArray):
+        return "a masked array", "an array, and its mask beside it (f32 of shape (rows,), 1 for real rows)"
+    if x.dtype.char not in "lLqQd" or not x.size:
+        return None
+    if (held := _range(x.dtype, jax.config.read("jax_enable_x64"))) is None:
+        return None
+    low, high = np.minimum.reduce(x, None), np.maximum.reduce(x, None)
+    if held[1] <= low and high <= held[2]:
+        return None
+    if x.dtype.kind == "f":  # NaN and inf stay what they are
+        real = np.isfinite(x)
+        low, high = np.min(x, initial=0, where=real), np.max(x, initial=0, where=real)
+        if held[1] <= low and high <= held[2]:
+            return None
+    return f"{x.dtype} values from {low} to {high}", f"what {held[0]}, to which JAX casts them, can hold"
+
+
+def check_casts(tree: Any, root: str, where: str = "") -> None:
+    """Raise DataError for NumPy arrays of which JAX would lose something: integers that wrap, a mask, inf for a number.
+
+    Looks at the values of 64-bit arrays only, and only where JAX cuts them to 32.
+    """
+    if any(map(_lost, jax.tree.leaves(tree))):
+        for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+            if lost := _lost(leaf):
+                place = _tree.access_str(root, path)
+                fix = "Leave it out, make it smaller, or set jax_enable_x64."
+                if isinstance(leaf, np.ma.MaskedArray):
+                    fix = "x.filled(0) and ~np.ma.getmaskarray(x) are the two."
+                raise DataError(message("leaf", f"{place}, {where}" if where else place, *lost, fix))
 
 
 # Order
@@ -166,8 +211,56 @@ def _gather_to(sharding: Any, shape: tuple[int, ...], ordered: bool):
     return jax.jit(take, out_shardings=placed if isinstance(placed, NamedSharding) else None)
 
 
+def _own(leaf: Any) -> Any:
+    if type(leaf) is np.ndarray:
+        return _place.copied(leaf)
+    if isinstance(leaf, jax.Array | np.generic) or not hasattr(leaf, "__array__"):
+        return leaf
+    return _place.copied(np.asarray(leaf))
+
+
+def owned(tree: Any, root: str, where: str = "") -> Any:
+    """The tree with a copy of every NumPy array, and of what shares memory with one. As `check_casts`."""
+    leaves, treedef = jax.tree.flatten(tree)
+    if any(map(_lost, leaves)):
+        check_casts(tree, root, where)
+    return treedef.unflatten(map(_own, leaves))
+
+
+def _stacked(records: list[Any]) -> Any:
+    """Records along a new first axis. Raises DataError for those of different structure or shape."""
+    try:
+        batch = jax.tree.map(lambda *x: np.stack(x), *records)
+    except (TypeError, ValueError) as error:
+        for record in records[1:]:
+            if difference := _tree.first_difference(record, records[0], "record"):
+                raise DataError(f"{difference.removeprefix('at ')}. Records of a batch have one structure.") from None
+            pairs = zip(jtu.tree_flatten_with_path(record)[0], jax.tree.leaves(records[0]), strict=True)
+            for (path, x), y in pairs:
+                if np.shape(x) != np.shape(y):
+                    got, fix = f"shape {np.shape(x)}", "Pad them, or cut them to one shape."
+                    expected = f"{np.shape(y)}, as in the first record of the batch"
+                    raise DataError(message("leaf", _tree.access_str("record", path), got, expected, fix)) from None
+        raise DataError(message("records", "", told(error), "trees of arrays and numbers")) from error
+    if not jax.tree.leaves(batch):
+        raise DataError(message("record", "", _tree.describe(records[0]), "a tree of arrays and numbers"))
+    return batch
+
+
+class _Records:
+    """A data set of records by number, `data[i]`, as a leaf whose rows are read one by one and stacked."""
+
+    def __init__(self, data: Any):
+        self.data, self.shape = data, (len(data),)
+
+    def read(self, rows: Any) -> Any:
+        return _stacked([jax.tree.map(_own, self.data[int(i)]) for i in rows])
+
+
 def _read(leaf: Any, rows: np.ndarray | slice) -> Any:
     """Rows of an array, in fresh memory; of one that lies in a file in the order of the file."""
+    if isinstance(leaf, _Records):
+        return leaf.read(range(*rows.indices(leaf.shape[0])) if isinstance(rows, slice) else rows)
     if isinstance(leaf, np.ndarray):
         return leaf[rows].copy() if isinstance(rows, slice) else leaf.take(rows, axis=0, mode="clip")
     back: Any = slice(None)
@@ -191,6 +284,9 @@ class _Epoch:
 
     def __iter__(self) -> _Epoch:
         return self
+
+    def __repr__(self) -> str:
+        return f"<an epoch of {self.data!r}>"
 
     def _advance(self, most: int | None) -> tuple[int, tuple[int, ...]] | None:
         """The first row of the next batches, and their shape; None at the end."""
@@ -238,6 +334,7 @@ class Data:
 
     is_whole = False  # the batch given last: the same on all processes
     resumable = True  # whether `set_state` needs nothing but the place
+    is_placed = False  # whether `set_state` was called after the last batch was given
 
     def __len__(self) -> int:
         """The batches of an epoch. Raises TypeError where nobody knows."""
@@ -248,7 +345,11 @@ class Data:
         raise NotImplementedError
 
     def afresh(self) -> Any:
-        """The same data at the start of an epoch, with a place of its own."""
+        """The same data at their beginning, with a place of their own."""
+        raise NotImplementedError
+
+    def follow(self, state: Mapping) -> None:
+        """Take over the place of such a copy, as if its batches had been given here."""
         raise NotImplementedError
 
 
@@ -263,29 +364,45 @@ class Batches(Data):
         self._is_ordered = window is not None or process[1] > 1
         self._rows: Any = None  # of all processes; None for a stream that does not know
         self._records: Any = arrays if _is_stream(arrays) else None
+        self.is_of_arrays = False  # so that rows are read at once
         if self._records is not None:
             self._rows = len(arrays) if hasattr(arrays, "__len__") else None
             return
+        arrays = _as_columns(arrays)
         self._rows = check_batch(arrays, root="arrays")
         rest = self._rows % batch_size
         self._full = self._rows // batch_size
         self._rest = len(range(rest)[_share(rest, process, self._is_whole(rest))])  # rows of the short batch
+        self._leaves, self._treedef = jax.tree.flatten(arrays)
+        is_in_memory = lambda x: _tree.is_array(x) and not isinstance(x, np.memmap)
+        self._is_in_memory = all(map(is_in_memory, self._leaves))
+        self.is_of_arrays = not any(isinstance(x, _Records) for x in self._leaves)
+        # of others when they are read
+        check_casts(jax.tree.map(lambda x: x if is_in_memory(x) else None, arrays), "arrays")
         if device is None:
-            leaves, self._treedef = jax.tree.flatten(arrays)
-            self._leaves = [np.asarray(x) if _tree.is_array(x) else x for x in leaves]
+            self._leaves = [np.asarray(x) if _tree.is_array(x) else x for x in self._leaves]
             return
+        if not self.is_of_arrays:
+            raise DataError(message("device", "batches()", "records", "arrays", "prefetch brings batches there."))
         self._sharding = placement(device, "batches()")
         for rows in (self.share, self._rest if tail == "keep" else 0):
             sharding_of((rows,), self._sharding)
         self._whole = sharding_of((), self._sharding)  # every device has all rows, and gathers its own: no traffic
-        self.resident = _put(arrays, self._whole)
+        self.resident, self._leaves = _put(arrays, self._whole), []
         self._uploaded = (-1, None)
 
     def afresh(self) -> Batches:
-        """The same data at the start of this epoch, with a place of its own."""
+        """The same data at their beginning, with a place of their own."""
         other = copy.copy(self)
-        other._place, other._restored = (self._place[0], 0), True
+        other._place, other._restored = (0, 0), False
         return other
+
+    def follow(self, state: Mapping) -> None:
+        self._place, self._restored = (state["epoch"], state["position"]), False
+
+    @property
+    def is_placed(self) -> bool:  # type: ignore[override]
+        return self._restored
 
     @property
     def process(self) -> tuple[int, int]:
@@ -293,13 +410,13 @@ class Batches(Data):
         return self._process
 
     @property
-    def is_of_arrays(self) -> bool:
-        """Whether it is no stream."""
-        return self._records is None
+    def is_stream(self) -> bool:
+        """Whether records come one after the other, and not by number."""
+        return self._records is not None
 
     def sample(self) -> list[Any]:
-        """A few rows of the arrays, which tell them from others; none of a stream."""
-        if self._records is not None:
+        """A few rows of the arrays, which tell them from others; none of records."""
+        if not self.is_of_arrays:
             return []
         rows = np.unique(np.linspace(0, self._rows - 1, 8).astype(int))
         if self.resident is None:
@@ -315,7 +432,9 @@ class Batches(Data):
     def __len__(self) -> int:
         """The number of batches of an epoch. Raises TypeError for a stream that does not know its own."""
         if self._rows is None:
-            raise TypeError(message("length", "batches", "a stream that does not know it", "arrays, or one with len()"))
+            fix = "Give its class a __len__, the number of its records; or say steps= in place of epochs=."
+            got = "a stream that does not know it"
+            raise TypeError(message("length", "batches", got, "arrays, or a stream with len()", fix))
         return self._rows // self.batch_size if self._tail == "drop" else -(-self._rows // self.batch_size)
 
     def _is_whole(self, rows: int) -> bool:
@@ -406,6 +525,8 @@ class Batches(Data):
             run = _gather_to(self._sharding, shape, order is not None)
             return run(self.resident, np.int32(first) if order is None else at)
         batch = self._treedef.unflatten([_read(leaf, at) for leaf in self._leaves])
+        if not self._is_in_memory:
+            check_casts(batch, "batch", f"rows {first} to {rows.stop - 1} of an epoch")
         return batch if len(shape) == 1 else jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -422,7 +543,7 @@ class Batches(Data):
             draw(window)
 
         def shuffled():
-            while chunk := list(itertools.islice(stream, window)):
+            while chunk := [jax.tree.map(_own, record) for record in itertools.islice(stream, window)]:
                 yield from chunk if self._window is None else map(chunk.__getitem__, _shuffled(draw(len(chunk))))
 
         records = itertools.islice(shuffled(), skip % window, None)
@@ -434,7 +555,9 @@ class Batches(Data):
             self._place = (epoch, position) if len(following) >= enough else (epoch + 1, 0)
             self.is_whole = self._is_whole(len(rows))
             mine = _share(len(rows), self._process, self.is_whole)
-            yield jax.tree.map(lambda *x: np.stack(x), *rows[mine])
+            batch = _stacked(rows[mine])
+            check_casts(batch, "batch", f"batch {position - 1} of epoch {epoch}")
+            yield batch
             rows = following
 
 
@@ -450,12 +573,66 @@ def _spans(device: Any) -> bool:
     return isinstance(device, NamedSharding) and not device.is_fully_addressable
 
 
+def _is_column(x: Any) -> bool:
+    """Whether it is indexed by arrays of rows, as NumPy's arrays are: by its shape and dtype, or as a table of HF."""
+    return (hasattr(x, "shape") and hasattr(x, "dtype")) or hasattr(x, "column_names") or hasattr(x, "column_name")
+
+
+def _has_records(x: Any) -> bool:
+    """Whether it gives records by number, as a map-style Dataset of torch: `x[i]`, `len(x)`."""
+    if _is_column(x) or isinstance(x, str | bytes | Mapping) or not jtu.all_leaves([x]):
+        return False
+    if not (hasattr(x, "__getitem__") and hasattr(x, "__len__")):
+        return False
+    if isinstance(x, Iterable):
+        try:
+            x[0]
+        except NotImplementedError:  # an IterableDataset of torch with a length
+            return False
+        except Exception:  # its own, where it is read
+            return True
+    return True
+
+
 def _is_stream(arrays: Any) -> bool:
-    """Whether it is no pytree of arrays, but gives records one by one."""
-    is_leaf = isinstance(arrays, Iterator) or jtu.all_leaves([arrays])
-    return is_leaf and isinstance(arrays, Iterable) and not (hasattr(arrays, "shape") or isinstance(arrays, str))
+    """Whether it is no pytree of arrays, but gives records one after the other."""
+    if isinstance(arrays, Iterator):
+        return True
+    if not jtu.all_leaves([arrays]) or not isinstance(arrays, Iterable) or isinstance(arrays, str | bytes | Mapping):
+        return False
+    return not (hasattr(arrays, "columns") or _is_column(arrays) or _has_records(arrays))
 
 
+def _as_columns(arrays: Any) -> Any:
+    """The tree with leaves that `_read` reads. Raises DataError for what could be read in two ways."""
+
+    def one(path, leaf):
+        place = _tree.access_str("arrays", path)
+        if hasattr(leaf, "columns") or isinstance(leaf, Mapping):
+            fix = "Columns in a dict: {name: np.asarray(table[name]), ...}."
+            raise DataError(message("leaf", place, f"a {type(leaf).__name__}", "arrays", fix))
+        if _has_records(leaf):
+            return _Records(leaf)
+        if hasattr(leaf, "iloc"):
+            return np.asarray(leaf)  # a Series of pandas is indexed by labels
+        shape = getattr(leaf, "shape", ())
+        if shape and hasattr(leaf, "__len__") and len(leaf) != shape[0]:
+            got, fix = f"length {len(leaf)} and shape {tuple(shape)}", "Records by number have no shape and dtype."
+            raise DataError(message("leaf", place, got, "an array, as long as it has rows, or records", fix))
+        return leaf
+
+    try:
+        columns = jtu.tree_map_with_path(one, arrays)
+        check_batch(columns, root="arrays")
+    except TsunaxError as error:
+        same = {jax.tree.structure(x) for x in arrays} if type(arrays) in (list, tuple) and arrays else ()
+        if len(same) == 1 and not jtu.all_leaves(arrays):
+            error.args = (f"{error} Or are these records? Stack them: jax.tree.map(lambda *x: np.stack(x), *records).",)
+        raise
+    return columns
+
+
+@_where.suggests_names
 def batches(
     arrays: Any,
     batch_size: int,
@@ -478,8 +655,9 @@ def batches(
 
     Args:
       arrays: a pytree of arrays with the same rows along axis 0: NumPy's and JAX's, and what is indexed like them
-        (np.memmap, h5py, a column or a table of Hugging Face). Or an iterable, itself no pytree (not a list), of
-        records without a row axis, which are stacked.
+        (np.memmap, h5py, a column or a table of Hugging Face). Or records, pytrees without a row axis, which are read
+        one by one and stacked: by number from a map-style data set (`data[i]`, `len(data)`, no shape and dtype), or one
+        after the other from an iterable; neither a list, which is a pytree.
       batch_size: rows of a batch, of all processes and devices together.
       shuffle: another order each epoch; of a stream with `shuffle_window`.
       tail: "keep" the last, shorter batch of an epoch, or "drop" it.
@@ -522,7 +700,11 @@ def batches(
         expected = f"a multiple of the {count} processes"
         raise DataError(message("batch_size", "batches()", batch_size, expected, fix))
     if _is_stream(arrays) and (device is not None or (shuffle and shuffle_window is None)):
-        got, fix = ("device=", "prefetch takes it there.") if device is not None else ("shuffle=True", "")
+        got, fix = "device=", "prefetch brings batches there."
+        if device is None:
+            got, window = "shuffle=True", max(1000, 10 * batch_size)
+            fix = f"A stream is shuffled in parts, for example shuffle_window={window}: so many records are held. "
+            fix += "Of all rows at once: arrays, or records by number (a class with __getitem__ and __len__)."
         raise DataError(message("stream", "batches()", got, "shuffle_window= and no device", fix))
     window = min(shuffle_window or ALL_ROWS, ALL_ROWS) if shuffle or shuffle_window else None
     settings = {"seed": int(seed), "window": window, "tail": tail, "process": (index, count), "device": device}

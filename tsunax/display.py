@@ -1,8 +1,9 @@
 """Progress: what a person sees of a run while it runs.
 
-`Progress` knows when to draw and what there is to say, its view how: two lines that redraw themselves on a terminal and
-in a notebook, a plain line now and then anywhere else, or somebody's tqdm. Nothing is drawn before the first step, and
-nobody draws from a thread of its own: `show` is called by the loop, and nearly always only looks at the clock.
+`Progress` decides when to draw and what to say, its view how: two lines that redraw themselves on a terminal and in a
+notebook, a plain line now and then anywhere else, or a tqdm of the user's. All of it goes to stderr, as tqdm's does, so
+that stdout has only what the script prints. There is no thread: `show` is called by the loop, and nearly always only
+looks at the clock.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import io
+import math
 import os
 import sys
 import time
@@ -21,9 +23,10 @@ import jax
 
 from tsunax import _tree
 from tsunax.errors import WrongTypeError, message
+from tsunax.history import families
 from tsunax.loggers import short
 
-__all__ = ["Progress", "progress"]
+__all__ = ["Progress", "progress", "summary"]
 
 _ASIDE = {"epoch", "grad_norm", "update_norm", "loss_scale", "dropped", "rejected", "learning_rate"}
 
@@ -35,10 +38,11 @@ class Facts:
     step: int
     total: int | None
     unit: str
-    rate: float  # units per second, lately
+    rate: float | None  # units per second, lately; None before any were timed, since the first ones compile
     elapsed: float  # seconds
     numbers: Mapping[str, float]
-    reason: str | None = None  # why it ended; None while it runs, "" where the goal was reached
+    reason: str | None = None  # why it ended; None while it runs, "" if the goal was reached
+    is_first: bool = False  # whether nothing has run yet
 
     @property
     def count(self) -> str:
@@ -47,26 +51,50 @@ class Facts:
 
     @property
     def pace(self) -> list[str]:
-        """The time left (at the end the time that it took), rates, memory."""
-        left = (self.total - self.step) / self.rate if self.rate and self.total is not None else None
-        times = [f"{_duration(self.elapsed)} in all"] if self.reason is not None else []
-        times = times if times or left is None else [f"{_duration(left)} left"]
-        rates = {
-            name.removesuffix("_per_second"): x for name, x in self.numbers.items() if name.endswith("_per_second")
-        }
-        rates = {f"{self.unit}s": self.rate, **{what: x for what, x in rates.items() if what != f"{self.unit}s"}}
+        """The time left (at the end the time that it took), rates of one stretch, memory."""
+        times = [f"{_duration(self.elapsed)} in all"] if self.reason is not None else ["compiling"] * self.is_first
+        if self.rate and self.total is not None and not times:
+            times = [f"{_duration((self.total - self.step) / self.rate)} left"]
+        known = {n.removesuffix("_per_second"): x for n, x in self.numbers.items() if n.endswith("_per_second")}
+        own = known.pop(f"{self.unit}s", None)
+        rates = {f"{self.unit}s": self.rate} if self.rate else {}
+        if self.rate or not own:  # rows are of another stretch: from them is how many examples a step has
+            rates |= {what: x * self.rate / own if own and self.rate else x for what, x in known.items()}
         memory = [text] if (text := _memory()) else []
         return [*times, *(f"{_si(rate)} {what}/s" for what, rate in rates.items()), *memory]
 
     def results(self, moved: set[str]) -> list[str]:
         """The loss, what evaluation gave, then whatever else has moved since the start."""
-        names = [name for name in self.numbers if not name.endswith("_per_second")]
-        rest = [name for name in names if "/" not in name and name in moved and name not in _ASIDE | {"loss"}]
-        chosen = [*(n for n in names if n == "loss"), *(n for n in names if "/" in n and "best" not in n), *rest]
-        found = [f"{name} {short(self.numbers[name])}" for name in chosen]
+        groups = families(name for name in self.numbers if not name.endswith("_per_second"))
+        is_shown = {
+            name: name == "loss"
+            or ("/" in name and "best" not in name)
+            or (name not in _ASIDE and any(one in moved for one in members))
+            for name, members in groups.items()
+        }
+        order = sorted(filter(is_shown.get, groups), key=lambda name: (name != "loss", "/" not in name))
+        found = summary({one: self.numbers[one] for name in order for one in groups[name]})
         if rejected := self.numbers.get("rejected"):
             found.append(f"rejected {rejected:,.0f}")
         return found
+
+
+def summary(row: Mapping[str, float], digits=short) -> list[str]:
+    """Each number with its name; those of many members or classes as one range.
+
+    >>> summary({"val/loss": 0.5, "val/recall/0": 0.25, "val/recall/1": 0.75, "val/recall/2": 0.5, "val/recall/3": 1.0})
+    ['val/loss 0.5', 'val/recall/0…3 0.25…1']
+    """
+    found = []
+    for name, members in families(row).items():
+        values = [row[one] for one in members]
+        if len(values) == 1:
+            found.append(f"{name} {digits(values[0])}")
+            continue
+        high = next((x for x in values if not math.isfinite(x)), max(values))
+        low = min(filter(math.isfinite, values), default=high)
+        found.append(f"{name}/0…{len(values) - 1} {digits(low)}…{digits(high)}")
+    return found
 
 
 def _duration(seconds: float) -> str:
@@ -109,12 +137,13 @@ def _memory() -> str:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 class _Lines:
     """A plain line every 5 seconds; of a run of hours, one a minute."""
 
+    redraws = False
     note = staticmethod(_say)
 
     def interval(self, elapsed: float) -> float:
@@ -162,10 +191,13 @@ def _picture(facts: Facts, moved: set[str], width: int):
 class _Terminal:
     """Two lines at the bottom of a terminal; what the user prints scrolls by above them."""
 
+    redraws = True
+
     def __init__(self, console):
         from rich.live import Live
 
-        self.live = Live(console=console, auto_refresh=False)
+        is_shared = sys.stdout is not None and sys.stdout.isatty()  # else stdout is a file, and stays one
+        self.live = Live(console=console, auto_refresh=False, redirect_stdout=is_shared)
 
     def interval(self, elapsed: float) -> float:
         return 0.1
@@ -175,7 +207,7 @@ class _Terminal:
         self.live.update(_picture(facts, moved, self.live.console.width), refresh=True)
 
     def note(self, text: str) -> None:
-        self.live.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self.live.console.print(text, markup=False, highlight=False, emoji=False)
 
     def close(self) -> None:
         self.live.stop()
@@ -184,10 +216,13 @@ class _Terminal:
 class _Notebook:
     """The same two lines as HTML that is redrawn in place, with or without ipywidgets; the last ones are saved."""
 
-    note = staticmethod(_say)
+    redraws = True
 
     def __init__(self):
         self.handle = None
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)  # notebooks show stderr as if it were an error
 
     def interval(self, elapsed: float) -> float:
         return 0.2
@@ -210,7 +245,9 @@ class _Notebook:
 
 
 class _Tqdm:
-    """Somebody else's bar: `update(n)`, `set_postfix(dict)`, `close()`."""
+    """A bar of another library: `update(n)`, `set_postfix(dict)`, `close()`."""
+
+    redraws = False
 
     def __init__(self, bar, start: int):
         self.bar, self.at = bar, start
@@ -249,10 +286,12 @@ class Progress:
     _began: float = field(default_factory=lambda: time.perf_counter(), init=False)
     _next: float = field(default=0.0, init=False)
     _recent: collections.deque = field(default_factory=lambda: collections.deque(maxlen=30), init=False)
+    _timed: tuple[float, int] | None = field(default=None, init=False)  # when the first steps were through
+    _newest: tuple[float, int] = field(default=(0.0, 0), init=False)
+    _is_drawn: bool = field(default=False, init=False)
 
     def __post_init__(self):
         self._step = self.start
-        self._recent.append((self._began, self.start))
         self._next = self._began + self.view.interval(0.0)
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
@@ -260,26 +299,39 @@ class Progress:
         if row:
             self._row = row
         now = time.perf_counter()
-        if now >= self._next:
-            self._recent.append((now, step))
-            self._draw(now, self._recent[0], None)
+        if step > self.start:
+            self._newest = now, step
+            if self._timed is None:  # the time until here was that of compiling
+                self._timed = self._newest
+                self._recent.append(self._newest)
+        if now >= self._next or (self.view.redraws and not self._is_drawn):
+            if step > self.start:
+                self._recent.append((now, step))
+            self._draw(now, None)
 
     def note(self, text: str) -> None:
         self.view.note(text)
 
     def close(self, reason: str = "") -> None:
-        if self._step > self.start:
-            self._draw(time.perf_counter(), (self._began, self.start), reason)
+        if self._timed is not None:
+            self._recent = collections.deque([self._timed, self._newest])  # the rate of all of it
+        if self._step > self.start or self._is_drawn:
+            self._draw(time.perf_counter(), reason)
         elif reason:
             self.view.note(reason)
         self.view.close()
 
-    def _draw(self, now: float, since: tuple[float, int], reason: str | None) -> None:
+    def _draw(self, now: float, reason: str | None) -> None:
         moved = (name for name, value in self._row.items() if self._first.setdefault(name, value) != value)
         self._moved.update(moved)
-        rate = (self._step - since[1]) / max(now - since[0], 1e-9)
-        facts = Facts(self._step, self.total, self.unit, rate, now - self._began, self._row, reason)
+        rate = None
+        if self._recent:
+            (since, before), (until, step) = self._recent[0], self._recent[-1]
+            rate = (step - before) / (until - since) if step > before and until > since else None
+        is_first = self._step == self.start
+        facts = Facts(self._step, self.total, self.unit, rate, now - self._began, self._row, reason, is_first)
         self.view.draw(facts, self._moved)
+        self._is_drawn = True
         self._next = time.perf_counter() + self.view.interval(now - self._began)
 
 
@@ -321,9 +373,9 @@ def progress(progress: Any = True, total: int | None = None, start: int = 0, uni
 def _view():
     from rich.console import Console
 
-    console = Console()
+    console = Console(stderr=True)
     if console.is_jupyter:
         return _Notebook()
     # not rich's is_terminal: FORCE_COLOR, which CI sets, makes a terminal of any file for it
-    is_terminal = sys.stdout is not None and sys.stdout.isatty() and not console.is_dumb_terminal
+    is_terminal = sys.stderr is not None and sys.stderr.isatty() and not console.is_dumb_terminal
     return _Terminal(console) if is_terminal else _Lines()

@@ -1,18 +1,23 @@
-"""What tsunax raises.
+"""The exceptions that tsunax raises.
 
 Every error derives from `TsunaxError` and from the built-in that plain Python would have raised, so
 that `except ts.errors.TsunaxError` and `except ValueError` both catch it. All messages have the one
 form that `message` makes: `<what> at <where>: got <got>, expected <expected>. <fix>`.
 """
 
+import contextlib
+import os
 import re
+import sys
 import textwrap
+import warnings
 from typing import Any
 
 __all__ = [
     "ConfigError",
     "DataError",
     "DeviceError",
+    "DoesNotFitError",
     "CheckError",
     "CheckpointError",
     "HyperparameterError",
@@ -44,11 +49,11 @@ class ParamsError(TsunaxError, ValueError):
 
 
 class RuleError(TsunaxError, ValueError):
-    """The rule is no optax transformation, or does not fit the parameters."""
+    """The rule is not an optax transformation, or does not fit the parameters."""
 
 
 class LossError(TsunaxError, TypeError):
-    """The loss function cannot be called as it must be, or returns something that is no loss."""
+    """The loss function has a wrong signature, or what it returns is no loss."""
 
 
 class PatternError(TsunaxError, ValueError):
@@ -60,35 +65,35 @@ class StateError(TsunaxError, ValueError):
 
 
 class ConfigError(TsunaxError, ValueError):
-    """`[tool.tsunax]` of pyproject.toml, or TSUNAX_DEVICE, says something that tsunax does not know."""
+    """`[tool.tsunax]` of pyproject.toml, or TSUNAX_DEVICE, has an unknown name or value."""
 
 
 class DeviceError(TsunaxError, ValueError):
-    """A device that is not here, or devices that cannot be used together."""
+    """A device is not available, or devices cannot be used together."""
 
 
 class ProcessError(TsunaxError, RuntimeError):
-    """Processes that did not come, are gone, or do not agree; or a call at the wrong time."""
+    """Processes did not connect, ended, or do not agree; or a call came at the wrong time."""
 
 
 class DataError(TsunaxError, ValueError):
-    """Data that gives no batch, one that cannot be trained on, or cannot be put back to its place."""
+    """Data has no batch, has a batch that cannot be trained on, or cannot be moved to a saved position."""
 
 
 class RowError(TsunaxError, ValueError):
-    """A row of numbers that cannot be logged, or a name that no row has."""
+    """A row of numbers cannot be logged, or a history has no column of that name."""
 
 
 class HyperparameterError(TsunaxError, ValueError):
-    """A hyperparameter is unknown, out of its range, or not a number."""
+    """A hyperparameter or setting is unknown, out of its range, or not a number."""
 
 
 class WrongTypeError(TsunaxError, TypeError):
-    """A thing of the wrong kind altogether was given."""
+    """An argument has the wrong type."""
 
 
 class MissingLibraryError(TsunaxError, ModuleNotFoundError):
-    """A library that is not installed."""
+    """An optional library is not installed."""
 
 
 class CheckpointError(TsunaxError, ValueError):
@@ -96,7 +101,7 @@ class CheckpointError(TsunaxError, ValueError):
 
 
 class SaveError(TsunaxError, OSError):
-    """A checkpoint, a file of arrays or a log could not be written: where, and why."""
+    """A checkpoint, a file of arrays or a log could not be written."""
 
 
 class TrialError(TsunaxError, LookupError):
@@ -121,7 +126,7 @@ class NonFiniteError(TsunaxError, ArithmeticError):
 
 
 def message(what: str, where: str, got: object, expected: object, fix: str = "") -> str:
-    """`<what> at <where>: got <got>, expected <expected>. <fix>`, without the parts that are empty.
+    """`<what> at <where>: got <got>, expected <expected>. <fix>`, without an empty `where` or `fix`.
 
     >>> message("leaf", "params['w']", "int32", "a float", "Leave it out with trainable=.")
     "leaf at params['w']: got int32, expected a float. Leave it out with trainable=."
@@ -131,7 +136,7 @@ def message(what: str, where: str, got: object, expected: object, fix: str = "")
 
 
 def told(error: BaseException) -> str:
-    """An exception of other code in one line, for the `got` of a message; the exception itself is the cause.
+    """An exception of other code in one line, for the `got` of a message.
 
     >>> told(KeyError("kernel"))
     "KeyError 'kernel'"
@@ -144,8 +149,19 @@ def told(error: BaseException) -> str:
 
 
 def remedy(error: BaseException) -> str:
-    """The way out of an exception of JAX's that everybody meets."""
+    """How to avoid a Python operation on a traced value, if `error` is the exception that JAX raises for one."""
     return "For if use jnp.where or jax.lax.cond, for np use jnp." if _is_conversion(error) else ""
+
+
+_NOT_THE_USERS = os.path.join(os.path.dirname(__file__), ""), contextlib.__file__
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line outside of tsunax: the user's, however deep the call is."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def _is_conversion(error: BaseException) -> bool:

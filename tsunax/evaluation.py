@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from tsunax import _place, _tree
 from tsunax._alike import Alike
 from tsunax._loss import Loss
-from tsunax._loss_fn import LossFn
+from tsunax._loss_fn import LossFn, check_no_loss_fn
 from tsunax._members import members_of
 from tsunax.data import Data, check_batch
 from tsunax.errors import WrongTypeError, message
@@ -48,6 +48,10 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
     if isinstance(data, Mapping):
         if not data or not all(isinstance(name, str) for name in data):
             raise WrongTypeError(message("data", "evaluate()", _tree.describe(data), "{name: data}, with str names"))
+        if all(_tree.is_array(part) for part in data.values()):
+            got = f"a batch, {_tree.describe(data)}"
+            fix = "Give [batch], or ts.batches(arrays, batch_size)."
+            raise WrongTypeError(message("data", "evaluate()", got, "batches, or {name: batches}", fix))
         parts = {name: evaluate(eval_step, state, part, **extra) for name, part in data.items()}
         return {f"{name}/{inner}": x for name, part in parts.items() for inner, x in part.items()}
     if not callable(eval_step):
@@ -71,12 +75,19 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
             batch, mask["mask"] = _place.padded(batch, here, most + -most % _place.divisor(home))
         alike.batch("the next batch", batch)
         parts = batch, mask
-        batch, mask = (
-            _place.whole(parts, home) if source.is_whole or is_population else _place.put(parts, home, whole=alone)
-        )
-        loss = eval_step(state, batch, **extra, **mask)
+        if source.is_whole or is_population:
+            batch, mask = _place.whole(parts, home, shared=False)
+        else:
+            batch, mask = _place.put(parts, home, whole=alone, shared=False)
+        try:
+            loss = eval_step(state, batch, **extra, **mask)
+        except Exception:
+            if not isinstance(eval_step, EvalStep):
+                check_no_loss_fn(eval_step, state, batch, "eval_step", "f(state, batch) -> ts.Loss")
+            raise
         if not isinstance(loss, Loss):
-            raise WrongTypeError(message("result", "eval_step", _tree.describe(loss), "a ts.Loss"))
+            fix = "Of a loss function: ts.eval_step(loss_fn)."
+            raise WrongTypeError(message("result", "eval_step", _tree.describe(loss), "a ts.Loss", fix))
         total = loss if total is None else merged(total, loss)
     alike.batch("the next batch", None)
     assert total is not None  # a source without a batch raises

@@ -304,7 +304,7 @@ def _whole(source: _Source, manifest: Manifest, like, cast: bool):
     _target.refuse(f"another state in {source.path}", plan.differences, fix)
     names = {leaf.path: name for leaf, name in zip(manifest.leaves, source.names or (), strict=True)}
     out = plan.filled(source.read([names[pair.saved.path] for pair in plan.pairs]))
-    _target.warn_of_edits(plan.edited, 3)
+    _target.warn_of_edits(plan.edited)
     return out
 
 

@@ -82,7 +82,7 @@ def replay(step: TrainStep, state: TrainState, batch, **extra) -> Report:
         raise StateError(message("state", where, "a traced one", "a concrete one", fix))
     for name, tree in {"state": state, "batch": batch, **extra}.items():
         _checks.check_arrays(tree, name)
-    home = home_of(state, state.params)[0]
+    home = home_of(state.params)[0]
     if home is not None:
         batch, extra = step._placed(state, home, batch, extra)
     given = state, batch, extra
@@ -140,7 +140,7 @@ def _keyed(tree) -> list[tuple[tuple, Any]]:
 
 def _nothing(state: TrainState, look: Callable, given: tuple) -> Report:
     grads = jax.jit(look)(*given)[1]
-    found = guard.locate(state.plan.apart(grads)[0])
+    found = guard.locate(grads)
     if found != "gradient norm":
         text = f"{found[0].upper()}{found[1:]} overflows when it is squared: every value is finite."
         return Report(found, "", None, "", "", "", True, (), text)

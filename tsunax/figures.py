@@ -16,7 +16,7 @@ import numpy as np
 
 from tsunax import _tree
 from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, WrongTypeError, message
-from tsunax.history import History
+from tsunax.history import History, families
 
 __all__ = ["plot", "plot_text", "scatter"]
 
@@ -86,6 +86,12 @@ def _is_wide(values: np.ndarray) -> bool:
     return bool(values.size and values.min() > 0 and values.max() > 20 * values.min())
 
 
+def _is_logarithmic(base: str, columns: Sequence[np.ndarray]) -> bool:
+    """Whether a panel has a logarithmic axis: a loss, a learning rate, and what falls; not an accuracy, which rises."""
+    rises = [known[-1] > known[0] for known in map(_finite, columns) if known.size]
+    return _is_wide(_finite(*columns)) and (base in _RANKS or 2 * int(sum(rises)) < len(rises))
+
+
 def _finite(*columns: np.ndarray) -> np.ndarray:
     values = np.concatenate([np.empty(0), *columns])
     return values[np.isfinite(values)]
@@ -97,11 +103,12 @@ def _finite(*columns: np.ndarray) -> np.ndarray:
 def plot(history: History, *, names: Sequence[str] | None = None, x: str = "step"):
     """A matplotlib Figure of a run: loss, metrics and learning rate, with what happened on the way.
 
-    `names` are the columns to draw instead; those that end alike share a panel. `x` is "step", or a column to lay them
-    out along ("epoch"). More than a few hundred points are drawn as their median with a band from the 10th to the 90th
-    percentile; more than a dozen lines in a panel (a population) are shades of one scale. Values that are not finite
-    are crosses at the lower edge, rejected steps red ticks there, evaluations grey ones; other marks (thaw, restart,
-    stop, yours) are vertical lines.
+    `names` are the columns to draw instead; those that end alike share a panel. `x` is "step", or a
+    column to lay them out along ("epoch"). More than a few hundred points are drawn as their median
+    with a band from the 10th to the 90th percentile. The members of a population have a color each,
+    and their validation is dashed; more than a dozen lines in a panel are shades of one scale.
+    Values that are not finite are crosses at the lower edge, rejected steps red ticks there,
+    evaluations gray ones; other marks (thaw, restart, stop, yours) are vertical lines.
 
     `plot(history).savefig("run.pdf")` keeps it; as the last line of a notebook's cell it shows itself.
     Raises MissingLibraryError without matplotlib, and RowError for unknown names and a history without rows.
@@ -141,7 +148,8 @@ def _png(figure) -> bytes:
 
 def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
     is_many = len(columns) > 2 * len(_COLOURS)  # the members of a population
-    for (name, (x, values)), (colour, label) in zip(columns.items(), _styles(list(columns), is_many), strict=True):
+    styles = _styles(list(columns), is_many)
+    for (name, (x, values)), (colour, dashes, label) in zip(columns.items(), styles, strict=True):
         known = np.isfinite(values)
         lost, x, values = x[~known], x[known], values[known]
         if len(values) > 2 * _BINS:
@@ -150,12 +158,14 @@ def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) ->
             low, values, high = np.array([np.percentile(part, (10, 50, 90)) for part in parts[1]]).T
             axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
         marker = "o" if len(values) <= 40 and not is_many else None
-        axes.plot(x, values, color=colour, linewidth=0.8 if is_many else 1.3, marker=marker, markersize=3, label=label)
+        width = 0.8 if is_many else 1.3
+        style = dict(color=colour, linestyle=dashes, linewidth=width, marker=marker, markersize=3)
+        axes.plot(x, values, label=label, **style)
         if len(lost):
             edge = dict(transform=axes.get_xaxis_transform(), color=colour, markersize=4)
             said = None if is_many else f"{name} not finite"
             axes.plot(lost, np.full(len(lost), 0.03), "x", **edge, label=said)
-    if _is_wide(_finite(*(values for _, values in columns.values()))):
+    if _is_logarithmic(base, [values for _, values in columns.values()]):
         axes.set_yscale("log")
     else:
         axes.ticklabel_format(axis="y", scilimits=(-2, 4))
@@ -172,16 +182,33 @@ def _quiet(axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _styles(names: list[str], is_many: bool) -> list[tuple[Any, str | None]]:
-    """A colour and a label for each line; of very many, shades from the first to the last and one label for all."""
-    if not is_many:
-        return list(zip((_COLOURS * len(names))[: len(names)], names, strict=True))
-    import matplotlib
+def _styles(names: list[str], is_many: bool) -> list[tuple[Any, Any, str | None]]:
+    """A color, dashes and a label for each line.
 
-    shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.92, len(names)))
+    The lines of one member of a population, `loss/3` and `val/loss/3`, have one color; all but the
+    first kind are dashed. Of very many lines the colors are shades from the first member to the
+    last, with one label for all.
+    """
+    columns = list(dict.fromkeys(map(_column, names)))
+    if columns == names:  # no population
+        return [(_COLOURS[i % len(_COLOURS)], "-", name) for i, name in enumerate(names)]
+    members = list(dict.fromkeys(name.rpartition("/")[2] for name in names))
+    colours: Any = [_COLOURS[i % len(_COLOURS)] for i in range(len(members))]
+    if is_many:
+        import matplotlib
+
+        colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.92, len(members)))
+    colour_of, dashes = dict(zip(members, colours, strict=True)), ["-", (0, (4, 2)), (0, (1, 1.5))]
     counts = collections.Counter(map(_column, names))
     firsts = {column: f"{column}/0 to {column}/{n - 1}" for column, n in counts.items()}
-    return [(shade, firsts.pop(_column(name), None)) for shade, name in zip(shades, names, strict=True)]
+    return [
+        (
+            colour_of[name.rpartition("/")[2]],
+            dashes[columns.index(_column(name)) % len(dashes)],
+            firsts.pop(_column(name), None) if is_many else name,
+        )
+        for name in names
+    ]
 
 
 def _draw_marks(axes, history: History, x: str, labelled: bool) -> None:
@@ -260,7 +287,8 @@ def _draw_column(axes, name: str, column: list, y: np.ndarray, groups: np.ndarra
 def plot_text(history: History, *, names: Sequence[str] | None = None, width: int = 80, height: int = 8) -> str:
     """The panels of `plot` in characters, `width` columns wide, each `height` lines high.
 
-    The first name of a panel is a line of braille dots, others are o, +, * and #. Below each panel are the marks,
+    The first name of a panel is a line of braille dots, others are o, +, * and #. Of a population's members the median
+    is drawn. Below each panel are the marks,
     letters that its first line explains. Raises RowError for unknown names and a history without rows.
 
     >>> history = History()
@@ -278,14 +306,29 @@ def plot_text(history: History, *, names: Sequence[str] | None = None, width: in
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise HyperparameterError(message(name, "plot_text()", _tree.describe(value), f"a whole number ≥ {least}"))
     panels = _panels(history, names, "plot_text()")
-    return "\n\n".join(_panel_text(history, found, width - 12, height) for found in panels.values())
+    return "\n\n".join(_panel_text(history, base, found, width - 12, height) for base, found in panels.items())
 
 
-def _panel_text(history: History, names: list[str], width: int, height: int) -> str:
-    columns = {name: history.series(name) for name in names}
+def _text_columns(history: History, names: list[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Steps and values by name; those of many members as their median."""
+    found = {}
+    for kind, members in families(names).items():
+        columns = [history.series(name) for name in members]
+        steps, values = columns[0]
+        if len(members) > 1 and all(len(other) == len(values) for _, other in columns):
+            rows = [row[np.isfinite(row)] for row in np.stack([column for _, column in columns], 1)]
+            values = np.array([np.median(row) if row.size else np.nan for row in rows])
+            kind = f"{kind}/0…{len(members) - 1} (median)"
+        found[kind] = steps, values
+    return found
+
+
+def _panel_text(history: History, base: str, names: list[str], width: int, height: int) -> str:
+    columns = _text_columns(history, names)
+    names = list(columns)
     steps = np.concatenate([x for x, _ in columns.values()])
     values = _finite(*(values for _, values in columns.values()))
-    is_wide = _is_wide(values)
+    is_wide = _is_logarithmic(base, [values for _, values in columns.values()])
     scale = np.log if is_wide else np.asarray
     first, last = steps.min(), max(steps.max(), steps.min() + 1)
     low, high = (values.min(), values.max()) if values.size else (0.0, 1.0)

@@ -41,16 +41,16 @@ def reports(opt_state) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_report) if _is_report(x)]
 
 
-def judge(loss, norm, calls, opt_state):
-    """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradient norm, the clock, reports."""
+def judge(loss, grad_norm, calls, opt_state, update_norm=None):
+    """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradient, clock, reports, update."""
     verdict, place = jnp.where(calls < LIMIT, LIMIT, 6), 4
     for report in reports(opt_state):
         n = len(report.whats)
         verdict = jnp.minimum(verdict, jnp.min(_found(report.values, np.arange(place, place + n)), initial=LIMIT))
         place += n
-    for place, value in ((1, loss), (2, norm)):
+    for i, value in ((1, loss), (2, grad_norm), (place, update_norm)):
         if value is not None:
-            verdict = jnp.minimum(verdict, _found(value, place))
+            verdict = jnp.minimum(verdict, _found(value, i))
     return jnp.where(verdict == LIMIT, 0, verdict)
 
 
@@ -74,7 +74,7 @@ def with_gathered(verdict, emitted):
 _APPLIED, _GATHERED, _REJECTED = np.array([[1, 1, 0, 0], [0, 1, 0, 0], [0, 1, 1, 1]], np.int32)
 
 
-def count(clock, verdict, emitted):
+def count(clock, emitted, verdict=None):
     """The clock after this call: applied updates, calls, rejected ones, rejected ones in a row.
 
     Of constants, not stacked from scalars: XLA:CPU would run a kernel of its own for each.
@@ -93,7 +93,8 @@ def explain(verdict: int, opt_state, grads=None) -> str:
     place, is_nan = divmod(int(verdict), 2)
     norm = "gradient norm" if grads is None else locate(grads)
     clock = f"clock, at its limit of {LIMIT} calls"
-    places = [f"loss: {GOT}", f"{norm}: {GOT}", clock, *(what for r in reports(opt_state) for what in r.whats)]
+    update = f"update that the rule made of finite gradients: {GOT}"
+    places = [f"loss: {GOT}", f"{norm}: {GOT}", clock, *(what for r in reports(opt_state) for what in r.whats), update]
     return places[place - 1].replace(GOT, f"got {'nan' if is_nan else 'inf'}")
 
 
@@ -129,7 +130,7 @@ def choose(take, new, old):
     take = take if isinstance(take, list) else [take] * len(new)
 
     def one(flag, n, o):
-        if n is o:
+        if n is o or flag is True:
             return n
         o = o if o.dtype == n.dtype else o.astype(n.dtype)
         return jnp.where(flag, n, o)

@@ -11,7 +11,7 @@ import functools
 import math
 from array import array
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from tsunax import _tree, _where
 from tsunax.errors import MissingLibraryError, RowError, WrongTypeError, message
 
-__all__ = ["History", "check_names", "check_row", "join"]
+__all__ = ["History", "check_names", "check_row", "families", "join"]
 
 _LONGEST = 200  # characters of a name: more is no name, and what some file systems and databases refuse
 
@@ -55,8 +55,8 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
         if not isinstance(name, str):
             raise WrongTypeError(message("name of a number", where, _tree.describe(name), "a str"))
         if name == "step":
-            fix = "It is the clock of every row."
-            raise RowError(message("name of a number", where, "'step'", "another name", fix))
+            fix = "It is the column of steps."
+            raise RowError(message("name of a number", where, "'step', which is reserved", "another name", fix))
         if fault := _fault(name):
             raise RowError(message("name of a number", where, *fault))
 
@@ -103,9 +103,30 @@ def join(row: Mapping[str, float], new: Mapping[str, Any], where: str) -> dict[s
     checked = check_row(new, where)
     for name in checked:
         if name in row:
-            fix = "Rename one of the two: a row has one number of a name."
+            fix = "Rename one of the two: a row has one number for each name."
             raise RowError(message(repr(name), where, "a name that the row has", "a name of its own", fix))
     return {**row, **checked}
+
+
+_MANY = 4  # numbers of one kind are told as one from here on
+
+
+def families(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names by kind: `loss/0`, `loss/1`, ... of a population's members, or of classes, are one if they are many.
+
+    >>> families(["loss/0", "loss/1", "loss/2", "loss/3", "epoch", "top/1"])
+    {'loss': ['loss/0', 'loss/1', 'loss/2', 'loss/3'], 'epoch': ['epoch'], 'top/1': ['top/1']}
+    """
+    names = list(names)
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        head, _, number = name.rpartition("/")
+        kinds.setdefault(head if number.isdecimal() else name, []).append(name)
+    found: dict[str, list[str]] = {}
+    for kind, members in kinds.items():
+        is_one = len(members) >= _MANY and kind not in names
+        found |= {kind: members} if is_one else {name: [name] for name in members}
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- history
@@ -135,6 +156,7 @@ class History:
         self._steps = array("q")
         self._columns: dict[str, tuple[array, array]] = {}  # the rows that have it, and its values there
         self.marks: list[tuple[int, str, str]] = []
+        self._closing: tuple[int, tuple[str, ...]] = -1, ()  # the row of `close`: its step, and its names
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
         """Add a row; numbers of a step that is there already join its row, and the newer one of a name wins.
@@ -180,6 +202,25 @@ class History:
             at, column = self._columns.setdefault(name, (array("q"), array("d")))
             at.frombytes(rows)
             column.frombytes(np.asarray(values, np.float64).tobytes())
+
+    def close(self, row: Mapping[str, Any], step: int) -> None:
+        """`add` the row of the step at which a run ended, which no other run would have."""
+        self.add(row, step)
+        self._closing = step, tuple(row)
+
+    def reopen(self) -> None:
+        """Take that row back, since the run goes on: it then has the rows of an uninterrupted one."""
+        (step, names), self._closing = self._closing, (-1, ())
+        if not self._steps or self._steps[-1] != step:
+            return
+        at = len(self._steps) - 1
+        for name in names:
+            rows, values = self._columns[name]
+            if rows and rows[-1] == at:
+                del rows[-1], values[-1]
+        self._columns = {name: column for name, column in self._columns.items() if column[0]}
+        if all(rows[-1] != at for rows, _ in self._columns.values()):
+            self._steps.pop()
 
     def mark(self, name: str, step: int, text: str = "") -> None:
         """Note that something happened: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
@@ -228,7 +269,18 @@ class History:
         found = self.newest(name)
         return None if found is None else found[1]
 
+    if not TYPE_CHECKING:  # for which every name would be one
+
+        def __getattr__(self, name: str):
+            fix = f". The column is history[{name!r}]." if name in vars(self).get("_columns", ()) else ""
+            raise AttributeError(f"'History' object has no attribute {name!r}{fix}")
+
     def _column(self, name: str) -> tuple[array, array]:
+        if not isinstance(name, str):
+            example = next(iter(self._columns), "loss")
+            fix = f"history[{example!r}][0] is its first value, history.last({example!r}) the newest."
+            got = f"{name!r} ({type(name).__name__})"
+            raise WrongTypeError(message("name", "history", got, "a column's name", fix))
         if name not in self._columns:
             raise RowError(_where.unknown("name", "history", name, ["step", *self.names]))
         return self._columns[name]
@@ -248,7 +300,11 @@ class History:
         columns = [
             [name, np.array(rows, np.int64), np.array(v, np.float64)] for name, (rows, v) in self._columns.items()
         ]
-        return {"rows": {"step": self["step"], "columns": columns}, "marks": [list(mark) for mark in self.marks]}
+        return {
+            "rows": {"step": self["step"], "columns": columns},
+            "marks": [list(mark) for mark in self.marks],
+            "closing": [self._closing[0], list(self._closing[1])],
+        }
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> History:
@@ -259,17 +315,24 @@ class History:
             whole, real = np.asarray(rows, np.int64).tolist(), np.asarray(values, np.float64).tolist()
             history._columns[str(name)] = array("q", whole), array("d", real)
         history.marks = [(int(step), str(name), str(text)) for step, name, text in plain["marks"]]
+        step, names = plain.get("closing", (-1, ()))
+        history._closing = int(step), tuple(map(str, names))
         return history
 
     def __repr__(self) -> str:
         span = f", steps {self._steps[0]:,} to {self._steps[-1]:,}" if self._steps else ""
         marks = f", {len(self.marks)} marks" if self.marks else ""
-        width = max(map(len, self.names), default=0)
+        kinds = families(self.names)
+        labels = {kind: f"{kind}/0…{len(m) - 1}" if len(m) > 1 else kind for kind, m in kinds.items()}
+        width = max(map(len, labels.values()), default=0)
         lines = [f"History({len(self):,} rows{span}{marks})"]
-        if self.names:
+        if kinds:
             lines.append(f"  {'':{width}} {'last':>11} {'min':>11} {'max':>11} {'rows':>8}")
-        for name, (_, values) in self._columns.items():
-            finite = [v for v in values if math.isfinite(v)] or [math.nan]
-            numbers = "".join(f" {v:>11.5g}" for v in (values[-1], min(finite), max(finite)))
-            lines.append(f"  {name:{width}}{numbers} {len(values):>8,}")
+        for kind, members in kinds.items():
+            columns = [self._columns[name][1] for name in members]
+            newest = sorted(v for v in (values[-1] for values in columns) if math.isfinite(v)) or [math.nan]
+            last = columns[0][-1] if len(columns) == 1 else newest[len(newest) // 2]  # of many, the middle one
+            finite = [v for values in columns for v in values if math.isfinite(v)] or [math.nan]
+            numbers = "".join(f" {v:>11.5g}" for v in (last, min(finite), max(finite)))
+            lines.append(f"  {labels[kind]:{width}}{numbers} {max(map(len, columns)):>8,}")
         return "\n".join(lines)

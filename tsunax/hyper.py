@@ -233,7 +233,7 @@ def _cut(state: TrainState, where, matched, targets) -> TrainState:
     if not cuts:
         return state
 
-    opt_state, numbers = _hoist.recut(state.opt_state, state.numbers, state.step, params, cuts)
+    opt_state, numbers = _hoist.recut(state.opt_state, state.numbers, params, cuts)
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers)
 
 

@@ -27,8 +27,8 @@ from tsunax._live import PatternMask
 from tsunax._memory import Need
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
 from tsunax.hyper import hyperparams
-from tsunax.program import TrainStep, _apart
-from tsunax.state import TrainState, check_state, frozen_flags, trained_part
+from tsunax.program import TrainStep
+from tsunax.state import TrainState, check_state, frozen_flags, split, trained_part
 
 __all__ = ["Description", "Leaf", "describe", "measured_peak"]
 
@@ -155,7 +155,8 @@ def describe(step: TrainStep, state: TrainState, batch, *, peak: Any = None, **e
     costs = costs[0] if isinstance(costs, list) else costs
     shared = _loop_of(step)
     traces = [*step.traces, *(trace for trace in shared.traces if trace.kind == "loop" and shared is not step)]
-    places = [*step.places, *(place for place in shared.places if place[0] == "loop" and shared is not step)]
+    loop = _fused.fused(step, step.donate)
+    places = [(kind, x) for kind, of in (("step", step), ("loop", loop)) for x in of.programs.devices]
     return Description(
         flops=_cost.flops_of(traced.jaxpr),
         bytes_accessed=costs.get("bytes accessed"),
@@ -239,17 +240,14 @@ def _donation(step: TrainStep, state: TrainState, text: str) -> tuple[int, tuple
     if not step.donate:
         return 0, ()
     known, aliased = _cost.donated_in(text)
-    fields = "clock", "params", "opt_state", "model_state", ("masters", "average", "loss_scale")
+    fields = "params", *state._moving
     total, failed = 0, []
-    for path, x in jax.tree_util.tree_flatten_with_path(_apart(state)[0])[0]:
+    for path, x in jax.tree_util.tree_flatten_with_path(split(state)[0])[0]:
         size = _memory.bytes_on_one(x)
         total += size
         name = "moving" + jax.tree_util.keystr(path)
         if size and name in known and name not in aliased:
-            field, rest = fields[path[0].idx], path[1:]
-            if isinstance(field, tuple):
-                field, rest = field[path[1].idx], path[2:]
-            failed.append(_tree.access_str(f"state.{field}", rest))
+            failed.append(_tree.access_str(f"state.{fields[path[0].idx]}", path[1:]))
     return total, tuple(failed)
 
 
@@ -264,7 +262,7 @@ def _leaves(state: TrainState) -> tuple[Leaf, ...]:
     ruled = _ruled(state)
     found = []
     for (name, path, x), on, new in zip(named, selected, replaced, strict=True):
-        status = "not trained" if not on else next(frozen) or ("overwritten" if new else "trained")
+        status = ("overwritten" if new else "not trained") if not on else next(frozen) or "trained"
         rules, values, clip = ruled.get(path, ([], {}, []))
         rule = ", ".join(rules) or ("" if status in ("not trained", "overwritten") else "an optax rule")
         kind = str(_tree.dtype_of(x))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,13 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _alike, _checks, _feed, _fused, _place, _tree, display
+from tsunax import _alike, _checks, _feed, _fused, _place, _tree, _where, display
+from tsunax._loss_fn import hide_own_frames
 from tsunax._options import Goal, Options, check_step, check_whole, options_of
 from tsunax._profile import Profile
 from tsunax._run import Fit, Run, form_of, step_of
 from tsunax._signals import Interrupt, in_notebook
 from tsunax.checkpoint import Checkpoints, Restored
-from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.data import owned
+from tsunax.errors import StateError, WrongTypeError, message, warn
 from tsunax.history import History
 from tsunax.hyper import hyperparams
 from tsunax.program import TrainStep
@@ -51,6 +52,7 @@ def train_steps(step: Callable, state, batches, **extra):
     check_step("train_steps()", step, state)
     k = _feed.length_of(batches, "train_steps()")
     _checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
+    batches = owned(batches, "batches")  # the caller may refill them while the program runs
     if k == 1:  # a loop of one would be another program
         batches = jax.tree.map(lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches)
     feed, n = _feed.place(_fused.Stacked(batches), k, _place.home_of(state), step=step)
@@ -111,7 +113,8 @@ def iterate(
     goal = Goal("iterate()", steps, epochs)
     check_step("iterate()", step, state)
     check_whole("iterate()", steps_per_call=steps_per_call)
-    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), goal.left(0))
+    left = goal.left(0)
+    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), left, begins=True)
     loop, calls = _loop_of(step), 0
     alike = _alike.Alike("iterate()", state, data)
     alike.start(goal=str(goal), steps_per_call=steps_per_call, place=feed.source.state())
@@ -127,6 +130,7 @@ def iterate(
                 state = sent
 
 
+@_where.suggests_names
 def fit(
     step: Callable,
     state,
@@ -152,49 +156,51 @@ def fit(
 ) -> tuple[Any, History]:
     """Train until a goal is reached: `(state, history)`.
 
-    In plain Python, but fused, logged and interruptible:
+    As this loop, with many steps in one compiled call, a history, and a clean end at Ctrl-C:
 
         for batch in data:
             state, info = step(state, batch)
 
-    Between boundaries (below) the steps run in one compiled loop. Nothing but the state, `history` and the place of
-    `data` is changed; the state given is consumed.
+    Between boundaries (below) the steps run in one compiled loop. Only the state, `history` and the
+    position of `data` change; the state given is consumed.
 
     Args:
-      step: a `train_step`, or any function `(state, batch, **extra) -> (state, info)` that can be traced, over any
-        pytree as state (a GAN's pair).
+      step: a `train_step`, or any function `(state, batch, **extra) -> (state, info)` that JAX can
+        trace; its state may be any pytree, for example the two states of a GAN.
       data: `batches(...)`, or any iterable of batches.
-      steps: the goal in applied steps, counted by `state.step`; or
-      epochs: in epochs of the data. Both are places to reach: what resumes at or beyond them only says so.
-      evaluate: `f(state) -> {name: number}`, at every `evaluate_every` ("epoch", "5 epochs", or a number of steps), and
-        at the end.
-      callbacks: functions `f(run) -> None | state`, see `callbacks`. `every(n, f)` is called at multiples of n steps; a
-        bare one at every boundary, those of `log_every` too.
-      logger: `f(row, step=)`, or several; `wandb.log` is one. Called on the first process only.
+      steps: the total of applied steps, counted by `state.step`; or
+      epochs: the total of epochs of the data. A run that is there already returns at once, with a warning.
+      evaluate: `f(state) -> {name: number}`, called every `evaluate_every` ("epoch", "5 epochs", or a
+        number of steps) and at the end.
+      callbacks: functions `f(run) -> None | state`, see `callbacks`. `every(n, f)` is called at multiples
+        of n steps; a plain function at every boundary, including each multiple of `log_every`.
+      logger: `f(row, step=)`, or several; for example `wandb.log`. Called on the first process only.
       checkpoint: a path or `Checkpoints`: where to save all that it takes to go on (state, place of the data, history,
         what callbacks remember) at its `every`, else after every epoch, and at the end; and from where to resume.
-      resume: "auto" goes on from the newest good checkpoint, or starts; "must" wants one; "never" wants none.
+      resume: "auto" resumes from the newest good checkpoint if there is one; "must" raises if there is
+        none; "never" raises if there is one.
       replay: whether data that cannot be put to its place (a list, a generator) may be read again up to there.
-      progress: True (a bar on a terminal and in notebooks, else lines), False, or a tqdm.
-      log_every: a row of the history for every so many steps, with the numbers of that step.
-      steps_per_call: of the compiled loop; "auto" follows the time that a step takes. Changes no bit. None calls
-        `step` itself, which then need not be traceable.
-      max_bad: so many rejected steps in a row end the run with a NonFiniteError; fewer are warned of.
-      profile: a directory: ten calls after the first are traced into it, with their phases (batches, dispatch, read,
-        boundary) by name, for Perfetto or XProf.
-      smoke: try everything and keep nothing: two steps on a copy of the state, one evaluation, every callback once; no
-        logger, no checkpoint.
-      history: one to go on with.
+      progress: True (on stderr: a bar on a terminal and in notebooks, else lines), False, or a tqdm.
+      log_every: a row of the history for every so many steps, with the numbers of that step; the first
+        and the last step have a row too.
+      steps_per_call: number of steps in one call of the compiled loop; "auto" follows the time that a step
+        takes. Does not change the result. None calls `step` itself, which then need not be traceable.
+      max_bad: number of rejected steps in a row that ends the run with a NonFiniteError; fewer give a warning.
+      profile: a directory for a JAX profiler trace of calls 2 to 11, with their phases (batches, dispatch,
+        read, boundary) by name, for Perfetto or XProf.
+      smoke: try everything and keep nothing: two steps on a copy of the state, one evaluation, every
+        callback once; no logger, no checkpoint.
+      history: a `History` to add rows to.
       extra: arguments for `step` by name, as in `step(state, batch, **extra)`.
 
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends the run after the
     call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. SIGTERM does the
     same where there is a checkpoint, or a state of several processes, with SystemExit(143). Exceptions that pass
-    through carry `error.state`, `error.history` and `error.rejected` (for `ts.replay`), the state None where the failed
-    call had consumed it.
+    through have `error.state`, `error.history` and `error.rejected` (for `ts.replay`); the state is None
+    if the failed call had consumed it.
 
-    Where a state lives on devices of several processes, they compare what decides (settings, data, what callbacks
-    changed), and raise ProcessError on all of them where it differs. The numbers of `evaluate` are those of process 0.
+    If the state is on devices of several processes, they compare settings, data and changes by callbacks,
+    and raise ProcessError on all of them if one differs. The numbers of `evaluate` are those of process 0.
 
     Raises WrongTypeError for what it cannot work with, before anything is compiled; DataError for data that gives no
     batch or ends before the goal; NonFiniteError.
@@ -227,9 +233,14 @@ def fit(
         run = fitting.run
         stack.callback(fitting.feed.close)
         if goal.reached(run.step, fitting.feed.epoch):
-            at = f"step {run.step}" if goal.steps else f"epoch {fitting.feed.epoch}"
-            text = f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do"
-            warnings.warn(text, stacklevel=2)
+            at, why = f"step {run.step}", "state.step counts on: ask for a later one, or give a new state"
+            if goal.epochs:
+                at, why = f"epoch {fitting.feed.epoch}", "so far are the data, data.get_state(): ask for a "
+                why += 'later one, or go back, data.set_state({"epoch": 0, "position": 0})'
+            if saver is not None and fitting.saved is not None:
+                why = f"so says the checkpoint in {saver.path}: ask for a later one, or give another path"
+            text = f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do; {why}"
+            warn(text)
             return run.state, run.history
         fitting.profile = Profile(profile)
         stack.callback(fitting.profile.close)
@@ -245,6 +256,7 @@ def fit(
             fitting.rescue(error)
             fitting.bar.close(type(error).__name__)
             _with_state(error, run)
+            hide_own_frames(error)
             raise
         if smoke:
             fitting.feed.back()

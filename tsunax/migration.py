@@ -30,7 +30,6 @@ from tsunax.state import (
     check_state,
     frozen_flags,
     frozen_words,
-    moving_part,
     own,
     setup,
     trained_part,
@@ -150,9 +149,9 @@ def migrate(
         "loss_scale": known and jax.tree.map(own, known.loss_scale) if loss_scale is KEEP else loss_scale,
     }
     fresh = setup(rule, _wide(given, known), **options)
-    full = _hoist.lower(fresh.opt_state, fresh.numbers, jnp.zeros((), jnp.int32))
+    full = _hoist.lower(fresh.opt_state, fresh.numbers)
     full, report = _filled(full, old.slots, _slots(full, _owners_of(fresh), base(fresh)))
-    opt_state, numbers = _hoist.hoist(_hoist.with_own_counts(full, old.step))
+    opt_state, numbers = _hoist.hoist(full)
     counts = own(known.clock) if known is not None else jnp.array([old.step, old.step, 0, 0], jnp.int32)
     fresh = dataclasses.replace(fresh, clock=beside(fresh.params, counts), opt_state=opt_state, numbers=numbers)
     report = report.joined(_around(old, fresh))
@@ -177,7 +176,7 @@ def _as_old(state, params, rule, step) -> _Old:
             raise StateError(message("state", where, "a population", "one state", "Each alone: ts.member(runs, i)."))
         if any(map(_tree.is_traced, jax.tree.leaves(state))):
             raise StateError(message("state", where, "a traced state", "a concrete one", "Call it outside of jit."))
-        full = _hoist.lower(state.opt_state, state.numbers, state.step)
+        full = _hoist.lower(state.opt_state, state.numbers)
         slots = _told(_slots(full, _owners_of(state), base(state)))
         return _Old(state.params, slots, int(state.step), state, state.model_state, state.key)
     if step is not None:
@@ -275,7 +274,7 @@ def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
     node, what, home, groups = full, "state", (), []
     for i, entry in enumerate(path):
         if _live.is_live(node):
-            if entry.name in ("table", "extra"):
+            if entry.name in ("table", "extra") or (entry.name == "count" and not node.own_clock):
                 return None
             if entry.name == "count":
                 what, home = f"{node.live.title}.count", path[:i]
@@ -417,7 +416,7 @@ def _cuts(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
         else:
             notes.append(f"{s.live.title}: the numbers of {', '.join(s.cut.labels[1:])} alone are gone")
     if numbers is not None and cuts:
-        opt_state, numbers = _hoist.recut(new.opt_state, numbers, new.step, trained_part(new), cuts)
+        opt_state, numbers = _hoist.recut(new.opt_state, numbers, trained_part(new), cuts)
         new = dataclasses.replace(new, opt_state=beside(new.params, opt_state), numbers=beside(new.params, numbers))
     return new, Report((), (), (), tuple(notes))
 
@@ -477,4 +476,4 @@ def _frozen(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
 
 
 def _moving_names(state: TrainState) -> list[str]:
-    return ["/".join(name) for name, _, _ in _tree.leaves_with_names(moving_part(state))]
+    return ["/".join(name) for name, _, _ in _tree.leaves_with_names(trained_part(state))]

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsunax import _tree, _where
 from tsunax.errors import LossError, MissingLibraryError, ParamsError, StateError, WrongTypeError, message
@@ -25,7 +26,7 @@ from tsunax.state import TrainState, check_state, own
 __all__ = ["Model", "equinox", "haiku", "linen", "nnx", "raw"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A model in parts; made by `nnx`, `linen`, `equinox`, `haiku` and `raw`.
 
@@ -40,6 +41,26 @@ class Model:
     apply: Callable
     build: Callable
 
+    def __repr__(self) -> str:
+        parts = {"params": self.params, "model_state": self.model_state}
+        counts = [f"{name} {_amount(tree)}" for name, tree in parts.items() if jax.tree.leaves(tree)]
+        rows = [
+            (f"{name}/{_tree.path_str(path)}" if name != "params" else _tree.show(path), _tree.describe(x))
+            for name, tree in parts.items()
+            for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+        ]
+        if len(rows) > 24:
+            rows = [*rows[:12], (f"... {len(rows) - 20} more", ""), *rows[-8:]]
+        width = max(len(name) for name, _ in rows)
+        table = [f"  {name:<{width}}  {kind}".rstrip() for name, kind in rows]
+        return "\n".join([f"Model({', '.join(counts)})", *table])
+
+
+def _amount(tree) -> str:
+    arrays = jax.tree.leaves(tree)
+    n = sum(int(np.prod(np.shape(x))) for x in arrays)
+    return f"{n:,} in {len(arrays)} array{'s' * (len(arrays) != 1)}"
+
 
 def _model(params, model_state, call: Callable, assemble: Callable, *, has_modes: bool = True) -> Model:
     """From `call(params, model_state, key, train, x, named)` and `assemble(params, model_state)`."""
@@ -51,7 +72,7 @@ def _model(params, model_state, call: Callable, assemble: Callable, *, has_modes
     def carried(model_state, where):
         model_state = nothing if model_state is None else model_state
         if model_state is None:
-            fix = "Give setup(..., model_state=model.model_state), and hand it on in loss_fn."
+            fix = "Give setup(..., model_state=model.model_state), and add a model_state parameter to loss_fn."
             raise StateError(message("model_state", where, "None", "what the model carries", fix))
         return jax.tree.map(lambda x: x, model_state)  # containers of its own: equinox invalidates what it is given
 
@@ -172,7 +193,7 @@ def nnx(module, *, wrt=None) -> Model:
         _, _, after, _, rest = lib.split(net, wrt, lib.RngState, lib.Intermediate, ...)
         drawn = any(a is not b for a, b in zip(*map(jax.tree.leaves, (lib.to_pure_dict(after), rngs)), strict=True))
         if train and key is None and drawn:
-            fix = "Give setup(..., key=0), and hand the key on in loss_fn."
+            fix = "Add a key parameter to loss_fn, call model.apply(..., key=key), and give setup(..., key=0)."
             raise StateError(message("key", "Model.apply()", "None", "a key for the model's random streams", fix))
         return out, lib.to_pure_dict(rest)
 

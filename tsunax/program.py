@@ -11,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,22 +20,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tsunax import _axes, _checks, _place, _tree, accumulation, guard, losses
+from tsunax import _axes, _checks, _place, _tree, _where, accumulation, guard, losses
 from tsunax._loss import Loss, rows_of, uneven
-from tsunax._loss_fn import LossFn
+from tsunax._loss_fn import LossFn, hide_own_frames
 from tsunax._members import members_of, over_members
+from tsunax._norms import leaves_apart
 from tsunax._traces import Trace
 from tsunax.errors import LossError, NonFiniteError, RuleError, StateError, TsunaxError, WrongTypeError, message
 from tsunax.state import (
     Plan,
     TrainState,
+    assemble,
     check_flags,
     check_state,
     donated,
+    split,
     trained_part,
     with_rest,
 )
-from tsunax.step import StepInfo, gradient_of, objective_of, seen_by, thawed_flags, update
+from tsunax.step import StepInfo, gradient_of, moved, objective_of, seen_by, thawed_flags
 
 
 def _fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
@@ -50,17 +52,8 @@ def _fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | N
         _check_arguments(state, batch, extra)
     except TsunaxError as found:
         return found
+    hide_own_frames(error)
     return None
-
-
-@contextlib.contextmanager
-def _explained(state: TrainState, batch, extra) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if fault := _fault(error, state, batch, extra):
-            raise fault from None
-        raise
 
 
 def _check_arguments(state: TrainState, batch, extra) -> None:
@@ -68,12 +61,14 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
     if is_data and not _tree.is_array(batch):
         fix = "A step takes one batch: for batch in data."
         raise WrongTypeError(message("batch", "step()", _tree.describe(batch), "a tree of arrays", fix))
+    if any(map(_tree.is_gone, jax.tree.leaves(state))):
+        raise StateError(donated("step()"))
     _checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
-    donated = {id(x) for x in jax.tree.leaves(_apart(state)[0])}
+    moving = {id(x) for x in jax.tree.leaves(split(state)[0])}
     for name, tree in {"batch": batch, **extra}.items():
         if name != "batch":
             _checks.check_arrays(tree, name, f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...).")
-        if any(id(x) in donated for x in jax.tree.leaves(tree)):
+        if any(id(x) in moving for x in jax.tree.leaves(tree)):
             fix = "The step donates them: copy, or train_step(..., donate=False)."
             raise StateError(message(f"argument {name!r}", "step()", "arrays of the state itself", "others", fix))
     _checks.check_arrays(state, "state")
@@ -98,36 +93,44 @@ def _any_traced(tree) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
-def _apart(state: TrainState) -> tuple[tuple, tuple]:
-    """What a step changes (donated, and returned by the program), and what it only reads and is put back outside."""
-    trained, rest = state.params, None
-    if state.plan.selected is not None:
-        trained, rest = _tree.partition(state.params, state.plan.selected)
-    kept = state.masters, state.average, state.loss_scale
-    moving = state.clock, trained, state.opt_state, state.model_state, kept
-    return moving, (state.numbers, state.frozen, state.key, rest)
-
-
-def _assemble(plan, moving: tuple, still: tuple) -> TrainState:
-    clock, params, opt_state, model_state, (masters, average, loss_scale) = moving
-    numbers, frozen, key, rest = still
-    if rest is not None:
-        params = _tree.merge(params, rest)
-    return TrainState(clock, params, opt_state, model_state, key, numbers, frozen, masters, average, loss_scale, plan)
-
-
-def home_of(state, moving, still=()) -> tuple[_place.Home | None, Any, Any]:
-    """How the moving part of a state lies on a mesh, and both parts as they lie there; None where on one device.
-
-    Looked up once for each state that no step of ours has made: those know, and are as they should be.
-    """
-    known = state.__dict__ if isinstance(state, TrainState) else {}
-    if "home" in known:
-        return known["home"], moving, still
+def home_of(moving, still=()) -> tuple[_place.Home | None, Any, Any]:
+    """How the moving part of a state lies on a mesh, and both parts as they lie there; None if on one device."""
     home, other = _place.home_on_mesh(moving, still), _place.home_on_mesh(still, moving)
     if home is None or other is None:
         return None, moving, still
     return home, _place.settled(moving, home.layout), _place.settled(still, other.layout)
+
+
+class Programs(dict):
+    """The compiled functions of a step by the home of what they take; one is built when it is asked for first."""
+
+    def __init__(self, build: Callable):
+        super().__init__()
+        self._build = build
+        self._sharding: Any = self  # of the clock of the last state on one device: no sharding yet
+        self.devices: list[Any] = []  # that such states lay on: each compiles, none traces
+
+    def __missing__(self, home: _place.Home | None):
+        self[home] = self._build(home)
+        return self[home]
+
+    def home_of(self, state: TrainState, moving, still) -> tuple[_place.Home | None, Any, Any]:
+        """`home_of`, which looks at every leaf, but for states that lie as the last one: what a program returns has
+        one sharding object, call for call. Raises StateError for a state that was donated."""
+        clock = state.clock
+        if getattr(clock, "sharding", None) is self._sharding:
+            if clock.is_deleted():
+                raise StateError(donated("step()"))
+            return None, moving, still
+        if any(map(_tree.is_gone, jax.tree.leaves((moving, still)))):
+            raise StateError(donated("step()"))
+        _checks.check_arrays(state, "state")
+        home, moving, still = home_of(moving, still)
+        if home is None and isinstance(clock, jax.Array) and len(devices := clock.devices()) == 1:
+            self._sharding = clock.sharding
+            if not devices.issubset(self.devices):
+                self.devices += devices
+        return home, moving, still
 
 
 def masked(given, padding):
@@ -146,11 +149,7 @@ def spread(rows, extra, home: _place.Home, *, whole: bool = False) -> tuple[Any,
 
 
 def _search(loss_fn, state: TrainState, batch, extra, axes) -> dict[str, Callable]:
-    """The loss at other trained parameters, under the names by which rules ask for it.
-
-    optax hands every extra argument that its line search does not know to this function, by the names of its
-    signature, and fails on the others: so it names them all and reads none.
-    """
+    """The loss at other trained parameters, and its gradient, under the names by which rules ask for them."""
     fn = LossFn.of(loss_fn)
     keywords = fn.keywords(state, batch, extra, train=True)
 
@@ -158,16 +157,12 @@ def _search(loss_fn, state: TrainState, batch, extra, axes) -> dict[str, Callabl
         if axes:
             fix = "Over sharded arrays (ts.shard) it can."
             raise RuleError(message("rule", f"train_step(axis_name={axes!r})", "a line search", "one without", fix))
-        thawed, _ = thawed_flags(state)
+        thawed = thawed_flags(state)
         if thawed is not None:
             params = guard.choose(thawed, params, trained_part(state))
         return objective_of(fn, state, batch, keywords)(with_rest(state, params))[1].compute()
 
-    names = ["step", "weight", "obj_fn", *extra]
-    keyword = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    value_fn.__signature__ = inspect.Signature([first, *keyword])  # type: ignore[attr-defined]
-    return {"value_fn": value_fn, "obj_fn": value_fn}
+    return {"value_fn": value_fn, "obj_fn": value_fn, "grad_fn": lambda params, _=None: jax.grad(value_fn)(params)}
 
 
 @jax.tree_util.register_static
@@ -224,7 +219,7 @@ class TrainStep:
     def _one(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
         search = _search(self.loss_fn, state, batch, extra, self.axis_name)  # first: it looks at the names in extra
         loss, grads = self._gradient(state, batch, **extra)
-        return update(state, grads, loss=loss, on_nonfinite=self.on_nonfinite, norms=self.norms, **search, **extra)
+        return moved(state, grads, loss, None, self.on_nonfinite, self.norms, {**search, **extra})
 
     @functools.cached_property
     def traces(self) -> list[Trace]:
@@ -232,33 +227,22 @@ class TrainStep:
         return []
 
     @functools.cached_property
-    def places(self) -> list[tuple[str, Any]]:
-        """The kind of program and the device, of each device that a state alone lay on: each compiles, none traces."""
-        return []
-
-    def seen_on(self, kind: str, state: TrainState) -> None:
-        """Note where a state lies that no step of ours has made."""
-        clock = state.clock
-        devices = clock.devices() if isinstance(clock, jax.Array) and not isinstance(clock, Tracer) else ()
-        if len(devices) == 1 and (place := (kind, *devices)) not in self.places:
-            self.places.append(place)
-
-    @functools.cached_property
     def _traced(self) -> Any:
         return jax.jit(self.pure)
 
     @functools.cached_property
-    def _programs(self) -> _place.Programs:
-        return _place.Programs(self._compiled_on)
+    def programs(self) -> Programs:
+        return Programs(self._compiled_on)
 
     def _compiled_on(self, home: _place.Home | None) -> Any:
-        def train_step(plan, moving, still, batch, extra):
-            state = _assemble(plan, moving, still)
+        def train_step(kind, moving, still, batch, extra):
+            state = assemble(kind, moving, still)
             trace = Trace.of("step", home, state, {"batch": batch, **extra})
-            state, (loss, weight, *seen, _) = self.pure(state, batch, extra)
+            with leaves_apart(home is not None):
+                state, (loss, weight, *seen, _) = self.pure(state, batch, extra)
             self.traces.append(trace)  # one that failed is none
             weight = _Known(weight) if isinstance(weight, np.ndarray | np.generic) else weight
-            return _apart(state)[0], (loss, weight, *seen)  # numbers are put back outside, and info made there: faster
+            return split(state)[0], (loss, weight, *seen)  # numbers are put back outside, and info made there: faster
 
         out = None if home is None else (home.layout, home.whole)
         return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else (), out_shardings=out)
@@ -280,34 +264,20 @@ class TrainStep:
         if not isinstance(state, TrainState):
             check_state(state, "step()", batch)
         try:
-            known = "home" in state.__dict__
-            # eager grad and vmap trace some arrays only, and would donate the others under the user's feet
-            if _any_traced((batch, extra) if known else (state, batch, extra)):
+            if _axes.is_tracing():  # eager grad and vmap would donate what is not traced under the user's feet
                 return self._traced(state, batch, extra)
-            if known:
-                gone = state.clock.is_deleted()
-            else:
-                gone = any(map(_tree.is_gone, jax.tree.leaves(state)))
-                if isinstance(state.clock, jax.ShapeDtypeStruct):
-                    _checks.check_arrays(state, "state")
-            if gone:
-                raise StateError(donated("step()"))
-            if not known:
-                self.seen_on("step", state)
-            plan, (moving, still) = state.plan, _apart(state)
-            home, moving, still = home_of(state, moving, still)
+            kind, (moving, still) = (type(state), state.plan), split(state)
+            home, moving, still = self.programs.home_of(state, moving, still)
             if home is not None:
                 batch, extra = self._placed(state, home, batch, extra)
-            moving, (loss, weight, *seen) = self._programs[home](plan, moving, still, batch, extra)
+            moving, (loss, weight, *seen) = self.programs[home](kind, moving, still, batch, extra)
         except Exception as error:
             if fault := _fault(error, state, batch, extra):
                 raise fault from None
             raise
-        state = _assemble(plan, moving, still)
-        if not isinstance(state.clock, Tracer):  # a jit around us traces all that it computes
-            state.__dict__["home"] = home  # no field: a state that was edited is looked at again
+        state = assemble(kind, moving, still)
         weight = weight.weight if type(weight) is _Known else weight
-        info = tuple.__new__(StepInfo, (loss, weight, *seen, still[0]))
+        info = tuple.__new__(StepInfo, (loss, weight, *seen, state.numbers))
         if self.on_nonfinite == "raise":
             self._raise_if_rejected(state, info, batch, extra)
         return state, info
@@ -327,7 +297,7 @@ class TrainStep:
         calls = int(state.calls)
         # the state is as it was: the gradients that were rejected can be had again
         grads, dropped = self._again(state.replace(calls=calls - 1), batch, extra)
-        what = guard.explain(int(info.verdict), state.opt_state, state.plan.apart(grads)[0])
+        what = guard.explain(int(info.verdict), state.opt_state, grads)
         if dropped is not None and np.any(dropped):
             what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {self.accumulate}"
         for found in (guard.in_batch(batch), self._about_labels(state, batch, extra)):
@@ -365,11 +335,10 @@ class TrainStep:
     def trace(self, state: TrainState, batch, **extra) -> jax.stages.Traced:
         """The same before it is lowered: `.jaxpr`."""
         check_state(state, "lower()", batch)
-        moving, still = _apart(state)
-        home, moving, still = home_of(state, moving, still)
+        home, moving, still = home_of(*split(state))
         if home is not None:
             batch, extra = self._placed(state, home, batch, extra)
-        return self._programs[home].trace(state.plan, moving, still, batch, extra)
+        return self.programs[home].trace((type(state), state.plan), moving, still, batch, extra)
 
     def __getstate__(self):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -384,6 +353,7 @@ def is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
     return bool(info.loss_scale > scale.floor and counted)
 
 
+@_where.suggests_names
 def train_step(
     loss_fn: Callable,
     *,
@@ -480,28 +450,31 @@ class EvalStep:
 
     def _read(self, state: TrainState) -> TrainState:
         """What an evaluation reads of the state: neither another rule nor a freeze compiles it anew."""
-        average = state.average if "ema" in self._fn.names else None
-        selected = None if average is None else state.plan.selected
+        average = "average" if "ema" in self._fn.names else ""
+        selected = state.plan.selected if average else None
         plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
-        return TrainState(
-            state.clock, state.params, None, state.model_state, None, None, None, None, average, None, plan
-        )
+        return dataclasses.replace(state.only("clock", "params", "model_state", average), plan=plan)
 
     def __call__(self, state: TrainState, batch, **extra) -> Loss:
         check_state(state, "eval_step()", batch)
-        home = home_of(state, state.params)[0]
-        with _explained(state, batch, extra):
+        home = home_of(state.params)[0]
+        try:
             if home is not None and not _any_traced((batch, extra)):
                 if members_of(state) is None:
                     batch, extra = spread((batch, extra.get("mask")), extra, home, whole=True)
                 else:
                     batch, extra = _place.whole((batch, extra), home.whole)
             return self._compiled(self._read(state), batch, extra)
+        except Exception as error:
+            if fault := _fault(error, state, batch, extra):
+                raise fault from None
+            raise
 
     def __getstate__(self):
         return {"loss_fn": self.loss_fn, "axis_name": self.axis_name}
 
 
+@_where.suggests_names
 def eval_step(loss_fn: Callable, *, axis_name: Any = None) -> EvalStep:
     """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
 
@@ -539,10 +512,14 @@ def refresh(loss_fn: Callable) -> Callable:
 
     def call(state: TrainState, batch, **extra) -> TrainState:
         check_state(state, "refresh()", batch)
-        home = home_of(state, state.params)[0]
-        with _explained(state, batch, extra):
+        home = home_of(state.params)[0]
+        try:
             if home is not None and not _any_traced((batch, extra)):
                 batch, extra = spread((batch, extra.get("mask")), extra, home)
             return run(state, batch, extra)
+        except Exception as error:
+            if fault := _fault(error, state, batch, extra):
+                raise fault from None
+            raise
 
     return call

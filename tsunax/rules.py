@@ -7,7 +7,6 @@ here works in plain optax code, and any optax rule works in tsunax.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -79,9 +78,6 @@ class _ChainInit:
 @dataclass(frozen=True)
 class _ChainUpdate:
     updates: tuple[Callable, ...]
-
-    def on_one_clock(self, states):
-        return tuple(_live.on_one_clock(update, s) for update, s in zip(self.updates, states, strict=True))
 
     def __call__(self, grads, states, params=None, **extra):
         if extra.get("flush"):  # of the window at its end; the others see real calls only
@@ -193,13 +189,10 @@ class _GroupsUpdate:
     assign: _Assign
     updates: tuple[Callable, ...]
 
-    def on_one_clock(self, state):
-        parts = zip(self.assign.patterns, self.updates, strict=True)
-        return GroupsState({p: _live.on_one_clock(update, state.inner[p]) for p, update in parts})
-
-    def __call__(self, grads, state, params=None, *, value_fn=None, obj_fn=None, grad=None, outside=0.0, **extra):
+    def __call__(self, grads, state, params=None, *, grad=None, outside=0.0, **extra):
         flags = self.assign(grads if params is None else params)
         squares = _tree.square_sums(grads)
+        searches = {name: extra.pop(name) for name in _live.SEARCHES if extra.get(name) is not None}
         out, inner = list(jax.tree.leaves(grads)), {}
         for pattern, update in zip(self.assign.patterns, self.updates, strict=True):
             mine = flags[pattern]
@@ -208,8 +201,7 @@ class _GroupsUpdate:
             given = {"outside": others, **extra}
             if grad is not None:
                 given["grad"] = part(grad)
-            searches = {"value_fn": value_fn, "obj_fn": obj_fn}
-            given |= {name: _for_part(f, params, mine) for name, f in searches.items() if f is not None}
+            given |= {name: _for_part(f, params, mine, name == "grad_fn") for name, f in searches.items()}
             if extra.get("flush") and accumulation.any_emitted(state.inner[pattern]) is None:
                 inner[pattern] = state.inner[pattern]
                 continue
@@ -219,20 +211,16 @@ class _GroupsUpdate:
         return jax.tree.unflatten(jax.tree.structure(grads), out), GroupsState(inner)
 
 
-def _for_part(value_fn, params, mine):
-    """`value_fn` of one group's leaves, the others as they are."""
+def _for_part(f, params, mine, is_gradient: bool):
+    """A function of all leaves as one of one group's, the others as they are."""
     rest = _tree.partition(params, mine)[1]
 
-    @functools.wraps(value_fn)
-    def of_part(part, outside=None, **extra):
-        return value_fn(_tree.merge(part, rest), **extra)
+    @functools.wraps(f)
+    def of_part(part, *args, **extra):
+        out = f(_tree.merge(part, rest), *args, **extra)
+        return _tree.partition(out, mine)[0] if is_gradient else out
 
-    # optax's line searches fail on an argument that the function does not name
-    parameters = list(inspect.signature(value_fn).parameters.values())
-    outside = inspect.Parameter("outside", inspect.Parameter.KEYWORD_ONLY, default=None)
-    signature = inspect.Signature([*(p for p in parameters if p.name != "outside"), outside])
-    of_part.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-    return of_part
+    return _live.accepting(of_part, ["outside"])
 
 
 def groups(
@@ -273,14 +261,11 @@ class _SkipZeroUpdate:
     init: Callable  # without its numbers: it only tells which leaf of the state belongs to which parameter
     update: Callable
 
-    def on_one_clock(self, state):
-        return _live.on_one_clock(self.update, state)
-
     def __call__(self, grads, state, params=None, **extra):
         moves = [jnp.any(g != 0) for g in jax.tree.leaves(grads)]  # NaN is not 0
         updates, new = self.update(grads, state, params, **extra)
         updates = choose(moves, updates, jax.tree.map(jnp.zeros_like, updates))
-        nothing_hoisted = _hoist.Numbers(None, _hoist.Layout(jax.tree.structure(state), None, (), (), ()))
+        nothing_hoisted = _hoist.Numbers(None, _hoist.Layout(jax.tree.structure(state), None, (), (), (), ()))
         owners = _hoist.owners_of(self.init, state, nothing_hoisted, grads)
         return updates, choose([o is None or moves[o] for o in owners], new, state)
 

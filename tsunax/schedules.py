@@ -153,8 +153,8 @@ class _Function:
         return getattr(self.call, "__name__", repr(self.call))
 
 
-def _in_range(low=None, high=None, *, above=None, whole: bool = False) -> Callable:
-    """The check of a number: at least `low`, at most `high`, more than `above`."""
+def _in_range(low=None, high=None, *, above=None, whole: bool = False, is_int32: bool = False) -> Callable:
+    """The check of a number: at least `low`, at most `high`, more than `above`; int32 if formulas count with it."""
     bounds = [f"{sign} {x}" for sign, x in (("≥", low), (">", above), ("≤", high)) if x is not None]
     expected = f"a {'whole ' if whole else ''}number {' and '.join(bounds)}".rstrip()
 
@@ -166,7 +166,7 @@ def _in_range(low=None, high=None, *, above=None, whole: bool = False) -> Callab
         beyond = (low is not None and value < low) or (high is not None and value > high)
         if beyond or (above is not None and value <= above) or (whole and value != int(value)):
             raise HyperparameterError(message(name, where, value, expected))
-        if whole and abs(value) > _LAST:
+        if is_int32 and abs(value) > _LAST:
             raise HyperparameterError(message(name, where, value, f"at most {_LAST} steps"))
         return value
 
@@ -175,7 +175,8 @@ def _in_range(low=None, high=None, *, above=None, whole: bool = False) -> Callab
 
 _finite_number = _in_range()
 _not_negative = _in_range(0)
-_steps = _in_range(0, whole=True)
+_wait = _in_range(0, whole=True)
+_steps = _in_range(0, whole=True, is_int32=True)
 
 
 def _piece(where, name, value):
@@ -222,7 +223,7 @@ def _milestones(where, name, value):
     except (TypeError, ValueError):
         raise WrongTypeError(message(name, where, _tree.describe(value), "{step: scale}")) from None
     pairs = [
-        (_steps(where, f"a step of {name}", step), _not_negative(where, f"{name}[{step}]", scale))
+        (_wait(where, f"a step of {name}", step), _not_negative(where, f"{name}[{step}]", scale))
         for step, scale in pairs
     ]
     steps = [step for step, _ in pairs]
@@ -258,8 +259,9 @@ NotNegative = Annotated[Any, _or_schedule(_not_negative)]
 Fraction = Annotated[Any, _or_schedule(_in_range(0, 1))]
 Decay = Annotated[Any, _or_schedule(_in_range(high=1, above=0))]
 Length = Annotated[Any, _or_schedule(_in_range(above=0, whole=True))]
-Wait = Annotated[Any, _or_schedule(_steps)]  # a length that may be 0
-Offset = Annotated[Any, _or_schedule(_in_range(whole=True))]
+Wait = Annotated[Any, _or_schedule(_wait)]  # a length that may be 0
+Period = Annotated[Any, _or_schedule(_in_range(above=0, whole=True, is_int32=True))]  # counted in int32
+Offset = Annotated[Any, _or_schedule(_in_range(whole=True, is_int32=True))]
 Flag = Annotated[Any, _flag]
 Curve = Annotated[Any, _curve]
 Milestones = Annotated[Any, _milestones]
@@ -531,9 +533,10 @@ def warmup_cosine_decay_schedule(
 ):
     """A straight line from `init_value` to `peak_value` in `warmup_steps`, then half a cosine to `end_value`.
 
-    `decay_steps` is the whole length, with the warm-up.
+    `decay_steps` is the whole length, with the warm-up. From a peak of 0 it stays there.
     """
     part = _cosine(_ramp(step, warmup_steps, decay_steps - warmup_steps))
+    end_value = jnp.where(peak_value == 0, 0.0, end_value)  # as optax's, which has a ratio of the two
     decayed = _between(end_value, peak_value, _power(part, exponent))
     return jnp.where(step < warmup_steps, _between(init_value, peak_value, _ramp(step, 0, warmup_steps)), decayed)
 
@@ -647,45 +650,45 @@ def _hump(u):
 
 
 @schedule
-def triangle(step, low: Value, high: Value, period: Length):
+def triangle(step, low: Value, high: Value, period: Period):
     """From `low` up to `high` and back in `period` steps, again and again. (Smith, arXiv:1506.01186.)"""
     return _between(low, high, _wave(_cycle(step, period)[0]))
 
 
 @schedule
-def triangle_halving(step, low: Value, high: Value, period: Length):
+def triangle_halving(step, low: Value, high: Value, period: Period):
     """`triangle` whose height `high - low` halves after each period."""
     u, past = _cycle(step, period)
     return _between(low, high, _wave(u) * 0.5**past)
 
 
 @schedule
-def triangle_exponential(step, low: Value, high: Value, period: Length, decay_rate: Decay):
+def triangle_exponential(step, low: Value, high: Value, period: Period, decay_rate: Decay):
     """`triangle` whose height `high - low` is multiplied by `decay_rate` at each step."""
     return _between(low, high, _wave(_cycle(step, period)[0]) * decay_rate**step)
 
 
 @schedule
-def sine(step, low: Value, high: Value, period: Length):
+def sine(step, low: Value, high: Value, period: Period):
     """`low + (high - low) · |sin(π step / period)|`: one hump in each period."""
     return _between(low, high, _hump(_cycle(step, period)[0]))
 
 
 @schedule
-def sine_halving(step, low: Value, high: Value, period: Length):
+def sine_halving(step, low: Value, high: Value, period: Period):
     """`sine` whose height `high - low` halves after each period."""
     u, past = _cycle(step, period)
     return _between(low, high, _hump(u) * 0.5**past)
 
 
 @schedule
-def sine_exponential(step, low: Value, high: Value, period: Length, decay_rate: Decay):
+def sine_exponential(step, low: Value, high: Value, period: Period, decay_rate: Decay):
     """`sine` whose height `high - low` is multiplied by `decay_rate` at each step."""
     return _between(low, high, _hump(_cycle(step, period)[0]) * decay_rate**step)
 
 
 @schedule
-def cosine_annealing(step, low: Value, high: Value, period: Length, restart: Flag = True):
+def cosine_annealing(step, low: Value, high: Value, period: Period, restart: Flag = True):
     """Half a cosine from `high` towards `low` in `period` steps, again and again, or once without `restart`.
 
     With restarts `low` itself is never reached: the last step of a period is 1/period before it.
@@ -715,13 +718,13 @@ def sequence(step, pieces: Pieces):
 
 
 @schedule
-def loop(step, schedule: Piece, period: Length):
+def loop(step, schedule: Piece, period: Period):
     """The first `period` steps of a schedule, again and again: `schedule(step % period)`."""
     return _at(schedule, step % jnp.maximum(_whole(period), 1))
 
 
 @schedule
-def interpolate(step, schedule: Piece, rate: Length):
+def interpolate(step, schedule: Piece, rate: Period):
     """`schedule(step // rate)`: a schedule of epochs, driven by steps, with `rate` steps in an epoch."""
     return _at(schedule, step // jnp.maximum(_whole(rate), 1))
 
@@ -733,13 +736,13 @@ def shift(step, schedule: Piece, offset: Offset):
 
 
 @schedule
-def reverse(step, schedule: Piece, period: Length):
+def reverse(step, schedule: Piece, period: Period):
     """`schedule(period - step)`: from its value at `period` back to its first, which it keeps."""
     return _at(schedule, _whole(period) - step)
 
 
 @schedule
-def symmetric(step, schedule: Piece, period: Length):
+def symmetric(step, schedule: Piece, period: Period):
     """A schedule up to the middle of `period` and back the same way to its first value, which it keeps.
 
     >>> from tsunax.schedules import *

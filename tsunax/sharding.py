@@ -184,19 +184,13 @@ class _Choice:
                 opt_state.append(follow[owner])
             else:
                 opt_state.append(self._spread(self._over(P(), leaf, "fsdp"), np.shape(leaf)))
-        by_name = {
-            "params": params,
-            "opt_state": opt_state,
-            "masters": follow,
-            "average": follow,
-            "model_state": [self._over(P(), x, "fsdp") for x in jax.tree.leaves(state.model_state)],
-        }
         found: list[P] = []
-        for field in dataclasses.fields(state):
-            if field.name != "plan":
-                n = len(jax.tree.leaves(getattr(state, field.name)))
-                own = by_name.get(field.name, [])[:n]
-                found += [*own, *[P()] * (n - len(own))]
+        for field in state._fields:
+            leaves, like = jax.tree.leaves(getattr(state, field.name)), field.metadata["like"]
+            own = {"params": params, "rule": opt_state, "trained": follow}.get(like, [])
+            if like == "free":
+                own = [self._over(P(), x, "fsdp") for x in leaves]
+            found += [*own[: len(leaves)], *[P()] * (len(leaves) - len(own))]
         return found
 
     def _ruled(self, params) -> dict[int, P]:

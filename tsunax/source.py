@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _checks, _tree
-from tsunax.data import Batches, Data
+from tsunax import _checks, _place, _tree
+from tsunax.data import Batches, Data, check_casts, owned
 from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
 
-__all__ = ["END", "Source", "as_source"]
+__all__ = ["END", "Source", "as_source", "named"]
 
 END = object()
 
@@ -27,16 +27,46 @@ def _shapes(batch: Any) -> Any:
     return treedef, [(np.shape(x), _tree.dtype_of(x)) for x in leaves]
 
 
-def _stack(*leaves: Any) -> Any:
-    return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)
-
-
 def _as_array(leaf: Any) -> Any:
-    return np.asarray(leaf) if hasattr(leaf, "__array__") and not _tree.is_array(leaf) else leaf
+    """Tensors of other libraries as NumPy arrays, which may share their memory."""
+    return np.asarray(leaf) if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array) else leaf
+
+
+def named(data: Any) -> str:
+    """Data of ours in a line, of others their kind."""
+    return repr(data) if isinstance(data, Data) else f"a {type(data).__name__}"
+
+
+class _Stack:
+    """Up to k batches of one shape along a new first axis. Each is copied when it is added."""
+
+    def __init__(self, batch: Any, k: int):
+        leaves, self.treedef = jax.tree.flatten(batch)
+        make = lambda x: _place.room((k, *x.shape), x.dtype)
+        self.leaves: list[Any] = [[] if isinstance(x, jax.Array) else make(np.asarray(x)) for x in leaves]
+        self.count = 0
+        self.add(batch)
+
+    def add(self, batch: Any) -> None:
+        for stack, leaf in zip(self.leaves, jax.tree.leaves(batch), strict=True):
+            if isinstance(stack, list):
+                stack.append(leaf)
+            else:
+                stack[self.count] = leaf
+        self.count += 1
+
+    def stacked(self) -> Any:
+        done = [jnp.stack(x) if isinstance(x, list) else x[: self.count] for x in self.leaves]
+        return self.treedef.unflatten(done)
 
 
 class Source:
     """A cursor over any iterable of batches: `next`, `take`, `state`, `restore`; what `as_source` returns.
+
+    Every batch that it gives has memory of its own. Loaders may refill one buffer (h5py, shared
+    memory, collate functions) while the batch before is still read: by a program that was
+    dispatched, by a transfer to a device, by the stacking of batches for one call. So the NumPy
+    arrays and tensors of other loaders are copied; those that `batches` makes are new each time.
 
     `epoch` and `position` count the epochs and the batches of this one that were given.
     """
@@ -48,6 +78,9 @@ class Source:
         self.is_whole = False  # whether the batch given last is the same on all processes: a short one, not shared
         self._given, self._restored = 0, False
         self._is_ours = isinstance(data, Data)
+
+    def __repr__(self) -> str:
+        return f"Source({named(self.data)}, epoch {self.epoch}, position {self.position})"
 
     @property
     def restartable(self) -> bool:
@@ -90,10 +123,13 @@ class Source:
             raise DataError(message("batch", where, "None", "a tree of arrays"))
         if batch is END or self._is_ours:
             return batch
-        batch = jax.tree.map(_as_array, batch)
-        for leaf in jax.tree.leaves(batch):
+        leaves, treedef = jax.tree.flatten(batch)
+        if all(type(x) is np.ndarray for x in leaves):
+            return batch
+        check_casts(batch, "batch", where)  # here for the masks that are lost below
+        for leaf in leaves:
             _checks.check_alive(leaf, where)
-        return batch
+        return treedef.unflatten(map(_as_array, leaves))
 
     def _ended(self) -> None:
         if self.position == 0:
@@ -110,6 +146,13 @@ class Source:
 
         Raises DataError where the data raises (that is its cause), gives None, or has no batch left to begin with.
         """
+        batch = self._next()
+        if batch is None or self._is_ours:
+            return batch
+        return owned(batch, "batch", f"batch {self.position - 1} of epoch {self.epoch}")
+
+    def _next(self) -> Any:
+        """The same, in memory that the data may use for its next batch."""
         batch = self._pull() if self._held is None else self._held[0]
         is_whole = self._pulls_whole if self._held is None else self._held[2]
         self._held = None
@@ -133,17 +176,17 @@ class Source:
 
         Of `Batches` in one gather.
         """
-        if isinstance(self.data, Batches) and self.data.is_of_arrays:
+        if isinstance(self.data, Batches) and not self.data.is_stream:
             chunk = self._pull(k)
             if chunk is END:
                 return self._ended()
             self._count(len(jax.tree.leaves(chunk)[0]))
             self.is_whole = self._pulls_whole
             return chunk
-        if (batch := self.next()) is None:
+        if (batch := self._next()) is None:
             return None
-        chunk, shapes = [batch], _shapes(batch)
-        while len(chunk) < k and self._held is None:
+        chunk, shapes = _Stack(batch, k), _shapes(batch)
+        while chunk.count < k and self._held is None:
             before = self.state()
             try:
                 batch = self._pull()
@@ -153,9 +196,13 @@ class Source:
             if is_other or self._pulls_whole:
                 self._held = batch, before, self._pulls_whole
             else:
-                chunk.append(batch)
+                chunk.add(batch)
                 self._count(1)
-        return jax.tree.map(_stack, *chunk)
+        stacked = chunk.stacked()
+        if not self._is_ours:
+            first, last = self.position - chunk.count, self.position - 1
+            check_casts(stacked, "batch", f"one of batches {first} to {last} of epoch {self.epoch}")
+        return stacked
 
     def advance(self, k: int) -> tuple[int, tuple[int, int]] | None:
         """What `take(k)` would gather, `(first row in the order, (k, rows))`, of `Batches` that are resident."""
@@ -166,6 +213,22 @@ class Source:
             return self._ended()
         self._count(ahead[1][0])
         return ahead
+
+    def again(self, n: int) -> None:
+        """Count n epochs of data that have one batch, which is not read again."""
+        self._count(n)
+        self._batches, self.epoch, self.position = None, self.epoch + n, 0
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether `restore` was called after the last batch was given."""
+        return self._restored or (self._is_ours and self.data.is_placed)
+
+    def follow(self, state: Mapping) -> None:
+        """Take over the place of a copy of data of ours."""
+        self.data.follow(state)
+        self._batches, self._held, self._restored = None, None, False
+        self.epoch, self.position = state["epoch"], state["position"]
 
     def rewind(self) -> None:
         """Leave the rest of an epoch that was begun; not one whose place was just restored."""

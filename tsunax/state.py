@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+import sys
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +39,9 @@ class Plan:
 
     init: Any  # the rule's init, its numbers left out: only ever traced for shapes
     update: Any
-    selected: tuple[bool, ...] | None  # one flag per leaf of params; None: all of them
+    selected: tuple[bool, ...] | None  # one flag per leaf of params, true if the rule trains it; None: all of them
     precision: Policy | None
-    overwritten: tuple[bool, ...] | None  # one flag per leaf of params: its gradient replaces it; None: none of them
+    overwritten: tuple[bool, ...] | None  # one flag per leaf, true if its gradient replaces it; None: none of them
 
     def __new__(cls, init, update, selected, precision=None, overwritten=None):
         key = init, update, selected, precision, overwritten
@@ -54,29 +56,12 @@ class Plan:
     def __reduce__(self):
         return Plan, (self.init, self.update, self.selected, self.precision, self.overwritten)
 
-    @property
-    def ruled(self) -> tuple[bool, ...] | None:
-        """Which leaves of params the rule trains: the selected ones that no gradient overwrites."""
-        if self.overwritten is None:
+    @functools.cached_property
+    def moving(self) -> tuple[bool, ...] | None:
+        """One flag per leaf of params, true if a step may change it; None: all of them."""
+        if self.overwritten is None or self.selected is None:
             return self.selected
-        return tuple(s and not o for s, o in zip(self.selected or self._all, self.overwritten, strict=True))
-
-    @property
-    def replaced(self) -> tuple[bool, ...]:
-        """Which leaves of params their gradient overwrites in a step: the selected ones."""
-        return tuple(s and o for s, o in zip(self.selected or self._all, self.overwritten or (), strict=True))
-
-    @property
-    def _all(self) -> tuple[bool, ...]:
-        return (True,) * len(self.overwritten or ())
-
-    def apart(self, tree) -> tuple[Any, Any]:
-        """A tree like `trainable(state)` in two: what the rule trains, and what gradients overwrite, or None."""
-        if self.overwritten is None:
-            return tree, None
-        flags = [o for o, s in zip(self.overwritten, self.selected or self._all, strict=True) if s]
-        overwritten, trained = _tree.partition(tree, flags)
-        return trained, overwritten
+        return tuple(a or b for a, b in zip(self.selected, self.overwritten, strict=True))
 
     def __copy__(self):
         return self
@@ -85,36 +70,79 @@ class Plan:
         return self
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=(
-        *("clock", "params", "opt_state", "model_state", "key", "numbers", "frozen"),
-        *("masters", "average", "loss_scale"),
-    ),
-    meta_fields=("plan",),
-)
-@dataclass(frozen=True, eq=False, init=False)
+# ---------------------------------------------------------------------------------------------------------- fields
+#
+# A field says once, where it is declared, what a step does with it. Donation, assembly, the verdict's choice,
+# sharding, printing and `replace` are derived from that; nothing else lists the fields of a state.
+
+
+def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
+    """Declare a field of a state.
+
+    Args:
+      moves: "step" for what a step changes if its verdict applies it; "record" for what it changes in any case, the
+        guard's own record; "" for what is only read. Both that move are donated.
+      like: what its leaves follow: "params", "trained" (its first leaves are like those that the rule trains: cuts,
+        freezing and shardings go by leaf), "rule" (the state of the rule, of which each leaf has its owner), "free"
+        (any structure, as of model state), or "" (whole on each device).
+      shows: the word for its bytes in `repr`; "" for none.
+    """
+    return dataclasses.field(metadata={"moves": moves, "like": like, "shows": shows})
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
+def state_class(cls):
+    """Register a class of states: `TrainState`, or one that adds fields of its own to it.
+
+    @state_class
+    class Lagged(TrainState):
+        lag: Any = field(moves="step", like="trained", shows="lag")
+
+    state = Lagged.of(ts.setup(rule, params), lag=params)
+    """
+    cls = dataclass(frozen=True, eq=False, init=False, repr=False)(cls)
+    cls._fields = tuple(f for f in dataclasses.fields(cls) if f.name != "plan")
+    names = [f.name for f in cls._fields]
+    cls._moving = tuple(f.name for f in cls._fields if f.metadata["moves"] and f.name != "params")
+    cls._still = tuple(f.name for f in cls._fields if not f.metadata["moves"])
+    cls._take = operator.attrgetter(*cls._moving), operator.attrgetter(*cls._still)
+    return jax.tree_util.register_dataclass(cls, names, ["plan"])
+
+
+@state_class
 class TrainState:
     """What a step carries to the next one. Made by `setup`; edited by `adjust`, `freeze`, `replace`."""
 
-    clock: Any  # int32 (4,): the counts below. One array, because a step pays for each that it returns
-    params: Any  # the full tree, as given to setup
-    opt_state: Any  # the rule's own state, of the trained leaves
-    model_state: Any  # what the model carries without a gradient (batch statistics)
-    key: Any  # PRNG key, never advanced: fold in `calls`
-    numbers: Any  # the live hyperparameters (`_hoist.Numbers`); None where the rule has none
-    frozen: Any  # uint32 words, one bit per trained leaf; None until the first freeze
-    masters: Any  # f32, like the trained leaves, where `params` are stored rounded; else None
-    average: Any  # `averages.Average` of the trained leaves, or None
-    loss_scale: Any  # `precision.LossScale`, or None
-    plan: Plan
+    clock: Any = field(moves="record")  # int32 (4,): the counts below. One array: a step pays for each that it returns
+    params: Any = field(moves="step", like="params", shows="params")  # the full tree, as given to setup
+    opt_state: Any = field(moves="step", like="rule", shows="optimizer")  # the rule's own, of the trained leaves
+    model_state: Any = field(moves="step", like="free")  # what the model carries without a gradient (batch statistics)
+    key: Any = field()  # PRNG key, never advanced: fold in `calls`
+    numbers: Any = field()  # the live hyperparameters (`_hoist.Numbers`); None if the rule has none
+    frozen: Any = field()  # uint32 words, one bit per trained leaf; None until the first freeze
+    masters: Any = field(moves="step", like="trained")  # f32, if `params` are stored rounded; else None
+    average: Any = field(moves="step", like="trained")  # `averages.Average` of the trained leaves, or None
+    loss_scale: Any = field(moves="record")  # `precision.LossScale`, or None
+    plan: Plan = field()
 
-    def __init__(self, clock, params, opt_state, model_state, key, numbers, frozen, masters, average, loss_scale, plan):
-        fields = self.__dict__  # a frozen dataclass's own __init__ takes three times as long, at every step
-        fields["clock"], fields["params"], fields["opt_state"] = clock, params, opt_state
-        fields["model_state"], fields["key"], fields["numbers"] = model_state, key, numbers
-        fields["frozen"], fields["masters"], fields["average"] = frozen, masters, average
-        fields["loss_scale"], fields["plan"] = loss_scale, plan
+    _fields: ClassVar[tuple[dataclasses.Field, ...]]  # all but the plan, as declared
+    _moving: ClassVar[tuple[str, ...]]  # their names, but for params, of which a part moves
+    _still: ClassVar[tuple[str, ...]]
+    _take: ClassVar[tuple[operator.attrgetter, operator.attrgetter]]  # both, off a state
+
+    def __init__(self, **fields):
+        self.__dict__.update(fields)  # a frozen dataclass's own __init__ takes three times as long, at every step
+
+    @classmethod
+    def of(cls, state: TrainState, **more) -> TrainState:
+        """A state of this class with the fields of another one, and more."""
+        return cls(**{f.name: getattr(state, f.name) for f in dataclasses.fields(state)}, **more)
+
+    def only(self, *names: str) -> TrainState:
+        """The state with None in all other fields."""
+        return type(self)(
+            **{f.name: getattr(self, f.name) if f.name in names else None for f in self._fields}, plan=self.plan
+        )
 
     @property
     def step(self) -> Any:
@@ -142,7 +170,7 @@ class TrainState:
         Raises StateError for unknown fields, for another structure, shape or dtype (but of `model_state`), and for a
         state that was donated.
         """
-        known = [*COUNTS, *(f.name for f in dataclasses.fields(self) if f.name not in ("clock", "plan"))]
+        known = [*COUNTS, *(f.name for f in self._fields if f.name != "clock")]
         for name, value in fields.items():
             if name not in known:
                 raise StateError(_where.unknown("field", "replace()", name, known))
@@ -151,15 +179,10 @@ class TrainState:
         if "key" in fields:
             fields["key"] = as_key(fields["key"], "replace()")
         clock = self.clock
-        # counts that the optimizer state leaves to the clock stay what they are, unless its own one comes with it
-        clocks = self.numbers is not None and self.numbers.layout.clocks
-        if "step" in fields and "opt_state" not in fields and clocks:
-            numbers = fields.get("numbers", self.numbers)
-            fields["opt_state"], fields["numbers"] = _hoist.on_own_clocks(self.opt_state, numbers, self.step)
         if self.masters is not None and "masters" in fields:
             fields.setdefault("params", with_rest(self, cast_like(fields["masters"], trained_part(self))))
         elif self.masters is not None and "params" in fields:
-            fields["masters"] = cast_like(_part(fields["params"], self.plan.ruled), self.masters)
+            fields["masters"] = cast_like(_part(fields["params"], self.plan.selected), self.masters)
         for at, name in enumerate(COUNTS):
             if name in fields:
                 # no scatter: on a mesh with explicit axes that wants the sharding of the value spelled out
@@ -171,9 +194,6 @@ class TrainState:
 
     def __repr__(self) -> str:
         return describe(self)
-
-    def __getstate__(self):
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 COUNTS = ("step", "calls", "rejected", "rejected_in_a_row")
@@ -213,21 +233,54 @@ def trainable(state: TrainState):
     {'encoder': None, 'head': Array([1.], dtype=float32)}
     """
     check_state(state, "trainable()")
-    return moving_part(state)
+    return trained_part(state)
 
 
-def moving_part(state: TrainState):
+def trained_part(state: TrainState):
     """`trainable` without a look at the state: every step asks for it."""
     return _part(state.params, state.plan.selected)
 
 
-def trained_part(state: TrainState):
-    """Those of them that the rule trains: without what gradients overwrite."""
-    return _part(state.params, state.plan.ruled)
+def with_rest(state: TrainState, trained):
+    """The inverse: the full tree of params with these leaves in the place of the trained ones."""
+    return joined(trained, state.params, state.plan.selected)
 
 
 def _part(params, flags):
     return params if flags is None else _tree.partition(params, flags)[0]
+
+
+def joined(part, params, flags):
+    """`params` with other leaves where flags are true; None: everywhere."""
+    return part if flags is None else _tree.merge(part, _tree.partition(params, flags)[1])
+
+
+def overwritten_part(state: TrainState):
+    """The leaves of params that their gradient replaces: model state, in all but the place where flax keeps it."""
+    return None if state.plan.overwritten is None else _part(state.params, state.plan.overwritten)
+
+
+def with_overwritten(state: TrainState, params, new):
+    """The full tree with new values of the leaves that their gradient replaces; None: as it is."""
+    return params if new is None else joined(new, params, state.plan.overwritten)
+
+
+def split(state: TrainState) -> tuple[tuple, tuple]:
+    """What a step changes (donated, and returned by its program), and what it only reads."""
+    params, rest = state.params, None
+    if state.plan.moving is not None:
+        params, rest = _tree.partition(state.params, state.plan.moving)
+    moving, still = state._take
+    return (params, *moving(state)), (rest, *still(state))
+
+
+def assemble(kind: tuple, moving: tuple, still: tuple) -> TrainState:
+    """The inverse of `split`; `kind` is the class of the state and its plan."""
+    cls, plan = kind
+    fields = dict(zip(cls._moving, moving[1:], strict=True))
+    fields.update(zip(cls._still, still[1:], strict=True))
+    rest = still[0]
+    return cls(params=moving[0] if rest is None else _tree.merge(moving[0], rest), **fields, plan=plan)
 
 
 def base(state: TrainState):
@@ -269,16 +322,6 @@ def _average_of(state: TrainState, where: str):
     return cast_like(state.average.params, trained_part(state))
 
 
-def with_rest(state: TrainState, trained):
-    """The full tree again: what the rule trains, and what it does not from the state."""
-    return joined(trained, state.params, state.plan.ruled)
-
-
-def joined(part, params, flags):
-    """`params` with other leaves where flags are true; None: everywhere."""
-    return part if flags is None else _tree.merge(part, _tree.partition(params, flags)[1])
-
-
 def in_precision(state: TrainState, params, *, train: bool = True):
     """What the loss function sees of params."""
     policy, plan = state.plan.precision, state.plan
@@ -288,6 +331,7 @@ def in_precision(state: TrainState, params, *, train: bool = True):
     return low if plan.overwritten is None else joined(_part(params, plan.overwritten), low, plan.overwritten)
 
 
+@_where.suggests_names
 def setup(
     rule: optax.GradientTransformation,
     params,
@@ -338,6 +382,7 @@ def setup(
     _live.check_rule(rule, "setup()", "The order is setup(rule, params)." if swapped else "")
     rule = _live.with_extra(rule)
     _check_setup(params, device, freezable=freezable, copy=copy)
+    _tell_flax()
     key = as_key(key, "setup()")
     _checks.check_arrays(model_state, "model_state")
     flags = _select(trainable, params)
@@ -356,14 +401,16 @@ def setup(
     take = own if copy else strong
     # what is not trained is no copy, but a NumPy array would be moved to the device by every step
     params = treedef.unflatten([take(x) if flag else strong(x) for x, flag in zip(leaves, flags, strict=True)])
-    selected = None if all(flags) else flags
-    plan = Plan(_live.blank(rule.init), rule.update, selected, policy, _overwritten(params))
-    trained, masters = _stored(_part(params, plan.ruled), policy, key)
-    params = joined(trained, params, plan.ruled)
+    overwritten = _overwritten(params, flags)
+    if overwritten is not None:  # no rule ever sees them
+        flags = tuple(on and not replaced for on, replaced in zip(flags, overwritten, strict=True))
+    plan = Plan(_live.blank(rule.init), rule.update, None if all(flags) else flags, policy, overwritten)
+    trained, masters = _stored(_part(params, plan.selected), policy, key)
+    params = joined(trained, params, plan.selected)
     seen = _seen(trained, masters, policy)
 
-    _check_complex(rule, seen)
-    opt_state = _unalias(_live.on_one_clock(rule.update, _start(rule, seen)), (trained, masters))
+    opt_state = _unalias(_start(rule, seen), (trained, masters))
+    _live.check_update(rule, seen)
     opt_state, numbers = _hoist.hoist(opt_state)
     place = functools.partial(beside, trained)
     words = np.zeros(-(-sum(flags) // 32), np.uint32) if freezable else None
@@ -382,11 +429,11 @@ def setup(
     )
 
 
-def _overwritten(params) -> tuple[bool, ...] | None:
-    """Which leaves are replaced by their gradient: flax's fp8 scales and amax histories."""
+def _overwritten(params, flags) -> tuple[bool, ...] | None:
+    """Which of the selected leaves are replaced by their gradient: flax's fp8 scales and amax histories."""
     named = jax.tree_util.tree_flatten_with_path(params)[0]
-    flags = tuple("_overwrite_with_gradient" in _tree.names(path) for path, _ in named)
-    return flags if any(flags) else None
+    found = [on and "_overwrite_with_gradient" in _tree.names(path) for (path, _), on in zip(named, flags, strict=True)]
+    return tuple(found) if any(found) else None
 
 
 def _stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
@@ -469,21 +516,23 @@ def as_key(key, where: str):
 
 def _check_field(state: TrainState, name: str, value) -> None:
     """Raise for a value that `replace` cannot put into this field."""
-    if name in ("params", "opt_state", "numbers", "masters", "average", "loss_scale"):
-        _checks.check_like(name, value, getattr(state, name))
-        _checks.check_arrays(value, name)
-        if name == "loss_scale":
-            as_loss_scale(value, None, "replace()")
-    elif name in COUNTS:
+    if name in COUNTS:
         is_int = isinstance(value, int) or (_tree.is_array(value) and jnp.issubdtype(value.dtype, np.integer))
         fits = is_int and not isinstance(value, bool) and np.shape(value) in ((), np.shape(state.clock)[:-1])
         if not fits or (not _tree.is_traced(value) and not np.all((value >= 0) & (value <= guard.LIMIT))):
             raise StateError(message(name, "replace()", _tree.describe(value), f"an int in [0, {guard.LIMIT}]"))
-    elif name == "model_state":
+    elif name == "frozen":
+        if value is not None:
+            words = np.empty(-(-len(jax.tree.leaves(trained_part(state))) // 32), np.uint32)
+            like = words if state.frozen is None else state.frozen
+            _checks.check_like(name, value, like, "Use ts.freeze and ts.thaw.")
+    elif name != "key":
+        like = next(f.metadata["like"] for f in state._fields if f.name == name)
+        if like != "free":
+            _checks.check_like(name, value, getattr(state, name))
         _checks.check_arrays(value, name)
-    elif name == "frozen" and value is not None:
-        words = np.empty(-(-len(jax.tree.leaves(moving_part(state))) // 32), np.uint32)
-        _checks.check_like(name, value, words if state.frozen is None else state.frozen, "Use ts.freeze and ts.thaw.")
+        if name == "loss_scale":
+            as_loss_scale(value, None, "replace()")
 
 
 def _check_setup(params, device, **flags) -> None:
@@ -494,6 +543,17 @@ def _check_setup(params, device, **flags) -> None:
     if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
         fix = "For example jax.devices()[0]."
         raise WrongTypeError(message("device", "setup()", _tree.describe(device), "a jax.Device or Sharding", fix))
+
+
+def _tell_flax() -> None:
+    """Let `flax.serialization.to_bytes(state)`, if flax is loaded, say what saves a state."""
+    if (flax := sys.modules.get("flax.serialization")) is not None:
+        flax.register_serialization_state(TrainState, _no_flax_bytes, _no_flax_bytes, override=True)
+
+
+def _no_flax_bytes(state, *_):
+    fix = "Save a state with ts.Checkpoints(path), and state.params with flax or ts.exchange.save(path, params)."
+    raise WrongTypeError(message("tree", "flax.serialization", "a TrainState", "a tree of arrays", fix))
 
 
 def _check_concrete(params, flags) -> None:
@@ -522,36 +582,6 @@ def _start(rule, trained):
         raise
     except Exception as error:
         raise RuleError(message("rule", "setup()", told(error), "one that can start from these params")) from error
-
-
-def _some_loss(params, step=None):
-    return sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(params))
-
-
-def _check_complex(rule, trained) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(trained)[0]:
-        if not jnp.issubdtype(_tree.dtype_of(leaf), jnp.complexfloating):
-            continue
-        run = lambda g, s: rule.update(g, s, g, step=0, value=0.0, grad=g, value_fn=_some_loss)
-        try:
-            updates, _ = jax.eval_shape(run, trained, jax.eval_shape(rule.init, trained))
-        except Exception as error:
-            updates, cause = None, error
-        else:
-            cause = None
-        if updates is None or any(
-            u.dtype != p.dtype for u, p in zip(jax.tree.leaves(updates), jax.tree.leaves(trained), strict=True)
-        ):
-            raise RuleError(
-                message(
-                    "leaf",
-                    _tree.access_str("params", path),
-                    f"dtype {leaf.dtype}",
-                    "real numbers for this rule",
-                    "Wrap the rule: optax.contrib.split_real_and_imaginary(rule).",
-                )
-            ) from cause
-        return
 
 
 def _unalias(opt_state, params):
@@ -596,7 +626,7 @@ def beside(params, tree):
 
 def frozen_flags(state: TrainState) -> np.ndarray:
     """One bool per trained leaf, on the host; of a population for each of its members."""
-    n = len(jax.tree.leaves(moving_part(state)))
+    n = len(jax.tree.leaves(trained_part(state)))
     if state.frozen is None:
         return np.zeros(n, bool)
     words = np.asarray(state.frozen)
@@ -626,17 +656,19 @@ def describe(state: TrainState) -> str:
     if concrete and state.numbers is not None:
         lines.append("  " + ", ".join(f"{k}={v:.6g}" for k, v in state.numbers.named(state.step).items()))
     place = f", on {_devices(leaves)}" if all(map(_tree.is_array, leaves)) else ""
-    return "\n".join([*lines, f"  params {_bytes(state.params)}, optimizer {_bytes(state.opt_state)}{place}"])
+    sizes = [f"{f.metadata['shows']} {_bytes(getattr(state, f.name))}" for f in state._fields if f.metadata["shows"]]
+    return "\n".join([*lines, f"  {', '.join(sizes)}{place}"])
 
 
 def _tree_rows(state: TrainState, concrete: bool) -> list[str]:
     """A line per leaf of params: path, type, whether it is trained."""
     named = _tree.leaves_with_names(state.params)
-    selected = state.plan.selected or (True,) * len(named)
-    frozen = iter(frozen_flags(state) if concrete else [False] * len(named))
+    n = len(named)
+    selected, replaced = state.plan.selected or (True,) * n, state.plan.overwritten or (False,) * n
+    frozen = iter(frozen_flags(state) if concrete else [False] * n)
     rows = []
-    for (name, _, leaf), on in zip(named, selected, strict=True):
-        note = "not trained" if not on else "frozen" if next(frozen) else ""
+    for (name, _, leaf), on, new in zip(named, selected, replaced, strict=True):
+        note = ("overwritten" if new else "not trained") if not on else "frozen" if next(frozen) else ""
         rows.append(("/".join(name) or "<root>", f"{_tree.dtype_of(leaf)}{list(jnp.shape(leaf))}", note))
     if len(rows) > 24:
         rows = [*rows[:12], (f"... {len(rows) - 20} more", "", ""), *rows[-8:]]

@@ -2,7 +2,8 @@
 
     step(state, batch)  =  update(state, grads, loss=loss)   where  loss, grads = value_and_grad(loss_fn)(state, batch)
 
-    loss_fn -> loss, grads -> frozen leaves cut out -> verdict -> rule -> params' -> (state', info)
+    loss_fn -> loss, grads -> rule, application, average: the state in which everything moved
+            -> verdict -> that state, or the old one; the guard's record moves in both
 
 All of it is one compiled program (`program.py`). What is carried is in `state.py`; who calls it is up to you.
 """
@@ -10,6 +11,7 @@ All of it is one compiled program (`program.py`). What is carried is in `state.p
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax import _axes, _checks, _hoist, _place, _tree, _where, accumulation, guard
+from tsunax import _axes, _checks, _hoist, _live, _place, _tree, _where, accumulation, choice, guard
 from tsunax._dataflow import multiplied
 from tsunax._loss import Loss, as_loss, check_scalar
 from tsunax._loss_fn import LossFn, check_noted, noting
+from tsunax._norms import global_norm
 from tsunax._row_mixing import warn_of_mixed_rows
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
 from tsunax.precision import cast_like, conjugated, round_stochastically
@@ -32,13 +35,14 @@ from tsunax.state import (
     check_flags,
     check_state,
     in_precision,
-    joined,
-    moving_part,
+    overwritten_part,
     trained_part,
+    with_overwritten,
     with_rest,
 )
 
 
+@_where.suggests_names
 def value_and_grad(
     loss_fn: Callable,
     *,
@@ -78,42 +82,42 @@ def gradient_of(
 
     def f(state: TrainState, batch, *, at=None, **extra):
         check_state(state, "value_and_grad()", batch)
-        plan, now = state.plan, moving_part(state)
+        now = trained_part(state)
         if at is not None:
             _checks.check_like("(at=)", at, now, "It has the structure of ts.trainable(state).")
         axes = _axes.around(given, where)
         keywords = fn.keywords(state, batch, extra, train=True)
         if "key" in keywords and "key" not in extra:
             keywords["key"] = _axes.own_key(keywords["key"], axes)
-        here = _axes.vary(now if at is None else at, axes)
+        here, scales = _axes.vary((now if at is None else at, overwritten_part(state)), axes)
 
-        def objective(part, batch, keywords):
-            params = joined(part, state.params, plan.selected)
+        def objective(trained, batch, keywords, scales=scales):
+            params = with_overwritten(state, with_rest(state, trained), scales)
             return objective_of(fn, state, batch, keywords)(params)
 
         def gradient(batch, keywords):
             found = []
 
-            def of_part(part):
-                mean, loss = objective(part, batch, keywords)
+            def of_parts(trained, scales):
+                mean, loss = objective(trained, batch, keywords, scales)
                 return noting(mean, found), loss
 
-            (_, loss), grads = jax.value_and_grad(checkpoint(of_part), has_aux=True)(here)
+            of_parts = checkpoint(of_parts)
+            (_, loss), (grads, new) = jax.value_and_grad(of_parts, argnums=(0, 1), has_aux=True)(here, scales)
             check_noted(found, fn)
             # jax.checkpoint hands constants out in a class of its own (jax 0.7)
             loss = jax.tree.map(lambda x: x if _tree.is_array(x) else np.asarray(x, _tree.dtype_of(x)), loss)
-            return loss, plan.apart(grads)
+            return dataclasses.replace(loss, overwritten=new), grads
 
         if accumulate == 1:
-            loss, (grads, new) = gradient(batch, keywords)
+            loss, grads = gradient(batch, keywords)
         else:
-            like, drop = (base(state), plan.apart(now)[1]), on_nonfinite == "drop"
-            run = functools.partial(accumulation.over_micro_batches, drop=drop, axes=axes)
-            loss, (grads, new) = run(gradient, accumulate, batch, keywords, like)
+            run = functools.partial(accumulation.over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
+            loss, grads = run(gradient, accumulate, batch, keywords, base(state), scales)
             warn_of_mixed_rows(objective, here, batch, keywords, accumulate, name)
         if axes:
-            loss, (grads, new) = accumulation.over_devices(loss, (grads, new), axes)
-        return loss, _together(conjugated(_unscaled(state, grads)), new)
+            loss, grads = accumulation.over_devices(loss, grads, axes)
+        return loss, conjugated(_unscaled(state, grads))
 
     return f
 
@@ -131,17 +135,14 @@ def objective_of(fn: LossFn, state: TrainState, batch, keywords) -> Callable:
     return objective
 
 
-def _together(trained, overwritten):
-    return trained if overwritten is None else _tree.merge(trained, overwritten)
-
-
 def seen_by(fn: LossFn, state: TrainState, params, batch, keywords, train=True) -> tuple[Any, Any]:
     """What a loss function sees of params and batch."""
     policy = state.plan.precision
     params = _place.collected(in_precision(state, params, train=train))
     if policy is None:
         return params, batch
-    inputs = lambda batch: multiplied(lambda *given: fn(*given, keywords), params, batch)
+    of = lambda params, batch: fn(params, batch, keywords)
+    inputs = lambda batch: multiplied(of, params, batch)
     return params, policy.batch_to_compute(batch, train, inputs)
 
 
@@ -222,44 +223,57 @@ def update(
     check_state(state, "update()", grads)
     _check_policy(on_nonfinite, "update()")
     check_flags("update()", norms=norms)
+    _check_extra(state, extra)
+    return moved(state, grads, loss, model_state, on_nonfinite, norms, extra)
+
+
+def moved(
+    state: TrainState, grads, loss, model_state, on_nonfinite: str, norms: bool, extra
+) -> tuple[TrainState, StepInfo]:
+    """`update`, its arguments checked."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
         fix = "A loss scale lives from rejected steps."
         raise StateError(message("on_nonfinite", "update()", "'ignore'", "another policy under a loss scale", fix))
-    params = trained_part(state)
-    grads, overwriting = state.plan.apart(_fitting(state, grads, moving_part(state)))
     loss = _finished(loss)
+    grads, loss = _fitting(state, grads, loss)
     model_state = _first(model_state, loss.model_state)
     if model_state is not None:
         accumulation.check_model_state(model_state, state.model_state)
     value = None if loss.total is None else loss.compute()
-
-    thawed, thawed_too = thawed_flags(state)
+    thawed = thawed_flags(state)
     grads = _without_frozen(grads, thawed)
-    grad_norm = _tree.global_norm(grads) if norms or on_nonfinite != "ignore" else None
-    seen = base(state)
-    grads = grads if seen is params else cast_like(grads, seen)
-    # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
-    given = {"grad": conjugated(grads), "step": state.step, "weight": loss.weight}
-    given |= ({} if value is None else {"value": value}) | extra
-    opt_state = _hoist.lower(state.opt_state, state.numbers, state.step)
-    updates, opt_state = _ruled(state.plan.update, grads, opt_state, seen, given)
-    opt_state = _hoist.hoist_like(opt_state, state.numbers)
-    if difference := _tree.first_difference(opt_state, state.opt_state, "opt_state"):
+    grad_norm = global_norm(grads) if norms or on_nonfinite != "ignore" else None
+
+    def applied():
+        """The state in which everything moved, and what the rule added to params."""
+        updates, opt_state = _ruled(state, grads, value, loss.weight, extra)
+        emitted = accumulation.emitted(opt_state)
+        new = dataclasses.replace(
+            state,
+            clock=guard.count(state.clock, emitted),
+            opt_state=_hoist.hoist_like(opt_state, state.numbers),
+            model_state=_first(model_state, state.model_state),
+        )
+        new = _with_params(new, optax.apply_updates(base(state), updates))
+        new = _averaged(new)
+        new = _kept(state, new, thawed, emitted)
+        new = dataclasses.replace(new, params=with_overwritten(state, new.params, loss.overwritten))
+        return new, updates, emitted
+
+    (new, updates, emitted), again = choice.candidate(applied, state)
+    if difference := _tree.first_difference(new.opt_state, state.opt_state, "opt_state"):
         raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
-    verdict = None if on_nonfinite == "ignore" else guard.judge(value, grad_norm, state.calls, opt_state)
-    emitted = accumulation.emitted(opt_state)
-    clock, model_state = guard.count(state.clock, verdict, emitted), _first(model_state, state.model_state)
-    new = dataclasses.replace(state, clock=clock, params=params, opt_state=opt_state, model_state=model_state)
-    new = _with_params(new, optax.apply_updates(seen, updates))
-    new = _averaged(new)
-    new = _transact(state, new, thawed, verdict, emitted)
-    new = _overwritten(new, overwriting, thawed_too, verdict)
-    new = _rescaled(new, verdict, emitted, loss)
+    update_norm = global_norm(_without_frozen(updates, thawed)) if norms else None
+    verdict = None
+    if on_nonfinite != "ignore":
+        verdict = guard.judge(value, grad_norm, state.calls, new.opt_state, update_norm)
+        new = choice.between(verdict == 0, new, state, again)
+        new = _recorded(state, new, verdict, emitted, loss)
     info = StepInfo(
         loss=None if value is None else jnp.asarray(value, jnp.float32),
         weight=loss.weight,
         grad_norm=grad_norm if norms else None,
-        update_norm=_tree.global_norm(_without_frozen(updates, thawed)) if norms else None,
+        update_norm=update_norm,
         verdict=guard.with_gathered(verdict, emitted),
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
@@ -292,20 +306,22 @@ def flush(state: TrainState) -> TrainState:
 
 def _flushed(state: TrainState) -> TrainState:
     nothing = jax.tree.map(jnp.zeros_like, trained_part(state))
-    nothing = _together(nothing, state.plan.apart(moving_part(state))[1])
-    new, _ = update(state, nothing, weight=0.0, flush=True)
+    new, _ = moved(state, nothing, None, None, "skip", True, {"weight": 0.0, "flush": True})
     old = dataclasses.replace(state, clock=state.clock.at[..., 1].add(1))
     judged = accumulation.any_emitted(new.opt_state) | (new.rejected != state.rejected)
     new = guard.choose(judged, new, old)
     return dataclasses.replace(new, loss_scale=state.loss_scale)
 
 
-def _fitting(state: TrainState, grads, params):
-    """Gradients as a tree like `params`, whether they came so or for the full tree. Raises StateError."""
+def _fitting(state: TrainState, grads, loss: Loss) -> tuple[Any, Loss]:
+    """Gradients as a tree like `trainable(state)`, whether they came so or for the full tree. Raises StateError."""
+    params, plan = trained_part(state), state.plan
     if jax.tree.structure(grads) == jax.tree.structure(params):
         pass
-    elif state.plan.selected and jax.tree.structure(grads) == jax.tree.structure(state.params):
-        grads = _tree.partition(grads, state.plan.selected)[0]
+    elif plan.selected and jax.tree.structure(grads) == jax.tree.structure(state.params):
+        if plan.overwritten is not None:
+            loss = dataclasses.replace(loss, overwritten=_tree.partition(grads, plan.overwritten)[0])
+        grads = _tree.partition(grads, plan.selected)[0]
     else:
         fix = "Gradients have the structure of ts.trainable(state)."
         if isinstance(grads, tuple) and any(isinstance(part, Loss) for part in grads):
@@ -322,7 +338,7 @@ def _fitting(state: TrainState, grads, params):
         for fault, got, expected in faults:
             if fault:
                 raise StateError(message("gradient", _tree.access_str("grads", path), got, expected))
-    return grads
+    return grads, loss
 
 
 def _is_complex(dtype) -> bool:
@@ -346,22 +362,17 @@ def _finished(loss) -> Loss:
     return dataclasses.replace(as_loss(loss, 1), **({"weight": None} if loss.weight is None else {}))
 
 
-def thawed_flags(state: TrainState) -> tuple[Any, Any]:
-    """One scalar bool for each leaf that the rule trains, and for each that is overwritten: false where it is frozen.
-
-    None where nothing can be.
-    """
+def thawed_flags(state: TrainState) -> list[Any] | None:
+    """One scalar bool for each trained leaf, false if it is frozen; None if no leaf can be."""
     if state.frozen is None:
-        return None, None
-    leaves, treedef = jax.tree.flatten(moving_part(state))
-    none = lambda words: [words[0] == 0] * len(leaves)
-    some = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(len(leaves))]
+        return None
+    n = len(jax.tree.leaves(trained_part(state)))
+    none = lambda words: [words[0] == 0] * n
+    some = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(n)]
     # On a CPU behind a cond, which makes a flag an operand of the kernels of its leaf. Fused into them its place is a
     # constant, and no two leaves have a kernel in common. Elsewhere a cond may wait for the host.
     apart = lambda words: jax.lax.cond(jnp.any(words != 0), some, none, words)
-    flags = jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
-    trained, overwritten = map(jax.tree.leaves, state.plan.apart(treedef.unflatten(flags)))
-    return trained, overwritten
+    return jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
 
 
 def _without_frozen(grads, thawed):
@@ -372,15 +383,25 @@ def _without_frozen(grads, thawed):
     return treedef.unflatten([jnp.where(on, g, jnp.zeros_like(g)) for on, g in zip(thawed, leaves, strict=True)])
 
 
-def _ruled(rule: Callable, grads, opt_state, params, given) -> tuple[Any, Any]:
-    """What the rule makes of the gradients. Raises RuleError for one that wants the loss, or returns other shapes."""
+def _ruled(state: TrainState, grads, value, weight, extra) -> tuple[Any, Any]:
+    """What the rule makes of the gradients. Raises RuleError for an argument that it lacks, and for other shapes."""
+    params = base(state)
+    grads = grads if params is trained_part(state) else cast_like(grads, params)
+    # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
+    given = {"grad": conjugated(grads), "step": state.step, "weight": weight}
+    given |= ({} if value is None else {"value": value}) | extra
+    given = {k: _live.accepting(x, given) if k in _live.SEARCHES and callable(x) else x for k, x in given.items()}
+    opt_state = _hoist.lower(state.opt_state, state.numbers, state.step)
     try:
-        updates, opt_state = rule(grads, opt_state, params, **given)
-    except TypeError as error:
-        if "value" in given or "'value" not in str(error):
+        updates, opt_state = state.plan.update(grads, opt_state, params, **given)
+    except (TypeError, ValueError) as error:
+        if not (lacks := [name for name in _live.missing(error) if name not in given]):
             raise
-        fix = "Give update(state, grads, loss=loss); train_step gives it by itself."
-        raise RuleError(message("loss", "update()", "None", "the loss, which this rule asks for", fix)) from error
+        how = ["loss=loss" if name == "value" else f"{name}=..." for name in lacks]
+        fix = f"Give update(state, grads, {', '.join(how)})."
+        fix += " train_step gives it by itself." if {*lacks} <= {"value", *_live.SEARCHES} else ""
+        what = "loss" if "value" in lacks else lacks[0]
+        raise RuleError(message(what, "update()", "None", f"the {what}, which this rule asks for", fix)) from error
     for (path, u), p in zip(jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(params), strict=True):
         if np.shape(u) != np.shape(p):
             where = _tree.access_str("params", path)
@@ -392,12 +413,12 @@ def _with_params(state: TrainState, seen) -> TrainState:
     """The state with new trained params, rounded to the precision in which it stores them."""
     policy = state.plan.precision
     if state.masters is not None:
-        params = cast_like(seen, state.params)
-        return dataclasses.replace(state, params=params, masters=seen)
+        trained = cast_like(seen, trained_part(state))
+        return dataclasses.replace(state, params=with_rest(state, trained), masters=seen)
     if policy is not None and policy.stochastic:
-        key = jax.random.fold_in(jax.random.fold_in(state.key, state.calls), _ROUNDING)
-        return dataclasses.replace(state, params=round_stochastically(seen, key))
-    return dataclasses.replace(state, params=seen)
+        key = jax.random.fold_in(jax.random.fold_in(state.key, state.calls - 1), _ROUNDING)
+        seen = round_stochastically(seen, key)
+    return dataclasses.replace(state, params=with_rest(state, seen))
 
 
 _ROUNDING = 0x726E64  # keys of this step are folded with the index of a micro-batch; this one is none
@@ -406,57 +427,65 @@ _ROUNDING = 0x726E64  # keys of this step are folded with the index of a micro-b
 def _averaged(state: TrainState) -> TrainState:
     if state.average is None:
         return state
-    seen = state.params if state.masters is None else state.masters
+    seen = trained_part(state) if state.masters is None else state.masters
     return dataclasses.replace(state, average=state.average.moved(seen, state.step))
 
 
-def _rescaled(state: TrainState, verdict, emitted, loss: Loss) -> TrainState:
-    """The guard's own record: it moves whether the step was applied or not."""
-    if state.loss_scale is None:
-        return state
+def _kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
+    """`new` with the old leaves where they are frozen, and of params if the call only gathered a gradient."""
+    if thawed is None and emitted is None:
+        return new
+    moves = True if emitted is None else emitted  # a call that only gathers moves no parameter
+    leaves = [moves & on for on in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
+    fields = {}
+    for f in old._fields:
+        now, before, like = getattr(new, f.name), getattr(old, f.name), f.metadata["like"]
+        if f.metadata["moves"] != "step" or now is before:
+            continue
+        if like == "params":
+            fields[f.name] = with_rest(old, guard.choose(leaves, trained_part(new), trained_part(old)))
+        elif like == "trained":  # beside them, as of an average, the number of those that it has seen
+            rest = [moves] * (len(jax.tree.leaves(now)) - len(leaves))
+            fields[f.name] = guard.choose([*leaves, *rest], now, before)
+        elif like == "rule" and thawed is not None:
+            owners = _hoist.owners_of(old.plan.init, before, old.numbers, base(old))
+            sums = accumulation.in_sums(now)
+            kept = [True if o is None or s else thawed[o] for o, s in zip(owners, sums, strict=True)]
+            fields[f.name] = guard.choose(kept, now, before)
+    return dataclasses.replace(new, **fields)
+
+
+def _recorded(old: TrainState, new: TrainState, verdict, emitted, loss: Loss) -> TrainState:
+    """The guard's own record, which moves whether the step was applied or not: its counts, and the loss scale."""
+    new = dataclasses.replace(new, clock=guard.count(old.clock, emitted, verdict))
+    if old.loss_scale is None:
+        return new
     applied = verdict == 0 if emitted is None else (verdict == 0) & emitted
     overflowed = guard.overflowed(verdict)
     if loss.weight is not None:  # a mean over nothing is NaN, and no overflow
         overflowed &= loss.weight != 0
     if loss.dropped is not None:  # what was dropped instead
         overflowed |= jnp.any(loss.dropped != 0)
-    return dataclasses.replace(state, loss_scale=state.loss_scale.grown(applied & ~overflowed, overflowed))
+    return dataclasses.replace(new, loss_scale=old.loss_scale.grown(applied & ~overflowed, overflowed))
 
 
-def _transact(old: TrainState, new: TrainState, thawed, verdict, emitted) -> TrainState:
-    """`new` where the step is applied and the leaf is not frozen, else `old`: one select per leaf."""
-    params = trained_part(old)
-    if verdict is not None or thawed is not None or emitted is not None:
-        n = len(jax.tree.leaves(params))
-        taken = jnp.bool_(True) if verdict is None else verdict == 0
-        moved = taken if emitted is None else taken & emitted  # a call that only gathers moves no parameter
-        on = thawed or [True] * n
-        owners = [None] * len(jax.tree.leaves(new.opt_state))
-        if thawed is not None:
-            owners = _hoist.owners_of(old.plan.init, old.opt_state, old.numbers, base(old))
-        leaves = [moved & flag for flag in on]
-        sums = accumulation.in_sums(new.opt_state) if thawed is not None else [False] * len(owners)
-        kept = [taken if o is None or s else taken & on[o] for o, s in zip(owners, sums, strict=True)]
-        choose = lambda flags, name: guard.choose(flags, getattr(new, name), getattr(old, name))
-        new = dataclasses.replace(
-            new,
-            params=guard.choose(leaves, new.params, params),
-            opt_state=choose(kept, "opt_state"),
-            model_state=choose(taken, "model_state"),
-            masters=None if old.masters is None else choose(leaves, "masters"),
-            average=None if old.average is None else choose([*leaves, moved, True], "average"),
-        )
-    return dataclasses.replace(new, params=with_rest(old, new.params))
+def _check_extra(state: TrainState, extra) -> None:
+    """Raise for keywords of `update` that nothing reads: misspelled ones, and hyperparameters."""
+    numbers, rule = state.numbers, state.plan.update
+    names = [] if numbers is None else [name for name, _ in numbers.column_names()]
+    takes = rule.takes if isinstance(rule, _live.PlainUpdate) else None  # None: any
+    for name in extra:
+        if name in names:
+            fix = f"Set it before the step: state = ts.adjust(state, {name}=...)."
+            raise StateError(message("keyword", "update()", repr(name), "no hyperparameter", fix))
+        if name in _FOR_RULES or name in (takes or ()):
+            continue
+        if takes is not None or difflib.get_close_matches(name, _KEYWORDS, 1, 0.75):
+            raise StateError(_where.unknown("keyword", "update()", name, [*_KEYWORDS, *(takes or ())]))
 
 
-def _overwritten(state: TrainState, new, thawed, verdict) -> TrainState:
-    """The leaves whose gradient replaces them. Calls that only gather replace them too, as they do model state."""
-    if new is None:
-        return state
-    taken = jnp.bool_(True) if verdict is None else verdict == 0
-    old = state.plan.apart(moving_part(state))[1]
-    on = [taken & flag for flag in thawed or [True] * len(jax.tree.leaves(old))]
-    return dataclasses.replace(state, params=joined(guard.choose(on, new, old), state.params, state.plan.replaced))
+_KEYWORDS = ("loss", "model_state", "on_nonfinite", "norms")
+_FOR_RULES = ("value", "grad", "value_fn", "obj_fn", "weight", "flush", "outside")
 
 
 def _first(*options):

@@ -25,7 +25,7 @@ import numpy as np
 
 from tsunax import _checks, _tree
 from tsunax._members import members_of
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message, remedy
 from tsunax.hyper import adjust, hyperparams
 from tsunax.program import TrainStep
 from tsunax.state import TrainState, as_key
@@ -57,18 +57,18 @@ def population(make: Callable[..., TrainState], n: int, *, key: Any = 0, **value
     if not callable(make):
         raise WrongTypeError(message("make", "population()", _tree.describe(make), "a function make(key, **values)"))
     _checks.check_count(n, "population()", "n")
+    _check_takes(make, values)
     for name, x in values.items():
         for leaf in jax.tree.leaves(x):
             if np.shape(leaf)[:1] != (n,):
                 got, fix = f"shape {np.shape(leaf)}", "One entry for each member; bind what they share to make."
                 raise StateError(message(repr(name), "population()", got, f"a first axis of {n}", fix))
         _checks.check_arrays(x, name, "Bind what is no number to make.")
-    _check_takes(make, values)
     one: Any = as_key(key, "population()")
     if one is None:
         raise WrongTypeError(message("key", "population()", "None", "an int seed or a key, as jax.random.key(0)"))
     keys = jax.random.split(one, n)
-    runs = jax.jit(jax.vmap(lambda key, values: make(key, **values)))(keys, values)
+    runs = jax.jit(jax.vmap(functools.partial(_made, make)))(keys, values)
     if not isinstance(runs, TrainState):
         fix = "make returns ts.setup(rule, params, ...)."
         raise StateError(message("result", "make", _tree.describe(runs), "a TrainState", fix))
@@ -77,13 +77,24 @@ def population(make: Callable[..., TrainState], n: int, *, key: Any = 0, **value
     return runs
 
 
+def _made(make: Callable, key, values: dict[str, Any]):
+    try:
+        return make(key, **values)
+    except Exception as error:
+        if fix := remedy(error):
+            how = f"raised by {_tree.describe_call(make)}, one program for all members of population()"
+            error.add_note(f"{how}. {fix}")
+        raise
+
+
 def _check_takes(make: Callable, values: dict[str, Any]) -> None:
     """Raise where `make(key, **values)` would not even be called."""
     try:
         inspect.signature(make).bind(None, **values)
-    except TypeError as error:
-        expected = "make(key, **values), with the names that population() is given"
-        raise WrongTypeError(message("arguments", "make", str(error), expected)) from None
+    except TypeError:
+        got, expected = _tree.describe_call(make), f"make({', '.join(['key', *values])})"
+        fix = "Its arguments are the key and what population() is given by name."
+        raise WrongTypeError(message("make", "population()", got, expected, fix)) from None
     except ValueError:  # a callable that does not say what it takes
         pass
 

@@ -55,8 +55,8 @@ from tsunax.state import (
     check_state,
     donated,
     frozen_flags,
-    moving_part,
     own,
+    trained_part,
     with_rest,
 )
 from tsunax.step import StepInfo, gradient_of
@@ -234,7 +234,7 @@ def check_frozen(step: TrainStep, state: TrainState, batch: Any, where: Any, ste
         infos.append(info)
     _check_taken(infos, here, batch, state)
     frozen = frozen_flags(held)
-    parts = [(moving_part(s), s.average and s.average.params) for s in (held, after)]
+    parts = [(trained_part(s), s.average and s.average.params) for s in (held, after)]
     then, now = (_named(part, "state") for part in parts)
     n = len(frozen)
     still = {name: x for i, (name, x) in enumerate(then.items()) if frozen[i % n]}
@@ -247,9 +247,9 @@ def check_frozen(step: TrainStep, state: TrainState, batch: Any, where: Any, ste
             raise CheckError(
                 message(f"leaf {name}", f"freeze({where!r})", f"other bits after {steps} steps", "its own")
             )
-    others = [name for i, name in enumerate(_named(moving_part(held), "params")) if not frozen[i]]
-    moved = _named(moving_part(after), "params")
-    if others and all(not _tree.bits_differ(moved[name], _named(moving_part(held), "params")[name]) for name in others):
+    others = [name for i, name in enumerate(_named(trained_part(held), "params")) if not frozen[i]]
+    before, moved = (_named(trained_part(s), "params") for s in (held, after))
+    if others and all(not _tree.bits_differ(moved[name], before[name]) for name in others):
         raise CheckError(message("others", f"freeze({where!r})", f"none that moved in {steps} steps", "one at least"))
 
 
@@ -350,7 +350,7 @@ def check_recompiles(step: TrainStep, state: TrainState, batches: Iterable[Any],
         state, _ = anew(state, batch, **extra)
         n += 1
     if len(anew.traces) > most:
-        reasons = "; ".join(why(anew.traces, anew.places))
+        reasons = "; ".join(why(anew.traces, [("step", device) for device in anew.programs.devices]))
         raise CheckError(message("traces", f"{n} batches", len(anew.traces), f"at most {most}", reasons))
     return len(anew.traces)
 

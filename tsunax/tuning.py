@@ -15,6 +15,7 @@ a sweep that is killed goes on, and ends as if it had not been. It knows nothing
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 import signal
@@ -89,6 +90,9 @@ class Result:
     def __getitem__(self, name: str) -> np.ndarray:
         """A column: `result["learning_rate"]`."""
         rows = self.rows
+        if not isinstance(name, str):
+            fix = "result.trials[0] is a trial, result.best the best one."
+            raise WrongTypeError(message("name", "Result", _tree.describe(name), "a column's name", fix))
         if not rows or name not in rows[0]:
             known = rows[0] if rows else ()
             raise TrialError(_where.unknown("column", "Result", name, known))
@@ -304,7 +308,8 @@ def _source(backend, space, seed, mode, pruner, options: dict[str, Any], where: 
     known = {"optuna": ["sampler"], "ray": ["scheduler", "resources", "concurrent"]}.get(backend, [])
     for name in options:
         if name not in known:
-            raise WrongTypeError(_where.unknown("option", f"tune(backend={backend!r})", name, known))
+            own = [name for name in inspect.signature(tune).parameters if name != "options"]
+            raise WrongTypeError(_where.unknown("option", f"tune(backend={backend!r})", name, [*own, *known]))
     if backend == "optuna":
         return _optuna.Proposed(space, seed, mode, pruner, **options)
     if backend == "ray":

@@ -1,0 +1,99 @@
+"""Fields of the state say their role once: what a new one gets for it, without a line elsewhere."""
+
+import dataclasses
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tsunax as ts
+from tests.helpers import assert_trees_equal
+from tsunax.errors import StateError
+from tsunax.state import TrainState, field, split, state_class
+
+
+@state_class
+class Lagged(TrainState):
+    """A state with the params of one step ago."""
+
+    lag: Any = field(moves="step", like="trained", shows="lag")
+
+
+def moved(state, batch):
+    """A step that moves the field."""
+    new, info = STEP.pure(state, batch, {})
+    return dataclasses.replace(new, lag=ts.trainable(state)), info
+
+
+STEP = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] + params["b"][None]) ** 2))
+X = np.ones((16, 64), np.float32)
+
+
+def start(**options):
+    params = {"w": jnp.ones((64, 32)) / 64, "b": jnp.zeros(32)}
+    state = ts.setup(ts.rules.adam(0.1), params, **options)
+    return Lagged.of(state, lag=jax.tree.map(jnp.copy, ts.trainable(state)))
+
+
+def test_it_is_donated_assembled_and_kept_by_a_step():
+    state = start()
+    old = state.lag["w"]
+    after, _ = ts.train_step(STEP.loss_fn)(state, X)
+    assert type(after) is Lagged and old.is_deleted() and not after.lag["w"].is_deleted()
+    np.testing.assert_array_equal(after.lag["w"], np.ones((64, 32), np.float32) / 64)
+    assert "lag" in Lagged._moving and len(split(after)[0]) == len(Lagged._moving) + 1
+
+
+def test_it_moves_in_the_loop_with_the_bits_of_single_steps():
+    one, _ = ts.fit(moved, start(), [X] * 4, steps=4, steps_per_call=1, progress=False)
+    many, _ = ts.fit(moved, start(), [X] * 4, steps=4, steps_per_call=4, progress=False)
+    assert_trees_equal(one.lag, many.lag)
+    assert (np.asarray(one.lag["w"]) != np.asarray(one.params["w"])).all()
+
+
+def test_it_is_sharded_as_the_leaves_that_it_is_like():
+    state = ts.shard(start(), ts.mesh(data=1, fsdp=-1))
+    assert state.lag["w"].sharding == state.params["w"].sharding != state.lag["b"].sharding
+    after, _ = ts.train_step(STEP.loss_fn)(state, X)
+    assert after.lag["w"].sharding.is_equivalent_to(after.params["w"].sharding, 2)
+    assert not after.lag["w"].is_fully_replicated
+
+
+def test_it_is_printed_pickled_saved_and_replaced(tmp_path):
+    state, _ = moved(start(), X)
+    assert "lag 8.1 KiB" in repr(state)
+    assert_trees_equal(pickle.loads(pickle.dumps(state)), state)
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(state, step=1)
+        checkpoints.wait()
+        restored = checkpoints.restore(start())
+    assert type(restored.state) is Lagged
+    assert_trees_equal(restored.state, state)
+    assert float(state.replace(lag=jax.tree.map(jnp.zeros_like, state.lag)).lag["w"].sum()) == 0
+    with pytest.raises(StateError, match="lag"):
+        state.replace(lag=None)
+
+
+def test_it_has_an_axis_of_members_in_a_population():
+    runs = jax.vmap(lambda rate: ts.adjust(start(), learning_rate=rate))(jnp.array([0.1, 0.2, 0.3]))
+    assert runs.lag["w"].shape == (3, 64, 32)
+    after, _ = ts.train_step(STEP.loss_fn)(runs, X)
+    assert type(after) is Lagged and after.lag["w"].shape == (3, 64, 32)
+
+
+def test_frozen_leaves_and_rejected_steps_keep_it():
+    state = ts.freeze(start(), "b")
+    bad = X * np.nan
+    _, info = jax.jit(moved)(state, bad)
+    assert not bool(info.applied)
+    kept, _ = ts.train_step(STEP.loss_fn, donate=False)(state, bad)
+    assert_trees_equal(kept.lag, state.lag)
+
+
+def test_the_fields_of_a_state_have_a_role_each():
+    roles = {f.name: (f.metadata["moves"], f.metadata["like"]) for f in TrainState._fields}
+    assert roles["params"] == ("step", "params") and roles["clock"] == ("record", "")
+    assert {name for name, (moves, _) in roles.items() if not moves} == {"key", "numbers", "frozen"}

@@ -1,0 +1,226 @@
+"""Every transformation of optax and optax.contrib as a rule: it trains as in optax, or setup says why it cannot.
+
+`python -m tests.test_optax` writes what the tests find into the table of docs/optax.md.
+"""
+
+import functools
+import inspect
+import re
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+import tsunax as ts
+from tests.helpers import assert_trees_close
+from tsunax import rules
+from tsunax.errors import RuleError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning")
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "optax.md"
+PARAMS = {"b": np.array([0.5, -0.3], np.float32), "w": np.array([[2.0, -1.0], [0.5, 1.5], [1.0, -2.0]], np.float32)}
+MASK = {"b": False, "w": True}
+sgd = optax.sgd(0.1)
+down = lambda tx: optax.chain(optax.sgd(1.0), tx)  # a line search wants a direction downhill
+
+dimensions = lambda tree: jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), tree)
+
+# What each one is given: the arguments that it cannot do without, or a function that makes it
+MAKE = {
+    "adaptive_grad_clip": (0.1,),
+    "add_noise": (0.1, 0.5, 0),
+    "apply_if_finite": (sgd, 3),
+    "chain": (sgd,),
+    "clip": (0.1,),
+    "clip_by_block_rms": (0.1,),
+    "clip_by_global_norm": (0.1,),
+    "conditionally_mask": (sgd, lambda step: step % 2 == 0),
+    "conditionally_transform": (sgd, lambda step: step % 2 == 0),
+    "differentially_private_aggregate": (1.0, 0.1, 0),
+    "dpsgd": (0.1, 1.0, 0.1, 0),
+    "ema": (0.9,),
+    "flatten": (sgd,),
+    "freeze": (MASK,),
+    "galore": lambda f: f(0.1, rank=1),
+    "hutchinson_estimator_diag_hessian": lambda f: f(jax.random.key(0)),
+    "inject_hyperparams": lambda f: f(optax.adam)(0.1),
+    "inject_stateful_hyperparams": lambda f: f(optax.adam)(0.1),
+    "lookahead": (sgd, 2, 0.5),
+    "masked": (sgd, MASK),
+    "measure_with_ema": (optax.tree.norm, 0.9),
+    "mechanize": (sgd,),
+    "monitor": lambda f: f({"norm": optax.measure_with_ema(optax.tree.norm, 0.9)}),
+    "multi_transform": ({"x": sgd, "y": optax.adam(0.1)}, {"b": "x", "w": "y"}),
+    "named_chain": (("x", sgd),),
+    "noisy_sgd": lambda f: f(0.1, key=0),
+    "partition": ({"x": sgd, "y": optax.adam(0.1)}, {"b": "x", "w": "y"}),
+    "reduce_on_plateau": lambda f: down(f()),
+    "sam": (sgd, sgd),
+    "scale": (-0.1,),
+    "scale_by_backtracking_linesearch": lambda f: down(f(5)),
+    "scale_by_galore": lambda f: f(rank=1),
+    "scale_by_madgrad": (0.1,),
+    "scale_by_muon": lambda f: optax.masked(f(weight_dimension_numbers=dimensions), MASK),
+    "scale_by_rprop": (0.1,),
+    "scale_by_schedule": (lambda step: -0.1,),
+    "scale_by_zoom_linesearch": lambda f: down(f(5)),
+    "schedule_free": (sgd, 0.1),
+    "selective_transform": lambda f: f(sgd, freeze_mask=MASK),
+    "snapshot": ("norm", optax.tree.norm),
+    "split_real_and_imaginary": (sgd,),
+    "stateless": (lambda updates, params: updates,),
+    "stateless_with_tree_map": (lambda u, p: -u,),
+    "trace": (0.9,),
+    "with_extra_args_support": (sgd,),
+}
+
+_LOSS = "`train_step` gives it the loss function; by hand, `ts.update(..., loss=, value_fn=)`"
+_HESSIAN = "`train_step` gives it the loss function; by hand, `ts.update(..., obj_fn=)`"
+_INSIDE = "gives all extra arguments to all rules inside; `ts.rules.{}` gives each those in its signature"
+_STEPS = "`state.step` counts every call"
+NOTES = {
+    "add_decayed_weights": "`ts.rules.weight_decay(..., where=)` takes patterns",
+    "apply_every": f"{_STEPS}; `ts.rules.accumulate` counts windows and weighs",
+    "apply_if_finite": "`train_step(on_nonfinite=\"skip\")`, the default, rejects the whole step",
+    "chain": _INSIDE.format("chain"),
+    "clip_by_global_norm": "over what it is given; `ts.rules.clip_global_norm` is over all groups",
+    "conditionally_mask": _STEPS,
+    "ema": "of the updates; an average of the params is `setup(..., ema=)`",
+    "freeze": "`setup(trainable=)` and `ts.freeze` stop the decay, too",
+    "hutchinson_estimator_diag_hessian": f"an estimate and no direction: for `sophia`. {_HESSIAN}",
+    "inject_hyperparams": "its numbers are in `state.opt_state.hyperparams`; those of `ts.rules.live(factory)` "
+    "are in `ts.hyperparams`",
+    "inject_stateful_hyperparams": "as `inject_hyperparams`",
+    "lbfgs": _LOSS,
+    "masked": _INSIDE.format("groups"),
+    "multi_transform": "`partition`'s old name",
+    "partition": _INSIDE.format("groups"),
+    "reduce_on_plateau": "for the end of a chain",
+    "sam": f"{_STEPS}, those to the adversarial point too; with `opaque_mode=True`, `train_step` gives it `grad_fn`",
+    "scale_by_backtracking_linesearch": f"{_LOSS}. Behind what points downhill",
+    "scale_by_zoom_linesearch": f"{_LOSS}. Behind what points downhill",
+    "schedule_free": "evaluate at `optax.contrib.schedule_free_eval_params`",
+    "selective_transform": "`setup(trainable=)` saves the gradient, too",
+    "snapshot": "what it measures is in `state.opt_state`",
+    "sophia": _HESSIAN,
+    "split_real_and_imaginary": "what rules for real numbers need around them under complex params",
+}  # fmt: skip
+CANNOT = {
+    "differentially_private_aggregate": "it takes a gradient for each row: call its `update` on those of "
+    "`jax.vmap(jax.grad(...))`, and give `ts.update` what it returns",
+    "dpsgd": "as `differentially_private_aggregate`, with which it begins",
+    "measure_with_ema": "what it returns are no updates: for `monitor`",
+    "monitor": "its state has no measurements before the first update, and a step keeps the structure of its state; "
+    "`snapshot` can",
+    "lookahead": "its params are `optax.LookaheadParams`: a loop of your own, around any of `ts.rules`",
+}
+NO_ANNOTATION = {"dog", "dowg", "hutchinson_estimator_diag_hessian", "monitor", "scale_by_factored_rms"}
+
+
+def transformations() -> dict:
+    """{name: factory} of all public functions that return a transformation."""
+    found = {}
+    for module in (optax, optax.contrib):
+        for name, f in vars(module).items():
+            if isinstance(f, types.FunctionType | functools.partial) and not name.startswith("_"):
+                returns = str(inspect.signature(f).return_annotation)
+                if "GradientTransformation" in returns or name in NO_ANNOTATION:
+                    found[name] = f
+    return found
+
+
+ALL = transformations()
+
+
+def make(name: str, module=None):
+    factory, given = ALL[name] if module is None else getattr(module, name), MAKE.get(name, ())
+    if callable(given):
+        return given(factory)
+    return factory(0.1) if "learning_rate" in inspect.signature(factory).parameters and not given else factory(*given)
+
+
+def loss_fn(params, _=None):
+    return jnp.sum((params["w"] * np.float32(1.5) - 1) ** 2) + jnp.sum(params["b"] ** 4)
+
+
+GRADIENT = jax.jit(jax.value_and_grad(loss_fn))
+
+
+def trained_by_optax(name: str, steps=2):
+    tx, params = make(name), jax.tree.map(jnp.asarray, PARAMS)
+    names = inspect.signature(tx.update).parameters
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in names.values())
+    state = tx.init(params)
+    for _ in range(steps):
+        value, grads = GRADIENT(params)
+        search = "obj_fn" if name in ("hutchinson_estimator_diag_hessian", "sophia") else "value_fn"
+        extra = {"value": value, "grad": grads, search: loss_fn}
+        extra = {k: v for k, v in extra.items() if takes_all or k in names}
+        updates, state = tx.update(grads, state, params, **extra)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def trained_by_tsunax(rule, steps=2):
+    state = ts.setup(rule, PARAMS)
+    for _ in range(steps):
+        value, grads = GRADIENT(state.params)
+        state, info = ts.update(state, grads, loss=value, value_fn=loss_fn, obj_fn=loss_fn)
+        assert info.applied
+    return state.params
+
+
+LONG = {"acprop", "lbfgs", "muon", "scale_by_zoom_linesearch", "sophia"}  # test_rules trains them, too
+CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in sorted(ALL)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_transformation_is_a_rule_or_says_why_not(name):
+    if name in CANNOT:
+        rule = make(name) if name != "dpsgd" else optax.chain(make("differentially_private_aggregate"), sgd)
+        with pytest.raises(
+            RuleError, match=r"rule \w+ at setup\(\): got|[Tt]he rule monitor changes it from call to call"
+        ):
+            ts.setup(rule, PARAMS)
+        return
+    with jax.numpy_rank_promotion("allow"):  # scale_by_distance_over_gradients
+        expected = trained_by_optax(name)
+        assert_trees_close(trained_by_tsunax(make(name)), expected, rtol=1e-5, atol=1e-6)
+        if name in rules.__all__:
+            assert_trees_close(trained_by_tsunax(make(name, rules)), expected, rtol=2e-5, atol=2e-6)
+
+
+def test_the_table_says_so():
+    assert sorted(rows_of_the_page()) == sorted(map(row_of, ALL)), "python -m tests.test_optax writes it"
+
+
+# ------------------------------------------------------------------------------------------------------- the page
+
+
+def row_of(name: str) -> str:
+    module = "optax.contrib" if hasattr(optax.contrib, name) else "optax"
+    answer = "no" if name in CANNOT else "with a note" if name in NOTES else "yes"
+    live = f"`ts.rules.{name}`" if name in rules.__all__ and name in (*rules.OPTAX, *rules.CONTRIB) else ""
+    return f"| `{module}.{name}` | {answer} | {live} | {CANNOT.get(name, NOTES.get(name, ''))} |"
+
+
+def rows_of_the_page() -> list[str]:
+    return re.findall(r"^\| `optax.*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def write() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    head = text[: text.index("| transformation |")]
+    of = lambda module: sorted(name for name in ALL if (module == "optax") != hasattr(optax.contrib, name))
+    rows = [row_of(name) for module in ("optax", "optax.contrib") for name in of(module)]
+    table = "\n".join(["| transformation | a rule | live | what to know |", "| --- | --- | --- | --- |", *rows])
+    PAGE.write_text(f"{head}{table}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
