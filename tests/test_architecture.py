@@ -24,14 +24,14 @@ TIERS = {
         "_number _live _hoist _parity loss rules schedules losses regularize metrics precision microbatches "
         "accumulation guard spikes averages reproduce"
     ),
-    2: "state _members _loss_fn step failures choice _traces program hyper _cost _blame _dataflow _row_mixing",
+    2: "state _members _loss_fn _dataflow _row_mixing step failures choice _traces program hyper",
     3: "hardware sharding distributed data source _ahead models history _feed _fused _signals _preference _peers",
     4: (
         "_alike loggers display checkpoint _files _folder _manifest _orbax _store _target _resume _profile "
         "exchange _safetensors _msgpack callbacks evaluation _options _run loop figures"
     ),
     5: (
-        "search range_test migration _memory sweep insight faults testing ray spaces _journal _trials "
+        "search range_test migration _memory _cost _blame sweep insight faults testing ray spaces _journal _trials "
         "_sweeping _optuna _ray_tune tuning"
     ),
     6: "__init__ __main__",

@@ -11,10 +11,6 @@ walk leads there, a loop at the first trip that went wrong. Knows nothing of tra
 from __future__ import annotations
 
 import functools
-import itertools
-import linecache
-import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._cost import inner
-from tsunax._loss_fn import LIBRARIES
+from tsunax._dataflow import called as called_by
+from tsunax._dataflow import scanned
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ class _Run:
         if name == "cond":
             first, called = 1, eqn.params["branches"][int(np.asarray(given[0]))]
             called = called.jaxpr, called.consts
-        called = called or _called(eqn)
+        called = called or called_by(eqn)
         if called is None:
             return None
         outer = lambda i, places: self.of(eqn.invars[first + i], places)
@@ -159,7 +155,7 @@ class _Run:
 
     def in_scan(self, eqn: Any, given: list, place: int, where: Any) -> Origin:
         body, length = eqn.params["jaxpr"], eqn.params["length"]
-        fixed, carried = _split(eqn)
+        fixed, carried = scanned(eqn)
         consts, carry, rows = given[:fixed], given[fixed : fixed + carried], given[fixed + carried :]
         order = list(range(length))[:: -1 if eqn.params["reverse"] else 1]
         run = _compiled(body.jaxpr, None)
@@ -253,54 +249,8 @@ def _compiled(jaxpr: Any, made: tuple | None) -> Callable:
     return lambda consts, arguments: run(tuple(consts), tuple(arguments))
 
 
-def _called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The one program that an equation stands for, and its constants: jit, checkpoint, custom derivatives."""
-    programs = inner(eqn)
-    if len(programs) != 1:
-        return None
-    closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is programs[0])
-    shapes = lambda variables: [v.aval.shape for v in variables]
-    same = shapes(programs[0].invars) == shapes(eqn.invars) and shapes(programs[0].outvars) == shapes(eqn.outvars)
-    return (programs[0], getattr(closed, "consts", ())) if same else None
-
-
-def _split(eqn: Any) -> tuple[int, int]:
-    """How many operands of a scan are the same in every trip, and how many it carries."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    parts = [list(part) for part in eqn.params["ft_in"].update(range(len(eqn.invars))).unpack()]  # jax 0.12
-    return len(parts[0]), len(parts[1])
-
-
 def _on_host(x: Any) -> Any:
     return np.asarray(x) if jnp.issubdtype(getattr(x, "dtype", np.dtype(float)), np.number) else x
 
 
 __all__ = ["Origin", "bad", "origin"]
-
-
-_CALLERS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("faults.py", "_row_mixing.py"))
-
-
-def line_of(sources: tuple) -> tuple[str, str]:
-    """The innermost line of the user's own code that an equation comes from, or of a library; and its text."""
-    from jax.extend import source_info_util
-
-    theirs = None
-    for source in sources:
-        lines = reversed(source_info_util.summarize(source, num_frames=100).splitlines())
-        frames = [match for line in lines if (match := _FRAME.match(line))]
-        within = list(itertools.takewhile(lambda frame: frame[1] not in _CALLERS, frames))
-        others = [frame for frame in within if not frame[1].startswith(LIBRARIES[-1])]
-        own = [frame for frame in others if "site-packages" not in frame[1] and not frame[1].startswith(LIBRARIES)]
-        theirs = theirs or next(iter(others), None)
-        if own:
-            return _as_text(own[0])
-    return ("", "") if theirs is None else _as_text(theirs)
-
-
-def _as_text(frame: re.Match) -> tuple[str, str]:
-    return f"{frame[1]}:{frame[2]} ({frame[3]})", linecache.getline(frame[1], int(frame[2])).strip()
-
-
-_FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)$")

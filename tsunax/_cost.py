@@ -16,6 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tsunax._dataflow import inner
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -84,17 +86,6 @@ def _counted(jaxpr: Any, live: list[bool] | None, trips: int) -> Flops:
 
 def _is_var(v: Any) -> bool:
     return not hasattr(v, "val")
-
-
-def inner(eqn: Any) -> list[Any]:
-    """The programs in the parameters of an equation, open."""
-    found = []
-    for value in eqn.params.values():
-        for x in value if isinstance(value, tuple | list) else (value,):
-            x = getattr(x, "jaxpr", x)
-            if hasattr(x, "eqns") and hasattr(x, "outvars"):
-                found.append(x)
-    return found
 
 
 def _equation(eqn: Any, live: list[bool], trips: int) -> Flops:
@@ -282,4 +273,4 @@ def donated_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(names.values()), frozenset(names[n] for n in aliased if n in names)
 
 
-__all__ = ["Collective", "Flops", "collectives_in", "donated_in", "flops_of", "inner", "largest_convolution"]
+__all__ = ["Collective", "Flops", "collectives_in", "donated_in", "flops_of", "largest_convolution"]

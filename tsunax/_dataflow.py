@@ -8,13 +8,16 @@ nothing changes any more. It computes no numbers, and knows nothing of training.
 
 from __future__ import annotations
 
+import itertools
+import linecache
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from tsunax._blame import _called, _split
+from tsunax._loss_fn import LIBRARIES
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Analysis:
     def _through(self, eqn: Any, given: list[Any]) -> Sequence[Any]:
         name, p = eqn.primitive.name, eqn.params
         if name == "scan":
-            n, m = _split(eqn)
+            n, m = scanned(eqn)
             consts, over = given[:n], given[n + m :]
             each = [self.one_of(x) for x in over]
             once = lambda carry: self.run(p["jaxpr"].jaxpr, [*consts, *carry, *each])
@@ -53,8 +56,8 @@ class Analysis:
         if name == "cond":
             each = [self.run(branch.jaxpr, given[1:]) for branch in p["branches"]]
             return [self._joined(facts) for facts in zip(*each, strict=True)]
-        called = _called(eqn)
-        return self.rule(eqn, given) if called is None else self.run(called[0], given)
+        program = called(eqn)
+        return self.rule(eqn, given) if program is None else self.run(program[0], given)
 
     def _settled(self, once: Callable, carry: list[Any]) -> tuple[list[Any], list[Any]]:
         while True:
@@ -106,4 +109,65 @@ def _union(bits: Sequence[int]) -> int:
     return found
 
 
-__all__ = ["Analysis", "multiplied"]
+# ---------------------------------------------------------------------------- the parts of an equation
+
+
+def inner(eqn: Any) -> list[Any]:
+    """The programs in the parameters of an equation, open."""
+    found = []
+    for value in eqn.params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            x = getattr(x, "jaxpr", x)
+            if hasattr(x, "eqns") and hasattr(x, "outvars"):
+                found.append(x)
+    return found
+
+
+def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The one program that an equation stands for, and its constants: jit, checkpoint, custom derivatives."""
+    programs = inner(eqn)
+    if len(programs) != 1:
+        return None
+    closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is programs[0])
+    shapes = lambda variables: [v.aval.shape for v in variables]
+    same = shapes(programs[0].invars) == shapes(eqn.invars) and shapes(programs[0].outvars) == shapes(eqn.outvars)
+    return (programs[0], getattr(closed, "consts", ())) if same else None
+
+
+def scanned(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are the same in every trip, and how many it carries."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    parts = [list(part) for part in eqn.params["ft_in"].update(range(len(eqn.invars))).unpack()]  # jax 0.12
+    return len(parts[0]), len(parts[1])
+
+
+def source_line(sources: tuple, above: str = "") -> tuple[str, str]:
+    """The innermost line of the user's own code that an equation comes from, and its text.
+
+    Or of a library, if there is none. `sources` are those of the equation and of the calls around
+    it; frames below the file `above` do not count.
+    """
+    from jax.extend import source_info_util
+
+    theirs = None
+    for source in sources:
+        lines = reversed(source_info_util.summarize(source, num_frames=100).splitlines())
+        frames = [match for line in lines if (match := _FRAME.match(line))]
+        within = list(itertools.takewhile(lambda frame: frame[1] != above, frames))
+        others = [frame for frame in within if not frame[1].startswith(LIBRARIES[-1])]
+        own = [frame for frame in others if "site-packages" not in frame[1] and not frame[1].startswith(LIBRARIES)]
+        theirs = theirs or next(iter(others), None)
+        if own:
+            return _as_text(own[0])
+    return ("", "") if theirs is None else _as_text(theirs)
+
+
+def _as_text(frame: re.Match) -> tuple[str, str]:
+    return f"{frame[1]}:{frame[2]} ({frame[3]})", linecache.getline(frame[1], int(frame[2])).strip()
+
+
+_FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)$")
+
+
+__all__ = ["Analysis", "called", "inner", "multiplied", "scanned", "source_line"]

@@ -35,8 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._blame import line_of
-from tsunax._dataflow import Analysis
+from tsunax._dataflow import Analysis, source_line
 from tsunax.errors import message, warn
 from tsunax.loss import rows_of
 
@@ -85,7 +84,7 @@ def warn_of_mixed_rows(objective: Callable, params, batch, keywords, n: int, nam
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # of a jax to come
         found = None
     if found is not None:
-        line, text = line_of((found.source,))
+        line, text = source_line((found.source,))
         got = f"a loss that {_KINDS[found.kind]} (`{text or found.primitive}`)"
         fix = (
             f"Each of the {n} micro-batches has only its own rows, so this trains on another loss "

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from tsunax import _blame, _checks, _tree, guard
+from tsunax._dataflow import source_line
 from tsunax._members import members_of
 from tsunax.errors import StateError, WrongTypeError, message
 from tsunax.program import TrainStep, home_of
@@ -167,7 +168,7 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _blame.Origin)
             micro = int(np.argwhere(bad)[0][0]) % n
         made = f"{argument} was given so: {_what(origin.value)}"
     else:
-        line, code = _blame.line_of(origin.sources)
+        line, code = source_line(origin.sources, above=__file__)
         said = "a constant" if origin.constant else _what(origin.value)
         derivative = "the derivative of " if in_gradient else ""
         at = f" at {derivative}{line}" if line else ""

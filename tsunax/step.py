@@ -91,7 +91,7 @@ def gradient_of(
             keywords["key"] = _axes.own_key(keywords["key"], axes)
         here, scales = _axes.vary((now if at is None else at, overwritten_part(state)), axes)
 
-        def objective(trained, scales, batch, keywords):
+        def objective(trained, batch, keywords, scales=scales):
             params = with_overwritten(state, with_rest(state, trained), scales)
             return objective_of(fn, state, batch, keywords)(params)
 
@@ -99,7 +99,7 @@ def gradient_of(
             found = []
 
             def of_parts(trained, scales):
-                mean, loss = objective(trained, scales, batch, keywords)
+                mean, loss = objective(trained, batch, keywords, scales)
                 return noting(mean, found), loss
 
             of_parts = checkpoint(of_parts)
@@ -114,8 +114,7 @@ def gradient_of(
         else:
             run = functools.partial(microbatches.over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
             loss, grads = run(gradient, accumulate, batch, keywords, base(state), scales)
-            alone = lambda trained, *args: objective(trained, scales, *args)
-            warn_of_mixed_rows(alone, here, batch, keywords, accumulate, name)
+            warn_of_mixed_rows(objective, here, batch, keywords, accumulate, name)
         if axes:
             loss, grads = microbatches.over_devices(loss, grads, axes)
         return loss, conjugated(_unscaled(state, grads))
@@ -142,7 +141,8 @@ def seen_by(fn: LossFn, state: TrainState, params, batch, keywords, train=True) 
     params = _place.collected(in_precision(state, params, train=train))
     if policy is None:
         return params, batch
-    inputs = lambda batch: multiplied(lambda *given: fn(*given, keywords), params, batch)
+    of = lambda params, batch: fn(params, batch, keywords)
+    inputs = lambda batch: multiplied(of, params, batch)
     return params, policy.batch_to_compute(batch, train, inputs)
 
 
