@@ -335,7 +335,10 @@ class Peers:
             self._end(self._lost(error))
 
     def _watch(self) -> None:
-        """Whether the service answers: a stopped process 0 leaves every call to it waiting."""
+        """Whether the service answers: a stopped process 0 leaves every call to it waiting, and so does an abort.
+
+        The thread of JAX that aborts is the one that brings answers (`name_process_0`), so this asks the port itself.
+        """
         pause = min(1.0, self.patience / 10)
         before = time.monotonic()
         while not self._closing.wait(pause) and not self._ended:
@@ -343,6 +346,8 @@ class Peers:
             if now - before > pause + self.patience / 4:
                 self._answered = now
             before = now
+            if now - self._answered > 2 * pause and _is_refused():
+                self._end(f"{self._name(0)} is gone: it was killed, or crashed")
             if now - self._answered > self.patience:
                 why = "it was stopped, or its host or network is down" if self.node else "JAX's service does not answer"
                 self._end(f"{self._name(0)} has been silent for {now - self._answered:.0f} s: {why}")
@@ -369,12 +374,25 @@ class Peers:
             leave(text, self._indices[self.node])
 
 
+def _is_refused() -> bool:
+    """Whether nobody listens any more at the port of the coordination service."""
+    host, _, port = (_jax_distributed.global_state.coordinator_address or "").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), SLICE).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):  # it takes too long, or there is no such address: no evidence
+        return False
+    return False
+
+
 def name_process_0() -> None:
     """Let Python name process 0 before JAX aborts this process because of its death.
 
     JAX's client aborts within milliseconds when its connection to process 0 is lost, without a name. The thread that
     aborts sleeps for six seconds first: `sleep` itself is the handler of SIGABRT, whose number is 6. It is allowed in a
-    signal handler, and needs no Python. Until then the thread that listens has named process 0 and ended this one.
+    signal handler, and needs no Python. By then a thread of `Peers` has named process 0 and ended this one. Any other
+    abort is delayed by these seconds, and faulthandler does not print for it.
     """
     if sys.platform != "win32" and signal.SIGABRT == 6:
         libc = ctypes.CDLL(None)
