@@ -734,7 +734,7 @@ def test_a_port_that_is_taken(environment):
     environment({})
     taken = pytest.raises(ProcessError, match=r"port at 127.*: got Address already in use, expected a free one")
     with socket.create_server(("127.0.0.1", 0)) as server, taken:
-        distributed.start(f"127.0.0.1:{server.getsockname()[1]}", 2, 0)
+        distributed._check_port(*server.getsockname(), True)
 
 
 def test_one_index_everywhere(monkeypatch):
