@@ -392,7 +392,7 @@ def name_process_0() -> None:
     JAX's client aborts within milliseconds when its connection to process 0 is lost, without a name. The thread that
     aborts sleeps for six seconds first: `sleep` itself is the handler of SIGABRT, whose number is 6. It is allowed in a
     signal handler, and needs no Python. By then a thread of `Peers` has named process 0 and ended this one. Any other
-    abort is delayed by these seconds, and faulthandler does not print for it.
+    abort is delayed by these seconds, and faulthandler does not print for it. JAX 0.7 exits without an abort.
     """
     if sys.platform != "win32" and signal.SIGABRT == 6:
         libc = ctypes.CDLL(None)

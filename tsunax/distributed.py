@@ -303,7 +303,8 @@ def _peers_here() -> _peers.Peers | None:
 
 def _meet(found: tuple, how: str, timeout: float) -> _peers.Peers:
     global _met
-    peers = _peers.Peers(*found, _met, timeout)
+    client, node, count = found
+    peers = _peers.Peers(client, node, count, _met, timeout)
     _met += 1
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     peers.meet(jax=jax.__version__, python=python, begins=how)
