@@ -248,6 +248,19 @@ def test_a_silent_process_0_is_named(group, left, monkeypatch):
     assert re.fullmatch(r"process 0 \(host h, pid 100\) has been silent for \d s: it was stopped, or .*", left[1])
 
 
+def test_a_process_0_that_is_gone_is_named_while_jax_aborts(group, left, monkeypatch):
+    """The thread that aborts is the one that brings answers: no call to the service returns."""
+    peers = group(2, patience=5.0)
+    monkeypatch.setattr(peers[1]._store, "replace", lambda *_: peers[1]._closing.wait(30))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = "{}:{}".format(*server.getsockname())
+        monkeypatch.setattr(_peers._jax_distributed.global_state, "coordinator_address", address)
+        time.sleep(2.0)
+        assert not left  # somebody listens there
+    until(lambda: 1 in left, 3.0)
+    assert left[1] == "process 0 (host h, pid 100) is gone: it was killed, or crashed"
+
+
 def test_a_process_0_that_is_gone_is_named(group, left, monkeypatch):
     def gone(*_):
         raise RuntimeError("UNAVAILABLE: Socket closed")
@@ -721,7 +734,7 @@ def test_a_port_that_is_taken(environment):
     environment({})
     taken = pytest.raises(ProcessError, match=r"port at 127.*: got Address already in use, expected a free one")
     with socket.create_server(("127.0.0.1", 0)) as server, taken:
-        distributed.start(f"127.0.0.1:{server.getsockname()[1]}", 2, 0)
+        distributed._check_port(*server.getsockname(), True)
 
 
 def test_one_index_everywhere(monkeypatch):

@@ -36,15 +36,15 @@ LONG = 600.0  # seconds of one wait for an event: the service keeps a few bytes 
 
 
 class Store:
-    """JAX's key-value store; keys are below `tsunax/`. All methods raise RuntimeError when process 0 is gone."""
+    """JAX's key-value store, below `tsunax/<run>/`. All methods raise RuntimeError when process 0 is gone."""
 
-    def __init__(self, client: Any):
-        self._client = client
+    def __init__(self, client: Any, run: int):
+        self._client, self._root = client, f"tsunax/{run}"
 
     def put(self, key: str, text: str) -> bool:
         """Write a key once. Returns False if it was written before."""
         try:
-            self._client.key_value_set(f"tsunax/{key}", text)
+            self._client.key_value_set(f"{self._root}/{key}", text)
         except RuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
@@ -52,12 +52,12 @@ class Store:
         return True
 
     def replace(self, key: str, text: str) -> None:
-        self._client.key_value_set(f"tsunax/{key}", text, allow_overwrite=True)
+        self._client.key_value_set(f"{self._root}/{key}", text, allow_overwrite=True)
 
     def get(self, key: str, seconds: float) -> str | None:
         """The text of a key, once it is written; None if it is not within so many seconds."""
         try:
-            return self._client.blocking_key_value_get(f"tsunax/{key}", max(1, round(1000 * seconds)))
+            return self._client.blocking_key_value_get(f"{self._root}/{key}", max(1, round(1000 * seconds)))
         except RuntimeError as error:
             if "GetKeyValue() timed out" not in str(error):
                 raise
@@ -65,12 +65,12 @@ class Store:
 
     def under(self, key: str) -> dict[str, str]:
         """The texts of `key/0`, `key/verdict` and so on, as far as they are written."""
-        found = self._client.key_value_dir_get(f"tsunax/{key}/")
+        found = self._client.key_value_dir_get(f"{self._root}/{key}/")
         return {name.rpartition("/")[2]: text for name, text in found}
 
     def delete(self, key: str) -> None:
         """Delete a key and all below it."""
-        self._client.key_value_delete(f"tsunax/{key}/")
+        self._client.key_value_delete(f"{self._root}/{key}/")
 
 
 def initialized() -> tuple[Any, int, int] | None:
@@ -96,15 +96,15 @@ class Peers:
     Args:
       client: JAX's.
       node: the launcher's number of this process, of `count`.
-      patience: seconds without a beat after which a process counts as dead.
+      run: how often the processes have met before: no key is used twice.
       timeout: seconds that a gathering waits.
 
-    Until `watch`, nobody is watched: when another process is lost, the next gathering raises ProcessError.
+    Until `watch`, nobody is watched: when another process ends the run, the next gathering raises ProcessError.
     """
 
-    def __init__(self, client: Any, node: int, count: int, patience: float = 30.0, timeout: float = 120.0):
-        self.node, self.count, self.patience, self.timeout = node, count, patience, timeout
-        self._store, self._ends = Store(client), False
+    def __init__(self, client: Any, node: int, count: int, run: int = 0, timeout: float = 120.0):
+        self.node, self.count, self.patience, self.timeout = node, count, 30.0, timeout
+        self._store, self._ends = Store(client, run), False
         self._hellos: list[dict] = [{} for _ in range(count)]
         self._indices = list(range(count))  # the index of each node
         self._changed = threading.Condition()
@@ -130,7 +130,7 @@ class Peers:
                     raise ProcessError(message(name, self._name(i), other.get(name), expected))
 
     def watch(self, patience: float, timeout: float) -> None:
-        """From now on this process ends when another one is lost."""
+        """From now on this process ends when another one is lost: has not beaten for `patience` seconds."""
         self.patience, self.timeout, self._ends, self._answered = patience, timeout, True, time.monotonic()
         self._run(self._beat)
         self._run(self._watch)
@@ -335,7 +335,10 @@ class Peers:
             self._end(self._lost(error))
 
     def _watch(self) -> None:
-        """Whether the service answers: a stopped process 0 leaves every call to it waiting."""
+        """Whether the service answers: a stopped process 0 leaves every call to it waiting, and so does an abort.
+
+        The thread of JAX that aborts is the one that brings answers (`name_process_0`), so this asks the port itself.
+        """
         pause = min(1.0, self.patience / 10)
         before = time.monotonic()
         while not self._closing.wait(pause) and not self._ended:
@@ -343,6 +346,8 @@ class Peers:
             if now - before > pause + self.patience / 4:
                 self._answered = now
             before = now
+            if now - self._answered > 2 * pause and _is_refused():
+                self._end(f"{self._name(0)} is gone: it was killed, or crashed")
             if now - self._answered > self.patience:
                 why = "it was stopped, or its host or network is down" if self.node else "JAX's service does not answer"
                 self._end(f"{self._name(0)} has been silent for {now - self._answered:.0f} s: {why}")
@@ -369,12 +374,25 @@ class Peers:
             leave(text, self._indices[self.node])
 
 
+def _is_refused() -> bool:
+    """Whether nobody listens any more at the port of the coordination service."""
+    host, _, port = (_jax_distributed.global_state.coordinator_address or "").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), SLICE).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):  # it takes too long, or there is no such address: no evidence
+        return False
+    return False
+
+
 def name_process_0() -> None:
     """Let Python name process 0 before JAX aborts this process because of its death.
 
     JAX's client aborts within milliseconds when its connection to process 0 is lost, without a name. The thread that
     aborts sleeps for six seconds first: `sleep` itself is the handler of SIGABRT, whose number is 6. It is allowed in a
-    signal handler, and needs no Python. Until then the thread that listens has named process 0 and ended this one.
+    signal handler, and needs no Python. By then a thread of `Peers` has named process 0 and ended this one. Any other
+    abort is delayed by these seconds, and faulthandler does not print for it. JAX 0.7 exits without an abort.
     """
     if sys.platform != "win32" and signal.SIGABRT == 6:
         libc = ctypes.CDLL(None)

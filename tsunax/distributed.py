@@ -65,6 +65,7 @@ _is_alone = False  # because start() said so
 _is_watching = False  # from start() on
 _is_ours = False  # `jax.distributed`, which start() has initialized
 _has_given_up = False
+_met = 0  # how often the processes have met
 
 
 # Who is who
@@ -210,6 +211,8 @@ def start(
     if _is_watching:
         return
     _check_seconds("start()", timeout=timeout, peer_timeout=peer_timeout)
+    if _has_given_up:
+        raise ProcessError(message("start()", "", "a process that has given up", "a new process"))
     if (found := _peers.initialized()) is None:
         launch = _launch(coordinator_address, num_processes, process_id, local_device_ids, timeout)
         address = ("", 0)
@@ -299,7 +302,10 @@ def _peers_here() -> _peers.Peers | None:
 
 
 def _meet(found: tuple, how: str, timeout: float) -> _peers.Peers:
-    peers = _peers.Peers(*found, timeout=timeout)
+    global _met
+    client, node, count = found
+    peers = _peers.Peers(client, node, count, _met, timeout)
+    _met += 1
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     peers.meet(jax=jax.__version__, python=python, begins=how)
     peers.listen()
