@@ -28,7 +28,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,7 +37,7 @@ import numpy as np
 
 from tsunax._dataflow import Analysis, source_line
 from tsunax._loss import rows_of
-from tsunax.errors import message
+from tsunax.errors import message, warn
 
 
 class Mixing(NamedTuple):
@@ -94,7 +93,7 @@ def warn_of_mixed_rows(objective: Callable, params, batch, keywords, n: int, nam
         )
         where = f"{name}, {line}" if line else name
         expected = f"a mean over rows under accumulate={n}"
-        warnings.warn(message("loss", where, got, expected, fix), stacklevel=2)
+        warn(message("loss", where, got, expected, fix))
 
 
 def mixing(objective: Callable, params: Any, batch: Any, keywords: dict) -> Mixing | None:
