@@ -276,6 +276,7 @@ def test_the_warning_says_what_where_and_what_to_do_and_comes_once():
         for _ in range(3):
             state, _ = step(state, BATCH)
     (text,) = [str(warning.message) for warning in seen]
+    assert seen[0].filename == __file__  # not a line of JAX's
     assert text.startswith("loss at clip(p, b), ") and "test_row_mixing.py:" in text
     assert "compares the rows of the batch with each other (`logits = unit(" in text
     assert "expected a mean over rows under accumulate=4. Each of the 4 micro-batches has" in text

@@ -243,7 +243,7 @@ def _compiled(jaxpr: Any, made: tuple | None) -> Callable:
 
     @jax.jit
     def run(consts, arguments):
-        closed = getattr(core, "ClosedJaxpr", core.Jaxpr)  # one class since jax 0.12
+        closed: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)  # one class since jax 0.12
         return core.jaxpr_as_fun(closed(jaxpr, list(consts)))(*arguments)
 
     return lambda consts, arguments: run(tuple(consts), tuple(arguments))

@@ -13,6 +13,8 @@ import textwrap
 import warnings
 from typing import Any
 
+import jax
+
 __all__ = [
     "ConfigError",
     "DataError",
@@ -153,11 +155,12 @@ def remedy(error: BaseException) -> str:
     return "For if use jnp.where or jax.lax.cond, for np use jnp." if _is_conversion(error) else ""
 
 
-_NOT_THE_USERS = os.path.join(os.path.dirname(__file__), ""), contextlib.__file__
+_PACKAGES = (os.path.join(os.path.dirname(file), "") for file in (__file__, jax.__file__))
+_NOT_THE_USERS = (*_PACKAGES, contextlib.__file__)
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line outside of tsunax: the user's, however deep the call is."""
+    """Warn at the innermost line outside of tsunax and JAX: the user's, however deep the call is."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1
