@@ -25,6 +25,7 @@ from tsunax.step import StepInfo, flush, update, value_and_grad
 if _TYPE_CHECKING:  # loaded when they are first asked for
     from tsunax import (
         callbacks,
+        checkpoint,
         distributed,
         exchange,
         loggers,
@@ -108,6 +109,7 @@ __all__ = [
     "batches",
     "callbacks",
     "check_reproducible",
+    "checkpoint",
     "describe",
     "device",
     "device_info",

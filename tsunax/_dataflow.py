@@ -79,6 +79,7 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
 
     Those are what a model reads. Targets, weights and masks meet its output only.
 
+    >>> import jax.numpy as jnp
     >>> loss = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
     >>> multiplied(loss, jnp.ones(3), {"x": jnp.ones((2, 3)), "y": jnp.ones(2)})
     [True, False]
