@@ -190,6 +190,8 @@ class TrainState:
                     np.arange(len(COUNTS)) == at, jnp.asarray(fields.pop(name), jnp.int32)[..., None], clock
                 )
         fields = {name: _like(value, getattr(self, name)) for name, value in fields.items()}
+        if "params" in fields:  # a step asks the clock where a state lies
+            clock = beside(trained_part(dataclasses.replace(self, params=fields["params"])), clock)
         return dataclasses.replace(self, clock=clock, **fields)
 
     def __repr__(self) -> str:
