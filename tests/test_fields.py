@@ -25,7 +25,8 @@ class Lagged(TrainState):
 def moved(state, batch):
     """A step that moves the field."""
     new, info = STEP.pure(state, batch, {})
-    return dataclasses.replace(new, lag=ts.trainable(state)), info
+    lag = jax.tree.map(lambda now, old: jnp.where(info.applied, now, old), ts.trainable(state), state.lag)
+    return dataclasses.replace(new, lag=lag), info
 
 
 STEP = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] + params["b"][None]) ** 2))
@@ -35,7 +36,7 @@ X = np.ones((16, 64), np.float32)
 def start(**options):
     params = {"w": jnp.ones((64, 32)) / 64, "b": jnp.zeros(32)}
     state = ts.setup(ts.rules.adam(0.1), params, **options)
-    return Lagged.of(state, lag=jax.tree.map(jnp.copy, ts.trainable(state)))
+    return Lagged.of(state, lag=ts.trainable(state))
 
 
 def test_it_is_donated_assembled_and_kept_by_a_step():
@@ -64,7 +65,7 @@ def test_it_is_sharded_as_the_leaves_that_it_is_like():
 
 def test_it_is_printed_pickled_saved_and_replaced(tmp_path):
     state, _ = moved(start(), X)
-    assert "lag 8.1 KiB" in repr(state)
+    assert repr(state).startswith("Lagged(step=1") and "lag 8.1 KiB" in repr(state)
     assert_trees_equal(pickle.loads(pickle.dumps(state)), state)
     with ts.Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(state, step=1)
@@ -87,10 +88,22 @@ def test_it_has_an_axis_of_members_in_a_population():
 def test_frozen_leaves_and_rejected_steps_keep_it():
     state = ts.freeze(start(), "b")
     bad = X * np.nan
-    _, info = jax.jit(moved)(state, bad)
+    after, info = jax.jit(moved)(state, bad)
     assert not bool(info.applied)
+    assert_trees_equal(after.lag, state.lag)
     kept, _ = ts.train_step(STEP.loss_fn, donate=False)(state, bad)
     assert_trees_equal(kept.lag, state.lag)
+
+
+def test_a_wrong_declaration_and_wrong_fields_are_named():
+    for wrong in ({"moves": "stpe"}, {"like": "tained"}):
+        with pytest.raises(StateError, match=r"(moves|like) at field\(\): got"):
+            field(**wrong)
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
+    with pytest.raises(StateError, match=r"field at Lagged\.of\(\): got none for 'lag', expected lag"):
+        Lagged.of(state)
+    with pytest.raises(StateError, match=r"got 'lga', expected lag"):
+        Lagged.of(state, lag=state.params, lga=1)
 
 
 def test_the_fields_of_a_state_have_a_role_each():

@@ -87,7 +87,13 @@ def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
         (any structure, as of model state), or "" (whole on each device).
       shows: the word for its bytes in `repr`; "" for none.
     """
+    for name, given, known in (("moves", moves, _MOVES), ("like", like, _LIKE)):
+        if given not in known:
+            raise StateError(_where.unknown(name, "field()", str(given), [repr(one) for one in known]))
     return dataclasses.field(metadata={"moves": moves, "like": like, "shows": shows})
+
+
+_MOVES, _LIKE = ("", "step", "record"), ("", "params", "trained", "rule", "free")
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
@@ -135,8 +141,14 @@ class TrainState:
 
     @classmethod
     def of(cls, state: TrainState, **more) -> TrainState:
-        """A state of this class with the fields of another one, and more."""
-        return cls(**{f.name: getattr(state, f.name) for f in dataclasses.fields(state)}, **more)
+        """A state of this class with the fields of another one, and copies of more. StateError for other names."""
+        own_names = [f.name for f in cls._fields if not hasattr(state, f.name)]
+        for name in [*own_names, *more]:
+            if name not in more or name not in own_names:
+                got = f"none for {name!r}" if name in own_names else repr(name)
+                raise StateError(message("field", f"{cls.__name__}.of()", got, ", ".join(own_names) or "no more"))
+        kept = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+        return cls(**kept, **{name: jax.tree.map(own, value) for name, value in more.items()})
 
     def only(self, *names: str) -> TrainState:
         """The state with None in all other fields."""
@@ -645,16 +657,16 @@ def frozen_words(flags) -> np.ndarray:
 
 def describe(state: TrainState) -> str:
     """The text of `repr(state)`: tree, counts, hyperparameters, frozen parts, bytes, placement."""
-    leaves = jax.tree.leaves(state)
+    leaves, kind = jax.tree.leaves(state), type(state).__name__
     if any(map(_tree.is_traced, leaves)):
-        return f"TrainState(traced, {len(leaves)} arrays)"
+        return f"{kind}(traced, {len(leaves)} arrays)"
     if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
-        return f"TrainState(donated, {len(leaves)} arrays)"
+        return f"{kind}(donated, {len(leaves)} arrays)"
     concrete = all(map(_tree.is_array, leaves)) and jnp.ndim(state.clock) == 1
     head = f"step={int(state.step)}, calls={int(state.calls)}" if concrete else "abstract"
     if jnp.ndim(state.clock) > 1:
         head = f"stacked {jnp.shape(state.clock)[:-1]}"
-    lines = [f"TrainState({head})", *_tree_rows(state, concrete)]
+    lines = [f"{kind}({head})", *_tree_rows(state, concrete)]
     if concrete and state.numbers is not None:
         lines.append("  " + ", ".join(f"{k}={v:.6g}" for k, v in state.numbers.named(state.step).items()))
     place = f", on {_devices(leaves)}" if all(map(_tree.is_array, leaves)) else ""
