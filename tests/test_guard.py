@@ -1,13 +1,16 @@
 """Verdicts: nothing poisons a state, and every message names the place."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax import guard
+from tsunax import choice, guard
 from tsunax.errors import NonFiniteError
 
 ROWS, MICRO = 12, 4
@@ -266,3 +269,81 @@ def test_a_label_that_is_no_class_is_named(label):
             NonFiniteError, match=rf"1 of 4 labels are none of the 10 classes, first label {label} at \[2\]"
         ):
             ts.train_step(loss, on_nonfinite="raise", accumulate=accumulate, donate=False)(state, batch)
+
+
+# ------------------------------------------------------------------------------------------------- where the choice is
+
+
+def test_the_update_is_judged_whether_info_has_its_norm_or_not():
+    """A schedule or a division in a rule makes NaN of finite gradients: it never reaches the params."""
+    params, grads = {"a": jnp.ones(2), "unused": jnp.ones(2)}, {"a": jnp.ones(2), "unused": jnp.zeros(2)}
+    late = ts.rules.sgd(lambda step: jnp.where(step < 5, 0.1, jnp.nan))
+    for rule in (ts.rules.adam(0.01, eps=0.0), optax.adam(0.01, eps=0.0), late):
+        for norms in (True, False):
+            run = jax.jit(functools.partial(ts.update, norms=norms))
+            for f in (run, functools.partial(ts.update, norms=norms)):
+                state = ts.setup(rule, params).replace(step=5)
+                after, info = f(state, grads)
+                assert not bool(info.applied) and (info.update_norm is None) == (not norms)
+                assert_trees_equal(after.params, params)
+                assert_trees_equal(after.opt_state, state.opt_state)
+                assert "update that the rule made" in guard.explain(int(info.verdict), after.opt_state)
+
+
+def test_both_ways_to_choose_have_the_same_bits():
+    """A cond that runs the rule again, for small leaves on a CPU, and a select for each array."""
+    loss_fn = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) @ params["v"])
+    params = {"w": jnp.ones((8, 4)) / 3, "v": jnp.ones(4) / 7}
+    x = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
+
+    def run(small):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(choice, "SMALL", small)
+            step, state, infos = ts.train_step(loss_fn), ts.setup(ts.rules.adamw(0.01), params, ema=0.9), []
+            text = step.lower(state, x).as_text()
+            for bad in (0, 0, 1, 0):
+                state, info = step(state, x * np.float32(np.nan) if bad else x)
+                infos.append((info.loss, info.verdict, info.grad_norm))
+        return state, infos, "case" in text
+
+    few, many = run(1 << 14), run(0)
+    assert few[2] and not many[2]
+    assert_trees_equal(few[:2], many[:2])
+
+
+def test_rules_that_are_dear_or_not_alone_keep_the_selects():
+    def callback(updates, state, params=None):
+        calls.append(1)
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        scale = jax.pure_callback(lambda: runs.append(1) or np.float32(1), shape)
+        return jax.tree.map(lambda g: g * scale, updates), state
+
+    calls, runs = [], []
+    rule = optax.chain(optax.GradientTransformation(lambda params: optax.EmptyState(), callback), optax.sgd(0.1))
+    step = ts.train_step(lambda params, x: jnp.mean(x @ params["w"]))
+    state = ts.setup(rule, {"w": jnp.ones(4)})
+    runs.clear()
+    state, _ = step(state, np.ones((2, 4), np.float32))
+    jax.block_until_ready(state.params)
+    assert len(runs) == 1
+    text = step.lower(ts.setup(ts.rules.lamb(0.1), {"w": jnp.ones(4)}), np.ones((2, 4), np.float32)).as_text()
+    assert "case" not in text
+
+
+def test_devices_that_decide_differently_select():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "data")
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), axis_name=())
+    state = ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(4)})
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+
+    def local(state, x):
+        after, info = step.pure(state, x, {})
+        return jax.lax.pmean(after.params["w"], "data"), info.loss[None]
+
+    specs = (jax.P(), jax.P("data")) if hasattr(jax, "P") else None
+    if specs is None:
+        from jax.sharding import PartitionSpec
+
+        specs = (PartitionSpec(), PartitionSpec("data"))
+    w, losses = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs))(state, x)
+    assert np.isfinite(w).all() and losses.shape == (8,)

@@ -61,6 +61,12 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
+def varies(x) -> bool:
+    """Whether devices inside `shard_map` may have different values of it, as far as JAX tells."""
+    kind = jax.typeof(x)
+    return bool(kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying)
+
+
 def vary(tree, axes: Axes):
     """The tree as values of each device: otherwise JAX would add up the gradients of all of them by itself."""
 
@@ -105,4 +111,4 @@ def mean(tree, axes: Axes):
     return jax.tree.map(one, vary(tree, axes))
 
 
-__all__ = ["Axes", "around", "as_axes", "gathered", "is_tracing", "mean", "own_key", "vary"]
+__all__ = ["Axes", "around", "as_axes", "gathered", "is_tracing", "mean", "own_key", "varies", "vary"]

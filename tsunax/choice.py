@@ -5,11 +5,14 @@ between the two states then costs a select for each array: little where steps ar
 CPU, where XLA makes a few kernels of all of them. A CPU pays for each kernel's start, and for a small model three
 times as much as for the step itself (tiny MLP, Adam: 32 us without a verdict, 98 with selects, 37 with the cond below).
 
-So small states are chosen by a `lax.cond` on a CPU. Its taken branch computes rule and application once more. XLA drops
-from the first run all but what the verdict reads: the norm of the updates, which is one kernel, and the reports of
-rules. That pays as long as a rule costs less than its kernels' starts. It does not for large arrays (the work is done
-twice) and not for rules that multiply matrices, loop or draw random numbers: those keep the selects. Both ways give the
-same bits. Under `vmap` the cond is a select by itself.
+So states of small leaves are chosen by a `lax.cond` on a CPU. Its taken branch computes rule and
+application once more. XLA drops from the first run all but what the verdict reads: the norm of the
+updates, which is one kernel, and the reports of rules. That pays as long as the arithmetic of a
+rule costs less than the starts of its kernels: up to 16 KiB a leaf on average, and only for rules
+that work element by element. All others keep the selects: the second run of a norm, a product, a
+loop or a callback costs more than it saves, and a collective must not stand behind a condition.
+Both ways give the same bits. Under `vmap` the cond is a select by itself; inside `shard_map`, if
+devices may decide differently, it is one here.
 """
 
 from __future__ import annotations
@@ -20,39 +23,38 @@ from typing import Any
 import jax
 
 from tsunax import _axes, guard
+from tsunax._dataflow import inner
 from tsunax.state import TrainState, assemble, split, trained_part
 
-SMALL = 1 << 20  # bytes of trained leaves: up to there a second run of an elementwise rule costs less than the selects
+SMALL = 1 << 14  # bytes of a trained leaf, on average
 
-_DEAR = frozenset(
-    "while scan dot_general conv_general_dilated sort fft eigh svd qr cholesky lu householder_product "
-    "triangular_solve reduce_precision random_bits threefry2x32 custom_call ffi_call".split()
+_CHEAP = frozenset(
+    "add sub mul div neg abs sign sqrt rsqrt cbrt square pow integer_pow exp exp2 expm1 log "
+    "log1p tanh logistic erf sin cos max min clamp select_n eq ne lt le gt ge and or not xor "
+    "is_finite floor ceil round rem add_any copy copy_p real imag conj complex "
+    "convert_element_type bitcast_convert_type stop_gradient broadcast_in_dim reshape squeeze "
+    "expand_dims transpose slice concatenate iota jit pjit closed_call custom_jvp_call "
+    "custom_vjp_call cond platform_index".split()
 )
 
 
 def candidate(applied: Callable[[], tuple], state: TrainState) -> tuple[tuple, Callable[[], tuple] | None]:
     """What `applied()` gives, and a function that computes it once more, or None if that would not pay."""
-    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trained_part(state)))
-    if nbytes > SMALL or not _axes.is_tracing():
+    leaves = jax.tree.leaves(trained_part(state))
+    if sum(x.size * x.dtype.itemsize for x in leaves) > SMALL * len(leaves) or not _axes.is_tracing():
         return applied(), None
     from jax.extend.core import jaxpr_as_fun  # costs 20 ms to import
 
     program, shapes = jax.make_jaxpr(applied, return_shape=True)()  # traced once, for both runs
     run = lambda: jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)())
-    return run(), None if program.effects or _is_dear(program.jaxpr) else run
+    return run(), run if _is_cheap(getattr(program, "jaxpr", program)) else None
 
 
-def _is_dear(jaxpr: Any) -> bool:
-    """Whether it does more than element by element, sums and conds."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _DEAR:
-            return True
-        for value in eqn.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(part, "jaxpr", part)
-                if hasattr(inner, "eqns") and _is_dear(inner):
-                    return True
-    return False
+def _is_cheap(jaxpr: Any) -> bool:
+    """Whether it works element by element."""
+    if jaxpr.effects or any(eqn.primitive.name not in _CHEAP for eqn in jaxpr.eqns):
+        return False
+    return all(_is_cheap(part) for eqn in jaxpr.eqns for part in inner(eqn))
 
 
 def between(take, new: TrainState, old: TrainState, again: Callable[[], tuple] | None) -> TrainState:
@@ -63,11 +65,12 @@ def between(take, new: TrainState, old: TrainState, again: Callable[[], tuple] |
     def select():
         return guard.choose(take, moving(new), moving(old))
 
-    if again is None:
+    if again is None or _axes.varies(take):
         return assemble(kind, select(), still)
 
     def cond():
-        kept = lambda: jax.tree.map(lambda n, o: o.astype(n.dtype), moving(new), moving(old))
+        as_new = lambda n, o: o if o.dtype == n.dtype else o.astype(n.dtype)
+        kept = lambda: jax.tree.map(as_new, moving(new), moving(old))
         return jax.lax.cond(take, lambda: moving(again()[0]), kept)
 
     return assemble(kind, jax.lax.platform_dependent(cpu=cond, default=select), still)

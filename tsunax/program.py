@@ -76,7 +76,9 @@ class Programs(dict):
             raise StateError(donated("step()"))
         _checks.check_arrays(state, "state")
         home, moving, still = home_of(moving, still)
-        if home is None and not isinstance(clock, Tracer) and len(devices := clock.devices()) == 1:
+        is_here = isinstance(clock, jax.Array) and not isinstance(clock, Tracer)  # and not NumPy's
+        self._sharding = self
+        if home is None and is_here and len(devices := clock.devices()) == 1:
             self._sharding = clock.sharding
             if not devices.issubset(self.devices):
                 self.devices += devices

@@ -418,6 +418,8 @@ def setup(
     overwritten = _overwritten(params, flags)
     if overwritten is not None:  # no rule ever sees them
         flags = tuple(on and not replaced for on, replaced in zip(flags, overwritten, strict=True))
+        if not any(flags):
+            raise _selects_nothing(f"{_where.show(trainable)}, which selects only what gradients overwrite")
     plan = Plan(_live.blank(rule.init), rule.update, None if all(flags) else flags, policy, overwritten)
     trained, masters = _stored(_part(params, plan.selected), policy, key)
     params = joined(trained, params, plan.selected)
@@ -583,9 +585,12 @@ def _select(where, params) -> tuple[bool, ...]:
         raise _tree.no_parameters("params", params)
     flags = _where.select(where, params, allow_empty=True)
     if not any(flags):
-        got = f"{_where.show(where)}, which selects nothing"
-        raise ParamsError(message("trainable", "setup()", got, "at least one leaf to train"))
+        raise _selects_nothing(f"{_where.show(where)}, which selects nothing")
     return flags
+
+
+def _selects_nothing(got: str) -> ParamsError:
+    return ParamsError(message("trainable", "setup()", got, "at least one leaf to train"))
 
 
 def _start(rule, trained):

@@ -36,6 +36,7 @@ from tsunax.state import (
     check_state,
     in_precision,
     overwritten_part,
+    own,
     trained_part,
     with_overwritten,
     with_rest,
@@ -206,10 +207,10 @@ def update(
       loss: the `Loss` or scalar that they are the gradient of: part of the verdict, and `value` for the rules
         that ask for it.
       model_state: what replaces `state.model_state` if the step is applied; by default the one in `loss`.
-      on_nonfinite: what to do where the loss, a gradient or a rule's report is not finite. "skip" rejects the
-        step: every array of the state but `calls` stays bit-identical. "raise" rejects too, and a compiled step
-        then waits and raises. "ignore" applies it.
-      norms: whether info has `grad_norm` and `update_norm`.
+      on_nonfinite: what to do if the loss, a gradient, what the rule would add to params, or a rule's report is not
+        finite. "skip" rejects the step: every array of the state but its counts stays bit-identical. "raise" rejects
+        too, and a compiled step then waits and raises. "ignore" applies it.
+      norms: whether info has `grad_norm` and `update_norm`. The verdict looks at both in any case.
       extra: goes to the rule, if it takes extra arguments.
 
     Raises StateError if grads do not fit the state, naming the first path.
@@ -263,7 +264,7 @@ def moved(
     (new, updates, emitted), again = choice.candidate(applied, state)
     if difference := _tree.first_difference(new.opt_state, state.opt_state, "opt_state"):
         raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
-    update_norm = global_norm(_without_frozen(updates, thawed)) if norms else None
+    update_norm = global_norm(_without_frozen(updates, thawed)) if norms or on_nonfinite != "ignore" else None
     verdict = None
     if on_nonfinite != "ignore":
         verdict = guard.judge(value, grad_norm, state.calls, new.opt_state, update_norm)
@@ -273,11 +274,11 @@ def moved(
         loss=None if value is None else jnp.asarray(value, jnp.float32),
         weight=loss.weight,
         grad_norm=grad_norm if norms else None,
-        update_norm=update_norm,
+        update_norm=update_norm if norms else None,
         verdict=guard.with_gathered(verdict, emitted),
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
-        loss_scale=None if state.loss_scale is None else state.loss_scale.scale,
+        loss_scale=None if state.loss_scale is None else own(state.loss_scale.scale),  # a step may donate the state's
         step=state.step if state.numbers is not None and state.numbers.scheduled else None,
         numbers=state.numbers,
     )
@@ -320,7 +321,9 @@ def _fitting(state: TrainState, grads, loss: Loss) -> tuple[Any, Loss]:
         pass
     elif plan.selected and jax.tree.structure(grads) == jax.tree.structure(state.params):
         if plan.overwritten is not None:
-            loss = dataclasses.replace(loss, overwritten=_tree.partition(grads, plan.overwritten)[0])
+            new, old = _tree.partition(grads, plan.overwritten)[0], overwritten_part(state)
+            _checks.check_like("grads", new, old, "The gradient of such a leaf is its next value.")
+            loss = dataclasses.replace(loss, overwritten=cast_like(jax.tree.map(own, new), old))
         grads = _tree.partition(grads, plan.selected)[0]
     else:
         fix = "Gradients have the structure of ts.trainable(state)."
