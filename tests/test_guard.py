@@ -39,7 +39,9 @@ def _poisoned(x, poison):
     return jnp.zeros_like(poison)
 
 
-_poisoned.defvjp(lambda x, poison: (jnp.zeros_like(poison), poison), lambda poison, g: (jnp.sum(poison), None))
+_poisoned.defvjp(
+    lambda x, poison: (jnp.zeros_like(poison), (poison, x)), lambda kept, g: (jnp.sum(kept[0]).astype(kept[1].dtype), None)
+)
 
 
 def make_batch(seed):

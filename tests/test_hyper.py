@@ -779,7 +779,8 @@ def test_a_frozen_leaf_cannot_reject_a_step():
 def test_everything_may_be_frozen():
     state = train(ts.setup(rules.adamw(0.01), PARAMS, freezable=True))
     after = train(ts.freeze(state, "**"), BATCHES)
-    assert_trees_equal((after.params, after.opt_state), (state.params, state.opt_state))
+    arrays = lambda tree: [x for x in jax.tree.leaves(tree) if np.ndim(x)]  # the count of all leaves goes on
+    assert_trees_equal((after.params, arrays(after.opt_state)), (state.params, arrays(state.opt_state)))
     assert int(after.step) == 13 and int(after.calls) == 13
 
 

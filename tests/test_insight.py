@@ -166,7 +166,7 @@ def test_programs_within_programs():
 def test_what_is_read_off_the_compiled_program():
     step, state = ts.train_step(mlp), state_of()
     about = describe(step, state, BATCH, peak=1e12)
-    moving = 3 * sum(w.nbytes for w in PARAMS) + 4 * 4  # params, two moments, the clock
+    moving = 3 * sum(w.nbytes for w in PARAMS) + 5 * 4  # params, two moments, the clock, the count of Adam
     assert about.donated == about.aliased == moving and about.not_aliased == ()
     assert about.memory.state >= moving and about.memory.batch == BATCH.nbytes
     assert about.bytes_accessed > moving and about.communication == ()

@@ -274,8 +274,10 @@ ROWS = [
     Row("warmup_cosine_decay_schedule",
         lambda t, init_value, peak_value, warmup_steps, decay_steps, end_value, exponent:
             warm(t, init_value, peak_value, warmup_steps,
-                 line(end_value, peak_value, cosine((t - warmup_steps) / (decay_steps - warmup_steps)) ** exponent)),
-        lambda init_value, peak_value, end_value, **_: between(init_value, peak_value, end_value),
+                 # optax decays from a peak of 0 to 0, whatever end_value says
+                 line(end_value * (peak_value != 0), peak_value,
+                      cosine((t - warmup_steps) / (decay_steps - warmup_steps)) ** exponent)),
+        lambda init_value, peak_value, end_value, **_: between(init_value, peak_value, end_value, 0),
         peak | dict(warmup_decay=st.tuples(waits, lengths), end_value=numbers, exponent=exponents)),
     Row("warmup_exponential_decay_schedule",
         lambda t, init_value, peak_value, warmup_steps, **others:

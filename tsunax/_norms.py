@@ -35,11 +35,16 @@ def leaves_apart(apart: bool) -> Iterator[None]:
         _apart.reset(before)
 
 
+def is_apart(x: Any) -> bool:
+    """Whether what is computed from an array is part of a program over a mesh, as far as JAX tells."""
+    return _apart.get() or bool(jax.typeof(x).sharding.mesh.axis_names)
+
+
 def global_norm(tree: Any) -> jax.Array:
     """sqrt(sum over leaves of sum(|x|²)), float32 whatever the dtypes (float64 if any is): `optax.tree.norm`."""
     large, small = [], defaultdict(list)
     for x in map(jnp.asarray, jax.tree.leaves(tree)):
-        if x.size > SMALL or _apart.get() or jax.typeof(x).sharding.mesh.axis_names:
+        if x.size > SMALL or is_apart(x):
             large.append(x)
         else:
             small[x.dtype].append(x.ravel())

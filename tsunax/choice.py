@@ -11,8 +11,13 @@ updates, which is one kernel, and the reports of rules. That pays as long as the
 rule costs less than the starts of its kernels: up to 16 KiB a leaf on average, and only for rules
 that work element by element. All others keep the selects: the second run of a norm, a product, a
 loop or a callback costs more than it saves, and a collective must not stand behind a condition.
-Both ways give the same bits. Under `vmap` the cond is a select by itself; inside `shard_map`, if
-devices may decide differently, it is one here.
+Under `vmap` the cond is a select by itself. Programs over a mesh, and devices inside `shard_map` that
+may decide differently, keep the selects too.
+
+Both ways compute the same. Their bits are the same if a gradient ends in a product or a sum over
+rows, as that of a weight does. If it ends element by element (a penalty, scaled or tanh weights), XLA
+fuses that end into the update where both are in one computation, as in a plain optax step with
+selects, and rounds once less; a cond stands between them (`docs/live-rules.md`).
 """
 
 from __future__ import annotations
@@ -21,9 +26,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tsunax import _axes, guard
 from tsunax._dataflow import inner
+from tsunax._norms import is_apart
 from tsunax.state import TrainState, assemble, split, trained_part
 
 SMALL = 1 << 14  # bytes of a trained leaf, on average
@@ -41,12 +48,15 @@ _CHEAP = frozenset(
 def candidate(applied: Callable[[], tuple], state: TrainState) -> tuple[tuple, Callable[[], tuple] | None]:
     """What `applied()` gives, and a function that computes it once more, or None if that would not pay."""
     leaves = jax.tree.leaves(trained_part(state))
-    if sum(x.size * x.dtype.itemsize for x in leaves) > SMALL * len(leaves) or not _axes.is_tracing():
+    large = sum(x.size * x.dtype.itemsize for x in leaves) > SMALL * len(leaves)
+    if large or state.plan.overwritten or any(map(is_apart, leaves)) or not _axes.is_tracing():
         return applied(), None
     from jax.extend.core import jaxpr_as_fun  # costs 20 ms to import
 
     program, shapes = jax.make_jaxpr(applied, return_shape=True)()  # traced once, for both runs
-    run = lambda: jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)())
+    shapes, treedef = jax.tree.flatten(shapes)
+    as_array = lambda x, s: x if hasattr(x, "dtype") else jnp.asarray(x, s.dtype)  # constants come back as numbers
+    run = lambda: treedef.unflatten(map(as_array, jaxpr_as_fun(program)(), shapes))
     return run(), run if _is_cheap(getattr(program, "jaxpr", program)) else None
 
 
