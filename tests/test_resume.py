@@ -279,6 +279,39 @@ def test_a_population_resumes(tmp_path):
 # ---------------------------------------------------------------------------------------------------------- the best
 
 
+def rising(folder, steps=38, **given):
+    """The loss of the first step but one is the lowest, and then it only rises."""
+    step = ts.train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2))
+    rows = [np.full(4, i * 10, np.float32) for i in range(40)]
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(())})
+    given = {"evaluate_every": 4, **given} if "evaluate" in given else given
+    return ts.fit(step, state, rows, steps=steps, checkpoint=folder, progress=False, **given)
+
+
+@pytest.mark.parametrize("log_every", [1, 7, 10])
+def test_every_checkpoint_has_the_loss_of_its_step(tmp_path, log_every):
+    saver = ts.Checkpoints(tmp_path, keep_best=Best("loss", mode="min"), keep_last=1, every=4)
+    with saver:
+        _, history = rising(saver, log_every=log_every)
+        assert saver.steps() == [4, 38]
+        assert saver.metrics()[4]["loss"] == pytest.approx(24.4**2, rel=1e-6)  # (30 - 5.6)²
+    logged = sorted({1, 38, *range(log_every, 39, log_every)})
+    assert history["step"].tolist() == logged  # a save adds no rows
+
+
+def test_an_evaluation_that_is_the_best_is_saved_whatever_every_is(tmp_path):
+    accuracy = {4: 0.9, 12: 0.6}
+    evaluate = lambda state: {"val/acc": accuracy.get(int(state.step), 0.1)}
+    with ts.Checkpoints(tmp_path / "a", every=3, keep_best=Best("val/acc", mode="max"), keep_last=1) as saver:
+        rising(saver, 14, evaluate=evaluate)
+        assert saver.steps() == [4, 14]
+        assert saver.metrics()[4]["val/acc"] == 0.9
+    late = callbacks.every(4, lambda run: run.log(mine=-accuracy.get(run.step, 0.1)))
+    with ts.Checkpoints(tmp_path / "b", every=3, keep_best=Best("mine", mode="min"), keep_last=1) as saver:
+        rising(saver, 14, callbacks=[late])
+        assert saver.steps() == [4, 14]
+
+
 def test_fit_tells_of_a_best_that_nobody_gives(tmp_path):
     best = lambda name: Best(name, mode="min")
     given = {"evaluate": lambda state: {"val/loss": 1.0}, "evaluate_every": 4}

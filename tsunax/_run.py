@@ -179,6 +179,7 @@ class Fit:
         self.saved: Any = None  # when it was, last
         self.script: Any = None  # what the script gave, see `_resume.script_of`
         self.evaluated = -1  # the step at which it was, last
+        self.agreed: frozenset[str] = frozenset()  # names of its numbers, which all processes share
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
 
     def place_extra(self) -> None:
@@ -525,7 +526,7 @@ class Fit:
         saver.poll()
         self.look_for_best("end" in events)
         due = "end" in events or saver.due(run.step) or ("epoch" in events and self.options.saves_epochs)
-        if due and self.saved != (run.step, self.feed.place()):
+        if (due or self.is_best()) and self.saved != (run.step, self.feed.place()):
             self.save()
 
     def save(self) -> None:
@@ -534,9 +535,27 @@ class Fit:
         self.saved = run.step, self.feed.place()
         history = run.history.plain()
         newest = {name: run.history.newest(name) or (-1, 0.0) for name in run.history.names}
-        numbers = {name: x for name, (step, x) in newest.items() if step == run.step and np.isfinite(x)}
+        numbers = {name: x for name, (step, x) in newest.items() if step == run.step}
+        if self.last is not None and self.last[1] == run.step:  # its row is no row of the history
+            numbers |= {name: float(x[0]) for name, x in self.last[0]().items()}
+        numbers = {name: x for name, x in numbers.items() if np.isfinite(x)}
         parts = self.feed.place(), history, self.memory, numbers, self.script
         self.options.saver._save(run.state, run.step, *parts)
+
+    def is_best(self) -> bool:
+        """Whether an evaluation or a callback gave `keep_best` one of its best values at this step.
+
+        Every save has the metrics of training; those of an evaluation would be lost between two saves.
+        """
+        best, run = self.options.saver.keep_best, self.run
+        if best is None or best.metric in run.taken:
+            return False
+        if (run.history.newest(best.metric) or (-1, 0.0))[0] != run.step:
+            return False
+        if jax.process_count() > 1 and best.metric not in self.agreed:
+            return False  # what callbacks log may differ between processes, and all of them save together
+        known = zip(*run.history.series(best.metric), strict=True)
+        return run.step in best.of({int(at): {best.metric: x} for at, x in known if np.isfinite(x)})
 
     def look_for_best(self, is_last: bool) -> None:
         """Raise RowError for a metric of `keep_best` that nobody gives; a warning is enough at the end."""
@@ -557,7 +576,7 @@ class Fit:
             found = check_row(self.options.evaluate(run.state), "evaluate")
             run.check_own(found, "evaluate")
             found = self.alike.numbers(f"evaluate at step {run.step}", found)
-        self.evaluated = run.step
+        self.evaluated, self.agreed = run.step, frozenset(found)
         row = join(run.row if self.row_step == run.step else {}, found, "evaluate")
         self.add({name: row[name] for name in found}, run.step)
         run.history.mark("evaluate", run.step)
