@@ -432,6 +432,7 @@ def fit_with(callback, steps=6, **given):
         ("memory", "Change it in place"),
         ("step", "It is the loop's"),
         ("metrics", "It is the loop's"),
+        ("extra", r"Change the dict that you gave to fit: extra\['scale'\] = \.\.\."),
     ],
 )
 def test_an_assignment_that_nobody_would_read_is_an_error(name, fix):

@@ -18,7 +18,7 @@ from tests.helpers import assert_trees_equal
 from tsunax import averages, callbacks
 from tsunax._resume import code_text
 from tsunax.checkpoint import Best
-from tsunax.errors import RowError, StateError
+from tsunax.errors import DataError, RowError, StateError
 from tsunax.precision import LossScale
 
 X = np.arange(64, dtype=np.float32).reshape(16, 4) / 64
@@ -343,6 +343,17 @@ def test_resident_data_and_streams_are_served(tmp_path):
     rows = [X[:4], X[4:8]]
     fit(tmp_path / "b", make(), 2, data=rows)
     fit(tmp_path / "b", make(), 4, data=rows)
+
+
+def test_data_of_another_kind_than_the_checkpoints_is_named(tmp_path):
+    fit(tmp_path / "a", make(), 2)
+    text = r"data at fit\(\): got a list, expected ts\.batches\(\.\.\.\), with which the checkpoint was saved\. Give"
+    with pytest.raises(DataError, match=text):
+        fit(tmp_path / "a", make(), 3, data=[X[:4], X[4:8]])
+    fit(tmp_path / "b", make(), 2, data=[X[:4], X[4:8]])
+    text = r"data at fit\(\): got ts\.batches\(\.\.\.\), expected data of another kind, with which the"
+    with pytest.raises(DataError, match=text):
+        fit(tmp_path / "b", make(), 3, data=ts.batches(X, 4))
 
 
 def test_a_population_resumes(tmp_path):

@@ -98,8 +98,13 @@ class Run:
     is_lent = False  # to a callback
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _METHODS or (self.is_lent and name in self.__dict__.get("known", ())):
-            fixes = {"state": "Return the new state.", "memory": "Change it in place: run.memory.update(...)."}
+        is_of_loop = name in self.__dict__.get("known", ()) or name == "extra"
+        if name in _METHODS or (self.is_lent and is_of_loop):
+            fixes = {
+                "state": "Return the new state.",
+                "memory": "Change it in place: run.memory.update(...).",
+                "extra": "Change the dict that you gave to fit: extra['scale'] = ...",
+            }
             fix = f"Call it: run.{name}(...)." if name in _METHODS else fixes.get(name, "It is the loop's.")
             raise WrongTypeError(message(f"run.{name}", "a callback", "an assignment", "none", fix))
         self.__dict__[name] = value
