@@ -516,6 +516,8 @@ class Fit:
                     event == "step" and self.options.smoke and not is_bare(callback)
                 ):
                     self.call_back(name, callback)
+        if "end" not in events:
+            self.look_for_watched()
         run.stopped = self.alike.boundary(f"step {run.step}", run.stopped, run.state, self.has_changed)
         self.has_changed = False
         self.place_extra()
@@ -561,6 +563,16 @@ class Fit:
             return False  # what callbacks log may differ between processes, and all of them save together
         known = zip(*run.history.series(best.metric), strict=True)
         return run.step in best.of({int(at): {best.metric: x} for at, x in known if np.isfinite(x)})
+
+    def look_for_watched(self) -> None:
+        """Raise RowError for a metric that a callback waits for, when there are rows and none has it."""
+        options, names = self.options, self.run.history.names
+        is_early = not names or (options.evaluate is not None and self.evaluated < 0)
+        if is_early or any(map(callbacks.may_log, options.callbacks)):
+            return
+        for f in filter(callbacks.is_watching, options.callbacks):
+            if f.metric not in names:
+                raise RowError(_where.unknown("metric", f"{type(f).__name__}()", f.metric, names))
 
     def look_for_best(self, is_last: bool) -> None:
         """Raise RowError for a metric of `keep_best` that nobody gives; a warning is enough at the end."""
