@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ X = np.arange(64, dtype=np.float32).reshape(16, 4) / 64
 STEP = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1.0) ** 2))
 
 
-def make(rate=0.1, w=0.0, **given):
+def make(rate: Any = 0.1, w=0.0, **given):
     return ts.setup(ts.rules.sgd(rate), {"w": jnp.full(4, w)}, **given)
 
 
@@ -244,8 +245,8 @@ class Config:
 
 
 class Scaled:
-    def __init__(self, scale):
-        self.scale = scale
+    def __init__(self, scale, started=0.0):
+        self.scale, self.started = scale, started
 
     def __call__(self, params, x):
         return self.scale * jnp.mean(x @ params["w"])
@@ -273,6 +274,9 @@ def test_the_text_of_a_function_has_its_names_and_the_numbers_that_it_refers_to(
             other.__qualname__ = one.__qualname__
         assert code_text(one) != code_text(other)
     assert code_text(Scaled(1.0)) == code_text(Scaled(1.0))
+    for get in (lambda x: x, lambda x: x.loss, lambda x: lambda params, batch: x(params, batch)):
+        one, two, other = (get(Scaled(*given)) for given in ((1.0, 5.0), (1.0, 6.0), (2.0, 5.0)))
+        assert code_text(one) == code_text(two) != code_text(other)  # the loss does not read `started`
     before = [code_text(f) for f in (reads_settings, reads_config)]
     monkeypatch.setitem(SETTINGS, "scale", 2.0)
     monkeypatch.setattr(Config, "scale", 2.0)

@@ -159,14 +159,14 @@ def _first_difference(a: str, b: str) -> str:
 def code_text(f) -> str:
     """The Python that compiled a function, and a hash of its code and of what it refers to.
 
-    What it refers to: defaults, closures, the attributes of its object, and among the globals plain
-    numbers, dicts and lists, and functions, classes and objects of its own package. Arrays count by
-    shape and dtype. No text depends on an address, or on the order of a set. What cannot be
+    What it refers to: defaults, closures, its object, and among the globals plain numbers, dicts and
+    lists, and functions, classes and objects of its own package; of classes and objects the attributes
+    that the code names. Arrays count by shape and dtype. No text depends on an address, or on the order of a set. What cannot be
     looked at makes no text, and no error: it would be no reason to end a run.
     """
     parts: list[str] = []
     try:
-        _walk(f, _package(f), {}, parts)
+        _walk(f, _package(f), {}, set(), parts)
     except Exception:  # objects of any library, and their properties
         return "unknown"
     digest = hashlib.sha256("\n".join(parts[:_MOST]).encode()).hexdigest()[:16]
@@ -179,8 +179,10 @@ def _package(f) -> str:
     return (getattr(inspect.unwrap(f) if callable(f) else f, "__module__", None) or "").partition(".")[0]
 
 
-def _walk(x: Any, package: str, seen: dict[int, Any], parts: list[str], depth: int = 0) -> None:
-    inner = lambda *things: [_walk(y, package, seen, parts, depth + 1) for y in things]
+def _walk(x: Any, package: str, seen: dict[int, Any], named: set[str], parts: list[str], depth: int = 0) -> None:
+    """Add to `parts` what tells x from others; `named` are the attributes that the code so far reads."""
+    inner = lambda *things: [_walk(y, package, seen, named, parts, depth + 1) for y in things]
+    read = lambda found: {name: y for name, y in found.items() if name in named or name == "__call__"}
     if len(parts) >= _MOST or depth > _DEEP:
         return
     if x is None or isinstance(x, (bool, int, float, complex, str, bytes, np.generic)):
@@ -198,11 +200,13 @@ def _walk(x: Any, package: str, seen: dict[int, Any], parts: list[str], depth: i
     seen[id(x)] = x  # kept, or another one would come to have its id
     if isinstance(x, types.CodeType):
         parts.append(f"{x.co_code.hex()} {x.co_names}")  # the names of attributes are there alone
+        named.update(x.co_names)
         inner(*x.co_consts)
     elif isinstance(x, types.FunctionType):
         parts.append(x.__qualname__)
         if _package(x) == package and package != "tsunax":
             parts.append(f"{x.__code__.co_code.hex()} {x.__code__.co_names}")
+            named.update(x.__code__.co_names)
             inner(*[y for y in x.__code__.co_consts if y != x.__doc__])
             inner(x.__defaults__, x.__kwdefaults__, *_cells(x), *_globals(x, package))
     elif isinstance(x, types.MethodType):
@@ -214,8 +218,7 @@ def _walk(x: Any, package: str, seen: dict[int, Any], parts: list[str], depth: i
     elif isinstance(x, (type, types.ModuleType, types.BuiltinFunctionType)):
         parts.append(x.__name__)
         if isinstance(x, type) and _package(x) == package and package != "tsunax":
-            is_of_user = lambda name: not name.startswith("__") or name == "__call__"
-            inner({name: y for name, y in vars(x).items() if is_of_user(name)})
+            inner(read(vars(x)))
     elif isinstance(x, (Mapping, list, tuple)):
         parts.append(str(len(x)))
         if len(x) <= _LONG:
@@ -226,7 +229,8 @@ def _walk(x: Any, package: str, seen: dict[int, Any], parts: list[str], depth: i
             *(getattr(x, f.name, None) for f in dataclasses.fields(x)),
         )
     elif _package(type(x)) == package and package != "tsunax":
-        inner(type(x), getattr(x, "__dict__", {}))
+        inner(type(x))
+        inner(read(getattr(x, "__dict__", {})))
 
 
 def _cells(f: types.FunctionType) -> list[Any]:
