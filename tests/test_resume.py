@@ -276,7 +276,7 @@ def test_the_text_of_a_function_has_its_names_and_the_numbers_that_it_refers_to(
     assert code_text(Scaled(1.0)) == code_text(Scaled(1.0))
     for get in (lambda x: x, lambda x: x.loss, lambda x: lambda params, batch: x(params, batch)):
         one, two, other = (get(Scaled(*given)) for given in ((1.0, 5.0), (1.0, 6.0), (2.0, 5.0)))
-        assert code_text(one) == code_text(two) != code_text(other)  # the loss does not read `started`
+        assert code_text(one) == code_text(two) != code_text(other)  # nobody reads `started`
     before = [code_text(f) for f in (reads_settings, reads_config)]
     monkeypatch.setitem(SETTINGS, "scale", 2.0)
     monkeypatch.setattr(Config, "scale", 2.0)
@@ -351,7 +351,7 @@ def test_resident_data_and_streams_are_served(tmp_path):
 
 def test_data_of_another_kind_than_the_checkpoints_is_named(tmp_path):
     fit(tmp_path / "a", make(), 2)
-    text = r"data at fit\(\): got a list, expected ts\.batches\(\.\.\.\), with which the checkpoint was saved\. Give"
+    text = r"data at fit\(\): got a list, expected ts\.batches\(\.\.\.\), with which the checkpoint was"
     with pytest.raises(DataError, match=text):
         fit(tmp_path / "a", make(), 3, data=[X[:4], X[4:8]])
     fit(tmp_path / "b", make(), 2, data=[X[:4], X[4:8]])
@@ -394,12 +394,14 @@ def test_every_checkpoint_has_the_loss_of_its_step(tmp_path, log_every):
 def test_an_evaluation_that_is_the_best_is_saved_whatever_every_is(tmp_path):
     accuracy = {4: 0.9, 12: 0.6}
     evaluate = lambda state: {"val/acc": accuracy.get(int(state.step), 0.1)}
-    with ts.Checkpoints(tmp_path / "a", every=3, keep_best=Best("val/acc", mode="max"), keep_last=1) as saver:
+    best = Best("val/acc", mode="max")
+    with ts.Checkpoints(tmp_path / "a", every=3, keep_best=best, keep_last=1) as saver:
         rising(saver, 14, evaluate=evaluate)
         assert saver.steps() == [4, 14]
         assert saver.metrics()[4]["val/acc"] == 0.9
     late = callbacks.every(4, lambda run: run.log(mine=-accuracy.get(run.step, 0.1)))
-    with ts.Checkpoints(tmp_path / "b", every=3, keep_best=Best("mine", mode="min"), keep_last=1) as saver:
+    best = Best("mine", mode="min")
+    with ts.Checkpoints(tmp_path / "b", every=3, keep_best=best, keep_last=1) as saver:
         rising(saver, 14, callbacks=[late])
         assert saver.steps() == [4, 14]
 

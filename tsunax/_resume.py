@@ -160,8 +160,10 @@ def code_text(f) -> str:
     """The Python that compiled a function, and a hash of its code and of what it refers to.
 
     What it refers to: defaults, closures, its object, and among the globals plain numbers, dicts and
-    lists, and functions, classes and objects of its own package; of classes and objects the attributes
-    that the code names. Arrays count by shape and dtype. No text depends on an address, or on the order of a set. What cannot be
+    lists, and functions, classes and objects of its own package; of classes and objects the
+    attributes that the code names. Arrays count by shape and dtype.
+
+    No text depends on an address, or on the order of a set. What cannot be
     looked at makes no text, and no error: it would be no reason to end a run.
     """
     parts: list[str] = []
