@@ -289,11 +289,14 @@ def test_an_edit_of_a_schedule_that_is_a_function_is_told(tmp_path):
     for name, one, other in (
         ("optax", optax.linear_schedule(0.1, 0.0, 10), optax.linear_schedule(0.9, 0.5, 10)),
         ("lambda", lambda step: 0.1, lambda step: 0.2),
+        ("inside optax", optax.sgd(lambda step: 0.1), optax.sgd(lambda step: 0.2)),
     ):
-        fit(tmp_path / name, make(one), 2)
-        fit(tmp_path / name, make(one), 3)
+        text = "a function in the rule has changed" if name == "inside optax" else text
+        state = lambda x: make(x) if callable(x) else ts.setup(x, {"w": jnp.zeros(4)})
+        fit(tmp_path / name, state(one), 2)
+        fit(tmp_path / name, state(one), 3)
         with pytest.warns(UserWarning, match=text) as told:
-            fit(tmp_path / name, make(other), 4)
+            fit(tmp_path / name, state(other), 4)
         assert len(told) == 1
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import _manifest, _tree
+from tsunax import _live, _manifest, _tree
 from tsunax._ahead import Prefetched
 from tsunax.data import Batches
 from tsunax.state import TrainState
@@ -64,9 +64,11 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
     ):
         for field in fields if x is not None else ():
             yield f"{field} of the {name}", str(getattr(x, field))
-    for name, functions in _schedules_of(state).items():
+    schedules = {f"the schedule of {name}": x for name, x in _schedules_of(state).items()}
+    inside = list(_functions_in(state.plan.update, set()))
+    for name, functions in {**schedules, **({"a function in the rule": inside} if inside else {})}.items():
         kinds = ",".join(getattr(f, "__qualname__", type(f).__name__) for f in functions)
-        yield f"the schedule of {name}", f"{kinds}: " + ", ".join(map(code_text, functions))
+        yield name, f"{kinds}: " + ", ".join(map(code_text, functions))
     if state.key is not None:
         key = jax.random.key_data(state.key) if _tree.is_key(state.key) else state.key
         yield "key", hashlib.sha256(np.asarray(key).tobytes()).hexdigest()[:16]
@@ -82,6 +84,25 @@ def _schedules_of(state: TrainState) -> dict[str, list[Any]]:
             if x and (functions := [f for f in x.leaves if f is not None]):
                 found[name] = functions
     return found
+
+
+def _functions_in(x: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
+    """The functions of yours that a rule of optax closes over, such as a schedule or a mask."""
+    if id(x) in seen or depth > _DEEP or isinstance(x, _live.LiveUpdate):
+        return
+    seen.add(id(x))
+    if isinstance(x, types.FunctionType) and _package(x) not in ("tsunax", "optax", "jax"):
+        yield x
+        return
+    parts = _cells(x) if isinstance(x, types.FunctionType) else x if isinstance(x, tuple | list) else ()
+    if isinstance(x, functools.partial):
+        parts = [x.func, *x.args, *x.keywords.values()]
+    elif isinstance(x, types.MethodType):
+        parts = list(getattr(x.__self__, "__dict__", {}).values())
+    elif dataclasses.is_dataclass(x):
+        parts = [getattr(x, f.name, None) for f in dataclasses.fields(x)]
+    for part in parts:
+        yield from _functions_in(part, seen, depth + 1)
 
 
 def _leaves_of(extra: Mapping[str, Any]) -> list[tuple[Any, Any]]:
@@ -116,7 +137,7 @@ def edits(then: Any, now: Mapping[str, str]) -> Iterator[str]:
             continue
         what, _, of = name.partition(" of state ")
         of = of and f" of state {of}"
-        if what == "loss_fn" or what.startswith("the schedule of "):
+        if what in ("loss_fn", "a function in the rule") or what.startswith("the schedule of "):
             if theirs.partition(" ")[0] == mine.partition(" ")[0]:  # other Pythons compile to other codes
                 why = "its code, or a value that it refers to"
                 yield f"{name} has changed ({why}). The script's is used."
