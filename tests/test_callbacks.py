@@ -420,7 +420,7 @@ def fit_with(callback, steps=6, **given):
     step = ts.train_step(lambda params, x, scale=1.0: scale * jnp.mean(x @ params["w"]))
     state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(1)})
     data = ts.batches(np.ones((8, 1), np.float32), 4)
-    return ts.fit(step, state, data, steps=steps, callbacks=[callback], progress=False, **given)
+    return ts.fit(step, state, data, steps=steps, callbacks=callback, progress=False, **given)
 
 
 @pytest.mark.parametrize(
@@ -432,6 +432,7 @@ def fit_with(callback, steps=6, **given):
         ("memory", "Change it in place"),
         ("step", "It is the loop's"),
         ("metrics", "It is the loop's"),
+        ("extra", r"Change the dict that you gave to fit: extra\['scale'\] = \.\.\."),
     ],
 )
 def test_an_assignment_that_nobody_would_read_is_an_error(name, fix):
@@ -461,6 +462,16 @@ def test_a_callback_may_change_extra(steps_per_call):
     assert float(state.params["w"][0]) == -(1 + 1 + 10 + 10 + 100 + 100)
     with pytest.raises(WrongTypeError, match="extra"):
         fit_with(callbacks.every(2, lambda run: extra.update(scale="heavy")), extra=extra)
+
+
+@pytest.mark.parametrize("wait", [early_stopping, best, plateau])
+def test_a_metric_that_no_row_has_ends_the_run_at_the_first_rows(wait):
+    text = rf"metric at {wait.__name__}\(\): got 'los', expected .*Did you mean 'loss'\?"
+    with pytest.raises(RowError, match=text) as caught:
+        fit_with(wait("los"), steps=30, log_every=5)
+    assert int(caught.value.state.step) == 2  # the end of the first epoch
+    with pytest.warns(UserWarning, match="metric at"):  # a callback of yours might have logged it
+        fit_with([wait("los"), lambda run: None], steps=30, log_every=5)
 
 
 @pytest.mark.parametrize("wait", [early_stopping, best, plateau])

@@ -250,14 +250,14 @@ def test_schedules(tmp_path):
     rate = lambda name, like: ts.hyperparams(restored(tmp_path / name, like).state)["learning_rate"]
     assert rate("a", make(rule=rule(0.5))) == 0.25
     assert rate("held", make(rule=rule(0.5))) == pytest.approx(0.7)
-    with pytest.warns(UserWarning, match="learning_rate: 0.5 then, 0.8 now"):
+    with pytest.warns(UserWarning, match="init_value of learning_rate: 0.5 then, 0.8 now"):
         assert rate("held", make(rule=rule(0.8))) == pytest.approx(0.4)
-    with pytest.warns(UserWarning, match="learning_rate: 100 then, 200 now"):
+    with pytest.warns(UserWarning, match="transition_steps of learning_rate: 100 then, 200 now"):
         assert rate("a", make(rule=rule(0.5, 200))) == pytest.approx(0.375)
-    with pytest.warns(UserWarning, match="learning_rate: a schedule then, a number now"):
+    with pytest.warns(UserWarning, match="rate: the schedule linear_schedule then, a number now"):
         assert rate("a", make(rule=ts.rules.sgd(0.3))) == pytest.approx(0.3)
     save(tmp_path / "number", make(rule=ts.rules.sgd(0.3)))
-    with pytest.warns(UserWarning, match="learning_rate: a number then, a schedule now"):
+    with pytest.warns(UserWarning, match="rate: a number then, the schedule linear_schedule now"):
         assert rate("number", make(rule=rule(0.5))) == 0.5
 
 

@@ -76,6 +76,15 @@ def test_the_home_directory_is_expanded(tmp_path, monkeypatch, name):
     assert os.listdir(tmp_path) == ["home"] and os.listdir(tmp_path / "home")[0].startswith("there")
 
 
+@pytest.mark.parametrize("name", USES)
+def test_the_home_of_an_unknown_user_is_no_local_folder(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    text = r"got '~nobody_/x.*', expected a path.* Give './~nobody_/x.*' if it is a folder's name"
+    with pytest.raises(CheckpointError, match=text):
+        USES[name]("~nobody_/x")
+    assert os.listdir(tmp_path) == []
+
+
 SECOND = """
 import sys
 from tsunax import Checkpoints

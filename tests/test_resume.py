@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import tsunax as ts
@@ -17,14 +19,14 @@ from tests.helpers import assert_trees_equal
 from tsunax import averages, callbacks
 from tsunax._resume import code_text
 from tsunax.checkpoint import Best
-from tsunax.errors import RowError, StateError
+from tsunax.errors import DataError, RowError, StateError
 from tsunax.precision import LossScale
 
 X = np.arange(64, dtype=np.float32).reshape(16, 4) / 64
 STEP = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1.0) ** 2))
 
 
-def make(rate=0.1, w=0.0, **given):
+def make(rate: Any = 0.1, w=0.0, **given):
     return ts.setup(ts.rules.sgd(rate), {"w": jnp.full(4, w)}, **given)
 
 
@@ -171,31 +173,41 @@ def weighted(weight):
     return ts.train_step(lambda params, x: weight * jnp.mean(x @ params["w"]))
 
 
+LOSS = r"fit\(\): resumed from step 3 in .*, but loss_fn has changed .*The script's is used\."
 EDITS = {
     "accumulate": (
         {"step": ts.train_step(STEP.loss_fn, accumulate=2)},
-        "accumulate: 1 then, 2 now",
+        r"accumulate has changed from 1 to 2\.",
     ),
-    "loss": ({"step": ts.train_step(other_loss)}, "loss_fn: another function"),
-    "number of a loss": ({"step": weighted(2.0)}, "loss_fn: another function"),
-    "data": ({"data": X + 1}, "data: other values"),
+    "loss": ({"step": ts.train_step(other_loss)}, LOSS),
+    "number of a loss": ({"step": weighted(2.0)}, LOSS),
+    "data": ({"data": X + 1}, "the data has changed"),
 }
 PAIRS = {
-    "key": (lambda: make(key=0), lambda: make(key=1), "key: another one; the checkpoint's goes on"),
+    "optax": (
+        lambda: ts.setup(optax.adam(0.01), {"w": jnp.zeros(4)}),
+        lambda: ts.setup(optax.adam(0.01, b1=0.8), {"w": jnp.zeros(4)}),
+        r"the rule has changed: an argument of scale_by_adam from 0\.9 to 0\.8\.",
+    ),
+    "key": (
+        lambda: make(key=0),
+        lambda: make(key=1),
+        r"fit\(\): resumed from step 2 .* the key of setup\(\) has changed\. The checkpoint's",
+    ),
     "average": (
         lambda: make(ema=averages.ema(0.9)),
         lambda: make(ema=averages.ema(0.9, start=4)),
-        r"average: .*start=0.* then, .*start=4.* now",
+        r"start of the average has changed from 0 to 4\.",
     ),
     "loss scale": (
         lambda: make(loss_scale=LossScale(8.0)),
         lambda: make(loss_scale=LossScale(8.0, interval=7)),
-        "loss_scale: .*interval=2000.* then, .*interval=7.* now",
+        r"interval of the loss_scale has changed from 2000 to 7\.",
     ),
     "window": (
         lambda: ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), 1), {"w": jnp.zeros(4)}),
         lambda: ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), 2), {"w": jnp.zeros(4)}),
-        "rule: .* then, .* now",
+        r"the rule has changed: an argument of \w+ from 1 to 2\.",
     ),
 }
 
@@ -223,6 +235,78 @@ def test_an_edit_of_the_state_is_told(tmp_path, name):
     with pytest.warns(UserWarning, match=text) as told:
         fit(tmp_path, two(), 3)
     assert len(told) == 1
+
+
+SETTINGS = {"scale": 1.0}
+
+
+class Config:
+    scale = 1.0
+
+
+class Scaled:
+    def __init__(self, scale, started=0.0):
+        self.scale, self.started = scale, started
+
+    def __call__(self, params, x):
+        return self.scale * jnp.mean(x @ params["w"])
+
+    loss = __call__
+
+
+def reads_settings(params, x):
+    return SETTINGS["scale"] * jnp.mean(x @ params["w"])
+
+
+def reads_config(params, x):
+    return Config.scale * jnp.mean(x @ params["w"])
+
+
+def test_the_text_of_a_function_has_its_names_and_the_numbers_that_it_refers_to(monkeypatch):
+    for one, other in (
+        (lambda p, x: jnp.mean(optax.l2_loss(x)), lambda p, x: jnp.mean(optax.huber_loss(x))),
+        (lambda p, x: jnp.mean(x), lambda p, x: jnp.sum(x)),
+        (Scaled(1.0), Scaled(2.0)),
+        (Scaled(1.0).loss, Scaled(2.0).loss),
+        (optax.linear_schedule(0.1, 0.0, 10), optax.linear_schedule(0.9, 0.5, 10)),
+    ):
+        if hasattr(one, "__name__") and one.__name__ == "<lambda>":
+            other.__qualname__ = one.__qualname__
+        assert code_text(one) != code_text(other)
+    assert code_text(Scaled(1.0)) == code_text(Scaled(1.0))
+    for get in (lambda x: x, lambda x: x.loss, lambda x: lambda params, batch: x(params, batch)):
+        one, two, other = (get(Scaled(*given)) for given in ((1.0, 5.0), (1.0, 6.0), (2.0, 5.0)))
+        assert code_text(one) == code_text(two) != code_text(other)  # nobody reads `started`
+    before = [code_text(f) for f in (reads_settings, reads_config)]
+    monkeypatch.setitem(SETTINGS, "scale", 2.0)
+    monkeypatch.setattr(Config, "scale", 2.0)
+    after = [code_text(f) for f in (reads_settings, reads_config)]
+    assert before[0] != after[0] and before[1] != after[1]
+
+
+def test_an_edit_of_a_schedule_that_is_a_function_is_told(tmp_path):
+    text = "the schedule of learning_rate has changed"
+    for name, one, other in (
+        ("optax", optax.linear_schedule(0.1, 0.0, 10), optax.linear_schedule(0.9, 0.5, 10)),
+        ("lambda", lambda step: 0.1, lambda step: 0.2),
+        ("inside optax", optax.sgd(lambda step: 0.1), optax.sgd(lambda step: 0.2)),
+    ):
+        text = "a function in the rule has changed" if name == "inside optax" else text
+        state = lambda x: make(x) if callable(x) else ts.setup(x, {"w": jnp.zeros(4)})
+        fit(tmp_path / name, state(one), 2)
+        fit(tmp_path / name, state(one), 3)
+        with pytest.warns(UserWarning, match=text) as told:
+            fit(tmp_path / name, state(other), 4)
+        assert len(told) == 1
+
+
+def test_an_edit_of_extra_is_told(tmp_path):
+    step = ts.train_step(lambda params, x, scale: scale * jnp.mean((x @ params["w"] - 1.0) ** 2))
+    extra = lambda x: {"scale": jnp.asarray(x)}
+    fit(tmp_path, make(), 2, step, extra=extra(1.0))
+    fit(tmp_path, make(), 3, step, extra=extra(1.0))
+    with pytest.warns(UserWarning, match=r"extra\['scale'\] has changed from 1.0 to 2.0"):
+        fit(tmp_path, make(), 4, step, extra=extra(2.0))
 
 
 def test_the_text_of_a_function_is_the_same_in_every_process():
@@ -261,11 +345,22 @@ def test_a_function_that_cannot_be_looked_at_ends_no_run():
 def test_resident_data_and_streams_are_served(tmp_path):
     resident = lambda x: ts.batches(x, 4, device=True)
     fit(tmp_path / "a", make(), 2, data=resident(X))
-    with pytest.warns(UserWarning, match="data: other values"):
+    with pytest.warns(UserWarning, match="the data has changed"):
         fit(tmp_path / "a", make(), 3, data=resident(X * 2))
     rows = [X[:4], X[4:8]]
     fit(tmp_path / "b", make(), 2, data=rows)
     fit(tmp_path / "b", make(), 4, data=rows)
+
+
+def test_data_of_another_kind_than_the_checkpoints_is_named(tmp_path):
+    fit(tmp_path / "a", make(), 2)
+    text = r"data at fit\(\): got a list, expected ts\.batches\(\.\.\.\), with which the checkpoint was"
+    with pytest.raises(DataError, match=text):
+        fit(tmp_path / "a", make(), 3, data=[X[:4], X[4:8]])
+    fit(tmp_path / "b", make(), 2, data=[X[:4], X[4:8]])
+    text = r"data at fit\(\): got ts\.batches\(\.\.\.\), expected data of another kind, with which the"
+    with pytest.raises(DataError, match=text):
+        fit(tmp_path / "b", make(), 3, data=ts.batches(X, 4))
 
 
 def test_a_population_resumes(tmp_path):
@@ -277,6 +372,41 @@ def test_a_population_resumes(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------- the best
+
+
+def rising(folder, steps=38, **given):
+    """The loss of the first step but one is the lowest, and then it only rises."""
+    step = ts.train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2))
+    rows = [np.full(4, i * 10, np.float32) for i in range(40)]
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(())})
+    given = {"evaluate_every": 4, **given} if "evaluate" in given else given
+    return ts.fit(step, state, rows, steps=steps, checkpoint=folder, progress=False, **given)
+
+
+@pytest.mark.parametrize("log_every", [1, 7, 10])
+def test_every_checkpoint_has_the_loss_of_its_step(tmp_path, log_every):
+    saver = ts.Checkpoints(tmp_path, keep_best=Best("loss", mode="min"), keep_last=1, every=4)
+    with saver:
+        _, history = rising(saver, log_every=log_every)
+        assert saver.steps() == [4, 38]
+        assert saver.metrics()[4]["loss"] == pytest.approx(24.4**2, rel=1e-6)  # (30 - 5.6)²
+    logged = sorted({1, 38, *range(log_every, 39, log_every)})
+    assert history["step"].tolist() == logged  # a save adds no rows
+
+
+def test_an_evaluation_that_is_the_best_is_saved_whatever_every_is(tmp_path):
+    accuracy = {4: 0.9, 12: 0.6}
+    evaluate = lambda state: {"val/acc": accuracy.get(int(state.step), 0.1)}
+    best = Best("val/acc", mode="max")
+    with ts.Checkpoints(tmp_path / "a", every=3, keep_best=best, keep_last=1) as saver:
+        rising(saver, 14, evaluate=evaluate)
+        assert saver.steps() == [4, 14]
+        assert saver.metrics()[4]["val/acc"] == 0.9
+    late = callbacks.every(4, lambda run: run.log(mine=-accuracy.get(run.step, 0.1)))
+    best = Best("mine", mode="min")
+    with ts.Checkpoints(tmp_path / "b", every=3, keep_best=best, keep_last=1) as saver:
+        rising(saver, 14, callbacks=[late])
+        assert saver.steps() == [4, 14]
 
 
 def test_fit_tells_of_a_best_that_nobody_gives(tmp_path):

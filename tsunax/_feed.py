@@ -302,6 +302,12 @@ class Feed:
         if place is None:
             return
         settings, now = place.get("settings"), _settings_of(self.source.data)
+        if (settings is not None and now is None) or (now is not None and "data" in place):
+            ours, other = "ts.batches(...)", f"a {type(self.source.data).__name__}"
+            got, saved = (other, ours) if now is None else (ours, "data of another kind")
+            expected = f"{saved}, with which the checkpoint was saved"
+            fix = "Give the data of that run; or start another one, with another path."
+            raise DataError(message("data", "fit()", got, expected, fix))
         if settings is not None and now is not None and dict(settings) != now:
             differ = [name for name in now if settings.get(name) != now[name]]
             said = lambda name, x: f"{name} {'of all rows' if x == ALL_ROWS else x}"

@@ -44,7 +44,11 @@ def local(path: Any, name: str, where: str, expected: str = "a directory's path"
     if _URL.match(text):
         fix = "Buckets are not supported yet. Give a local directory, or one where the bucket is mounted."
         raise CheckpointError(message(name, where, f"{text!r:.80}", "a local path", fix))
-    return os.path.expanduser(text)
+    expanded = os.path.expanduser(text)
+    if text.startswith("~") and expanded == text:
+        fix = f"There is no such user. Give {f'./{text}'!r} if it is a folder's name."
+        raise CheckpointError(message(name, where, f"{text!r:.80}", "a path", fix))
+    return expanded
 
 
 def folder_of(path: Any, name: str, where: str) -> Path:

@@ -87,9 +87,12 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     for i, line in enumerate(lines):
         record = _parsed(line)
         if not _is_record(record, i):
-            fix = "It was changed, or its disk fails. The lines before it are good: keep them, and delete the others."
+            is_whole = _content(line) is not None
+            expected = "a record that tune() writes" if is_whole else "a line with its checksum"
+            why = "Another program wrote it" if is_whole else "It was changed, or its disk fails"
+            fix = f"{why}. The lines before it are good: keep them, and delete the others."
             where = f"{path}, line {i + 1}"
-            raise CheckpointError(message("journal", where, repr(line[:40]), "a line with its checksum", fix))
+            raise CheckpointError(message("journal", where, repr(line[:40]), expected, fix))
         assert record is not None
         if i == 0 and (version := record["sweep"].get("version")) != VERSION:
             fix = "Another tsunax wrote it."
@@ -118,12 +121,17 @@ def _line(record: dict[str, Any]) -> bytes:
     return f'{text}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _content(line: bytes) -> bytes | None:
+    """The JSON of a line whose checksum is right; else None."""
     text, mark, crc = line.rpartition(b', "crc": ')
-    if not mark or crc != b'"%08x"}' % zlib.crc32(text):
+    return text + b"}" if mark and crc == b'"%08x"}' % zlib.crc32(text) else None
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    if (content := _content(line)) is None:
         return None
     try:
-        return _decoded(json.loads(text + b"}"))
+        return _decoded(json.loads(content))
     except (ValueError, KeyError, RecursionError):  # no line of ours
         return None
 
@@ -135,8 +143,10 @@ def _is_record(record: Any, i: int) -> bool:
     ((kind, said),) = record.items()
     if i == 0 or kind == "sweep":
         return kind == "sweep" and i == 0 and isinstance(said, dict)
-    of = dict if kind == "end" else int
-    return kind in ("start", "interrupted", "end") and isinstance(said, list) and all(type(x) is of for x in said)
+    if kind not in ("start", "interrupted", "end") or not isinstance(said, list):
+        return False
+    indices = [x.get("index") if kind == "end" and isinstance(x, dict) else x for x in said]
+    return all(type(x) is int and 0 <= x < 1 << 31 for x in indices)
 
 
 def _is_about(about: dict[str, Any]) -> bool:

@@ -98,8 +98,13 @@ class Run:
     is_lent = False  # to a callback
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _METHODS or (self.is_lent and name in self.__dict__.get("known", ())):
-            fixes = {"state": "Return the new state.", "memory": "Change it in place: run.memory.update(...)."}
+        is_of_loop = name in self.__dict__.get("known", ()) or name == "extra"
+        if name in _METHODS or (self.is_lent and is_of_loop):
+            fixes = {
+                "state": "Return the new state.",
+                "memory": "Change it in place: run.memory.update(...).",
+                "extra": "Change the dict that you gave to fit: extra['scale'] = ...",
+            }
             fix = f"Call it: run.{name}(...)." if name in _METHODS else fixes.get(name, "It is the loop's.")
             raise WrongTypeError(message(f"run.{name}", "a callback", "an assignment", "none", fix))
         self.__dict__[name] = value
@@ -179,6 +184,7 @@ class Fit:
         self.saved: Any = None  # when it was, last
         self.script: Any = None  # what the script gave, see `_resume.script_of`
         self.evaluated = -1  # the step at which it was, last
+        self.agreed: frozenset[str] = frozenset()  # names of its numbers, which all processes share
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
 
     def place_extra(self) -> None:
@@ -510,6 +516,8 @@ class Fit:
                     event == "step" and self.options.smoke and not is_bare(callback)
                 ):
                     self.call_back(name, callback)
+        if "end" not in events:
+            self.look_for_watched()
         run.stopped = self.alike.boundary(f"step {run.step}", run.stopped, run.state, self.has_changed)
         self.has_changed = False
         self.place_extra()
@@ -525,7 +533,7 @@ class Fit:
         saver.poll()
         self.look_for_best("end" in events)
         due = "end" in events or saver.due(run.step) or ("epoch" in events and self.options.saves_epochs)
-        if due and self.saved != (run.step, self.feed.place()):
+        if (due or self.is_best()) and self.saved != (run.step, self.feed.place()):
             self.save()
 
     def save(self) -> None:
@@ -534,9 +542,37 @@ class Fit:
         self.saved = run.step, self.feed.place()
         history = run.history.plain()
         newest = {name: run.history.newest(name) or (-1, 0.0) for name in run.history.names}
-        numbers = {name: x for name, (step, x) in newest.items() if step == run.step and np.isfinite(x)}
+        numbers = {name: x for name, (step, x) in newest.items() if step == run.step}
+        if self.last is not None and self.last[1] == run.step:  # its row is no row of the history
+            numbers |= {name: float(x[0]) for name, x in self.last[0]().items()}
+        numbers = {name: x for name, x in numbers.items() if np.isfinite(x)}
         parts = self.feed.place(), history, self.memory, numbers, self.script
         self.options.saver._save(run.state, run.step, *parts)
+
+    def is_best(self) -> bool:
+        """Whether an evaluation or a callback gave `keep_best` one of its best values at this step.
+
+        Every save has the metrics of training; those of an evaluation would be lost between two saves.
+        """
+        best, run = self.options.saver.keep_best, self.run
+        if best is None or best.metric in run.taken:
+            return False
+        if (run.history.newest(best.metric) or (-1, 0.0))[0] != run.step:
+            return False
+        if jax.process_count() > 1 and best.metric not in self.agreed:
+            return False  # what callbacks log may differ between processes, and all of them save together
+        known = zip(*run.history.series(best.metric), strict=True)
+        return run.step in best.of({int(at): {best.metric: x} for at, x in known if np.isfinite(x)})
+
+    def look_for_watched(self) -> None:
+        """Raise RowError for a metric that a callback waits for, when there are rows and none has it."""
+        options, names = self.options, self.run.history.names
+        is_early = not names or (options.evaluate is not None and self.evaluated < 0)
+        if is_early or any(map(callbacks.may_log, options.callbacks)):
+            return
+        for f in filter(callbacks.is_watching, options.callbacks):
+            if f.metric not in names:
+                raise RowError(_where.unknown("metric", f"{type(f).__name__}()", f.metric, names))
 
     def look_for_best(self, is_last: bool) -> None:
         """Raise RowError for a metric of `keep_best` that nobody gives; a warning is enough at the end."""
@@ -557,7 +593,7 @@ class Fit:
             found = check_row(self.options.evaluate(run.state), "evaluate")
             run.check_own(found, "evaluate")
             found = self.alike.numbers(f"evaluate at step {run.step}", found)
-        self.evaluated = run.step
+        self.evaluated, self.agreed = run.step, frozenset(found)
         row = join(run.row if self.row_step == run.step else {}, found, "evaluate")
         self.add({name: row[name] for name in found}, run.step)
         run.history.mark("evaluate", run.step)

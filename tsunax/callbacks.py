@@ -203,7 +203,8 @@ class early_stopping:
     A value improves if it is more than `min_delta` better than the best so far, and only such a value becomes the best:
     a creep below `min_delta` does not shift the bar. The first number always improves. NaN and ±inf stop the run at
     once; with `check_finite=False` they count as no improvement. A value worse than `divergence` stops it at once, too.
-    Raises RowError at an evaluation without the metric, and warns at the end of a run that never had it.
+    Raises RowError at an evaluation without the metric, and at the first rows if nobody can give it
+    later. Warns at the end of a run that never had it.
 
     >>> early_stopping("val/accuracy", mode="max", patience=3)
     early_stopping(metric='val/accuracy', patience=3, min_delta=0.0, mode='max', check_finite=True, divergence=None)

@@ -293,7 +293,7 @@ def _begin(step, state, data, options: Options, progress, history: History | Non
     restored = Restored(state) if options.saver is None else options.saver.resumed(state, resume)
     is_in_hand = restored.step is not None and restored.state is state
     before = restored.script if isinstance(restored.script, dict) else {}
-    script = {} if options.saver is None else _resume.script_of(step, state, data)
+    script = {} if options.saver is None else _resume.script_of(step, state, data, options.extra)
     script["run"] = before.get("run") or secrets.token_hex(4)
     state = restored.state
     if not isinstance(state, TrainState):
@@ -310,12 +310,11 @@ def _begin(step, state, data, options: Options, progress, history: History | Non
     if is_in_hand:  # the run began with another state, which the script gives when it is started again
         began = {name: before[name] for name in ("calls", "states") if name in before}
         fitting.script = {**script, **began}
-    elif restored.step is not None:
+    elif options.saver is not None and restored.step is not None:
         fitting.saved = start, fitting.feed.place()
         if not options.goal.reached(start, fitting.feed.epoch):
             for note in _resume.edits(before.get("settings"), script["settings"]):
-                text = f"edited in the script since it saved the checkpoint, {note}."
-                warn(text)
+                warn(f"fit(): resumed from step {start} in {options.saver.path}, but {note}")
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs, start)
     fitting.show_on(display.progress(progress if jax.process_index() == 0 else False, total, start, "step"))
     return fitting
