@@ -837,6 +837,11 @@ MESSAGES = {
         "data: got dict with x, expected an iterable of batches. Of arrays: ts.batches(arrays, batch_size). One batch:",
     ),
     "pair": (lambda: as_source((np.ones(2), np.ones(2))), "data: got tuple of 2, expected an iterable of batches. Of"),
+    "data set": (
+        lambda: as_source(_Dataset("dict")),
+        "data: got _Dataset, expected an iterable of batches. Of records by number: ts.batches(dataset, batch_size).",
+    ),
+    "ahead of a data set": (lambda: prefetch(_Dataset("dict")), "data: got _Dataset, expected an iterable of batches"),
     "number": (lambda: as_source(3), "data: got 3 (int), expected an iterable of batches"),
     "batch None": (lambda: check_batch(None, "step 3"), "batch at step 3: got None, expected a tree of arrays"),
     "batch {}": (lambda: check_batch({}), "batch: got an empty dict, expected a tree of arrays"),
