@@ -688,6 +688,8 @@ CALLS = [
     row(0, "resume an array", lambda: fit(resume=NAMES), WrongTypeError, "resume at fit()", "<U5[2]", "'must'"),
     row(0, "Best mode an array", lambda: ts.checkpoint.Best("loss", mode=NAMES), WrongTypeError, "mode at Best()", "<U5[2]", "'min' or 'max'"),
     row(0, "rounding an array", lambda: ts.precision.Policy(rounding=NAMES), WrongTypeError, "rounding at Policy()", "<U5[2]", "'stochastic'"),
+    row(0, "drop_last", lambda: ts.batches(X, 2, drop_last=True), WrongTypeError, "argument at batches(): got 'drop_last'", 'Say tail="drop".'),
+    row(0, "drop_remainder", lambda: ts.batches(X, 2, drop_remainder=True), WrongTypeError, "got 'drop_remainder'", 'Say tail="drop".'),
     row(0, "tail an array", lambda: ts.batches(X, 2, tail=NAMES), DataError, "tail at batches()", "<U5[2]", "drop"),
     row(0, "backend an array", lambda: ts.tune(len, {"x": ts.spaces.uniform(0, 1)}, backend=NAMES), HyperparameterError, "backend at tune()", "<U5[2]", "'optuna'"),
     row(0, "average an array", lambda: ts.metrics.Precision.of(np.arange(2), np.arange(2), average=NAMES), LossError, "average at Precision.of()", "<U5[2]", "'macro'"),
