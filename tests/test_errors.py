@@ -903,8 +903,9 @@ def test_a_branch_on_a_number_of_a_population_is_explained():
 def test_a_column_is_no_attribute():
     with pytest.raises(AttributeError, match=r"no attribute 'loss'. The column is history\['loss'\]"):
         _ = history().loss
-    with pytest.raises(AttributeError, match=r"no attribute 'los'$"):
-        _ = history().los
+    for name in ("losses", "keys", "columns"):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'. history.names are loss; a column is history\['loss'\]"):
+            getattr(history(), name)
     assert copy.deepcopy(history()).last("loss") == 1.0 and not hasattr(history(), "_repr_html_")
 
 
