@@ -685,6 +685,7 @@ CALLS = [
     row(0, "points beyond all", lambda: search(points=10**12), HyperparameterError, "points at find_learning_rate()", "1000000000000", "10,000 at most"),
     row(0, "mode an array", lambda: search(mode=NAMES), HyperparameterError, "mode at find_learning_rate()", "<U5[2]", "'exponential' or 'linear'"),
     row(0, "policy an array", lambda: ts.train_step(loss_fn, on_nonfinite=NAMES), WrongTypeError, "on_nonfinite at train_step()", "<U5[2]", "'skip'"),
+    row(0, "step and state swapped", lambda: ts.fit(good(), ts.train_step(loss_fn), X, steps=1), WrongTypeError, "step at fit(): got TrainState, expected"),
     row(0, "resume an array", lambda: fit(resume=NAMES), WrongTypeError, "resume at fit()", "<U5[2]", "'must'"),
     row(0, "Best mode an array", lambda: ts.checkpoint.Best("loss", mode=NAMES), WrongTypeError, "mode at Best()", "<U5[2]", "'min' or 'max'"),
     row(0, "rounding an array", lambda: ts.precision.Policy(rounding=NAMES), WrongTypeError, "rounding at Policy()", "<U5[2]", "'stochastic'"),
