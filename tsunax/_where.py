@@ -53,7 +53,9 @@ def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "
     return message(what, where, repr(name), expected, " ".join([*hint, fix]).strip())
 
 
-_OURS = dict.fromkeys(("drop_last", "drop_remainder"), 'tail="drop"')  # for arguments of other libraries
+_OURS: dict[str, str] = dict.fromkeys(
+    ("drop_last", "drop_remainder"), 'tail="drop"'
+)  # for arguments of other libraries
 F = TypeVar("F", bound=Callable[..., Any])
 
 
