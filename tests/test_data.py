@@ -361,6 +361,21 @@ def test_records_among_columns_in_lists_and_one_after_the_other():
     assert_same(stream, epochs_of(batches(AS_ARRAYS["tuple"], 4), 1))
 
 
+def test_a_mask_of_a_record_is_not_dropped():
+    masked = np.ma.masked_array(np.array([1, 1000], np.float32), [False, True])
+    plain = np.ones(2, np.float32)
+    columns = _File(np.ma.masked_array(np.ones((4, 2), np.float32), [[0, 0], [0, 1], [0, 0], [0, 0]]))
+    cases = {
+        "by number": (lambda: batches(_Odd([{"x": plain}, {"x": masked}]), 2), "batch['x'], rows 0 to 1 of an epoch"),
+        "stream": (lambda: batches(iter([{"x": plain}, {"x": masked}]), 2), "batch['x'], batch 0 of epoch 0"),
+        "file": (lambda: batches({"x": columns}, 4, shuffle=True), "batch['x'], rows 0 to 3 of an epoch"),
+    }
+    for name, (make, where) in cases.items():
+        with pytest.raises(DataError) as raised:
+            list(make())
+        assert str(raised.value).startswith(f"leaf at {where}: got a masked array, expected an array, and "), name
+
+
 def test_records_are_read_when_they_are_needed():
     dataset = _Dataset()
     source = as_source(batches(dataset, 4))
@@ -837,6 +852,11 @@ MESSAGES = {
         "data: got dict with x, expected an iterable of batches. Of arrays: ts.batches(arrays, batch_size). One batch:",
     ),
     "pair": (lambda: as_source((np.ones(2), np.ones(2))), "data: got tuple of 2, expected an iterable of batches. Of"),
+    "data set": (
+        lambda: as_source(_Dataset("dict")),
+        "data: got _Dataset, expected an iterable of batches. Of records by number: ts.batches(dataset, batch_size).",
+    ),
+    "ahead of a data set": (lambda: prefetch(_Dataset("dict")), "data: got _Dataset, expected an iterable of batches"),
     "number": (lambda: as_source(3), "data: got 3 (int), expected an iterable of batches"),
     "batch None": (lambda: check_batch(None, "step 3"), "batch at step 3: got None, expected a tree of arrays"),
     "batch {}": (lambda: check_batch({}), "batch: got an empty dict, expected a tree of arrays"),

@@ -685,9 +685,12 @@ CALLS = [
     row(0, "points beyond all", lambda: search(points=10**12), HyperparameterError, "points at find_learning_rate()", "1000000000000", "10,000 at most"),
     row(0, "mode an array", lambda: search(mode=NAMES), HyperparameterError, "mode at find_learning_rate()", "<U5[2]", "'exponential' or 'linear'"),
     row(0, "policy an array", lambda: ts.train_step(loss_fn, on_nonfinite=NAMES), WrongTypeError, "on_nonfinite at train_step()", "<U5[2]", "'skip'"),
+    row(0, "step and state swapped", lambda: ts.fit(good(), ts.train_step(loss_fn), X, steps=1), WrongTypeError, "step at fit(): got TrainState, expected"),
     row(0, "resume an array", lambda: fit(resume=NAMES), WrongTypeError, "resume at fit()", "<U5[2]", "'must'"),
     row(0, "Best mode an array", lambda: ts.checkpoint.Best("loss", mode=NAMES), WrongTypeError, "mode at Best()", "<U5[2]", "'min' or 'max'"),
     row(0, "rounding an array", lambda: ts.precision.Policy(rounding=NAMES), WrongTypeError, "rounding at Policy()", "<U5[2]", "'stochastic'"),
+    row(0, "drop_last", lambda: ts.batches(X, 2, drop_last=True), WrongTypeError, "argument at batches(): got 'drop_last'", 'Say tail="drop".'),
+    row(0, "drop_remainder", lambda: ts.batches(X, 2, drop_remainder=True), WrongTypeError, "got 'drop_remainder'", 'Say tail="drop".'),
     row(0, "tail an array", lambda: ts.batches(X, 2, tail=NAMES), DataError, "tail at batches()", "<U5[2]", "drop"),
     row(0, "backend an array", lambda: ts.tune(len, {"x": ts.spaces.uniform(0, 1)}, backend=NAMES), HyperparameterError, "backend at tune()", "<U5[2]", "'optuna'"),
     row(0, "average an array", lambda: ts.metrics.Precision.of(np.arange(2), np.arange(2), average=NAMES), LossError, "average at Precision.of()", "<U5[2]", "'macro'"),
@@ -901,8 +904,9 @@ def test_a_branch_on_a_number_of_a_population_is_explained():
 def test_a_column_is_no_attribute():
     with pytest.raises(AttributeError, match=r"no attribute 'loss'. The column is history\['loss'\]"):
         _ = history().loss
-    with pytest.raises(AttributeError, match=r"no attribute 'los'$"):
-        _ = history().los
+    for name in ("losses", "keys", "columns"):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'. history.names are loss; a column is history\['loss'\]"):
+            getattr(history(), name)
     assert copy.deepcopy(history()).last("loss") == 1.0 and not hasattr(history(), "_repr_html_")
 
 

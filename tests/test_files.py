@@ -63,6 +63,16 @@ def test_a_bucket_is_refused_and_never_becomes_a_local_folder(tmp_path, monkeypa
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("path", "got"),
+    [(None, "None"), (b"x", "b'x' (bytes)"), (3, "3 (int)"), ("", "an empty path"), ("a\0", "'a\\x00' (str)")],
+)
+def test_what_is_no_path_is_shown(path, got):
+    with pytest.raises(CheckpointError) as raised:
+        ts.Checkpoints(path)
+    assert str(raised.value) == f"path at Checkpoints(): got {got}, expected a directory's path."
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_home_directory_is_expanded(tmp_path, monkeypatch, name):
     if name == "tensorboard":

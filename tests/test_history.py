@@ -122,7 +122,7 @@ def test_columns_have_what_was_added():
     steps, values = history.series("val/loss")  # the NaN that was measured is there, the missing ones are not
     np.testing.assert_array_equal(steps, [5, 9])
     np.testing.assert_array_equal(values, [NAN, 4.0])
-    assert history.last("rate") == 1 and history.last("loss") == 0 and history.last("accuracy") is None
+    assert history.last("rate") == 1 and history.last("loss") == 0
     assert history.newest("rate") == (1, 1) and history.newest("accuracy") is None
     assert "loss" in history and "step" in history and "accuracy" not in history
     assert history.marks == [(5, "evaluate", ""), (9, "thaw", "body/**")]
@@ -150,7 +150,7 @@ def test_steps_never_go_back(bad):
         filled().add({"loss": 1.0}, bad)
 
 
-@pytest.mark.parametrize("read", [History.__getitem__, History.series])
+@pytest.mark.parametrize("read", [History.__getitem__, History.series, History.last])
 def test_unknown_names_list_the_known_ones(read):
     with pytest.raises(
         RowError, match=r"'val_loss', expected one of step, loss, rate, val/loss\. Did you mean 'val/loss'"

@@ -257,6 +257,26 @@ def test_train_epoch():
     np.testing.assert_array_equal(losses, rows["loss"].astype(np.float32))
 
 
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [*x], ts.prefetch], ids=["batches", "list", "prefetch"])
+def test_train_epoch_reads_as_a_for_does(wrap):
+    x, state = np.arange(8.0, dtype=np.float32).reshape(4, 2), {"w": jnp.zeros(())}
+    step = lambda state, batch: (state, {"first": batch[0]})
+
+    def seen(read, look):
+        used = wrap(ts.batches(x.ravel(), 2, shuffle=True, seed=1))
+        look(used)
+        return read(used), read(used)
+
+    def put(used):
+        if hasattr(used, "set_state"):
+            used.set_state({"epoch": 2, "position": 3})
+
+    plain = lambda data: [float(batch[0]) for batch in data]
+    epoch = lambda data: train_epoch(step, state, data)[1]["first"].tolist()
+    for look in (lambda used: None, lambda used: next(iter(used)), put):
+        assert seen(epoch, look) == seen(plain, look)
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     {

@@ -96,7 +96,7 @@ def test_two_losses_of_one_weight_are_one():
         ),
         (lambda a: a + dataclasses.replace(a), r"metric 'm' at Loss \+ Loss"),
         (lambda a: a + jnp.ones(2), r"operand at Loss \+ ...: got float32\[2\], expected one real number"),
-        (lambda a: a * a, r"operand at Loss \* .*take the mean: loss.compute\(\)"),
+        (lambda a: a * a, r"operand at Loss \* \.\.\.: got Loss, .*take the mean: loss.compute\(\)"),
         (lambda a: 1.0 / 2.0 * a / "x", r"operand at Loss / ...: got 'x' \(str\)"),
         (lambda a: ts.Loss(3.0) + 1.0, r"loss at Loss \+ ...: got a Loss without a weight"),
         (

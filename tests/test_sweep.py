@@ -302,6 +302,7 @@ def test_population_based_training():
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
+        (lambda runs: ts.population(make, 4, rate=[0.1, 0.2, 0.3, 0.4]), StateError, r"'rate' at population.*: got list of 4, expected an array with a first axis of 4\. Give np\.array\(rate\)"),
         (lambda runs: ts.population(make, 3, rate=RATES), StateError, r"'rate' at population.*\(4,\).*first axis of 3"),
         (lambda runs: ts.population(make, 0, rate=RATES), HyperparameterError, "n at population.*0"),
         (lambda runs: ts.population(make, 2.0), WrongTypeError, "n at population"),

@@ -189,11 +189,11 @@ def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
             state, info = step(state, batch)
 
     With a Mesh or NamedSharding the rows are spread over the devices along axis 0, and leaves without rows are there on
-    each; of several processes each one gives its own part. Without a device only the making runs ahead. What the data
-    raises is raised here, with its traceback. The thread ends with the loop, however that ends; a new loop ends an
-    older one. Other loaders may fill one buffer again for each batch, which is copied; batches of
-    arrays in memory gain nothing. What was read ahead of data that cannot be put to its place (a
-    generator) is lost when a loop over it ends.
+    each; of several processes each one gives its own part. Without a device only the making runs ahead. An exception
+    of the data is the cause of the DataError that is raised here. The thread ends with the loop,
+    however that ends; a new loop ends an older one. Other loaders may fill one buffer again for
+    each batch, which is copied; batches of arrays in memory gain nothing. What was read ahead of data
+    that cannot be put to its place (a generator) is lost when a loop over it ends.
 
     Raises DataError for a size below 1, and while it runs for rows that do not divide by the devices.
 

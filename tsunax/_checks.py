@@ -201,7 +201,7 @@ def is_real(x: Any) -> bool:
 
 def each_batch(batches: Any, where: str) -> Iterator[Any]:
     """Batches one by one. Raises WrongTypeError for what is no iterable, DataError for one that has none."""
-    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+    if not isinstance(batches, Iterable):  # a data set with __getitem__ alone need not have an end
         raise WrongTypeError(message("batches", where, _tree.describe(batches), "an iterable of batches"))
     is_empty = True
     for batch in batches:

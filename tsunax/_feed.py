@@ -54,14 +54,15 @@ class Feed:
         interval: float,
         left: float = float("inf"),
         *,
-        begins: bool = False,  # with the first batch, if no step has seen the state
+        # a new state begins with the first batch, a trained one goes on in the middle of an epoch; else as a `for`
+        goes_on: bool = False,
         crosses: bool = False,  # whether a call may go beyond the end of an epoch that is shorter
     ):
         self._step, self._crosses = step, crosses
         self._repeats = crosses and isinstance(data, list | tuple) and len(data) == 1
         self._repeated: Any = None  # copies of the only batch, on the device
         self._is_population = members_of(state) is not None
-        begins = begins and isinstance(data, Data) and not data.is_placed and _is_new(state)
+        begins = goes_on and isinstance(data, Data) and not data.is_placed and _is_new(state)
         # `batches` are read with a place of the run's own: others may loop over them meanwhile. The
         # data that were given follow it, call by call.
         self._given: Any = None
@@ -72,8 +73,11 @@ class Feed:
             data.restart()
         self.source = as_source(data)
         if isinstance(data, Data) and self.source.resumable and not begins:
-            # in the middle of an epoch, if they are there
-            self.source.restore(data.get_state() if self._given is None else self._was[0])
+            place, is_placed = (data.get_state(), data.is_placed) if self._given is None else self._was
+            if goes_on or is_placed:  # in the middle of an epoch, if they are there
+                self.source.restore(place)
+            elif self._given is not None:
+                self.source.restore({"epoch": place["epoch"] + (place["position"] > 0), "position": 0})
         self._start = self.source.state() if self.source.resumable else None
         if isinstance(steps_per_call, int):  # room for so many more than are left would never be filled
             steps_per_call = int(min(steps_per_call, max(MOST_ROOM, left)))

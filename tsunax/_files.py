@@ -23,6 +23,7 @@ import weakref
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tsunax import _tree
 from tsunax.errors import CheckpointError, message, told, warn
 
 __all__ = []
@@ -35,12 +36,10 @@ _OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
 
 def local(path: Any, name: str, where: str, expected: str = "a directory's path") -> str:
     """The path that an argument names, with `~` expanded. Raises CheckpointError for none, and for "gs://bucket"."""
-    try:
-        text = os.fspath(path)
-        if not text or not isinstance(text, str) or "\0" in text:
-            raise ValueError("an empty path" if text == "" else f"{text!r:.60}")
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(message(name, where, told(error), expected)) from None
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        got = "an empty path" if text == "" else _tree.describe(path)
+        raise CheckpointError(message(name, where, got, expected))
     if _URL.match(text):
         fix = "Buckets are not supported yet. Give a local directory, or one where the bucket is mounted."
         raise CheckpointError(message(name, where, f"{text!r:.80}", "a local path", fix))

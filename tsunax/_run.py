@@ -155,7 +155,7 @@ class Fit:
         left = options.goal.left(start)
         crosses = not options.listens_to_epochs and jax.process_count() == 1
         given = options.steps_per_call, interval, left
-        self.feed = _feed.Feed(step, data, state, *given, begins=True, crosses=crosses)
+        self.feed = _feed.Feed(step, data, state, *given, goes_on=True, crosses=crosses)
         self.loop = _fused.fused(step, not isinstance(step, TrainStep) or step.donate)
         self.run = Run(state, start, self.feed.epoch, history)
         self.alike = _alike.Alike("fit()", state, data)

@@ -287,6 +287,8 @@ def describe(x: Any) -> str:
         return f"{kind} of {len(x)}" if x else f"an empty {kind}"
     if isinstance(x, Mapping):  # its keys need not sort
         return f"{kind} with {listed([str(key) for key in x], 6)}" if x else f"an empty {kind}"
+    if dataclasses.is_dataclass(x) and type(x).__module__.startswith("tsunax."):
+        return kind
     if inside := listed([path_str(key) for key, _ in _children(x)], 6):
         return f"{kind} with {inside}"
     return f"the function {x.__name__}" if callable(x) and hasattr(x, "__name__") else kind

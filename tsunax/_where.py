@@ -53,6 +53,9 @@ def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "
     return message(what, where, repr(name), expected, " ".join([*hint, fix]).strip())
 
 
+_OURS: dict[str, str] = dict.fromkeys(
+    ("drop_last", "drop_remainder"), 'tail="drop"'
+)  # for arguments of other libraries
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -68,8 +71,9 @@ def suggests_names(f: F) -> F:
             if found is None or error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise  # from within the call
             known = [name for name in inspect.signature(f).parameters if name != "self"]
-            where = f.__qualname__.removesuffix(".__init__")
-            raise WrongTypeError(unknown("argument", f"{where}()", found[1], known)) from None
+            where, ours = f.__qualname__.removesuffix(".__init__"), _OURS.get(found[1], "")
+            fix = f"Say {ours}." if ours.partition("=")[0] in known else ""
+            raise WrongTypeError(unknown("argument", f"{where}()", found[1], known, fix)) from None
 
     return call  # type: ignore[return-value]
 

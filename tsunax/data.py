@@ -214,12 +214,21 @@ def _gather_to(sharding: Any, shape: tuple[int, ...], ordered: bool):
     return jax.jit(take, out_shardings=placed if isinstance(placed, NamedSharding) else None)
 
 
+def _plain(leaf: Any) -> Any:
+    """As NumPy's own array; a masked one stays what it is, so that `check_casts` sees the mask."""
+    return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)
+
+
 def _own(leaf: Any) -> Any:
     if type(leaf) is np.ndarray:
         return _place.copied(leaf)
     if isinstance(leaf, jax.Array | np.generic) or not hasattr(leaf, "__array__"):
         return leaf
-    return _place.copied(np.asarray(leaf))
+    return leaf.copy() if isinstance(leaf, np.ma.MaskedArray) else _place.copied(np.asarray(leaf))
+
+
+def _stack(*rows: Any) -> Any:
+    return (np.ma if any(isinstance(x, np.ma.MaskedArray) for x in rows) else np).stack(rows)
 
 
 def owned(tree: Any, root: str, where: str = "") -> Any:
@@ -233,7 +242,7 @@ def owned(tree: Any, root: str, where: str = "") -> Any:
 def _stacked(records: list[Any]) -> Any:
     """Records along a new first axis. Raises DataError if structures or shapes differ."""
     try:
-        batch = jax.tree.map(lambda *x: np.stack(x), *records)
+        batch = jax.tree.map(_stack, *records)
     except (TypeError, ValueError) as error:
         for record in records[1:]:
             if difference := _tree.first_difference(record, records[0], "record"):
@@ -276,8 +285,8 @@ def _read(leaf: Any, rows: np.ndarray | slice) -> Any:
         rows, back = rows[order], np.argsort(order)
     found = leaf[rows]
     if isinstance(found, Mapping):  # a table
-        return {name: np.asarray(column)[back] for name, column in found.items()}
-    return np.asarray(found)[back]
+        return {name: _plain(column)[back] for name, column in found.items()}
+    return _plain(found)[back]
 
 
 # From arrays and records

@@ -328,15 +328,17 @@ class History:
         rows, values = self._columns[name]
         return self._steps[rows[-1]], values[-1]
 
-    def last(self, name: str) -> float | None:
-        """The newest value of `name`; None where there has been none."""
-        found = self.newest(name)
-        return None if found is None else found[1]
+    def last(self, name: str) -> float:
+        """The newest value of `name`. Raises RowError for an unknown one."""
+        return self._column(name)[1][-1]
 
     if not TYPE_CHECKING:  # for which every name would be one
 
         def __getattr__(self, name: str):
-            fix = f". The column is history[{name!r}]." if name in vars(self).get("_columns", ()) else ""
+            names = list(vars(self).get("_columns", ()))
+            fix = f". The column is history[{name!r}]." if name in names else ""
+            if names and not fix:
+                fix = f". history.names are {_tree.listed(names, 6)}; a column is history[{names[0]!r}]."
             raise AttributeError(f"'History' object has no attribute {name!r}{fix}")
 
     def _column(self, name: str) -> tuple[array, array]:

@@ -62,8 +62,10 @@ def train_steps(step: Callable, state, batches, **extra):
 
 
 def train_epoch(step: Callable, state, data, **extra):
-    """One epoch of `data`, or the rest of one, in few compiled loops. Returns `(state, infos)`, as `train_steps`.
+    """One epoch of `data` in few compiled loops. Returns `(state, infos)`, as `train_steps`.
 
+    Reads the batches that `for batch in data` reads: after a `break` a new epoch, after `set_state`
+    the rest of one.
     Where the data lie on the device (`batches(..., device=True)`) it is one loop, and one more for a short last batch.
 
     >>> import jax.numpy as jnp
@@ -115,7 +117,7 @@ def iterate(
     check_step("iterate()", step, state)
     check_whole("iterate()", steps_per_call=steps_per_call)
     left = goal.left(0)
-    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), left, begins=True)
+    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), left, goes_on=True)
     loop, calls = _loop_of(step), 0
     alike = _alike.Alike("iterate()", state, data)
     alike.start(goal=str(goal), steps_per_call=steps_per_call, place=feed.source.state())

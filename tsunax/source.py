@@ -317,7 +317,9 @@ def as_source(data: Any) -> Source:
         or isinstance(data, (Mapping, str))
         or (isinstance(data, tuple) and data and all(map(_tree.is_array, data)))
     )
-    if are_arrays or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
+    if are_arrays or not isinstance(data, Iterable):  # one with __getitem__ alone need not have an end
         fix = "Of arrays: ts.batches(arrays, batch_size). One batch: [batch]." if are_arrays else ""
+        if hasattr(data, "__getitem__") and not are_arrays:
+            fix = "Of records by number: ts.batches(dataset, batch_size)."
         raise WrongTypeError(message("data", "", _tree.describe(data), "an iterable of batches", fix))
     return Source(data)

@@ -62,7 +62,9 @@ def population(make: Callable[..., TrainState], n: int, *, key: Any = 0, **value
         for leaf in jax.tree.leaves(x):
             if np.shape(leaf)[:1] != (n,):
                 got, fix = f"shape {np.shape(leaf)}", "One entry for each member; bind what they share to make."
-                raise StateError(message(repr(name), "population()", got, f"a first axis of {n}", fix))
+                if isinstance(x, list | tuple):  # a pytree
+                    got, fix = _tree.describe(x), f"Give np.array({name})."
+                raise StateError(message(repr(name), "population()", got, f"an array with a first axis of {n}", fix))
         _checks.check_arrays(x, name, "Bind what is no number to make.")
     one: Any = as_key(key, "population()")
     if one is None:
