@@ -1,5 +1,6 @@
 """What a run that goes on takes: from its checkpoint, from the state in hand, and from the script."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax import averages, callbacks
+from tsunax import averages, callbacks, loggers
 from tsunax._resume import code_text
 from tsunax.checkpoint import Best
 from tsunax.errors import RowError, StateError
@@ -32,6 +33,30 @@ def fit(path, state, steps, step=STEP, data=None, **given):
     data = ts.batches(X, 4, shuffle=True) if data is None else data
     given = {"progress": False, "log_every": 1, **given}
     return ts.fit(step, state, data, steps=steps, checkpoint=path, **given)
+
+
+@pytest.mark.parametrize("in_hand", [False, True])
+def test_a_log_has_the_rows_of_an_uninterrupted_run(tmp_path, in_hand):
+    """Also at the step of an end, which has a row for that alone; one with other numbers stays."""
+
+    def steps_of(name, stops, **given):
+        state, data = make(), ts.batches(X, 4, shuffle=True)
+        for stop in stops:
+            logs = [loggers.csv(tmp_path / f"{name}.csv"), loggers.jsonl(tmp_path / f"{name}.jsonl")]
+            new = state if in_hand else make()
+            more = {"data": data if in_hand else None, "log_every": 5, "logger": logs, **given}
+            state, history = fit(tmp_path / name, new, stop, **more)
+        rows = (tmp_path / f"{name}.csv").read_text().splitlines()[1:]
+        lines = map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())
+        found = [int(row.partition(",")[0]) for row in rows]
+        assert found == [line["step"] for line in lines if "step" in line] == history["step"].tolist()
+        return found
+
+    whole = steps_of("whole", [23])
+    assert whole == [1, 5, 10, 15, 20, 23]
+    assert steps_of("cut", [8, 10, 12, 23]) == whole
+    told = [1, 5, 8, 10, 15, 16, 20, 24]
+    assert steps_of("told", [8, 24], evaluate=lambda _: {"val/loss": 0.5}, evaluate_every=8) == told
 
 
 # ------------------------------------------------------------------------------------------- the state in hand

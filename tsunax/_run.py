@@ -177,6 +177,7 @@ class Fit:
         self.told_step = -1  # of the row that the loggers were given last
         self.last: tuple[Callable, int] | None = None  # what makes the newest step's row, if it has none
         self.saved: Any = None  # when it was, last
+        self.is_resumed = False  # at the step of a checkpoint
         self.script: Any = None  # what the script gave, see `_resume.script_of`
         self.evaluated = -1  # the step at which it was, last
         self.numbers: Any = None, None, None  # as they are, what of them a row tells, as they were at the start
@@ -201,7 +202,6 @@ class Fit:
         """Run until the goal is reached, somebody stops, or Ctrl-C is pressed."""
         run, options = self.run, self.options
         self.alike.start(options=options.deciding(), place=self.feed.source.state(), state=_alike.small(run.state))
-        run.history.reopen()
         self.look_for_names()
         self.boundary(["start"])
         boundary, since = 0.0, -1

@@ -270,11 +270,14 @@ class History:
         self.add(row, step)
         self._closing = step, tuple(row)
 
-    def reopen(self) -> None:
-        """Remove that row, since the run goes on, and then has the rows of an uninterrupted one."""
+    def reopen(self) -> int | None:
+        """Remove that row, since the run goes on, and then has the rows of an uninterrupted one.
+
+        Returns its step if nothing of the row stays.
+        """
         (step, names), self._closing = self._closing, (-1, ())
         if not self._steps or self._steps[-1] != step:
-            return
+            return None
         at = len(self._steps) - 1
         for name in names:
             rows, values = self._columns[name]
@@ -283,6 +286,8 @@ class History:
         self._columns = {name: column for name, column in self._columns.items() if column[0]}
         if all(rows[-1] != at for rows, _ in self._columns.values()):
             self._steps.pop()
+            return step
+        return None
 
     def mark(self, name: str, step: int, text: str = "") -> None:
         """Note that something happened: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
