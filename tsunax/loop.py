@@ -173,7 +173,8 @@ def fit(
       steps: the total of applied steps, counted by `state.step`; or
       epochs: the total of epochs of the data. A run that is there already returns at once, with a warning.
       evaluate: `f(state) -> {name: number}`, called every `evaluate_every` ("epoch", "5 epochs", or a
-        number of steps) and at the end.
+        number of steps) and at the end; and once before the first step, to look at the
+        names, if a callback or `keep_best` waits for one with a slash.
       callbacks: functions `f(run) -> None | state`, see `callbacks`. `every(n, f)` is called at multiples
         of n steps; a plain function at every boundary, including each multiple of `log_every`.
       logger: `f(row, step=)`, or several; for example `wandb.log`. Called on the first process only.
