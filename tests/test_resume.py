@@ -15,9 +15,9 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax import averages, callbacks, loggers
+from tsunax import _folder, averages, callbacks, distributed, loggers
 from tsunax._resume import code_text
-from tsunax.checkpoint import Best
+from tsunax.checkpoint import Best, Checkpoints
 from tsunax.errors import RowError, StateError
 from tsunax.precision import LossScale
 
@@ -86,6 +86,28 @@ def test_a_state_as_it_was_saved_goes_on_without_a_word(tmp_path):
     expected, _ = fit(tmp_path / "other", make(), 6)
     assert_trees_equal(state, expected)
     assert history["step"].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypatch):
+    """A manifest that one process cannot read ends the call on all of them; alone, the others would wait."""
+    state, _ = fit(tmp_path, make(), 3)
+    together, manifest_in, inside, seen = distributed.together, _folder.manifest_in, [], []
+
+    def all_of_them(*args, **given):
+        inside.append(1)
+        try:
+            return together(*args, **given)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(distributed, "together", all_of_them)
+    read = lambda *args: seen.append(bool(inside)) or manifest_in(*args)
+    monkeypatch.setattr(_folder, "manifest_in", read)
+    with Checkpoints(tmp_path) as checkpoints:
+        new = state.replace(params={"w": jnp.full(4, 2.0)})
+        with pytest.warns(UserWarning, match=r"differs from it: state\.params\['w'\]"):
+            checkpoints.resumed(new, "auto")
+    assert len(seen) >= 2 and all(seen)
 
 
 def test_replaced_params_and_a_cut_in_hand_win(tmp_path):
