@@ -1523,6 +1523,18 @@ def test_a_state_that_is_not_finite_is_never_the_newest_good_one(tmp_path, value
         checkpoints.restore(make())
 
 
+def test_a_leaf_that_its_gradient_replaces_has_to_be_finite_too(tmp_path):
+    key = "_overwrite_with_gradient"
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2), key: {"scale": jnp.ones(1)}})
+    bad = state.replace(params={**state.params, key: {"scale": jnp.array([jnp.nan])}})
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state.replace(step=1))
+        checkpoints.save(bad.replace(step=2))
+        with pytest.warns(UserWarning, match=r"checkpoint of step 2 .* is not finite \(state.*'scale'\]\)"):
+            checkpoints.wait()
+        assert checkpoints.steps() == [1]
+
+
 def test_infinities_that_belong_there_are_no_matter(tmp_path):
     params = {"w": jnp.ones(2), "mask": jnp.array([0.0, -jnp.inf])}
     state = ts.setup(ts.rules.sgd(0.1), params, trainable="w", model_state={"best": jnp.array(jnp.inf)})

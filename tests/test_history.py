@@ -267,6 +267,33 @@ def test_a_long_history_is_thinned_whenever_its_rows_came(monkeypatch):
             np.testing.assert_array_equal(cut[name], whole[name])
 
 
+@pytest.mark.parametrize("most", [10, 100])
+def test_a_long_history_is_thinned_alike_wherever_a_run_ended(monkeypatch, most):
+    """The row of an end, and what is taken back with it, changes nothing of what stays."""
+    monkeypatch.setattr(history_module, "MOST", most)
+
+    def rows(history, steps):
+        for step in steps:
+            history.add({"loss": step * 0.5}, step)
+            if step % 35 == 0:
+                history.add({"val/loss": step * 2.0}, step)
+
+    whole, last = History(), 600 if most == 100 else 150
+    rows(whole, range(1, last))
+    for end in range(1, last):
+        history = History()
+        rows(history, range(1, end))
+        history.close({"loss": 7.0}, end)
+        history = History.of(json.loads(json.dumps(history.plain(), default=np.ndarray.tolist)))
+        history.reopen()
+        history = History.of(history.plain())
+        rows(history, range(end, last))
+        assert history["step"].tolist() == whole["step"].tolist(), end
+        assert history.names == whole.names
+        for name in whole.names:
+            np.testing.assert_array_equal(history[name], whole[name])
+
+
 def test_a_history_of_months_stays_small():
     history = History()
     for start in range(0, 3_000_000, 50_000):

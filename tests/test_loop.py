@@ -14,7 +14,7 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax import _fused, callbacks, testing
+from tsunax import _fused, _run, callbacks, testing
 from tsunax.checkpoint import Best
 from tsunax.errors import DataError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.loop import fit as loud_fit
@@ -502,6 +502,19 @@ def test_the_last_step_has_its_row(per_call):
     assert seen == [(1, True, False), (6, False, True), (10, True, False), (12, True, True)]
 
 
+@pytest.mark.parametrize("per_call", [1, None])
+def test_the_last_row_has_the_hyperparameters_that_its_step_had(per_call):
+    def stop(run):
+        run.stop("enough")
+        return ts.adjust(run.state, learning_rate=0.5)
+
+    given = {"steps": 9, "steps_per_call": per_call, "callbacks": callbacks.every(7, stop)}
+    rates = fit(STEP, ts.setup(RULE, init()), data(), **given)[1].series("learning_rate")
+    whole = fit(STEP, ts.setup(RULE, init()), data(), steps=7, log_every=1)[1]
+    assert rates[0].tolist() == [1, 7]
+    np.testing.assert_allclose(rates[1], whole["learning_rate"][[0, 6]], rtol=1e-6)
+
+
 def test_the_history_of_a_run_that_goes_on_is_that_of_an_uninterrupted_one(tmp_path):
     whole = fit(STEP, ts.setup(RULE, init()), data(), steps=23)[1]
     batches, state, history = data(), ts.setup(RULE, init()), None
@@ -532,6 +545,18 @@ def test_rates_are_of_one_stretch_and_leave_compiling_out():
     np.testing.assert_allclose(examples, 8 * rates, rtol=1e-6)  # NaN where a row has none
     assert np.isnan(rates[0]) and rates[-1] > 50  # five milliseconds a step and a little more
     assert np.nanmax(rates) <= 250, rates
+
+
+def test_a_compile_is_seen_by_a_step_that_shares_its_loop_with_an_equal_one(monkeypatch):
+    other = lambda params, batch: loss_fn(params, batch)
+    first, second, seen = ts.train_step(other), ts.train_step(other), []
+    real = _run.Fit.traces
+    count = lambda self: seen.append(real(self)) or seen[-1]
+    monkeypatch.setattr(_run.Fit, "traces", count)
+    for step, rows in ((first, 8), (second, 4)):
+        seen.clear()
+        fit(step, ts.setup(RULE, init()), data() if rows == 8 else [(X[:4], Y[:4])] * 2, steps=2)
+        assert max(seen) > min(seen)
 
 
 def test_warnings_name_the_line_that_called_fit():

@@ -1,5 +1,6 @@
 """What a run that goes on takes: from its checkpoint, from the state in hand, and from the script."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,9 +17,9 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax import averages, callbacks
+from tsunax import _folder, averages, callbacks, distributed, loggers
 from tsunax._resume import code_text
-from tsunax.checkpoint import Best
+from tsunax.checkpoint import Best, Checkpoints
 from tsunax.errors import DataError, RowError, StateError
 from tsunax.precision import LossScale
 
@@ -34,6 +35,30 @@ def fit(path, state, steps, step=STEP, data=None, **given):
     data = ts.batches(X, 4, shuffle=True) if data is None else data
     given = {"progress": False, "log_every": 1, **given}
     return ts.fit(step, state, data, steps=steps, checkpoint=path, **given)
+
+
+@pytest.mark.parametrize("in_hand", [False, True])
+def test_a_log_has_the_rows_of_an_uninterrupted_run(tmp_path, in_hand):
+    """Also at the step of an end, which has a row for that alone; one with other numbers stays."""
+
+    def steps_of(name, stops, **given):
+        state, data = make(), ts.batches(X, 4, shuffle=True)
+        for stop in stops:
+            logs = [loggers.csv(tmp_path / f"{name}.csv"), loggers.jsonl(tmp_path / f"{name}.jsonl")]
+            new = state if in_hand else make()
+            more = {"data": data if in_hand else None, "log_every": 5, "logger": logs, **given}
+            state, history = fit(tmp_path / name, new, stop, **more)
+        rows = (tmp_path / f"{name}.csv").read_text().splitlines()[1:]
+        lines = map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())
+        found = [int(row.partition(",")[0]) for row in rows]
+        assert found == [line["step"] for line in lines if "step" in line] == history["step"].tolist()
+        return found
+
+    whole = steps_of("whole", [23])
+    assert whole == [1, 5, 10, 15, 20, 23]
+    assert steps_of("cut", [8, 10, 12, 23]) == whole
+    told = [1, 5, 8, 10, 15, 16, 20, 24]
+    assert steps_of("told", [8, 24], evaluate=lambda _: {"val/loss": 0.5}, evaluate_every=8) == told
 
 
 # ------------------------------------------------------------------------------------------- the state in hand
@@ -63,6 +88,28 @@ def test_a_state_as_it_was_saved_goes_on_without_a_word(tmp_path):
     expected, _ = fit(tmp_path / "other", make(), 6)
     assert_trees_equal(state, expected)
     assert history["step"].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypatch):
+    """A manifest that one process cannot read ends the call on all of them; alone, the others would wait."""
+    state, _ = fit(tmp_path, make(), 3)
+    together, manifest_in, inside, seen = distributed.together, _folder.manifest_in, [], []
+
+    def all_of_them(*args, **given):
+        inside.append(1)
+        try:
+            return together(*args, **given)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(distributed, "together", all_of_them)
+    read = lambda *args: seen.append(bool(inside)) or manifest_in(*args)
+    monkeypatch.setattr(_folder, "manifest_in", read)
+    with Checkpoints(tmp_path) as checkpoints:
+        new = state.replace(params={"w": jnp.full(4, 2.0)})
+        with pytest.warns(UserWarning, match=r"differs from it: state\.params\['w'\]"):
+            checkpoints.resumed(new, "auto")
+    assert len(seen) >= 2 and all(seen)
 
 
 def test_replaced_params_and_a_cut_in_hand_win(tmp_path):

@@ -131,14 +131,6 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def sync_tree(top: Path) -> None:
-    """Every file and directory from `top` down, contents before the names that lead to them."""
-    for folder, _, files in os.walk(top, topdown=False):
-        for name in files:
-            sync(Path(folder, name))
-        sync(Path(folder))
-
-
 def listing(top: Path) -> dict[str, tuple[int, str]]:
     """Every file from `top` down: its size, and the sha256 of a small one. ValueError for links and other things."""
     out = {}

@@ -182,6 +182,7 @@ class Fit:
         self.told_step = -1  # of the row that the loggers were given last
         self.last: tuple[Callable, int] | None = None  # what makes the newest step's row, if it has none
         self.saved: Any = None  # when it was, last
+        self.is_resumed = False  # at the step of a checkpoint
         self.script: Any = None  # what the script gave, see `_resume.script_of`
         self.evaluated = -1  # the step at which it was, last
         self.agreed: frozenset[str] = frozenset()  # names of its numbers, which all processes share
@@ -207,7 +208,6 @@ class Fit:
         """Run until the goal is reached, somebody stops, or Ctrl-C is pressed."""
         run, options = self.run, self.options
         self.alike.start(options=options.deciding(), place=self.feed.source.state(), state=_alike.small(run.state))
-        run.history.reopen()
         self.look_for_names()
         self.boundary(["start"])
         boundary, since = 0.0, -1
@@ -295,7 +295,8 @@ class Fit:
 
     def traces(self) -> int:
         """How often the step was traced, which is when it compiles; 0 for a step that does not count."""
-        return len(self.step.traces) if isinstance(self.step, TrainStep) else 0
+        step = self.loop.step  # an equal one, if it was there before
+        return len(step.traces) if isinstance(step, TrainStep) else 0
 
     def settle(self) -> None:
         """Read all that is under way: from here on `run` is exact."""
@@ -359,11 +360,12 @@ class Fit:
             examples = float(sum(np.mean(columns.pop(name)) for name in names))
             rates |= {"examples_per_second": examples / self.seconds} if self.seconds else {}
         applied = np.flatnonzero(verdicts[:n] == 0)
+        numbers = run.state.numbers if isinstance(run.state, TrainState) else None  # a callback may change them
 
         def rows_of(at: np.ndarray) -> dict[str, np.ndarray]:
             found = {name: x[at] for name, x in columns.items()}
             if self.options.steps_per_call is None:
-                found |= _scheduled(run.state, steps[at] - 1)
+                found |= _scheduled(numbers, steps[at] - 1)
             return found | {name: np.full(len(at), x) for name, x in (rates | still).items()}
 
         is_due = (steps[applied] % every == 0) | (steps[applied] == 1)
@@ -732,11 +734,11 @@ def _still(state) -> dict[str, float]:
     return {f"{k}/{i}" if np.ndim(x) else k: float(v) for k, x in named.items() for i, v in enumerate(np.ravel(x))}
 
 
-def _scheduled(state, steps) -> dict[str, np.ndarray]:
+def _scheduled(numbers, steps) -> dict[str, np.ndarray]:
     """Those that one moves, for a few steps."""
-    if not isinstance(state, TrainState) or state.numbers is None or not state.numbers.scheduled:
+    if numbers is None or not numbers.scheduled:
         return {}
-    held, rows = state.numbers.named(None), [state.numbers.named(int(step)) for step in steps]
+    held, rows = numbers.named(None), [numbers.named(int(step)) for step in steps]
     moved = {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else {}) if name not in held}
     return dict(column for name, x in moved.items() for column in _fused.by_member(name, x))
 

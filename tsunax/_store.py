@@ -21,7 +21,7 @@ import numpy as np
 from tsunax import _checks, _files, _manifest, _orbax, _safetensors, _tree
 from tsunax._manifest import Damaged, Leaf, Manifest, Parts
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message, told
-from tsunax.state import donated, trained_part
+from tsunax.state import donated, overwritten_part, trained_part
 
 __all__ = []
 
@@ -115,13 +115,15 @@ def copied(tree: _manifest.Tree, copies: list[np.ndarray], process: int) -> list
 def watched(tree: _manifest.Tree, leaves: list[Leaf]) -> dict[int, str]:
     """Which copies are finite in a state that can be trained on, and their leaves: params, masters, averages.
 
-    Only what is trained: a mask of -inf among the params is none of it. Members of a population may diverge alone.
+    What is trained, and params that their gradient replaces (fp8 scales): a mask of -inf among the other params, and
+    NaN in the model state, may belong there. Members of a population may diverge alone.
     """
     paths = set()
     for path, s in tree.states.items():
         average = None if s.average is None else s.average.params
-        trained = {(".params",): trained_part(s), (".masters",): s.masters, (".average", ".params"): average}
-        for name, part in trained.items() if np.ndim(s.clock) == 1 else ():
+        trained = ((".params",), trained_part(s)), ((".params",), overwritten_part(s))
+        trained += ((".masters",), s.masters), ((".average", ".params"), average)
+        for name, part in trained if np.ndim(s.clock) == 1 else ():
             paths |= {(*path, *name, *at) for at, _ in _manifest.tree_of(part).leaves}
     shards = ((s, leaf) for leaf in leaves if leaf.path in paths for s in leaf.shards)
     return {int(s.name.rpartition("/")[2]): _manifest.show("state", leaf.path) for s, leaf in shards}

@@ -426,7 +426,8 @@ class Checkpoints:
         leaves = _store.copied(tree, copies, self._process)
         mine = Manifest(step, leaves, {}, {}, [], {}, {}, {}, {})
         mine = _store.with_hashes(mine, _store.digests(copies)())
-        manifest = _folder.manifest_in(self.path / str(step), step)
+        saved_at = lambda: (_folder.manifest_in(self.path / str(step), step), "")
+        manifest, _ = self._together(f"restore of step {step}: leaves", saved_at)
         saved = {leaf.path: leaf for leaf in manifest.leaves}
         found = []
         for leaf in mine.leaves:

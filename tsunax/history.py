@@ -163,6 +163,7 @@ class History:
         self._closing: tuple[int, tuple[str, ...]] = -1, ()  # the step and the names of `close`
         self._every = 0  # of the rows of the `_dense` names those at multiples of this step stay; 0: all of them
         self._dense: set[str] = set()
+        self._settled = -1  # rows up to this step stay, or go with all others when there are too many
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
         """Add a row; numbers of a step that is there already join its row, and the newer one of a name wins.
@@ -230,7 +231,7 @@ class History:
     def _settle(self) -> None:
         """Before a row is added: drop the newest one unless it stays, and thin all of them if they are too many."""
         n = len(self._steps)
-        if n > 1 and self._every:
+        if n > 1 and self._every and self._steps[-1] > self._settled:
             with_it = {name: column for name, column in self._columns.items() if column[0][-1] == n - 1}
             if not self._stays(np.array(self._steps[-1:]), with_it, self._steps[-2])[0]:
                 self._steps.pop()
@@ -240,6 +241,7 @@ class History:
                         del self._columns[name]
         while len(self._steps) > MOST:
             self._thin()
+        self._settled = self._steps[-1] if self._steps else -1
 
     def _thin(self) -> None:
         n, steps = len(self._steps), self["step"]
@@ -268,11 +270,14 @@ class History:
         self.add(row, step)
         self._closing = step, tuple(row)
 
-    def reopen(self) -> None:
-        """Remove that row, since the run goes on, and then has the rows of an uninterrupted one."""
+    def reopen(self) -> int | None:
+        """Remove that row, since the run goes on, and then has the rows of an uninterrupted one.
+
+        Returns its step if nothing of the row stays.
+        """
         (step, names), self._closing = self._closing, (-1, ())
         if not self._steps or self._steps[-1] != step:
-            return
+            return None
         at = len(self._steps) - 1
         for name in names:
             rows, values = self._columns[name]
@@ -281,6 +286,8 @@ class History:
         self._columns = {name: column for name, column in self._columns.items() if column[0]}
         if all(rows[-1] != at for rows, _ in self._columns.values()):
             self._steps.pop()
+            return step
+        return None
 
     def mark(self, name: str, step: int, text: str = "") -> None:
         """Note that something happened: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
@@ -367,6 +374,7 @@ class History:
             [name, np.array(rows, np.int64), np.array(v, np.float64)] for name, (rows, v) in self._columns.items()
         ]
         rows = {"step": self["step"], "columns": columns, "every": self._every, "dense": sorted(self._dense)}
+        rows["settled"] = self._settled
         closing = [self._closing[0], list(self._closing[1])]
         return {"rows": rows, "marks": [list(mark) for mark in self.marks], "closing": closing}
 
@@ -379,6 +387,7 @@ class History:
             whole, real = np.asarray(rows, np.int64).tolist(), np.asarray(values, np.float64).tolist()
             history._columns[str(name)] = array("q", whole), array("d", real)
         history._every, history._dense = int(plain["rows"].get("every", 0)), set(plain["rows"].get("dense", ()))
+        history._settled = int(plain["rows"].get("settled", -1))
         history.marks = [(int(step), str(name), str(text)) for step, name, text in plain["marks"]]
         step, names = plain.get("closing", (-1, ()))
         history._closing = int(step), tuple(map(str, names))

@@ -5,12 +5,13 @@ A logger is any `f(row, step=step)` with a row of Python numbers by name; `wandb
 nothing, so that it may be made on every process and used on the main one. A path that cannot be written to is a
 SaveError at `start`, before a run has compiled anything.
 
-A file goes on where it was. The first row's step says from where a run was resumed: rows of that step
-and later ones are what the interrupted run wrote beyond it; they are dropped, and each step is there
-once. Only rows of the same run are dropped: `fit` names each run in its settings ("run"), and a
-checkpoint remembers the name. If rows of another run were in the way, the file is kept as "log.1.csv",
-and so on, and a new one begins. Of runs without a name, and of those of one logger, one that starts
-before all rows is another.
+A file goes on where it was. The first row's step, or an earlier "rows_from" in the settings of a
+run that `fit` resumes, says from where: rows of that step and later ones are what the interrupted
+run wrote beyond it, or at its end; they are dropped, and each step is there once. Only rows of the
+same run are dropped: `fit` names each run in its settings ("run"), and a checkpoint remembers the
+name. If rows of another run were in the way, the file is kept as "log.1.csv", and so on, and a new
+one begins. Of runs without a name, and of those of one logger, one that starts before all rows is
+another.
 """
 
 from __future__ import annotations
@@ -113,6 +114,11 @@ def _resume(path: Path, first: int, step_of: Callable[[str], int | None], runs: 
     return kept
 
 
+def _first(step: int, settings: Mapping[str, Any]) -> int:
+    """The step from which on rows are not to stay when the first row is of `step`."""
+    return min(step, settings.get("rows_from", step))
+
+
 def _run_of(texts: Iterable[str]) -> Any:
     """The name of the run in the first of these texts that are settings."""
     for text in texts:
@@ -184,6 +190,7 @@ class csv:
     _file: TextIO | None = field(default=None, init=False, repr=False)
     _names: list[str] = field(default_factory=list, init=False, repr=False)
     _runs: tuple[Any, Any] = field(default=(None, None), init=False, repr=False)
+    _settings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     _used: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self):
@@ -196,6 +203,7 @@ class csv:
             path.parent.mkdir(parents=True, exist_ok=True)
             about = path.with_name(f"{path.name}.settings.json")
             before = [about.read_text("utf-8", "replace")] if about.exists() else []
+            self._settings = dict(settings)
             self._runs = (None, None) if self._used else (_run_of(before), settings.get("run"))
             _write(about, [json.dumps(dict(settings), indent=1, default=str)])
 
@@ -204,7 +212,8 @@ class csv:
         if self._file is None:
             self._used = True
             with _opening("csv()", path):
-                header = _resume(path, step, _step_of_csv, self._runs)[:1]
+                first = _first(step, self._settings)
+                header = _resume(path, first, _step_of_csv, self._runs)[:1]
             self._names = next(_csv.reader(header), ["step"])[1:]
         with _opening("csv()", path):
             if new := [name for name in row if name not in self._names]:
@@ -259,7 +268,8 @@ class jsonl:
                 lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
                 runs = (None, None) if self._used else (_run_of(reversed(lines)), self._settings.get("run"))
                 self._used = True
-                _resume(path, step, lambda line: json.loads(line).get("step"), runs)
+                first = _first(step, self._settings)
+                _resume(path, first, lambda line: json.loads(line).get("step"), runs)
                 self._file = open(self.path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
             if self._settings:
                 self._file.write(json.dumps({"settings": self._settings}, default=str) + "\n")
@@ -303,7 +313,8 @@ class tensorboard:
             name = f".{time.time_ns()}"  # its own name has seconds: a run of less would be overwritten by the next
             directory = os.fspath(self.directory)
             with _opening("tensorboard()", directory):
-                self._writer = SummaryWriter(directory, purge_step=step, flush_secs=10, filename_suffix=name)
+                first = _first(step, self._settings)
+                self._writer = SummaryWriter(directory, purge_step=first, flush_secs=10, filename_suffix=name)
             table = "".join(f"| {name} | {value} |\n" for name, value in self._settings.items())
             if table:
                 self._writer.add_text("settings", f"| name | value |\n| --- | --- |\n{table}", step)

@@ -175,7 +175,8 @@ def fit(
       steps: the total of applied steps, counted by `state.step`; or
       epochs: the total of epochs of the data. A run that is there already returns at once, with a warning.
       evaluate: `f(state) -> {name: number}`, called every `evaluate_every` ("epoch", "5 epochs", or a
-        number of steps) and at the end.
+        number of steps) and at the end; and once before the first step, to look at the
+        names, if a callback or `keep_best` waits for one with a slash.
       callbacks: functions `f(run) -> None | state`, see `callbacks`. `every(n, f)` is called at multiples
         of n steps; a plain function at every boundary, including each multiple of `log_every`.
       logger: `f(row, step=)`, or several; for example `wandb.log`. Called on the first process only.
@@ -251,12 +252,13 @@ def fit(
             text = f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do; {why}"
             warn(text)
             return run.state, run.history
+        closed = run.history.reopen()
         fitting.profile = Profile(profile)
         stack.callback(fitting.profile.close)
         ends_all = saver is not None or fitting.alike.spans  # then SIGTERM, too, ends the run after its call
         signals = (signal.SIGINT, signal.SIGTERM) if ends_all else (signal.SIGINT,)
         try:
-            with Interrupt(*signals) as interrupt, _loggers(options, _settings(fitting)):
+            with Interrupt(*signals) as interrupt, _loggers(options, _settings(fitting, closed)):
                 fitting.go(interrupt)
                 if saver is not None:
                     saver.wait()  # a second SIGTERM would end the process with the last save half written
@@ -305,7 +307,7 @@ def _begin(step, state, data, options: Options, progress, history: History | Non
         history = History.of(restored.history)
     history = History() if history is None else history
     fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
-    fitting.script = script
+    fitting.script, fitting.is_resumed = script, restored.step == start
     if restored.step is not None:
         fitting.feed.go_to(restored.data, replay)
         history.mark("restart", start)
@@ -335,8 +337,11 @@ def _check_fit(step, state, smoke, resume, checkpoint, profile, history) -> None
     check_step("fit()", step, state)
 
 
-def _settings(fitting: Fit) -> dict[str, Any]:
-    """What a logger is told at the start: the settings of the run, and the hyperparameters."""
+def _settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
+    """What a logger is told at the start: the settings of the run, and the hyperparameters.
+
+    `closed` is the step of a row that the history has no longer, see `History.reopen`.
+    """
     options, state = fitting.options, fitting.run.state
     found = {
         "run": fitting.script["run"],
@@ -345,6 +350,8 @@ def _settings(fitting: Fit) -> dict[str, Any]:
         "jax": jax.__version__,
         "devices": jax.device_count(),
     }
+    if fitting.is_resumed:  # a log's rows from there on are not those of an uninterrupted run
+        found["rows_from"] = fitting.run.step + (closed != fitting.run.step)
     for name in ("accumulate", "on_nonfinite"):
         if hasattr(fitting.step, name):
             found[name] = getattr(fitting.step, name)
