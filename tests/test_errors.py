@@ -905,7 +905,9 @@ def test_a_column_is_no_attribute():
     with pytest.raises(AttributeError, match=r"no attribute 'loss'. The column is history\['loss'\]"):
         _ = history().loss
     for name in ("losses", "keys", "columns"):
-        with pytest.raises(AttributeError, match=rf"no attribute '{name}'. history.names are loss; a column is history\['loss'\]"):
+        with pytest.raises(
+            AttributeError, match=rf"no attribute '{name}'. history.names are loss; a column is history\['loss'\]"
+        ):
             getattr(history(), name)
     assert copy.deepcopy(history()).last("loss") == 1.0 and not hasattr(history(), "_repr_html_")
 

@@ -40,7 +40,8 @@ def _poisoned(x, poison):
 
 
 _poisoned.defvjp(
-    lambda x, poison: (jnp.zeros_like(poison), (poison, x)), lambda kept, g: (jnp.sum(kept[0]).astype(kept[1].dtype), None)
+    lambda x, poison: (jnp.zeros_like(poison), (poison, x)),
+    lambda kept, g: (jnp.sum(kept[0]).astype(kept[1].dtype), None),
 )
 
 
