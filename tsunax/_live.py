@@ -15,7 +15,9 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import os
 import re
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -325,6 +327,70 @@ def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | No
         return None
     known = parameters[3:]  # behind updates, state, params
     return tuple(p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+@functools.lru_cache(maxsize=128)
+def keywords_of(update: Callable) -> frozenset[str] | None:
+    """The extra arguments that an update, and all that it is made of, may read; None if unknown.
+
+    optax's wrappers take any, so names are looked for in the signatures of the functions inside,
+    and in what a function that takes any mentions by name (`extra.get("beta")`).
+    """
+    found, seen, left = set(), {}, [update]
+    while left:
+        x = left.pop()
+        if id(x) in seen or isinstance(x, (str, bytes, type, types.ModuleType)):
+            continue
+        seen[id(x)] = x  # kept, so that no other object gets its id
+        if isinstance(x, LiveUpdate):
+            found.add("step")
+            left += [x.live.build(dict.fromkeys(x.live.names, 0.5)).update, *x.live.statics.values()]
+        elif isinstance(x, PlainUpdate):
+            found.update(x.takes)
+        elif isinstance(x, (tuple, list, Mapping)):
+            left += x.values() if isinstance(x, Mapping) else x
+        elif isinstance(x, types.CodeType):
+            found |= _extra_of(x)
+            left += [part for part in x.co_consts if isinstance(part, types.CodeType)]
+        elif isinstance(x, types.MethodType):
+            left += [x.__func__, x.__self__]
+        elif isinstance(x, types.FunctionType):
+            left += [x.__code__, getattr(x, "__wrapped__", None), *(x.__defaults__ or ())]
+            left += [cell.cell_contents for cell in x.__closure__ or () if cell != _EMPTY]
+            names = x.__code__.co_names
+            named = [x.__globals__.get(name) for name in names]
+            in_optax = [m for m in named if getattr(m, "__name__", "").partition(".")[0] == "optax"]
+            named += [getattr(m, name, None) for m in in_optax for name in names]
+            left += [f for f in named if isinstance(f, types.FunctionType)]
+        elif dataclasses.is_dataclass(x) or callable(x):
+            call = inspect.getattr_static(type(x), "__call__", None)
+            if isinstance(call, types.FunctionType):
+                left.append(call)
+            elif x is update and not hasattr(x, "__wrapped__"):
+                return None
+            left += [getattr(x, "__wrapped__", None), getattr(x, "func", None)]
+            left += getattr(x, "__dict__", {}).values()
+    return frozenset(found)
+
+
+_EMPTY = types.CellType()
+_OPTAX = os.path.dirname(optax.__file__)
+
+
+def _extra_of(code: types.CodeType) -> set[str]:
+    """The extra arguments in the signature of an update; those of a function that takes any too."""
+    takes_any = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    if not takes_any and not code.co_name.startswith("update"):
+        return set()
+    n = code.co_argcount
+    first = 4 if code.co_varnames[:1] == ("self",) else 3  # behind updates, state, params
+    found = set(code.co_varnames[first : n + code.co_kwonlyargcount])
+    if takes_any and not code.co_filename.startswith(_OPTAX):  # which names all in signatures
+        inside = [code]
+        for part in inside:
+            inside += [x for x in part.co_consts if isinstance(x, types.CodeType)]
+            found.update(x for x in part.co_consts if isinstance(x, str) and x.isidentifier())
+    return found - {"updates", "grads", "state", "params"}
 
 
 def accepting(f: Callable, names) -> Callable:
