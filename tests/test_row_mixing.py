@@ -13,6 +13,7 @@ from flax import nnx
 import tsunax as ts
 from tests.helpers import assert_trees_close
 from tsunax._row_mixing import mixing
+from tsunax.loss import as_loss
 
 N = 8
 RNG = np.random.default_rng(0)
@@ -116,6 +117,10 @@ WHOLE = {
         lambda p, b: -jnp.sum(values(p, b)) / 2 + ts.regularize.l2(p),
         lambda p, b: jax.vmap(lambda x, t: (x @ p["v"]).sum() * t)(b["x"] / 255, b["t"]).sum(),
         lambda p, b: ts.Loss(values(p, b).sum(), 1.0).compute(),
+    ],
+    "beside": [
+        lambda p, b: jnp.mean(score(p, b) ** 2) + ts.Loss.mean(values(p, b), b["m"]),
+        lambda p, b: ts.Loss.mean(values(p, b), b["m"]) - 0.5 * score(p, b).mean(),
     ],
     "extremes": [
         lambda p, b: jnp.max(values(p, b)),
@@ -221,6 +226,10 @@ MEANS = [
     lambda p, b: ts.Loss(jnp.sum(values(p, b)), len(b["t"])),
     lambda p, b: ts.Loss(jnp.sum(values(p, b) * b["m"]), b["m"].sum()) + ts.regularize.l2(p),
     lambda p, b: ts.Loss.mean(features(p, b), b["m"]) * 0.5,
+    lambda p, b: ts.Loss.mean(values(p, b), b["m"]) + ts.regularize.l2(p) + jnp.mean(p["w"] ** 2),
+    lambda p, b: ts.Loss.mean(features(p, b), b["m"]) + 2 * ts.Loss.mean(values(p, b), b["m"]),
+    lambda p, b: ts.Loss.mean(values(p, b)) + jnp.mean(features(p, b)),
+    lambda p, b: ts.Loss.mean(values(p, b), b["m"]) + jnp.average(score(p, b), weights=b["m"]),
     lambda p, b: values(p, {"x": 0.3 * b["x"] + 0.7 * jnp.roll(b["x"], 1, 0), "y": b["y"]}).mean(),
     lambda p, b: jnp.mean((score(p, b) - jnp.roll(score(p, b), len(b["x"]) // 2)) ** 2),
     lambda p, b: jnp.sum(values(p, b) * (b["m"] / jnp.sum(b["m"]))),
@@ -253,8 +262,8 @@ def test_losses_of_the_whole_batch_are_noticed(kind, fn):
 
     @jax.jit
     def both(p, b):
-        parts = [fn(p, jax.tree.map(lambda x, i=i: x[i::2], b)) for i in range(2)]
-        return fn(p, b), sum(parts) / 2
+        parts = [as_loss(fn(p, jax.tree.map(lambda x, i=i: x[i::2], b)), N // 2) for i in range(2)]
+        return as_loss(fn(p, b), N).compute(), parts[0].merge(parts[1]).compute()
 
     whole, cut = both(PARAMS, BATCH)
     assert abs(float(whole) - float(cut)) > 1e-4  # it really is another loss

@@ -15,7 +15,8 @@ each leaf of the batch; params have none), whether sums over all rows took part 
 - statistics: rows with a pooled part (`x - x.mean(0)`) meet a function that is not linear;
 - means: the same without rows (`sqrt(mean)`, the square of a covariance, a Dice coefficient);
 - sums: the loss is a sum over rows that was not divided by anything that may be their number;
-- extremes: a maximum or minimum over rows is a term of the loss.
+- extremes: a maximum or minimum over rows is a term of the loss;
+- beside: `jnp.mean(values) + Loss.mean(values, mask)`: one number cannot weigh both.
 
 Only what the loss is made of counts, not metrics or model state. Means, weighted means with a
 mask, and sums of such losses are linear, and no evidence. A false warning is worse than a missing
@@ -41,7 +42,7 @@ import numpy as np
 
 from tsunax._dataflow import Analysis, source_line
 from tsunax.errors import message, warn
-from tsunax.loss import rows_of
+from tsunax.loss import BESIDE, rows_of
 
 
 class Mixing(NamedTuple):
@@ -68,6 +69,16 @@ _KINDS = {
     "means": "is a function of means over rows, not itself a mean",
     "sums": "is a sum over the rows of the batch, not a mean",
     "extremes": "takes the maximum or minimum over the rows of the batch",
+    "beside": "adds a mean over all rows to a mean under a mask",
+}
+_FIXES = {
+    "": "Each of the {n} micro-batches has only its own rows, so this trains on another loss than the "
+    "whole batch does. Use accumulate=1, with remat= if memory is short, or give the loss the other "
+    "rows as an extra argument.",
+    "sums": "The sums of the {n} micro-batches are averaged, so this trains on the loss of the whole "
+    "batch divided by {n}. Return the mean, or ts.Loss(total, weight) with the weight of these rows.",
+    "beside": "Micro-batches are weighed by their mask, so the mean beside it becomes another one. "
+    "Give both the same mask: ts.Loss.mean(a + b, mask).",
 }
 _CURVED = frozenset(  # not linear
     "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 "
@@ -96,15 +107,7 @@ def warn_of_mixed_rows(objective: Callable, params, batch, keywords, n: int, nam
     if found is not None:
         line, text = source_line((found.source,))
         got = f"a loss that {_KINDS[found.kind]} (`{text or found.primitive}`)"
-        fix = (
-            f"The sums of the {n} micro-batches are averaged, so this trains on the loss of the "
-            f"whole batch divided by {n}. Return the mean, or ts.Loss(total, weight) with the weight of "
-            "these rows."
-            if found.kind == "sums"
-            else f"Each of the {n} micro-batches has only its own rows, so this trains on another "
-            "loss than the whole batch does. Use accumulate=1, with remat= if memory is short, or give "
-            "the loss the other rows as an extra argument."
-        )
+        fix = _FIXES.get(found.kind, _FIXES[""]).format(n=n)
         where = f"{name}, {line}" if line else name
         expected = f"a mean over rows under accumulate={n}"
         warn(message("loss", where, got, expected, fix))
@@ -202,7 +205,7 @@ def _added(eqn: Any, facts: Sequence[Fact], out: Fact, n: int) -> int:
             sizes += [math.prod(v.aval.shape[axis] for axis in gone)] if gone else []
         size = max(sizes)
         if size:
-            return 0 if min(all_of) < 0 else max(*all_of, size)
+            return -1 if min(all_of) < 0 else max(*all_of, size)
     if name in _CURVED:
         return 0 if out.rows else max(all_of)
     if name in ("mul", "div"):
@@ -239,8 +242,7 @@ def _scaled(eqn: Any, facts: Sequence[Fact], out: Fact, n: int) -> int:
         return 0 if is_multiple or (divides and times > 0.99) else a.added
     by_count = b.added != 0 if divides else min(a.added, b.added) < 0
     if by_count or _may_count(y, b) or (_may_count(x, a) and not divides):
-        # what was a sum is a mean now; what may be summed later will be one
-        return 0 if max(a.added, 0 if divides else b.added) > 0 and not out.rows else -1
+        return -1
     return max(a.added, b.added)
 
 
@@ -274,6 +276,9 @@ def _evidence(eqn: Any, facts: Sequence[Fact]) -> str:
         return "order" if any(axis in fact.rows and fact.moves for fact in keys) else ""
     if _pairs(eqn, facts):
         return "pairs"
+    if name == "name" and eqn.params["name"] == BESIDE:  # -1: under a mask of its own, or unknown
+        fact = facts[0]
+        return "beside" if fact.pooled and fact.moves and fact.added >= 0 else ""
     kind = "statistics" if any(fact.rows for fact in facts) else "means"
     if any(fact.pooled and fact.moves for fact in facts):
         curved = name in _CURVED or (name in _BENT and kind == "statistics")
