@@ -336,21 +336,30 @@ def keywords_of(update: Callable) -> frozenset[str] | None:
     optax's wrappers take any, so names are looked for in the signatures of the functions inside,
     and in what a function that takes any mentions by name (`extra.get("beta")`).
     """
-    found, seen, left = set(), {}, [update]
+    parts = parts_of(update)
+    if parts is None:
+        return None
+    found = {"step"} if any(isinstance(x, LiveUpdate) for x in parts) else set()
+    for x in parts:
+        if isinstance(x, (PlainUpdate, types.CodeType)):
+            found.update(x.takes if isinstance(x, PlainUpdate) else _extra_of(x))
+    return frozenset(found)
+
+
+def parts_of(update: Callable) -> list[Any] | None:
+    """The functions, code and other objects that an update is made of; None if nothing can be seen."""
+    seen, left = {}, [update]
     while left:
         x = left.pop()
         if id(x) in seen or isinstance(x, (str, bytes, type, types.ModuleType)):
             continue
         seen[id(x)] = x  # kept, so that no other object gets its id
         if isinstance(x, LiveUpdate):
-            found.add("step")
-            left += [x.live.build(dict.fromkeys(x.live.names, 0.5)).update, *x.live.statics.values()]
-        elif isinstance(x, PlainUpdate):
-            found.update(x.takes)
+            halves = dict.fromkeys(x.live.names, 0.5)
+            left += [x.live.build(halves).update, *x.live.statics.values()]
         elif isinstance(x, (tuple, list, Mapping)):
             left += x.values() if isinstance(x, Mapping) else x
         elif isinstance(x, types.CodeType):
-            found |= _extra_of(x)
             left += [part for part in x.co_consts if isinstance(part, types.CodeType)]
         elif isinstance(x, types.MethodType):
             left += [x.__func__, x.__self__]
@@ -370,7 +379,7 @@ def keywords_of(update: Callable) -> frozenset[str] | None:
                 return None
             left += [getattr(x, "__wrapped__", None), getattr(x, "func", None)]
             left += getattr(x, "__dict__", {}).values()
-    return frozenset(found)
+    return list(seen.values())
 
 
 _EMPTY = types.CellType()
@@ -469,7 +478,9 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
             return
         cause, name, got = error, _raised_by(error, rule), f"{told(error)} from its update"
     else:
-        name, got = _name_of_update(rule.update), _unlike(updates, params)
+        parts = map(_name_of_update, filter(callable, parts_of(rule.update) or ()))
+        name = next(filter(_WAYS.__contains__, parts), _name_of_update(rule.update))
+        got = _unlike(updates, params)
         if not got and (difference := _tree.first_difference(after, before, "opt_state")):
             raise RuleError(f"optimizer state {difference}. The rule {name} changes it from call to call.")
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
@@ -531,7 +542,10 @@ def _raised_by(error: BaseException, rule) -> str:
 def _name_of_update(update: Any) -> str:
     while type(update).__module__.startswith("tsunax.") and hasattr(update, "update"):
         update = update.update
-    return getattr(update, "__qualname__", type(update).__name__).partition(".<locals>")[0].removesuffix(".update")
+    if isinstance(update, LiveUpdate):
+        return update.live.title
+    name = getattr(update, "__qualname__", type(update).__name__.strip("_").removesuffix("Update").lower())
+    return name.partition(".<locals>")[0].removesuffix(".update")
 
 
 def _meant(rule) -> str:
