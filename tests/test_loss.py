@@ -135,3 +135,14 @@ def test_losses_under_one_mask_are_exact_over_micro_batches():
 def test_what_has_no_meaning_says_what_to_do(make, says):
     with pytest.raises(LossError, match=says):
         make(ts.Loss.mean(jnp.array([1.0, 3.0]), metrics={"m": 1.0}))
+
+
+@pytest.mark.parametrize("f", [
+    round, abs, bool, int, lambda a: a > 1, lambda a: 1 < a, lambda a: 2 / a,
+    lambda a: a**2, lambda a: 2**a, lambda a: round(a, 3), lambda a: a and 1, lambda a: np.float32(2) / a,
+    lambda a: jnp.ones(()) / a,
+])  # fmt: skip
+def test_what_needs_a_number_names_compute(f):
+    for loss in (ts.Loss.mean(jnp.array([1.0, 3.0])), ts.Loss.mean(jnp.array([1.0]), jnp.ones(1))):
+        with pytest.raises((LossError, TypeError), match=r"loss\.compute\(\)"):
+            f(loss)

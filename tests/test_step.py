@@ -14,7 +14,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import testing
-from tsunax.errors import LossError, NonFiniteError, RuleError, StateError
+from tsunax.errors import LossError, NonFiniteError, RuleError, StateError, WrongTypeError
 
 KEY = jax.random.key(0)
 ROWS, FEATURES, CLASSES = 16, 5, 3
@@ -699,3 +699,11 @@ def test_update_gives_rules_the_keywords_that_they_read_from_extra():
         assert_trees_equal(new.params, {"w": jnp.full(2, -2.0)})
         with pytest.raises(StateError, match="'beta'"):
             ts.update(ts.setup(rule, params), params, betta=3.0)
+
+
+def test_a_step_is_no_loss_fn():
+    step, evaluate = ts.train_step(loss_fn), ts.eval_step(loss_fn)
+    for make in (ts.train_step, ts.eval_step, ts.value_and_grad, ts.refresh):
+        for given in (step, evaluate):
+            with pytest.raises(WrongTypeError, match=r"^loss_fn at .*: got a (Train|Eval)Step.*step\.loss_fn"):
+                make(given)
