@@ -319,13 +319,18 @@ def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | No
     """The names of the extra arguments that an update takes; None: any."""
     if not isinstance(rule, optax.GradientTransformationExtraArgs):
         return ()
+    return names_of(rule.update, 3)  # behind updates, state, params
+
+
+def names_of(f: Callable, first: int = 1) -> tuple[str, ...] | None:
+    """The keywords that a function takes behind its first arguments; None: any."""
     try:
-        parameters = list(inspect.signature(rule.update).parameters.values())
+        parameters = list(inspect.signature(f).parameters.values())
     except (ValueError, TypeError):
         return None
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return None
-    known = parameters[3:]  # behind updates, state, params
+    known = parameters[first:]
     return tuple(p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 

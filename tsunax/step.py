@@ -475,6 +475,9 @@ def _check_extra(state: TrainState, extra) -> None:
         return
     numbers, read = state.numbers, _live.keywords_of(state.plan.update)
     names = [] if numbers is None else [name for name, _ in numbers.column_names()]
+    for search in filter(callable, map(extra.get, _live.SEARCHES)):  # gets the extra that it names
+        more = _live.names_of(search)
+        read = None if read is None or more is None else read.union(more)
     for name in extra:
         if name in names:
             fix = f"Set it before the step: state = ts.adjust(state, {name}=...)."
