@@ -87,12 +87,39 @@ def test_two_losses_of_one_weight_are_one():
     assert (given + dataclasses.replace(given, total=given.total * 2)).item() == 3.0
 
 
+@pytest.mark.parametrize("on", [lambda f: f, jax.jit])
+def test_losses_under_one_mask_add_up(on):
+    rows, wide = jnp.array([1.0, 3.0, 5.0]), jnp.arange(6.0).reshape(3, 2)
+    mask = jnp.array([1.0, 0.0, 3.0])
+
+    @on
+    def both(mask):
+        parts = [ts.Loss.mean(wide, mask), 0.5 * ts.Loss.mean(rows, mask), -ts.Loss.mean(rows, mask)]
+        return sum(parts), ts.Loss.mean(rows, mask) + ts.Loss.mean(wide, mask) + 1.0
+
+    loss, other = both(mask)
+    assert_trees_close(float(loss), 3.5 - 0.5 * 4.0, rtol=1e-6, atol=0)
+    assert_trees_close(float(other), 3.5 + 4.0 + 1.0, rtol=1e-6, atol=0)
+    assert float(loss.weight) == 8.0 and float(other.weight) == 4.0
+    with pytest.raises(LossError, match="two that may differ"):
+        ts.Loss.mean(rows, mask) + ts.Loss.mean(rows, mask + 0)
+
+
+def test_losses_under_one_mask_are_exact_over_micro_batches():
+    mask = jnp.arange(len(X)) % 3 > 0
+    loss_fn = lambda p, x, mask: ts.Loss.mean(values(p, x), mask) + ts.Loss.mean(values(p, x) ** 2, mask)
+    state = ts.setup(ts.rules.sgd(0.1), PARAMS)
+    whole, grads = ts.value_and_grad(loss_fn)(state, X, mask=mask)
+    cut, same = ts.value_and_grad(loss_fn, accumulate=4)(state, X, mask=mask)
+    assert_trees_close((cut.compute(), same), (whole.compute(), grads), rtol=2e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (
             lambda a: a + ts.Loss.mean(jnp.ones(3)),
-            r"weights at Loss \+ Loss: got two that may differ.*mean\(a \+ b",
+            r"weights at Loss \+ Loss: got two that may differ.*the same array as mask: ts.Loss.mean\(a, mask\)",
         ),
         (lambda a: a + dataclasses.replace(a), r"metric 'm' at Loss \+ Loss"),
         (lambda a: a + jnp.ones(2), r"operand at Loss \+ ...: got float32\[2\], expected one real number"),
@@ -108,3 +135,14 @@ def test_two_losses_of_one_weight_are_one():
 def test_what_has_no_meaning_says_what_to_do(make, says):
     with pytest.raises(LossError, match=says):
         make(ts.Loss.mean(jnp.array([1.0, 3.0]), metrics={"m": 1.0}))
+
+
+@pytest.mark.parametrize("f", [
+    round, abs, bool, int, lambda a: a > 1, lambda a: 1 < a, lambda a: 2 / a,
+    lambda a: a**2, lambda a: 2**a, lambda a: round(a, 3), lambda a: a and 1, lambda a: np.float32(2) / a,
+    lambda a: jnp.ones(()) / a,
+])  # fmt: skip
+def test_what_needs_a_number_names_compute(f):
+    for loss in (ts.Loss.mean(jnp.array([1.0, 3.0])), ts.Loss.mean(jnp.array([1.0]), jnp.ones(1))):
+        with pytest.raises((LossError, TypeError), match=r"loss\.compute\(\)"):
+            f(loss)

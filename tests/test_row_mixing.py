@@ -1,5 +1,6 @@
 """Losses of the whole batch under `accumulate`: which are noticed, and what is none of them."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 import tsunax as ts
 from tests.helpers import assert_trees_close
 from tsunax._row_mixing import mixing
+from tsunax.loss import as_loss
 
 N = 8
 RNG = np.random.default_rng(0)
@@ -97,7 +99,33 @@ def centered(p, b):
 
 
 WHOLE = {
-    "pairs": [clip, in_batch_negatives, ranks, kernel],
+    "pairs": [
+        clip,
+        in_batch_negatives,
+        ranks,
+        kernel,
+        lambda p, b: jnp.mean(jax.nn.relu(1 - (features(p, b) * jnp.roll(features(p, b), 1, 0)).sum(-1))),
+        lambda p, b: jnp.mean((score(p, b) - score(p, b)[::-1]) ** 2),
+        lambda p, b: jnp.mean(jnp.abs(score(p, b) - jnp.roll(score(p, b), -1))),
+    ],
+    "sums": [
+        lambda p, b: values(p, b).sum(),
+        lambda p, b: 0.5 * jnp.sum((score(p, b) - b["t"]) ** 2),
+        lambda p, b: (score(p, b) - b["t"]) @ (score(p, b) - b["t"]),
+        lambda p, b: jnp.sum(jnp.mean(features(p, b), 1) * b["m"]),
+        lambda p, b: values(p, b).mean() + 0.1 * jnp.sum(features(p, b) ** 2),
+        lambda p, b: -jnp.sum(values(p, b)) / 2 + ts.regularize.l2(p),
+        lambda p, b: jax.vmap(lambda x, t: (x @ p["v"]).sum() * t)(b["x"] / 255, b["t"]).sum(),
+        lambda p, b: ts.Loss(values(p, b).sum(), 1.0).compute(),
+    ],
+    "beside": [
+        lambda p, b: jnp.mean(score(p, b) ** 2) + ts.Loss.mean(values(p, b), b["m"]),
+        lambda p, b: ts.Loss.mean(values(p, b), b["m"]) - 0.5 * score(p, b).mean(),
+    ],
+    "extremes": [
+        lambda p, b: jnp.max(values(p, b)),
+        lambda p, b: values(p, b).mean() - 0.1 * features(p, b).min(0).sum(),
+    ],
     "statistics": [
         centered,
         lambda p, b: -jnp.mean(values(p, b) * (b["t"] - b["t"].mean())),  # a baseline of the batch
@@ -185,12 +213,29 @@ MEANS = [
     sloppy_softmax,
     with_metrics,
     balanced,
-    lambda p, b: values(p, b).sum(),
     lambda p, b: jnp.sum(values(p, b) * b["m"]) / jnp.maximum(jnp.sum(b["m"]), 1),
+    lambda p, b: jnp.sum(values(p, b) * b["m"]) * (1 / jnp.maximum((b["m"] > 0).sum(), 1)),
+    lambda p, b: jnp.where((b["m"] > 0).sum() > 0, jnp.average(values(p, b), weights=b["m"]), 0.0),
+    lambda p, b: jnp.sum(values(p, b) / len(b["t"])) + jnp.sum(b["m"]) * 0,
+    lambda p, b: jnp.sum(features(p, b)) * (1 / features(p, b).size),
+    lambda p, b: jnp.sum(values(p, b)) / jnp.float32(len(b["t"])),
+    lambda p, b: jnp.sum(values(p, b) / jnp.bincount(b["y"], length=3)[b["y"]]) / 3,
+    lambda p, b: jnp.sum(values(p, b) * (1 / jnp.sum(b["m"])) * b["m"]),
+    lambda p, b: jnp.mean(values(p, b), where=b["m"] > 0),
+    lambda p, b: features(p, b).mean(0).sum() + jnp.vdot(values(p, b), b["m"] / b["m"].sum()),
+    lambda p, b: ts.Loss(jnp.sum(values(p, b)), len(b["t"])),
+    lambda p, b: ts.Loss(jnp.sum(values(p, b) * b["m"]), b["m"].sum()) + ts.regularize.l2(p),
+    lambda p, b: ts.Loss.mean(features(p, b), b["m"]) * 0.5,
+    lambda p, b: ts.Loss.mean(values(p, b), b["m"]) + ts.regularize.l2(p) + jnp.mean(p["w"] ** 2),
+    lambda p, b: ts.Loss.mean(features(p, b), b["m"]) + 2 * ts.Loss.mean(values(p, b), b["m"]),
+    lambda p, b: ts.Loss.mean(values(p, b)) + jnp.mean(features(p, b)),
+    lambda p, b: ts.Loss.mean(values(p, b), b["m"]) + jnp.average(score(p, b), weights=b["m"]),
+    lambda p, b: values(p, {"x": 0.3 * b["x"] + 0.7 * jnp.roll(b["x"], 1, 0), "y": b["y"]}).mean(),
+    lambda p, b: jnp.mean((score(p, b) - jnp.roll(score(p, b), len(b["x"]) // 2)) ** 2),
     lambda p, b: jnp.sum(values(p, b) * (b["m"] / jnp.sum(b["m"]))),
     lambda p, b: jnp.nanmean(jnp.where(b["m"] > 0, values(p, b), jnp.nan)),
     lambda p, b: ts.Loss(jnp.dot(values(p, b), b["m"]), jnp.sum(b["m"])),
-    lambda p, b: (score(p, b) - b["t"]) @ (score(p, b) - b["t"]),
+    lambda p, b: (score(p, b) - b["t"]) @ (score(p, b) - b["t"]) / len(b["t"]),
     lambda p, b: jnp.mean(values(p, b) + 0.1 * jnp.mean(features(p, b) ** 2)) + ts.regularize.l2(p),
     lambda p, b: jnp.exp(-p["c"]) * values(p, b).mean() + p["c"],
     lambda p, b: jnp.abs(values(p, b).mean() - 0.1) + 0.1,
@@ -205,8 +250,8 @@ MEANS = [
 def found(fn, model_state=None):
     def objective(params, batch, keywords):
         loss = fn(params, batch)
-        loss = loss if isinstance(loss, ts.Loss) else ts.Loss(loss, 1.0)
-        return loss.compute(), ts.Loss(loss.total, model_state=model_state)
+        loss = loss if isinstance(loss, ts.Loss) else ts.Loss.mean(loss)
+        return None, dataclasses.replace(loss, model_state=model_state)
 
     return mixing(objective, PARAMS, BATCH, {})
 
@@ -217,8 +262,8 @@ def test_losses_of_the_whole_batch_are_noticed(kind, fn):
 
     @jax.jit
     def both(p, b):
-        parts = [fn(p, jax.tree.map(lambda x, i=i: x[i::2], b)) for i in range(2)]
-        return fn(p, b), sum(parts) / 2
+        parts = [as_loss(fn(p, jax.tree.map(lambda x, i=i: x[i::2], b)), N // 2) for i in range(2)]
+        return as_loss(fn(p, b), N).compute(), parts[0].merge(parts[1]).compute()
 
     whole, cut = both(PARAMS, BATCH)
     assert abs(float(whole) - float(cut)) > 1e-4  # it really is another loss

@@ -14,7 +14,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import testing
-from tsunax.errors import LossError, NonFiniteError, RuleError, StateError
+from tsunax.errors import LossError, NonFiniteError, RuleError, StateError, WrongTypeError
 
 KEY = jax.random.key(0)
 ROWS, FEATURES, CLASSES = 16, 5, 3
@@ -662,3 +662,48 @@ def test_a_checkpoint_around_each_block_needs_less_memory():
     lowered = lambda wrap: ts.train_step(fn(wrap)).lower(ts.setup(ts.rules.sgd(0.1), params), jnp.zeros((2048, 64)))
     temp = lambda wrap: lowered(wrap).compile().memory_analysis().temp_size_in_bytes
     assert temp(jax.checkpoint) < 0.3 * temp(lambda f: f)
+
+
+def _beta_rule():
+    def update(updates, state, params=None, **extra):
+        return jax.tree.map(lambda u: -extra.get("beta", 1.0) * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize("rule", [
+    ts.rules.sgd(0.1),
+    ts.rules.adam(0.1),
+    ts.rules.chain(ts.rules.reject_spikes(), optax.adam(0.1)),
+    optax.adam(0.1),
+    optax.chain(optax.polyak_sgd(), optax.scale(2.0)),
+    optax.inject_hyperparams(optax.polyak_sgd)(),
+    ts.rules.groups({"**": ts.rules.chain(_beta_rule(), ts.rules.sgd(0.1))}),
+])  # fmt: skip
+def test_update_refuses_keywords_that_no_rule_reads(rule):
+    params = {"w": jnp.ones(2)}
+    state = ts.setup(rule, params)
+    for name in ("vlaue", "lr", "foo", "params", "updates", "opt_state"):
+        with pytest.raises(StateError, match=rf"^keyword at update\(\): got '{name}', expected"):
+            ts.update(state, params, **{name: 1.0})
+    with pytest.raises(StateError, match="'value'"):
+        ts.update(state, params, vlaue=1.0)
+    value, weight = jnp.ones(()), jnp.ones(())
+    ts.update(state, params, value=value, grad=params, weight=weight)
+
+
+def test_update_gives_rules_the_keywords_that_they_read_from_extra():
+    params = {"w": jnp.ones(2)}
+    for rule in (_beta_rule(), optax.chain(_beta_rule()), ts.rules.chain(_beta_rule())):
+        new, _ = ts.update(ts.setup(rule, params), params, beta=3.0)
+        assert_trees_equal(new.params, {"w": jnp.full(2, -2.0)})
+        with pytest.raises(StateError, match="'beta'"):
+            ts.update(ts.setup(rule, params), params, betta=3.0)
+
+
+def test_a_step_is_no_loss_fn():
+    step, evaluate = ts.train_step(loss_fn), ts.eval_step(loss_fn)
+    for make in (ts.train_step, ts.eval_step, ts.value_and_grad, ts.refresh):
+        for given in (step, evaluate):
+            with pytest.raises(WrongTypeError, match=r"^loss_fn at .*: got a (Train|Eval)Step.*step\.loss_fn"):
+                make(given)

@@ -15,7 +15,9 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import os
 import re
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -317,14 +319,92 @@ def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | No
     """The names of the extra arguments that an update takes; None: any."""
     if not isinstance(rule, optax.GradientTransformationExtraArgs):
         return ()
+    return names_of(rule.update, 3)  # behind updates, state, params
+
+
+def names_of(f: Callable, first: int = 1) -> tuple[str, ...] | None:
+    """The keywords that a function takes behind its first arguments; None: any."""
     try:
-        parameters = list(inspect.signature(rule.update).parameters.values())
+        parameters = list(inspect.signature(f).parameters.values())
     except (ValueError, TypeError):
         return None
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return None
-    known = parameters[3:]  # behind updates, state, params
+    known = parameters[first:]
     return tuple(p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+@functools.lru_cache(maxsize=128)
+def keywords_of(update: Callable) -> frozenset[str] | None:
+    """The extra arguments that an update, and all that it is made of, may read; None if unknown.
+
+    optax's wrappers take any, so names are looked for in the signatures of the functions inside,
+    and in what a function that takes any mentions by name (`extra.get("beta")`).
+    """
+    parts = parts_of(update)
+    if parts is None:
+        return None
+    found = {"step"} if any(isinstance(x, LiveUpdate) for x in parts) else set()
+    for x in parts:
+        if isinstance(x, (PlainUpdate, types.CodeType)):
+            found.update(x.takes if isinstance(x, PlainUpdate) else _extra_of(x))
+    return frozenset(found)
+
+
+def parts_of(update: Callable) -> list[Any] | None:
+    """The functions, code and other objects that an update is made of; None if nothing can be seen."""
+    seen, left = {}, [update]
+    while left:
+        x = left.pop()
+        if id(x) in seen or isinstance(x, (str, bytes, type, types.ModuleType)):
+            continue
+        seen[id(x)] = x  # kept, so that no other object gets its id
+        if isinstance(x, LiveUpdate):
+            halves = dict.fromkeys(x.live.names, 0.5)
+            left += [x.live.build(halves).update, *x.live.statics.values()]
+        elif isinstance(x, (tuple, list, Mapping)):
+            left += x.values() if isinstance(x, Mapping) else x
+        elif isinstance(x, types.CodeType):
+            left += [part for part in x.co_consts if isinstance(part, types.CodeType)]
+        elif isinstance(x, types.MethodType):
+            left += [x.__func__, x.__self__]
+        elif isinstance(x, types.FunctionType):
+            left += [x.__code__, getattr(x, "__wrapped__", None), *(x.__defaults__ or ())]
+            left += [cell.cell_contents for cell in x.__closure__ or () if cell != _EMPTY]
+            names = x.__code__.co_names
+            named = [x.__globals__.get(name) for name in names]
+            in_optax = [m for m in named if getattr(m, "__name__", "").partition(".")[0] == "optax"]
+            named += [getattr(m, name, None) for m in in_optax for name in names]
+            left += [f for f in named if isinstance(f, types.FunctionType)]
+        elif dataclasses.is_dataclass(x) or callable(x):
+            call = inspect.getattr_static(type(x), "__call__", None)
+            if isinstance(call, types.FunctionType):
+                left.append(call)
+            elif x is update and not hasattr(x, "__wrapped__"):
+                return None
+            left += [getattr(x, "__wrapped__", None), getattr(x, "func", None)]
+            left += getattr(x, "__dict__", {}).values()
+    return list(seen.values())
+
+
+_EMPTY = types.CellType()
+_OPTAX = os.path.dirname(optax.__file__)
+
+
+def _extra_of(code: types.CodeType) -> set[str]:
+    """The extra arguments in the signature of an update; those of a function that takes any too."""
+    takes_any = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    if not takes_any and not code.co_name.startswith("update"):
+        return set()
+    n = code.co_argcount
+    first = 4 if code.co_varnames[:1] == ("self",) else 3  # behind updates, state, params
+    found = set(code.co_varnames[first : n + code.co_kwonlyargcount])
+    if takes_any and not code.co_filename.startswith(_OPTAX):  # which names all in signatures
+        inside = [code]
+        for part in inside:
+            inside += [x for x in part.co_consts if isinstance(x, types.CodeType)]
+            found.update(x for x in part.co_consts if isinstance(x, str) and x.isidentifier())
+    return found - {"updates", "grads", "state", "params"}
 
 
 def accepting(f: Callable, names) -> Callable:
@@ -403,7 +483,9 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
             return
         cause, name, got = error, _raised_by(error, rule), f"{told(error)} from its update"
     else:
-        name, got = _name_of_update(rule.update), _unlike(updates, params)
+        parts = map(_name_of_update, filter(callable, parts_of(rule.update) or ()))
+        name = next(filter(_WAYS.__contains__, parts), _name_of_update(rule.update))
+        got = _unlike(updates, params)
         if not got and (difference := _tree.first_difference(after, before, "opt_state")):
             raise RuleError(f"optimizer state {difference}. The rule {name} changes it from call to call.")
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
@@ -465,7 +547,10 @@ def _raised_by(error: BaseException, rule) -> str:
 def _name_of_update(update: Any) -> str:
     while type(update).__module__.startswith("tsunax.") and hasattr(update, "update"):
         update = update.update
-    return getattr(update, "__qualname__", type(update).__name__).partition(".<locals>")[0].removesuffix(".update")
+    if isinstance(update, LiveUpdate):
+        return update.live.title
+    name = getattr(update, "__qualname__", type(update).__name__.strip("_").removesuffix("Update").lower())
+    return name.partition(".<locals>")[0].removesuffix(".update")
 
 
 def _meant(rule) -> str:

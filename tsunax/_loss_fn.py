@@ -47,6 +47,9 @@ class LossFn:
         if not callable(fn) or isinstance(fn, type):
             got = f"{_tree.describe(fn)}, not callable" if not callable(fn) else _tree.describe(fn)
             raise WrongTypeError(message("loss_fn", where, got, "a function loss_fn(params, batch, ...)"))
+        if type(fn).__module__.startswith("tsunax.") and hasattr(fn, "loss_fn"):
+            got, fix = f"a {type(fn).__name__}", "Its loss function is step.loss_fn."
+            raise WrongTypeError(message("loss_fn", where, got, "a function loss_fn(params, batch, ...)", fix))
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except (ValueError, TypeError):  # builtins without a signature

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from tsunax import _checks, _tree
 from tsunax.errors import LossError, message
@@ -33,7 +34,7 @@ class Loss:
 
     It adds and multiplies as the mean loss would: `loss + penalty` and `0.5 * loss` keep the weight.
     `float(loss)` and `f"{loss:.3f}"` are those of the mean. Two losses can be added if they have the
-    same weight.
+    same weight: the same number of values without masks, or the same array as mask or weights.
 
     Metrics are scalars (weighed like the loss) or objects with `merge` and `compute`.
     """
@@ -45,6 +46,9 @@ class Loss:
     mean_value: Any = None  # the mean itself, where the loss function returned it as a scalar
     dropped: Any = None  # f32[micro-batches]: the weights of those that were left out, under "drop"
     overwritten: Any = None  # the new values of leaves that their gradient replaces (flax's fp8), like those of params
+
+    # the array that was the mask of `mean`, and how many values it had; forgotten by every program
+    _where: ClassVar[tuple[Any, int] | None] = None
 
     # `mean` the constructor; `compute` the result.
     @classmethod
@@ -71,7 +75,15 @@ class Loss:
             name: Mean.of(m, where) if _tree.is_array(m) and jnp.shape(m) == values.shape != () else m
             for name, m in (metrics or {}).items()
         }
-        return cls(total, weight, merged, model_state)
+        loss = cls(total, weight, merged, model_state)
+        return loss if where is None else loss._with(_where=(where, values.size))
+
+    def _with(self, **fields) -> Loss:
+        """A copy with other fields, which remembers its mask."""
+        kept = fields.pop("_where", self._where)
+        loss = dataclasses.replace(self, **fields)
+        object.__setattr__(loss, "_where", kept)
+        return loss
 
     def merge(self, other: Loss) -> Loss:
         """The loss of both batches together; the model state is the later one's."""
@@ -133,10 +145,12 @@ class Loss:
         elif self.weight is other.weight or _known(self.weight) == _known(other.weight) is not None:
             means = self.mean_value, other.mean_value
             mean = None if None in means else self.mean_value + other.mean_value
-            new = dataclasses.replace(self, total=self.total + other.total, mean_value=mean)
+            new = self._with(total=self.total + other.total, mean_value=mean)
+        elif self._where and other._where and self._where[0] is other._where[0]:
+            new = self._with(total=self.total + other.total * (self._where[1] / other._where[1]))
         else:
-            fix = "Add the values, ts.Loss.mean(a + b, where), or give a weight: "
-            fix += "ts.Loss(w * (a.compute() + b.compute()), w)."
+            fix = "Give both the same array as mask: ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask). "
+            fix += "With masks that differ there is no mean over micro-batches that is exact."
             raise LossError(message("weights", "Loss + Loss", "two that may differ", "one", fix))
         if twice := [name for name in self.metrics if name in other.metrics]:
             fix = "Rename one of them."
@@ -145,7 +159,7 @@ class Loss:
             fix = "Give it to the second one alone, which was computed from the first one's."
             raise LossError(message("model_state", "Loss + Loss", "two", "one", fix))
         state = other.model_state if self.model_state is None else self.model_state
-        return dataclasses.replace(new, metrics={**self.metrics, **other.metrics}, model_state=state)
+        return new._with(metrics={**self.metrics, **other.metrics}, model_state=state)
 
     __radd__ = __add__
 
@@ -153,14 +167,16 @@ class Loss:
         mean = None if self.mean_value is None else self.mean_value + x
         if self.weight is None and mean is None:
             raise LossError(message("loss", "Loss + ...", *_NO_WEIGHT))
+        if _tree.is_traced(x) and isinstance(self.weight, jax.Array):
+            x = checkpoint_name(x, BESIDE)  # for those who look whether it is a mean over other rows
         total = mean if self.weight is None else self.total + x * self.weight
-        return dataclasses.replace(self, total=total, mean_value=mean)
+        return self._with(total=total, mean_value=mean)
 
     def __mul__(self, x) -> Loss:
         """The loss times a number; its metrics stay as they are."""
         _check_number(x, "*")
         mean = None if self.mean_value is None else self.mean_value * x
-        return dataclasses.replace(self, total=self.total * x, mean_value=mean)
+        return self._with(total=self.total * x, mean_value=mean)
 
     __rmul__ = __mul__
 
@@ -177,7 +193,15 @@ class Loss:
     def __rsub__(self, other) -> Loss:
         return -self + other
 
+    def _no_number(self, *_) -> Any:
+        fix = "Take the mean first: loss.compute(), or float(loss) outside of jit."
+        raise LossError(message("operand", "a function of Loss", "a Loss", "a number", fix))
 
+    __abs__ = __round__ = __bool__ = __int__ = __pow__ = __rpow__ = __rtruediv__ = _no_number
+    __lt__ = __le__ = __gt__ = __ge__ = _no_number
+
+
+BESIDE = "a scalar beside a weighted Loss"
 _NO_WEIGHT = "a Loss without a weight", "one with", "Give ts.Loss(total, weight)."
 
 

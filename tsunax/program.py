@@ -275,9 +275,9 @@ def train_step(
         further parameters, `key` (new at every call), `model_state`, `train` (True), `mask` (f32 of shape
         (rows,), 1 for real rows), `step`, and the names given to the step as `extra`; it gets what it names.
       accumulate: cut the batch into so many micro-batches, one after another, for the memory of one: same loss
-        and gradients, whatever the masks, if the loss is a mean over rows. One that compares rows or uses batch
-        statistics is another loss then, and warned of. A batch that does not divide is padded if loss_fn names
-        `mask`.
+        and gradients, whatever the masks, if the loss is a mean over rows. One that compares rows, uses batch
+        statistics, or is a sum over rows is another loss then, and warned of. A batch that does not divide is
+        padded if loss_fn names `mask`.
       on_nonfinite: "skip", "raise" or "ignore" a step with a loss or gradient that is not finite, see `update`; or
         "drop" the micro-batch that it comes from, and skip where none is left.
       donate: whether the state given is consumed. Where the state is traced (inside jit, scan, vmap, grad)

@@ -11,7 +11,6 @@ All of it is one compiled program (`program.py`). What is carried is in `state.p
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -213,7 +212,8 @@ def update(
       norms: whether info has `grad_norm` and `update_norm`. The verdict looks at both in any case.
       extra: goes to the rule, if it takes extra arguments.
 
-    Raises StateError if grads do not fit the state, naming the first path.
+    Raises StateError if grads do not fit the state, naming the first path, and for a keyword that no part of
+    the rule names.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
@@ -474,21 +474,25 @@ def _recorded(old: TrainState, new: TrainState, verdict, emitted, loss: Loss) ->
 
 def _check_extra(state: TrainState, extra) -> None:
     """Raise for keywords of `update` that nothing reads: misspelled ones, and hyperparameters."""
-    numbers, rule = state.numbers, state.plan.update
+    if not extra:
+        return
+    numbers, read = state.numbers, _live.keywords_of(state.plan.update)
     names = [] if numbers is None else [name for name, _ in numbers.column_names()]
-    takes = rule.takes if isinstance(rule, _live.PlainUpdate) else None  # None: any
+    for search in filter(callable, map(extra.get, _live.SEARCHES)):  # gets the extra that it names
+        more = _live.names_of(search)
+        read = None if read is None or more is None else read.union(more)
     for name in extra:
         if name in names:
             fix = f"Set it before the step: state = ts.adjust(state, {name}=...)."
             raise StateError(message("keyword", "update()", repr(name), "no hyperparameter", fix))
-        if name in _FOR_RULES or name in (takes or ()):
-            continue
-        if takes is not None or difflib.get_close_matches(name, _KEYWORDS, 1, 0.75):
-            raise StateError(_where.unknown("keyword", "update()", name, [*_KEYWORDS, *(takes or ())]))
+        if name not in _FOR_RULES and (name in _OWN or (read is not None and name not in read)):
+            known = [*_KEYWORDS, "value", *sorted((read or set()) - {*_FOR_RULES})]
+            raise StateError(_where.unknown("keyword", "update()", name, known))
 
 
 _KEYWORDS = ("loss", "model_state", "on_nonfinite", "norms")
-_FOR_RULES = ("value", "grad", "value_fn", "obj_fn", "weight", "flush", "outside")
+_OWN = ("params", "updates", "opt_state")  # what update itself gives to the rule
+_FOR_RULES = ("value", "grad", "value_fn", "obj_fn", "grad_fn", "weight", "flush", "outside")
 
 
 def _first(*options):
