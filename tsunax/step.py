@@ -90,10 +90,11 @@ def gradient_of(
         if "key" in keywords and "key" not in extra:
             keywords["key"] = _axes.own_key(keywords["key"], axes)
         here, scales = _axes.vary((now if at is None else at, overwritten_part(state)), axes)
+        inputs = []  # of the batch, found once for all micro-batches
 
         def objective(trained, batch, keywords, scales=scales):
             params = with_overwritten(state, with_rest(state, trained), scales)
-            return objective_of(fn, state, batch, keywords)(params)
+            return objective_of(fn, state, batch, keywords, inputs)(params)
 
         def gradient(batch, keywords):
             found = []
@@ -122,11 +123,11 @@ def gradient_of(
     return f
 
 
-def objective_of(fn: LossFn, state: TrainState, batch, keywords) -> Callable:
+def objective_of(fn: LossFn, state: TrainState, batch, keywords, inputs: list | None = None) -> Callable:
     """`params -> (scaled mean loss, Loss)`."""
 
     def objective(params):
-        loss = fn(*seen_by(fn, state, params, batch, keywords), keywords)
+        loss = fn(*seen_by(fn, state, params, batch, keywords, inputs=inputs), keywords)
         mean = loss.compute()
         if state.loss_scale is not None:
             mean = mean.astype(jnp.float32) * state.loss_scale.scale
@@ -135,15 +136,24 @@ def objective_of(fn: LossFn, state: TrainState, batch, keywords) -> Callable:
     return objective
 
 
-def seen_by(fn: LossFn, state: TrainState, params, batch, keywords, train=True) -> tuple[Any, Any]:
-    """What a loss function sees of params and batch."""
+def seen_by(
+    fn: LossFn, state: TrainState, params, batch, keywords, train=True, inputs: list | None = None
+) -> tuple[Any, Any]:
+    """What a loss function sees of params and batch. `inputs` keeps which leaves of it are inputs."""
     policy = state.plan.precision
     params = _place.collected(in_precision(state, params, train=train))
     if policy is None:
         return params, batch
     of = lambda params, batch: fn(params, batch, keywords)
-    inputs = lambda batch: multiplied(of, params, batch)
-    return params, policy.batch_to_compute(batch, train, inputs)
+    known = [] if inputs is None else inputs
+
+    def found(batch):
+        if not known:
+            known.extend(multiplied(of, params, batch))
+            policy.warn_of_no_input(batch, *known)
+        return known
+
+    return params, policy.batch_to_compute(batch, train, found)
 
 
 def _unscaled(state: TrainState, grads):
