@@ -147,6 +147,26 @@ def test_a_loss_whose_inputs_are_not_found_says_so():
     step.lower(state("bfloat16"), {**batch, "x": np.arange(8) % 4})
 
 
+def test_a_gradient_by_hand_looks_for_inputs_once():
+    """Again only for what may be another program: other shapes, other values that are no arrays."""
+    found = []
+
+    def fn(params, batch, power):
+        found.append(batch["y"].dtype == np.float32)
+        x = batch["x"] if power > 1 else batch["y"]
+        return jnp.mean((x @ params["w"]).astype(jnp.float32) ** power)
+
+    gradient, state = ts.value_and_grad(fn), start(precision="bfloat16")
+    calls = [(8, 2, 2), (8, 2, 1), (4, 2, 2), (4, 1, 2), (4, 1, 1), (4, 2, 2)]
+    for rows, power, expected in calls:
+        found.clear()
+        gradient(state, {"x": X[:rows], "y": X[:rows]}, power=power)
+        assert len(found) == expected and found[-1] == (power > 1)
+    found.clear()
+    gradient(start(precision="float16"), {"x": X[:4], "y": X[:4]}, power=2)
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize("accumulate, calls", [(1, 2), (4, 3)])
 def test_inputs_are_looked_for_once_in_a_trace(accumulate, calls):
     """Once more than without a precision; and once more for micro-batches, which may mix rows."""

@@ -79,6 +79,7 @@ def gradient_of(
     _checks.check_count(accumulate, where, "accumulate")
     _check_policy(on_nonfinite, where)
     checkpoint, given = _checkpoint(remat, where), _axes.as_axes(axis_name, where)
+    last: dict[Any, list] = {}
 
     def f(state: TrainState, batch, *, at=None, **extra):
         check_state(state, "value_and_grad()", batch)
@@ -90,7 +91,7 @@ def gradient_of(
         if "key" in keywords and "key" not in extra:
             keywords["key"] = _axes.own_key(keywords["key"], axes)
         here, scales = _axes.vary((now if at is None else at, overwritten_part(state)), axes)
-        inputs = []  # of the batch, found once for all micro-batches
+        inputs = _kept_for(last, state, batch, keywords)
 
         def objective(trained, batch, keywords, scales=scales):
             params = with_overwritten(state, with_rest(state, trained), scales)
@@ -121,6 +122,26 @@ def gradient_of(
         return loss, conjugated(_unscaled(state, grads))
 
     return f
+
+
+def _kept_for(last: dict[Any, list], state: TrainState, batch, keywords) -> list:
+    """Which leaves of the batch are inputs, found once for all micro-batches, and for calls that are alike.
+
+    A call without jit would look for them again each time. `last` has those of the last call alone.
+    """
+    if state.plan.precision is None:
+        return []
+    leaves, treedef = jax.tree.flatten((state.params, batch, keywords))
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)  # the values of others may decide
+    kinds = tuple((x.shape, x.dtype) if is_array(x) else (type(x), x) for x in leaves)
+    try:
+        known = last.get(key := (treedef, kinds, state.plan.precision))
+    except TypeError:  # what cannot be hashed
+        return []
+    if known is None:
+        last.clear()
+        known = last[key] = []
+    return known
 
 
 def objective_of(fn: LossFn, state: TrainState, batch, keywords, inputs: list | None = None) -> Callable:
