@@ -126,7 +126,7 @@ def test_batch_statistics_of_averaged_params():
         ts.refresh(lambda params, batch: jnp.mean(batch @ params["w"]))(state, batch)
 
 
-@pytest.mark.parametrize("precision", [None, ts.precision.Policy(param="bfloat16", compute="bfloat16")])
+@pytest.mark.parametrize("precision", [None, ts.precision.Policy(param="bfloat16", compute="bfloat16", batch="**")])
 def test_an_averaged_state_trains_on_and_its_average_lives(precision):
     """One buffer for params and average would be donated twice, or die with the params."""
     state = ts.setup(

@@ -147,6 +147,18 @@ def test_a_line_search_over_rows_of_one_device_is_refused():
             mapped(ts.train_step(loss, axis_name="data"), check)(state, data(1)[0]["x"])
 
 
+def test_a_rule_with_a_collective_is_set_up_outside():
+    mean = optax.stateless(lambda g, p: jax.lax.pmean(g, "data"))
+    loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+    state, batch = ts.setup(optax.chain(mean, optax.sgd(0.1)), {"w": np.ones(8, np.float32)}), data(1)[0]["x"]
+    found, _ = mapped(ts.train_step(loss, axis_name="data"))(state, batch)
+    expected, _ = ts.train_step(loss)(ts.setup(ts.rules.sgd(0.1), {"w": np.ones(8, np.float32)}), batch)
+    assert_trees_close(found.params, expected.params, rtol=1e-6, atol=1e-6)
+    misspelled = optax.stateless(lambda g, p: jax.tree.map(lambda x: x * rate_of_it, g))  # noqa: F821
+    with pytest.raises(RuleError, match="rate_of_it"):
+        ts.setup(misspelled, {"w": np.ones(8, np.float32)})
+
+
 def test_whoever_combines_them_says_so():
     of_rows = lambda state, batch: ts.value_and_grad(loss_fn, axis_name=())(state, batch)[1]["w"]
     specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}

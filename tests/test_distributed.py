@@ -202,6 +202,32 @@ def test_who_asks_again_at_once_is_heard_after_all_have_agreed(group):
     assert first == second and [value for _, value in first] == [15, 16, 17]
 
 
+@pytest.mark.parametrize("how", ["ended", "service gone", "silent"])
+def test_agreeing_ends_when_a_process_is_lost_that_was_to_be_counted(group, monkeypatch, how):
+    """Also in a run that was not begun by start(), in which nobody watches."""
+    peers = group(2, watched=False, timeout=0.5 if how == "silent" else 20.0)
+    monkeypatch.setattr(peers[1], "_hear", lambda event: None)  # it never counts
+    assert peers[0].agree(15) == 0
+    until(lambda: peers[0]._is_counting)
+
+    def run(i):
+        if i == 0:
+            peers[0].agree(0)
+        elif how == "ended":
+            peers[1].fail("it broke", stay=True)
+        elif how == "service gone":
+            monkeypatch.setattr(peers[0], "_collect", lambda: peers[0]._store.gone())
+
+    error, _ = together(2, run)
+    assert isinstance(error, ProcessError)
+    assert {"ended": "it broke", "service gone": "cannot hear the others"}.get(how, "no word of process 1") in str(
+        error
+    )
+    if how != "silent":
+        with pytest.raises(ProcessError):
+            peers[0].agree(0)
+
+
 def test_calls_count_from_the_last_gathering(group):
     """Of runs that ended with an error, each process may have called another number of times."""
     peers = group(3)

@@ -826,6 +826,15 @@ def test_frozen_is_as_if_closed_over(name):
     assert_trees_equal(frozen.params, selected.params)
 
 
+def test_frozen_is_as_if_closed_over_up_to_rounding():
+    """Under a rule of which the documentation says so."""
+    rule = rules.nadam
+    selected = train(ts.setup(rule(1e-2), PARAMS, trainable="head/**"), BATCHES)
+    frozen = train(ts.freeze(ts.setup(rule(1e-2), PARAMS), "encoder/**"), BATCHES)
+    assert_trees_equal(frozen.params["encoder"], PARAMS["encoder"])
+    assert_trees_close(frozen.params["head"], selected.params["head"], rtol=1e-6, atol=1e-7)
+
+
 def test_what_setup_left_out_cannot_be_thawed():
     state = ts.setup(rules.adam(0.1), PARAMS, trainable=["**", "!encoder/**"])
     with pytest.raises(ts.errors.PatternError, match=r"params\['encoder'\].*migrate"):

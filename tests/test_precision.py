@@ -75,8 +75,20 @@ def recurrent(params, x):
     return jax.lax.scan(jax.checkpoint(read), jnp.zeros(len(x), params["w"].dtype), rows)[0]
 
 
+def on_each_device(params, x):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    spec = jax.sharding.PartitionSpec
+    return jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(spec("i"), spec()), out_specs=spec("i"))(x, params["w"])
+
+
+def ragged(params, x):
+    return jax.lax.ragged_dot(x, params["w"][None, :, None], jnp.array([len(x)]))[:, 0]
+
+
 MODELS = {
     "product": lambda params, x: x @ params["w"],
+    "on each device": on_each_device,
+    "ragged": ragged,
     "rows": lambda params, x: jax.vmap(jax.jit(jnp.dot), (0, None))(x, params["w"]),
     "convolution": convolution,
     "recurrent": recurrent,
@@ -93,7 +105,7 @@ def test_inputs_are_cast_and_targets_and_weights_are_not(name, accumulate):
     step.lower(state, batch)
     assert SEEN == {"w": "bfloat16", "x": "bfloat16", "y": "float32", "weight": "float32"}
     lines = str(step.trace(state, batch).jaxpr).splitlines()
-    dots = [line for line in lines if "dot_general[" in line or "conv_g" in line]
+    dots = [line for line in lines if "dot_general[" in line or "conv_g" in line]  # ragged_dot_general[ too
     assert dots and all(":bf16" in line for line in dots)
 
 
@@ -114,6 +126,60 @@ def test_an_evaluation_is_exact_unless_it_is_asked_to_be_fast():
     everything = Policy(compute="bfloat16", evaluate="bfloat16", batch="**")
     ts.eval_step(fn)(start(everything), batch)
     assert set(SEEN.values()) == {"bfloat16"}
+
+
+def test_a_loss_whose_inputs_are_not_found_says_so():
+    """It would be computed in float32 without a word."""
+    state = lambda precision: ts.setup(ts.rules.sgd(0.1), {"w": W}, precision=precision)
+    step = ts.train_step(regression(lambda params, x: (x * params["w"][None]).sum(1)))
+    batch = {"x": X, "y": X @ W, "weight": np.ones(8, np.float32)}
+    told = r"batch at precision='bfloat16': got .*batch\['x'\] meets params elsewhere.*Policy\(.*batch="
+    with pytest.warns(UserWarning, match=told) as found:
+        step.lower(state("bfloat16"), batch)
+    assert len(found) == 1 and SEEN["x"] == "float32"
+    with pytest.warns(UserWarning, match=told) as found:
+        ts.train_step(step.loss_fn, accumulate=2).lower(state("bfloat16"), batch)
+    assert len(found) == 1
+    step.lower(state(Policy(compute="bfloat16", batch="x")), batch)
+    assert SEEN == {"w": "bfloat16", "x": "bfloat16", "y": "float32", "weight": "float32"}
+    embedding = lambda params, x: params["w"][x]  # floats of the batch meet its output only
+    step = ts.train_step(regression(embedding))
+    step.lower(state("bfloat16"), {**batch, "x": np.arange(8) % 4})
+
+
+def test_a_gradient_by_hand_looks_for_inputs_once():
+    """Again only for what may be another program: other shapes, other values that are no arrays."""
+    found = []
+
+    def fn(params, batch, power):
+        found.append(batch["y"].dtype == np.float32)
+        x = batch["x"] if power > 1 else batch["y"]
+        return jnp.mean((x @ params["w"]).astype(jnp.float32) ** power)
+
+    gradient, state = ts.value_and_grad(fn), start(precision="bfloat16")
+    calls = [(8, 2, 2), (8, 2, 1), (4, 2, 2), (4, 1, 2), (4, 1, 1), (4, 2, 2)]
+    for rows, power, expected in calls:
+        found.clear()
+        gradient(state, {"x": X[:rows], "y": X[:rows]}, power=power)
+        assert len(found) == expected and found[-1] == (power > 1)
+    found.clear()
+    gradient(start(precision="float16"), {"x": X[:4], "y": X[:4]}, power=2)
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("accumulate, calls", [(1, 2), (4, 3)])
+def test_inputs_are_looked_for_once_in_a_trace(accumulate, calls):
+    """Once more than without a precision; and once more for micro-batches, which may mix rows."""
+    found = []
+
+    def fn(params, batch):
+        found.append(1)
+        return loss_fn(params, batch)
+
+    for precision, expected in [(None, calls - 1), ("bfloat16", calls)]:
+        found.clear()
+        ts.train_step(fn, accumulate=accumulate).lower(start(precision=precision), {"x": X})
+        assert len(found) == expected
 
 
 def test_the_batch_may_be_narrowed():

@@ -56,7 +56,7 @@ class Analysis:
         if name == "cond":
             each = [self.run(branch.jaxpr, given[1:]) for branch in p["branches"]]
             return [self._joined(facts) for facts in zip(*each, strict=True)]
-        program = called(eqn)
+        program = called(eqn, parts=True)
         return self.rule(eqn, given) if program is None else self.run(program[0], given)
 
     def _settled(self, once: Callable, carry: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -74,25 +74,28 @@ class Analysis:
         return found
 
 
-def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
+def multiplied(fn: Callable, params: Any, batch: Any) -> tuple[list[bool], list[bool]]:
     """Which leaves of the batch reach a product or convolution with params in `fn(params, batch)`.
 
-    Those are what a model reads. Targets, weights and masks meet its output only.
+    Those are what a model reads. Targets, weights and masks meet its output only. And which leaves meet
+    params in anything else, before any output: an input of `x * w`, or a target of `y - mean`.
 
     >>> import jax.numpy as jnp
     >>> loss = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
     >>> multiplied(loss, jnp.ones(3), {"x": jnp.ones((2, 3)), "y": jnp.ones(2)})
-    [True, False]
+    ([True, False], [False, False])
     """
-    found = 0
+    found = met = 0
 
     def rule(eqn, given):
-        nonlocal found
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+        nonlocal found, met
+        if 1 in given:
+            met |= _union([x for x in given if not x & 1])
+        if eqn.primitive.name in _PRODUCTS:
             for x, w in (given[:2], given[1::-1]):
                 # params alone: a product with what was made of them and of the batch may be a
                 # weighted mean. A convolution is none, and takes one dtype only
-                if w == 1 or (w & 1 and eqn.primitive.name != "dot_general"):
+                if w == 1 or (w & 1 and eqn.primitive.name == "conv_general_dilated"):
                     found |= x & ~1
         return [_union(given)] * len(eqn.outvars)
 
@@ -100,7 +103,11 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
     size, n = len(jax.tree.leaves(params)), len(jax.tree.leaves(batch))
     bits = [1] * size + [2 << i for i in range(n)]  # 1 is params, 2 << i leaf i of the batch
     Analysis(0, int.__or__, rule).run(program.jaxpr, bits)
-    return [bool(found & (2 << i)) for i in range(n)]
+    flags = lambda bits: [bool(bits & (2 << i)) for i in range(n)]
+    return flags(found), flags(met)
+
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
 
 def _union(bits: Sequence[int]) -> int:
@@ -124,13 +131,16 @@ def inner(eqn: Any) -> list[Any]:
     return found
 
 
-def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The one program that an equation stands for, and its constants: jit, checkpoint, custom derivatives."""
+def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
+    """The one program that an equation stands for, and its constants: jit, checkpoint, custom derivatives.
+
+    With `parts` also that of `shard_map`, which sees a part of each array.
+    """
     programs = inner(eqn)
     if len(programs) != 1:
         return None
     closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is programs[0])
-    shapes = lambda variables: [v.aval.shape for v in variables]
+    shapes = lambda variables: [len(v.aval.shape) if parts else v.aval.shape for v in variables]
     same = shapes(programs[0].invars) == shapes(eqn.invars) and shapes(programs[0].outvars) == shapes(eqn.outvars)
     return (programs[0], getattr(closed, "consts", ())) if same else None
 

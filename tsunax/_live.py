@@ -479,7 +479,8 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return  # not under jit, but by hand perhaps
     except Exception as error:
-        if not complex_ and missing(error):
+        outside = isinstance(error, NameError) and "unbound axis name" in str(error)  # of shard_map
+        if outside or (not complex_ and missing(error)):
             return
         cause, name, got = error, _raised_by(error, rule), f"{told(error)} from its update"
     else:

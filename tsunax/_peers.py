@@ -222,9 +222,16 @@ class Peers:
         return {"wrong": message(name, "", f"no word of {missing}", "all processes")} if is_late else {}
 
     def agree(self, asked: int) -> int:
-        """0, until a process asked: then what it asked, on all of them at the same call. No wait but right then."""
+        """0, until a process asked: then what it asked, on all of them at the same call. No wait but right then.
+
+        Raises ProcessError when another process has ended the run, or does not say how often it has called.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_counting)
+            free = lambda: self._ended or not self._is_counting
+            if not self._changed.wait_for(free, self.timeout):
+                raise ProcessError(self._not_counted())
+            if self._ended:
+                raise ProcessError(self._ended)
             self._calls[1] += 1
             if asked and not self._has_asked and not self._goals:
                 self._has_asked = True
@@ -233,6 +240,11 @@ class Peers:
             if not self._goals or self._calls < self._goals[0][0]:
                 return 0
             return self._goals.popleft()[1]
+
+    def _not_counted(self) -> str:
+        counts = self._store.under(f"count/{self._round}")
+        missing = ", ".join(self._name(i) for i in range(self.count) if str(i) not in counts)
+        return message("agree()", "", f"no word of {missing}", "all processes")
 
     def fail(self, text: str, stay: bool = False) -> None:
         """End all other processes, which say why; and this one, unless it stays."""
@@ -365,7 +377,9 @@ class Peers:
 
     def _end(self, text: str, of: int | None = None) -> None:
         """This process is to end, because of one that the others have read of, or that it has lost itself."""
-        self._ended = self._ended or text or "this process has ended the run"
+        with self._changed:
+            self._ended = self._ended or text or "this process has ended the run"
+            self._changed.notify_all()
         if of is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.put(f"heard/{self.node}", "")

@@ -457,7 +457,8 @@ def agree(asked: int = 0) -> int:
             break
 
     Every process calls it equally often. It waits for nobody: the processes settle on the next call that none of them
-    has reached. A process alone gets back what it asks. Where two ask at once, one of them is heard.
+    has reached. A process alone gets back what it asks. Where two ask at once, one of them is heard. Raises
+    ProcessError when another process has ended the run, or is lost.
 
     >>> agree(), agree(15)
     (0, 15)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import _checks, _tree, _where
-from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.errors import StateError, WrongTypeError, message, warn
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -26,6 +26,11 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 @dataclass(frozen=True)
 class Policy:
     """Dtypes of a training run: `setup(..., precision=Policy(compute="bfloat16"))`, or the name alone.
+
+    Inputs are the float leaves of the batch that reach a matrix product or convolution with params in
+    loss_fn. A leaf that is input and target at once, as of an autoencoder, is an input: name it in
+    the batch a second time to keep the target exact. If only other operations read the inputs
+    (`x * params["scale"]`), they are not found, and you are warned: name them with `batch=`.
 
     >>> Policy(compute="bfloat16").to_compute({"w": jnp.ones(2), "n": 3})["w"].dtype
     dtype(bfloat16)
@@ -35,7 +40,7 @@ class Policy:
     compute: str = "float32"  # what loss_fn sees in training: params, and the inputs of the model
     evaluate: str | None = None  # the same in an evaluation; None: `compute`, but at least float32
     output: str = "float32"  # for `to_output`, which a model's last line may call
-    batch: Any = None  # which leaves are inputs: a pattern over their paths; None: see `multiplied`
+    batch: Any = None  # which leaves are inputs: a pattern over their paths; None: found, see below
     rounding: str = "nearest"  # "stochastic": params of bfloat16 without a master copy, unbiased
 
     def __post_init__(self):
@@ -80,19 +85,34 @@ class Policy:
         """The dtype in which the loss function sees params and inputs."""
         return self.compute if train else self.evaluate  # type: ignore[return-value]
 
-    def batch_to_compute(self, batch, train: bool, inputs: Callable[[Any], Sequence[bool]]):
+    def batch_to_compute(self, batch, train: bool, inputs: Callable[[Any], Sequence[Sequence[bool]]]):
         """The batch with its inputs in the dtype of `seen`, and all other leaves as they are.
 
         Inputs are the float leaves that `batch` matches; by default those of `inputs(batch)`, which
-        is given a batch with all float leaves cast, and called only if a leaf has another dtype.
+        is given a batch with all float leaves cast, and called only if a leaf has another dtype. It
+        answers as `_dataflow.multiplied`.
         """
         low = cast(batch, self.seen(train))
         pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(low), strict=True))
         if all(_tree.dtype_of(x) == _tree.dtype_of(y) for x, y in pairs):
             return batch
-        flags = inputs(low) if self.batch is None else _where.select(self._batch, batch)
+        flags = inputs(low)[0] if self.batch is None else _where.select(self._batch, batch)
         leaves = [y if on else x for (x, y), on in zip(pairs, flags, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(batch), leaves)
+
+    def warn_of_no_input(self, batch, found: Sequence[bool], met: Sequence[bool]) -> None:
+        """Warn if no leaf of the batch is an input, and one that meets params may be."""
+        named = jax.tree_util.tree_flatten_with_path(batch)[0]
+        is_float = lambda x: jnp.issubdtype(_tree.dtype_of(x), jnp.floating)
+        floats = [(path, on, m) for (path, x), on, m in zip(named, found, met, strict=True) if is_float(x)]
+        others = [_tree.access_str("batch", path) for path, _, m in floats if m]
+        if others and not any(on for _, on, _ in floats):
+            got = f"no leaf in a product or convolution with params; {others[0]} meets params elsewhere"
+            fix = (
+                f"The batch stays as it is, and so what is computed from it is not in {self.compute}. "
+                f"Name the inputs: setup(..., precision=Policy(compute={self.compute!r}, batch='**'))."
+            )
+            warn(message("batch", f"precision={self.compute!r}", got, "the inputs of the model", fix))
 
     @property
     def _batch(self):

@@ -79,6 +79,7 @@ def gradient_of(
     _checks.check_count(accumulate, where, "accumulate")
     _check_policy(on_nonfinite, where)
     checkpoint, given = _checkpoint(remat, where), _axes.as_axes(axis_name, where)
+    last: dict[Any, list] = {}
 
     def f(state: TrainState, batch, *, at=None, **extra):
         check_state(state, "value_and_grad()", batch)
@@ -90,10 +91,11 @@ def gradient_of(
         if "key" in keywords and "key" not in extra:
             keywords["key"] = _axes.own_key(keywords["key"], axes)
         here, scales = _axes.vary((now if at is None else at, overwritten_part(state)), axes)
+        inputs = _kept_for(last, state, batch, keywords)
 
         def objective(trained, batch, keywords, scales=scales):
             params = with_overwritten(state, with_rest(state, trained), scales)
-            return objective_of(fn, state, batch, keywords)(params)
+            return objective_of(fn, state, batch, keywords, inputs)(params)
 
         def gradient(batch, keywords):
             found = []
@@ -122,11 +124,31 @@ def gradient_of(
     return f
 
 
-def objective_of(fn: LossFn, state: TrainState, batch, keywords) -> Callable:
+def _kept_for(last: dict[Any, list], state: TrainState, batch, keywords) -> list:
+    """Which leaves of the batch are inputs, found once for all micro-batches, and for calls that are alike.
+
+    A call without jit would look for them again each time. `last` has those of the last call alone.
+    """
+    if state.plan.precision is None:
+        return []
+    leaves, treedef = jax.tree.flatten((state.params, batch, keywords))
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)  # the values of others may decide
+    kinds = tuple((x.shape, x.dtype) if is_array(x) else (type(x), x) for x in leaves)
+    try:
+        known = last.get(key := (treedef, kinds, state.plan.precision))
+    except TypeError:  # what cannot be hashed
+        return []
+    if known is None:
+        last.clear()
+        known = last[key] = []
+    return known
+
+
+def objective_of(fn: LossFn, state: TrainState, batch, keywords, inputs: list | None = None) -> Callable:
     """`params -> (scaled mean loss, Loss)`."""
 
     def objective(params):
-        loss = fn(*seen_by(fn, state, params, batch, keywords), keywords)
+        loss = fn(*seen_by(fn, state, params, batch, keywords, inputs=inputs), keywords)
         mean = loss.compute()
         if state.loss_scale is not None:
             mean = mean.astype(jnp.float32) * state.loss_scale.scale
@@ -135,15 +157,24 @@ def objective_of(fn: LossFn, state: TrainState, batch, keywords) -> Callable:
     return objective
 
 
-def seen_by(fn: LossFn, state: TrainState, params, batch, keywords, train=True) -> tuple[Any, Any]:
-    """What a loss function sees of params and batch."""
+def seen_by(
+    fn: LossFn, state: TrainState, params, batch, keywords, train=True, inputs: list | None = None
+) -> tuple[Any, Any]:
+    """What a loss function sees of params and batch. `inputs` keeps which leaves of it are inputs."""
     policy = state.plan.precision
     params = _place.collected(in_precision(state, params, train=train))
     if policy is None:
         return params, batch
     of = lambda params, batch: fn(params, batch, keywords)
-    inputs = lambda batch: multiplied(of, params, batch)
-    return params, policy.batch_to_compute(batch, train, inputs)
+    known = [] if inputs is None else inputs
+
+    def found(batch):
+        if not known:
+            known.extend(multiplied(of, params, batch))
+            policy.warn_of_no_input(batch, *known)
+        return known
+
+    return params, policy.batch_to_compute(batch, train, found)
 
 
 def _unscaled(state: TrainState, grads):
