@@ -1,5 +1,6 @@
 """Collections whose gradient replaces them (fp8 scales), against flax's own TrainState."""
 
+import dataclasses
 import functools
 
 import jax
@@ -145,6 +146,14 @@ def test_a_rejected_step_overwrites_nothing(accumulate):
     assert_trees_equal(after.params, state.params)
     with pytest.raises(NonFiniteError, match="loss: got nan"):
         ts.train_step(loss_fn, accumulate=accumulate, on_nonfinite="raise", donate=False)(state, bad)
+
+
+def test_a_next_value_that_is_not_finite_rejects_the_step():
+    loss, grads = gradient()(start(), batch(0))
+    bad = jax.tree.map(lambda x: x * jnp.nan, loss.overwritten)
+    after, info = ts.update(start(), grads, loss=dataclasses.replace(loss, overwritten=bad))
+    assert not bool(info.applied)
+    assert_trees_equal(after.params, start().params)
 
 
 def test_unselected_ones_stay_and_frozen_params_do_not_stop_them():
