@@ -89,9 +89,9 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> tuple[list[bool], list[
 
     def rule(eqn, given):
         nonlocal found, met
-        if 1 in given:
-            met |= _union([x for x in given if not x & 1])
-        if eqn.primitive.name in _PRODUCTS:
+        if eqn.primitive.name not in _PRODUCTS:
+            met |= _union([x for x in given if not x & 1]) if 1 in given else 0
+        else:
             for x, w in (given[:2], given[1::-1]):
                 # params alone: a product with what was made of them and of the batch may be a
                 # weighted mean. A convolution is none, and takes one dtype only
