@@ -298,9 +298,10 @@ def moved(
     update_norm = global_norm(_without_frozen(updates, thawed)) if norms or on_nonfinite != "ignore" else None
     verdict = None
     if on_nonfinite != "ignore":
-        # what gradients overwrite is in no norm, and judged with the update
-        more = 0 if loss.overwritten is None else global_norm(loss.overwritten)
-        verdict = guard.judge(value, grad_norm, state.calls, new.opt_state, update_norm + more)
+        judged: Any = update_norm
+        if loss.overwritten is not None:  # it is in no norm
+            judged = judged + global_norm(loss.overwritten)
+        verdict = guard.judge(value, grad_norm, state.calls, new.opt_state, judged)
         new = choice.between(verdict == 0, new, state, again)
         new = _recorded(state, new, verdict, emitted, loss)
     info = StepInfo(
