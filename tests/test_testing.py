@@ -238,7 +238,6 @@ def test_a_good_step_passes(name):
     assert found is None or found < 0.05
 
 
-@pytest.mark.filterwarnings("ignore:loss at centred")  # the step itself warns of that one
 @pytest.mark.parametrize("name", BAD)
 def test_a_planted_mistake_is_found(name):
     call, text = BAD[name]
