@@ -13,7 +13,7 @@ import numpy as np
 
 import tsunax as ts
 from benchmarks._common import note, save, table
-from tsunax.checkpoint import Checkpoints
+from tsunax.checkpoints.saving import Checkpoints
 
 
 def host_copy(tree) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks._common import interleave, ratio, save, table
-from tsunax._convolutions import fast
+from tsunax._core.convolutions import fast
 
 MICRO = 8
 LAST = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}

@@ -14,7 +14,7 @@ import numpy as np
 import tsunax as ts
 from benchmarks._common import interleave, ratio, save, table
 from tsunax import batches, prefetch
-from tsunax.data import gather
+from tsunax.data.batching import gather
 
 
 def forever(make):

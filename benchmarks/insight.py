@@ -14,8 +14,8 @@ import numpy as np
 import tsunax as ts
 from benchmarks._common import batch_of, mlp, mlp_loss, note, save, table
 from benchmarks.remat import blocks, gpt
-from tsunax.faults import replay
-from tsunax.insight import describe
+from tsunax.insight.description import describe
+from tsunax.insight.replaying import replay
 
 
 def counts():

@@ -47,7 +47,7 @@ def by_tsunax(step, states, batches):
     def burst(n):
         for i, state in enumerate(held):
             for _ in range(n):
-                state, _ = ts.train_steps(step, state, batches)
+                state, _ = ts.loop.run_steps(step, state, batches)
             jax.block_until_ready(state.params)
             held[i] = state
 

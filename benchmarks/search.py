@@ -23,8 +23,8 @@ import tsunax as ts
 from benchmarks._common import copied, interleave, mlp, mlp_loss, note, ratio, save, table
 from benchmarks.loop import environment
 from examples import gpt
-from tsunax.range_test import _Ramp
-from tsunax.search import find_batch_size
+from tsunax.insight.batch_size import find_batch_size
+from tsunax.insight.learning_rate import _Ramp
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1 << 30
@@ -73,7 +73,7 @@ def _status() -> dict[str, int]:
 def resident(name: str, size: int) -> None:
     """Prints the bytes that a process takes for a step of this size, the state included."""
     if "sharded" in name:
-        ts.simulate(4)
+        ts.devices.simulate(4)
     step, state, row, _ = made(name)
     batch = np.repeat(np.asarray(row), size, 0)
     held = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -102,7 +102,7 @@ def accuracy() -> None:
 
 def found(name: str) -> None:
     if "sharded" in name:
-        ts.simulate(4)
+        ts.devices.simulate(4)
     step, state, row, unit = made(name)
     devices, began = 4 if "sharded" in name else 1, time.perf_counter()
     options = dict(mode="binsearch", multiple_of=unit, memory=LIMIT // devices, margin=0.0)
@@ -165,7 +165,7 @@ def range_test(rounds: int = 9) -> None:
 
         def burst(n):
             for _ in range(n):
-                held[0], _ = ts.train_steps(step, held[0], batches, **extra)
+                held[0], _ = ts.loop.run_steps(step, held[0], batches, **extra)
             jax.block_until_ready(held[0].params)
 
         return burst

@@ -37,7 +37,7 @@ nb_merge_streams = True
 def code_of() -> str:
     """A hash of what the outputs follow from besides the page: the package, jax, and what draws the pictures."""
     told = hashlib.sha256(f"{sys.version} {version_of('jax')} {version_of('matplotlib')}".encode())
-    for path in sorted((ROOT / "tsunax").glob("*.py")):
+    for path in sorted((ROOT / "tsunax").rglob("*.py")):
         told.update(path.read_bytes())
     return told.hexdigest()[:16]
 

@@ -16,7 +16,7 @@ import tsunax as ts
 
 argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
 STEPS, BATCH = 100, 128
-ts.simulate(8)
+ts.devices.simulate(8)
 
 images, labels = load_digits(return_X_y=True)
 images = (images / 16).astype(np.float32)
@@ -64,7 +64,7 @@ for name, mesh in layouts.items():
     state, history = run(ts.shard(setup, mesh))
     off = float(np.max(np.abs(history["loss"] / expected["loss"] - 1)))
     worst = max(worst, off)
-    held = max(ts.explain((state.params, state.opt_state, state.average)).bytes.values())
+    held = max(ts.devices.describe_sharding((state.params, state.opt_state, state.average)).bytes.values())
     print(f"{name:<26} loss {history['loss'][-1]:.4f}   off by {off:.1e}   {held / 1024:7.1f} KiB on a device")
 
 found = ts.evaluate(ts.eval_step(loss_fn), ts.averaged(state), ts.batches((images[test], labels[test]), 100))

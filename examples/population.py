@@ -62,10 +62,10 @@ while True:
     )
     if members <= options.members // 8:
         break
-    runs = ts.select(runs, np.sort(np.argsort(losses)[: members // 2]))
+    runs = ts.populations.select(runs, np.sort(np.argsort(losses)[: members // 2]))
 
 if options.plot:
-    figure = ts.plot(first)
+    figure = first.plot()
     figure.savefig(options.plot, dpi=100)
 print(f"{time.perf_counter() - start:.1f} s with compilation")
 print(f"best learning rate: {here[best]:.1e}, held-out accuracy: {found[f'accuracy/{best}']:.3f}")

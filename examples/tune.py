@@ -73,9 +73,9 @@ def together(learning_rate, decay, width):
 
 
 space = {
-    "learning_rate": ts.spaces.log_uniform(1e-4, 1e-1),
-    "decay": ts.spaces.log_uniform(1e-4, 1.0),
-    "width": ts.spaces.choice([16, 64]),
+    "learning_rate": ts.tuning.spaces.log_uniform(1e-4, 1e-1),
+    "decay": ts.tuning.spaces.log_uniform(1e-4, 1.0),
+    "width": ts.tuning.spaces.choice([16, 64]),
 }
 start = time.perf_counter()
 common = dict(trials=options.trials, metric="loss", directory=options.directory or tempfile.mkdtemp())

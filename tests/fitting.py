@@ -83,8 +83,8 @@ def misused() -> dict:
         "part": lambda: fit(ts.batches(arrays, 8, process=(1 - i, 2))),
         "own rows": lambda: fit(ts.batches(one(0, 16 + i), 4, shuffle=True, seed=i, tail="drop", process=(0, 1))),
         "own batches": lambda: fit(ts.batches(one(0, 16 + 4 * i), 4, process=(0, 1))),
-        "iterate": lambda: [*ts.iterate(step, make(), ts.batches(arrays, 8, seed=i, shuffle=True), epochs=1)],
-        "train_epoch": lambda: ts.train_epoch(step, make(), [one(0)] * (3 + i)),
+        "iterate": lambda: [*ts.loop.iterate(step, make(), ts.batches(arrays, 8, seed=i, shuffle=True), epochs=1)],
+        "train_epoch": lambda: ts.loop.run_epoch(step, make(), [one(0)] * (3 + i)),
         "parts": lambda: fit(ts.batches(arrays, 8, process=(0, 4))),
         "init": lambda: ts.shard({"w": np.full(3, i)}, ts.mesh()),
         "key": lambda: ts.shard(lambda: ts.setup(ts.rules.sgd(0.1), {"w": np.ones(3, np.float32)}, key=i), ts.mesh()),
@@ -101,7 +101,7 @@ def misused() -> dict:
         "names": lambda: fit(eight(), evaluate=lambda state: {f"val/{i}": 1.0}),
         "a state": lambda: fit(eight(), callbacks=[plateau], epochs=4, evaluate=lambda state: {"val/loss": 1.0}),
         "population": lambda: fit(eight(), ts.shard(ts.population(lambda key: local, 2, key=0), ts.mesh())),
-        "spread": lambda: ts.fingerprint(ts.shard({"w": np.ones((64, 64))}, ts.mesh(1, -1))),
+        "spread": lambda: ts.reproduce.fingerprint(ts.shard({"w": np.ones((64, 64))}, ts.mesh(1, -1))),
     }
     for name, f in cases.items():
         try:
@@ -119,7 +119,7 @@ def misused() -> dict:
         mine = ts.batches(arrays, 8, process=(0, 1))
         own, _ = fit(mine, jax.tree.map(lambda x: x.copy(), alone), callbacks=[ts.callbacks.every(2, lambda run: None)])
     found["alone"] = [int(own.step), ts.evaluate(ts.eval_step(masked), own, mine)["loss"]]
-    found["fingerprint"] = ts.fingerprint(state)
+    found["fingerprint"] = ts.reproduce.fingerprint(state)
     return found
 
 

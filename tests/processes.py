@@ -121,10 +121,10 @@ def sizes() -> list:
     step = ts.train_step(lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2))
     mesh = ts.mesh(devices=jax.devices() if distributed.process_count() > 1 else jax.devices()[:1])
     state = ts.shard(ts.setup(ts.rules.adam(1e-3), {"w": jnp.ones((256, 256))}, key=0), mesh)
-    before, row = ts.fingerprint(state), jax.ShapeDtypeStruct((1, 256), jnp.float32)
+    before, row = ts.reproduce.fingerprint(state), jax.ShapeDtypeStruct((1, 256), jnp.float32)
     memory = "96MiB" if distributed.process_index() else "72MiB"
     size, report = ts.find_batch_size(step, state, row, memory=memory)
-    n, _ = ts.find_accumulation(step, state, row, 1 << 15, memory=memory)
+    n, _ = ts.insight.find_accumulation(step, state, row, 1 << 15, memory=memory)
     confirmed, said = ts.find_batch_size(step, state, row, memory=memory, max_size=64, confirm=True)
     hows = [trial.how for trial in said.trials]
     return [
@@ -134,7 +134,7 @@ def sizes() -> list:
         n,
         confirmed,
         hows,
-        ts.fingerprint(state) == before,
+        ts.reproduce.fingerprint(state) == before,
     ]
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 import tsunax as ts
-from tsunax import distributed, exchange
+from tsunax import distributed
+from tsunax.checkpoints import exchange
 from tsunax.errors import TsunaxError
 
 SHAPES = {"w": (8, 6), "deep": {"v": (4, 1024), "b": (6,)}}
@@ -89,9 +90,10 @@ def moves(folder: Path) -> dict:
 
 def shares(folder: Path) -> dict:
     """What is each process's own, what must be the same, and what one of them does wrong."""
-    from tsunax import _files, _store
+    from tsunax._core import durable_files
+    from tsunax.checkpoints import _arrays
 
-    _files.SMALL = 0  # no file is small: only who reads a shard knows of damage in it
+    durable_files.SMALL = 0  # no file is small: only who reads a shard knows of damage in it
     me, found = distributed.process_index(), {}
     state = ts.shard(trained(), ts.mesh(data=1, fsdp=-1))
     like = ts.shard(blank(), ts.mesh(data=1, fsdp=-1))
@@ -113,12 +115,12 @@ def shares(folder: Path) -> dict:
         found["older"] = told(of, checkpoints, state, 1)
         found["tree"] = told(of, checkpoints, {"a": np.ones(2)} if me else {"b": np.ones(2)}, 3)
 
-        write = _store.write
+        write = _arrays.write
         if me:
-            _store.write = full_disk
+            _arrays.write = full_disk
         found["full"] = told(of, checkpoints, state, 3)
         found["left"] = sorted(os.listdir(path))
-        _store.write = write
+        _arrays.write = write
         of(checkpoints, state.replace(step=3), data=None if me else {"n": 3})
         found["data of the first alone"] = checkpoints.restore(like).data
         found["steps there"] = checkpoints.steps()
@@ -146,18 +148,18 @@ def shares(folder: Path) -> dict:
         time.sleep(0.6 * (("a" in file.parts) == bool(me)))
         write(file, arrays)
 
-    _store.write = slowly
+    _arrays.write = slowly
     two = [ts.Checkpoints(folder / name) for name in "ab"]
     found["two at once"] = [told(one.save, state) for one in two] + [told(one.wait) for one in two]
     found["two at once"] += [one.steps() for one in two]
-    _store.write = write
+    _arrays.write = write
     found["other settings"] = told(ts.Checkpoints, folder / "run", every=2 + me, keep_last=3, fingerprint={"rows": me})
     if not me:
         (folder / "elsewhere").mkdir()
     found["elsewhere"] = told(ts.Checkpoints, folder / ("elsewhere" if me else "run"))
     slow = ts.Checkpoints(folder / "slow", timeout=3.0)
     if me:
-        _store.write = lambda *_: time.sleep(8)
+        _arrays.write = lambda *_: time.sleep(8)
     start = time.monotonic()
     found["hangs"] = told(of, slow, state, 3)
     found["after"] = time.monotonic() - start

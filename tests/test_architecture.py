@@ -17,26 +17,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "tsunax"
 
-# A new module is entered here before it is written. `__init__` is above all: nothing imports it.
+# The rooms of the first level, from the ground up: a file or a folder imports its own tier and those below it. A new
+# one is entered here before it is written.
 TIERS = {
-    0: "_types _tree _norms _words _where _checks _convolutions _place _axes errors",
-    1: (
-        "_number _live _hoist _parity loss rules schedules losses regularize metrics precision microbatches "
-        "accumulation guard spikes averages reproduce"
-    ),
-    2: "state _members _loss_fn _dataflow _row_mixing step failures choice _traces program hyper",
-    3: "hardware sharding distributed data source _ahead models history _feed _fused _signals _preference _peers",
-    4: (
-        "_alike loggers display checkpoint _files _folder _manifest _orbax _store _target _resume _profile "
-        "exchange _safetensors _msgpack callbacks evaluation _options _run loop figures"
-    ),
-    5: (
-        "search range_test migration _memory _cost _blame sweep insight faults testing ray spaces _journal _trials "
-        "_sweeping _optuna _ray_tune tuning"
-    ),
+    0: "errors _core",
+    1: "metrics losses loss regularize guard precision averages reproduce rules schedules",
+    2: "state microbatches _step step program hyper",
+    3: "distributed data devices",
+    4: "checkpoints models run loop",
+    5: "populations migration insight testing tuning",
     6: "__init__ __main__",
 }
-TIER = {module: tier for tier, modules in TIERS.items() for module in modules.split()}
+TIER = {room: tier for tier, rooms in TIERS.items() for room in rooms.split()}
+
+# Functions that are called from below and stand above, so that their public name is where users look for it. Each is
+# imported when it is called.
+UPWARD = {("averages", "program"), ("rules", "step")}
 
 # What costs seconds to import, or is an extra. Loaded by the function that needs it.
 LAZY = ("IPython flax pandas rich orbax grain matplotlib tensorboardX optuna ray torch safetensors sklearn").split()
@@ -45,22 +41,27 @@ LAZY = ("IPython flax pandas rich orbax grain matplotlib tensorboardX optuna ray
 # --- (a) imports go down, never in a circle ---------------------------------------------------
 
 
-def module_files(package: Path) -> dict[str, list[Path]]:
-    """The files of each module; a subpackage is one module."""
-    files: dict[str, list[Path]] = {}
-    for path in sorted(package.rglob("*.py")):
-        files.setdefault(path.relative_to(package).with_suffix("").parts[0], []).append(path)
-    return files
+def module_files(package: Path) -> dict[str, Path]:
+    """Each file by its dotted name below the package; a folder's `__init__` by the folder's."""
+    names = {path: path.relative_to(package).with_suffix("").parts for path in sorted(package.rglob("*.py"))}
+    return {".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts): p for p, parts in names.items()}
 
 
-def imported_modules(path: Path, package: Path, modules) -> list[tuple[int, str]]:
-    """(line, module of this package) for every import in a file, also inside functions.
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
 
-    Deferred and type-checking imports count: what a file names, it knows about.
+
+def imported_modules(path: Path, package: Path, modules) -> list[tuple[int, str, bool]]:
+    """(line, module of this package, if it is imported later) for every import in a file.
+
+    Imports inside functions and for type checkers count: what a file names, it knows about.
     """
     here = path.relative_to(package.parent).parent.parts  # ("tsunax",) or ("tsunax", "models")
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    inner = (n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f))
+    later = set(map(id, inner))
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             targets = [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -72,7 +73,9 @@ def imported_modules(path: Path, package: Path, modules) -> list[tuple[int, str]
             continue
         for root, *rest in targets:
             if root == package.name:
-                found.append((node.lineno, rest[0] if rest and rest[0] in modules else "__init__"))
+                longest = (".".join(rest[:n]) for n in range(len(rest), 0, -1))
+                target = next((name for name in longest if name in modules), "__init__")
+                found.append((node.lineno, target, id(node) in later))
     return found
 
 
@@ -96,27 +99,37 @@ def a_cycle(graph: dict[str, set[str]]) -> list[str]:
 
 def import_problems(package: Path) -> list[str]:
     files = module_files(package)
+    rooms = sorted(set(map(room_of, files)))
     problems = [
-        f"{module}: not in the table of tiers. Enter it in TIERS of tests/test_architecture.py."
-        for module in files
-        if module not in TIER
+        f"{room}: not in the table of tiers. Enter it in TIERS of tests/test_architecture.py."
+        for room in rooms
+        if room not in TIER
     ]
     graph: dict[str, set[str]] = {}
-    for module, paths in files.items():
-        for path in paths:
-            for line, target in imported_modules(path, package, files):
-                if target == module:
-                    continue
-                graph.setdefault(module, set()).add(target)
-                if TIER.get(target, 0) > TIER.get(module, 9):
-                    problems.append(
-                        f"{path.relative_to(package.parent)}:{line}: {module} "
-                        f"(tier {TIER[module]}) imports {target} (tier {TIER[target]}), expected "
-                        f"tier {TIER[module]} or lower. Move what it needs down."
-                    )
+    for module, path in files.items():
+        room = room_of(module)
+        for line, target, is_later in imported_modules(path, package, files):
+            there = f"{path.relative_to(package.parent)}:{line}: {module}"
+            other = room_of(target)
+            if target == module or (is_later and (room, other) in UPWARD):
+                continue
+            graph.setdefault(module, set()).add(target)
+            if TIER.get(other, 0) > TIER.get(room, 9):
+                problems.append(
+                    f"{there} (tier {TIER[room]}) imports {target} (tier {TIER[other]}), expected "
+                    f"tier {TIER[room]} or lower. Move what it needs down."
+                )
+            if other != room and any(part.startswith("_") for part in target.split(".")[1:]):
+                problems.append(f"{there} imports {target}, which is private to {other}/.")
     if cycle := a_cycle(graph):
         problems.append(f"import cycle: {' -> '.join(cycle)}")
     return problems
+
+
+def unknown_rooms(package: Path) -> list[str]:
+    """What the table names and the package has not."""
+    rooms = set(map(room_of, module_files(package)))
+    return [f"{room}: in the table of tiers, and not in {package.name}/." for room in TIER if room not in rooms]
 
 
 # --- (b), (c), (d) what the package looks like from outside -----------------------------------
@@ -193,7 +206,7 @@ def probe(package: Path, folder: Path) -> dict:
         raise AssertionError(f"import tsunax failed in a fresh interpreter:\n{run.stderr}")
     seen = json.loads(path.read_text())
     assert Path(seen["file"]).parent == package, f"another tsunax was imported: {seen['file']}"
-    seen["modules"] = sorted(set(module_files(package)) - {"__init__"})
+    seen["modules"] = sorted(set(map(room_of, module_files(package))) - {"__init__"})
     seen["printed"] = run.stdout + run.stderr
     return seen
 
@@ -277,8 +290,12 @@ def tsunax_seen(tmp_path_factory):
     return probe(PACKAGE, tmp_path_factory.mktemp("probe"))
 
 
-def test_imports_go_down():
+def test_imports_go_down_and_through_doors():
     check(import_problems(PACKAGE))
+
+
+def test_the_table_of_tiers_is_the_package():
+    check(unknown_rooms(PACKAGE))
 
 
 def test_import_has_no_effects(tsunax_seen):
@@ -312,10 +329,10 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"step.py": "from . import _tree", "_tree.py": ""}, []),
+        ({"step.py": "from . import _core", "_core/__init__.py": ""}, []),
         ({"step.py": "import jax.tree", "loop.py": "from .step import f"}, []),
-        ({"ray.py": "import ray"}, []),  # the library, not this module
-        ({"models/__init__.py": "from .nnx import f", "models/nnx.py": ""}, []),
+        ({"data/ray.py": "import ray", "data/__init__.py": ""}, []),  # the library, not this module
+        ({"data/__init__.py": "from .rows import f", "data/rows.py": ""}, []),
         ({"utils.py": ""}, ["utils: not in the table"]),
         ({"step.py": "from .loop import fit", "loop.py": ""}, ["(tier 2) imports loop (tier 4)"]),
         ({"step.py": "from . import loop", "loop.py": ""}, ["imports loop (tier 4)"]),
@@ -323,8 +340,13 @@ def write(folder: Path, files: dict[str, str]) -> Path:
         ({"step.py": "from tsunax import loop", "loop.py": ""}, ["imports loop (tier 4)"]),
         ({"step.py": "def f():\n    from .loop import fit", "loop.py": ""}, ["step.py:2: step"]),
         ({"step.py": "from tsunax import setup"}, ["imports __init__ (tier 6)"]),
-        ({"models/__init__.py": "", "models/nnx.py": "from .. import loop", "loop.py": ""},
-         ["models/nnx.py:1: models (tier 3) imports loop"]),
+        ({"data/__init__.py": "", "data/rows.py": "from .. import loop", "loop.py": ""},
+         ["data/rows.py:1: data.rows (tier 3) imports loop"]),
+        ({"loop.py": "from tsunax.data import _rows", "data/__init__.py": "", "data/_rows.py": ""},
+         ["loop.py:1: loop imports data._rows, which is private to data/"]),
+        ({"data/__init__.py": "from tsunax.data._rows import f", "data/_rows.py": ""}, []),
+        ({"averages.py": "def f():\n    from tsunax import program", "program.py": "import tsunax.averages"}, []),
+        ({"averages.py": "from tsunax import program", "program.py": ""}, ["averages (tier 1) imports program"]),
         ({"state.py": "from .step import f", "step.py": "from .hyper import g",
           "hyper.py": "from .state import h"}, ["cycle: hyper -> state -> step -> hyper"]),
     ],
@@ -334,6 +356,11 @@ def test_wrong_imports_are_found(tmp_path, files, expected):
     assert len(problems) == len(expected), problems
     for text, problem in zip(expected, problems, strict=True):
         assert text in problem
+
+
+def test_a_room_that_is_gone_is_found(tmp_path):
+    package = write(tmp_path, {f"{room}.py": "" for room in TIER if room not in ("loop", "__init__")})
+    assert unknown_rooms(package) == ["loop: in the table of tiers, and not in tsunax/."]
 
 
 def test_wrong_effects_are_found(tmp_path):
@@ -415,7 +442,7 @@ __all__ = ["mse", "metrics", "rules", "Bare", "setup", "search", "Lazy", "LIMIT"
     ]
     assert [problem.split()[0] for problem in shadowing_problems(seen)] == [
         "tsunax.metrics",
-        "tsunax.search",
+        "tsunax.insight.batch_size",
     ]
     docs = tmp_path / "docs"
     docs.mkdir()

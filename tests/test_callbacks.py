@@ -15,8 +15,9 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax import callbacks
-from tsunax.callbacks import (
+from tsunax.errors import HyperparameterError, PatternError, RowError, WrongTypeError
+from tsunax.run import callbacks
+from tsunax.run.callbacks import (
     adjust_at,
     best,
     early_stopping,
@@ -29,8 +30,7 @@ from tsunax.callbacks import (
     throttle,
     time_limit,
 )
-from tsunax.errors import HyperparameterError, PatternError, RowError, WrongTypeError
-from tsunax.history import History
+from tsunax.run.history import History
 
 NAN, INF = math.nan, math.inf
 

@@ -27,8 +27,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import tsunax as ts
 from tests.faults import hostile, target
 from tests.helpers import assert_trees_equal, need
-from tsunax import _files, _folder, _manifest, _store, checkpoint
-from tsunax.checkpoint import Best, Checkpoints
+from tsunax._core import durable_files
+from tsunax.checkpoints import _arrays, _folder, saving
+from tsunax.checkpoints import manifest as _manifest
+from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.errors import (
     CheckpointError,
     DataError,
@@ -164,8 +166,8 @@ def test_a_whole_training_state_goes_on_to_the_last_bit(tmp_path):
 
 
 def test_what_is_saved_is_the_state_at_the_call_whatever_happens_to_it(tmp_path, monkeypatch):
-    go, write = threading.Event(), _store.write
-    monkeypatch.setattr(_store, "write", lambda *a: (go.wait(20), write(*a)))
+    go, write = threading.Event(), _arrays.write
+    monkeypatch.setattr(_arrays, "write", lambda *a: (go.wait(20), write(*a)))
     array = np.ones(3)
     state = {"w": jnp.ones(3), "n": array}
     with Checkpoints(tmp_path) as checkpoints:
@@ -861,7 +863,7 @@ def test_a_flip_in_a_large_array_names_the_leaf(tmp_path):
     save(tmp_path, tree, step=2)
     data = max(files_of(tmp_path / "2"), key=lambda p: p.stat().st_size)
     size = data.stat().st_size
-    assert size > _files.SMALL
+    assert size > durable_files.SMALL
     for at in (size // 3, size // 2, size - 1000):
         with open(data, "r+b") as file:
             file.seek(at)
@@ -945,7 +947,7 @@ def test_what_is_kept(tmp_path):
 
 
 def test_an_old_one_goes_only_when_the_newer_reads_back_as_it_was(tmp_path, monkeypatch):
-    write = _store.write
+    write = _arrays.write
 
     def spoiled(path, arrays):
         write(path, [array + 1 for array in arrays])
@@ -953,7 +955,7 @@ def test_an_old_one_goes_only_when_the_newer_reads_back_as_it_was(tmp_path, monk
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     checkpoints.save({"w": jnp.ones(3)}, step=1)
     checkpoints.wait()
-    monkeypatch.setattr(_store, "write", spoiled)
+    monkeypatch.setattr(_arrays, "write", spoiled)
     checkpoints.save({"w": jnp.ones(3)}, step=2)
     with pytest.raises(SaveError, match=r"save of step 2 at .*2: got state\['w'\]: other bytes than were saved"):
         checkpoints.wait()
@@ -1017,7 +1019,7 @@ def test_a_failed_save_is_told_by_the_next_call(tmp_path, monkeypatch):
         "expected a finished save. Earlier checkpoints are as they were."
     )
     for call in ("save", "wait", "close", "restore"):
-        monkeypatch.setattr(_store, "write", full_disk)
+        monkeypatch.setattr(_arrays, "write", full_disk)
         checkpoints = Checkpoints(tmp_path)
         checkpoints.save(updated(state))
         checkpoints._job.done.wait(20)
@@ -1033,7 +1035,7 @@ def test_a_failed_save_is_told_by_the_next_call(tmp_path, monkeypatch):
 
 
 def test_leaving_a_with_block_never_hides_a_lost_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(_store, "write", full_disk)
+    monkeypatch.setattr(_arrays, "write", full_disk)
     with pytest.raises(SaveError), Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(make())
     with pytest.raises(KeyError) as told, Checkpoints(tmp_path) as checkpoints:
@@ -1044,7 +1046,7 @@ def test_leaving_a_with_block_never_hides_a_lost_save(tmp_path, monkeypatch):
 
 def test_a_save_that_hangs_is_given_up(tmp_path, monkeypatch):
     go = threading.Event()
-    monkeypatch.setattr(_store, "write", lambda *_: go.wait(30) and full_disk())
+    monkeypatch.setattr(_arrays, "write", lambda *_: go.wait(30) and full_disk())
     checkpoints = Checkpoints(tmp_path, timeout=0.05)
     checkpoints.save(make())
     start = time.monotonic()
@@ -1063,9 +1065,9 @@ def test_a_save_that_hangs_is_given_up(tmp_path, monkeypatch):
 def test_fit_does_not_let_go_of_signals_before_its_last_save_is_written(tmp_path, monkeypatch):
     import signal
 
-    seen, write = [], _store.write
+    seen, write = [], _arrays.write
     monkeypatch.setattr(
-        _store, "write", lambda *a: (time.sleep(0.05), seen.append(signal.getsignal(signal.SIGTERM)), write(*a))
+        _arrays, "write", lambda *a: (time.sleep(0.05), seen.append(signal.getsignal(signal.SIGTERM)), write(*a))
     )
     step = ts.train_step(lambda params, x: jnp.mean((x.mean(0) - params["w"]) ** 2))
     data = ts.batches(np.full((8, 2), 3.0, np.float32), 4)
@@ -1076,14 +1078,14 @@ def test_fit_does_not_let_go_of_signals_before_its_last_save_is_written(tmp_path
 def test_a_second_sigterm_does_not_cut_the_save_short(tmp_path, monkeypatch):
     import signal
 
-    again, write = [], _store.write
+    again, write = [], _arrays.write
 
     def slowly(*arguments):
         again.append(os.kill(os.getpid(), signal.SIGTERM))
         time.sleep(0.2)
         write(*arguments)
 
-    monkeypatch.setattr(_store, "write", slowly)
+    monkeypatch.setattr(_arrays, "write", slowly)
     stop = ts.callbacks.every(3, lambda run: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         ts.fit(STEP, make(), data(), steps=10**6, checkpoint=tmp_path, callbacks=[stop], progress=False)
@@ -1123,14 +1125,14 @@ def test_the_lock_is_kept_from_those_who_delete_what_is_old(tmp_path):
 
 
 def test_a_save_that_was_given_up_never_appears_after_the_lock_has_gone(tmp_path, monkeypatch):
-    go, write = threading.Event(), _store.write
-    monkeypatch.setattr(_store, "write", lambda *a: (go.wait(30), write(*a)))
+    go, write = threading.Event(), _arrays.write
+    monkeypatch.setattr(_arrays, "write", lambda *a: (go.wait(30), write(*a)))
     checkpoints = Checkpoints(tmp_path, timeout=1.0)
     checkpoints.save(make())
     job = checkpoints._job
     with pytest.raises(SaveError, match="got nothing after 0 s"):
         checkpoints.wait(0.0)
-    checkpoint._release(checkpoints)
+    saving._release(checkpoints)
     go.set()
     assert job.done.wait(30) and "closed before it was written" in str(job.error)
     job.told = True
@@ -1139,7 +1141,7 @@ def test_a_save_that_was_given_up_never_appears_after_the_lock_has_gone(tmp_path
 
 def test_a_restore_that_hangs_is_given_up(three, monkeypatch):
     go = threading.Event()
-    monkeypatch.setattr(_store, "verified", lambda *_: go.wait(30) and {})
+    monkeypatch.setattr(_arrays, "verified", lambda *_: go.wait(30) and {})
     with pytest.raises(CheckpointError, match=r"restore of step 2 at restore\(\): got nothing after 0.05 s"):
         Checkpoints(three[0], read_only=True, timeout=0.05).restore(make())
     go.set()
@@ -1166,7 +1168,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
 PROGRAM = """
 import os, sys, time, signal
 import jax.numpy as jnp
-from tsunax.checkpoint import Checkpoints
+from tsunax.checkpoints.saving import Checkpoints
 from tsunax import _store
 path, what = sys.argv[1:]
 if what == "full":
@@ -1444,8 +1446,8 @@ def test_what_is_left_out_is_noticed(tmp_path):
 
 
 def test_details_that_other_modules_lean_on():
-    assert dataclasses.fields(checkpoint.Restored)[0].name == "state"
-    assert _files.step_of("1" * 30) is None and _files.ours(".tsunax-tmp-3-0123abcd") == ("tmp", 3)
+    assert dataclasses.fields(saving.Restored)[0].name == "state"
+    assert durable_files.step_of("1" * 30) is None and durable_files.ours(".tsunax-tmp-3-0123abcd") == ("tmp", 3)
     assert [_manifest.dtype_of(name) for name in ("O", "object", "void", "U3", "datetime64", "float8_", "int2x")] == [
         None
     ] * 7

@@ -23,7 +23,7 @@ NAMED = {
     "ts": ts,
     "state": ts.TrainState,
     "info": ts.StepInfo,
-    "step": ts.TrainStep,
+    "step": ts.program.TrainStep,
 }
 
 # `test_x::test_y` is a test of tests/test_x.py, anything else the first cell of a row of the page, or a part of it.

@@ -16,8 +16,8 @@ from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 from tests.helpers import assert_trees_close, assert_trees_equal
-from tsunax import _convolutions
-from tsunax._convolutions import fast
+from tsunax._core import convolutions
+from tsunax._core.convolutions import fast
 
 LAST = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
 FIRST = {1: ("NCW", "OIW", "NCW"), 2: ("NCHW", "OIHW", "NCHW"), 3: ("NCDHW", "OIDHW", "NCDHW")}
@@ -273,7 +273,7 @@ def test_only_the_cpu_gets_another_program():
 
 def same_program(f, *args) -> bool:
     program = jax.make_jaxpr(f)(*args)
-    return _convolutions._rewritten(program, {}) is program
+    return convolutions._rewritten(program, {}) is program
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_what_is_empty_or_fast_is_left_alone():
 def test_an_unknown_parameter_or_a_missing_api_changes_nothing(monkeypatch):
     f = jax.grad(loss_of(block))
     assert not same_program(f, WEIGHTS, BATCHES[0])
-    monkeypatch.setattr(_convolutions, "_PARAMETERS", _convolutions._PARAMETERS - {"padding"})
+    monkeypatch.setattr(convolutions, "_PARAMETERS", convolutions._PARAMETERS - {"padding"})
     assert same_program(f, WEIGHTS, BATCHES[0])
     monkeypatch.delattr(core, "jaxpr_as_fun")
     assert fast(f) is f
@@ -371,7 +371,7 @@ def test_a_function_called_twice_stays_one():
     def f(w, x):
         return shared(w, shared(w, x))
 
-    program = _convolutions._rewritten(jax.make_jaxpr(f)(WEIGHTS["b"], jnp.ones((1, 4, 4, 6))), {})
+    program = convolutions._rewritten(jax.make_jaxpr(f)(WEIGHTS["b"], jnp.ones((1, 4, 4, 6))), {})
     first, second = (eqn.params["jaxpr"] for eqn in program.eqns)
     inner = lambda closed: closed if isinstance(closed, core.Jaxpr) else closed.jaxpr
     assert inner(first) is inner(second)

@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
 from tsunax import distributed
-from tsunax._ahead import prefetch
-from tsunax.data import batches, check_batch, gather
+from tsunax.data.batching import batches, check_batch, gather
+from tsunax.data.cursors import as_source
+from tsunax.data.prefetching import prefetch
 from tsunax.errors import DataError, HyperparameterError, WrongTypeError
-from tsunax.source import as_source
 
 N = 23
 ARRAYS = {"x": np.arange(N * 3, dtype=np.float32).reshape(N, 3), "y": (np.arange(N, dtype=np.int8), None)}

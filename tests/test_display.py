@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from tests.helpers import need
-from tsunax import display
 from tsunax.errors import WrongTypeError
+from tsunax.run import progress
 
 ROW = {
     "loss": 0.75,
@@ -29,8 +29,8 @@ ROW = {
 def clock(monkeypatch):
     """time.perf_counter of the module, moved by hand; memory that does not change."""
     clock = types.SimpleNamespace(now=50.0)
-    monkeypatch.setattr(display, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(display, "_memory", lambda: "0.5 GiB")
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(progress, "_memory", lambda: "0.5 GiB")
     return clock
 
 
@@ -61,7 +61,7 @@ class View:
 
 def test_it_is_drawn_at_intervals_and_at_the_end(clock):
     view = View()
-    bar = display.Progress(view, total=100, start=20)
+    bar = progress.Progress(view, total=100, start=20)
     for step in range(20, 61):  # ten a second
         bar.show(step, {})
         clock.now += 0.1
@@ -74,7 +74,7 @@ def test_it_is_drawn_at_intervals_and_at_the_end(clock):
 
 def test_the_rate_is_a_recent_one_and_at_the_end_that_of_the_run(clock):
     view = View()
-    bar = display.Progress(view, total=None, start=0)
+    bar = progress.Progress(view, total=None, start=0)
     clock.now += 100  # compiling
     for step in range(0, 1001, 10):
         bar.show(step, {})
@@ -88,7 +88,7 @@ def test_the_rate_is_a_recent_one_and_at_the_end_that_of_the_run(clock):
 def test_nothing_is_estimated_before_something_was_timed(clock):
     view = View()
     view.redraws = True
-    bar = display.Progress(view, total=20_000, start=0)
+    bar = progress.Progress(view, total=20_000, start=0)
     bar.show(0, {})
     assert view.facts[0].pace == ["compiling", "0.5 GiB"] and view.facts[0].count == "0/20,000 steps"
     clock.now += 8
@@ -102,7 +102,7 @@ def test_nothing_is_estimated_before_something_was_timed(clock):
 def test_a_run_that_compiled_only_is_ended_with_its_reason(clock):
     view = View()
     view.redraws = True
-    bar = display.Progress(view, total=10, start=0)
+    bar = progress.Progress(view, total=10, start=0)
     bar.show(0, {})
     bar.close("ValueError")
     assert view.facts[-1].reason == "ValueError" and view.facts[-1].pace == ["0:00 in all", "0.5 GiB"]
@@ -120,27 +120,27 @@ def test_many_members_are_shown_as_a_range():
     del row["loss"]
     assert facts(numbers=row).results(set()) == ["loss/0…31 0.5…0.81", "val/acc/0…31 0…1"]
     lost = {f"loss/{i}": float("nan") if i == 3 else 1.0 for i in range(4)}
-    assert display.summary(lost) == ["loss/0…3 1…nan"]
+    assert progress.summary(lost) == ["loss/0…3 1…nan"]
 
 
 def test_a_call_that_draws_nothing_asks_for_nothing(clock, monkeypatch):
-    monkeypatch.setattr(display, "_memory", lambda: pytest.fail("asked"))
-    bar = display.Progress(display._Lines(), total=None, start=0)
+    monkeypatch.setattr(progress, "_memory", lambda: pytest.fail("asked"))
+    bar = progress.Progress(progress._Lines(), total=None, start=0)
     for step in range(1000):
         bar.show(step, ROW)
 
 
 def test_what_never_began_shows_nothing_but_its_reason(clock):
     view = View()
-    display.Progress(view, total=10, start=10).close()
+    progress.Progress(view, total=10, start=10).close()
     assert view.facts == view.notes == [] and view.closed == 1
-    display.Progress(view, total=10, start=3).close("ValueError")
+    progress.Progress(view, total=10, start=3).close("ValueError")
     assert view.facts == [] and view.notes == ["ValueError"]
 
 
 def test_numbers_are_kept_until_there_are_newer_ones_and_those_that_moved_are_shown(clock):
     view = View()
-    bar = display.Progress(view, total=None, start=0)
+    bar = progress.Progress(view, total=None, start=0)
     rows = {1: ROW, 3: {**ROW, "loss": 0.5, "accuracy": 0.75, "val/loss": 0.625, "best/val/loss": 0.5, "rejected": 2}}
     for step in range(1, 5):
         clock.now += 2
@@ -152,7 +152,7 @@ def test_numbers_are_kept_until_there_are_newer_ones_and_those_that_moved_are_sh
 
 def facts(**changes):
     given = dict(step=1200, total=10_000, unit="step", rate=100.0, elapsed=3661.0, numbers=ROW)
-    return display.Facts(**{**given, **changes})
+    return progress.Facts(**{**given, **changes})
 
 
 def test_pace(clock):
@@ -169,7 +169,7 @@ def test_pace(clock):
     [(0, "0:00"), (59.6, "1:00"), (725, "12:05"), (3600, "1:00:00"), (183845, "2 d 3:04:05"), (86400, "1 d 0:00:00")],
 )
 def test_durations(seconds, text):
-    assert display._duration(seconds) == text
+    assert progress._duration(seconds) == text
 
 
 def test_memory_is_that_of_the_fullest_device(monkeypatch):
@@ -183,17 +183,17 @@ def test_memory_is_that_of_the_fullest_device(monkeypatch):
 
     devices = [device(2**30, 80 * 2**30), device(40 * 2**30, 80 * 2**30), types.SimpleNamespace(memory_stats=refuse)]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    assert display._memory() == "40.0/80 GiB"
+    assert progress._memory() == "40.0/80 GiB"
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(memory_stats=lambda: None)])
     psutil = need("psutil")
-    assert float(display._memory().split()[0]) == pytest.approx(psutil.Process().memory_info().rss / 2**30, abs=0.11)
+    assert float(progress._memory().split()[0]) == pytest.approx(psutil.Process().memory_info().rss / 2**30, abs=0.11)
 
 
 # --------------------------------------------------------------------------------------------------------------- views
 
 
 def test_lines(clock, capsys):
-    bar = display.Progress(display._Lines(), total=1000, start=0)
+    bar = progress.Progress(progress._Lines(), total=1000, start=0)
     for step in range(0, 1001, 10):  # 20 steps a second: a line every 5 s
         bar.show(step, ROW)
         clock.now += 0.5
@@ -208,13 +208,13 @@ def test_lines(clock, capsys):
 
 
 def test_lines_of_a_long_run_become_rare():
-    lines = display._Lines()
+    lines = progress._Lines()
     assert [lines.interval(t) for t in (0, 60, 600, 3600, 1e6)] == [5, 5, 10, 60, 60]
 
 
 def test_what_has_no_room_beside_the_bar_moves_below_it(clock):
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    console.print(display._picture(facts(), set(), 80))
+    console.print(progress._picture(facts(), set(), 80))
     first, second = console.file.getvalue().splitlines()
     assert first.endswith("12%  1:28 left  100 steps/s") and first.count("━") + first.count("╸") >= 2
     assert second == "loss 0.75  1.5M examples/s  0.5 GiB"
@@ -225,7 +225,7 @@ def test_what_has_no_room_beside_the_bar_moves_below_it(clock):
 def test_the_picture_fits_its_width(clock, width, total):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     numbers = ROW | {f"val/metric_{i}": 1.0 for i in range(20)}
-    console.print(display._picture(facts(total=total, numbers=numbers), set(), width))
+    console.print(progress._picture(facts(total=total, numbers=numbers), set(), width))
     lines = console.file.getvalue().splitlines()
     assert len(lines) == 2 and all(len(line) <= width for line in lines)
     assert lines[0].startswith("1,200") and lines[1].startswith("loss 0.75")
@@ -325,7 +325,7 @@ def test_a_notebook_redraws_one_output(clock, monkeypatch):
     module = types.SimpleNamespace(HTML=str, display=show)
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=module))
     monkeypatch.setitem(sys.modules, "IPython.display", module)
-    bar = display.Progress(display._Notebook(), total=100, start=0)
+    bar = progress.Progress(progress._Notebook(), total=100, start=0)
     for step in range(1, 4):
         clock.now += 1
         bar.show(step, {**ROW, "<b>": float(step)})
@@ -353,7 +353,7 @@ class Bar:
 
 def test_somebody_elses_bar(clock, capsys):
     own = Bar()
-    bar = display.progress(own, 100, 20, "step")
+    bar = progress.progress(own, 100, 20, "step")
     for step in (25, 40):
         clock.now += 1
         bar.show(step, ROW)
@@ -361,13 +361,13 @@ def test_somebody_elses_bar(clock, capsys):
     bar.close()
     assert (own.n, own.postfix, own.closed) == (20, {"loss": "0.75"}, 1)
     assert capsys.readouterr().err == "a note\n"
-    made = display.progress(Bar, 100, 20, "step").view.bar
+    made = progress.progress(Bar, 100, 20, "step").view.bar
     assert (made.total, made.n, made.unit) == (100, 20, " steps")
 
 
 def test_tqdm_itself(capsys):
     tqdm = need("tqdm").tqdm
-    bar = display.progress(tqdm, 100, 20, "step")
+    bar = progress.progress(tqdm, 100, 20, "step")
     bar.show(60, ROW)
     bar.note("a note")
     bar.close()
@@ -377,19 +377,19 @@ def test_tqdm_itself(capsys):
 
 def test_the_view_follows_where_the_output_goes(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert isinstance(display.progress(True, 10, 0, "step").view, display._Lines)
+    assert isinstance(progress.progress(True, 10, 0, "step").view, progress._Lines)
     monkeypatch.setattr(sys, "stderr", types.SimpleNamespace(isatty=lambda: True, write=len, flush=lambda: None))
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(display.progress(True, 10, 0, "step").view, display._Terminal)
+    assert isinstance(progress.progress(True, 10, 0, "step").view, progress._Terminal)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(display.progress(True, 10, 0, "step").view, display._Lines)
+    assert isinstance(progress.progress(True, 10, 0, "step").view, progress._Lines)
     monkeypatch.setattr(Console, "is_jupyter", True, raising=False)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert isinstance(display.progress(True, 10, 0, "step").view, display._Notebook)
+    assert isinstance(progress.progress(True, 10, 0, "step").view, progress._Notebook)
 
 
 def test_silence_and_errors(capsys):
-    bar = display.progress(False, 10, 0, "step")
+    bar = progress.progress(False, 10, 0, "step")
     bar.show(5, ROW)
     bar.note("x")
     bar.close("y")
@@ -397,4 +397,4 @@ def test_silence_and_errors(capsys):
     with pytest.raises(
         WrongTypeError, match=r"progress at fit\(\): got 'bar' \(str\), expected True, False, or a tqdm"
     ):
-        display.progress("bar", 10, 0, "step")
+        progress.progress("bar", 10, 0, "step")

@@ -23,9 +23,10 @@ from tests import processes
 from tests.faults import peers
 from tests.faults.peers import free_port
 from tests.helpers import absent, need
-from tsunax import _peers, distributed
-from tsunax._alike import Alike
+from tsunax import distributed
+from tsunax.distributed import _peers
 from tsunax.errors import DataError, ProcessError, WrongTypeError
+from tsunax.run.agreement import Alike
 
 ROOT = Path(__file__).resolve().parents[1]
 

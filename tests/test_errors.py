@@ -659,16 +659,16 @@ NAMES = np.array(["skip", "raise"])  # where one name is wanted
 OBJECTS = np.array([None, 1], object)
 
 CALLS = [
-    row(0, "fingerprint of donated", lambda: ts.fingerprint(donated()), StateError, "leaf at tree.clock", "a deleted array", "use what the step returned"),
+    row(0, "fingerprint of donated", lambda: ts.reproduce.fingerprint(donated()), StateError, "leaf at tree.clock", "a deleted array", "use what the step returned"),
     row(0, "to_host of donated", lambda: ts.to_host(donated()), StateError, "leaf at tree.clock", "a deleted array", "use what the step returned"),
     row(0, "to_device of deleted", lambda: ts.to_device({"a": gone()}, jax.devices()[1]), StateError, "leaf at tree['a']", "a deleted array"),
     row(0, "shard of donated", lambda: ts.shard(donated(), ts.mesh()), StateError, "leaf at state.clock", "a deleted array"),
     row(0, "shard of a deleted tree", lambda: ts.shard({"a": gone()}, ts.mesh()), StateError, "leaf at state['a']", "a deleted array"),
     row(0, "fit on deleted", lambda: fit(gone()), StateError, "leaf at batch 0 of epoch 0", "a deleted array"),
     row(0, "fit on deleted, no loop", lambda: fit(gone(), steps_per_call=None), StateError, "batch", "a deleted array"),
-    row(0, "iterate on deleted", lambda: next(ts.iterate(ts.train_step(loss_fn), good(), [{"x": gone()}], steps=1)), StateError, "batch 0", "a deleted array"),
-    row(0, "train_steps on deleted", lambda: ts.train_steps(ts.train_step(loss_fn), good(), gone((2, 8, 4))), StateError, "leaf at batches", "a deleted array"),
-    row(0, "train_steps on objects", lambda: ts.train_steps(ts.train_step(loss_fn), good(), OBJECTS), WrongTypeError, "leaf at batches", "object[2]", "numbers"),
+    row(0, "iterate on deleted", lambda: next(ts.loop.iterate(ts.train_step(loss_fn), good(), [{"x": gone()}], steps=1)), StateError, "batch 0", "a deleted array"),
+    row(0, "train_steps on deleted", lambda: ts.loop.run_steps(ts.train_step(loss_fn), good(), gone((2, 8, 4))), StateError, "leaf at batches", "a deleted array"),
+    row(0, "train_steps on objects", lambda: ts.loop.run_steps(ts.train_step(loss_fn), good(), OBJECTS), WrongTypeError, "leaf at batches", "object[2]", "numbers"),
     row(0, "batches of deleted", lambda: ts.batches({"x": gone()}, 2), StateError, "leaf at arrays['x']", "a deleted array"),
     row(0, "l1 of deleted", lambda: ts.regularize.l1({"w": gone()}), StateError, "leaf at l1()", "a deleted array"),
     row(0, "l2 of deleted", lambda: ts.regularize.l2(gone()), StateError, "leaf at l2()", "a deleted array"),
@@ -687,12 +687,12 @@ CALLS = [
     row(0, "policy an array", lambda: ts.train_step(loss_fn, on_nonfinite=NAMES), WrongTypeError, "on_nonfinite at train_step()", "<U5[2]", "'skip'"),
     row(0, "step and state swapped", lambda: ts.fit(good(), ts.train_step(loss_fn), X, steps=1), WrongTypeError, "step at fit(): got TrainState, expected"),
     row(0, "resume an array", lambda: fit(resume=NAMES), WrongTypeError, "resume at fit()", "<U5[2]", "'must'"),
-    row(0, "Best mode an array", lambda: ts.checkpoint.Best("loss", mode=NAMES), WrongTypeError, "mode at Best()", "<U5[2]", "'min' or 'max'"),
+    row(0, "Best mode an array", lambda: ts.checkpoints.Best("loss", mode=NAMES), WrongTypeError, "mode at Best()", "<U5[2]", "'min' or 'max'"),
     row(0, "rounding an array", lambda: ts.precision.Policy(rounding=NAMES), WrongTypeError, "rounding at Policy()", "<U5[2]", "'stochastic'"),
     row(0, "drop_last", lambda: ts.batches(X, 2, drop_last=True), WrongTypeError, "argument at batches(): got 'drop_last'", 'Say tail="drop".'),
     row(0, "drop_remainder", lambda: ts.batches(X, 2, drop_remainder=True), WrongTypeError, "got 'drop_remainder'", 'Say tail="drop".'),
     row(0, "tail an array", lambda: ts.batches(X, 2, tail=NAMES), DataError, "tail at batches()", "<U5[2]", "drop"),
-    row(0, "backend an array", lambda: ts.tune(len, {"x": ts.spaces.uniform(0, 1)}, backend=NAMES), HyperparameterError, "backend at tune()", "<U5[2]", "'optuna'"),
+    row(0, "backend an array", lambda: ts.tune(len, {"x": ts.tuning.spaces.uniform(0, 1)}, backend=NAMES), HyperparameterError, "backend at tune()", "<U5[2]", "'optuna'"),
     row(0, "average an array", lambda: ts.metrics.Precision.of(np.arange(2), np.arange(2), average=NAMES), LossError, "average at Precision.of()", "<U5[2]", "'macro'"),
     row(0, "complex weight", lambda: ts.Loss.mean(X, 1j), LossError, "where at Loss.mean()", "complex", "a mask, or real weights"),
     row(0, "complex weights", lambda: ts.metrics.Mean.of(X, 1j * np.ones(8)), LossError, "where at Mean.of()", "complex"),
@@ -716,14 +716,14 @@ def fits(what=None, **options):
 
 @functools.cache
 def history():
-    found = ts.History()
+    found = ts.loop.History()
     found.add({"loss": 1.0}, 1)
     return found
 
 
 @functools.cache
 def result():
-    return ts.tune(lambda x: x, {"x": ts.spaces.uniform(0, 1)}, trials=1, progress=False)
+    return ts.tune(lambda x: x, {"x": ts.tuning.spaces.uniform(0, 1)}, trials=1, progress=False)
 
 
 SHAPES = {"image": X, "label": X}
@@ -731,7 +731,7 @@ USES = [
     row(0, "fit of a loss", lambda: fits(loss_fn), WrongTypeError, "step at fit()", "loss_fn(params, batch)", "(state, batch) -> (state, info)", "Give ts.train_step(loss_fn)."),
     row(0, "fit of an unnamed loss", lambda: fits(unnamed), WrongTypeError, "got unnamed(p, x), a loss function", "(state, batch) -> (state, info)", "Give ts.train_step(unnamed)."),
     row(0, "fit of a loss, no loop", lambda: fits(unnamed, steps_per_call=None), WrongTypeError, "a loss function", "Give ts.train_step(unnamed)."),
-    row(0, "iterate a loss", lambda: next(ts.iterate(unnamed, good(), [X], steps=1)), WrongTypeError, "a loss function"),
+    row(0, "iterate a loss", lambda: next(ts.loop.iterate(unnamed, good(), [X], steps=1)), WrongTypeError, "a loss function"),
     row(0, "evaluate a loss", lambda: ts.evaluate(unnamed, good(), [X]), WrongTypeError, "eval_step: got unnamed(p, x), a loss function", "Give ts.eval_step(unnamed)."),
     row(0, "evaluate to a scalar", lambda: ts.evaluate(lambda s, x: 1.0, good(), [X]), WrongTypeError, "result at eval_step: got 1.0 (float)", "ts.eval_step(loss_fn)"),
     row(0, "evaluate a batch", lambda: ts.evaluate(ts.eval_step(loss_fn), good(), SHAPES), WrongTypeError, "data at evaluate(): got a batch, dict with image, label", "Give [batch]"),
@@ -749,7 +749,7 @@ USES = [
     row(0, "batches misspelled", lambda: ts.batches(X, 2, shufle=True), WrongTypeError, "argument at batches()", "Did you mean 'shuffle'?"),
     row(0, "prefetch misspelled", lambda: ts.prefetch([X], siz=3), WrongTypeError, "argument at prefetch()", "Did you mean 'size'?"),
     row(0, "Checkpoints misspelled", lambda: ts.Checkpoints("x", keep_lst=3), WrongTypeError, "argument at Checkpoints()", "Did you mean 'keep_last'?"),
-    row(0, "tune misspelled", lambda: ts.tune(lambda x: x, {"x": ts.spaces.uniform(0, 1)}, trails=3), WrongTypeError, "'trails'", "Did you mean 'trials'?"),
+    row(0, "tune misspelled", lambda: ts.tune(lambda x: x, {"x": ts.tuning.spaces.uniform(0, 1)}, trails=3), WrongTypeError, "'trails'", "Did you mean 'trials'?"),
     row(0, "population misspelled", lambda: ts.population(lambda key: good(), 2, kye=0), WrongTypeError, "make at population(): got <lambda>(key)", "make(key, kye)"),
     row(0, "setup of a Model", lambda: setup(ts.models.nnx(drops())), ParamsError, "setup(rule, model.params, model_state=model.model_state)"),
     row(0, "setup of a module", lambda: setup(drops()), ParamsError, "First model = ts.models.nnx(module), then setup(rule, model.params, model_state=model.model_state)"),

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import tsunax as ts
 from tests.faults import hostile
 from tests.helpers import assert_trees_equal, need
-from tsunax import exchange
+from tsunax.checkpoints import exchange
 from tsunax.errors import CheckpointError, PatternError, SaveError, WrongTypeError
 
 PARAMS = {
@@ -162,9 +162,9 @@ def test_the_library_reads_ours_and_we_read_its(tmp_path):
 
 
 def exchange_names(tree):
-    from tsunax import _tree
+    from tsunax._core import trees
 
-    return {"/".join(name): x for name, _, x in _tree.leaves_with_names(tree)}
+    return {"/".join(name): x for name, _, x in trees.leaves_with_names(tree)}
 
 
 def test_large_trees_are_several_files_with_an_index(tmp_path):

@@ -13,9 +13,9 @@ import optax
 import pytest
 
 import tsunax as ts
-from tsunax._run import Rejected
 from tsunax.errors import StateError, WrongTypeError
-from tsunax.faults import replay
+from tsunax.insight.replaying import replay
+from tsunax.run.fitting import Rejected
 
 X = np.ones((8, 4), np.float32)
 NEVER = {"never": np.float32(np.inf)}
@@ -354,7 +354,7 @@ import numpy as np
 sys.path.insert(0, sys.argv[2])
 import test_faults as test
 import tsunax as ts
-from tsunax.faults import replay
+from tsunax.insight.replaying import replay
 state = ts.setup(ts.rules.sgd(0.1), {"w": np.float32(5)}, key=7)
 like = {"state": state, "batch": {"t": np.ones(4, np.float32), "call": np.ones(4, np.int32)}}
 found = ts.exchange.restore(sys.argv[1], like)

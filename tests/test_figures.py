@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import need
-from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, WrongTypeError
-from tsunax.figures import plot, plot_text
-from tsunax.history import History
+from tsunax.errors import MissingLibraryError, RowError
+from tsunax.run.history import History
 
 
 def made(n=50, every=10) -> History:
@@ -44,7 +43,7 @@ def _matplotlib(request):
 
 
 def test_the_panels_are_loss_metrics_and_rate():
-    figure = plot(made())
+    figure = made().plot()
     assert labels(figure) == ["loss", "accuracy", "learning rate"]
     loss, accuracy, rate = map(lines, figure.axes)
     assert list(loss) == ["loss", "val/loss"] and list(accuracy) == ["accuracy"] and list(rate) == ["learning_rate"]
@@ -54,14 +53,14 @@ def test_the_panels_are_loss_metrics_and_rate():
 
 
 def test_names_choose_and_share_panels():
-    figure = plot(made(), names=["grad_norm", "loss", "best/val/loss", "b1"])
+    figure = made().plot(names=["grad_norm", "loss", "best/val/loss", "b1"])
     assert labels(figure) == ["grad norm", "loss", "b1"]
     assert list(lines(figure.axes[1])) == ["loss", "best/val/loss"]
-    assert labels(plot(made(), names="b1")) == ["b1"]
+    assert labels(made().plot(names="b1")) == ["b1"]
 
 
 def test_x_may_be_a_column():
-    figure = plot(made(), names=["val/loss"], x="epoch")
+    figure = made().plot(names=["val/loss"], x="epoch")
     np.testing.assert_array_equal(lines(figure.axes[0])["val/loss"][0], [0, 1, 2, 3, 4])
     assert figure.axes[-1].get_xlabel() == "epoch"
 
@@ -72,7 +71,7 @@ def test_marks():
         history.mark("rejected", step)
     history.mark("thaw", 20, "body/**")
     history.mark("stop", 49, "enough")
-    first, *_, last = plot(history).axes
+    first, *_, last = history.plot().axes
     ticks = {line.get_label(): list(line.get_xdata()) for line in first.lines if line.get_marker() == "|"}
     assert ticks.pop("rejected (2)") == [7, 8] and list(ticks.values()) == [[9, 19, 29, 39, 49]]
     for axes in (first, last):
@@ -80,7 +79,7 @@ def test_marks():
     assert [text.get_text() for text in first.texts] == ["thaw body/**", "stop"] and not last.texts
     for step in range(20):
         history.mark("plateau", step)
-    assert not plot(history).axes[0].texts  # too many to read
+    assert not history.plot().axes[0].texts  # too many to read
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 40, 500, 501, 100_000])
@@ -89,7 +88,7 @@ def test_from_one_point_to_many(n):
     noise = rng.normal(size=n)
     for step in range(n):
         history.add({"loss": 5 + noise[step], "accuracy": 0.5}, 10 * step)
-    figure = plot(history)
+    figure = history.plot()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a layout that did not fit
         assert figure._repr_png_()[:4] == b"\x89PNG"
@@ -107,7 +106,7 @@ def test_values_that_are_not_finite_are_marked_where_they_are():
     history = made()
     history.add({"loss": float("nan")}, 60)
     history.add({"loss": float("inf")}, 61)
-    found = lines(plot(history).axes[0])
+    found = lines(history.plot().axes[0])
     assert found["loss not finite"][0].tolist() == [60, 61]
     assert np.isfinite(found["loss"][1]).all()
 
@@ -119,98 +118,50 @@ def test_a_wide_range_is_logarithmic(values, scale):
     history = History()
     for step, value in enumerate(values):
         history.add({"loss": value}, step)
-    figure = plot(history)
+    figure = history.plot()
     assert figure.axes[0].get_yscale() == scale and figure._repr_png_()
 
 
 def test_pyplot_is_not_touched(tmp_path):
     code = """
 import sys
-from tsunax.figures import plot
-from tsunax.history import History
+from tsunax.run.history import History
 assert "matplotlib" not in sys.modules and "rich" not in sys.modules
 history = History()
 history.add({"loss": 1.0}, 1)
-plot(history).savefig(sys.argv[1])
+history.plot().savefig(sys.argv[1])
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run.png")], check=True)
     assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"
 
 
-# --------------------------------------------------------------------------------------------------------- characters
-
-
-def test_text_of_a_diagonal():
-    history = History()
-    for step in range(0, 41):
-        history.add({"loss": 2.0 - step / 40}, step)
-    history.mark("thaw", 20)
-    history.mark("evaluate", 20)
-    history.mark("test", 40)
-    expected = """\
-loss  t thaw  e test
-        2 ┤⠑⢄
-          │  ⠑⢄
-          │    ⠑⢄
-          │      ⠑⢄
-          │        ⠑⢄
-        1 ┤          ⠑⢄
-          └────────────
-                 t    e
-           0         40"""
-    assert plot_text(history, width=24, height=6) == expected
-
-
-def test_text_has_every_panel_and_the_values_of_evaluations():
-    found = plot_text(made(), width=60, height=5).split("\n\n")
-    assert [panel.split("\n")[0] for panel in found] == ["loss  o val/loss", "accuracy", "learning_rate"]
-    assert found[0].count("o") == 3 + 5 and all(len(line) <= 60 for line in "\n".join(found).splitlines())
-    assert "3 ┤" in found[0] and "1.02 ┤" in found[0] and "0.1 ┤" in found[2]
-
-
-@pytest.mark.parametrize("n", [1, 2, 100_000])
-def test_text_from_one_point_to_many(n):
-    history, values = History(), np.sin(np.arange(n) / 1000)
-    for step in range(n):
-        history.add({"loss": values[step]}, step)
-    history.add({"loss": float("nan")}, n)
-    dots = [c for c in plot_text(history) if "⠀" < c <= "⣿"]
-    assert len(dots) >= {1: 1, 2: 30, 100_000: 250}[n]
-
-
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("draw", [plot, plot_text])
 @pytest.mark.parametrize(
     ("history", "arguments", "error", "text"),
     [
         (History(), {}, RowError, "got no rows, expected at least one"),
-        ({"loss": [1.0]}, {}, WrongTypeError, "got dict with loss, expected a History. fit returns one"),
         (made(), dict(names=["acuracy"]), RowError, "Did you mean 'accuracy'?"),
     ],
-    ids=["empty", "a dict", "a name"],
+    ids=["empty", "a name"],
 )
-def test_wrong_arguments(draw, history, arguments, error, text):
+def test_wrong_arguments(history, arguments, error, text):
     with pytest.raises(error) as caught:
-        draw(history, **arguments)
+        history.plot(**arguments)
     assert text in str(caught.value)
 
 
-def test_wrong_sizes_and_axes():
+def test_wrong_axes():
     with pytest.raises(RowError, match="Did you mean 'epoch'"):
-        plot(made(), x="epochs")
-    with pytest.raises(
-        HyperparameterError, match=r"width at plot_text\(\): got 3 \(int\), expected a whole number ≥ 24"
-    ):
-        plot_text(made(), width=3)
+        made().plot(x="epochs")
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingLibraryError, match=r"pip install 'tsunax\[plot\]'"):
-        plot(made())
+        made().plot()
 
 
 def test_a_population_is_one_panel_for_each_number():
@@ -219,7 +170,7 @@ def test_a_population_is_one_panel_for_each_number():
     for step in range(3):
         row = {f"{name}/{i}": 1.0 + i + step for i in range(20) for name in ("loss", "val/loss", "accuracy")}
         history.add(row, step)
-    loss, accuracy = plot(history).axes
+    loss, accuracy = history.plot().axes
     assert [loss.get_ylabel(), accuracy.get_ylabel()] == ["loss", "accuracy"]
     assert len(loss.lines) == 40 and len(accuracy.lines) == 20
     labels = [text.get_text() for text in loss.get_legend().get_texts()]
@@ -239,7 +190,7 @@ def population(n):
 
 @pytest.mark.parametrize("n", [4, 16])
 def test_a_member_has_one_color_and_validation_is_dashed(n):
-    loss, accuracy = plot(population(n)).axes
+    loss, accuracy = population(n).plot().axes
     color = lambda line: np.asarray(matplotlib.colors.to_rgb(line.get_color()))
     matplotlib = need("matplotlib")
     training, validation = loss.lines[::2], loss.lines[1::2]
@@ -256,15 +207,9 @@ def test_a_member_has_one_color_and_validation_is_dashed(n):
 
 
 def test_an_accuracy_is_not_logarithmic():
-    loss, accuracy = plot(population(4)).axes
+    loss, accuracy = population(4).plot().axes
     assert (loss.get_yscale(), accuracy.get_yscale()) == ("log", "linear")
     history = History()
     for step in range(20):
         history.add({"accuracy": 0.01 + 0.05 * step, "error": 1 - 0.052 * step}, step)
-    assert [axes.get_yscale() for axes in plot(history).axes] == ["linear", "log"]
-
-
-def test_text_of_a_population_is_its_median():
-    first, second = plot_text(population(16), height=3).split("\n\n")
-    assert first.split("\n")[0] == "loss/0…15 (median)  o val/loss/0…15 (median)"
-    assert "8.5 ┤" in first and second.split("\n")[0] == "accuracy/0…15 (median)"
+    assert [axes.get_yscale() for axes in history.plot().axes] == ["linear", "log"]

@@ -13,8 +13,9 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import need
-from tsunax import exchange, loggers
+from tsunax.checkpoints import exchange
 from tsunax.errors import CheckpointError
+from tsunax.run import loggers
 
 STEP = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
 DATA = [np.ones((4, 2), np.float32)] * 4
@@ -29,7 +30,7 @@ def fit(steps=1, **given):
 
 
 def tune(path):
-    ts.tune(lambda x: x, {"x": ts.spaces.uniform(0, 1)}, trials=1, directory=path)
+    ts.tune(lambda x: x, {"x": ts.tuning.spaces.uniform(0, 1)}, trials=1, directory=path)
 
 
 def exported(path):

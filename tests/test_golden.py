@@ -11,16 +11,16 @@ import pytest
 import tsunax as ts
 from tests import saving
 from tests.golden import make
-from tsunax import exchange
+from tsunax.checkpoints import exchange
 
 ARCHIVES = sorted(path for path in make.HERE.glob("format-*") if path.is_dir())
 CASES = [(path, name) for path in ARCHIVES for name in make.setups()]
 
 
 def test_there_is_one_for_each_format():
-    from tsunax import _manifest
+    from tsunax.checkpoints import manifest
 
-    assert [path.name for path in ARCHIVES] == [f"format-{i}" for i in range(2, _manifest.FORMAT + 1)]
+    assert [path.name for path in ARCHIVES] == [f"format-{i}" for i in range(2, manifest.FORMAT + 1)]
 
 
 @pytest.mark.parametrize(("archive", "name"), CASES, ids=[f"{path.name}-{name}" for path, name in CASES])

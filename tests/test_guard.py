@@ -10,7 +10,8 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax import choice, guard
+from tsunax import guard
+from tsunax._step import choice
 from tsunax.errors import NonFiniteError
 
 ROWS, MICRO = 12, 4

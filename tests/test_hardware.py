@@ -15,15 +15,15 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax import _preference, hardware
-from tsunax.errors import ConfigError, WrongTypeError
-from tsunax.hardware import (
+from tsunax.data.cursors import as_source
+from tsunax.devices import _preference, kinds
+from tsunax.devices.kinds import (
     DeviceError,
     device,
     device_info,
     device_of,
     devices,
-    functional,
+    is_available,
     prefer,
     preferred,
     simulate,
@@ -31,7 +31,7 @@ from tsunax.hardware import (
     to_device,
     to_host,
 )
-from tsunax.source import as_source
+from tsunax.errors import ConfigError, WrongTypeError
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = jax.devices("cpu")
@@ -67,7 +67,7 @@ def present(monkeypatch):
                 raise found
             return found
 
-        monkeypatch.setattr(hardware, "_find", find)
+        monkeypatch.setattr(kinds, "_find", find)
 
     return make
 
@@ -99,8 +99,8 @@ def run(source: str, folder, **env) -> subprocess.CompletedProcess:
 def test_the_cpu_is_always_there():
     assert device() == device("cpu") == CPU[0]
     assert device("cpu", 3) == CPU[3] and devices() == devices("cpu") == CPU
-    assert functional("cpu") and not functional("gpu")
-    assert supported_devices() == _preference.KINDS[1:] == tuple(hardware._PLATFORMS)
+    assert is_available("cpu") and not is_available("gpu")
+    assert supported_devices() == _preference.KINDS[1:] == tuple(kinds._PLATFORMS)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_kinds_are_jax_platforms(present):
     cuda, metal = [Fake("gpu", 0), Fake("gpu", 1)], [Fake("mps")]
     present(cpu=CPU, cuda=cuda, mps=metal)
     assert devices("gpu") == devices("cuda") == cuda and devices("metal") == metal
-    assert [kind for kind in supported_devices() if functional(kind)] == ["gpu", "cpu", "cuda", "metal"]
+    assert [kind for kind in supported_devices() if is_available(kind)] == ["gpu", "cpu", "cuda", "metal"]
     with pytest.raises(
         DeviceError, match=r"device\('rocm', 0\): got no rocm, expected one that is here: gpu \(2\), cpu"
     ):
@@ -150,7 +150,7 @@ def test_what_is_absent_says_why(present, everywhere, monkeypatch):
 
 
 def test_another_platform_is_taken_and_none_is_an_error(present, monkeypatch):
-    monkeypatch.setattr(hardware, "_find", lambda platform: [Fake("npu")] if platform is None else absent(platform))
+    monkeypatch.setattr(kinds, "_find", lambda platform: [Fake("npu")] if platform is None else absent(platform))
     assert device() == Fake("npu")
     present(cuda=AssertionError())
     with pytest.raises(
@@ -194,7 +194,7 @@ def test_an_unavailable_preference_warns_and_goes_on(present, everywhere, monkey
     [
         (lambda: device("cuba"), DeviceError, "kind at device('cuba', 0): got 'cuba', expected one of auto, tpu, "),
         (lambda: device("cuba"), DeviceError, "Did you mean 'cuda'?"),
-        (lambda: functional("gpus"), DeviceError, "Did you mean 'gpu'?"),
+        (lambda: is_available("gpus"), DeviceError, "Did you mean 'gpu'?"),
         (lambda: device(0), WrongTypeError, "kind at device(0, 0): got 0 (int), expected one of auto"),
         (lambda: device("cpu", 8), DeviceError, "index at device('cpu', 8): got 8, expected 0 to 7. There are 8, cpu,"),
         (lambda: device("cpu", -1), DeviceError, "got -1, expected 0 to 7"),
@@ -256,9 +256,9 @@ def test_info_reads_what_the_device_says(present):
             raise RuntimeError("not implemented")
 
     present(cuda=[Card()])
-    assert device_info("gpu") == hardware.DeviceInfo("gpu", "H100", 64, 3, "cuda 13000")
+    assert device_info("gpu") == kinds.DeviceInfo("gpu", "H100", 64, 3, "cuda 13000")
     present(cuda=[Silent()])
-    assert device_info("gpu") == hardware.DeviceInfo("gpu", "H100", None, None, "cuda 13000")
+    assert device_info("gpu") == kinds.DeviceInfo("gpu", "H100", None, None, "cuda 13000")
     with pytest.raises(WrongTypeError, match=r"device at device_info\(\): got 0 \(int\), expected a kind"):
         device_info(0)
 
@@ -266,7 +266,7 @@ def test_info_reads_what_the_device_says(present):
 def test_simulated_devices_do_not_deadlock(tmp_path):
     source = """
 import os
-from tsunax.hardware import devices, simulate
+from tsunax.devices.kinds import devices, simulate
 simulate(3)
 simulate(8)
 assert int(os.environ["NPROC"]) >= 16
@@ -415,11 +415,11 @@ def test_a_file_that_is_no_text():
 
 
 def test_the_preference_reaches_the_next_process(tmp_path):
-    first = "import tsunax.hardware as h; h.prefer('gpu'); print(h._started())"
+    first = "import tsunax.devices.kinds as h; h.prefer('gpu'); print(h._started())"
     done = run(first, tmp_path)
     assert (done.stdout, done.stderr, done.returncode) == ("False\n", "", 0)
     second = """
-import os, tsunax.hardware as h
+import os, tsunax.devices.kinds as h
 h.device(verbose=True)
 os.environ["TSUNAX_DEVICE"] = "cpu"
 h.device(verbose=True)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from tests.helpers import need
-from tsunax import history as history_module
 from tsunax.errors import MissingLibraryError, RowError, TsunaxError, WrongTypeError
-from tsunax.history import History, check_names, check_row, join
+from tsunax.run import history as history_module
+from tsunax.run.history import History
+from tsunax.run.rows import check_names, check_row, join
 
 NAN = float("nan")
 

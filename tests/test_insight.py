@@ -13,9 +13,9 @@ import optax
 import pytest
 
 import tsunax as ts
-from tsunax import _cost
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError
-from tsunax.insight import describe
+from tsunax.insight import _cost
+from tsunax.insight.description import describe
 
 ROWS = 512
 SIZES = (64, 256, 256, 256, 16)
@@ -69,7 +69,9 @@ def test_flops_of_an_mlp(options, setup, expected):
 
 def test_flops_of_fused_steps():
     step, state = ts.train_step(mlp, accumulate=2), state_of()
-    program = jax.make_jaxpr(lambda state, batches: ts.train_steps(step, state, batches))(state, np.stack([BATCH] * 5))
+    program = jax.make_jaxpr(lambda state, batches: ts.loop.run_steps(step, state, batches))(
+        state, np.stack([BATCH] * 5)
+    )
     assert _cost.flops_of(program, trips=5).matmul == 5 * (2 * FORWARD + INPUTS)
     assert _cost.flops_of(program).loops == 1
 
@@ -346,8 +348,8 @@ def test_why_it_recompiled():
     step(ts.freeze(fresh(), "b"), {"x": x})
     step(ts.adjust(fresh(), "b", learning_rate=0.2), {"x": x})
     step(ts.shard(fresh(), ts.mesh()), {"x": x})
-    ts.train_steps(step, fresh(), {"x": np.stack([x] * 3)})
-    ts.train_steps(step, fresh(), {"x": np.stack([x] * 4)})
+    ts.loop.run_steps(step, fresh(), {"x": np.stack([x] * 3)})
+    ts.loop.run_steps(step, fresh(), {"x": np.stack([x] * 4)})
     expected = [
         "step: batch['x'] has shape (4, 4), had (8, 4)",
         "step: batch['x'] has dtype bfloat16, had float32",
@@ -390,10 +392,10 @@ def test_another_device_compiles_without_a_trace():
     at = lambda i: ts.to_device(state_of({"w": np.ones((4, 2), np.float32)}), jax.devices()[i])
     for i in (0, 1, 0, 1):
         step(at(i), x)
-    ts.train_steps(step, at(2), np.stack([x] * 2))
+    ts.loop.run_steps(step, at(2), np.stack([x] * 2))
     first, second = jax.devices()[:2]
     assert describe(step, at(0), x).recompiles == (f"step: the state is on {second}, was on {first}",)
-    ts.train_steps(step, at(0), np.stack([x] * 2))
+    ts.loop.run_steps(step, at(0), np.stack([x] * 2))
     assert describe(step, at(0), x).recompiles[1] == f"loop: the state is on {first}, was on {jax.devices()[2]}"
 
 
@@ -471,11 +473,15 @@ def test_fit_and_new_arguments_are_in_the_count():
             StateError,
             "got a traced one, expected a concrete one. Call it outside of jit",
         ),
-        (lambda: ts.measured_peak(size=0), HyperparameterError, "size at measured_peak(): got 0"),
-        (lambda: ts.measured_peak(seconds="long"), WrongTypeError, "seconds at measured_peak()"),
-        (lambda: ts.measured_peak(size=1.5), WrongTypeError, "size at measured_peak(): got 1.5 (float)"),
-        (lambda: ts.measured_peak("cpu"), WrongTypeError, "device at measured_peak(): got 'cpu' (str)"),
-        (lambda: ts.measured_peak(dtype="float99"), WrongTypeError, "dtype at measured_peak(): got 'float99' (str)"),
+        (lambda: ts.insight.measured_peak(size=0), HyperparameterError, "size at measured_peak(): got 0"),
+        (lambda: ts.insight.measured_peak(seconds="long"), WrongTypeError, "seconds at measured_peak()"),
+        (lambda: ts.insight.measured_peak(size=1.5), WrongTypeError, "size at measured_peak(): got 1.5 (float)"),
+        (lambda: ts.insight.measured_peak("cpu"), WrongTypeError, "device at measured_peak(): got 'cpu' (str)"),
+        (
+            lambda: ts.insight.measured_peak(dtype="float99"),
+            WrongTypeError,
+            "dtype at measured_peak(): got 'float99' (str)",
+        ),
     ],
 )
 def test_wrong_arguments(wrong, kind, text):

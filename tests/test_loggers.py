@@ -17,8 +17,8 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import need
-from tsunax import loggers
 from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, SaveError, WrongTypeError
+from tsunax.run import loggers
 
 NAN, INF = math.nan, math.inf
 ROWS = {

@@ -1,4 +1,4 @@
-"""`fit`, `iterate`, `train_steps`: the numbers of a plain loop, whatever happens between its steps."""
+"""`fit`, `iterate`, `run_steps`: the numbers of a plain loop, whatever happens between its steps."""
 
 import functools
 import signal
@@ -14,11 +14,12 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax import _fused, _run, callbacks, testing
-from tsunax.checkpoint import Best
+from tsunax import testing
+from tsunax.checkpoints.saving import Best
 from tsunax.errors import DataError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.loop import fit as loud_fit
 from tsunax.loop import iterate, train_epoch, train_steps
+from tsunax.run import callbacks, fitting, fused_loop
 
 fit = functools.partial(loud_fit, progress=False)
 RNG = np.random.default_rng(0)
@@ -220,7 +221,7 @@ def test_any_state_and_any_step():
 # ----------------------------------------------------------------------------------------------------------- bare loops
 
 
-def test_train_steps():
+def test_run_steps():
     stacked = (X[:48].reshape(6, 8, 6), Y[:48].reshape(6, 8, 3))
     state, infos = train_steps(STEP, ts.setup(RULE, init()), stacked)
     expected, seen = plainly(STEP, ts.setup(RULE, init()), data(shuffle=False), 6)
@@ -247,7 +248,7 @@ def _used():
     return state
 
 
-def test_train_epoch():
+def test_run_epoch():
     expected, rows = fit(STEP, ts.setup(RULE, init()), data(), epochs=2, log_every=1)
     used, state, losses = data(), ts.setup(RULE, init()), []
     for _ in range(2):
@@ -258,7 +259,7 @@ def test_train_epoch():
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [*x], ts.prefetch], ids=["batches", "list", "prefetch"])
-def test_train_epoch_reads_as_a_for_does(wrap):
+def test_run_epoch_reads_as_a_for_does(wrap):
     x, state = np.arange(8.0, dtype=np.float32).reshape(4, 2), {"w": jnp.zeros(())}
     step = lambda state, batch: (state, {"first": batch[0]})
 
@@ -550,9 +551,9 @@ def test_rates_are_of_one_stretch_and_leave_compiling_out():
 def test_a_compile_is_seen_by_a_step_that_shares_its_loop_with_an_equal_one(monkeypatch):
     other = lambda params, batch: loss_fn(params, batch)
     first, second, seen = ts.train_step(other), ts.train_step(other), []
-    real = _run.Fit.traces
+    real = fitting.Fit.traces
     count = lambda self: seen.append(real(self)) or seen[-1]
-    monkeypatch.setattr(_run.Fit, "traces", count)
+    monkeypatch.setattr(fitting.Fit, "traces", count)
     for step, rows in ((first, 8), (second, 4)):
         seen.clear()
         fit(step, ts.setup(RULE, init()), data() if rows == 8 else [(X[:4], Y[:4])] * 2, steps=2)
@@ -693,7 +694,7 @@ def test_ctrl_c_ends_after_the_step_under_way(monkeypatch):
     with pytest.raises(KeyboardInterrupt):  # together they are one
         fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
     assert ended == [4]
-    monkeypatch.setattr("tsunax._signals.TOGETHER", -1.0)
+    monkeypatch.setattr("tsunax._core.interrupts.TOGETHER", -1.0)
     with pytest.raises(KeyboardInterrupt) as caught:
         fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
     assert int(caught.value.state.step) == 4 and ended == [4]
@@ -787,7 +788,7 @@ FITS = {
     ),
     "logger of one": (dict(steps=2, logger=lambda row: 1), r"logger at fit\(\): .*, expected f\(row, step=...\)"),
     "profile": (dict(steps=2, profile=3), r"profile at fit\(\): got 3"),
-    "history": (dict(steps=2, history={}), r"history at fit\(\): got an empty dict, expected a ts.History"),
+    "history": (dict(steps=2, history={}), r"history at fit\(\): got an empty dict, expected a ts.loop.History"),
     "log_every": (dict(steps=2, log_every=0), r"log_every at fit\(\): got 0"),
     "per call": (dict(steps=2, steps_per_call="many"), r"steps_per_call at fit\(\): got 'many'"),
     "max_bad": (dict(steps=2, max_bad=True), r"max_bad at fit\(\): got True"),
@@ -864,8 +865,8 @@ ONE = X[:8], Y[:8]
     "make", [lambda: [ONE], lambda: (jax.tree.map(jnp.asarray, ONE),), short], ids=["NumPy", "JAX", "short"]
 )
 def test_a_call_goes_beyond_the_end_of_an_epoch(make, monkeypatch):
-    calls, call = [], _fused.Fused.__call__
-    monkeypatch.setattr(_fused.Fused, "__call__", lambda *args: calls.append(1) or call(*args))
+    calls, call = [], fused_loop.Fused.__call__
+    monkeypatch.setattr(fused_loop.Fused, "__call__", lambda *args: calls.append(1) or call(*args))
     used = make()
     per_epoch = len(used)
 
@@ -947,7 +948,7 @@ def test_a_new_state_begins_with_the_first_batch(make, kind):
     assert used.get_state() == {"epoch": 3, "position": 0}
     state, _ = fit(STEP, state, used, epochs=4)  # a trained one goes on
     assert_trees_equal(state, fit(STEP, ts.setup(RULE, init()), data(), epochs=4)[0])
-    *_, (state, _) = ts.iterate(STEP, ts.setup(RULE, init()), used, epochs=3, steps_per_call=2)
+    *_, (state, _) = ts.loop.iterate(STEP, ts.setup(RULE, init()), used, epochs=3, steps_per_call=2)
     assert_trees_equal(state, expected)
 
 
@@ -1011,7 +1012,7 @@ def test_the_place_of_the_data_after_a_run(kind):
     used.set_state({"epoch": 0, "position": 4})
     fit(STEP, ts.setup(RULE, init()), used, steps=3, smoke=True)
     assert used.get_state() == {"epoch": 0, "position": 4} and len(list(used)) == 3
-    it = ts.iterate(STEP, ts.setup(RULE, init()), used, steps=5)
+    it = ts.loop.iterate(STEP, ts.setup(RULE, init()), used, steps=5)
     assert [used.get_state()["position"] for _ in it] == [1, 2, 3, 4, 5]
 
 
@@ -1203,14 +1204,14 @@ def test_a_loader_may_refill_its_buffer(how):
 
     big, state = np.empty((256, 256), np.float32), jnp.zeros(())
     if how == "iterate":
-        *_, (state, _) = ts.iterate(step, state, refilled(), steps=8, steps_per_call=2)
+        *_, (state, _) = ts.loop.iterate(step, state, refilled(), steps=8, steps_per_call=2)
     elif how == "train_epoch":
-        state, _ = ts.train_epoch(step, state, refilled())
+        state, _ = ts.loop.run_epoch(step, state, refilled())
     elif how == "train_steps":
         two = np.empty((2, 256, 256), np.float32)
         for i in range(0, 8, 2):
             two[:] = np.array([i, i + 1])[:, None, None]
-            state, _ = ts.train_steps(step, state, two)
+            state, _ = ts.loop.run_steps(step, state, two)
     elif how == "mesh":
         mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         state = jax.device_put(state, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
@@ -1231,7 +1232,7 @@ def test_batches_of_a_list_may_shrink():
 def test_batches_of_another_device():
     there = [jax.device_put((X[:8], Y[:8]), jax.devices()[1])] * 3
     state, _ = fit(STEP, ts.to_device(ts.setup(RULE, init()), jax.devices()[2]), there, steps=3)
-    assert ts.device_of(state) == jax.devices()[2]
+    assert ts.devices.device_of(state) == jax.devices()[2]
 
 
 def test_resident_data_in_a_step_of_its_own():

@@ -16,7 +16,8 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax import _parity, rules
+from tsunax import rules
+from tsunax.rules import _flux
 
 # ---------------------------------------------------------------- Optimisers.jl in NumPy: (t, x, gradient) -> step back
 
@@ -433,7 +434,7 @@ EVERY_RULE_OF_OURS = pytest.mark.parametrize("name", OURS)
 
 
 def test_every_rule_of_ours_has_a_row():
-    assert list(OURS) == _parity.__all__ == [n for n in rules.__all__ if n.startswith("flux_")]
+    assert list(OURS) == _flux.__all__ == [n for n in rules.__all__ if n.startswith("flux_")]
 
 
 @EVERY_RULE_OF_OURS
@@ -446,7 +447,7 @@ def test_its_numbers_are_live(name):
 @EVERY_RULE_OF_OURS
 def test_it_is_plain_optax_inside(name):
     """The factory itself, in the loop that everybody writes, gives what the live rule gives."""
-    tx = getattr(_parity, name)(**OURS[name])
+    tx = getattr(_flux, name)(**OURS[name])
 
     def walk(carry, g):
         updates, opt_state = tx.update(g, carry[1], carry[0])

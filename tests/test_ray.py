@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import processes
-from tsunax import ray as ts_ray
+from tsunax.distributed import ray as ts_ray
 from tsunax.errors import MissingLibraryError, TsunaxError
 
 

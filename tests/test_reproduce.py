@@ -19,7 +19,7 @@ from tsunax.errors import DataError, DeviceError, HyperparameterError, StateErro
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    with ts.isolated_rng():
+    with ts.reproduce.isolated_rng():
         yield
 
 
@@ -28,21 +28,21 @@ def draws():
 
 
 def test_all_generators_start_from_the_seed():
-    key = ts.reproducible(3)
+    key = ts.reproduce.reproducible(3)
     first = draws()
     assert_trees_equal(key, jax.random.key(3))
-    ts.reproducible(3)
+    ts.reproduce.reproducible(3)
     assert draws() == first
-    ts.reproducible(2**40)
+    ts.reproduce.reproducible(2**40)
     high = draws()
-    ts.reproducible(2**41)
+    ts.reproduce.reproducible(2**41)
     assert len({first, high, draws()}) == 3
 
 
 def test_every_bit_of_a_seed_counts():
     """`jax.random.key` drops what is above 32 bits."""
     seeds = [7, 2**32 + 7, 2**33 + 7, 2**63 - 1, 2**32 - 1]
-    keys = [jax.random.key_data(ts.reproducible(seed)).tolist() for seed in seeds]
+    keys = [jax.random.key_data(ts.reproduce.reproducible(seed)).tolist() for seed in seeds]
     assert len(set(map(tuple, keys))) == len(seeds) and keys[0] == jax.random.key_data(jax.random.key(7)).tolist()
     state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}, key=seeds[1])
     assert jax.random.key_data(state.key).tolist() == keys[1]
@@ -55,24 +55,26 @@ def test_a_block_leaves_the_generators_alone():
     random.seed(1), np.random.seed(1)
     expected = draws()
     random.seed(1), np.random.seed(1)
-    with pytest.raises(KeyError), ts.isolated_rng(5):
+    with pytest.raises(KeyError), ts.reproduce.isolated_rng(5):
         inside = draws()
         raise KeyError
     assert draws() == expected != inside
-    with ts.isolated_rng(5):
+    with ts.reproduce.isolated_rng(5):
         assert draws() == inside
 
 
 def test_seeds_of_workers_differ():
-    found = {ts.worker_seed(s, e, p, w) for s in (0, 1) for e in range(20) for p in range(8) for w in range(8)}
+    found = {
+        ts.reproduce.worker_seed(s, e, p, w) for s in (0, 1) for e in range(20) for p in range(8) for w in range(8)
+    }
     assert len(found) == 2 * 20 * 8 * 8 and all(0 <= seed < 2**63 for seed in found)
-    assert ts.worker_seed(0) != ts.worker_seed(0, 0)
+    assert ts.reproduce.worker_seed(0) != ts.reproduce.worker_seed(0, 0)
 
 
 def test_a_fingerprint_is_of_every_bit():
     tree = {"w": jnp.array([1.0, 0.0]), "k": jax.random.key(1), "n": 3, "none": None, "s": "relu"}
     same = {**tree, "w": np.array([1.0, 0.0], np.float32)}
-    assert ts.fingerprint(tree) == ts.fingerprint(same)
+    assert ts.reproduce.fingerprint(tree) == ts.reproduce.fingerprint(same)
     others = [
         {**tree, "w": jnp.array([1.0, -0.0])},
         {**tree, "w": jnp.array([1.0, 0.0], jnp.bfloat16)},
@@ -82,9 +84,9 @@ def test_a_fingerprint_is_of_every_bit():
         {**tree, "s": "tanh"},
         {"v": tree["w"], **{k: v for k, v in tree.items() if k != "w"}},
     ]
-    assert len({ts.fingerprint(other) for other in [tree, *others]}) == len(others) + 1
+    assert len({ts.reproduce.fingerprint(other) for other in [tree, *others]}) == len(others) + 1
     with pytest.raises(StateError, match=r"leaf at tree\['w'\]: got a traced array"):
-        jax.eval_shape(lambda w: ts.fingerprint({"w": w}), tree["w"])
+        jax.eval_shape(lambda w: ts.reproduce.fingerprint({"w": w}), tree["w"])
 
 
 def test_a_step_is_checked():
@@ -93,10 +95,10 @@ def test_a_step_is_checked():
 
     state = ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(3)}, key=0)
     batches = [np.full((4, 3), i, np.float32) for i in range(4)]
-    found = ts.check_reproducible(ts.train_step(loss_fn), state, batches, times=3)
+    found = ts.reproduce.check_reproducible(ts.train_step(loss_fn), state, batches, times=3)
     for batch in batches:
         state, _ = ts.train_step(loss_fn)(state, batch)
-    assert found == ts.fingerprint(state)
+    assert found == ts.reproduce.fingerprint(state)
 
     calls = []
 
@@ -105,9 +107,9 @@ def test_a_step_is_checked():
         return {"w": state["w"] + 1e-3 * (len(calls) > 5), "b": state["b"]}, None
 
     with pytest.raises(HyperparameterError, match=r"times at check_reproducible\(\): got 1, expected an int ≥ 2"):
-        ts.check_reproducible(careless, {"w": jnp.ones(2)}, batches, times=1)
+        ts.reproduce.check_reproducible(careless, {"w": jnp.ones(2)}, batches, times=1)
     with pytest.raises(StateError, match=r"step at batch 2: got other bits in state\['w'\], expected the same"):
-        ts.check_reproducible(careless, {"w": jnp.ones(2), "b": jnp.zeros(1)}, batches)
+        ts.reproduce.check_reproducible(careless, {"w": jnp.ones(2), "b": jnp.zeros(1)}, batches)
 
 
 def test_a_check_of_nothing_is_none():
@@ -125,17 +127,17 @@ def test_a_check_of_nothing_is_none():
         ((step, gone, [1.0]), StateError, r"leaf at state\['w'\]: got a deleted array, .*what the step returned"),
     ):
         with pytest.raises(kind, match=text):
-            ts.check_reproducible(*args)
+            ts.reproduce.check_reproducible(*args)
     with pytest.raises(StateError, match=r"leaf at state\['w'\]: got a traced array.*outside of jit"):
-        jax.jit(lambda state: ts.check_reproducible(step, state, [1.0]))(state)
+        jax.jit(lambda state: ts.reproduce.check_reproducible(step, state, [1.0]))(state)
 
 
 @pytest.mark.parametrize("seed", [1.0, -1, None, 2**63, True, "0", np.zeros(2, np.uint32)])
 def test_seeds_that_are_none(seed):
     for call in (
-        ts.reproducible,
-        ts.worker_seed,
-        *([] if seed is None else [lambda s: ts.isolated_rng(s).__enter__()]),
+        ts.reproduce.reproducible,
+        ts.reproduce.worker_seed,
+        *([] if seed is None else [lambda s: ts.reproduce.isolated_rng(s).__enter__()]),
     ):
         with pytest.raises(WrongTypeError, match=r"seed at .*expected an int from 0 to 2\*\*63 - 1"):
             call(seed)
@@ -144,30 +146,30 @@ def test_seeds_that_are_none(seed):
 def test_flags_come_before_the_backend(monkeypatch):
     monkeypatch.setattr(reproduce.xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
-    ts.reproducible(0)
+    ts.reproduce.reproducible(0)
     flags = os.environ["XLA_FLAGS"].split()
     assert flags == ["--xla_dump_to=x", *reproduce._FLAGS]
-    ts.reproducible(0)
+    ts.reproduce.reproducible(0)
     assert os.environ["XLA_FLAGS"].split() == flags
     monkeypatch.setattr(reproduce.xla_bridge, "backends_are_initialized", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    ts.reproducible(0)  # they were set in time
+    ts.reproduce.reproducible(0)  # they were set in time
     monkeypatch.setenv("XLA_FLAGS", "")
     with pytest.raises(DeviceError, match="a GPU that has started without its flags, expected an earlier call"):
-        ts.reproducible(0)
+        ts.reproduce.reproducible(0)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
     with pytest.raises(DeviceError, match=r"XLA_FLAGS at reproducible.*=false, expected true"):
-        ts.reproducible(0)
+        ts.reproduce.reproducible(0)
 
 
 SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np, tsunax as ts
-key = ts.reproducible(5)
+key = ts.reproduce.reproducible(5)
 x = np.random.rand(64, 8).astype(np.float32)
 step = ts.train_step(lambda p, b, key: jnp.mean((jnp.tanh(b @ p["w"]) * jax.random.bernoulli(key, 0.8, (16, 4))) ** 2))
 state = ts.setup(ts.rules.adam(1e-2), {"w": jax.random.normal(key, (8, 4))}, key=key)
 state, history = ts.fit(step, state, ts.batches(x, 16, shuffle=True), epochs=3, progress=False)
-print(ts.fingerprint(state), ts.fingerprint(history["loss"]))
+print(ts.reproduce.fingerprint(state), ts.reproduce.fingerprint(history["loss"]))
 """
 
 

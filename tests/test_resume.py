@@ -17,11 +17,13 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax import _folder, averages, callbacks, distributed, loggers
-from tsunax._resume import code_text
-from tsunax.checkpoint import Best, Checkpoints
+from tsunax import averages, distributed
+from tsunax.checkpoints import _folder
+from tsunax.checkpoints.resume import code_text
+from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.errors import DataError, RowError, StateError
 from tsunax.precision import LossScale
+from tsunax.run import callbacks, loggers
 
 X = np.arange(64, dtype=np.float32).reshape(16, 4) / 64
 STEP = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1.0) ** 2))
@@ -360,7 +362,7 @@ def test_the_text_of_a_function_is_the_same_in_every_process():
     """No address, no order of a set, and no end of a search: what a loss closes over may be anything."""
     program = (
         "import jax, numpy as np\n"
-        "from tsunax._resume import code_text\n"
+        "from tsunax.checkpoints.resume import code_text\n"
         "class Odd:\n    pass\n"
         "big = {'x': [np.ones(3)] * 1000, 'odd': Odd()}\n"
         "big['self'] = big\n"

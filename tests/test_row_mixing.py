@@ -12,7 +12,7 @@ from flax import nnx
 
 import tsunax as ts
 from tests.helpers import assert_trees_close
-from tsunax._row_mixing import mixing
+from tsunax._step.row_mixing import mixing
 from tsunax.loss import as_loss
 
 N = 8

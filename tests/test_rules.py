@@ -17,9 +17,10 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax import _live, rules
-from tsunax._number import Number
+from tsunax import rules
 from tsunax.errors import RuleError, WrongTypeError
+from tsunax.rules import live_rules
+from tsunax.rules.numbers import Number
 
 pytestmark = pytest.mark.filterwarnings("ignore:.optimistic_adam. is deprecated:DeprecationWarning")
 
@@ -502,8 +503,8 @@ def test_states_and_updates_have_the_dtypes_of_plain_optax(row, kinds):
 
 def without_tables(tree):
     """The optax state in every live state."""
-    inner = lambda x: without_tables(x.inner) if _live.is_live(x) else x
-    return jax.tree.map(inner, tree, is_leaf=_live.is_live)
+    inner = lambda x: without_tables(x.inner) if live_rules.is_live(x) else x
+    return jax.tree.map(inner, tree, is_leaf=live_rules.is_live)
 
 
 @some("adam", "sgd")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax import _cost, _memory, search
 from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError
-from tsunax.range_test import find_learning_rate
-from tsunax.search import find_accumulation, find_batch_size
+from tsunax.insight import _cost, _memory, batch_size
+from tsunax.insight.batch_size import find_accumulation, find_batch_size
+from tsunax.insight.learning_rate import find_learning_rate
 
 MIB = 1 << 20
 X = jax.ShapeDtypeStruct((1, 512), jnp.float32)
@@ -330,7 +330,7 @@ def test_confirmation_goes_down_where_memory_ends(monkeypatch):
         if len(batch) > 16:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(search._Trials, "_run", run)
+    monkeypatch.setattr(batch_size._Trials, "_run", run)
     size, report = find_batch_size(step, state, jax.ShapeDtypeStruct((1, 8), jnp.float32), max_size=64, confirm=True)
     assert size == 16 and [(t.size, t.fits) for t in report.trials][-3:] == [(64, False), (32, False), (16, True)]
 

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
-from tsunax import _place, testing
+from tsunax import testing
+from tsunax._core import placement
 from tsunax.errors import DataError, DeviceError, LossError, PatternError, StateError, WrongTypeError
 
 ROWS, WIDTH, HIDDEN = 40, 32, 64
@@ -138,7 +139,7 @@ def test_a_share_of_the_bytes_on_each_device(n):
         for device in mesh.devices.flat:
             held = sum(s.data.nbytes for x in jax.tree.leaves(part) for s in x.addressable_shards if s.device == device)
             assert held <= whole / n + copies * small + 16
-    shown = ts.explain(state)
+    shown = ts.devices.describe_sharding(state)
     assert set(shown.bytes.values()) == {max(shown.bytes.values())} and len(shown.bytes) == n
     assert f"axis 1 over fsdp={n}" in repr(shown) and f"on each of {n}" in repr(shown)
 
@@ -330,8 +331,8 @@ def test_a_large_batch_is_copied_once(dtype):
     for home in (None, NamedSharding(mesh, P())):
         copies = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_place, "copied", lambda x, f=_place.copied, own=copies: own.append(f(x)) or own[-1])
-            placed = jax.block_until_ready(_place.put(x, home))
+            patch.setattr(placement, "copied", lambda x, f=placement.copied, own=copies: own.append(f(x)) or own[-1])
+            placed = jax.block_until_ready(placement.put(x, home))
         (own,) = copies
         where = range(own.ctypes.data, own.ctypes.data + own.nbytes)
         assert all(shard.data.unsafe_buffer_pointer() in where for shard in placed.addressable_shards)
@@ -346,7 +347,7 @@ def test_a_mask_that_is_given_counts_beside_padding():
     for mask in (None, (np.arange(rows) % 3 > 0).astype(np.float32)):
         extra = {} if mask is None else {"mask": mask}
         one, many = (
-            ts.train_steps(ts.train_step(loss_fn), state, data, **extra)[1]
+            ts.loop.run_steps(ts.train_step(loss_fn), state, data, **extra)[1]
             for state in (setup(), ts.shard(setup(), ts.mesh()))
         )
         np.testing.assert_allclose(many.loss, one.loss, rtol=1e-5)
@@ -406,7 +407,7 @@ def test_a_refresh_spreads_its_rows_too():
 
     state = ts.shard(setup(model_state={"mean": np.zeros(WIDTH, np.float32)}), ts.mesh())
     batch = batches_of(1)[0]
-    found = ts.refresh(loss)(state, batch).model_state["mean"]
+    found = ts.averages.update_batch_stats(loss)(state, batch).model_state["mean"]
     np.testing.assert_allclose(found, batch["x"].mean(0), rtol=1e-5, atol=1e-6)
 
 
@@ -428,7 +429,7 @@ def test_states_that_were_edited_compile_nothing(axes):
     assert pickle.dumps(state)
     before = state.params["down"]["kernel"].sharding
     for edit in (
-        ts.flush,
+        ts.rules.flush,
         copy.deepcopy,
         lambda s: s.replace(params=init(1)),
         lambda s: s.replace(params=jax.tree.map(lambda x: x * 1.0, s.params), key=3),
@@ -446,7 +447,7 @@ def test_a_refresh_leaves_everything_in_its_place():
     state = ts.shard(setup(model_state={"mean": np.zeros(WIDTH, np.float32)}), ts.mesh(data=1, fsdp=-1))
     step, batch = ts.train_step(loss), batches_of(1)[0]
     state, _ = step(state, batch)
-    state, _ = step(ts.refresh(loss)(state, batch), batch)
+    state, _ = step(ts.averages.update_batch_stats(loss)(state, batch), batch)
     (program,) = step.programs.values()
     assert program._cache_size() == 1
 
@@ -511,12 +512,12 @@ def test_things_that_are_no_mesh_or_state():
 
 
 def test_what_is_shown():
-    text = repr(ts.explain({"w": jnp.zeros((64, 64)), "host": np.zeros(3), "key": jax.random.key(0)}))
+    text = repr(ts.devices.describe_sharding({"w": jnp.zeros((64, 64)), "host": np.zeros(3), "key": jax.random.key(0)}))
     assert re.search(r"\['w'\]\s+float32\[64, 64\]\s+\S*cpu\S*\s+16.0 KiB", text, re.IGNORECASE), text
     assert "host" in text and text.endswith("in all, 16.0 KiB on each of 1")
     gone = jnp.zeros(3)
     gone.delete()
-    text = repr(ts.explain({"gone": gone, "host": np.zeros(3)}))
+    text = repr(ts.devices.describe_sharding({"gone": gone, "host": np.zeros(3)}))
     assert re.search(r"'gone'.*donated\n.*'host'.*host\n0 B in all", text), text
-    many = repr(ts.explain([jnp.zeros(2)] * 100))
+    many = repr(ts.devices.describe_sharding([jnp.zeros(2)] * 100))
     assert "... 64 more" in many and len(many.splitlines()) == 38

@@ -703,7 +703,7 @@ def test_update_gives_rules_the_keywords_that_they_read_from_extra():
 
 def test_a_step_is_no_loss_fn():
     step, evaluate = ts.train_step(loss_fn), ts.eval_step(loss_fn)
-    for make in (ts.train_step, ts.eval_step, ts.value_and_grad, ts.refresh):
+    for make in (ts.train_step, ts.eval_step, ts.value_and_grad, ts.averages.update_batch_stats):
         for given in (step, evaluate):
             with pytest.raises(WrongTypeError, match=r"^loss_fn at .*: got a (Train|Eval)Step.*step\.loss_fn"):
                 make(given)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
-from tsunax import sweep, testing
+from tsunax import populations, testing
 from tsunax.errors import DeviceError, HyperparameterError, StateError, WrongTypeError
 
 N, RATES = 4, np.logspace(-3, -1, 4)
@@ -76,7 +76,7 @@ def test_each_member_is_its_single_run(accumulate):
         one, expected = fit(make(KEYS[i], float(RATES[i])), step, evaluate=scores)
         for name in ("loss", "grad_norm", "learning_rate", "val/loss"):
             np.testing.assert_allclose(history[f"{name}/{i}"], expected[name], rtol=2e-4, err_msg=name)
-        taken = ts.member(runs, i - N)
+        taken = ts.populations.member(runs, i - N)
         assert_trees_close(taken.params, one.params, rtol=1e-3, atol=1e-5)
         assert_trees_equal(jax.random.key_data(taken.key), jax.random.key_data(one.key))
         assert int(taken.step) == int(one.step) == 18
@@ -111,7 +111,7 @@ def test_a_member_that_fails_fails_alone():
 def test_batches_of_their_own():
     step, runs = ts.train_step(loss_fn), ts.population(make, 2, key=0, rate=RATES[:2])
     batches = [(X[:8], Y[:8]), (X[8:16], Y[8:16])]
-    _, info = step(runs, ts.each(jax.tree.map(lambda *x: np.stack(x), *batches)))
+    _, info = step(runs, ts.populations.each(jax.tree.map(lambda *x: np.stack(x), *batches)))
     for i, batch in enumerate(batches):
         one = make(jax.random.split(jax.random.key(0), 2)[i], float(RATES[i]))
         np.testing.assert_allclose(info.loss[i], step(one, batch)[1].loss, rtol=1e-5)
@@ -119,7 +119,7 @@ def test_batches_of_their_own():
 
 def test_selected_members():
     runs = ts.population(make, N, rate=RATES)
-    found = ts.select(runs, [2, -2, 0])
+    found = ts.populations.select(runs, [2, -2, 0])
     assert_trees_equal(found.params["w"], np.asarray(runs.params["w"])[[2, 2, 0]])
     np.testing.assert_allclose(ts.hyperparams(found)["learning_rate"], RATES[[2, 2, 0]], rtol=1e-6)
     found, info = ts.train_step(loss_fn)(found, (X[:16], Y[:16]))
@@ -170,8 +170,8 @@ def test_a_run_of_a_population_goes_on():
 
 @pytest.mark.slow
 def test_a_run_goes_on_whose_members_have_stopped_and_will():
-    runs = sweep.stoppable(ts.population(make, N, key=0, rate=RATES), sweep.plateau(3, min_delta=0.004))
-    step = sweep.stopping(ts.train_step(loss_fn))
+    runs = populations.stoppable(ts.population(make, N, key=0, rate=RATES), populations.plateau(3, min_delta=0.004))
+    step = populations.stopping(ts.train_step(loss_fn))
     end, _ = ts.fit(step, runs, data(), steps=18, progress=False)
     ends = sorted(set(end.runs.calls.tolist()))
     assert ends[0] < 12 < ends[-1], ends  # one before the checkpoint, one after
@@ -184,21 +184,21 @@ def test_a_run_goes_on_whose_members_have_stopped_and_will():
 
 def alone(i, calls):
     """A member's own run of so many calls."""
-    step, state = ts.train_step(loss_fn), ts.member(ts.population(make, N, key=0, rate=RATES), i)
+    step, state = ts.train_step(loss_fn), ts.populations.member(ts.population(make, N, key=0, rate=RATES), i)
     for batch in itertools.islice(itertools.cycle(data()), calls):
         state, info = step(state, batch)
     return state, info
 
 
 def test_members_that_are_told_to_stop_stand_still():
-    mine, step = data(), sweep.stopping(ts.train_step(loss_fn))
-    runs = sweep.stoppable(ts.population(make, N, key=0, rate=RATES))
+    mine, step = data(), populations.stopping(ts.train_step(loss_fn))
+    runs = populations.stoppable(ts.population(make, N, key=0, rate=RATES))
     runs, first = ts.fit(step, runs, mine, steps=6, log_every=1, progress=False)
-    before = ts.member(runs.runs, 1)
+    before = ts.populations.member(runs.runs, 1)
     before = jax.tree.map(np.asarray, (before.clock, before.params, before.opt_state, before.average))
     runs = runs.stop([False, True, False, False])
     runs, history = ts.fit(step, runs, mine, steps=12, log_every=1, progress=False)
-    after = ts.member(runs.runs, 1)
+    after = ts.populations.member(runs.runs, 1)
     assert_trees_equal(
         jax.tree.leaves((after.clock, after.params, after.opt_state, after.average)), jax.tree.leaves(before)
     )
@@ -208,13 +208,15 @@ def test_members_that_are_told_to_stop_stand_still():
     whole, _ = ts.fit(
         ts.train_step(loss_fn), ts.population(make, N, key=0, rate=RATES), data(), steps=18, progress=False
     )
-    assert_trees_close(ts.member(runs.runs, 3).params, ts.member(whole, 3).params, rtol=1e-4, atol=1e-6)
+    assert_trees_close(
+        ts.populations.member(runs.runs, 3).params, ts.populations.member(whole, 3).params, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_a_member_stops_by_its_own_rule():
     """At the call where a plateau of its own loss, in NumPy, says so; all after it is as if there were no others."""
-    rule = sweep.plateau(3, min_delta=0.004)
-    runs = sweep.stoppable(ts.population(make, N, key=0, rate=RATES), rule)
+    rule = populations.plateau(3, min_delta=0.004)
+    runs = populations.stoppable(ts.population(make, N, key=0, rate=RATES), rule)
     plain, rows = ts.fit(
         ts.train_step(loss_fn), ts.population(make, N, key=0, rate=RATES), data(), steps=18, log_every=1, progress=False
     )
@@ -230,24 +232,29 @@ def test_a_member_stops_by_its_own_rule():
                 break
         wanted.append(calls)
     assert len(set(wanted)) > 1 and min(wanted) < 18 == max(wanted), wanted
-    runs, history = ts.fit(sweep.stopping(ts.train_step(loss_fn)), runs, data(), steps=18, log_every=1, progress=False)
+    runs, history = ts.fit(
+        populations.stopping(ts.train_step(loss_fn)), runs, data(), steps=18, log_every=1, progress=False
+    )
     assert runs.runs.calls.tolist() == wanted
     assert [int(history[f"running/{i}"].sum()) for i in range(N)] == wanted
     i = int(np.argmin(wanted))
-    assert_trees_close(ts.member(runs.runs, i).params, alone(i, wanted[i])[0].params, rtol=1e-3, atol=1e-5)
+    assert_trees_close(ts.populations.member(runs.runs, i).params, alone(i, wanted[i])[0].params, rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(
-        ts.member(runs.runs, N - 1).params["w"], ts.member(plain, N - 1).params["w"], rtol=1e-3, atol=1e-5
+        ts.populations.member(runs.runs, N - 1).params["w"],
+        ts.populations.member(plain, N - 1).params["w"],
+        rtol=1e-3,
+        atol=1e-5,
     )
 
 
 def test_a_rule_of_ones_own_and_one_that_fails():
     rule = lambda memory, state, info: (memory, state.rejected_in_a_row >= 2)
-    step = sweep.stopping(ts.train_step(lambda params, batch: jnp.mean(batch @ params["w"]) * params["s"]))
+    step = populations.stopping(ts.train_step(lambda params, batch: jnp.mean(batch @ params["w"]) * params["s"]))
 
     def with_scale(key, bad):
         return ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(8), "s": bad}, trainable="w")
 
-    runs = sweep.stoppable(ts.population(with_scale, 3, bad=np.array([1.0, np.nan, np.inf], np.float32)), rule)
+    runs = populations.stoppable(ts.population(with_scale, 3, bad=np.array([1.0, np.nan, np.inf], np.float32)), rule)
     for _ in range(5):
         runs, info = step(runs, X)
     assert runs.stopped.tolist() == [False, True, True] and runs.runs.rejected.tolist() == [0, 2, 2]
@@ -259,7 +266,7 @@ def test_groups_of_members_are_the_whole_population(at_once):
     """One group after the other, for the memory of one group: the same numbers up to rounding."""
     step = ts.train_step(masked, accumulate=2)
     cut = dataclasses.replace(step, at_once=at_once)
-    batches = ts.each(
+    batches = ts.populations.each(
         jax.tree.map(lambda *x: np.stack(x), *[(X[16 * i : 16 * i + 16], Y[16 * i : 16 * i + 16]) for i in range(N)])
     )
     expected, wanted = step(ts.population(make, N, key=0, rate=RATES), batches)
@@ -287,13 +294,14 @@ def test_population_based_training():
     runs, info = step(runs, (X[:16], Y[:16]))
     order, arange = np.argsort(info.loss), np.arange(N)
     is_worst = np.isin(arange, order[-2:])
-    chosen = ts.select(runs, np.where(is_worst, order[0], arange))
+    chosen = ts.populations.select(runs, np.where(is_worst, order[0], arange))
     for i in arange:
         source = order[0] if is_worst[i] else i
         assert_trees_equal(
-            jax.tree.leaves(ts.member(chosen, i).opt_state), jax.tree.leaves(ts.member(runs, source).opt_state)
+            jax.tree.leaves(ts.populations.member(chosen, i).opt_state),
+            jax.tree.leaves(ts.populations.member(runs, source).opt_state),
         )
-        assert_trees_equal(ts.member(chosen, i).params, ts.member(runs, source).params)
+        assert_trees_equal(ts.populations.member(chosen, i).params, ts.populations.member(runs, source).params)
     rates = np.where(is_worst, 0.5, 0.25).astype(np.float32)
     chosen = ts.adjust(chosen, learning_rate=rates)
     np.testing.assert_array_equal(ts.hyperparams(chosen)["learning_rate"], rates)
@@ -312,27 +320,27 @@ def test_population_based_training():
         (lambda runs: ts.population(make, 2, rate=np.array([0.1, -0.1])), HyperparameterError, r"learning_rate at .*got -0.1"),
         (lambda runs: ts.population(make, 2, lr=RATES[:2]), WrongTypeError, r"make at population\(\): got make\(key, rate, .*, expected make\(key, lr\)"),
         (lambda runs: ts.population(make, 2, rate=RATES[:2], key=None), WrongTypeError, r"key at population\(\): got None"),
-        *[(lambda runs, i=i: ts.member(runs, i), StateError, r"member at member\(\): got .*an index below 4") for i in (1.5, "a", None)],
-        (lambda runs: ts.select(runs, [[1], [1, 2]]), StateError, "indices at select"),
-        (lambda runs: ts.member(taken(runs), 0), StateError, "runs at member.*a population that a step took, expected what"),
-        (lambda runs: ts.train_step(masked)(runs, ts.each((X[None], Y[None]))), StateError, r"leaf at ts.each: got shape \(1, 83, 8\), expected a first axis of 4"),
-        (lambda runs: ts.train_step(masked)(ts.member(runs, 0), ts.each((X[None], Y[None]))), StateError, "leaf at ts.each: .*no each: the state is a single one"),
-        (lambda runs: sweep.stoppable(runs, sweep.plateau), WrongTypeError, "rule at stoppable"),
-        (lambda runs: sweep.plateau(3, decay=1.0), HyperparameterError, r"decay at plateau\(\): got 1.0"),
-        (lambda runs: sweep.plateau(3, min_delta=np.nan), HyperparameterError, r"min_delta at plateau\(\): got nan"),
-        (lambda runs: sweep.stoppable(runs).stop([0, 1, 2, 3]), StateError, "where at stop.*expected bools"),
-        (lambda runs: ts.member(runs, 4), StateError, "member at member.*an index below 4"),
-        (lambda runs: ts.member(runs, True), StateError, "member at member"),
-        (lambda runs: ts.member(make(KEYS[0], 0.1), 0), StateError, "runs at member.*a population"),
-        (lambda runs: ts.select(runs, [0, 4]), StateError, "indices at select.*0 ... 4.*below 4"),
-        (lambda runs: ts.select(runs, []), StateError, "indices at select"),
-        (lambda runs: ts.select(runs, 2), StateError, "indices at select"),
-        (lambda runs: sweep.stoppable(ts.member(runs, 0)), StateError, "runs at stoppable.*a population"),
-        (lambda runs: sweep.stoppable(runs, 3), WrongTypeError, "rule at stoppable"),
-        (lambda runs: sweep.plateau(0), HyperparameterError, "patience at plateau.*an int ≥ 1"),
-        (lambda runs: sweep.stopping(loss_fn), WrongTypeError, "step at stopping.*a train_step"),
-        (lambda runs: sweep.stopping(ts.train_step(loss_fn))(runs, X), WrongTypeError, "state at the step.*stoppable"),
-        (lambda runs: sweep.stoppable(runs).stop(True), StateError, "where at stop.*a bool for each of 4"),
+        *[(lambda runs, i=i: ts.populations.member(runs, i), StateError, r"member at member\(\): got .*an index below 4") for i in (1.5, "a", None)],
+        (lambda runs: ts.populations.select(runs, [[1], [1, 2]]), StateError, "indices at select"),
+        (lambda runs: ts.populations.member(taken(runs), 0), StateError, "runs at member.*a population that a step took, expected what"),
+        (lambda runs: ts.train_step(masked)(runs, ts.populations.each((X[None], Y[None]))), StateError, r"leaf at ts.populations.each: got shape \(1, 83, 8\), expected a first axis of 4"),
+        (lambda runs: ts.train_step(masked)(ts.populations.member(runs, 0), ts.populations.each((X[None], Y[None]))), StateError, "leaf at ts.populations.each: .*no each: the state is a single one"),
+        (lambda runs: populations.stoppable(runs, populations.plateau), WrongTypeError, "rule at stoppable"),
+        (lambda runs: populations.plateau(3, decay=1.0), HyperparameterError, r"decay at plateau\(\): got 1.0"),
+        (lambda runs: populations.plateau(3, min_delta=np.nan), HyperparameterError, r"min_delta at plateau\(\): got nan"),
+        (lambda runs: populations.stoppable(runs).stop([0, 1, 2, 3]), StateError, "where at stop.*expected bools"),
+        (lambda runs: ts.populations.member(runs, 4), StateError, "member at member.*an index below 4"),
+        (lambda runs: ts.populations.member(runs, True), StateError, "member at member"),
+        (lambda runs: ts.populations.member(make(KEYS[0], 0.1), 0), StateError, "runs at member.*a population"),
+        (lambda runs: ts.populations.select(runs, [0, 4]), StateError, "indices at select.*0 ... 4.*below 4"),
+        (lambda runs: ts.populations.select(runs, []), StateError, "indices at select"),
+        (lambda runs: ts.populations.select(runs, 2), StateError, "indices at select"),
+        (lambda runs: populations.stoppable(ts.populations.member(runs, 0)), StateError, "runs at stoppable.*a population"),
+        (lambda runs: populations.stoppable(runs, 3), WrongTypeError, "rule at stoppable"),
+        (lambda runs: populations.plateau(0), HyperparameterError, "patience at plateau.*an int ≥ 1"),
+        (lambda runs: populations.stopping(loss_fn), WrongTypeError, "step at stopping.*a train_step"),
+        (lambda runs: populations.stopping(ts.train_step(loss_fn))(runs, X), WrongTypeError, "state at the step.*stoppable"),
+        (lambda runs: populations.stoppable(runs).stop(True), StateError, "where at stop.*a bool for each of 4"),
         (lambda runs: ts.train_step(loss_fn, at_once=0), HyperparameterError, "at_once at train_step.*an int ≥ 1"),
     ],
 )  # fmt: skip

@@ -112,7 +112,7 @@ class Cursor(Own):
 
 
 @dataclasses.dataclass(frozen=True)
-class Restless(ts.TrainStep):
+class Restless(ts.program.TrainStep):
     """Moves what is frozen."""
 
     part: str = "params"
@@ -124,7 +124,7 @@ class Restless(ts.TrainStep):
 
 
 @dataclasses.dataclass(frozen=True)
-class Idle(ts.TrainStep):
+class Idle(ts.program.TrainStep):
     """Moves nothing."""
 
     def __call__(self, state, batch, **extra):
@@ -256,12 +256,12 @@ def test_what_cannot_be_checked(name):
 
 def test_the_state_stays_as_it_is():
     state = make(0)
-    before = ts.fingerprint(state)
+    before = ts.reproduce.fingerprint(state)
     testing.check_accumulation(STEP, make(), X)
     testing.check_sharding(STEP, state, X)
     testing.check_resume(STEP, state, data())
     testing.check_frozen(STEP, state, X, "head")
-    assert ts.fingerprint(state) == before
+    assert ts.reproduce.fingerprint(state) == before
 
 
 OWN = {"own": Own, "loader": Loader, "cursor": Cursor, "prefetched": lambda: ts.prefetch(Own())}

@@ -24,7 +24,8 @@ from flax.core import meta
 from flax.core.frozen_dict import freeze as frozen_dict
 from hypothesis import given, settings
 
-from tsunax import _checks, _norms, _tree, _where, errors
+from tsunax import errors
+from tsunax._core import checks, norms, patterns, trees
 from tsunax.errors import ParamsError, PatternError, StateError, WrongTypeError
 
 # jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
@@ -114,11 +115,11 @@ def tree(request):
 
 
 def paths(tree):
-    return [_tree.path_str(name) for name, _, _ in _tree.leaves_with_names(tree)]
+    return [trees.path_str(name) for name, _, _ in trees.leaves_with_names(tree)]
 
 
 def chosen(where, tree, **options):
-    flags = _where.select(where, tree, **options)
+    flags = patterns.select(where, tree, **options)
     return {path for path, flag in zip(paths(tree), flags, strict=True) if flag}
 
 
@@ -165,20 +166,20 @@ def flags_for(tree):
     ],
 )
 def test_what_is_a_leaf(x, array, inexact, dtype):
-    assert _tree.is_array(x) is array
-    assert _tree.is_inexact(x) is inexact
-    assert _tree.dtype_of(x) == dtype and (_tree.dtype_of(x) is None) == (dtype is None)
-    assert _tree.is_traced(x) is False
+    assert trees.is_array(x) is array
+    assert trees.is_inexact(x) is inexact
+    assert trees.dtype_of(x) == dtype and (trees.dtype_of(x) is None) == (dtype is None)
+    assert trees.is_traced(x) is False
 
 
 def test_a_random_key_is_an_array_but_not_inexact():
-    assert _tree.is_array(jax.random.key(0)) and not _tree.is_inexact(jax.random.key(0))
+    assert trees.is_array(jax.random.key(0)) and not trees.is_inexact(jax.random.key(0))
 
 
 @pytest.mark.parametrize("trace", [jax.jit, jax.vmap, jax.grad])
 def test_is_a_traced_value_recognised(trace):
     seen = []
-    trace(lambda x: seen.append((_tree.is_traced(x), _tree.is_array(x), _tree.is_inexact(x))) or x)(
+    trace(lambda x: seen.append((trees.is_traced(x), trees.is_array(x), trees.is_inexact(x))) or x)(
         jnp.ones(()) if trace is not jax.vmap else jnp.ones(2)
     )
     assert seen == [(True, True, True)]
@@ -199,15 +200,15 @@ def test_is_a_traced_value_recognised(trace):
     ],
 )
 def test_what_is_a_key_called(entry, name):
-    assert _tree.key_name(entry) == name
+    assert trees.key_name(entry) == name
 
 
 def test_how_are_paths_written():
     path = (jtu.DictKey("encoder"), jtu.SequenceKey(0), jtu.GetAttrKey("kernel"))
-    assert _tree.names(path) == ("encoder", "0", "kernel")
-    assert _tree.path_str(path) == _tree.path_str(("encoder", "0", "kernel")) == "encoder/0/kernel"
-    assert _tree.access_str("params", path) == "params['encoder'][0].kernel"
-    assert (_tree.path_str(()), _tree.show(()), _tree.access_str("params", ())) == (
+    assert trees.names(path) == ("encoder", "0", "kernel")
+    assert trees.path_str(path) == trees.path_str(("encoder", "0", "kernel")) == "encoder/0/kernel"
+    assert trees.access_str("params", path) == "params['encoder'][0].kernel"
+    assert (trees.path_str(()), trees.show(()), trees.access_str("params", ())) == (
         "",
         "<root>",
         "params",
@@ -215,7 +216,7 @@ def test_how_are_paths_written():
 
 
 def test_are_leaves_in_flatten_order_with_the_paths_of_jax(tree):
-    found = _tree.leaves_with_names(tree)
+    found = trees.leaves_with_names(tree)
     keyed = jtu.tree_flatten_with_path(tree)[0]
     assert [path for _, path, _ in found] == [path for path, _ in keyed]
     assert all(a is b for (_, _, a), (_, b) in zip(found, keyed, strict=True))
@@ -327,27 +328,27 @@ def test_what_does_each_form_of_where_select(where, expected):
 
 
 def test_a_selection_is_a_tuple_of_bools_and_the_same_under_compile_where():
-    flags = _where.select("**/bias", NET)
+    flags = patterns.select("**/bias", NET)
     assert isinstance(flags, tuple) and all(type(flag) is bool for flag in flags)
-    assert _where.compile_where("**/bias")(NET) == flags
-    assert all(type(f) is bool for f in _where.select(lambda p, x: np.bool_(True), NET))
+    assert patterns.compile_where("**/bias")(NET) == flags
+    assert all(type(f) is bool for f in patterns.select(lambda p, x: np.bool_(True), NET))
 
 
 def test_does_everything_select_every_leaf(tree):
-    assert all(_where.select("**", tree))
-    assert all(_where.select(lambda path, x: True, tree))
-    assert all(_where.select(jax.tree.map(lambda _: True, tree), tree))
+    assert all(patterns.select("**", tree))
+    assert all(patterns.select(lambda path, x: True, tree))
+    assert all(patterns.select(jax.tree.map(lambda _: True, tree), tree))
 
 
 def test_does_the_name_of_a_leaf_select_just_that_leaf(tree):
     for i, path in enumerate(paths(tree)):
-        flags = _where.select(path or "**", tree)
+        flags = patterns.select(path or "**", tree)
         assert [j for j, flag in enumerate(flags) if flag] == [i]
 
 
 def test_is_a_key_with_a_slash_one_component():
     tree = {"a/b": 1.0, "a": {"b": 2.0}}
-    both = _where.select(lambda p, x: p == "a/b", tree)
+    both = patterns.select(lambda p, x: p == "a/b", tree)
     assert both == (True, True)
     for pattern, expected in {
         "a/b": [2.0],
@@ -356,14 +357,14 @@ def test_is_a_key_with_a_slash_one_component():
         "a/*": [2.0],
         "**/a*": [1.0],
     }.items():
-        assert _tree.take(tree, _where.select(pattern, tree)) == expected, pattern
+        assert trees.take(tree, patterns.select(pattern, tree)) == expected, pattern
 
 
 def test_are_components_matched_with_case_and_in_full():
-    assert _where.select("Bias", {"Bias": 1.0, "bias": 2.0, "bias2": 3.0}) == (True, False, False)
-    assert _where.select("[[]w]", {"[w]": 1.0, "w": 2.0}) == (True, False)
-    assert _where.select("a.b+", {"a.b+": 1.0, "aXbb": 2.0}) == (True, False)
-    assert _where.select("*a", {"a\n": 1.0, "x\na": 2.0}) == (False, True)
+    assert patterns.select("Bias", {"Bias": 1.0, "bias": 2.0, "bias2": 3.0}) == (True, False, False)
+    assert patterns.select("[[]w]", {"[w]": 1.0, "w": 2.0}) == (True, False)
+    assert patterns.select("a.b+", {"a.b+": 1.0, "aXbb": 2.0}) == (True, False)
+    assert patterns.select("*a", {"a\n": 1.0, "x\na": 2.0}) == (False, True)
 
 
 COMPONENTS = st.sampled_from(["a", "b", "ab", "0", "a/b", "A", "b\n"])
@@ -383,7 +384,7 @@ def naive_match(parts, name):
 @settings(max_examples=400)
 @given(PATTERNS, st.lists(st.lists(COMPONENTS, max_size=6), min_size=1, max_size=6))
 def test_does_a_pattern_match_what_its_definition_says(parts, some_names):
-    glob = _where._glob("/".join(parts))
+    glob = patterns._glob("/".join(parts))
     for name in some_names:
         assert glob.matches(tuple(name)) == naive_match(parts, name), (parts, name)
 
@@ -414,13 +415,13 @@ def test_where_is_a_pattern_malformed(pattern, column, got):
     )
     for where in (pattern, ["**", pattern]):
         with pytest.raises(PatternError, match=re.escape(expected)):
-            _where.compile_where(where)
+            patterns.compile_where(where)
 
 
 @pytest.mark.parametrize("where", ["!**/bias", ["!a"], ("!a", "!**")])
 def test_are_exclusions_alone_refused(where):
     with pytest.raises(PatternError, match=r"where: got only exclusions .*Start with '\*\*'\."):
-        _where.select(where, NET)
+        patterns.select(where, NET)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +437,7 @@ def test_are_exclusions_alone_refused(where):
 def test_does_a_pattern_without_a_match_name_the_nearest_paths(where, quoted, near):
     text = rf"pattern {re.escape(quoted)}: got no match among 7 leaves, expected at least one\."
     with pytest.raises(PatternError, match=text) as error:
-        _where.select(where, NET, allow_empty=True)
+        patterns.select(where, NET, allow_empty=True)
     listed = str(error.value).partition("Nearest: ")[2]
     assert near in listed and len(listed.split(", ")) == 3
 
@@ -444,16 +445,16 @@ def test_does_a_pattern_without_a_match_name_the_nearest_paths(where, quoted, ne
 @pytest.mark.parametrize("where", [["**", "!**"], lambda path, x: False, jax.tree.map(lambda x: False, NET), []])
 def test_is_an_empty_selection_an_error_unless_allowed(where):
     with pytest.raises(PatternError, match=r"where: got .*, which selects nothing, expected at least one leaf\."):
-        _where.select(where, NET)
-    assert _where.select(where, NET, allow_empty=True) == (False,) * 7
+        patterns.select(where, NET)
+    assert patterns.select(where, NET, allow_empty=True) == (False,) * 7
 
 
 @pytest.mark.parametrize("empty", [{}, [], None, {"a": [None, {}]}])
 @pytest.mark.parametrize("where", ["**", "a/*", lambda path, x: True])
 def test_is_a_tree_without_leaves_an_error_unless_allowed(empty, where):
     with pytest.raises(ParamsError, match=r"no parameters at params: got \w+ without leaves"):
-        _where.select(where, empty)
-    assert _where.select(where, empty, allow_empty=True) == ()
+        patterns.select(where, empty)
+    assert patterns.select(where, empty, allow_empty=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -463,37 +464,37 @@ def test_is_a_tree_without_leaves_an_error_unless_allowed(empty, where):
 def test_must_a_predicate_return_a_bool(result, kind):
     text = f"result of the predicate at params['decoder']['bias']: got {kind}, expected True or False."
     with pytest.raises(PatternError, match=re.escape(text)):
-        _where.select(lambda path, x: result, NET)
+        patterns.select(lambda path, x: result, NET)
 
 
 def test_is_the_path_of_a_bare_array_empty_for_a_predicate():
-    assert _where.select(lambda path, x: path == "" and x is not None, leaf()) == (True,)
+    assert patterns.select(lambda path, x: path == "" and x is not None, leaf()) == (True,)
     with pytest.raises(PatternError, match=r"at params: got 1 \(int\)"):
-        _where.select(lambda path, x: 1, leaf())
+        patterns.select(lambda path, x: 1, leaf())
 
 
 def test_does_an_exception_of_the_predicate_come_through():
     with pytest.raises(ZeroDivisionError):
-        _where.select(lambda path, x: 1 / 0, NET)
+        patterns.select(lambda path, x: 1 / 0, NET)
 
 
 def test_may_a_mask_be_a_list_a_bare_bool_or_a_callable_module():
-    assert _where.select([True, False], [1.0, 2.0]) == (True, False)
-    assert _where.select(Pair(False, True), Pair(1.0, 2.0)) == (False, True)
+    assert patterns.select([True, False], [1.0, 2.0]) == (True, False)
+    assert patterns.select(Pair(False, True), Pair(1.0, 2.0)) == (False, True)
     with pytest.raises(PatternError, match=r"leaf of the bool tree at params\.w: got 'w' \(str\)"):
-        _where.select(Pair("w", "b"), Pair(1.0, 2.0))  # a tree, not a list of patterns
-    assert _where.select(True, leaf()) == _where.select(np.bool_(True), leaf()) == (True,)
+        patterns.select(Pair("w", "b"), Pair(1.0, 2.0))  # a tree, not a list of patterns
+    assert patterns.select(True, leaf()) == patterns.select(np.bool_(True), leaf()) == (True,)
     linear = equinox.nn.Linear(2, 2, key=jax.random.key(0))
     mask = jax.tree.map(lambda x: x.ndim > 1, linear)
-    assert callable(mask) and _where.select(mask, linear) == (True, False)
+    assert callable(mask) and patterns.select(mask, linear) == (True, False)
 
 
 def test_is_a_none_of_the_mask_aligned_with_a_none_of_the_tree():
-    assert _where.select({"a": True, "b": None}, {"a": 1.0, "b": None}) == (True,)
+    assert patterns.select({"a": True, "b": None}, {"a": 1.0, "b": None}) == (True,)
     with pytest.raises(PatternError, match=r"bool tree at params\['b'\]: got None, expected True or False\. Make it"):
-        _where.select({"a": True, "b": None}, {"a": 1.0, "b": 2.0})
+        patterns.select({"a": True, "b": None}, {"a": 1.0, "b": 2.0})
     with pytest.raises(PatternError, match=r"bool tree at params\['b'\]: got True \(bool\), expected None"):
-        _where.select({"a": True, "b": True}, {"a": 1.0, "b": None})
+        patterns.select({"a": True, "b": True}, {"a": 1.0, "b": None})
 
 
 @pytest.mark.parametrize(
@@ -513,14 +514,14 @@ def test_is_a_none_of_the_mask_aligned_with_a_none_of_the_tree():
 )
 def test_where_does_a_mask_differ_from_its_tree(mask, text):
     with pytest.raises(PatternError, match=re.escape(f"bool tree {text}")):
-        _where.select(mask, CONTAINERS["dict"]())
+        patterns.select(mask, CONTAINERS["dict"]())
 
 
 @pytest.mark.parametrize(("bad", "kind"), [(1, "1 (int)"), ("yes", "'yes' (str)"), (np.ones(()), "float64[]")])
 def test_are_leaves_of_a_mask_bools(bad, kind):
     text = f"leaf of the bool tree at params['b']['d']: got {kind}, expected True or False."
     with pytest.raises(PatternError, match=re.escape(text)):
-        _where.select({"a": True, "b": {"c": True, "d": bad}}, CONTAINERS["dict"]())
+        patterns.select({"a": True, "b": {"c": True, "d": bad}}, CONTAINERS["dict"]())
 
 
 @pytest.mark.parametrize(
@@ -540,13 +541,13 @@ def test_is_anything_else_refused_with_the_four_forms(where, kind):
     forms = "('encoder/**'), a list of patterns, a predicate f(path, leaf) or a bool tree."
     text = rf"where: got .*\({kind}\), expected a pattern {re.escape(forms)}"
     with pytest.raises(WrongTypeError, match=text):
-        _where.compile_where(where)
+        patterns.compile_where(where)
 
 
 def test_can_flags_be_selected_under_tracing():
-    assert jax.jit(lambda t: _tree.partition(t, _where.select("**/bias", t))[0])(NET)["scale"] is None
+    assert jax.jit(lambda t: trees.partition(t, patterns.select("**/bias", t))[0])(NET)["scale"] is None
     shapes = jax.eval_shape(lambda: NET)
-    assert _where.select(["**", "!scale"], shapes) == _where.select(["**", "!scale"], NET)
+    assert patterns.select(["**", "!scale"], shapes) == patterns.select(["**", "!scale"], NET)
 
 
 # Near names
@@ -554,14 +555,14 @@ def test_can_flags_be_selected_under_tracing():
 
 def test_which_names_are_nearest():
     known = ["encoder/0/kernel", "encoder/0/bias", "decoder/kernel", "scale"]
-    assert _where.nearest("**/kernal", known)[:2] == ["decoder/kernel", "encoder/0/kernel"]
-    assert _where.nearest("scal", known, 1) == ["scale"]
-    assert _where.nearest("anything", known, 9) and _where.nearest("anything", []) == []
+    assert patterns.nearest("**/kernal", known)[:2] == ["decoder/kernel", "encoder/0/kernel"]
+    assert patterns.nearest("scal", known, 1) == ["scale"]
+    assert patterns.nearest("anything", known, 9) and patterns.nearest("anything", []) == []
 
 
 def test_what_is_said_of_an_unknown_name():
     known = ["learning_rate", "b1", "b2"]
-    said = lambda *args: _where.unknown("number", "adam()", *args)
+    said = lambda *args: patterns.unknown("number", "adam()", *args)
     text = "number at adam(): got {!r}, expected one of learning_rate, b1, b2."
     for near in ("learning_rat", "lr"):
         assert said(near, known) == text.format(near) + " Did you mean 'learning_rate'?"
@@ -575,39 +576,39 @@ def test_what_is_said_of_an_unknown_name():
 
 def test_does_merge_undo_partition(tree):
     for flags in flags_for(tree):
-        selected, rest = _tree.partition(tree, flags)
-        assert is_same(_tree.merge(selected, rest), tree)
-        assert is_same(_tree.merge(rest, selected), tree)
+        selected, rest = trees.partition(tree, flags)
+        assert is_same(trees.merge(selected, rest), tree)
+        assert is_same(trees.merge(rest, selected), tree)
         assert len(jax.tree.leaves(selected)) == sum(flags)
         assert len(jax.tree.leaves(rest)) == len(flags) - sum(flags)
 
 
 def test_does_take_give_the_selected_leaves(tree):
     for flags in flags_for(tree):
-        taken = _tree.take(tree, flags)
-        selected, _ = _tree.partition(tree, flags)
+        taken = trees.take(tree, flags)
+        selected, _ = trees.partition(tree, flags)
         assert all(a is b for a, b in zip(taken, jax.tree.leaves(selected), strict=True))
 
 
 def test_can_a_jitted_step_change_the_selected_part_only():
     params = {"a": jnp.ones(2), "b": None, "c": [jnp.ones(3), "a string"]}
-    selected, rest = _tree.partition(params, _where.select("a", params))
+    selected, rest = trees.partition(params, patterns.select("a", params))
     stepped = jax.jit(lambda part: jax.tree.map(lambda x: x + 1, part))(selected)
-    whole = _tree.merge(stepped, rest)
+    whole = trees.merge(stepped, rest)
     np.testing.assert_array_equal(whole["a"], [2, 2])
     assert whole["b"] is None and whole["c"][0] is params["c"][0] and whole["c"][1] == "a string"
 
 
 def test_can_the_parts_be_merged_inside_jit_and_grad(tree):
-    flags = [_tree.is_inexact(x) and i % 2 == 0 for i, x in enumerate(jax.tree.leaves(tree))]
-    selected, rest = _tree.partition(tree, flags)
+    flags = [trees.is_inexact(x) and i % 2 == 0 for i, x in enumerate(jax.tree.leaves(tree))]
+    selected, rest = trees.partition(tree, flags)
 
     def total(part):
-        leaves = jax.tree.leaves(_tree.merge(part, rest))
-        return sum(jnp.sum(x.astype(jnp.float32)) for x in map(jnp.asarray, filter(_tree.is_inexact, leaves)))
+        leaves = jax.tree.leaves(trees.merge(part, rest))
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in map(jnp.asarray, filter(trees.is_inexact, leaves)))
 
     grads = jax.jit(jax.grad(total))(selected)
-    assert _tree.first_difference(grads, selected) is None
+    assert trees.first_difference(grads, selected) is None
     assert all(np.all(np.asarray(g) == 1) for g in jax.tree.leaves(grads))
 
 
@@ -630,16 +631,16 @@ NODES = st.recursive(
 def test_are_partition_and_merge_inverse_on_any_tree(tree, data):
     n = len(jax.tree.leaves(tree))
     flags = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
-    selected, rest = _tree.partition(tree, flags)
-    assert is_same(_tree.merge(selected, rest), tree)
+    selected, rest = trees.partition(tree, flags)
+    assert is_same(trees.merge(selected, rest), tree)
 
 
 def test_are_parts_that_do_not_belong_together_refused():
     with pytest.raises(StateError, match="parts of two different trees at b: got nothing, expected a leaf"):
-        _tree.merge({"a": 1.0}, {"a": None, "b": 1.0})
+        trees.merge({"a": 1.0}, {"a": None, "b": 1.0})
     with pytest.raises(StateError, match="parts of a tree: got a leaf that both have, expected no overlap"):
-        _tree.merge({"a": 1.0}, {"a": 2.0})
-    for wrong in (_tree.take, _tree.partition):
+        trees.merge({"a": 1.0}, {"a": 2.0})
+    for wrong in (trees.take, trees.partition):
         with pytest.raises(ValueError, match="zip"):
             wrong([1.0, 2.0], (True,))
 
@@ -648,8 +649,8 @@ def test_are_parts_that_do_not_belong_together_refused():
 
 
 def test_is_a_tree_different_from_itself(tree):
-    assert _tree.first_difference(tree, tree) is None
-    assert _tree.first_difference(jax.tree.map(lambda _: 0, tree), tree) is None
+    assert trees.first_difference(tree, tree) is None
+    assert trees.first_difference(jax.tree.map(lambda _: 0, tree), tree) is None
 
 
 @pytest.mark.parametrize(
@@ -670,16 +671,16 @@ def test_is_a_tree_different_from_itself(tree):
     ],
 )  # fmt: skip
 def test_where_do_two_trees_differ_first(got, expected, text):
-    found = _tree.first_difference(got, expected)
+    found = trees.first_difference(got, expected)
     assert found is not None and text in found
-    assert _tree.first_difference(expected, got) is not None
+    assert trees.first_difference(expected, got) is not None
 
 
 @settings(max_examples=200)
 @given(NODES, NODES)
 def test_is_a_difference_found_if_and_only_if_there_is_one(a, b):
     same = jax.tree.structure(a) == jax.tree.structure(b)
-    assert (_tree.first_difference(a, b) is None) == same
+    assert (trees.first_difference(a, b) is None) == same
 
 
 # Checks
@@ -687,14 +688,14 @@ def test_is_a_difference_found_if_and_only_if_there_is_one(a, b):
 
 def good(tree):
     """Whatever of a container can be trained."""
-    return tuple(_tree.is_inexact(x) for x in jax.tree.leaves(tree))
+    return tuple(trees.is_inexact(x) for x in jax.tree.leaves(tree))
 
 
 def test_are_good_parameters_let_through(tree):
     tree = jax.tree.map(lambda x: np.float32(x) if isinstance(x, np.ndarray) else x, tree)
-    _checks.check_keys(tree)
-    _checks.check_params(tree, good(tree))
-    _checks.check_aliases(tree, good(tree))
+    checks.check_keys(tree)
+    checks.check_params(tree, good(tree))
+    checks.check_aliases(tree, good(tree))
 
 
 FAULTS = {
@@ -727,15 +728,15 @@ def test_is_a_leaf_that_cannot_be_trained_named(fault):
     text, bad = FAULTS[fault]
     params = {"a": [leaf(), {"w": bad}]}
     with pytest.raises(ParamsError, match=re.escape(text.format("params['a'][1]['w']"))) as error:
-        _checks.check_params(params, every(params))
+        checks.check_params(params, every(params))
     assert isinstance(error.value, ValueError) and isinstance(error.value, errors.TsunaxError)
     with pytest.raises(ParamsError, match=re.escape(text.format("teacher"))):
-        _checks.check_params(bad, (True,), root="teacher")
+        checks.check_params(bad, (True,), root="teacher")
     if isinstance(bad, (jax.Array, int, float)) or np.asarray(bad).dtype.kind in "fcub":
-        _checks.check_params(params, (True, False))  # unselected leaves may be any numbers
+        checks.check_params(params, (True, False))  # unselected leaves may be any numbers
     else:  # but no program takes these as arguments
         with pytest.raises(ParamsError, match=re.escape(text.format("params['a'][1]['w']"))):
-            _checks.check_params(params, (True, False))
+            checks.check_params(params, (True, False))
 
 
 @pytest.mark.parametrize("fault", ["int", "bool", "str", "object"])
@@ -744,19 +745,19 @@ def test_is_it_said_where_else_such_a_leaf_can_live(fault):
     if fault in ("str", "object"):
         text = "Keep it outside of params; for equinox, params, rest = eqx.partition(model, eqx.is_array)."
     with pytest.raises(ParamsError, match=re.escape(text)):
-        _checks.check_params({"a": [bad]}, (True,))
-    assert _where.select(["**", "!a/0"], {"a": [bad, 1.0]}) == (False, True)
+        checks.check_params({"a": [bad]}, (True,))
+    assert patterns.select(["**", "!a/0"], {"a": [bad, 1.0]}) == (False, True)
 
 
 def test_is_float64_fine_with_x64():
     with enable_x64(True):
-        _checks.check_params([np.ones(2), np.ones(2, complex), 1.0], (True,) * 3)
+        checks.check_params([np.ones(2), np.ones(2, complex), 1.0], (True,) * 3)
 
 
 @pytest.mark.parametrize("empty", [{}, [], None, {"a": None}])
 def test_are_no_parameters_an_error(empty):
     with pytest.raises(ParamsError, match=r"no parameters at params: got \w+ without leaves, expected at least one"):
-        _checks.check_params(empty, ())
+        checks.check_params(empty, ())
 
 
 @pytest.mark.parametrize(
@@ -773,17 +774,17 @@ def test_are_no_parameters_an_error(empty):
 def test_are_names_that_collide_shown_both(params, text):
     for flags in ((True, True), (True, False), (False, True)):
         with pytest.raises(ParamsError, match="names that collide at " + re.escape(text)):
-            _checks.check_params(params, flags)
-    _checks.check_params({**params, "z": 1.0}, (False, False, True))
+            checks.check_params(params, flags)
+    checks.check_params({**params, "z": 1.0}, (False, False, True))
 
 
 def test_are_values_looked_at_only_where_there_are_some():
     bad = {"w": jnp.full(2, jnp.nan)}
-    jax.jit(lambda p: _checks.check_params(p, (True,)) or p)(bad)
-    jax.vmap(lambda p: _checks.check_params(p, (True,)) or p)(bad)
-    _checks.check_params(jax.eval_shape(lambda: bad), (True,))
+    jax.jit(lambda p: checks.check_params(p, (True,)) or p)(bad)
+    jax.vmap(lambda p: checks.check_params(p, (True,)) or p)(bad)
+    checks.check_params(jax.eval_shape(lambda: bad), (True,))
     with pytest.raises(ParamsError, match="dtype int32"):
-        jax.eval_shape(lambda p: _checks.check_params(p, (True,)), jnp.arange(2))
+        jax.eval_shape(lambda p: checks.check_params(p, (True,)), jnp.arange(2))
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -796,20 +797,20 @@ def test_is_a_nan_found_in_arrays_that_are_spread_over_devices(traced):
         "b": jax.device_put(jnp.ones(4).at[1].set(jnp.inf), two),
         "c": jax.device_put(jnp.ones(16), spread),
     }
-    check = lambda _: _checks.check_params(params, (True,) * 3)
+    check = lambda _: checks.check_params(params, (True,) * 3)
     with pytest.raises(ParamsError, match=r"NaN or inf at params\['b'\]: got 1 of 4 not finite"):
         jax.eval_shape(check, 0) if traced else check(0)
-    _checks.check_params(params, (True, False, True))
+    checks.check_params(params, (True, False, True))
 
 
 def test_can_a_checked_leaf_still_be_donated():
     x = jnp.ones(1000)
     where = x.unsafe_buffer_pointer()
-    _checks.check_params([x], (True,))
+    checks.check_params([x], (True,))
     y = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
     assert y.unsafe_buffer_pointer() == where and x.is_deleted()
     with pytest.raises(ParamsError, match=r"leaf without a buffer at params\[0\]: got a deleted array"):
-        _checks.check_params([x], (True,))
+        checks.check_params([x], (True,))
 
 
 @pytest.mark.parametrize(
@@ -833,7 +834,7 @@ def test_can_a_checked_leaf_still_be_donated():
 )
 def test_where_are_dict_keys_that_do_not_sort(params, text):
     with pytest.raises(ParamsError, match=re.escape(text)):
-        _checks.check_keys(params)
+        checks.check_keys(params)
 
 
 def test_are_shared_arrays_shown_with_both_paths():
@@ -846,8 +847,8 @@ def test_are_shared_arrays_shown_with_both_paths():
     ):
         text = "leaves at params['embed'] and params['head'][1]: got one array for both, expected an"
         with pytest.raises(ParamsError, match=re.escape(text)):
-            _checks.check_aliases(params, flags)
-    _checks.check_aliases(params, (False, True, False, True, True))
+            checks.check_aliases(params, flags)
+    checks.check_aliases(params, (False, True, False, True, True))
 
 
 # Norms
@@ -865,11 +866,11 @@ def random_tree(seed=0):
 @pytest.mark.parametrize("factor", [np.float32(1), np.complex64(1 + 2j)], ids=["real", "complex"])
 def test_does_the_norm_have_the_bits_of_optax(run, factor):
     """Leaf by leaf its bits; with small leaves as one vector another order of the same sum."""
-    ours, theirs = run(_norms.global_norm), run(optax.tree.norm)
-    apart = run(lambda tree: _norms.global_norm(tree))  # a program of its own
+    ours, theirs = run(norms.global_norm), run(optax.tree.norm)
+    apart = run(lambda tree: norms.global_norm(tree))  # a program of its own
     for seed in range(8):
         tree = [jnp.asarray(x * factor) for x in random_tree(seed)]
-        with _norms.leaves_apart(True):
+        with norms.leaves_apart(True):
             norm = apart(tree)
         assert norm.dtype == jnp.float32 and norm.shape == ()
         assert np.asarray(norm).tobytes() == np.asarray(theirs(tree)).tobytes()
@@ -877,10 +878,10 @@ def test_does_the_norm_have_the_bits_of_optax(run, factor):
 
 
 def test_the_norm_of_small_leaves_is_one_reduction():
-    tree = [jnp.ones(n) for n in (3, 5, _norms.SMALL, _norms.SMALL + 1, 2)]
-    count = lambda: str(jax.make_jaxpr(lambda tree: _norms.global_norm(tree))(tree)).count("reduce_sum")
+    tree = [jnp.ones(n) for n in (3, 5, norms.SMALL, norms.SMALL + 1, 2)]
+    count = lambda: str(jax.make_jaxpr(lambda tree: norms.global_norm(tree))(tree)).count("reduce_sum")
     assert count() == 2
-    with _norms.leaves_apart(True):
+    with norms.leaves_apart(True):
         assert count() == 5
 
 
@@ -888,7 +889,7 @@ def test_the_norm_of_small_leaves_is_one_reduction():
 def test_is_the_norm_of_a_narrow_tree_computed_in_float32(dtype):
     tree = [jnp.asarray(x).astype(dtype) for x in [*random_tree(), np.full(10, 1000.0)]]
     expected = np.sqrt(sum(np.sum(np.float64(np.asarray(x, np.float32)) ** 2) for x in tree))
-    ours = _norms.global_norm(tree)  # squares of 1000 are beyond float16
+    ours = norms.global_norm(tree)  # squares of 1000 are beyond float16
     assert ours.dtype == jnp.float32
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
@@ -902,13 +903,13 @@ def test_what_is_the_norm_of_mixed_and_of_empty_trees():
             2.0,
             np.float16(0),
         ]
-        np.testing.assert_allclose(_norms.global_norm(mixed), 4.0)
-        assert _norms.global_norm({"a": None}) == 0 and _norms.global_norm({}).dtype == jnp.float32
-        assert [float(x) for x in _tree.square_sums(mixed)] == [4, 4, 4, 4, 0]
+        np.testing.assert_allclose(norms.global_norm(mixed), 4.0)
+        assert norms.global_norm({"a": None}) == 0 and norms.global_norm({}).dtype == jnp.float32
+        assert [float(x) for x in trees.square_sums(mixed)] == [4, 4, 4, 4, 0]
         with enable_x64(True):
-            assert _norms.global_norm([jnp.ones(2), jnp.ones(2, jnp.float64)]).dtype == jnp.float64
-            assert _norms.global_norm([jnp.ones(2, jnp.float32)]).dtype == jnp.float32
-            assert [x.dtype for x in _tree.square_sums([np.ones(1), np.float32(1)])] == [
+            assert norms.global_norm([jnp.ones(2), jnp.ones(2, jnp.float64)]).dtype == jnp.float64
+            assert norms.global_norm([jnp.ones(2, jnp.float32)]).dtype == jnp.float32
+            assert [x.dtype for x in trees.square_sums([np.ones(1), np.float32(1)])] == [
                 "float64",
                 "float32",
             ]
@@ -974,7 +975,7 @@ OWNERS = {
 @pytest.mark.parametrize("case", OWNERS)
 def test_whose_parameter_is_each_leaf_of_the_state(case):
     rule, params, expected = OWNERS[case]
-    shapes, found_paths, found = _tree.owners(rule.init, params)
+    shapes, found_paths, found = trees.owners(rule.init, params)
     assert found == expected
     plain = jax.eval_shape(rule.init, params)
     assert jax.tree.structure(shapes) == jax.tree.structure(plain)
@@ -982,32 +983,32 @@ def test_whose_parameter_is_each_leaf_of_the_state(case):
 
 
 def test_do_owners_know_the_parameters_of_every_container(tree):
-    tree, _ = _tree.partition(tree, good(tree))
+    tree, _ = trees.partition(tree, good(tree))
     n = len(jax.tree.leaves(tree))
-    assert _tree.owners(optax.adam(1e-3).init, tree)[2] == [None, *range(n), *range(n)]
+    assert trees.owners(optax.adam(1e-3).init, tree)[2] == [None, *range(n), *range(n)]
 
 
 def test_do_owners_work_under_jit_and_inside_each_other():
     seen = []
 
     def init(params):
-        seen.append(_tree.owners(FACTORED.init, params)[2])
+        seen.append(trees.owners(FACTORED.init, params)[2])
         return optax.sgd(1e-3, 0.9).init(params)
 
-    jax.jit(lambda p: _tree.owners(init, p) and p)(SAME)
+    jax.jit(lambda p: trees.owners(init, p) and p)(SAME)
     assert len(seen) == 2 and seen[0] == seen[1] == [None, 0, 1, 0, 1, 0, 1]
-    assert _tree.owners(init, SAME)[2] == [0, 1]
+    assert trees.owners(init, SAME)[2] == [0, 1]
 
 
 def test_do_our_own_patterns_work_in_an_init_under_marks():
     mask = {"w": True, "bias": False}
     for where in ("w", ["**", "!bias"], lambda path, x: path == "w", mask):
-        assert _where.select(where, _tree._mark(BIAS)) == _where.select(where, BIAS) == (False, True)
-    assert paths(_tree._mark(BIAS)) == paths(BIAS)
-    assert _tree.first_difference(mask, _tree._mark(BIAS)) is None
-    assert _tree.first_difference(_tree._mark(BIAS), {"w": 1.0}) == "at bias: got float32[3], expected nothing"
-    marked_path = _tree.leaves_with_names(_tree._mark(BIAS))[0][1]
-    assert _tree.access_str("params", marked_path) == "params['bias']"
+        assert patterns.select(where, trees._mark(BIAS)) == patterns.select(where, BIAS) == (False, True)
+    assert paths(trees._mark(BIAS)) == paths(BIAS)
+    assert trees.first_difference(mask, trees._mark(BIAS)) is None
+    assert trees.first_difference(trees._mark(BIAS), {"w": 1.0}) == "at bias: got float32[3], expected nothing"
+    marked_path = trees.leaves_with_names(trees._mark(BIAS))[0][1]
+    assert trees.access_str("params", marked_path) == "params['bias']"
 
 
 def by_hand(params):
@@ -1027,18 +1028,18 @@ def failing(params):
 @pytest.mark.parametrize(("init", "expected"), [(by_hand, [0, 1, N]), (deeper, [0, 1]), (failing, [N, N])])
 def test_is_the_end_of_the_path_asked_where_marks_do_not_work(init, expected):
     # BIAS in order: bias, w; `by_hand` in order: m/bias, m/w, n; the last one has other shapes
-    assert _tree.owners(init, BIAS)[2] == expected
+    assert trees.owners(init, BIAS)[2] == expected
 
 
 def test_is_the_longest_end_of_the_path_taken():
     params = {"w": leaf(), "a": {"w": leaf()}}
     init = lambda p: {"m": {"a": {"w": p["a"]["w"] * 0}, "w": p["w"] * 0}}
-    assert _tree.owners(init, params)[2] == [0, 1]
+    assert trees.owners(init, params)[2] == [0, 1]
 
 
 def test_does_a_failing_init_fail_with_its_own_error():
     with pytest.raises(KeyError, match="missing"):
-        _tree.owners(lambda p: p["missing"], SAME)
+        trees.owners(lambda p: p["missing"], SAME)
 
 
 # Errors
@@ -1078,7 +1079,7 @@ def test_does_a_non_finite_error_carry_state_and_info():
 
 def test_does_the_import_touch_no_device_and_no_flax():
     code = (
-        "import sys, tsunax._tree\n"
+        "import sys, tsunax._core.trees\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge.backends_are_initialized()\n"
         "assert 'flax' not in sys.modules, 'flax was imported'\n"

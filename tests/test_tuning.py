@@ -23,7 +23,7 @@ import pytest
 
 import tsunax as ts
 from tests.helpers import need
-from tsunax import _journal, spaces, tuning
+from tsunax import tuning
 from tsunax.errors import (
     CheckpointError,
     HyperparameterError,
@@ -33,6 +33,7 @@ from tsunax.errors import (
     TsunaxError,
     WrongTypeError,
 )
+from tsunax.tuning import _journal, spaces
 
 ROOT = Path(__file__).resolve().parents[1]
 SPACE = {

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tsunax as ts
-from tsunax._words import bits_of, parts_of, words_of
+from tsunax._core.stable_text import bits_of, parts_of, words_of
 
 
 @dataclasses.dataclass

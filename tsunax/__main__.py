@@ -60,7 +60,7 @@ def devices() -> str:
     """A line for each device, with its kind, memory and driver."""
     lines = []
     for device in jax.devices():
-        info = ts.device_info(device)
+        info = ts.devices.device_info(device)
         memory = [] if info.memory_total is None else [f"{info.memory_total / 2**30:.1f} GiB"]
         parts = dict.fromkeys([device.device_kind, info.kind, *memory, *info.version.splitlines()[:1]])
         lines.append(f"device {device}: {', '.join(parts)}")
@@ -84,7 +84,7 @@ def report() -> Iterator[str]:
     yield "extras: " + (", ".join(f"{name} {found[name]}" for name in EXTRAS if found[name] != "-") or "none")
     if settings := [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]:
         yield "settings: " + ", ".join(settings)
-    yield tried("preference", lambda: f"preferred device: {ts.preferred() or 'none'}")
+    yield tried("preference", lambda: f"preferred device: {ts.devices.preferred() or 'none'}")
     yield from tried("devices", devices).splitlines()
     yield tried("self-check", lambda: f"self-check {self_check()}")
 

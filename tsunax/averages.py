@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _checks, _tree
+from tsunax._core import checks, trees
 from tsunax.errors import HyperparameterError, WrongTypeError, message
 
 
@@ -58,8 +59,8 @@ class Average:
 
 
 def _average(where: str, start, every, *, rate: Any = 0.0, uniform: bool = False, warmup: bool = False) -> Average:
-    _checks.check_count(start, where, "start", 0)
-    _checks.check_count(every, where, "every")
+    checks.check_count(start, where, "start", 0)
+    checks.check_count(every, where, "every")
     return Average(None, 0, rate, uniform, warmup, int(start), int(every))
 
 
@@ -75,12 +76,12 @@ def ema(decay: Any = 0.999, *, warmup: bool = False, start: int = 0, every: int 
     >>> state.params["w"], ts.averaged(state).params["w"]
     (Array([1., 1.], dtype=float32), Array([0.1, 0.1], dtype=float32))
     """
-    if not _checks.is_real(decay) or np.ndim(decay):
-        raise WrongTypeError(message("decay", "ema()", _tree.describe(decay), "a number in [0, 1)"))
-    if not _tree.is_traced(decay) and not 0 <= float(decay) < 1:
+    if not checks.is_real(decay) or np.ndim(decay):
+        raise WrongTypeError(message("decay", "ema()", trees.describe(decay), "a number in [0, 1)"))
+    if not trees.is_traced(decay) and not 0 <= float(decay) < 1:
         raise HyperparameterError(message("decay", "ema()", decay, "a number in [0, 1)"))
     if not isinstance(warmup, bool):
-        raise WrongTypeError(message("warmup", "ema()", _tree.describe(warmup), "True or False"))
+        raise WrongTypeError(message("warmup", "ema()", trees.describe(warmup), "True or False"))
     return _average("ema()", start, every, rate=1 - decay, warmup=warmup)
 
 
@@ -98,9 +99,21 @@ def as_average(given, where: str) -> Average | None:
     """What a user gave to `setup(ema=...)`: None, a decay, or one of the functions here."""
     if given is None or isinstance(given, Average):
         return given
-    if isinstance(given, bool) or _tree.dtype_of(given) is None:
-        raise WrongTypeError(message("ema", where, _tree.describe(given), "a decay in [0, 1), or ts.averages.ema(...)"))
+    if isinstance(given, bool) or trees.dtype_of(given) is None:
+        raise WrongTypeError(message("ema", where, trees.describe(given), "a decay in [0, 1), or ts.averages.ema(...)"))
     return ema(given)
 
 
-__all__ = ["ema", "polyak", "swa"]
+def update_batch_stats(loss_fn: Callable) -> Callable:
+    """The compiled forward pass in training mode: `f(state, batch, **extra) -> state` with another `model_state` only.
+
+    For batch statistics that belong to averaged parameters, over some batches:
+    `state = update_batch_stats(loss_fn)(averaged(state), batch)`. Raises LossError for a loss_fn that returns no model
+    state.
+    """
+    from tsunax import program
+
+    return program.batch_stats_updated(loss_fn)
+
+
+__all__ = ["ema", "polyak", "swa", "update_batch_stats"]

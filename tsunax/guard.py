@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _tree
+from tsunax._core import trees
 
 POLICIES = ("skip", "raise", "ignore", "drop")
 LIMIT = np.iinfo(np.int32).max
@@ -100,21 +100,21 @@ def explain(verdict: int, opt_state, grads=None) -> str:
 
 def locate(grads) -> str:
     """The first gradient leaf that is not finite, or overflows when squared."""
-    named, squares = jax.tree_util.tree_flatten_with_path(grads)[0], _tree.square_sums(grads)
+    named, squares = jax.tree_util.tree_flatten_with_path(grads)[0], trees.square_sums(grads)
     for (path, leaf), square in zip(named, squares, strict=True):
         if not bool(jnp.isfinite(square)):
             what = "norm of the gradient" if bool(jnp.all(jnp.isfinite(leaf))) else "gradient"
-            return f"{what} of {_tree.access_str('params', path)}, shape {jnp.shape(leaf)}"
+            return f"{what} of {trees.access_str('params', path)}, shape {jnp.shape(leaf)}"
     return "gradient norm"
 
 
 def in_batch(batch) -> str:
     """Where a batch first holds what is not finite; "" if it does nowhere."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        bad = ~jnp.isfinite(leaf) if _tree.is_inexact(leaf) else np.zeros(1, bool)
+        bad = ~jnp.isfinite(leaf) if trees.is_inexact(leaf) else np.zeros(1, bool)
         if count := int(jnp.sum(bad)):
             first = [int(i) for i in np.unravel_index(int(jnp.argmax(bad)), np.shape(leaf))]
-            found = f"{_tree.access_str('batch', path)} has {count} of {np.size(leaf)} not finite"
+            found = f"{trees.access_str('batch', path)} has {count} of {np.size(leaf)} not finite"
             return f"{found}, the first at {first}" if first else found
     return ""
 

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax import _hoist, _live, _number, _tree, _where
+from tsunax._core import patterns, trees
 from tsunax.errors import HyperparameterError, PatternError, RuleError, message
+from tsunax.rules import live_rules, number_table
+from tsunax.rules import numbers as _numbers
 from tsunax.state import TrainState, beside, check_state, frozen_words, trainable, trained_part
 
 
@@ -35,7 +37,7 @@ def hyperparams(state: TrainState) -> dict[str, Any]:
     check_state(state, "hyperparams()")
     if state.numbers is None:
         return {}
-    return state.numbers.named(state.step, _hoist.own_counts(state.opt_state, state.numbers))
+    return state.numbers.named(state.step, number_table.own_counts(state.opt_state, state.numbers))
 
 
 def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState:
@@ -119,7 +121,7 @@ def _check_can_freeze(state: TrainState) -> None:
 
 def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
     check_state(state, "freeze()" if on else "thaw()", where)
-    flags = _where.select(where, state.params)
+    flags = patterns.select(where, state.params)
     selected = state.plan.selected or (True,) * len(flags)
     outside = [i for i, (flag, s) in enumerate(zip(flags, selected, strict=True)) if flag and not s]
     everything = isinstance(where, str) and where == "**"
@@ -142,7 +144,7 @@ def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
 
 
 def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
-    where = _tree.access_str("params", jax.tree_util.tree_flatten_with_path(state.params)[0][i][0])
+    where = trees.access_str("params", jax.tree_util.tree_flatten_with_path(state.params)[0][i][0])
     return PatternError(message("leaf", where, "one that setup(trainable=...) left out", "a trained leaf", fix))
 
 
@@ -156,7 +158,7 @@ def _is_names(where, known) -> bool:
         return True
 
     def number(v) -> bool:
-        dtype = _tree.dtype_of(v)  # never `in (None, ...)`: NumPy says that float64 equals None
+        dtype = trees.dtype_of(v)  # never `in (None, ...)`: NumPy says that float64 equals None
         return v is None or (not isinstance(v, (bool, np.bool_)) and dtype is not None and dtype != np.bool_)
 
     return isinstance(where, Mapping) and all(number(v) for v in where.values())
@@ -164,7 +166,7 @@ def _is_names(where, known) -> bool:
 
 def _matched(state: TrainState, where) -> frozenset:
     """Key paths of the leaves that `where` matches; if all of them, those that wrappers made of them, too."""
-    flags = _where.select(where, state.params)
+    flags = patterns.select(where, state.params)
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
         raise _left_out(state, flags.index(True), "It has no hyperparameters.")
     paths = _paths(state.params)
@@ -185,7 +187,7 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
     """The live states that this adjust is for: {place: {name given: name there}}; all of them without values."""
     lives, seen = state.numbers.layout.lives, matched.union(_paths(trained_part(state)))
     hit = {}
-    for at, (index, (_, s)) in enumerate(zip(_hoist.chain_indices(lives), lives, strict=True)):
+    for at, (index, (_, s)) in enumerate(zip(number_table.chain_indices(lives), lives, strict=True)):
         leaves = matched.intersection(s.paths)
         if leaves and seen.issuperset(s.paths):
             hit[at] = (index, s.live.names, leaves)
@@ -216,7 +218,7 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
                 known = sorted({name for _, names, _ in hit.values() for name in names})
                 expected, fix = f"one of {', '.join(known)} for these leaves", "It belongs to the rule of other leaves."
                 raise HyperparameterError(message("hyperparameter", "adjust()", repr(given), expected, fix))
-            raise HyperparameterError(_where.unknown("hyperparameter", "adjust()", given, known))
+            raise HyperparameterError(patterns.unknown("hyperparameter", "adjust()", given, known))
         for at in found:
             targets.setdefault(at, {})[given] = name
     return targets
@@ -233,7 +235,7 @@ def _cut(state: TrainState, where, matched, targets) -> TrainState:
     if not cuts:
         return state
 
-    opt_state, numbers = _hoist.recut(state.opt_state, state.numbers, params, cuts)
+    opt_state, numbers = number_table.recut(state.opt_state, state.numbers, params, cuts)
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers)
 
 
@@ -245,9 +247,9 @@ def _label(where) -> str:
     return getattr(where, "__name__", "mask").strip("<>")
 
 
-def _refined(s: _live.LiveState, hits, label) -> tuple[_live.Cut | None, tuple[int, ...]]:
+def _refined(s: live_rules.LiveState, hits, label) -> tuple[live_rules.Cut | None, tuple[int, ...]]:
     """The groups of `s` split by `hits`: (the new cut, or None where the old one will do; parents)."""
-    old = s.cut or _live.Cut((0,) * len(s.paths), ("",))
+    old = s.cut or live_rules.Cut((0,) * len(s.paths), ("",))
     pairs = list(zip(old.of, hits, strict=True))
     split = [g for g in range(s.groups) if (g, True) in pairs and (g, False) in pairs]
     if not split:
@@ -260,7 +262,7 @@ def _refined(s: _live.LiveState, hits, label) -> tuple[_live.Cut | None, tuple[i
             name += "'"
         labels.append(name)
     of = tuple(new[g] if hit and g in new else g for g, hit in pairs)
-    return _live.Cut(of, tuple(labels)), (*range(s.groups), *split)
+    return live_rules.Cut(of, tuple(labels)), (*range(s.groups), *split)
 
 
 def _by_leaf(state: TrainState, matched, targets, values) -> dict[int, tuple]:
@@ -284,12 +286,12 @@ def _by_flat_name(state: TrainState, values) -> dict[int, tuple]:
     unknown = [name for name in values if name not in columns]
     for name in unknown:
         rest, _, label = name.rpartition("@")
-        if rest in columns and not any(label in _hoist.patterns(path) for path, _ in state.numbers.layout.lives):
+        if rest in columns and not any(label in number_table.patterns(path) for path, _ in state.numbers.layout.lives):
             fix = f"Cut it first: ts.adjust(state, {label!r})."
-            expected = f"one of {_tree.listed([*columns], 20)}"
+            expected = f"one of {trees.listed([*columns], 20)}"
             raise HyperparameterError(message("hyperparameter", "adjust()", repr(name), expected, fix))
     if unknown:
-        raise HyperparameterError(_where.unknown("hyperparameter", "adjust()", unknown[0], columns))
+        raise HyperparameterError(patterns.unknown("hyperparameter", "adjust()", unknown[0], columns))
     return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
 
 
@@ -317,13 +319,13 @@ def _assign(state: TrainState, cells: dict[int, tuple], old) -> TrainState:
             if np.shape(value) != members:
                 expected = f"one number, or shape {members}: one for each member"
                 raise HyperparameterError(message(name, f"{live.title}()", f"shape {np.shape(value)}", expected))
-            each = [value] if _tree.is_traced(value) else np.ravel(np.asarray(value)).tolist()
+            each = [value] if trees.is_traced(value) else np.ravel(np.asarray(value)).tolist()
         else:
             each = [value]
         for number in each:
-            _number.check_number(f"{live.title}()", name, number, "a number")
+            _numbers.check_number(f"{live.title}()", name, number, "a number")
         rows[column] = value
-    concrete = not _tree.is_traced(values) and all(v is None or not _tree.is_traced(v) for v in rows.values())
+    concrete = not trees.is_traced(values) and all(v is None or not trees.is_traced(v) for v in rows.values())
     if concrete:
         host = np.array(values)
         for column, value in rows.items():

@@ -1,9 +1,9 @@
 """Who calls the step, from a whole run to the bare compiled loop.
 
-    state, history = fit(step, state, data, steps=1000)         until a goal, with all that a run needs (`_run.py`)
+    state, history = fit(step, state, data, steps=1000)         until a goal (`run/fitting.py`)
     for state, info in iterate(step, state, data, steps=1000):  the same as a generator
-    state, infos = train_epoch(step, state, data)               an epoch in a few compiled loops
-    state, infos = train_steps(step, state, batches)            k steps in one (`_fused.py`)
+    state, infos = run_epoch(step, state, data)               an epoch in a few compiled loops
+    state, infos = run_steps(step, state, batches)            k steps in one (`run/fused_loop.py`)
 
 All of them give the same numbers.
 """
@@ -21,22 +21,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _alike, _checks, _feed, _fused, _place, _resume, _tree, _where, display
-from tsunax._loss_fn import hide_own_frames
-from tsunax._options import Goal, Options, check_step, check_whole, options_of
-from tsunax._profile import Profile
-from tsunax._run import Fit, Run, form_of, step_of
-from tsunax._signals import Interrupt, in_notebook
-from tsunax.checkpoint import Checkpoints, Restored
-from tsunax.data import owned
+from tsunax._core import checks, patterns, placement, trees
+from tsunax._core.interrupts import Interrupt, in_notebook
+from tsunax._step.loss_fn import hide_own_frames
+from tsunax.checkpoints import resume as _resume
+from tsunax.checkpoints.saving import Checkpoints, Restored
+from tsunax.data.batching import owned
 from tsunax.errors import StateError, WrongTypeError, message, warn
-from tsunax.history import History
 from tsunax.hyper import hyperparams
 from tsunax.program import TrainStep
+from tsunax.run import agreement, fused_loop
+from tsunax.run import feed as _feed
+from tsunax.run import progress as _progress
+from tsunax.run.evaluation import evaluate
+from tsunax.run.fitting import Fit, Run, form_of, step_of
+from tsunax.run.history import History
+from tsunax.run.options import Goal, Options, check_step, check_whole, options_of
+from tsunax.run.profiling import Profile
 from tsunax.state import TrainState, check_flags, own
 
 
-def train_steps(step: Callable, state, batches, **extra):
+def run_steps(step: Callable, state, batches, **extra):
     """k steps in one compiled loop; `batches` has a first axis of k. Returns `(state, infos)`, the infos stacked.
 
     As `for batch in batches: state, info = step(state, batch)`, without going back to Python in between. `step` is any
@@ -46,23 +51,23 @@ def train_steps(step: Callable, state, batches, **extra):
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
-    >>> state, infos = train_steps(step, state, jnp.stack([jnp.eye(2)] * 3))
+    >>> state, infos = run_steps(step, state, jnp.stack([jnp.eye(2)] * 3))
     >>> [f"{loss:.4f}" for loss in infos.loss]
     ['2.5000', '2.0250', '1.6402']
     """
-    check_step("train_steps()", step, state)
-    k = _feed.length_of(batches, "train_steps()")
-    _checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
+    check_step("run_steps()", step, state)
+    k = _feed.length_of(batches, "run_steps()")
+    checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
     batches = owned(batches, "batches")  # the caller may refill them while the program runs
     if k == 1:  # a loop of one would be another program
         batches = jax.tree.map(lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches)
-    feed, n = _feed.place(_fused.Stacked(batches), k, _place.home_of(state), step=step)
-    state, infos = _loop_of(step)(state, feed, n, _place.whole(extra, _place.home_of(state)))
+    feed, n = _feed.place(fused_loop.Stacked(batches), k, placement.home_of(state), step=step)
+    state, infos = _loop_of(step)(state, feed, n, placement.whole(extra, placement.home_of(state)))
     return state, _stacked(state, infos, slice(k))
 
 
-def train_epoch(step: Callable, state, data, **extra):
-    """One epoch of `data` in few compiled loops. Returns `(state, infos)`, as `train_steps`.
+def run_epoch(step: Callable, state, data, **extra):
+    """One epoch of `data` in few compiled loops. Returns `(state, infos)`, as `run_steps`.
 
     Reads the batches that `for batch in data` reads: after a `break` a new epoch, after `set_state`
     the rest of one.
@@ -73,13 +78,13 @@ def train_epoch(step: Callable, state, data, **extra):
     >>> step = ts.train_step(lambda params, x: jnp.mean((x - params["w"]) ** 2))
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)})
     >>> data = ts.batches(jnp.ones((9, 2)), 4, device=True)
-    >>> state, infos = train_epoch(step, state, data)
+    >>> state, infos = run_epoch(step, state, data)
     >>> [f"{loss:.4f}" for loss in infos.loss]
     ['1.0000', '0.8100', '0.6561']
     """
-    check_step("train_epoch()", step, state)
+    check_step("run_epoch()", step, state)
     feed, parts = _feed.Feed(step, data, state, "auto", float("inf")), []
-    alike, done = _alike.Alike("train_epoch()", state, data), 0
+    alike, done = agreement.Alike("run_epoch()", state, data), 0
     alike.start(place=feed.source.state())
     while (chunk := alike.chunk(done + 1, feed.take(_feed.RESIDENT, state, 0), feed.source)) is not None:
         done += chunk.steps
@@ -87,19 +92,19 @@ def train_epoch(step: Callable, state, data, **extra):
         infos = jax.tree.map(lambda x, n=chunk.steps: x[:n], infos)
         if parts and form_of(infos) != form_of(parts[0]):
             new, old = (x.stacked(None) for x in (infos, parts[0]))
-            got = _tree.first_difference(new, old, "info") or "a number of another shape"
+            got = trees.first_difference(new, old, "info") or "a number of another shape"
             fix = "Use fit, which takes it, or make the metrics independent of the rows of a batch."
-            raise StateError(message("info", "train_epoch()", got, "the same numbers of every step", fix))
+            raise StateError(message("info", "run_epoch()", got, "the same numbers of every step", fix))
         parts.append(infos)
     whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return state, _stacked(state, whole, slice(None))
 
 
-def _loop_of(step) -> _fused.Fused:
-    return _fused.fused(step, isinstance(step, TrainStep) and step.donate)
+def _loop_of(step) -> fused_loop.Fused:
+    return fused_loop.fused(step, isinstance(step, TrainStep) and step.donate)
 
 
-def _stacked(state, infos: _fused.Infos, rows):
+def _stacked(state, infos: fused_loop.Infos, rows):
     """Infos as a step would give them: those of some rows, or of one."""
     infos = jax.tree.map(lambda x: x[rows], infos)
     return infos.stacked(state.numbers if isinstance(state, TrainState) else None)
@@ -119,7 +124,7 @@ def iterate(
     left = goal.left(0)
     feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), left, goes_on=True)
     loop, calls = _loop_of(step), 0
-    alike = _alike.Alike("iterate()", state, data)
+    alike = agreement.Alike("iterate()", state, data)
     alike.start(goal=str(goal), steps_per_call=steps_per_call, place=feed.source.state())
     while not goal.reached(calls, feed.epoch):
         chunk = feed.take(int(min(steps_per_call, goal.left(calls))), state, calls)
@@ -133,7 +138,7 @@ def iterate(
                 state = sent
 
 
-@_where.suggests_names
+@patterns.suggests_names
 def fit(
     step: Callable,
     state,
@@ -287,7 +292,7 @@ def _opened(checkpoint):
         return contextlib.nullcontext(checkpoint)
     if not isinstance(checkpoint, str | os.PathLike):
         raise WrongTypeError(
-            message("checkpoint", "fit()", _tree.describe(checkpoint), "a path or ts.Checkpoints(path)")
+            message("checkpoint", "fit()", trees.describe(checkpoint), "a path or ts.Checkpoints(path)")
         )
     return Checkpoints(checkpoint)
 
@@ -320,20 +325,20 @@ def _begin(step, state, data, options: Options, progress, history: History | Non
             for note in _resume.edits(before.get("settings"), script["settings"]):
                 warn(f"fit(): resumed from step {start} in {options.saver.path}, but {note}")
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs, start)
-    fitting.show_on(display.progress(progress if jax.process_index() == 0 else False, total, start, "step"))
+    fitting.show_on(_progress.progress(progress if jax.process_index() == 0 else False, total, start, "step"))
     return fitting
 
 
 def _check_fit(step, state, smoke, resume, checkpoint, profile, history) -> None:
     check_flags("fit()", smoke=smoke)
-    if not _checks.is_one_of(resume, ("auto", "must", "never")):
-        raise WrongTypeError(message("resume", "fit()", _tree.describe(resume), "'auto', 'must' or 'never'"))
+    if not checks.is_one_of(resume, ("auto", "must", "never")):
+        raise WrongTypeError(message("resume", "fit()", trees.describe(resume), "'auto', 'must' or 'never'"))
     if resume == "must" and checkpoint is None:
         raise WrongTypeError(message("resume", "fit()", "'must' without checkpoint=", "a path to resume from"))
     if profile is not None and not isinstance(profile, str | os.PathLike):
-        raise WrongTypeError(message("profile", "fit()", _tree.describe(profile), "a directory"))
+        raise WrongTypeError(message("profile", "fit()", trees.describe(profile), "a directory"))
     if history is not None and not isinstance(history, History):
-        raise WrongTypeError(message("history", "fit()", _tree.describe(history), "a ts.History, to go on with"))
+        raise WrongTypeError(message("history", "fit()", trees.describe(history), "a ts.loop.History, to go on with"))
     check_step("fit()", step, state)
 
 
@@ -377,7 +382,7 @@ def _loggers(options: Options, settings):
 
 def _with_state(error: BaseException, run: Run) -> BaseException:
     """An exception with the state and the history of the run that it ends."""
-    gone = any(map(_tree.is_gone, jax.tree.leaves(run.state)))
+    gone = any(map(trees.is_gone, jax.tree.leaves(run.state)))
     if not hasattr(error, "state") or error.state is None:  # type: ignore[attr-defined]
         error.state = None if gone else run.state  # type: ignore[attr-defined]
     error.history = run.history  # type: ignore[attr-defined]
@@ -387,4 +392,4 @@ def _with_state(error: BaseException, run: Run) -> BaseException:
     return error
 
 
-__all__ = ["fit", "iterate", "train_epoch", "train_steps"]
+__all__ = ["History", "evaluate", "fit", "iterate", "run_epoch", "run_steps"]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from tsunax import _checks, _tree
+from tsunax._core import checks, trees
 from tsunax.errors import LossError, message
 from tsunax.metrics import Mean, as_array, weighted_sum
 
@@ -72,7 +72,7 @@ class Loss:
             return cls(values, None, dict(metrics or {}), model_state, mean_value=values)
         total, weight = weighted_sum(values, where)
         merged = {
-            name: Mean.of(m, where) if _tree.is_array(m) and jnp.shape(m) == values.shape != () else m
+            name: Mean.of(m, where) if trees.is_array(m) and jnp.shape(m) == values.shape != () else m
             for name, m in (metrics or {}).items()
         }
         loss = cls(total, weight, merged, model_state)
@@ -97,7 +97,7 @@ class Loss:
             for key, m in loss.metrics.items():
                 if not _is_metric(m):
                     expected = "an object with merge and compute"
-                    raise LossError(message(f"metric {key!r}", "Loss.merge()", _tree.describe(m), expected))
+                    raise LossError(message(f"metric {key!r}", "Loss.merge()", trees.describe(m), expected))
         metrics = {name: m.merge(other.metrics[name]) for name, m in self.metrics.items()}
         return Loss(self.total + other.total, self.weight + other.weight, metrics, other.model_state)
 
@@ -167,7 +167,7 @@ class Loss:
         mean = None if self.mean_value is None else self.mean_value + x
         if self.weight is None and mean is None:
             raise LossError(message("loss", "Loss + ...", *_NO_WEIGHT))
-        if _tree.is_traced(x) and isinstance(self.weight, jax.Array):
+        if trees.is_traced(x) and isinstance(self.weight, jax.Array):
             x = checkpoint_name(x, BESIDE)  # for those who look whether it is a mean over other rows
         total = mean if self.weight is None else self.total + x * self.weight
         return self._with(total=total, mean_value=mean)
@@ -206,9 +206,9 @@ _NO_WEIGHT = "a Loss without a weight", "one with", "Give ts.Loss(total, weight)
 
 
 def _check_number(x: Any, sign: str) -> None:
-    if isinstance(x, Loss) or np.shape(x) != () or not _checks.is_real(x):
+    if isinstance(x, Loss) or np.shape(x) != () or not checks.is_real(x):
         fix = "Of a Loss take the mean: loss.compute()." if isinstance(x, Loss) else ""
-        raise LossError(message("operand", f"Loss {sign} ...", _tree.describe(x), "one real number", fix))
+        raise LossError(message("operand", f"Loss {sign} ...", trees.describe(x), "one real number", fix))
 
 
 def _known(weight) -> float | None:
@@ -217,8 +217,8 @@ def _known(weight) -> float | None:
 
 
 def _short(x: Any) -> str:
-    is_number = _tree.dtype_of(x) is not None and np.shape(x) == () and not _tree.is_traced(x)
-    return f"{float(x):.6g}" if is_number and not isinstance(x, jax.ShapeDtypeStruct) else _tree.describe(x)
+    is_number = trees.dtype_of(x) is not None and np.shape(x) == () and not trees.is_traced(x)
+    return f"{float(x):.6g}" if is_number and not isinstance(x, jax.ShapeDtypeStruct) else trees.describe(x)
 
 
 def as_loss(out, rows) -> Loss:
@@ -234,8 +234,8 @@ def as_loss(out, rows) -> Loss:
     _check_metrics(out.metrics, "loss_fn")
     # a NumPy scalar where it is known from the shapes: then no program has to return it
     weight = np.float32(rows) if out.weight is None else out.weight
-    weight = weight.astype(np.float32) if _tree.is_array(weight) else np.float32(weight)
-    weight = jax.lax.stop_gradient(weight) if _tree.is_traced(weight) else weight
+    weight = weight.astype(np.float32) if trees.is_array(weight) else np.float32(weight)
+    weight = jax.lax.stop_gradient(weight) if trees.is_traced(weight) else weight
     mean = None if out.mean_value is None else _wide(out.mean_value)
     total = out.total if mean is None else _share(mean, weight)
     metrics = {name: _as_metric(name, m, weight) for name, m in out.metrics.items()}
@@ -243,30 +243,30 @@ def as_loss(out, rows) -> Loss:
 
 
 def _wide(x):
-    return jnp.asarray(x, jnp.promote_types(_tree.dtype_of(x), jnp.float32))
+    return jnp.asarray(x, jnp.promote_types(trees.dtype_of(x), jnp.float32))
 
 
 def check_scalar(what: str, where: str, x: Any) -> None:
     """Raise LossError unless `x` is one float, with a way to make it one."""
-    dtype, expected = _tree.dtype_of(x), "a scalar or a ts.Loss"
+    dtype, expected = trees.dtype_of(x), "a scalar or a ts.Loss"
     if isinstance(x, tuple):
         fix = "There is no has_aux: return ts.Loss.mean(values, metrics={...}, model_state=...)."
         raise LossError(message(what, where, f"a tuple of {len(x)}", expected, fix))
     if dtype is None:
         fix = "Is there no return?" if x is None else ""
-        raise LossError(message(what, where, _tree.describe(x), expected, fix))
+        raise LossError(message(what, where, trees.describe(x), expected, fix))
     if np.shape(x) != ():
         fix = "Average it: values.mean(), or ts.Loss.mean(values)."
         raise LossError(message(what, where, f"an array of shape {np.shape(x)}", expected, fix))
     if not jnp.issubdtype(dtype, jnp.floating):
-        got = f"dtype {dtype}" if _tree.is_array(x) else _tree.describe(x)
+        got = f"dtype {dtype}" if trees.is_array(x) else trees.describe(x)
         raise LossError(message(what, where, got, "a real float", "Only floats have gradients."))
 
 
 def _check_weight(weight) -> None:
     """Raise LossError unless it is one number; where its value is known, a finite one above 0."""
-    if np.shape(weight) != () or not _checks.is_real(weight):
-        raise LossError(message("weight", "loss_fn", _tree.describe(weight), "one number"))
+    if np.shape(weight) != () or not checks.is_real(weight):
+        raise LossError(message("weight", "loss_fn", trees.describe(weight), "one number"))
     if not isinstance(weight, jax.Array) and not 0 < weight < float("inf"):
         fix = "The loss is total / weight."
         raise LossError(message("weight", "loss_fn", weight, "a finite number > 0", fix))
@@ -274,7 +274,7 @@ def _check_weight(weight) -> None:
 
 def _check_metrics(metrics, where: str) -> None:
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise LossError(message("metrics", where, _tree.describe(metrics), "{name: value}, with str names"))
+        raise LossError(message("metrics", where, trees.describe(metrics), "{name: value}, with str names"))
 
 
 def _is_metric(m) -> bool:
@@ -286,14 +286,14 @@ def _as_metric(name, m, weight):
         if jax.tree_util.all_leaves([m]):
             expected = "an object that is a pytree"
             fix = "Register its class: jax.tree_util.register_dataclass."
-            raise LossError(message(f"metric {name!r}", "loss_fn", _tree.describe(m), expected, fix))
+            raise LossError(message(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix))
         return jax.lax.stop_gradient(m)
-    dtype = _tree.dtype_of(m)
+    dtype = trees.dtype_of(m)
     numeric = dtype is not None and (jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
     if not numeric or np.shape(m) != ():
         expected = "a scalar, or an object with merge and compute"
         fix = "Arrays of the loss's shape are averaged by ts.Loss.mean(values, metrics={...})."
-        raise LossError(message(f"metric {name!r}", "loss_fn", _tree.describe(m), expected, fix))
+        raise LossError(message(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix))
     m = jnp.asarray(m, jnp.float32)
     return jax.lax.stop_gradient(Mean(_share(m, weight), weight))
 
@@ -308,7 +308,7 @@ def uneven(batch) -> str:
     arrays = [(path, np.shape(x)) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0] if np.shape(x)]
     if len({shape[0] for _, shape in arrays}) == 1:
         return ""
-    found = ", ".join(f"{_tree.access_str('batch', path)} {shape}" for path, shape in arrays[:4])
+    found = ", ".join(f"{trees.access_str('batch', path)} {shape}" for path, shape in arrays[:4])
     return message("rows", "batch", found or "no arrays", "the same number in every leaf")
 
 

@@ -57,7 +57,7 @@ from optax.losses import (
 )
 from optax.losses import softmax_cross_entropy_with_integer_labels as _with_integer_labels
 
-from tsunax import _tree
+from tsunax._core import trees
 from tsunax.errors import LossError, message
 
 Axis = int | tuple[int, ...]
@@ -167,7 +167,7 @@ def faults() -> Iterator[list[str]]:
 
 def _look_at(labels: jax.Array, shape: tuple[int, ...], axis: Axis) -> None:
     found, classes = _faults.get(), int(np.prod([shape[i] for i in np.atleast_1d(axis)]))
-    if found is None or _tree.is_traced(labels):
+    if found is None or trees.is_traced(labels):
         return
     bad = (labels < 0) | (labels >= classes)
     if count := int(jnp.sum(bad)):
@@ -206,7 +206,7 @@ def squared_hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike) -> jax.
     [0.25, 2.25, 0.0]
     """
     loss = "squared_hinge_loss"
-    if _tree.dtype_of(targets) == np.bool_:
+    if trees.dtype_of(targets) == np.bool_:
         raise LossError(message("targets", f"{loss}()", "dtype bool", "-1 and 1", "2 * targets - 1 makes them."))
     outputs, targets = _pair(loss, predictor_outputs=predictor_outputs, targets=targets)
     return jnp.square(jnp.maximum(1 - outputs * targets, 0))
@@ -454,7 +454,7 @@ def _real(loss: str, what: str, x: ArrayLike, *, floats: bool = False) -> jax.Ar
     try:
         array = jnp.asarray(x)
     except (TypeError, ValueError):
-        raise LossError(message(what, f"{loss}()", _tree.describe(x), f"an array of {expected}")) from None
+        raise LossError(message(what, f"{loss}()", trees.describe(x), f"an array of {expected}")) from None
     kinds = (np.floating,) if floats else (np.floating, np.integer, np.bool_)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise LossError(message(what, f"{loss}()", f"dtype {array.dtype}", expected))
@@ -531,7 +531,7 @@ def _epsilon(loss: str, epsilon: ArrayLike | None, given: ArrayLike) -> ArrayLik
     There 1 / epsilon of float32 is infinite.
     """
     if epsilon is None:
-        dtype = _tree.dtype_of(given)
+        dtype = trees.dtype_of(given)
         narrow = dtype == np.float16 or dtype == np.float64
         return float(jnp.finfo(dtype if narrow else np.float32).eps)
     _check_number(loss, "epsilon", epsilon)
@@ -540,12 +540,12 @@ def _epsilon(loss: str, epsilon: ArrayLike | None, given: ArrayLike) -> ArrayLik
 
 def _check_number(loss: str, what: str, x: Any, most: float = np.inf) -> None:
     """Raise LossError unless 0 <= x <= most; a traced number is let through."""
-    if _tree.is_traced(x):
+    if trees.is_traced(x):
         return
-    number = isinstance(x, (int, float)) or (_tree.is_array(x) and not x.ndim and jnp.isrealobj(x))
+    number = isinstance(x, (int, float)) or (trees.is_array(x) and not x.ndim and jnp.isrealobj(x))
     if not number or not 0 <= x <= most:
         expected = "a number >= 0" if most == np.inf else f"a number from 0 to {most}"
-        raise LossError(message(what, f"{loss}()", x if number else _tree.describe(x), expected))
+        raise LossError(message(what, f"{loss}()", x if number else trees.describe(x), expected))
 
 
 __all__ = [

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _checks, _tree
+from tsunax._core import checks, trees
 from tsunax.errors import LossError, message
 
 _Metric = TypeVar("_Metric")
@@ -33,7 +33,7 @@ def _add(self: _Metric, other: _Metric) -> _Metric:
     ours, theirs = ([np.shape(x) for x in jax.tree.leaves(m)] for m in (self, other))
     if jax.tree.structure(self) != jax.tree.structure(other) or ours != theirs:
         place = f"{type(self).__name__}.merge()"
-        raise LossError(message("other", place, _tree.describe(other), f"{_tree.describe(self)}, made alike"))
+        raise LossError(message("other", place, trees.describe(other), f"{trees.describe(self)}, made alike"))
     return jax.tree.map(operator.add, self, other)
 
 
@@ -78,14 +78,14 @@ def as_array(what: str, x, place: str) -> Any:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
-        raise LossError(message(what, place, _tree.describe(x), "an array")) from None
+        raise LossError(message(what, place, trees.describe(x), "an array")) from None
 
 
 def _weights(where, values, place: str):
     """`where` as an array like `values`. Raises LossError if it has not the leading axes of them."""
     where = as_array("where", where, place) if where is not None else jnp.ones((), values.dtype)
-    if not (_checks.is_real(where) or where.dtype == np.bool_):
-        raise LossError(message("where", place, _tree.describe(where), "a mask, or real weights"))
+    if not (checks.is_real(where) or where.dtype == np.bool_):
+        raise LossError(message("where", place, trees.describe(where), "a mask, or real weights"))
     if where.ndim > values.ndim or any(w not in (1, v) for w, v in zip(where.shape, values.shape, strict=False)):
         raise LossError(message("where", place, f"shape {where.shape}", f"the leading axes of values, {values.shape}"))
     where = where.astype(values.dtype).reshape(*where.shape, *(1,) * (values.ndim - where.ndim))
@@ -106,7 +106,7 @@ def _class_ids(predictions, targets, place: str, classes: int | None = None):
     ):
         is_ids = jnp.issubdtype(x.dtype, np.integer) or x.dtype == np.bool_
         if not is_ids and not (has_scores and what == "predictions"):
-            raise LossError(message(what, place, _tree.describe(x), "class ids, int or bool", fix))
+            raise LossError(message(what, place, trees.describe(x), "class ids, int or bool", fix))
     if predictions.shape[: targets.ndim] != targets.shape or predictions.ndim > targets.ndim + 1:
         expected = f"{targets.shape}, class ids as in targets, or {(*targets.shape, 'classes')}, scores"
         raise LossError(message("predictions", place, f"shape {predictions.shape}", expected))
@@ -217,7 +217,7 @@ class Perplexity:
         logits, targets, classes = _class_ids(predictions, targets, "Perplexity.of()")
         if classes is None:
             expected = f"logits of shape {(*targets.shape, 'classes')}"
-            raise LossError(message("predictions", "Perplexity.of()", _tree.describe(logits), expected))
+            raise LossError(message("predictions", "Perplexity.of()", trees.describe(logits), expected))
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         losses = -_at(jax.nn.log_softmax(logits), targets)
         return cls(Mean(*weighted_sum(losses, where, "Perplexity.of()")))
@@ -276,9 +276,9 @@ class ConfusionMatrix:
 
 
 def _check_average(average, classes: int | None, place: str) -> None:
-    if average is not None and not _checks.is_one_of(average, ("binary", "macro", "micro", "weighted")):
+    if average is not None and not checks.is_one_of(average, ("binary", "macro", "micro", "weighted")):
         expected = "one of 'binary', 'macro', 'micro', 'weighted', None"
-        raise LossError(message("average", place, _tree.describe(average), expected))
+        raise LossError(message("average", place, trees.describe(average), expected))
     if average == "binary" and classes != 2:
         fix = "Choose 'macro', 'micro' or 'weighted', or None for each class."
         raise LossError(message("average", place, f"'binary' with {classes} classes", "2", fix))

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _axes, _checks, _convolutions, _place, _tree, guard
-from tsunax._norms import global_norm
+from tsunax import guard
+from tsunax._core import axes as _axes
+from tsunax._core import checks, convolutions, placement, trees
+from tsunax._core.norms import global_norm
 from tsunax.errors import LossError, message
 from tsunax.loss import Loss, rows_of, uneven
 
@@ -32,13 +34,13 @@ def cut(batch, n: int, mask):
     for path, leaf in named:
         if not np.shape(leaf):
             fix = "It has no rows to cut. Give it as an extra argument: step(state, batch, name=...)."
-            raise LossError(message("leaf", _tree.access_str("batch", path), "a scalar", "an array of rows", fix))
+            raise LossError(message("leaf", trees.access_str("batch", path), "a scalar", "an array of rows", fix))
     if found := uneven(batch):
         raise LossError(found)
     rows = rows_of(batch)
     padding = -rows % n
     if mask is not None and np.shape(mask)[:1] != (rows,):
-        raise LossError(message("mask", "the step", _tree.describe(mask), f"f32 of shape ({rows},)"))
+        raise LossError(message("mask", "the step", trees.describe(mask), f"f32 of shape ({rows},)"))
     if padding and mask is None:
         fix = "Name `mask` in loss_fn, and the batch is padded."
         raise LossError(message("batch", "train_step()", f"{rows} rows", f"a multiple of accumulate={n}", fix))
@@ -46,7 +48,7 @@ def cut(batch, n: int, mask):
     def apart(x, fill):
         x = jnp.asarray(x)
         x = jnp.concatenate([x, fill(x, padding)]) if padding else x
-        return _place.cut(x, n)
+        return placement.cut(x, n)
 
     last = lambda x, k: jnp.broadcast_to(x[-1:], (k, *x.shape[1:]))
     nothing = lambda x, k: jnp.zeros((k, *x.shape[1:]), x.dtype)
@@ -96,7 +98,7 @@ def over_micro_batches(
             known = loss.weight if isinstance(loss.weight, np.generic | np.ndarray) else None
             return loss if known is None else dataclasses.replace(loss, weight=None), grads
 
-        loss, grads = _convolutions.fast(traced)(rows, {k: v for k, v in given.items() if v is not None})
+        loss, grads = convolutions.fast(traced)(rows, {k: v for k, v in given.items() if v is not None})
         weight = jnp.float32(loss.weight if known is None else known)
         take = weight != 0
         if drop:
@@ -153,7 +155,7 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
 def check_model_state(new, old) -> None:
     """Raise StateError unless the state can carry what the loss function returned."""
     fix = "Give setup(..., model_state=...)." if old is None else "A step keeps its structure."
-    _checks.check_like("model_state", new, old, fix)
+    checks.check_like("model_state", new, old, fix)
 
 
 def _next_state(new, old):

@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from tsunax import _checks, _hoist, _live, _manifest, _tree
-from tsunax._members import members_of
+from tsunax._core import checks, trees
+from tsunax._step.members import members_of
+from tsunax.checkpoints import manifest
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
 from tsunax.hyper import hyperparams
-from tsunax.rules import GroupsState
+from tsunax.rules import live_rules, number_table
+from tsunax.rules.optimizers import GroupsState
 from tsunax.state import (
     TrainState,
     base,
@@ -81,7 +83,7 @@ class _Slot(NamedTuple):
 
     @property
     def kind(self) -> tuple:
-        return self.what, self.owner, jnp.shape(self.value), _tree.dtype_of(self.value)
+        return self.what, self.owner, jnp.shape(self.value), trees.dtype_of(self.value)
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,9 @@ def migrate(
         "loss_scale": known and jax.tree.map(own, known.loss_scale) if loss_scale is KEEP else loss_scale,
     }
     fresh = setup(rule, _wide(given, known), **options)
-    full = _hoist.lower(fresh.opt_state, fresh.numbers)
+    full = number_table.lower(fresh.opt_state, fresh.numbers)
     full, report = _filled(full, old.slots, _slots(full, _owners_of(fresh), base(fresh)))
-    opt_state, numbers = _hoist.hoist(full)
+    opt_state, numbers = number_table.hoist(full)
     counts = own(known.clock) if known is not None else jnp.array([old.step, old.step, 0, 0], jnp.int32)
     fresh = dataclasses.replace(fresh, clock=beside(fresh.params, counts), opt_state=opt_state, numbers=numbers)
     report = report.joined(_around(old, fresh))
@@ -173,24 +175,26 @@ def _as_old(state, params, rule, step) -> _Old:
             fix = "state.replace(step=...) changes it."
             raise WrongTypeError(message("step", where, step, "None: a TrainState knows its own", fix))
         if members_of(state) is not None:
-            raise StateError(message("state", where, "a population", "one state", "Each alone: ts.member(runs, i)."))
-        if any(map(_tree.is_traced, jax.tree.leaves(state))):
+            raise StateError(
+                message("state", where, "a population", "one state", "Each alone: ts.populations.member(runs, i).")
+            )
+        if any(map(trees.is_traced, jax.tree.leaves(state))):
             raise StateError(message("state", where, "a traced state", "a concrete one", "Call it outside of jit."))
-        full = _hoist.lower(state.opt_state, state.numbers)
+        full = number_table.lower(state.opt_state, state.numbers)
         slots = _told(_slots(full, _owners_of(state), base(state)))
         return _Old(state.params, slots, int(state.step), state, state.model_state, state.key)
     if step is not None:
-        _checks.check_count(step, where, "step", least=0)
+        checks.check_count(step, where, "step", least=0)
         if step >= 2**31:
             raise HyperparameterError(message("step", where, step, "one that int32 holds"))
     if all(hasattr(state, name) for name in ("opt_state", "tx", "params", "step")):  # flax
-        owners = _tree.owners(state.tx.init, state.params)[2]
+        owners = trees.owners(state.tx.init, state.params)[2]
         slots = _told(_slots(state.opt_state, owners, state.params))
         more = [name for name, x in vars(state).items() if name not in FLAX and jax.tree.leaves(x)]
         return _Old(state.params, slots, int(state.step) if step is None else step, None, beside=tuple(more))
     if params is KEEP:
         fix = "Of an optax state give params=, too."
-        raise WrongTypeError(message("state", where, _tree.describe(state), "a TrainState", fix))
+        raise WrongTypeError(message("state", where, trees.describe(state), "a TrainState", fix))
     slots = _told(_slots(state, _owners_in(state, rule, params), params))
     counts = {int(slot.value) for slot in slots if slot.what.endswith(".count") and not np.ndim(slot.value)}
     if step is None and len(counts) != 1:
@@ -205,7 +209,7 @@ def _told(slots: list[_Slot | None]) -> list[_Slot]:
 
 def _owners_of(state: TrainState) -> list[int | None]:
     """For each leaf of the whole optimizer state, with its tables and clocks, the place of its parameter."""
-    owners = _hoist.owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
+    owners = number_table.owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
     if state.numbers is None:
         return owners
     layout, known = state.numbers.layout, iter(owners)
@@ -215,7 +219,7 @@ def _owners_of(state: TrainState) -> list[int | None]:
 
 def _owners_in(opt_state, rule, params) -> list[int | None]:
     """Those of a bare optax state: as the rule's init says, if it makes the like; else by where they stand in it."""
-    shapes, _, owners = _tree.owners(rule.init, params)
+    shapes, _, owners = trees.owners(rule.init, params)
     numbered = jax.tree.unflatten(jax.tree.structure(shapes), range(len(owners)))
     for made in (numbered, _without_numbers(numbered)):
         if jax.tree.structure(made) == jax.tree.structure(opt_state):
@@ -223,7 +227,7 @@ def _owners_in(opt_state, rule, params) -> list[int | None]:
     owners = _owners_by_field(opt_state, params)
     if any(owner is not None for owner in owners):
         return owners
-    return _tree.owners_by_suffix(params, jtu.tree_flatten_with_path(opt_state)[0])
+    return trees.owners_by_suffix(params, jtu.tree_flatten_with_path(opt_state)[0])
 
 
 def _owners_by_field(opt_state, params) -> list[int | None]:
@@ -237,7 +241,7 @@ def _owners_by_field(opt_state, params) -> list[int | None]:
     @functools.cache
     def has_params(field: tuple) -> bool:
         try:
-            treedef.flatten_up_to(functools.reduce(_tree.child, field, opt_state))
+            treedef.flatten_up_to(functools.reduce(trees.child, field, opt_state))
         except (TypeError, ValueError):
             return False
         return () not in places  # a single array would be anything
@@ -255,13 +259,13 @@ def _owners_by_field(opt_state, params) -> list[int | None]:
 
 def _without_numbers(opt_state):
     """With plain optax's states in the place of live ones."""
-    bare = lambda x: _without_numbers(x.inner) if _live.is_live(x) else x
-    return jax.tree.map(bare, opt_state, is_leaf=_live.is_live)
+    bare = lambda x: _without_numbers(x.inner) if live_rules.is_live(x) else x
+    return jax.tree.map(bare, opt_state, is_leaf=live_rules.is_live)
 
 
 def _slots(full, owners: list[int | None], params) -> list[_Slot | None]:
     """One for each leaf of an optimizer state; None for tables of numbers, and counters of cuts."""
-    named = _tree.leaves_with_names(params)
+    named = trees.leaves_with_names(params)
     out: list[_Slot | None] = []
     for (path, x), owner in zip(jtu.tree_flatten_with_path(full)[0], owners, strict=True):
         name, end = (None, ()) if owner is None else ("/".join(named[owner][0]), named[owner][1])
@@ -273,7 +277,7 @@ def _slots(full, owners: list[int | None], params) -> list[_Slot | None]:
 def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
     node, what, home, groups = full, "state", (), []
     for i, entry in enumerate(path):
-        if _live.is_live(node):
+        if live_rules.is_live(node):
             if entry.name in ("table", "extra") or (entry.name == "count" and not node.own_clock):
                 return None
             if entry.name == "count":
@@ -283,8 +287,8 @@ def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
             if owner is None and i == len(path) - 1:  # a number of its own, as one of `inject_hyperparams`
                 what = f"{what}[{entry.key!r}]"
         elif not isinstance(node, GroupsState) and type(node) not in (tuple, list):
-            what, home = f"{type(node).__name__}.{_tree.key_name(entry)}", path[:i]
-        node = _tree.child(node, entry)
+            what, home = f"{type(node).__name__}.{trees.key_name(entry)}", path[:i]
+        node = trees.child(node, entry)
     return _Slot(what, owner, home, tuple(groups), value)
 
 
@@ -305,9 +309,9 @@ def _trained_by_name(params, old: _Old) -> Any:
     plan = old.state and old.state.plan
     if plan is None or plan.selected is None:
         return "**"
-    names = ["/".join(name) for name, _, _ in _tree.leaves_with_names(old.params)]
+    names = ["/".join(name) for name, _, _ in trees.leaves_with_names(old.params)]
     trained = dict(zip(names, plan.selected, strict=True))
-    here = ["/".join(name) for name, _, _ in _tree.leaves_with_names(params)]
+    here = ["/".join(name) for name, _, _ in trees.leaves_with_names(params)]
     if unknown := [name for name in here if name not in trained]:
         fix = "Of the others the state trains a part only: give trainable=."
         raise StateError(message(f"leaf {unknown[0]!r}", "migrate()", "a new one", "those of the state", fix))
@@ -326,11 +330,11 @@ def _filled(full, old: list[_Slot], new: list[_Slot | None]) -> tuple[Any, Repor
         if slot.owner is None:
             from_there = lambda o, slot=slot: slot.home not in owned or o.home in homes.get(slot.home, ())
             same = [o for o in old if o.kind == slot.kind and from_there(o)]
-            values = {_tree.on_host(o.value).tobytes() for o in same}
+            values = {trees.on_host(o.value).tobytes() for o in same}
             if len(values) > 1 and len(same) == sum(s.kind == slot.kind for s in slots.values()):
                 same = [same[[j for j, s in slots.items() if s.kind == slot.kind].index(i)]]
             elif len(values) > 1:
-                same = sorted(same, key=lambda o: _tree.on_host(o.value).sum())[-1:]
+                same = sorted(same, key=lambda o: trees.on_host(o.value).sum())[-1:]
                 notes.append(f"{slot.name}: one of {len(values)} values there, the largest taken")
             if same:
                 found[i] = same[-1]
@@ -386,7 +390,7 @@ def _there(x, like):
 def _around(old: _Old, new: TrainState) -> Report:
     """What came and went of params, model state, key and loss scale."""
     here, there = (
-        {"/".join(name): np.shape(x) for name, _, x in _tree.leaves_with_names(s.params)} for s in (new, old)
+        {"/".join(name): np.shape(x) for name, _, x in trees.leaves_with_names(s.params)} for s in (new, old)
     )
     anew = [f"leaf {name}" for name, shape in here.items() if there.get(name) != shape]
     gone = [f"leaf {name}" for name, shape in there.items() if here.get(name) != shape]
@@ -416,7 +420,7 @@ def _cuts(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
         else:
             notes.append(f"{s.live.title}: the numbers of {', '.join(s.cut.labels[1:])} alone are gone")
     if numbers is not None and cuts:
-        opt_state, numbers = _hoist.recut(new.opt_state, numbers, trained_part(new), cuts)
+        opt_state, numbers = number_table.recut(new.opt_state, numbers, trained_part(new), cuts)
         new = dataclasses.replace(new, opt_state=beside(new.params, opt_state), numbers=beside(new.params, numbers))
     return new, Report((), (), (), tuple(notes))
 
@@ -424,9 +428,9 @@ def _cuts(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
 def _numbers(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
     if old.numbers is None or new.numbers is None:
         return new, Report((), (), (), ())
-    facts = [_manifest.state_facts(state) for state in (old, new)]
+    facts = [manifest.state_facts(state) for state in (old, new)]
     values = [np.asarray(state.numbers.values) for state in (old, new)]
-    merged, edited = _manifest.merged_numbers(values[0], facts[0], values[1], facts[1])
+    merged, edited = manifest.merged_numbers(values[0], facts[0], values[1], facts[1])
     known = {name for name, _ in facts[0]["columns"]}
     notes = [note for note in edited if note.partition(":")[0] in known]
     mine, then = {name for name, _ in facts[1]["columns"]}, hyperparams(old)
@@ -461,7 +465,7 @@ def _average(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
 
 def _by_name(state: TrainState, tree) -> dict[str, Any]:
     """The leaves of a tree like the trained params, by their names."""
-    named = _tree.leaves_with_names(trained_part(state))
+    named = trees.leaves_with_names(trained_part(state))
     return {"/".join(name): x for (name, _, _), x in zip(named, jax.tree.leaves(tree), strict=True)}
 
 
@@ -476,4 +480,4 @@ def _frozen(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
 
 
 def _moving_names(state: TrainState) -> list[str]:
-    return ["/".join(name) for name, _, _ in _tree.leaves_with_names(trained_part(state))]
+    return ["/".join(name) for name, _, _ in trees.leaves_with_names(trained_part(state))]

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _tree, _where
+from tsunax._core import patterns, trees
 from tsunax.errors import LossError, MissingLibraryError, ParamsError, StateError, WrongTypeError, message
 from tsunax.state import TrainState, check_state, own
 
@@ -45,7 +45,7 @@ class Model:
         parts = {"params": self.params, "model_state": self.model_state}
         counts = [f"{name} {_amount(tree)}" for name, tree in parts.items() if jax.tree.leaves(tree)]
         rows = [
-            (f"{name}/{_tree.path_str(path)}" if name != "params" else _tree.show(path), _tree.describe(x))
+            (f"{name}/{trees.path_str(path)}" if name != "params" else trees.show(path), trees.describe(x))
             for name, tree in parts.items()
             for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
         ]
@@ -65,7 +65,7 @@ def _amount(tree) -> str:
 def _model(params, model_state, call: Callable, assemble: Callable, *, has_modes: bool = True) -> Model:
     """From `call(params, model_state, key, train, x, named)` and `assemble(params, model_state)`."""
     if not jax.tree.leaves(params):
-        raise _tree.no_parameters("params", params)
+        raise trees.no_parameters("params", params)
     structure = jax.tree.map(lambda x: 0, params)
     nothing = None if jax.tree.leaves(model_state) else model_state
 
@@ -85,7 +85,7 @@ def _model(params, model_state, call: Callable, assemble: Callable, *, has_modes
 
     def build(state: TrainState):
         check_state(state, "Model.build()")
-        if difference := _tree.first_difference(state.params, structure, "state.params", leaf="an array"):
+        if difference := trees.first_difference(state.params, structure, "state.params", leaf="an array"):
             raise StateError(f"params of another model {difference}. Give a state of this model's params.")
         return assemble(*jax.tree.map(own, (state.params, carried(state.model_state, "Model.build()"))))
 
@@ -112,7 +112,7 @@ def _check_model(x, home: str, expected: str) -> None:
         fix = f"ts.models.{other}() takes it." if other not in ("", home) else ""
         if isinstance(x, type) and other == home:
             fix = f"Make one: {x.__name__}(...)."
-        got = _tree.describe(x) if isinstance(x, type) or not other else f"a {type(x).__name__} of {other}"
+        got = trees.describe(x) if isinstance(x, type) or not other else f"a {type(x).__name__} of {other}"
         raise WrongTypeError(message("model", f"models.{home}()", got, expected, fix))
     if home != "haiku" and not callable(x):
         got, fix = f"a {type(x).__name__} without __call__", "Give it one, or write a function for ts.models.raw()."
@@ -137,7 +137,7 @@ def _modes(fn: Callable, flag: str | None, where: str) -> Callable[[bool], dict]
     """The keywords that tell `fn` the mode: `flag`, or those with a name that everybody uses."""
     names = _names(fn)
     if flag is not None and flag not in names:
-        raise WrongTypeError(_where.unknown("flag", where, flag, names))
+        raise WrongTypeError(patterns.unknown("flag", where, flag, names))
     found = [flag] if flag else [name for name in names if name in (*_ON, *_OFF)]
     return lambda train: {name: train != (name in _OFF) for name in found}
 
@@ -178,7 +178,7 @@ def nnx(module, *, wrt=None) -> Model:
         root = jax.random.key(0) if key is None else key
 
         def one(i, x):
-            if not _tree.is_key(x):
+            if not trees.is_key(x):
                 return jnp.zeros(x.shape, x.dtype)
             return jax.random.split(jax.random.fold_in(root, i), x.shape)  # x may be an array of keys
 
@@ -227,7 +227,7 @@ def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> M
     if not isinstance(variables, Mapping) or "params" not in variables:
         kind = ParamsError if isinstance(variables, Mapping) else WrongTypeError
         fix = "Give all of net.init(key, x)."
-        raise kind(message("variables", "models.linen()", _tree.describe(variables), "a dict with 'params'", fix))
+        raise kind(message("variables", "models.linen()", trees.describe(variables), "a dict with 'params'", fix))
     modes = _modes(module.__call__, flag, "models.linen()")
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
     others = _library("flax.core", "models.linen()").unfreeze(variables)  # calls return plain dicts
@@ -260,7 +260,7 @@ def equinox(module, state=None, *, vmap: bool = False, axis_name: str = "batch")
     stateful = state is not None
     if stateful and not isinstance(state, eqx.nn.State):
         fix = "module, state = eqx.nn.make_with_state(Net)(...)"
-        raise WrongTypeError(message("state", "models.equinox()", _tree.describe(state), "an equinox.nn.State", fix))
+        raise WrongTypeError(message("state", "models.equinox()", trees.describe(state), "an equinox.nn.State", fix))
     params = eqx.filter(module, eqx.is_inexact_array)
     static = {
         train: eqx.filter(eqx.nn.inference_mode(module, value=not train), eqx.is_inexact_array, inverse=True)
@@ -324,7 +324,7 @@ def raw(fn, params, model_state=None) -> Model:
     """
     if not callable(fn) or isinstance(fn, type) or _home(fn):
         fix = f"ts.models.{_home(fn)}() takes models of this kind." if _home(fn) else "The order is raw(fn, params)."
-        got = _tree.describe(fn)
+        got = trees.describe(fn)
         raise WrongTypeError(message("fn", "models.raw()", got, "a function fn(params, *x, ...)", fix))
     names = _names(fn)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _checks, _tree, _where
+from tsunax._core import checks, patterns, trees
 from tsunax.errors import StateError, WrongTypeError, message, warn
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -53,11 +53,11 @@ class Policy:
             except TypeError:
                 known = False
             if not known:
-                raise WrongTypeError(message(name, "Policy()", _tree.describe(value), f"one of {', '.join(DTYPES)}"))
+                raise WrongTypeError(message(name, "Policy()", trees.describe(value), f"one of {', '.join(DTYPES)}"))
             object.__setattr__(self, name, jnp.dtype(value).name)
-        if not _checks.is_one_of(self.rounding, ("nearest", "stochastic")):
+        if not checks.is_one_of(self.rounding, ("nearest", "stochastic")):
             expected = "'nearest' or 'stochastic'"
-            raise WrongTypeError(message("rounding", "Policy()", _tree.describe(self.rounding), expected))
+            raise WrongTypeError(message("rounding", "Policy()", trees.describe(self.rounding), expected))
         if self.rounding == "stochastic" and self.param != "bfloat16":
             fix = "Stochastic rounding cuts float32 to bfloat16."
             raise WrongTypeError(message("param", "Policy(rounding='stochastic')", self.param, "'bfloat16'", fix))
@@ -68,9 +68,9 @@ class Policy:
         except TypeError:
             expected = "a pattern, a list of them, or a predicate f(path, leaf)"
             fix = "Policies are compared: trees of bools cannot be."
-            raise WrongTypeError(message("batch", "Policy()", _tree.describe(self.batch), expected, fix)) from None
+            raise WrongTypeError(message("batch", "Policy()", trees.describe(self.batch), expected, fix)) from None
         if self.batch is not None:
-            _where.compile_where(self._batch)
+            patterns.compile_where(self._batch)
 
     def to_param(self, tree):
         return cast(tree, self.param)
@@ -94,18 +94,18 @@ class Policy:
         """
         low = cast(batch, self.seen(train))
         pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(low), strict=True))
-        if all(_tree.dtype_of(x) == _tree.dtype_of(y) for x, y in pairs):
+        if all(trees.dtype_of(x) == trees.dtype_of(y) for x, y in pairs):
             return batch
-        flags = inputs(low)[0] if self.batch is None else _where.select(self._batch, batch)
+        flags = inputs(low)[0] if self.batch is None else patterns.select(self._batch, batch)
         leaves = [y if on else x for (x, y), on in zip(pairs, flags, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
     def warn_of_no_input(self, batch, found: Sequence[bool], met: Sequence[bool]) -> None:
         """Warn if no leaf of the batch is an input, and one that meets params may be."""
         named = jax.tree_util.tree_flatten_with_path(batch)[0]
-        is_float = lambda x: jnp.issubdtype(_tree.dtype_of(x), jnp.floating)
+        is_float = lambda x: jnp.issubdtype(trees.dtype_of(x), jnp.floating)
         floats = [(path, on, m) for (path, x), on, m in zip(named, found, met, strict=True) if is_float(x)]
-        others = [_tree.access_str("batch", path) for path, _, m in floats if m]
+        others = [trees.access_str("batch", path) for path, _, m in floats if m]
         if others and not any(on for _, on, _ in floats):
             got = f"no leaf in a product or convolution with params; {others[0]} meets params elsewhere"
             fix = (
@@ -135,14 +135,14 @@ def as_policy(precision, where: str) -> Policy | None:
     if isinstance(precision, str) and precision in DTYPES:
         return Policy(compute=precision)
     expected = f"{', '.join(map(repr, DTYPES))}, or a Policy"
-    raise WrongTypeError(message("precision", where, _tree.describe(precision), expected))
+    raise WrongTypeError(message("precision", where, trees.describe(precision), expected))
 
 
 def cast(tree, dtype):
     """The real float leaves of a tree in another dtype; all others as they are."""
 
     def one(x):
-        is_float = _tree.dtype_of(x) is not None and jnp.issubdtype(_tree.dtype_of(x), jnp.floating)
+        is_float = trees.dtype_of(x) is not None and jnp.issubdtype(trees.dtype_of(x), jnp.floating)
         return jnp.asarray(x, dtype) if is_float and not isinstance(x, jax.ShapeDtypeStruct) else x
 
     return jax.tree.map(one, tree)
@@ -150,7 +150,7 @@ def cast(tree, dtype):
 
 def cast_like(tree, like):
     """Each leaf in the dtype of its place in `like`."""
-    return jax.tree.map(lambda x, y: jnp.asarray(x, _tree.dtype_of(y)), tree, like)
+    return jax.tree.map(lambda x, y: jnp.asarray(x, trees.dtype_of(y)), tree, like)
 
 
 def conjugated(grads):
@@ -158,7 +158,7 @@ def conjugated(grads):
 
     For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`. Steepest ascent is `∂f/∂x + i ∂f/∂y`.
     """
-    is_complex = lambda g: jnp.issubdtype(_tree.dtype_of(g), jnp.complexfloating)
+    is_complex = lambda g: jnp.issubdtype(trees.dtype_of(g), jnp.complexfloating)
     return jax.tree.map(lambda g: jnp.conj(g) if is_complex(g) else g, grads)
 
 
@@ -228,18 +228,18 @@ def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | No
         return None
     if isinstance(given, str) and given == "dynamic":
         given = LossScale()
-    elif _checks.is_real(given):
+    elif checks.is_real(given):
         given = LossScale(given, dynamic=False)
     if not isinstance(given, LossScale):
-        raise WrongTypeError(message("loss_scale", where, _tree.describe(given), "'dynamic', a number or a LossScale"))
+        raise WrongTypeError(message("loss_scale", where, trees.describe(given), "'dynamic', a number or a LossScale"))
     numbers = (getattr(given, name) for name in ("scale", "good", "interval", "factor", "floor", "ceiling"))
-    if not all(map(_checks.is_real, numbers)) or not isinstance(given.dynamic, bool):
+    if not all(map(checks.is_real, numbers)) or not isinstance(given.dynamic, bool):
         raise WrongTypeError(message("loss_scale", where, given, "one made of numbers, with dynamic True or False"))
     single = jnp.finfo(jnp.float32)
     least, most = float(single.tiny), float(single.max)
     low, high = (given.floor, given.ceiling) if given.dynamic else (least, most)
     # one scale, or those of a population
-    bad = not _tree.is_traced(given.scale) and not np.all((low <= given.scale) & (given.scale <= high))
+    bad = not trees.is_traced(given.scale) and not np.all((low <= given.scale) & (given.scale <= high))
     if bad and not given.dynamic:
         raise StateError(
             message("loss_scale", where, given.scale, f"a number in [{least:.3g}, {most:.3g}], of float32")

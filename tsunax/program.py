@@ -18,11 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tsunax import _axes, _checks, _place, _tree, _where, failures, guard, microbatches
-from tsunax._loss_fn import LossFn
-from tsunax._members import members_of, over_members
-from tsunax._norms import leaves_apart
-from tsunax._traces import Trace
+from tsunax import guard, microbatches
+from tsunax._core import axes as _axes
+from tsunax._core import checks, patterns, placement, trees
+from tsunax._core.norms import leaves_apart
+from tsunax._step import failures
+from tsunax._step.loss_fn import LossFn
+from tsunax._step.members import members_of, over_members
+from tsunax._step.traces import Trace
 from tsunax.errors import LossError, RuleError, StateError, message
 from tsunax.loss import Loss, rows_of, uneven
 from tsunax.state import (
@@ -43,12 +46,12 @@ def _any_traced(tree) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
-def home_of(moving, still=()) -> tuple[_place.Home | None, Any, Any]:
+def home_of(moving, still=()) -> tuple[placement.Home | None, Any, Any]:
     """How the moving part of a state lies on a mesh, and both parts as they lie there; None if on one device."""
-    home, other = _place.home_on_mesh(moving, still), _place.home_on_mesh(still, moving)
+    home, other = placement.home_on_mesh(moving, still), placement.home_on_mesh(still, moving)
     if home is None or other is None:
         return None, moving, still
-    return home, _place.settled(moving, home.layout), _place.settled(still, other.layout)
+    return home, placement.settled(moving, home.layout), placement.settled(still, other.layout)
 
 
 class Programs(dict):
@@ -60,11 +63,11 @@ class Programs(dict):
         self._sharding: Any = self  # of the clock of the last state on one device: no sharding yet
         self.devices: list[Any] = []  # that such states lay on: each compiles, none traces
 
-    def __missing__(self, home: _place.Home | None):
+    def __missing__(self, home: placement.Home | None):
         self[home] = self._build(home)
         return self[home]
 
-    def home_of(self, state: TrainState, moving, still) -> tuple[_place.Home | None, Any, Any]:
+    def home_of(self, state: TrainState, moving, still) -> tuple[placement.Home | None, Any, Any]:
         """`home_of`, which looks at every leaf, but for states that lie as the last one: what a program returns has
         one sharding object, call for call. Raises StateError for a state that was donated."""
         clock = state.clock
@@ -72,9 +75,9 @@ class Programs(dict):
             if clock.is_deleted():
                 raise StateError(donated("step()"))
             return None, moving, still
-        if any(map(_tree.is_gone, jax.tree.leaves((moving, still)))):
+        if any(map(trees.is_gone, jax.tree.leaves((moving, still)))):
             raise StateError(donated("step()"))
-        _checks.check_arrays(state, "state")
+        checks.check_arrays(state, "state")
         home, moving, still = home_of(moving, still)
         is_here = isinstance(clock, jax.Array) and not isinstance(clock, Tracer)  # and not NumPy's
         self._sharding = self
@@ -93,10 +96,10 @@ def masked(given, padding):
     return lib.pad(lib.asarray(given, np.float32), (0, len(padding) - len(given))) * padding
 
 
-def spread(rows, extra, home: _place.Home, *, whole: bool = False) -> tuple[Any, dict]:
+def spread(rows, extra, home: placement.Home, *, whole: bool = False) -> tuple[Any, dict]:
     """A batch and its mask over the mesh of a state, or on each device where they do not divide; extra whole."""
-    batch, mask = _place.put(rows, home.whole, whole=whole)
-    extra = _place.whole({name: x for name, x in extra.items() if name != "mask"}, home.whole)
+    batch, mask = placement.put(rows, home.whole, whole=whole)
+    extra = placement.whole({name: x for name, x in extra.items() if name != "mask"}, home.whole)
     return batch, extra if mask is None else {**extra, "mask": mask}
 
 
@@ -151,7 +154,7 @@ class TrainStep:
     def __post_init__(self):
         check_flags("train_step()", donate=self.donate, norms=self.norms)
         if self.at_once is not None:
-            _checks.check_count(self.at_once, "train_step()", "at_once")
+            checks.check_count(self.at_once, "train_step()", "at_once")
         _ = self.gradient  # the errors of all others belong here, not into the first call
 
     @functools.cached_property
@@ -186,7 +189,7 @@ class TrainStep:
     def programs(self) -> Programs:
         return Programs(self._compiled_on)
 
-    def _compiled_on(self, home: _place.Home | None) -> Any:
+    def _compiled_on(self, home: placement.Home | None) -> Any:
         def train_step(kind, moving, still, batch, extra):
             state = assemble(kind, moving, still)
             trace = Trace.of("step", home, state, {"batch": batch, **extra})
@@ -199,16 +202,16 @@ class TrainStep:
         out = None if home is None else (home.layout, home.whole)
         return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else (), out_shardings=out)
 
-    def _placed(self, state: TrainState, home: _place.Home, batch, extra) -> tuple[Any, dict]:
+    def _placed(self, state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
         """A host batch over the mesh of the state, padded if its rows do not divide and loss_fn masks; extra whole."""
         if members_of(state) is not None:  # the devices share the members, and each member has all rows
-            return _place.whole((batch, extra), home.whole)
+            return placement.whole((batch, extra), home.whole)
         mask, rows = extra.get("mask"), rows_of(batch)
-        padding = -rows % _place.divisor(home.whole, self.accumulate)
-        if padding and self.masks and not _place.is_on(batch, home.whole.mesh):
+        padding = -rows % placement.divisor(home.whole, self.accumulate)
+        if padding and self.masks and not placement.is_on(batch, home.whole.mesh):
             if found := uneven(batch):
                 raise LossError(found)
-            batch, more = _place.padded(batch, rows, rows + padding)
+            batch, more = placement.padded(batch, rows, rows + padding)
             mask = masked(mask, more)
         return spread((batch, mask), extra, home)
 
@@ -250,7 +253,7 @@ class TrainStep:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-@_where.suggests_names
+@patterns.suggests_names
 def train_step(
     loss_fn: Callable,
     *,
@@ -360,7 +363,7 @@ class EvalStep:
                 if members_of(state) is None:
                     batch, extra = spread((batch, extra.get("mask")), extra, home, whole=True)
                 else:
-                    batch, extra = _place.whole((batch, extra), home.whole)
+                    batch, extra = placement.whole((batch, extra), home.whole)
             return self._compiled(self._read(state), batch, extra)
         except Exception as error:
             if fault := failures.fault(error, state, batch, extra):
@@ -371,7 +374,7 @@ class EvalStep:
         return {"loss_fn": self.loss_fn, "axis_name": self.axis_name}
 
 
-@_where.suggests_names
+@patterns.suggests_names
 def eval_step(loss_fn: Callable, *, axis_name: Any = None) -> EvalStep:
     """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
 
@@ -390,25 +393,23 @@ def eval_step(loss_fn: Callable, *, axis_name: Any = None) -> EvalStep:
     return EvalStep(loss_fn, axis_name)
 
 
-def refresh(loss_fn: Callable) -> Callable:
-    """The compiled forward pass in training mode: `f(state, batch, **extra) -> state` with another `model_state` only.
-
-    For batch statistics that belong to averaged parameters: `state = refresh(loss_fn)(averaged(state), batch)`, for
-    some batches. Raises LossError for a loss_fn that returns no model state.
-    """
-    fn = LossFn.of(loss_fn, "refresh()")
+def batch_stats_updated(loss_fn: Callable) -> Callable:
+    """`averages.update_batch_stats`."""
+    fn = LossFn.of(loss_fn, "update_batch_stats()")
 
     @jax.jit
     def run(state: TrainState, batch, extra) -> TrainState:
         keywords = fn.keywords(state, batch, extra, train=True)
         loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
         if loss.model_state is None:
-            raise LossError(message("model_state", "refresh()", "None", "ts.Loss.mean(values, model_state=...)"))
-        _checks.check_like("model_state", loss.model_state, state.model_state, "A step keeps its structure.")
+            raise LossError(
+                message("model_state", "update_batch_stats()", "None", "ts.Loss.mean(values, model_state=...)")
+            )
+        checks.check_like("model_state", loss.model_state, state.model_state, "A step keeps its structure.")
         return state.replace(model_state=loss.model_state, calls=state.calls + 1)
 
     def call(state: TrainState, batch, **extra) -> TrainState:
-        check_state(state, "refresh()", batch)
+        check_state(state, "update_batch_stats()", batch)
         home = home_of(state.params)[0]
         try:
             if home is not None and not _any_traced((batch, extra)):

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tsunax import _checks, _tree, _where
+from tsunax._core import checks, patterns, trees
 from tsunax.errors import PatternError, message
 
 __all__ = ["elastic", "l1", "l2"]
@@ -21,13 +21,13 @@ __all__ = ["elastic", "l1", "l2"]
 
 def _selected(params: Any, where: Any, place: str) -> list:
     """The float leaves that `where` selects, an array that is at two paths once. Raises PatternError, StateError."""
-    leaves = [leaf for leaf in _tree.take(params, _where.select(where, params)) if _tree.is_inexact(leaf)]
+    leaves = [leaf for leaf in trees.take(params, patterns.select(where, params)) if trees.is_inexact(leaf)]
     if not leaves:
-        raise PatternError(message("where", place, f"{_where.show(where)}, which selects no floats", "at least one"))
+        raise PatternError(message("where", place, f"{patterns.show(where)}, which selects no floats", "at least one"))
     for leaf in leaves:
-        _checks.check_alive(leaf, place)
+        checks.check_alive(leaf, place)
     # by identity only of arrays: equal Python floats may be one object
-    return list({id(x) if _tree.is_array(x) else -i: x for i, x in enumerate(leaves, 1)}.values())
+    return list({id(x) if trees.is_array(x) else -i: x for i, x in enumerate(leaves, 1)}.values())
 
 
 def _magnitudes(x) -> jax.Array:
@@ -66,7 +66,7 @@ def l2(params: Any, where: Any = "**") -> jax.Array:
     >>> l2(params, ["**", "!**/bias"]), jax.grad(l2)(params)["w"]
     (Array(12.5, dtype=float32), Array([ 3., -4.], dtype=float32))
     """
-    return 0.5 * sum(_tree.square_sums(_selected(params, where, "l2()")), start=jnp.float32(0))
+    return 0.5 * sum(trees.square_sums(_selected(params, where, "l2()")), start=jnp.float32(0))
 
 
 def elastic(params: Any, where: Any = "**", *, l1_ratio: Any = 0.5) -> jax.Array:

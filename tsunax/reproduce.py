@@ -1,8 +1,8 @@
 """Same seed, same bits: what has to be seeded, which flags have to be set, and how to see whether it holds.
 
-    key = ts.reproducible(0)                    # the first line of the script
-    print(ts.fingerprint(state))                # the same on every run
-    ts.check_reproducible(step, state, batches)
+    key = ts.reproduce.reproducible(0)                    # the first line of the script
+    print(ts.reproduce.fingerprint(state))                # the same on every run
+    ts.reproduce.check_reproducible(step, state, batches)
 
 JAX itself draws from keys and from nothing else. What is left are the global generators of Python and NumPy, which data
 pipelines use, and kernels of a GPU that add in any order. docs/reproducibility.md says what can be promised.
@@ -23,7 +23,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax._src import xla_bridge
 
-from tsunax import _checks, _tree, _words
+from tsunax._core import checks, stable_text, trees
 from tsunax.errors import DeviceError, StateError, WrongTypeError, message
 
 __all__ = ["check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"]
@@ -119,27 +119,27 @@ def fingerprint(tree: Any) -> str:
     """
     total = hashlib.sha256()
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
-        if _tree.is_traced(leaf):
-            raise StateError(message("leaf", _tree.access_str("tree", path), "a traced array", "a concrete one"))
-        _checks.check_alive(leaf, _tree.access_str("tree", path))
+        if trees.is_traced(leaf):
+            raise StateError(message("leaf", trees.access_str("tree", path), "a traced array", "a concrete one"))
+        checks.check_alive(leaf, trees.access_str("tree", path))
         total.update(_of_leaf(path, leaf))
     return total.hexdigest()[:16]
 
 
 def _of_leaf(path, leaf) -> bytes:
-    part = hashlib.sha256(_tree.path_str(path).encode())
-    bits = None if _tree.dtype_of(leaf) is None else _words.bits_of(leaf)
+    part = hashlib.sha256(trees.path_str(path).encode())
+    bits = None if trees.dtype_of(leaf) is None else stable_text.bits_of(leaf)
     if bits is not None and not bits.dtype.hasobject:
         part.update(f"{bits.dtype}{bits.shape}".encode())
         part.update(bits.tobytes())
-    elif _tree.dtype_of(leaf) is None or bits is not None:
-        part.update(_words.words_of(leaf).encode())
+    elif trees.dtype_of(leaf) is None or bits is not None:
+        part.update(stable_text.words_of(leaf).encode())
     else:
         got, fix = (
-            f"{_tree.describe(leaf)}, of which other processes have a part",
+            f"{trees.describe(leaf)}, of which other processes have a part",
             "Of each process's own: x.addressable_shards.",
         )
-        raise StateError(message("leaf", _tree.access_str("tree", path), got, "a whole array", fix))
+        raise StateError(message("leaf", trees.access_str("tree", path), got, "a whole array", fix))
     return part.digest()
 
 
@@ -157,18 +157,18 @@ def check_reproducible(step: Callable, state: Any, batches: Iterable[Any], *, ti
     16
     """
     where = "check_reproducible()"
-    _checks.check_count(times, where, "times", least=2)
+    checks.check_count(times, where, "times", least=2)
     if not callable(step):
         expected = "a function (state, batch) -> (state, info)"
         raise WrongTypeError(
-            message("step", where, _tree.describe(step), expected, "Make one: ts.train_step(loss_fn).")
+            message("step", where, trees.describe(step), expected, "Make one: ts.train_step(loss_fn).")
         )
     for path, leaf in jtu.tree_flatten_with_path(state)[0]:
-        place = _tree.access_str("state", path)
-        if _tree.is_traced(leaf):
+        place = trees.access_str("state", path)
+        if trees.is_traced(leaf):
             raise StateError(message("leaf", place, "a traced array", "a concrete one", "Call it outside of jit."))
-        _checks.check_alive(leaf, place)
-    batches = list(_checks.each_batch(batches, where))
+        checks.check_alive(leaf, place)
+    batches = list(checks.each_batch(batches, where))
     copied = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
     runs = [copied(state) for _ in range(times)]
     for at, batch in enumerate(batches):
@@ -178,7 +178,7 @@ def check_reproducible(step: Callable, state: Any, batches: Iterable[Any], *, ti
                 named = zip(jtu.tree_flatten_with_path(runs[0])[0], jax.tree.leaves(other), strict=True)
                 path = next(path for (path, x), y in named if _of_leaf(path, x) != _of_leaf(path, y))
                 got, fix = (
-                    f"other bits in {_tree.access_str('state', path)}",
+                    f"other bits in {trees.access_str('state', path)}",
                     "Same inputs, same bits: see reproducible().",
                 )
                 raise StateError(message("step", f"batch {at}", got, "the same in every run", fix))
@@ -188,7 +188,7 @@ def check_reproducible(step: Callable, state: Any, batches: Iterable[Any], *, ti
 def _checked(seed: Any, where: str) -> int:
     expected = "an int from 0 to 2**63 - 1"
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise WrongTypeError(message("seed", where, _tree.describe(seed), expected))
+        raise WrongTypeError(message("seed", where, trees.describe(seed), expected))
     if not 0 <= seed < _MOST:
         raise WrongTypeError(message("seed", where, seed, expected))
     return int(seed)

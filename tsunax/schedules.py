@@ -21,8 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax import _checks, _number, _tree, _where
+from tsunax._core import checks as _checks
+from tsunax._core import patterns, trees
 from tsunax.errors import HyperparameterError, WrongTypeError, message, remedy, told
+from tsunax.rules import numbers as _numbers
 
 P = ParamSpec("P")
 _LAST = 2**30 - 1  # of steps and lengths: sums of two stay int32
@@ -57,7 +59,7 @@ class Schedule:
         return _evaluate(jax.tree.map(_as_float, self), _as_step(step, self.factory.__name__))
 
     def __iter__(self) -> Iterator[float]:
-        return (float(_number.as_float(self(step), None)) for step in itertools.count())
+        return (float(_numbers.as_float(self(step), None)) for step in itertools.count())
 
     def values(self, n: int) -> np.ndarray:
         """The values of the first `n` steps, float32 of shape (n,), in one call: to look at, to plot.
@@ -76,7 +78,7 @@ class Schedule:
         return shape == other_shape and all(map(_same, mine, others))
 
     def __hash__(self):
-        numbers = (float(x) for x in jax.tree.leaves(self) if not _tree.is_traced(x) and not np.ndim(x))
+        numbers = (float(x) for x in jax.tree.leaves(self) if not trees.is_traced(x) and not np.ndim(x))
         return hash((self.factory, self.static, *numbers))
 
     def __repr__(self):
@@ -87,7 +89,7 @@ class Schedule:
 
 
 def _same(a, b) -> bool:
-    return a is b or (not (_tree.is_traced(a) or _tree.is_traced(b)) and np.array_equal(np.asarray(a), np.asarray(b)))
+    return a is b or (not (trees.is_traced(a) or trees.is_traced(b)) and np.array_equal(np.asarray(a), np.asarray(b)))
 
 
 def _is_default(parameter: inspect.Parameter, value) -> bool:
@@ -100,9 +102,9 @@ def _as_float(x):
 
 
 def _as_step(step, title: str):
-    dtype = _tree.dtype_of(step)
+    dtype = trees.dtype_of(step)
     if isinstance(step, bool) or dtype is None or not jnp.issubdtype(dtype, np.integer):
-        raise WrongTypeError(message("step", f"{title}()", _tree.describe(step), "a whole number, or an array of them"))
+        raise WrongTypeError(message("step", f"{title}()", trees.describe(step), "a whole number, or an array of them"))
     if isinstance(step, jax.Array):
         return jnp.clip(step.astype(jnp.promote_types(dtype, jnp.int32)), 0, _LAST).astype(jnp.int32)
     if isinstance(step, int):  # of any size
@@ -120,7 +122,7 @@ def _evaluate(schedule: Schedule, step):
     arguments = {name: follow(name, x) for name, x in schedule.arguments.items()}
     value = schedule.factory.__wrapped__(step, **arguments, **dict(schedule.static))
     value = jnp.asarray(value, jax.dtypes.canonicalize_dtype(float))
-    return value if value.ndim else _number.weak(value)
+    return value if value.ndim else _numbers.weak(value)
 
 
 @jax.jit
@@ -159,10 +161,10 @@ def _in_range(low=None, high=None, *, above=None, whole: bool = False, is_int32:
     expected = f"a {'whole ' if whole else ''}number {' and '.join(bounds)}".rstrip()
 
     def check(where, name, value):
-        _number.check_number(where, name, value)
-        if _tree.is_traced(value):
+        _numbers.check_number(where, name, value)
+        if trees.is_traced(value):
             return value
-        value = value.item() if _tree.is_array(value) else value
+        value = value.item() if trees.is_array(value) else value
         beyond = (low is not None and value < low) or (high is not None and value > high)
         if beyond or (above is not None and value <= above) or (whole and value != int(value)):
             raise HyperparameterError(message(name, where, value, expected))
@@ -189,10 +191,10 @@ def _piece(where, name, value):
         out = jax.eval_shape(value, jax.ShapeDtypeStruct((), np.int32))
     except Exception as error:
         raise HyperparameterError(message(name, where, told(error), "a number", remedy(error))) from error
-    dtype = _tree.dtype_of(out)
+    dtype = trees.dtype_of(out)
     real = dtype is not None and (jnp.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, np.integer))
     if not real or out.shape:
-        got = f"{_tree.describe(out)} from the function"
+        got = f"{trees.describe(out)} from the function"
         raise HyperparameterError(message(name, where, got, "one number for a step"))
     return _Function(value) if jax.tree_util.all_leaves([value]) else value
 
@@ -201,7 +203,7 @@ def _pieces(where, name, value):
     """((piece, its length), ...); the last one has no end, and needs no length."""
     if not isinstance(value, (list, tuple)) or not value:
         expected = "a list of (schedule, length); the last one may be a schedule alone"
-        raise WrongTypeError(message(name, where, _tree.describe(value), expected))
+        raise WrongTypeError(message(name, where, trees.describe(value), expected))
     out = []
     for i, item in enumerate(value):
         piece, length = item if isinstance(item, (list, tuple)) and len(item) == 2 else (item, None)
@@ -221,13 +223,13 @@ def _milestones(where, name, value):
     try:
         pairs = [(step, scale) for step, scale in (value.items() if isinstance(value, Mapping) else value)]
     except (TypeError, ValueError):
-        raise WrongTypeError(message(name, where, _tree.describe(value), "{step: scale}")) from None
+        raise WrongTypeError(message(name, where, trees.describe(value), "{step: scale}")) from None
     pairs = [
         (_wait(where, f"a step of {name}", step), _not_negative(where, f"{name}[{step}]", scale))
         for step, scale in pairs
     ]
     steps = [step for step, _ in pairs]
-    if any(map(_tree.is_traced, steps)):
+    if any(map(trees.is_traced, steps)):
         return tuple(pairs)
     if len(set(steps)) < len(steps):
         raise HyperparameterError(message(name, where, f"the steps {steps}", "each step once"))
@@ -236,7 +238,7 @@ def _milestones(where, name, value):
 
 def _flag(where, name, value):
     if not isinstance(value, (bool, np.bool_)):
-        raise WrongTypeError(message(name, where, _tree.describe(value), "True or False"))
+        raise WrongTypeError(message(name, where, trees.describe(value), "True or False"))
     return bool(value)
 
 
@@ -319,7 +321,7 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
         where = f"{formula.__name__}()"
         for name in kwargs:
             if name not in known:
-                raise HyperparameterError(_where.unknown("parameter", where, name, known))
+                raise HyperparameterError(patterns.unknown("parameter", where, name, known))
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -567,14 +569,14 @@ def join_schedules(schedules: Any, boundaries: Any) -> Schedule:
     where = "join_schedules()"
     for name, given in (("schedules", schedules), ("boundaries", boundaries)):
         if not isinstance(given, (list, tuple, np.ndarray)):
-            raise WrongTypeError(message(name, where, _tree.describe(given), "a list"))
+            raise WrongTypeError(message(name, where, trees.describe(given), "a list"))
     bounds = [0, *boundaries]
     if len(schedules) != len(bounds):
         got = f"{len(boundaries)} for {len(schedules)} schedules"
         raise HyperparameterError(message("boundaries", where, got, "one less than the schedules"))
     for n in bounds:
         _finite_number(where, "boundaries", n)
-    known = [n for n in bounds if not _tree.is_traced(n)]
+    known = [n for n in bounds if not trees.is_traced(n)]
     if known != sorted(known):
         raise HyperparameterError(message("boundaries", where, list(boundaries), "steps ≥ 0 in ascending order"))
     lengths = [*(end - begin for begin, end in itertools.pairwise(bounds)), None]
@@ -590,7 +592,7 @@ def sgdr_schedule(cosine_kwargs: Any) -> Schedule:
     for kwargs in cycles:
         if not isinstance(kwargs, Mapping):
             expected = "arguments of warmup_cosine_decay_schedule, by name"
-            raise WrongTypeError(message("cosine_kwargs", "sgdr_schedule()", _tree.describe(kwargs), expected))
+            raise WrongTypeError(message("cosine_kwargs", "sgdr_schedule()", trees.describe(kwargs), expected))
     return sequence([(warmup_cosine_decay_schedule(**kwargs), kwargs["decay_steps"]) for kwargs in cycles])
 
 
@@ -761,7 +763,7 @@ def compose(schedule: Schedule, /, **parameters: Any) -> Schedule:
     array([0.  , 0.5 , 1.  , 0.5 , 0.  , 0.25, 0.5 ], dtype=float32)
     """
     if not isinstance(schedule, Schedule):
-        raise WrongTypeError(message("schedule", "compose()", _tree.describe(schedule), "a schedule of tsunax"))
+        raise WrongTypeError(message("schedule", "compose()", trees.describe(schedule), "a schedule of tsunax"))
     return schedule.factory(**{**schedule.arguments, **dict(schedule.static), **parameters})
 
 

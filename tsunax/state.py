@@ -22,10 +22,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsunax import _checks, _hoist, _live, _tree, _where, guard, reproduce
+from tsunax import guard, reproduce
+from tsunax._core import checks, patterns, trees
 from tsunax.averages import as_average
 from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, message, told
 from tsunax.precision import Policy, as_loss_scale, as_policy, cast, cast_like
+from tsunax.rules import live_rules, number_table
 
 _PLANS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
@@ -89,7 +91,7 @@ def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
     """
     for name, given, known in (("moves", moves, _MOVES), ("like", like, _LIKE)):
         if given not in known:
-            raise StateError(_where.unknown(name, "field()", str(given), [repr(one) for one in known]))
+            raise StateError(patterns.unknown(name, "field()", str(given), [repr(one) for one in known]))
     return dataclasses.field(metadata={"moves": moves, "like": like, "shows": shows})
 
 
@@ -185,7 +187,7 @@ class TrainState:
         known = [*COUNTS, *(f.name for f in self._fields if f.name != "clock")]
         for name, value in fields.items():
             if name not in known:
-                raise StateError(_where.unknown("field", "replace()", name, known))
+                raise StateError(patterns.unknown("field", "replace()", name, known))
             _check_field(self, name, value)
         check_state(self, "replace()")
         if "key" in fields:
@@ -220,8 +222,8 @@ def _like(new, old):
         return new
 
     def one(x, y):
-        moves = isinstance(x, jax.Array) and not _tree.is_traced(x) and not x.committed
-        spread = isinstance(y, jax.Array) and not _tree.is_traced(y) and len(y.sharding.device_set) > 1
+        moves = isinstance(x, jax.Array) and not trees.is_traced(x) and not x.committed
+        spread = isinstance(y, jax.Array) and not trees.is_traced(y) and len(y.sharding.device_set) > 1
         return jax.device_put(x, y.sharding) if moves and spread and x.ndim == y.ndim else x
 
     return jax.tree.map(one, new, old)
@@ -230,7 +232,7 @@ def _like(new, old):
 def _tick(clock, i):
     if isinstance(clock, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(clock.shape[:-1], clock.dtype)
-    if _tree.is_gone(clock):
+    if trees.is_gone(clock):
         raise StateError(donated("TrainState." + COUNTS[i]))
     return clock[..., i]
 
@@ -261,12 +263,12 @@ def with_rest(state: TrainState, trained):
 
 
 def _part(params, flags):
-    return params if flags is None else _tree.partition(params, flags)[0]
+    return params if flags is None else trees.partition(params, flags)[0]
 
 
 def joined(part, params, flags):
     """`params` with other leaves where flags are true; None: everywhere."""
-    return part if flags is None else _tree.merge(part, _tree.partition(params, flags)[1])
+    return part if flags is None else trees.merge(part, trees.partition(params, flags)[1])
 
 
 def overwritten_part(state: TrainState):
@@ -283,7 +285,7 @@ def split(state: TrainState) -> tuple[tuple, tuple]:
     """What a step changes (donated, and returned by its program), and what it only reads."""
     params, rest = state.params, None
     if state.plan.moving is not None:
-        params, rest = _tree.partition(state.params, state.plan.moving)
+        params, rest = trees.partition(state.params, state.plan.moving)
     moving, still = state._take
     return (params, *moving(state)), (rest, *still(state))
 
@@ -294,7 +296,7 @@ def assemble(kind: tuple, moving: tuple, still: tuple) -> TrainState:
     fields = dict(zip(cls._moving, moving[1:], strict=True))
     fields.update(zip(cls._still, still[1:], strict=True))
     rest = still[0]
-    return cls(params=moving[0] if rest is None else _tree.merge(moving[0], rest), **fields, plan=plan)
+    return cls(params=moving[0] if rest is None else trees.merge(moving[0], rest), **fields, plan=plan)
 
 
 def base(state: TrainState):
@@ -345,7 +347,7 @@ def in_precision(state: TrainState, params, *, train: bool = True):
     return low if plan.overwritten is None else joined(_part(params, plan.overwritten), low, plan.overwritten)
 
 
-@_where.suggests_names
+@patterns.suggests_names
 def setup(
     rule: optax.GradientTransformation,
     params,
@@ -393,17 +395,17 @@ def setup(
     (0, 0.001)
     """
     swapped = isinstance(params, optax.GradientTransformation)
-    _live.check_rule(rule, "setup()", "The order is setup(rule, params)." if swapped else "")
-    rule = _live.with_extra(rule)
+    live_rules.check_rule(rule, "setup()", "The order is setup(rule, params)." if swapped else "")
+    rule = live_rules.with_extra(rule)
     _check_setup(params, device, freezable=freezable, copy=copy)
     _tell_flax()
     key = as_key(key, "setup()")
-    _checks.check_arrays(model_state, "model_state")
+    checks.check_arrays(model_state, "model_state")
     flags = _select(trainable, params)
-    _checks.check_params(params, flags)
+    checks.check_params(params, flags)
     _check_concrete(params, flags)
     if not copy:
-        _checks.check_aliases(params, flags, model_state=model_state)
+        checks.check_aliases(params, flags, model_state=model_state)
     if device is not None:
         params, model_state = jax.device_put((params, model_state), device)
 
@@ -419,15 +421,15 @@ def setup(
     if overwritten is not None:  # no rule ever sees them
         flags = tuple(on and not replaced for on, replaced in zip(flags, overwritten, strict=True))
         if not any(flags):
-            raise _selects_nothing(f"{_where.show(trainable)}, which selects only what gradients overwrite")
-    plan = Plan(_live.blank(rule.init), rule.update, None if all(flags) else flags, policy, overwritten)
+            raise _selects_nothing(f"{patterns.show(trainable)}, which selects only what gradients overwrite")
+    plan = Plan(live_rules.blank(rule.init), rule.update, None if all(flags) else flags, policy, overwritten)
     trained, masters = _stored(_part(params, plan.selected), policy, key)
     params = joined(trained, params, plan.selected)
     seen = _seen(trained, masters, policy)
 
     opt_state = _unalias(_start(rule, seen), (trained, masters))
-    _live.check_update(rule, seen)
-    opt_state, numbers = _hoist.hoist(opt_state)
+    live_rules.check_update(rule, seen)
+    opt_state, numbers = number_table.hoist(opt_state)
     place = functools.partial(beside, trained)
     words = np.zeros(-(-sum(flags) // 32), np.uint32) if freezable else None
     return TrainState(
@@ -448,7 +450,7 @@ def setup(
 def _overwritten(params, flags) -> tuple[bool, ...] | None:
     """Which of the selected leaves are replaced by their gradient: flax's fp8 scales and amax histories."""
     named = jax.tree_util.tree_flatten_with_path(params)[0]
-    found = [on and "_overwrite_with_gradient" in _tree.names(path) for (path, _), on in zip(named, flags, strict=True)]
+    found = [on and "_overwrite_with_gradient" in trees.names(path) for (path, _), on in zip(named, flags, strict=True)]
     return tuple(found) if any(found) else None
 
 
@@ -477,7 +479,7 @@ def strong(x):
 
 
 def _is_number(x) -> bool:
-    return _tree.is_array(x) or isinstance(x, (bool, int, float, complex))
+    return trees.is_array(x) or isinstance(x, (bool, int, float, complex))
 
 
 def donated(where: str) -> str:
@@ -488,7 +490,7 @@ def donated(where: str) -> str:
 def check_state(state, where: str, second=None) -> None:
     """Raise unless `state` is a TrainState that was not donated; `second` is what was given after it."""
     if isinstance(state, TrainState):
-        if _tree.is_gone(state.clock):
+        if trees.is_gone(state.clock):
             raise StateError(donated(where))
         return
     fix = "Make one: ts.setup(rule, params)."
@@ -496,20 +498,20 @@ def check_state(state, where: str, second=None) -> None:
         fix = "The state comes first."
     elif isinstance(state, tuple) and state and isinstance(state[0], TrainState):
         fix = "A step returns two things: state, info = step(state, batch)."
-    raise WrongTypeError(message("state", where, _tree.describe(state), "a TrainState", fix))
+    raise WrongTypeError(message("state", where, trees.describe(state), "a TrainState", fix))
 
 
 def check_flags(where: str, **flags) -> None:
     """Raise for what is not True or False: "no" would count as true."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
-            raise WrongTypeError(message(name, where, _tree.describe(value), "True or False"))
+            raise WrongTypeError(message(name, where, trees.describe(value), "True or False"))
 
 
 def as_key(key, where: str):
     """The PRNG key that a user gave, as it is, or from an int seed."""
     expected = "an int seed or a key, as jax.random.key(0)"
-    if key is None or _tree.is_traced(key) or isinstance(key, jax.ShapeDtypeStruct):
+    if key is None or trees.is_traced(key) or isinstance(key, jax.ShapeDtypeStruct):
         return key
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         if not -(2**63) <= key < 2**64:
@@ -518,35 +520,35 @@ def as_key(key, where: str):
     if isinstance(key, jax.Array):
         if key.is_deleted():
             raise StateError(message("key", where, "a deleted array", expected))
-        typed = _tree.is_key(key)
+        typed = trees.is_key(key)
         if typed and key.ndim == 0:
             return key
         if key.dtype == np.uint32 and key.ndim == 1:
             if key.shape != (words := jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape):
-                raise StateError(message("key", where, _tree.describe(key), f"uint32{list(words)}, or a typed key"))
+                raise StateError(message("key", where, trees.describe(key), f"uint32{list(words)}, or a typed key"))
             return key
         if typed or key.dtype == np.uint32:
-            raise StateError(message("key", where, _tree.describe(key), "one key", "Pick one of them: keys[0]."))
-    raise WrongTypeError(message("key", where, _tree.describe(key), expected))
+            raise StateError(message("key", where, trees.describe(key), "one key", "Pick one of them: keys[0]."))
+    raise WrongTypeError(message("key", where, trees.describe(key), expected))
 
 
 def _check_field(state: TrainState, name: str, value) -> None:
     """Raise for a value that `replace` cannot put into this field."""
     if name in COUNTS:
-        is_int = isinstance(value, int) or (_tree.is_array(value) and jnp.issubdtype(value.dtype, np.integer))
+        is_int = isinstance(value, int) or (trees.is_array(value) and jnp.issubdtype(value.dtype, np.integer))
         fits = is_int and not isinstance(value, bool) and np.shape(value) in ((), np.shape(state.clock)[:-1])
-        if not fits or (not _tree.is_traced(value) and not np.all((value >= 0) & (value <= guard.LIMIT))):
-            raise StateError(message(name, "replace()", _tree.describe(value), f"an int in [0, {guard.LIMIT}]"))
+        if not fits or (not trees.is_traced(value) and not np.all((value >= 0) & (value <= guard.LIMIT))):
+            raise StateError(message(name, "replace()", trees.describe(value), f"an int in [0, {guard.LIMIT}]"))
     elif name == "frozen":
         if value is not None:
             words = np.empty(-(-len(jax.tree.leaves(trained_part(state))) // 32), np.uint32)
             like = words if state.frozen is None else state.frozen
-            _checks.check_like(name, value, like, "Use ts.freeze and ts.thaw.")
+            checks.check_like(name, value, like, "Use ts.freeze and ts.thaw.")
     elif name != "key":
         like = next(f.metadata["like"] for f in state._fields if f.name == name)
         if like != "free":
-            _checks.check_like(name, value, getattr(state, name))
-        _checks.check_arrays(value, name)
+            checks.check_like(name, value, getattr(state, name))
+        checks.check_arrays(value, name)
         if name == "loss_scale":
             as_loss_scale(value, None, "replace()")
 
@@ -555,10 +557,10 @@ def _check_setup(params, device, **flags) -> None:
     check_flags("setup()", **flags)
     if isinstance(params, TrainState):
         raise WrongTypeError(message("params", "setup()", "a TrainState", "a pytree of arrays", "Give state.params."))
-    _checks.check_keys(params)
+    checks.check_keys(params)
     if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
         fix = "For example jax.devices()[0]."
-        raise WrongTypeError(message("device", "setup()", _tree.describe(device), "a jax.Device or Sharding", fix))
+        raise WrongTypeError(message("device", "setup()", trees.describe(device), "a jax.Device or Sharding", fix))
 
 
 def _tell_flax() -> None:
@@ -575,17 +577,17 @@ def _no_flax_bytes(state, *_):
 def _check_concrete(params, flags) -> None:
     for (path, leaf), flag in zip(jax.tree_util.tree_flatten_with_path(params)[0], flags, strict=True):
         if flag and isinstance(leaf, jax.ShapeDtypeStruct):
-            got = f"a ShapeDtypeStruct, {_tree.describe(leaf)}"
+            got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
             fix = "For shapes alone: jax.eval_shape(lambda p: ts.setup(rule, p), params)."
-            raise ParamsError(message("leaf", _tree.access_str("params", path), got, "an array", fix))
+            raise ParamsError(message("leaf", trees.access_str("params", path), got, "an array", fix))
 
 
 def _select(where, params) -> tuple[bool, ...]:
     if not jax.tree.leaves(params):
-        raise _tree.no_parameters("params", params)
-    flags = _where.select(where, params, allow_empty=True)
+        raise trees.no_parameters("params", params)
+    flags = patterns.select(where, params, allow_empty=True)
     if not any(flags):
-        raise _selects_nothing(f"{_where.show(where)}, which selects nothing")
+        raise _selects_nothing(f"{patterns.show(where)}, which selects nothing")
     return flags
 
 
@@ -611,7 +613,7 @@ def _unalias(opt_state, params):
     seen = {id(x) for x in jax.tree.leaves(params)}
 
     def fresh(x):
-        if _tree.is_traced(x):
+        if trees.is_traced(x):
             return x
         if id(x) in seen:
             x = own(x)
@@ -623,15 +625,15 @@ def _unalias(opt_state, params):
 
 def beside(params, tree):
     """Put arrays that are not there yet on the devices where the params live, whole on each of them."""
-    placed = (p for p in jax.tree.leaves(params) if isinstance(p, jax.Array) and not _tree.is_traced(p))
+    placed = (p for p in jax.tree.leaves(params) if isinstance(p, jax.Array) and not trees.is_traced(p))
     first = next(placed, None)
     sharding, committed = (None, False) if first is None else (first.sharding, first.committed)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
 
     def put(x):
-        x = x if _tree.is_traced(x) else jnp.asarray(x)
-        if sharding is None or _tree.is_traced(x):
+        x = x if trees.is_traced(x) else jnp.asarray(x)
+        if sharding is None or trees.is_traced(x):
             return x
         # an uncommitted array comes back from the first step committed, and would compile the second one anew
         here = sharding.device_set == x.sharding.device_set and x.committed >= committed
@@ -663,32 +665,32 @@ def frozen_words(flags) -> np.ndarray:
 def describe(state: TrainState) -> str:
     """The text of `repr(state)`: tree, counts, hyperparameters, frozen parts, bytes, placement."""
     leaves, kind = jax.tree.leaves(state), type(state).__name__
-    if any(map(_tree.is_traced, leaves)):
+    if any(map(trees.is_traced, leaves)):
         return f"{kind}(traced, {len(leaves)} arrays)"
     if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
         return f"{kind}(donated, {len(leaves)} arrays)"
-    concrete = all(map(_tree.is_array, leaves)) and jnp.ndim(state.clock) == 1
+    concrete = all(map(trees.is_array, leaves)) and jnp.ndim(state.clock) == 1
     head = f"step={int(state.step)}, calls={int(state.calls)}" if concrete else "abstract"
     if jnp.ndim(state.clock) > 1:
         head = f"stacked {jnp.shape(state.clock)[:-1]}"
     lines = [f"{kind}({head})", *_tree_rows(state, concrete)]
     if concrete and state.numbers is not None:
         lines.append("  " + ", ".join(f"{k}={v:.6g}" for k, v in state.numbers.named(state.step).items()))
-    place = f", on {_devices(leaves)}" if all(map(_tree.is_array, leaves)) else ""
+    place = f", on {_devices(leaves)}" if all(map(trees.is_array, leaves)) else ""
     sizes = [f"{f.metadata['shows']} {_bytes(getattr(state, f.name))}" for f in state._fields if f.metadata["shows"]]
     return "\n".join([*lines, f"  {', '.join(sizes)}{place}"])
 
 
 def _tree_rows(state: TrainState, concrete: bool) -> list[str]:
     """A line per leaf of params: path, type, whether it is trained."""
-    named = _tree.leaves_with_names(state.params)
+    named = trees.leaves_with_names(state.params)
     n = len(named)
     selected, replaced = state.plan.selected or (True,) * n, state.plan.overwritten or (False,) * n
     frozen = iter(frozen_flags(state) if concrete else [False] * n)
     rows = []
     for (name, _, leaf), on, new in zip(named, selected, replaced, strict=True):
         note = ("overwritten" if new else "not trained") if not on else "frozen" if next(frozen) else ""
-        rows.append(("/".join(name) or "<root>", f"{_tree.dtype_of(leaf)}{list(jnp.shape(leaf))}", note))
+        rows.append(("/".join(name) or "<root>", f"{trees.dtype_of(leaf)}{list(jnp.shape(leaf))}", note))
     if len(rows) > 24:
         rows = [*rows[:12], (f"... {len(rows) - 20} more", "", ""), *rows[-8:]]
     a, b = (max(len(row[i]) for row in rows) for i in (0, 1))
@@ -696,8 +698,8 @@ def _tree_rows(state: TrainState, concrete: bool) -> list[str]:
 
 
 def _bytes(tree) -> str:
-    arrays = [x for x in jax.tree.leaves(tree) if _tree.dtype_of(x) is not None]
-    return _tree.bytes_str(float(sum(np.prod(jnp.shape(x)) * _tree.dtype_of(x).itemsize for x in arrays)))
+    arrays = [x for x in jax.tree.leaves(tree) if trees.dtype_of(x) is not None]
+    return trees.bytes_str(float(sum(np.prod(jnp.shape(x)) * trees.dtype_of(x).itemsize for x in arrays)))
 
 
 def _devices(leaves) -> str:

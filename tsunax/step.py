@@ -20,14 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax import _axes, _checks, _hoist, _live, _place, _tree, _where, accumulation, choice, guard, microbatches
-from tsunax._dataflow import multiplied
-from tsunax._loss_fn import LossFn, check_noted, noting
-from tsunax._norms import global_norm
-from tsunax._row_mixing import warn_of_mixed_rows
+from tsunax import guard, microbatches
+from tsunax._core import axes as _axes
+from tsunax._core import checks, patterns, placement, trees
+from tsunax._core.dataflow import multiplied
+from tsunax._core.norms import global_norm
+from tsunax._step import choice
+from tsunax._step.loss_fn import LossFn, check_noted, noting
+from tsunax._step.row_mixing import warn_of_mixed_rows
 from tsunax.errors import LossError, RuleError, StateError, WrongTypeError, message
 from tsunax.loss import Loss, as_loss, check_scalar
 from tsunax.precision import cast_like, conjugated, round_stochastically
+from tsunax.rules import accumulation, live_rules, number_table
 from tsunax.state import (
     TrainState,
     base,
@@ -42,7 +46,7 @@ from tsunax.state import (
 )
 
 
-@_where.suggests_names
+@patterns.suggests_names
 def value_and_grad(
     loss_fn: Callable,
     *,
@@ -75,8 +79,8 @@ def gradient_of(
     loss_fn: Callable, accumulate: int, remat: Any, on_nonfinite: str, where: str, axis_name: Any = None
 ) -> Callable:
     """`value_and_grad` of `where`, which the errors name."""
-    fn, name = LossFn.of(loss_fn, where), _tree.describe_call(loss_fn)
-    _checks.check_count(accumulate, where, "accumulate")
+    fn, name = LossFn.of(loss_fn, where), trees.describe_call(loss_fn)
+    checks.check_count(accumulate, where, "accumulate")
     _check_policy(on_nonfinite, where)
     checkpoint, given = _checkpoint(remat, where), _axes.as_axes(axis_name, where)
     last: dict[Any, list] = {}
@@ -85,7 +89,7 @@ def gradient_of(
         check_state(state, "value_and_grad()", batch)
         now = trained_part(state)
         if at is not None:
-            _checks.check_like("(at=)", at, now, "It has the structure of ts.trainable(state).")
+            checks.check_like("(at=)", at, now, "It has the structure of ts.trainable(state).")
         axes = _axes.around(given, where)
         keywords = fn.keywords(state, batch, extra, train=True)
         if "key" in keywords and "key" not in extra:
@@ -108,7 +112,7 @@ def gradient_of(
             (_, loss), (grads, new) = jax.value_and_grad(of_parts, argnums=(0, 1), has_aux=True)(here, scales)
             check_noted(found, fn)
             # jax.checkpoint hands constants out in a class of its own (jax 0.7)
-            loss = jax.tree.map(lambda x: x if _tree.is_array(x) else np.asarray(x, _tree.dtype_of(x)), loss)
+            loss = jax.tree.map(lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x)), loss)
             return dataclasses.replace(loss, overwritten=new), grads
 
         if accumulate == 1:
@@ -162,7 +166,7 @@ def seen_by(
 ) -> tuple[Any, Any]:
     """What a loss function sees of params and batch. `inputs` keeps which leaves of it are inputs."""
     policy = state.plan.precision
-    params = _place.collected(in_precision(state, params, train=train))
+    params = placement.collected(in_precision(state, params, train=train))
     if policy is None:
         return params, batch
     of = lambda params, batch: fn(params, batch, keywords)
@@ -206,7 +210,7 @@ class StepInfo(NamedTuple):
     def __repr__(self) -> str:
         parts = {"loss": self.loss, "weight": self.weight, "grad_norm": self.grad_norm}
         parts |= {"update_norm": self.update_norm, "applied": self.applied, **(self.metrics or {}), **self.hyperparams}
-        short = lambda x: f"{float(x):.6g}" if _tree.is_array(x) and not _tree.is_traced(x) and not np.ndim(x) else x
+        short = lambda x: f"{float(x):.6g}" if trees.is_array(x) and not trees.is_traced(x) and not np.ndim(x) else x
         shown = (f"{k}={bool(v) if k == 'applied' and not np.ndim(v) else short(v)}" for k, v in parts.items())
         return f"StepInfo({', '.join(shown)})"
 
@@ -283,7 +287,7 @@ def moved(
         new = dataclasses.replace(
             state,
             clock=guard.count(state.clock, emitted),
-            opt_state=_hoist.hoist_like(opt_state, state.numbers),
+            opt_state=number_table.hoist_like(opt_state, state.numbers),
             model_state=_first(model_state, state.model_state),
         )
         new = _with_params(new, optax.apply_updates(base(state), updates))
@@ -293,7 +297,7 @@ def moved(
         return new, updates, emitted
 
     (new, updates, emitted), again = choice.candidate(applied, state)
-    if difference := _tree.first_difference(new.opt_state, state.opt_state, "opt_state"):
+    if difference := trees.first_difference(new.opt_state, state.opt_state, "opt_state"):
         raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
     update_norm = global_norm(_without_frozen(updates, thawed)) if norms or on_nonfinite != "ignore" else None
     verdict = None
@@ -319,23 +323,13 @@ def moved(
     return new, info
 
 
-def flush(state: TrainState) -> TrainState:
-    """Apply what an unfinished window of `rules.accumulate` holds, at the end of an epoch or a run.
-
-    It is divided by the weight that it has, not by that of a full window. A state whose windows are empty stays as
-    it is, but for `calls`.
-
-    >>> import tsunax as ts
-    >>> state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=4), {"w": jnp.zeros(2)})
-    >>> state, _ = ts.update(state, {"w": jnp.ones(2)})
-    >>> ts.flush(state).params["w"]
-    Array([-0.1, -0.1], dtype=float32)
-    """
+def windows_flushed(state: TrainState) -> TrainState:
+    """`rules.flush`."""
     check_state(state, "flush()")
     if accumulation.any_emitted(state.opt_state) is None:
         return state
-    if (home := _place.home_on_mesh(state)) is not None:  # what it computes stays where it was
-        return jax.jit(_flushed, out_shardings=home.layout)(_place.settled(state, home.layout))
+    if (home := placement.home_on_mesh(state)) is not None:  # what it computes stays where it was
+        return jax.jit(_flushed, out_shardings=home.layout)(placement.settled(state, home.layout))
     return _flushed(state)
 
 
@@ -355,26 +349,26 @@ def _fitting(state: TrainState, grads, loss: Loss) -> tuple[Any, Loss]:
         pass
     elif plan.selected and jax.tree.structure(grads) == jax.tree.structure(state.params):
         if plan.overwritten is not None:
-            new, old = _tree.partition(grads, plan.overwritten)[0], overwritten_part(state)
-            _checks.check_like("grads", new, old, "The gradient of such a leaf is its next value.")
+            new, old = trees.partition(grads, plan.overwritten)[0], overwritten_part(state)
+            checks.check_like("grads", new, old, "The gradient of such a leaf is its next value.")
             loss = dataclasses.replace(loss, overwritten=cast_like(jax.tree.map(own, new), old))
-        grads = _tree.partition(grads, plan.selected)[0]
+        grads = trees.partition(grads, plan.selected)[0]
     else:
         fix = "Gradients have the structure of ts.trainable(state)."
         if isinstance(grads, tuple) and any(isinstance(part, Loss) for part in grads):
             fix = "Take it apart: loss, grads = ts.value_and_grad(loss_fn)(state, batch)."
-        raise StateError(f"gradient {_tree.first_difference(grads, params, 'grads')}. {fix}")
+        raise StateError(f"gradient {trees.first_difference(grads, params, 'grads')}. {fix}")
     for (path, g), p in zip(jax.tree_util.tree_flatten_with_path(grads)[0], jax.tree.leaves(params), strict=True):
-        got, expected = _tree.dtype_of(g), _tree.dtype_of(p)
+        got, expected = trees.dtype_of(g), trees.dtype_of(p)
         faults = (
-            (not _tree.is_inexact(g), _tree.describe(g), "floats"),
+            (not trees.is_inexact(g), trees.describe(g), "floats"),
             (np.shape(g) != np.shape(p), f"shape {np.shape(g)}", f"{np.shape(p)}, as in params"),
             (_is_complex(got) and not _is_complex(expected), f"dtype {got}", f"{expected}, as in params"),
-            (_tree.is_gone(g), "a deleted array", "a live one"),
+            (trees.is_gone(g), "a deleted array", "a live one"),
         )
         for fault, got, expected in faults:
             if fault:
-                raise StateError(message("gradient", _tree.access_str("grads", path), got, expected))
+                raise StateError(message("gradient", trees.access_str("grads", path), got, expected))
     return grads, loss
 
 
@@ -393,7 +387,7 @@ def _finished(loss) -> Loss:
             message("loss", "update()", "a Loss without a weight", "one with", "Give ts.Loss(total, weight).")
         )
     if all(hasattr(m, "compute") for m in loss.metrics.values()) and (
-        loss.weight is None or _tree.is_array(loss.weight)
+        loss.weight is None or trees.is_array(loss.weight)
     ):
         return loss
     return dataclasses.replace(as_loss(loss, 1), **({"weight": None} if loss.weight is None else {}))
@@ -427,21 +421,23 @@ def _ruled(state: TrainState, grads, value, weight, extra) -> tuple[Any, Any]:
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
     given = {"grad": conjugated(grads), "step": state.step, "weight": weight}
     given |= ({} if value is None else {"value": value}) | extra
-    given = {k: _live.accepting(x, given) if k in _live.SEARCHES and callable(x) else x for k, x in given.items()}
-    opt_state = _hoist.lower(state.opt_state, state.numbers, state.step)
+    given = {
+        k: live_rules.accepting(x, given) if k in live_rules.SEARCHES and callable(x) else x for k, x in given.items()
+    }
+    opt_state = number_table.lower(state.opt_state, state.numbers, state.step)
     try:
         updates, opt_state = state.plan.update(grads, opt_state, params, **given)
     except (TypeError, ValueError) as error:
-        if not (lacks := [name for name in _live.missing(error) if name not in given]):
+        if not (lacks := [name for name in live_rules.missing(error) if name not in given]):
             raise
         how = ["loss=loss" if name == "value" else f"{name}=..." for name in lacks]
         fix = f"Give update(state, grads, {', '.join(how)})."
-        fix += " train_step gives it by itself." if {*lacks} <= {"value", *_live.SEARCHES} else ""
+        fix += " train_step gives it by itself." if {*lacks} <= {"value", *live_rules.SEARCHES} else ""
         what = "loss" if "value" in lacks else lacks[0]
         raise RuleError(message(what, "update()", "None", f"the {what}, which this rule asks for", fix)) from error
     for (path, u), p in zip(jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(params), strict=True):
         if np.shape(u) != np.shape(p):
-            where = _tree.access_str("params", path)
+            where = trees.access_str("params", path)
             raise RuleError(message("update", where, f"shape {np.shape(u)}", f"{np.shape(p)}", "The rule changes it."))
     return updates, opt_state
 
@@ -485,7 +481,7 @@ def _kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
             rest = [moves] * (len(jax.tree.leaves(now)) - len(leaves))
             fields[f.name] = guard.choose([*leaves, *rest], now, before)
         elif like == "rule" and thawed is not None:
-            owners = _hoist.owners_of(old.plan.init, before, old.numbers, base(old))
+            owners = number_table.owners_of(old.plan.init, before, old.numbers, base(old))
             sums = accumulation.in_sums(now)
             kept = [True if o is None or s else thawed[o] for o, s in zip(owners, sums, strict=True)]
             fields[f.name] = guard.choose(kept, now, before)
@@ -510,10 +506,10 @@ def _check_extra(state: TrainState, extra) -> None:
     """Raise for keywords of `update` that nothing reads: misspelled ones, and hyperparameters."""
     if not extra:
         return
-    numbers, read = state.numbers, _live.keywords_of(state.plan.update)
+    numbers, read = state.numbers, live_rules.keywords_of(state.plan.update)
     names = [] if numbers is None else [name for name, _ in numbers.column_names()]
-    for search in filter(callable, map(extra.get, _live.SEARCHES)):  # gets the extra that it names
-        more = _live.names_of(search)
+    for search in filter(callable, map(extra.get, live_rules.SEARCHES)):  # gets the extra that it names
+        more = live_rules.names_of(search)
         read = None if read is None or more is None else read.union(more)
     for name in extra:
         if name in names:
@@ -521,12 +517,12 @@ def _check_extra(state: TrainState, extra) -> None:
             raise StateError(message("keyword", "update()", repr(name), "no hyperparameter", fix))
         if name not in _FOR_RULES and (name in _OWN or (read is not None and name not in read)):
             known = [*_KEYWORDS, "value", *sorted((read or set()) - {*_FOR_RULES})]
-            raise StateError(_where.unknown("keyword", "update()", name, known))
+            raise StateError(patterns.unknown("keyword", "update()", name, known))
 
 
 _KEYWORDS = ("loss", "model_state", "on_nonfinite", "norms")
 _OWN = ("params", "updates", "opt_state")  # what update itself gives to the rule
-_FOR_RULES = ("value", "grad", "value_fn", "obj_fn", "grad_fn", "weight", "flush", "outside")
+_FOR_RULES = ("value", "grad", "value_fn", "obj_fn", "grad_fn", "weight", "windows_flushed", "outside")
 
 
 def _first(*options):
@@ -534,9 +530,9 @@ def _first(*options):
 
 
 def _check_policy(on_nonfinite, where: str) -> None:
-    if not _checks.is_one_of(on_nonfinite, guard.POLICIES):
+    if not checks.is_one_of(on_nonfinite, guard.POLICIES):
         expected = " or ".join(map(repr, guard.POLICIES))
-        raise WrongTypeError(message("on_nonfinite", where, _tree.describe(on_nonfinite), expected))
+        raise WrongTypeError(message("on_nonfinite", where, trees.describe(on_nonfinite), expected))
 
 
 def _checkpoint(remat: Any, where: str) -> Callable:
@@ -544,12 +540,12 @@ def _checkpoint(remat: Any, where: str) -> Callable:
     if isinstance(remat, str):
         known = [name for name in dir(jax.checkpoint_policies) if not name.startswith(("_", "save_", "offload"))]
         if remat not in known:
-            raise WrongTypeError(_where.unknown("remat", where, remat, known))
+            raise WrongTypeError(patterns.unknown("remat", where, remat, known))
         remat = getattr(jax.checkpoint_policies, remat)
     if remat is None or remat is False:
         return lambda f: f
     if remat is not True and not callable(remat):
         expected = "True, or a policy of jax.checkpoint_policies, or its name"
-        raise WrongTypeError(message("remat", where, _tree.describe(remat), expected))
+        raise WrongTypeError(message("remat", where, trees.describe(remat), expected))
     policy: Any = None if remat is True else remat
     return functools.partial(jax.checkpoint, policy=policy)

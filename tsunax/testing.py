@@ -28,11 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tsunax import _checks, _hoist, _tree, guard
-from tsunax._ahead import Prefetched
-from tsunax._members import members_of
-from tsunax._traces import why
-from tsunax.data import Data
+from tsunax import guard
+from tsunax._core import checks, trees
+from tsunax._step.members import members_of
+from tsunax._step.traces import why
+from tsunax.data.batching import Data
+from tsunax.data.prefetching import Prefetched
+from tsunax.devices.meshes import mesh as all_devices
+from tsunax.devices.meshes import shard
 from tsunax.errors import (
     CheckError,
     DataError,
@@ -43,12 +46,12 @@ from tsunax.errors import (
     message,
 )
 from tsunax.hyper import freeze
-from tsunax.insight import describe
+from tsunax.insight.description import describe
 from tsunax.loop import fit
 from tsunax.loss import rows_of
+from tsunax.populations import member, population
 from tsunax.program import TrainStep
-from tsunax.sharding import mesh as all_devices
-from tsunax.sharding import shard
+from tsunax.rules import number_table
 from tsunax.state import (
     Plan,
     TrainState,
@@ -61,7 +64,6 @@ from tsunax.state import (
     with_rest,
 )
 from tsunax.step import StepInfo, gradient_of
-from tsunax.sweep import member, population
 
 __all__ = [
     "check_accumulation",
@@ -98,7 +100,7 @@ def check_accumulation(
     where = "check_accumulation()"
     _check(step, state, where, batch, extra)
     _check_tolerance(tolerance, where)
-    _checks.check_count(n, where, "n")
+    checks.check_count(n, where, "n")
     if rows_of(batch) % n:
         raise WrongTypeError(message("batch", where, f"{rows_of(batch)} rows", f"a multiple of {n}"))
     ways = (dataclasses.replace(step, accumulate=k) for k in (1, n))
@@ -154,10 +156,10 @@ def check_sharding(
     here = "check_sharding()"
     _check(step, state, here, batch, extra)
     _check_tolerance(tolerance, here)
-    _checks.check_count(steps, here, "steps")
+    checks.check_count(steps, here, "steps")
     mesh = all_devices() if mesh is None else mesh
     if not isinstance(mesh, Mesh):
-        raise WrongTypeError(message("mesh", here, _tree.describe(mesh), "a Mesh", "Make one: ts.mesh()."))
+        raise WrongTypeError(message("mesh", here, trees.describe(mesh), "a Mesh", "Make one: ts.mesh()."))
     state = _settled(step, state, batch, extra)
     where, sizes = f"mesh {dict(mesh.shape)}", _without_digits(step, state, batch, extra)
     single, spread = _copy(state), shard(_copy(state), mesh)
@@ -188,10 +190,10 @@ def check_resume(step: Callable, state: Any, data: Any, steps: int = 6, at: int 
     begin = int(np.max(state.step)) if isinstance(state, TrainState) else 0
     if not isinstance(at, int | np.integer) or not begin < at < steps:
         expected = f"a step before steps={steps}" + (f" and after {begin}, where the state is" if begin else "")
-        raise WrongTypeError(message("at", where, _tree.describe(at), expected))
+        raise WrongTypeError(message("at", where, trees.describe(at), expected))
     for name in ("checkpoint", "resume", "smoke", "history"):
         if name in options:
-            got, fix = f"{name}={_tree.describe(options[name])}", "The check has its own: leave it out."
+            got, fix = f"{name}={trees.describe(options[name])}", "The check has its own: leave it out."
             raise WrongTypeError(message("options", where, got, "other arguments of fit", fix))
     options = {"progress": False, "log_every": 1, **options}
     fix = "A list is, with replay=True: check_resume(step, state, list(data), replay=True)."
@@ -229,7 +231,7 @@ def check_frozen(step: TrainStep, state: TrainState, batch: Any, where: Any, ste
     """That leaves frozen by `where` stay bit for bit what they are, with moments and averages, and that others move."""
     here = "check_frozen()"
     _check(step, state, here, batch, extra)
-    _checks.check_count(steps, here, "steps")
+    checks.check_count(steps, here, "steps")
     before = freeze(_copy(_settled(step, state, batch, extra)), where)
     held = jax.tree.map(own, before)
     after, infos = before, []
@@ -242,18 +244,18 @@ def check_frozen(step: TrainStep, state: TrainState, batch: Any, where: Any, ste
     then, now = (_named(part, "state") for part in parts)
     n = len(frozen)
     still = {name: x for i, (name, x) in enumerate(then.items()) if frozen[i % n]}
-    owners = _hoist.owners_of(held.plan.init, held.opt_state, held.numbers, base(held))
+    owners = number_table.owners_of(held.plan.init, held.opt_state, held.numbers, base(held))
     moments = zip(owners, _named(held.opt_state, "opt_state").items(), strict=True)
     still |= {name: x for owner, (name, x) in moments if owner is not None and frozen[owner]}
     now |= _named(after.opt_state, "opt_state")
     for name, x in still.items():
-        if _tree.bits_differ(now[name], x):
+        if trees.bits_differ(now[name], x):
             raise CheckError(
                 message(f"leaf {name}", f"freeze({where!r})", f"other bits after {steps} steps", "its own")
             )
     others = [name for i, name in enumerate(_named(trained_part(held), "params")) if not frozen[i]]
     before, moved = (_named(trained_part(s), "params") for s in (held, after))
-    if others and all(not _tree.bits_differ(moved[name], before[name]) for name in others):
+    if others and all(not trees.bits_differ(moved[name], before[name]) for name in others):
         raise CheckError(message("others", f"freeze({where!r})", f"none that moved in {steps} steps", "one at least"))
 
 
@@ -266,7 +268,7 @@ def check_population(
     """
     where = "check_population()"
     _check_tolerance(tolerance, where)
-    _checks.check_count(steps, where, "steps")
+    checks.check_count(steps, where, "steps")
     _check_untraced(where, batch, values)
     runs, worst, sizes = population(make, n, key=0, **values), 0.0, dict[str, float]()
     _check(step, runs, where, batch)
@@ -330,7 +332,7 @@ def check_donation(step: TrainStep, state: TrainState, batch: Any, **extra) -> i
         raise WrongTypeError(message("step", "check_donation()", "train_step(..., donate=False)", "one that does", fix))
     found = describe(step, state, batch, **extra)
     if found.not_aliased:
-        got = f"memory that no result takes: {_tree.listed(found.not_aliased, 3)}"
+        got = f"memory that no result takes: {trees.listed(found.not_aliased, 3)}"
         raise CheckError(message("donation", "the compiled step", got, "all of it used again"))
     return found.aliased
 
@@ -347,9 +349,9 @@ def check_recompiles(step: TrainStep, state: TrainState, batches: Iterable[Any],
     """
     where = "check_recompiles()"
     _check(step, state, where, extra)
-    _checks.check_count(most, where, "most")
+    checks.check_count(most, where, "most")
     anew, state, n = dataclasses.replace(step), _copy(state), 0
-    for batch in _checks.each_batch(batches, where):
+    for batch in checks.each_batch(batches, where):
         _check_untraced(where, batch)
         state, _ = anew(state, batch, **extra)
         n += 1
@@ -364,7 +366,7 @@ def check_recompiles(step: TrainStep, state: TrainState, batches: Iterable[Any],
 
 def _check(step: Any, state: Any, where: str, *given: Any) -> None:
     if not isinstance(step, TrainStep):
-        raise WrongTypeError(message("step", where, _tree.describe(step), "a train_step"))
+        raise WrongTypeError(message("step", where, trees.describe(step), "a train_step"))
     check_state(state, where)
     _check_live(state, where, *given)
 
@@ -372,28 +374,28 @@ def _check(step: Any, state: Any, where: str, *given: Any) -> None:
 def _check_live(state: Any, where: str, *given: Any) -> None:
     """Raise StateError for a state that was donated, and for what is traced."""
     _check_untraced(where, state, *given)
-    if any(map(_tree.is_gone, jax.tree.leaves(state))):
+    if any(map(trees.is_gone, jax.tree.leaves(state))):
         raise StateError(donated(where))
 
 
 def _check_goal(state: Any, steps: Any, where: str) -> None:
     """Raise unless the state of a run is before a step, so that there are some to compare."""
-    _checks.check_count(steps, where, "steps")
+    checks.check_count(steps, where, "steps")
     if isinstance(state, TrainState) and (at := int(np.max(state.step))) >= steps:
         raise HyperparameterError(message("steps", where, steps, f"one beyond {at}, where the state is"))
 
 
 def _check_untraced(where: str, *given: Any) -> None:
     # under jit concrete arguments, too, give traced results: a new array tells
-    if any(map(_tree.is_traced, jax.tree.leaves((given, jnp.zeros(()))))):
+    if any(map(trees.is_traced, jax.tree.leaves((given, jnp.zeros(()))))):
         fix = "Call it outside of jit, with arrays."
         raise StateError(message("state or batch", where, "a traced one", "a concrete one", fix))
 
 
 def _check_tolerance(tolerance: Any, where: str) -> None:
     expected = "a finite number from 0 up"
-    if not _checks.is_real(tolerance) or np.ndim(tolerance):
-        raise WrongTypeError(message("tolerance", where, _tree.describe(tolerance), expected))
+    if not checks.is_real(tolerance) or np.ndim(tolerance):
+        raise WrongTypeError(message("tolerance", where, trees.describe(tolerance), expected))
     if not 0 <= tolerance < np.inf:  # NaN is neither
         raise HyperparameterError(message("tolerance", where, tolerance, expected))
 
@@ -453,7 +455,7 @@ def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
         if put is None and all(hasattr(inner, name) for name in names):
             read, put = (getattr(inner, name) for name in names)
     if put is None and isinstance(inner, Iterator):
-        raise WrongTypeError(message("data", where, _tree.describe(inner), "data that can be read again", fix))
+        raise WrongTypeError(message("data", where, trees.describe(inner), "data that can be read again", fix))
     if read is not None and read() is None:
         raise DataError(
             message("data", where, "a get_state() that is None", "one that tells the place", "Read a batch.")
@@ -474,7 +476,7 @@ def _copied(place: Any, where: str) -> Any:
     try:
         return copy.deepcopy(place)
     except Exception as error:  # locks, files, generators in it
-        fix = f"get_state() gave {_tree.describe(place)}: {type(error).__name__} {error}"
+        fix = f"get_state() gave {trees.describe(place)}: {type(error).__name__} {error}"
         raise DataError(message("data", where, "a place that cannot be copied", "one of numbers", fix)) from error
 
 
@@ -523,7 +525,7 @@ def _all_finite(tree: Any) -> bool:
 
 
 def _named(tree: Any, root: str) -> dict[str, Any]:
-    return {_tree.access_str(root, path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {trees.access_str(root, path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def _compared(
@@ -533,7 +535,7 @@ def _compared(
 
     `sizes`, by name: of leaves that are measured by another size than their own.
     """
-    if difference := _tree.first_difference(got, expected, root):
+    if difference := trees.first_difference(got, expected, root):
         raise CheckError(f"tree of {where}: {difference}.")
     worst, name, text = 0.0, "", ""
     theirs = _named(expected, root)
@@ -550,9 +552,9 @@ def _compared(
 
 def _distance(x: Any, y: Any, *, exact: bool, by_norm: bool, size: float | None) -> tuple[float, str]:
     """How far two leaves are apart, and that in words."""
-    if not _tree.bits_differ(x, y):
+    if not trees.bits_differ(x, y):
         return 0.0, ""
-    x, y = _tree.on_host(x), _tree.on_host(y)
+    x, y = trees.on_host(x), trees.on_host(y)
     if x.shape != y.shape or (x.dtype != y.dtype and exact):
         return np.inf, f"{x.dtype}{list(x.shape)} for {y.dtype}{list(y.shape)}"
     wide = [z.astype(np.complex128 if np.iscomplexobj(z) else np.float64) for z in (x, y)]

@@ -42,7 +42,7 @@ from orbax.checkpoint import v1 as _imported  # noqa: F401, once for all childre
 
 import tsunax as ts
 from tests.faults import hostile, others, target
-from tsunax import checkpoint
+from tsunax.checkpoints import saving as _saving
 
 HERE = Path(__file__).parent
 STEPS, EVERY, PATIENCE = 12, 2, 90.0
@@ -288,7 +288,7 @@ def damage(n: int, seed: int, counts) -> None:
     batch = np.ones((4, 6), np.float32), np.ones((4, 2), np.float32)
     digests = {}
     with tempfile.TemporaryDirectory() as folder:
-        with (Run.store or checkpoint.Checkpoints)(folder) as checkpoints:
+        with (Run.store or _saving.Checkpoints)(folder) as checkpoints:
             for _ in range(2):
                 state, _info = step(state, batch)
                 checkpoints.save(state, data={"epoch": 1, "position": 2}, history={"loss": np.arange(50.0)})
@@ -325,7 +325,7 @@ def restored(folder, like, digests: dict[int, str], counts, what: str) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            found = (Run.store or checkpoint.Checkpoints)(folder, read_only=True).restore(like)
+            found = (Run.store or _saving.Checkpoints)(folder, read_only=True).restore(like)
         except Exception as error:
             counts["refused"] += 1
             assert Run.store or isinstance(error, ts.errors.CheckpointError), error

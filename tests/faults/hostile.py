@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from tests.faults import target
-from tsunax import Checkpoints, exchange
+from tsunax import Checkpoints
+from tsunax.checkpoints import exchange
 from tsunax.errors import CheckpointError
 
 VALUES = [

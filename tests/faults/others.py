@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tsunax.checkpoint import Restored
+from tsunax.checkpoints.saving import Restored
 
 
 class Orbax:

@@ -28,8 +28,9 @@ from pathlib import Path
 import jax  # only for its version
 
 from tests.faults.__main__ import HERE, _alive
-from tsunax import _journal, _sweeping, spaces, tuning
+from tsunax import tuning
 from tsunax.errors import CheckpointError
+from tsunax.tuning import _journal, _sweep, spaces
 
 TRIALS = 60
 SPACE = {
@@ -57,7 +58,7 @@ def sweep(folder: Path, backend: str, leave_out: str) -> tuning.Result:
     if leave_out == "sync":
         write_late()
     if leave_out == "resume":
-        _sweeping.replayed = lambda records: ({}, {})
+        _sweep.replayed = lambda records: ({}, {})
     warnings.simplefilter("ignore")
     if backend == "optuna":
         import optuna

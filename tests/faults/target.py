@@ -57,14 +57,14 @@ def make(width: int = 32):
 
 def leave_out(what: str) -> None:
     """Take a precaution out of tsunax, in this process."""
-    from tsunax import _files
+    from tsunax._core import durable_files
 
     if what == "sync":
         os.fsync = lambda fd: None
     if what == "hash":
-        _files.sha256 = lambda content: "0" * 64
+        durable_files.sha256 = lambda content: "0" * 64
     if what == "lock":
-        _files.Lock._take = lambda self, *_: None
+        durable_files.Lock._take = lambda self, *_: None
 
 
 def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None:
@@ -102,7 +102,7 @@ def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None
 def main(folder: str, log: str, steps: int, every: int = 2, forgotten: str = "", store=None) -> None:
     import numpy as np
 
-    from tsunax.checkpoint import Checkpoints
+    from tsunax.checkpoints.saving import Checkpoints
 
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     say = lambda *words: os.write(out, (" ".join(map(str, words)) + "\n").encode())

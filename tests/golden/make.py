@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsunax as ts
-from tsunax import _tree, exchange
+from tsunax._core import trees
+from tsunax.checkpoints import exchange
 
 HERE = Path(__file__).parent
 MASTERS = ts.precision.Policy(param="bfloat16", compute="bfloat16")  # params rounded, a float32 copy beside them
@@ -76,7 +77,7 @@ PARTS = {
 def digest(tree) -> str:
     """Of names, dtypes, shapes and bits; no version of any library has a part in it."""
     out = hashlib.sha256()
-    for name, _, x in _tree.leaves_with_names(tree):
+    for name, _, x in trees.leaves_with_names(tree):
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         array = np.asarray(x)

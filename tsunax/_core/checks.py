@@ -1,0 +1,231 @@
+"""What params and other trees must be: checked before anything is compiled, on concrete arrays only."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from tsunax._core import trees
+from tsunax.errors import DataError, HyperparameterError, ParamsError, StateError, WrongTypeError, message
+
+
+def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
+    """Raise `ParamsError` for a dict whose keys are neither str nor int, or both, and for a generator.
+
+    To be called before anything that flattens: JAX's own error does not say where.
+    """
+    if isinstance(params, Iterator):
+        where, got = trees.access_str(root, path), trees.describe(params)
+        raise ParamsError(message("leaf", where, got, "a list, tuple or dict", "Make it one, with list(...)."))
+    if isinstance(params, Mapping) and not jtu.all_leaves([params]):
+        odd = [key for key in params if not isinstance(key, (str, int))]
+        text = [key for key in params if isinstance(key, str)]
+        if odd or 0 < len(text) < len(params):
+            mixed = [*text[:1], *(key for key in params if key not in text)]
+            got = ", ".join(f"{key!r} ({type(key).__name__})" for key in odd[:1] or mixed[:2])
+            where = trees.access_str(root, path)
+            raise ParamsError(message("dict keys", where, got, "all str or all int, so that they sort"))
+    for key, child in trees._children(params):
+        check_keys(child, root, path + key)
+
+
+def check_arrays(tree: Any, root: str, fix: str = "") -> None:
+    """Raise for a leaf that no program can take: `WrongTypeError`, or `StateError` for a buffer that is gone."""
+    try:
+        check_keys(tree, root)
+    except ParamsError as error:
+        raise WrongTypeError(str(error)) from None
+    for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+        where = trees.access_str(root, path)
+        if not _is_numeric(leaf):
+            raise WrongTypeError(message("leaf", where, trees.describe(leaf), "an array of numbers", fix))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
+            raise WrongTypeError(message("leaf", where, got, "an array"))
+        check_alive(leaf, where)
+
+
+_GONE = "a deleted array", "a live one", "An earlier step consumed (donated) it: use what the step returned."
+
+
+def check_alive(leaf: Any, where: str) -> None:
+    """Raise StateError for an array whose buffer is gone: JAX's own error says neither which nor why."""
+    if trees.is_gone(leaf):
+        raise StateError(message("leaf", where, *_GONE))
+
+
+def check_all_alive(tree: Any, root: str) -> None:
+    """The same of every leaf, by its path."""
+    if any(map(trees.is_gone, jax.tree.leaves(tree))):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            check_alive(leaf, trees.access_str(root, path))
+
+
+def _is_numeric(leaf: Any) -> bool:
+    """Whether a program can take it: numbers, bools, keys."""
+    dtype, kinds = trees.dtype_of(leaf), (np.number, np.bool_, jax.dtypes.prng_key)
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | None:
+    """What makes a leaf impossible to train, as `what, got, expected, fix`."""
+    dtype, floats = trees.dtype_of(leaf), "a float or complex array"
+    aside = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
+    if dtype is None:
+        fix = "Give the tree of arrays: what a model's init returns, or nnx.state(model, nnx.Param)."
+        if name:
+            fix = "Keep it outside of params; for equinox, params, rest = eqx.partition(model, eqx.is_array)."
+        return "leaf that is no number", trees.describe(leaf), floats, fix
+    if not trees.is_inexact(leaf):
+        fix = "A key belongs to setup(..., key=...)." if trees.is_key(leaf) else aside if name else ""
+        return "leaf that cannot be trained", f"dtype {dtype}", floats, fix
+    wide = {"g": "float32", "G": "complex64"}.get(getattr(dtype, "char", ""))  # NumPy's longdouble
+    canonical = jax.dtypes.canonicalize_dtype(wide or dtype)
+    if canonical != dtype:
+        fix = f"It would be cut to {canonical}: cast it yourself, or set jax_enable_x64."
+        return "leaf too wide for JAX", f"dtype {dtype}", str(canonical), fix
+    if 0 in np.shape(leaf):
+        return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", aside
+    if trees.is_gone(leaf):
+        return "leaf without a buffer", *_GONE
+    return None
+
+
+def _repeat(keys: Iterable[Any], flags: trees.Flags) -> tuple[int, int] | None:
+    """The first two places with the same key, at least one of them selected."""
+    seen: dict[Any, int] = {}
+    for i, key in enumerate(keys):
+        j = seen.setdefault(key, i)
+        if i != j and (flags[i] or flags[j]):
+            return j, i
+    return None
+
+
+@jax.jit
+def _count_nonfinite(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.sum(~jnp.isfinite(leaf)) for leaf in leaves]
+
+
+def _nonfinite(leaves: list[Any]) -> list[int]:
+    """For each leaf the number of elements that are NaN or inf; 0 where there are no values yet."""
+    counts = [0] * len(leaves)
+    elsewhere: dict[frozenset, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if trees.is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            continue
+        devices = leaf.devices() if isinstance(leaf, jax.Array) else set()
+        if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
+            elsewhere.setdefault(frozenset(devices), []).append(i)
+        else:  # a view that is gone at once: one that stays would keep the leaf from being donated
+            counts[i] = np.size(leaf) - int(np.count_nonzero(np.isfinite(np.asarray(leaf))))
+    for group in elsewhere.values():  # one program for each set of devices
+        with jax.ensure_compile_time_eval():
+            found = jax.device_get(_count_nonfinite([leaves[i] for i in group]))
+        for i, count in zip(group, found, strict=True):
+            counts[i] = int(count)
+    return counts
+
+
+def _model_fix(params: Any) -> str:
+    """How to give a model that was given in place of its parameters; "" for a tree that is none."""
+    kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(params).__mro__]
+    if "tsunax.models.Model" in kinds:
+        return "Give its parts: setup(rule, model.params, model_state=model.model_state)."
+    known = {"flax.nnx": "nnx(module)", "flax.linen": "linen(module, variables)"}
+    for library, make in known.items():
+        if any(kind.startswith(library) and kind.endswith(".Module") for kind in kinds):
+            return f"First model = ts.models.{make}, then setup(rule, model.params, model_state=model.model_state)."
+    return ""
+
+
+def check_params(params: Any, flags: trees.Flags, root: str = "params") -> None:
+    """Raise `ParamsError` for a selected leaf that cannot be trained, or shares its name.
+
+    Unselected leaves may be any arrays of numbers. Values are looked at only where there are some, so not under
+    jit or `eval_shape`.
+    """
+    named = trees.leaves_with_names(params)
+    if not named:
+        raise trees.no_parameters(root, params)
+    chosen = [(path, leaf) for (_, path, leaf), flag in zip(named, flags, strict=True) if flag]
+    for (name, path, leaf), flag in zip(named, flags, strict=True):
+        if (flag or not _is_numeric(leaf)) and (fault := _leaf_fault(leaf, name)):
+            what, got, expected, fix = fault
+            fix = _model_fix(params) or fix
+            raise ParamsError(message(what, trees.access_str(root, path), got, expected, fix))
+    for joint in "/.":
+        if pair := _repeat([joint.join(name) for name, _, _ in named], flags):
+            where = " and ".join(trees.access_str(root, named[i][1]) for i in pair)
+            got = f"{joint.join(named[pair[0]][0])!r} for both"
+            fix = f"Rename one: names are joined with {joint!r}."
+            raise ParamsError(message("names that collide", where, got, "different names", fix))
+    for (path, leaf), count in zip(chosen, _nonfinite([leaf for _, leaf in chosen]), strict=True):
+        if count:
+            got = f"{count} of {np.size(leaf)} not finite"
+            where = trees.access_str(root, path)
+            raise ParamsError(message("leaf with NaN or inf", where, got, "finite numbers"))
+
+
+def check_aliases(params: Any, flags: trees.Flags, root: str = "params", **donated: Any) -> None:
+    """Raise `ParamsError` where one array is two leaves, one selected: donation would free both.
+
+    `donated` are trees by name that share the fate of the selected leaves.
+    """
+    named = {root: params, **donated}
+    keyed = [(name, *found) for name, tree in named.items() for found in jtu.tree_flatten_with_path(tree)[0]]
+    flags = [*flags, *[True] * (len(keyed) - len(flags))]
+    if pair := _repeat([id(x) if trees.is_array(x) else -1 - i for i, (_, _, x) in enumerate(keyed)], flags):
+        where = " and ".join(trees.access_str(*keyed[i][:2]) for i in pair)
+        fix = "Copy one of them, or let setup copy (copy=True)."
+        raise ParamsError(message("leaves", where, "one array for both", "an array for each", fix))
+
+
+def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
+    """Raise StateError unless two trees agree in structure, shape and dtype."""
+    if difference := trees.first_difference(new, old, root):
+        raise StateError(f"{what} {difference}. {fix}".rstrip())
+    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True):
+        dtypes = trees.dtype_of(a), trees.dtype_of(b)
+        if any(dtype is None for dtype in dtypes) or dtypes[0] != dtypes[1] or np.shape(a) != np.shape(b):
+            raise StateError(message(what, trees.access_str(root, path), trees.describe(a), trees.describe(b), fix))
+
+
+def is_real(x: Any) -> bool:
+    """Whether this is a real number, no bool, or an array of them."""
+    dtype = trees.dtype_of(x)
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer))
+
+
+def each_batch(batches: Any, where: str) -> Iterator[Any]:
+    """Batches one by one. Raises WrongTypeError for what is no iterable, DataError for one that has none."""
+    if not isinstance(batches, Iterable):  # a data set with __getitem__ alone need not have an end
+        raise WrongTypeError(message("batches", where, trees.describe(batches), "an iterable of batches"))
+    is_empty = True
+    for batch in batches:
+        is_empty = False
+        yield batch
+    if is_empty:
+        fix = "A generator is used up after one reading: give a list."
+        raise DataError(message("batches", where, "no batch at all", "at least one", fix))
+
+
+def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
+    """Raise WrongTypeError unless it is an int, HyperparameterError where it is below `least`."""
+    if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
+        raise WrongTypeError(message(name, where, trees.describe(n), f"an int ≥ {least}"))
+    if n < least:
+        raise HyperparameterError(message(name, where, n, f"an int ≥ {least}"))
+
+
+def is_one_of(value: Any, known: Sequence[str]) -> bool:
+    """Whether it is one of these names; an array is none, where `in` would ask for its truth value."""
+    return isinstance(value, str) and value in known
+
+
+def check_choice(value: Any, where: str, name: str, known: Sequence[str]) -> None:
+    """Raise HyperparameterError unless it is one of the names that are known."""
+    if not is_one_of(value, known):
+        raise HyperparameterError(message(name, where, trees.describe(value), " or ".join(map(repr, known))))

@@ -1,0 +1,184 @@
+"""What reaches what in a traced function: facts about its arguments, carried through its jaxpr.
+
+An analysis is a value for "nothing is known", a `join` of two facts, and a rule for primitives:
+`(equation, facts of its operands) -> facts of its results`. What stands here is the same for each
+analysis: inner programs (jit, checkpoint, custom derivatives, cond, scan, while), loops until
+nothing changes any more. It computes no numbers, and knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tsunax._core.source_lines import LIBRARIES, OURS
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Facts are compared with `==`; joining must end, so they may only grow."""
+
+    nothing: Any  # of constants, and of what is made from them alone
+    join: Callable[[Any, Any], Any]
+    rule: Callable[[Any, Sequence[Any]], Sequence[Any]]
+    one_of: Callable[[Any], Any] = lambda fact: fact  # of x[i], from that of x
+    # of a stack that a scan over values with these facts makes, from that of one trip
+    all_of: Callable[[Any, Sequence[Any]], Any] = lambda fact, over: fact
+
+    def run(self, jaxpr: Any, given: Sequence[Any]) -> list[Any]:
+        """The facts of the results of an open jaxpr, from those of its arguments."""
+        known = dict(zip(jaxpr.invars, given, strict=True))
+        of = lambda v: self.nothing if hasattr(v, "val") else known.get(v, self.nothing)
+        for eqn in jaxpr.eqns:
+            found = self._through(eqn, [of(v) for v in eqn.invars])
+            known.update(zip(eqn.outvars, found, strict=True))
+        return [of(v) for v in jaxpr.outvars]
+
+    def _through(self, eqn: Any, given: list[Any]) -> Sequence[Any]:
+        name, p = eqn.primitive.name, eqn.params
+        if name == "scan":
+            n, m = scanned(eqn)
+            consts, over = given[:n], given[n + m :]
+            each = [self.one_of(x) for x in over]
+            once = lambda carry: self.run(p["jaxpr"].jaxpr, [*consts, *carry, *each])
+            carry, out = self._settled(once, given[n : n + m])
+            return [*carry, *(self.all_of(x, over) for x in out[m:])]
+        if name == "while":
+            n, m = p["cond_nconsts"], p["body_nconsts"]
+            once = lambda carry: self.run(p["body_jaxpr"].jaxpr, [*given[n : n + m], *carry])
+            return self._settled(once, given[n + m :])[0]
+        if name == "cond":
+            each = [self.run(branch.jaxpr, given[1:]) for branch in p["branches"]]
+            return [self._joined(facts) for facts in zip(*each, strict=True)]
+        program = called(eqn, parts=True)
+        return self.rule(eqn, given) if program is None else self.run(program[0], given)
+
+    def _settled(self, once: Callable, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+        while True:
+            out = once(carry)
+            new = [self.join(a, b) for a, b in zip(carry, out[: len(carry)], strict=True)]
+            if new == carry:
+                return carry, out
+            carry = new
+
+    def _joined(self, facts: Sequence[Any]) -> Any:
+        found = self.nothing
+        for fact in facts:
+            found = self.join(found, fact)
+        return found
+
+
+def multiplied(fn: Callable, params: Any, batch: Any) -> tuple[list[bool], list[bool]]:
+    """Which leaves of the batch reach a product or convolution with params in `fn(params, batch)`.
+
+    Those are what a model reads. Targets, weights and masks meet its output only. And which leaves meet
+    params in anything else, before any output: an input of `x * w`, or a target of `y - mean`.
+
+    >>> import jax.numpy as jnp
+    >>> loss = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+    >>> multiplied(loss, jnp.ones(3), {"x": jnp.ones((2, 3)), "y": jnp.ones(2)})
+    ([True, False], [False, False])
+    """
+    found = met = 0
+
+    def rule(eqn, given):
+        nonlocal found, met
+        if eqn.primitive.name not in _PRODUCTS:
+            met |= _union([x for x in given if not x & 1]) if 1 in given else 0
+        else:
+            for x, w in (given[:2], given[1::-1]):
+                # params alone: a product with what was made of them and of the batch may be a
+                # weighted mean. A convolution is none, and takes one dtype only
+                if w == 1 or (w & 1 and eqn.primitive.name == "conv_general_dilated"):
+                    found |= x & ~1
+        return [_union(given)] * len(eqn.outvars)
+
+    program = jax.make_jaxpr(fn)(params, batch)
+    size, n = len(jax.tree.leaves(params)), len(jax.tree.leaves(batch))
+    bits = [1] * size + [2 << i for i in range(n)]  # 1 is params, 2 << i leaf i of the batch
+    Analysis(0, int.__or__, rule).run(program.jaxpr, bits)
+    flags = lambda bits: [bool(bits & (2 << i)) for i in range(n)]
+    return flags(found), flags(met)
+
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+
+
+def _union(bits: Sequence[int]) -> int:
+    found = 0
+    for x in bits:
+        found |= x
+    return found
+
+
+# ---------------------------------------------------------------------------- the parts of an equation
+
+
+def inner(eqn: Any) -> list[Any]:
+    """The programs in the parameters of an equation, open."""
+    found = []
+    for value in eqn.params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            x = getattr(x, "jaxpr", x)
+            if hasattr(x, "eqns") and hasattr(x, "outvars"):
+                found.append(x)
+    return found
+
+
+def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
+    """The one program that an equation stands for, and its constants: jit, checkpoint, custom derivatives.
+
+    With `parts` also that of `shard_map`, which sees a part of each array.
+    """
+    programs = inner(eqn)
+    if len(programs) != 1:
+        return None
+    closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is programs[0])
+    shapes = lambda variables: [len(v.aval.shape) if parts else v.aval.shape for v in variables]
+    same = shapes(programs[0].invars) == shapes(eqn.invars) and shapes(programs[0].outvars) == shapes(eqn.outvars)
+    return (programs[0], getattr(closed, "consts", ())) if same else None
+
+
+def scanned(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are the same in every trip, and how many it carries."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    parts = [list(part) for part in eqn.params["ft_in"].update(range(len(eqn.invars))).unpack()]  # jax 0.12
+    return len(parts[0]), len(parts[1])
+
+
+def source_line(sources: tuple, above: str = "") -> tuple[str, str]:
+    """The innermost line of the user's own code that an equation comes from, and its text.
+
+    Or of a library, if there is none. `sources` are those of the equation and of the calls around
+    it; frames below the file `above` do not count.
+    """
+    from jax.extend import source_info_util
+
+    theirs = None
+    for source in sources:
+        lines = reversed(source_info_util.summarize(source, num_frames=100).splitlines())
+        frames = [match for line in lines if (match := _FRAME.match(line))]
+        within = list(itertools.takewhile(lambda frame: frame[1] != above, frames))
+        others = [frame for frame in within if not frame[1].startswith(OURS)]
+        own = [frame for frame in others if "site-packages" not in frame[1] and not frame[1].startswith(LIBRARIES)]
+        theirs = theirs or next(iter(others), None)
+        if own:
+            return _as_text(own[0])
+    return ("", "") if theirs is None else _as_text(theirs)
+
+
+def _as_text(frame: re.Match) -> tuple[str, str]:
+    return f"{frame[1]}:{frame[2]} ({frame[3]})", linecache.getline(frame[1], int(frame[2])).strip()
+
+
+_FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)$")
+
+
+__all__ = ["Analysis", "called", "inner", "multiplied", "scanned", "source_line"]

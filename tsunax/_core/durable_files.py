@@ -1,0 +1,281 @@
+"""Files that survive: written aside, synced, renamed; read within bounds; one writer a directory.
+
+Links are never followed for a write, and nothing is deleted that does not carry a name that only this module gives.
+It knows nothing of arrays or states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import struct
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tsunax._core import trees
+from tsunax.errors import CheckpointError, message, told, warn
+
+__all__ = []
+
+LOCK = "tsunax.lock"
+SMALL = 1 << 20  # bytes: larger files are array data, whose hashes are those of the arrays
+_URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # of one letter it is a drive; a Path has lost the second slash
+_OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
+
+
+def local(path: Any, name: str, where: str, expected: str = "a directory's path") -> str:
+    """The path that an argument names, with `~` expanded. Raises CheckpointError for none, and for "gs://bucket"."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        got = "an empty path" if text == "" else trees.describe(path)
+        raise CheckpointError(message(name, where, got, expected))
+    if _URL.match(text):
+        fix = "Buckets are not supported yet. Give a local directory, or one where the bucket is mounted."
+        raise CheckpointError(message(name, where, f"{text!r:.80}", "a local path", fix))
+    expanded = os.path.expanduser(text)
+    if text.startswith("~") and expanded == text:
+        fix = f"There is no such user. Give {f'./{text}'!r} if it is a folder's name."
+        raise CheckpointError(message(name, where, f"{text!r:.80}", "a path", fix))
+    return expanded
+
+
+def folder_of(path: Any, name: str, where: str) -> Path:
+    """The directory that an argument names, as a path that stays where it is. Raises CheckpointError."""
+    text = local(path, name, where)
+    try:
+        return Path(os.path.realpath(text))
+    except OSError as error:
+        raise CheckpointError(message(name, where, told(error), "a directory's path")) from None
+
+
+def step_of(name: str) -> int | None:
+    """The step that a directory's name says: plain decimal digits without leading zeros; else None.
+
+    >>> [step_of(name) for name in ("12", "0", "007", "-4", "٣", "12.tmp")]
+    [12, 0, None, None, None, None]
+    """
+    return int(name) if re.fullmatch(r"0|[1-9][0-9]{0,18}", name, re.ASCII) else None
+
+
+def aside(folder: Path, kind: str, step: int) -> Path:
+    """A new hidden name in `folder`: "tmp" for what is being written, "old" for what is being replaced or deleted."""
+    return folder / f".tsunax-{kind}-{step}-{secrets.token_hex(4)}"
+
+
+def ours(name: str) -> tuple[str, int] | None:
+    """(kind, step) of a name that `aside` made."""
+    found = _OURS.fullmatch(name)
+    return (found[1], int(found[2])) if found else None
+
+
+def is_real_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def read(path: Path, limit: int) -> bytes:
+    """The bytes of a regular file of at most `limit` bytes; ValueError, OSError for anything else."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    with open(os.open(path, flags), "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError("not a regular file")
+        if about.st_size > limit:
+            raise ValueError(f"{about.st_size} bytes, more than {limit}")
+        found = file.read(limit + 1)
+    if len(found) > limit:
+        raise ValueError(f"more than {limit} bytes")
+    return found
+
+
+def opened(path: Path) -> BinaryIO:
+    """A regular file of somebody else's, open for reading; links are followed. OSError for anything else."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)  # a pipe would block
+    file = open(os.open(path, flags), "rb")  # noqa: SIM115, the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("not a regular file")
+    return file
+
+
+def write(path: Path, content: bytes) -> None:
+    """A new file, on the disk when this returns; its directory is not synced."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not os.path.isdir(path):  # some cannot sync a directory
+            raise
+    finally:
+        os.close(fd)
+
+
+def listing(top: Path) -> dict[str, tuple[int, str]]:
+    """Every file from `top` down: its size, and the sha256 of a small one. ValueError for links and other things."""
+    out = {}
+    for folder, folders, files in os.walk(top):
+        for name in [*folders, *files]:
+            path = Path(folder, name)
+            about = os.lstat(path)
+            if not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
+                raise ValueError(f"{path.relative_to(top)} is no file of ours")
+            if stat.S_ISREG(about.st_mode):
+                out[path.relative_to(top).as_posix()] = facts(path)
+    return out
+
+
+def check_regular(top: Path) -> None:
+    """Raise OSError unless all that lies in a directory can be read without a wait: a pipe would block."""
+    os.listdir(top)
+    for folder, _, files in os.walk(top):
+        for name in files:
+            if not stat.S_ISREG(os.stat(os.path.join(folder, name)).st_mode):
+                raise OSError(f"{name} is no regular file")
+
+
+def facts(path: Path) -> tuple[int, str]:
+    """The size of a file, and the sha256 of a small one."""
+    size = os.lstat(path).st_size
+    return size, sha256(read(path, SMALL)) if size <= SMALL else ""
+
+
+def sizes(top: Path) -> int:
+    """Bytes of all files from `top` down."""
+    return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, files in os.walk(top) for name in files)
+
+
+def remove(folder: Path, known: tuple[str, ...]) -> None:
+    """Delete a directory that `aside` named: the first of `known` first. What is not known stays, and keeps it."""
+    assert ours(folder.name), folder
+    for name in known:
+        inner = folder / name
+        if is_real_directory(inner):
+            shutil.rmtree(inner, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(inner)
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def sha256(content) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+_LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    """In a forked child: it shares the open files, and would hold the locks for as long as it lives."""
+    for lock in _LOCKS:
+        if lock._fd is not None:
+            os.close(lock._fd)
+            lock._fd = None
+
+
+def _lock(fd) -> None:
+    """Lock a file, or raise OSError."""
+    import fcntl
+
+    if sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK"):
+        whole = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole)
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel or a file system that does not know it
+                raise
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+class Lock:
+    """This process alone writes into `folder`, until `release` or its death.
+
+    The kernel drops it with the process, however that dies. On Linux it is a lock of the open file, which
+    works over NFS as a record lock does, and which survives that this process reads the lock file (a copy
+    of the directory); a forked child, which may outlive its parent, closes its own end. Elsewhere it is a
+    record lock of POSIX, which goes with any close of the file, and holds against no one in this process.
+    """
+
+    def __init__(self, folder: Path, is_mine: bool = True, reader: str = "read_only=True"):
+        self.pid = os.getpid()
+        self.text = ""  # what the file says; to open it again, and close it, would drop the lock
+        self._fd: int | None = None
+        if not is_mine:  # of several processes the first one has it for all
+            return
+        path = folder / LOCK
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+        self._fd = os.open(path, flags, 0o666)
+        try:
+            self._take(folder, reader)
+            os.ftruncate(self._fd, 0)
+            about = {"pid": self.pid, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            self.text = json.dumps(about)
+            os.pwrite(self._fd, self.text.encode(), 0)
+            os.fsync(self._fd)  # for those who read it on other hosts
+        except BaseException:
+            os.close(self._fd)
+            raise
+        _watch_forks()
+        _LOCKS.add(self)
+
+    def _take(self, folder: Path, reader: str) -> None:
+        try:
+            _lock(self._fd)
+        except (ImportError, OSError) as error:
+            if getattr(error, "errno", None) in (errno.EACCES, errno.EAGAIN):
+                got, fix = self._owner(), f"Wait for it to end, give another path, or read with {reader}."
+                where = str(folder)
+                raise CheckpointError(message("directory in use", where, got, "no other writer", fix)) from None
+            warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.")
+
+    def renew(self, folder: Path) -> None:
+        """Touch the file. Raises OSError unless it is still the locked one: another run may be at work in `folder`."""
+        if self._fd is None:
+            return
+        mine, there = os.fstat(self._fd), os.lstat(folder / LOCK)
+        if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+            raise FileExistsError(f"{folder} is another directory than at the start, or its {LOCK} another file")
+        os.utime(folder / LOCK)  # for those who delete what is old
+
+    def _owner(self) -> str:
+        try:
+            about = json.loads(os.pread(self._fd, 200, 0))  # type: ignore[arg-type]
+            return f"process {int(about['pid'])}, since {str(about['since'])[:20]}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"
+
+    def release(self) -> None:
+        if self._fd is not None:
+            if os.getpid() == self.pid:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = None

@@ -1,0 +1,64 @@
+"""Populations: states whose arrays have a leading axis of members. How one is told, and how a function is mapped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax.errors import StateError, message
+from tsunax.state import TrainState
+
+
+def members_of(state: Any) -> int | None:
+    """How many members a population has; None for a single state, and for what is no `TrainState`."""
+    if not isinstance(state, TrainState):
+        return None
+    shape: tuple[int, ...] = state.clock.shape
+    return shape[0] if len(shape) > 1 else None
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("tree",), meta_fields=())
+@dataclass(frozen=True)
+class each:
+    """A tree whose arrays have a first axis of members: a batch for each, `step(runs, ts.populations.each(batches))`.
+
+    >>> each(jax.numpy.zeros((3, 8))).tree.shape
+    (3, 8)
+    """
+
+    tree: Any
+
+
+def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = None):
+    """`f(state, *trees)`, mapped over the members of a population; a tree in `each` has one for each of them.
+
+    `at_once` of them together, one group after the other; None: all.
+    """
+    n = members_of(state)
+    leaves, treedef = jax.tree.flatten(trees, is_leaf=_is_each)
+    for x in jax.tree.leaves([x.tree for x in leaves if _is_each(x)]):
+        if n is None or np.shape(x)[:1] != (n,):
+            got, fix = f"shape {np.shape(x)}", "A batch for each member, along a new first axis."
+            expected = f"a first axis of {n}" if n else "no each: the state is a single one"
+            raise StateError(message("leaf", "ts.populations.each", got, expected, fix if n else ""))
+    if n is None:
+        return f(state, *trees)
+
+    def one(args):
+        state, own = args[0], iter(args[1])
+        return f(state, *treedef.unflatten([next(own) if _is_each(x) else x for x in leaves]))
+
+    args = state, [x.tree for x in leaves if _is_each(x)]
+    return jax.vmap(one)(args) if at_once is None else jax.lax.map(one, args, batch_size=at_once)
+
+
+def _is_each(x) -> bool:
+    return isinstance(x, each)
+
+
+__all__ = ["each", "members_of", "over_members"]

@@ -1,0 +1,325 @@
+"""What a loop sees of any data: the next batch, the next k at once, and the place to go on from.
+
+Data is any iterable of batches: `batches`, `prefetch`, a list, a generator, and the loaders of other libraries, whose
+state is found by duck type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._core import checks, placement, trees
+from tsunax.data.batching import Batches, Data, check_casts, owned
+from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
+
+__all__ = ["END", "Source", "as_source", "named"]
+
+END = object()
+
+
+def _shapes(batch: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(batch)
+    return treedef, [(np.shape(x), trees.dtype_of(x)) for x in leaves]
+
+
+def _as_array(leaf: Any) -> Any:
+    """Tensors of other libraries as NumPy arrays, which may share their memory."""
+    if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
+        return leaf
+    return np.asarray(leaf)
+
+
+def named(data: Any) -> str:
+    """Data of ours in a line, of others their kind."""
+    return repr(data) if isinstance(data, Data) else f"a {type(data).__name__}"
+
+
+class _Stack:
+    """Up to k batches of one shape along a new first axis. Each is copied when it is added."""
+
+    def __init__(self, batch: Any, k: int):
+        leaves, self.treedef = jax.tree.flatten(batch)
+        make = lambda x: placement.room((k, *x.shape), x.dtype)
+        empty = lambda x: [] if isinstance(x, jax.Array) else make(np.asarray(x))
+        self.leaves: list[Any] = [empty(x) for x in leaves]
+        self.count = 0
+        self.add(batch)
+
+    def add(self, batch: Any) -> None:
+        for stack, leaf in zip(self.leaves, jax.tree.leaves(batch), strict=True):
+            if isinstance(stack, list):
+                stack.append(leaf)
+            else:
+                stack[self.count] = leaf
+        self.count += 1
+
+    def stacked(self) -> Any:
+        done = [jnp.stack(x) if isinstance(x, list) else x[: self.count] for x in self.leaves]
+        return self.treedef.unflatten(done)
+
+
+class Source:
+    """A cursor over any iterable of batches: `next`, `take`, `state`, `restore`; what `as_source` returns.
+
+    Every batch that it gives has memory of its own. Loaders may refill one buffer (h5py, shared
+    memory, collate functions) while the batch before is still read: by a program that was
+    dispatched, by a transfer to a device, by the stacking of batches for one call. So the NumPy
+    arrays and tensors of other loaders are copied; those that `batches` makes are new each time.
+
+    `epoch` and `position` count the epochs and the batches of this one that were given.
+    """
+
+    def __init__(self, data: Any):
+        self.data, self.epoch, self.position = data, 0, 0
+        self._batches: Any = None  # the iterator of this epoch
+        self._held: Any = None  # what `take` read too much, the state before it, and whether it is whole
+        self.is_whole = False  # whether the batch given last is the same on all processes: a short one, not shared
+        self._given, self._restored = 0, False
+        self._is_ours = isinstance(data, Data)
+
+    def __repr__(self) -> str:
+        return f"Source({named(self.data)}, epoch {self.epoch}, position {self.position})"
+
+    @property
+    def restartable(self) -> bool:
+        """Whether there is a second epoch: an iterator, such as a generator, as a rule gives one only."""
+        return not isinstance(self.data, Iterator)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the data knows its place: `restore` needs no replay. An iterator's state shows once there is one."""
+        if self._is_ours:
+            return self.data.resumable
+        return any(hasattr(x, name) for x in (self.data, self._batches) for name in ("set_state", "load_state_dict"))
+
+    @property
+    def trouble(self) -> str:
+        """The error that comes instead of the next batch, where that is known; else nothing."""
+        error = self._held[0] if self._held is not None else None
+        return told(error) if isinstance(error, TsunaxError) else ""
+
+    def __iter__(self) -> Iterator[Any]:
+        while (batch := self.next()) is not None:
+            yield batch
+
+    def _pull(self, k: int | None = None) -> Any:
+        """The next batch, or k of them stacked; `END` after the last one of an epoch."""
+        where = f"batch {self.position} of epoch {self.epoch}"
+        try:
+            if self._batches is None:
+                self._batches = iter(self.data)
+            batch = next(self._batches, END) if k is None else self._batches.take(k)
+        except TsunaxError:
+            raise
+        except Exception as error:
+            unparsed = type(error).__name__ == "UnparsedFlagAccessError"  # grain's workers, outside of absl.app
+            fix = "Call absl.flags.FLAGS.mark_as_parsed() first." if unparsed else ""
+            raise DataError(message("data", where, told(error), "a batch", fix)) from error
+        if k is not None and batch is None:
+            return END
+        if batch is None:
+            raise DataError(message("batch", where, "None", "a tree of arrays"))
+        if batch is END or self._is_ours:
+            return batch
+        leaves, treedef = jax.tree.flatten(batch)
+        if all(type(x) is np.ndarray for x in leaves):
+            return batch
+        check_casts(batch, "batch", where)  # here for the masks that are lost below
+        for leaf in leaves:
+            checks.check_alive(leaf, where)
+        return treedef.unflatten(map(_as_array, leaves))
+
+    def _ended(self) -> None:
+        if self.position == 0:
+            where, fix = f"epoch {self.epoch}", "One for every epoch: a list, ts.batches(arrays, ...), grain."
+            if self._given and not self.restartable:
+                got = f"a {type(self.data).__name__} that is used up after {self._given} batches"
+                raise DataError(message("data", where, got, "data that can be iterated again", fix))
+            raise DataError(message("data", where, "no batch at all", "at least one"))
+        self._batches, self._restored = None, False
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def next(self) -> Any:
+        """The next batch; None at the end of an epoch, after which the next one begins.
+
+        Raises DataError where the data raises (that is its cause), gives None, or has no batch left to begin with.
+        """
+        batch = self._next()
+        if batch is None or self._is_ours:
+            return batch
+        return owned(batch, "batch", f"batch {self.position - 1} of epoch {self.epoch}")
+
+    def _next(self) -> Any:
+        """The same, in memory that the data may use for its next batch."""
+        batch = self._pull() if self._held is None else self._held[0]
+        is_whole = self._pulls_whole if self._held is None else self._held[2]
+        self._held = None
+        if isinstance(batch, TsunaxError):
+            raise batch
+        if batch is END:
+            return self._ended()
+        self._count(1)
+        self.is_whole = is_whole
+        return batch
+
+    @property
+    def _pulls_whole(self) -> bool:
+        return self._is_ours and self.data.is_whole
+
+    def _count(self, n: int) -> None:
+        self.position, self._given, self._restored = self.position + n, self._given + n, False
+
+    def take(self, k: int) -> Any:
+        """The next k batches as one tree with a leading axis; fewer at an end or where shapes change; None as `next`.
+
+        Of `Batches` in one gather.
+        """
+        if isinstance(self.data, Batches) and not self.data.is_stream:
+            chunk = self._pull(k)
+            if chunk is END:
+                return self._ended()
+            self._count(len(jax.tree.leaves(chunk)[0]))
+            self.is_whole = self._pulls_whole
+            return chunk
+        if (batch := self._next()) is None:
+            return None
+        chunk, shapes = _Stack(batch, k), _shapes(batch)
+        while chunk.count < k and self._held is None:
+            before = self.state()
+            try:
+                batch = self._pull()
+            except TsunaxError as error:  # after the batches before it
+                batch = error
+            is_other = batch is END or isinstance(batch, TsunaxError) or _shapes(batch) != shapes
+            if is_other or self._pulls_whole:
+                self._held = batch, before, self._pulls_whole
+            else:
+                chunk.add(batch)
+                self._count(1)
+        stacked = chunk.stacked()
+        if not self._is_ours:
+            first, last = self.position - chunk.count, self.position - 1
+            check_casts(stacked, "batch", f"one of batches {first} to {last} of epoch {self.epoch}")
+        return stacked
+
+    def advance(self, k: int) -> tuple[int, tuple[int, int]] | None:
+        """What `take(k)` would gather, `(first row in the order, (k, rows))`, of `Batches` that are resident."""
+        if self._batches is None:
+            self._batches = iter(self.data)
+        ahead = self._batches.advance(k)
+        if ahead is None:
+            return self._ended()
+        self._count(ahead[1][0])
+        return ahead
+
+    def again(self, n: int) -> None:
+        """Count n epochs of data that have one batch, which is not read again."""
+        self._count(n)
+        self._batches, self.epoch, self.position = None, self.epoch + n, 0
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether `restore` was called after the last batch was given."""
+        return self._restored or (self._is_ours and self.data.is_placed)
+
+    def follow(self, state: Mapping) -> None:
+        """Take over the place of a copy of data of ours."""
+        self.data.follow(state)
+        self._batches, self._held, self._restored = None, None, False
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def rewind(self) -> None:
+        """Leave the rest of an epoch that was begun; not one whose place was just restored."""
+        if self.position and not self._restored:
+            self._batches = self._held = None
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _call(self, names: tuple[str, str], *args: Any) -> tuple[bool, Any]:
+        """Call a method of the data, or of its iterator, by whichever name it has."""
+        for holder in (self.data, self._batches):
+            for name in names:
+                if callable(method := getattr(holder, name, None)):
+                    return True, method(*args)
+        return False, None
+
+    def state(self) -> dict:
+        """The place after the last batch given: `{"epoch", "position"}`, and the data's own state if it keeps one."""
+        if self._held is not None:
+            return self._held[1]
+        if self._is_ours:
+            return self.data.get_state()
+        inner = self._call(("get_state", "state_dict"))[1]
+        return {"epoch": self.epoch, "position": self.position, "data": inner}
+
+    def restore(self, state: Mapping, replay: bool = False) -> None:
+        """Go on from a place that `state` gave.
+
+        Data without get_state/set_state or state_dict/load_state_dict, of its own or of its iterator, is read from its
+        beginning and dropped up to there with `replay=True`: the same run if it gives the same batches again. Raises
+        DataError without.
+        """
+        keys = {"epoch", "position"} | (set() if self._is_ours else {"data"})
+        if not isinstance(state, Mapping) or not keys <= set(state):
+            fix = "The data it was taken from was of another kind." if isinstance(state, Mapping) else ""
+            raise DataError(message("state", "restore", state, f"{', '.join(sorted(keys))}", fix))
+        self._batches = self._held = None
+        self.epoch, self.position, self._restored = state["epoch"], state["position"], True
+        if self._is_ours:
+            return self.data.set_state(state, **({} if self.data.resumable else {"replay": replay}))
+        if state["data"] is not None:
+            setters = ("set_state", "load_state_dict")
+            if not any(hasattr(self.data, name) for name in setters):
+                self._batches = iter(self.data)
+            if not self._call(setters, state["data"])[0]:
+                got = f"a {type(self.data).__name__} without set_state and load_state_dict"
+                raise DataError(message("data", "restore", got, "data that can be put back to its place"))
+        elif self.position or (self.epoch and not self.restartable):
+            self._replay(replay)
+        return None
+
+    def _replay(self, wanted: bool) -> None:
+        goal = self.epoch, self.position
+        if not wanted:
+            got = f"a {type(self.data).__name__} without a state, at epoch {goal[0]}, position {goal[1]}"
+            fix = "Use ts.batches or grain, or accept replay=True: all batches before are read again and dropped."
+            raise DataError(message("data", "restore", got, "get_state/set_state or state_dict/load_state_dict", fix))
+        self.epoch = self.position = 0
+        while (self.epoch, self.position) != goal:
+            self.next()
+            if (self.epoch, self.position) > goal:
+                got, place = f"the end of epoch {goal[0]} before", f"epoch {goal[0]}, position {goal[1]}"
+                raise DataError(message("data", "restore", got, place, "It gives fewer batches than it did."))
+        self._restored = True
+
+
+def as_source(data: Any) -> Source:
+    """A cursor over any iterable of batches: `batches`, `prefetch`, a list, a generator, grain, torch, tf.data, ...
+
+    Leaves of other libraries, such as torch's tensors on the CPU, become NumPy arrays. The data's state is found by
+    duck type: get_state/set_state, or state_dict/load_state_dict, of the iterable or of its iterator. Raises
+    WrongTypeError for arrays and what else is no iterable of batches.
+
+    >>> source = as_source([np.zeros(2), np.ones(2), np.ones(3)])
+    >>> source.take(8).shape, source.take(8).shape, source.state()
+    ((2, 2), (1, 3), {'epoch': 0, 'position': 3, 'data': None})
+    >>> source.take(8) is None, source.epoch
+    (True, 1)
+    """
+    if isinstance(data, Source):
+        return data
+    are_arrays = (
+        trees.is_array(data)
+        or isinstance(data, (Mapping, str))
+        or (isinstance(data, tuple) and data and all(map(trees.is_array, data)))
+    )
+    if are_arrays or not isinstance(data, Iterable):  # one with __getitem__ alone need not have an end
+        fix = "Of arrays: ts.batches(arrays, batch_size). One batch: [batch]." if are_arrays else ""
+        if hasattr(data, "__getitem__") and not are_arrays:
+            fix = "Of records by number: ts.batches(dataset, batch_size)."
+        raise WrongTypeError(message("data", "", trees.describe(data), "an iterable of batches", fix))
+    return Source(data)

@@ -1,0 +1,210 @@
+"""Data that is read ahead: a thread makes the next batches, and brings them to a device, while one is worked on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import queue
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from tsunax._core import patterns
+from tsunax.data.batching import Data, placement, sharding_of
+from tsunax.data.cursors import END, Source, as_source, named
+from tsunax.errors import DataError, message
+
+__all__ = ["Prefetched", "prefetch"]
+
+
+def _placer(device: Any):
+    """A function that puts a batch on a device, or its rows over the devices of a mesh."""
+    if device is None:
+        return lambda batch, is_whole: batch
+    sharding = placement(device, "prefetch()")
+    if not isinstance(sharding, NamedSharding):
+        return lambda batch, is_whole: jax.device_put(batch, sharding)
+    if sharding.is_fully_addressable:
+        where = lambda x: sharding_of(np.shape(x), sharding)
+        return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(where, batch))
+    alone = sharding_of((), sharding)
+    put = lambda x, where: jax.make_array_from_process_local_data(where if np.ndim(x) else alone, np.asarray(x))
+    return lambda batch, is_whole: jax.tree.map(lambda x: put(x, alone if is_whole else sharding), batch)
+
+
+def _run_ahead(source: Source, place, slots: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
+    """The thread: a batch, and the place after it, for every slot; ends at the end, an error, or a closed slot."""
+    try:
+        while slots.get():
+            batch = source.next()
+            is_whole = source.is_whole
+            ready.put((END if batch is None else place(batch, is_whole), (source.state(), is_whole), None))
+            if batch is None:
+                return
+    except BaseException as error:
+        ready.put((END, None, error))
+
+
+def _end(slots: queue.SimpleQueue, thread: threading.Thread) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            slots.get_nowait()
+    slots.put(False)
+    if thread is not threading.current_thread():  # where it is collected as garbage
+        thread.join(5)  # one that waits for a batch ends with it
+
+
+class _Ahead:
+    """An iterator over what its thread has read. The thread does not know it, and ends when it is gone."""
+
+    def __init__(self, owner: Prefetched):
+        self._owner, self._thread = owner, None
+        self._slots, self._ready = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def __iter__(self) -> _Ahead:
+        return self
+
+    def __repr__(self) -> str:
+        return f"<an epoch of {self._owner!r}>"
+
+    def _start(self) -> None:
+        owner = self._owner
+        owner.close()
+        owner._running = weakref.ref(self)
+        owner._source.rewind()
+        for _ in range(owner._size):
+            self._slots.put(True)
+        work = (owner._source, owner._place, self._slots, self._ready)
+        self._thread = threading.Thread(target=_run_ahead, args=work, name="tsunax-prefetch", daemon=True)
+        self._finish = weakref.finalize(self, _end, self._slots, self._thread)  # when it is collected, and at exit
+        self._thread.start()
+
+    def __next__(self) -> Any:
+        if self._thread is None:
+            self._start()
+        if not self._finish.alive:
+            raise StopIteration
+        batch, state, error = self._ready.get()
+        if batch is END:
+            self.close()
+        else:
+            self._slots.put(True)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or the traceback would keep this frame, and this frame the error
+        if state is not None:
+            self._owner._state, self._owner.is_whole = state
+        if batch is END:
+            raise StopIteration
+        return batch
+
+    def close(self) -> None:
+        """End the thread now. Batches that were read ahead are given up."""
+        if self._thread is not None:
+            self._finish()
+
+
+class Prefetched(Data):
+    """What `prefetch` returns: data that is read ahead while it is iterated; its place is that of the batches given."""
+
+    def __init__(self, data: Any, device: Any, size: int):
+        self._source, self._place, self._size = as_source(data), _placer(device), size
+        self._state: dict | None = None
+        self._running: Any = lambda: None
+
+    @property
+    def data(self) -> Any:
+        """What is read ahead."""
+        return self._source.data
+
+    @property
+    def resumable(self) -> bool:  # type: ignore[override]
+        return self._source.resumable
+
+    @property
+    def is_placed(self) -> bool:  # type: ignore[override]
+        return self._source.is_placed
+
+    def afresh(self) -> Prefetched:
+        """The same data at their beginning, with a place and a thread of their own."""
+        data = self.data.afresh() if isinstance(self.data, Data) else self.data
+        other = copy.copy(self)
+        other._source, other._state, other._running = as_source(data), None, lambda: None
+        return other
+
+    def __repr__(self) -> str:
+        return f"Prefetched({named(self.data)}, size {self._size})"
+
+    def __len__(self) -> int:
+        try:
+            return len(self.data)
+        except TypeError:
+            if isinstance(self.data, Data):
+                raise
+            fix = "Say steps= in place of epochs=."
+            got = f"a {type(self.data).__name__} that does not know it"
+            raise TypeError(message("length", "prefetch", got, "data with len()", fix)) from None
+
+    def __iter__(self) -> _Ahead:
+        return _Ahead(self)
+
+    def get_state(self) -> dict:
+        """The place after the last batch given, whatever was read ahead: what the data itself would give there."""
+        return self._source.state() if self._state is None else self._state
+
+    def follow(self, state: Mapping) -> None:
+        self.close()
+        self._source.follow(state)
+        self._state = dict(state)
+
+    def restart(self) -> None:
+        """Begin anew with the data that are read ahead."""
+        self.close()
+        self._source, self._state = as_source(self.data), None
+
+    def close(self) -> None:
+        """End the thread of the loop that runs, if one does."""
+        if running := self._running():
+            running.close()
+
+    def set_state(self, state: Mapping, replay: bool = False) -> None:
+        """Go on from such a place; see `Source.restore`."""
+        self.close()
+        self._source.restore(state, replay)
+        self._state = None
+
+
+@patterns.suggests_names
+def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
+    """Data whose next `size` batches are made, and brought to a device, by a thread while this one is worked on.
+
+        for batch in prefetch(data, device):  # the same batches in the same order
+            state, info = step(state, batch)
+
+    With a Mesh or NamedSharding the rows are spread over the devices along axis 0, and leaves without rows are there on
+    each; of several processes each one gives its own part. Without a device only the making runs ahead. An exception
+    of the data is the cause of the DataError that is raised here. The thread ends with the loop,
+    however that ends; a new loop ends an older one. Other loaders may fill one buffer again for
+    each batch, which is copied; batches of arrays in memory gain nothing. What was read ahead of data
+    that cannot be put to its place (a generator) is lost when a loop over it ends.
+
+    Raises DataError for a size below 1, and while it runs for rows that do not divide by the devices.
+
+    >>> import tsunax as ts
+    >>> data = prefetch(ts.batches(np.arange(6), 2))
+    >>> for batch in data:
+    ...     print(batch, data.get_state())
+    [0 1] {'epoch': 0, 'position': 1}
+    [2 3] {'epoch': 0, 'position': 2}
+    [4 5] {'epoch': 1, 'position': 0}
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise DataError(message("size", "prefetch()", repr(size), "an int of 1 or more"))
+    return Prefetched(data, device, size)

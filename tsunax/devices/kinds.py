@@ -1,0 +1,439 @@
+"""Devices: which ones there are, which one is meant, and how trees and batches get there.
+
+    params = ts.to_device(params)  # the preference, then TPU, GPU, CPU
+    for batch in ts.to_device(data): ...
+
+A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable TSUNAX_DEVICE or the file
+`.tsunax-device`, the only configuration there is, may name the kind that `"auto"` tries first. All that JAX is asked
+goes through `_find` and `_started`. Nothing here knows of meshes, states and steps.
+"""
+
+# pyright: reportInvalidTypeForm=false
+# To pyright `jax.Device` is a variable.
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax._src import xla_bridge
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from tsunax._core import checks, patterns, trees
+from tsunax.devices import _preference
+from tsunax.errors import DeviceError, WrongTypeError, message, told
+
+__all__ = [
+    "DeviceInfo",
+    "device",
+    "device_info",
+    "device_of",
+    "devices",
+    "is_available",
+    "prefer",
+    "preferred",
+    "simulate",
+    "supported_devices",
+    "to_device",
+    "to_host",
+]
+
+_PLATFORMS = {  # JAX's names; METAL is Apple's old plugin, mps the one of today
+    "tpu": ("tpu",),
+    "gpu": ("cuda", "rocm", "oneapi", "METAL", "mps"),
+    "cpu": ("cpu",),
+    "cuda": ("cuda",),
+    "rocm": ("rocm",),
+    "metal": ("METAL", "mps"),
+}
+_NONE = (RuntimeError, AssertionError)  # what JAX raises; the latter where JAX_PLATFORMS names nothing that is here
+_ORDER = ("tpu", "gpu", "cpu")
+_PACKAGES = {
+    "tpu": "jax[tpu]",
+    "gpu": "jax[cuda13]",
+    "cuda": "jax[cuda13]",
+    "rocm": "jax[rocm7-local]",
+    "metal": "jax-mps",
+}
+
+
+# Which there are
+
+
+def _find(platform: str | None) -> list[jax.Device]:
+    """The devices of a platform in this process, or JAX's default; starts the backend. Raises where there are none."""
+    return jax.local_devices(backend=platform)
+
+
+def _started() -> bool:
+    return xla_bridge.backends_are_initialized()  # JAX has no public way to ask without starting it
+
+
+def _absence(kind: str) -> str:
+    """Why JAX has no such device, where it did not try to start one."""
+    listed, visible = jax.config.jax_platforms, os.environ.get("CUDA_VISIBLE_DEVICES")  # type: ignore[attr-defined]
+    if listed and not {kind, *_PLATFORMS[kind]} & set(listed.split(",")):
+        return f"JAX_PLATFORMS={listed} leaves it out"
+    if kind in ("gpu", "cuda") and visible in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides it"
+    return f'JAX finds none; its plugin: pip install "{_PACKAGES[kind]}"' if kind in _PACKAGES else "JAX finds none"
+
+
+def _search(kind: str) -> tuple[list[jax.Device], str]:
+    """The devices of a kind, or why there are none."""
+    why = ""
+    for platform in _PLATFORMS[kind]:
+        try:
+            if found := _find(platform):
+                return found, ""
+        except _NONE as error:
+            if "nitialize" in str(error):
+                why = why or told(error)
+    return [], why or _absence(kind)
+
+
+def _automatic() -> tuple[list[jax.Device], list[str]]:
+    """The devices of the kind that is preferred, or else of the first one that is here; and the reasons."""
+    wanted, source = _preference.read()
+    reasons = [] if wanted else ["no preference"]
+    if wanted and wanted != "auto":
+        found, why = _search(wanted)
+        if found:
+            return found, [f"{wanted} is preferred by {source}"]
+        reasons.append(f"{wanted}, preferred by {source}, is not here: {why}")
+        warnings.warn(f"{reasons[-1]}. Another device is used.", stacklevel=4)
+    for kind in _ORDER:
+        found, why = _search(kind)
+        if found:
+            return found, [*reasons, f"{kind} is here"]
+        reasons.append(f"no {kind}: {why}")
+    try:
+        return _find(None), [*reasons, "what JAX takes by default"]
+    except _NONE as error:
+        raise DeviceError(message("devices", "", "; ".join(reasons), "a backend that starts")) from error
+
+
+def _check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
+    if not isinstance(kind, str):
+        raise WrongTypeError(message("kind", where, trees.describe(kind), f"one of {', '.join(known)}"))
+    if kind not in known:
+        raise DeviceError(patterns.unknown("kind", where, kind, known))
+
+
+def _resolve(kind: Any, where: str) -> tuple[list[jax.Device], list[str]]:
+    _check_kind(kind, where, _preference.KINDS)
+    if kind == "auto":
+        return _automatic()
+    found, why = _search(kind)
+    if not found:
+        here = ", ".join(f"{other} ({len(there)})" for other in _ORDER if (there := _search(other)[0]))
+        raise DeviceError(message("device", where, f"no {kind}", f"one that is here: {here or 'none is'}", f"{why}."))
+    return found, [f"{kind} was asked for"]
+
+
+def _at(found: Sequence[jax.Device], index: Any, where: str) -> jax.Device:
+    if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
+        raise WrongTypeError(message("index", where, trees.describe(index), "an int"))
+    if not 0 <= index < len(found):
+        expected = f"0 to {len(found) - 1}" if len(found) > 1 else "0"
+        fix = f"There are {len(found)}, {found[0].platform}, counted from 0."
+        raise DeviceError(message("index", where, index, expected, fix))
+    return found[int(index)]
+
+
+def _first(where: Any, call: str) -> jax.Device:
+    if isinstance(where, str):
+        return _resolve(where, f"{call[:-1]}{where!r})")[0][0]
+    if not isinstance(where, jax.Device):
+        fix = "prefetch(data, mesh) spreads batches over a mesh." if isinstance(where, Mesh) else ""
+        raise WrongTypeError(message("device", call, trees.describe(where), "a kind or a jax.Device", fix))
+    return where
+
+
+def supported_devices() -> tuple[str, ...]:
+    """The kinds of devices that have a name here; `is_available(kind)` says which of them are there.
+
+    >>> supported_devices()
+    ('tpu', 'gpu', 'cpu', 'cuda', 'rocm', 'metal')
+    """
+    return tuple(_PLATFORMS)
+
+
+def is_available(kind: str) -> bool:
+    """Whether this process has a device of a kind. Starts JAX's backend; raises DeviceError for an unknown kind.
+
+    >>> is_available("cpu")
+    True
+    """
+    _check_kind(kind, "is_available()", _PLATFORMS)
+    return bool(_search(kind)[0])
+
+
+def devices(kind: str | Sequence[int | jax.Device] = "auto") -> list[jax.Device]:
+    """The devices of a kind, or those of a list.
+
+        devices("gpu") == jax.local_devices(backend="gpu");  devices([0, 2]) == [devices()[0], devices()[2]]
+
+    A list, or a string such as "0,2", has indices into `devices()`, or devices. Raises DeviceError for a kind that is
+    not here, a list that is empty, has a device twice, devices of several platforms, or an index out of range. A bare
+    number is refused: `[2]` is device number 2, `devices()[:2]` are two of them.
+
+    >>> devices("0") == devices([0]) == devices()[:1]
+    True
+    """
+    where = f"devices({kind!r})"
+    if isinstance(kind, str) and not re.fullmatch(r"\s*-?\d+\s*(,\s*-?\d+\s*)*", kind):
+        return _resolve(kind, where)[0]
+    items = [int(part) for part in kind.split(",")] if isinstance(kind, str) else kind
+    if not isinstance(items, (Sequence, np.ndarray)):
+        fix = f"[{items}] is device number {items}, devices()[:{items}] are {items} of them."
+        fix = fix if isinstance(items, int) else ""
+        raise WrongTypeError(message("devices", where, trees.describe(items), "a kind or a list", fix))
+    if len(items) == 0:
+        raise DeviceError(message("devices", where, "no devices", "one at least", "devices() are all."))
+    here = [] if all(isinstance(item, jax.Device) for item in items) else _resolve("auto", where)[0]
+    chosen: list[Any] = [item if isinstance(item, jax.Device) else _at(here, item, where) for item in items]
+    for i, one in enumerate(chosen):
+        if one in chosen[:i]:
+            raise DeviceError(message("devices", where, f"{items[i]} twice", "each device once"))
+    if len(platforms := sorted({one.platform for one in chosen})) > 1:
+        raise DeviceError(message("devices", where, " and ".join(platforms), "devices of one platform"))
+    return chosen
+
+
+def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> jax.Device:
+    """One device: number `index`, from 0, of a kind.
+
+    "auto" is the preference (see `prefer`), then TPU, GPU, CPU: the first that is here. A kind that is asked for by
+    name has to be here. `verbose` prints why it was this one. Raises DeviceError for an unknown or absent kind, and an
+    index out of range; the message says what is here.
+
+    >>> device("cpu", 0, verbose=True).id
+    device cpu:0 (cpu): cpu was asked for
+    0
+    """
+    where = f"device({kind!r}, {index!r})"
+    found, reasons = _resolve(kind, where)
+    chosen = _at(found, index, where)
+    if verbose:
+        print(f"device {chosen.platform}:{index} ({chosen.device_kind}): {'; '.join(reasons)}")
+    return chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceInfo:
+    """What a device says of itself: bytes of memory, None where it does not say, as CPUs do not.
+
+    `memory_total` is what this process may have: of a GPU three quarters, unless JAX's variables say otherwise.
+    """
+
+    platform: str
+    kind: str
+    memory_total: int | None
+    memory_in_use: int | None
+    version: str
+
+
+def device_info(device: str | jax.Device = "auto") -> DeviceInfo:
+    """Platform, kind of hardware, memory in bytes, and version of the platform.
+
+    >>> device_info("cpu")
+    DeviceInfo(platform='cpu', kind='cpu', memory_total=None, memory_in_use=None, version='cpu')
+    """
+    one = _first(device, "device_info()")
+    stats: Any = None
+    with contextlib.suppress(RuntimeError):  # of a backend that cannot say
+        stats = one.memory_stats()
+    total, used = ((stats or {}).get(name) for name in ("bytes_limit", "bytes_in_use"))
+    return DeviceInfo(one.platform, one.device_kind, total, used, one.client.platform_version)
+
+
+def simulate(n: int) -> None:
+    """Make this process see `n` CPU devices, and nothing else: for tests of sharded programs. The first thing to call.
+
+    Programs on simulated devices share one pool of threads. Where it has no more threads than there are devices, a
+    collective can wait for a participant that never runs, and XLA ends the process after 40 s: so the pool is made
+    large enough (the variable NPROC). Raises DeviceError once the backend has started.
+
+    >>> x = jnp.ones(2)
+    >>> simulate(8)
+    Traceback (most recent call last):
+    tsunax.errors.DeviceError: simulate: got a backend that has started, expected to be called before that. ...
+    """
+    if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
+        raise DeviceError(message("n", "simulate()", repr(n), "an int of 1 or more"))
+    if _started():
+        fix = "Call it before anything makes an array or asks for devices; in a notebook restart the kernel first."
+        raise DeviceError(message("simulate", "", "a backend that has started", "to be called before that", fix))
+    given = os.environ.get("NPROC", "")
+    os.environ["NPROC"] = str(max(16, 2 * n, os.cpu_count() or 1, int(given) if given.isdigit() else 0))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", int(n))
+
+
+# The preference
+
+
+def preferred() -> str | None:
+    """The kind that "auto" tries first: TSUNAX_DEVICE, then the nearest file `.tsunax-device`.
+
+    None if neither names one. Touches no device; raises ConfigError for an unknown kind.
+
+    >>> preferred() in (None, *supported_devices())
+    True
+    """
+    kind = _preference.read()[0]
+    return None if kind == "auto" else kind
+
+
+def prefer(kind: str | None) -> None:
+    """Write into the file `.tsunax-device` which kind of device "auto" tries first; None deletes the file.
+
+    The file holds one word, and counts in its directory and all below it. It is the nearest one; if there is none, a
+    new one beside the nearest pyproject.toml, or else in the current directory. Once the backend has started, a
+    warning says that a restart is needed. Raises DeviceError for an unknown kind, and ConfigError for a file that
+    cannot be read or written, or that holds another word.
+    """
+    if kind is not None:
+        _check_kind(kind, "prefer()", _preference.KINDS)
+    path, changed = _preference.write(kind)
+    if not changed:
+        print(f"{path} says {kind} already" if kind else f"there is no {path}: no kind is preferred")
+        return
+    if said := os.environ.get("TSUNAX_DEVICE", "").strip():
+        warnings.warn(f"TSUNAX_DEVICE={said} goes before {path}.", stacklevel=2)
+    if _started():
+        what = "The backend has started, and what lies on a device stays there"
+        warnings.warn(f"{what}. Restart the process, and all of it follows.", stacklevel=2)
+
+
+# Moving
+
+
+def _can_move(x: Any) -> bool:
+    kinds = (np.number, np.bool_, jax.dtypes.prng_key)
+    return trees.is_array(x) and any(jnp.issubdtype(x.dtype, kind) for kind in kinds)
+
+
+def _is_there(x: Any, place: Sharding) -> bool:
+    """Whether it is committed to that place. One that is merely there would follow the first other array away."""
+    concrete = isinstance(x, jax.Array) and not trees.is_traced(x)
+    return concrete and x.committed and x.sharding.is_equivalent_to(place, x.ndim)
+
+
+def _is_loader(x: Any) -> bool:
+    if isinstance(x, Iterator):
+        return True
+    opaque = isinstance(x, Iterable) and not hasattr(x, "shape") and not isinstance(x, (str, bytes))
+    return opaque and jtu.all_leaves([x])
+
+
+class _Moved:
+    """A loader whose batches are put on a device as they are taken; it is the loader in everything else."""
+
+    def __init__(self, data: Any, place: Sharding):
+        self._data, self._place = data, place
+
+    def __iter__(self) -> _Moving:
+        return _Moving(iter(self._data), self._place)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._data, name)  # get_state, set_state, batch_size, ...
+
+
+class _Moving(_Moved):
+    """An iterator of such batches."""
+
+    def __iter__(self) -> _Moving:
+        return self
+
+    def __next__(self) -> Any:
+        return to_device(next(self._data), self._place)
+
+
+def to_device(tree: Any, device: str | jax.Device | Sharding = "auto") -> Any:
+    """A tree with its arrays on a device; or a loader, whose batches are put there one by one.
+
+        tree.map(lambda x: jax.device_put(x, device), tree)  # of arrays; other leaves stay as they are
+
+    An array that is there already is returned as the same object, an array that occurs twice stays one, and keys stay
+    keys. NumPy's arrays are copied (`device_put` alone shares their memory on a CPU) and get JAX's widths: float64
+    becomes float32 unless x64 is on. A loader is any iterable that is itself no pytree, such as `batches` or a
+    generator, not a list; it keeps its length, its state and whether it can be iterated again. `prefetch` does the
+    same ahead of time. Raises StateError for a deleted array, and DeviceError as `device` does.
+
+    >>> tree = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
+    >>> tree["w"].device == device("cpu"), tree["name"], to_device(tree, "cpu")["w"] is tree["w"]
+    (True, 'relu', True)
+    """
+    place = device if isinstance(device, Sharding) else SingleDeviceSharding(_first(device, "to_device()"))
+    if _is_loader(tree):
+        return (_Moving if isinstance(tree, Iterator) else _Moved)(tree, place)
+    checks.check_all_alive(tree, "tree")
+    leaves, treedef = jax.tree.flatten(tree)
+    moving = {id(x): x for x in leaves if _can_move(x) and not _is_there(x, place)}
+    shared = any(one.platform == "cpu" for one in place.device_set)
+    own = [np.array(x) if shared and isinstance(x, np.ndarray) else x for x in moving.values()]
+    moved = dict(zip(moving, jax.device_put(own, place), strict=True))
+    return treedef.unflatten([moved.get(id(x), x) for x in leaves])
+
+
+def to_host(tree: Any) -> Any:
+    """A tree with its JAX arrays as NumPy's, in memory of their own.
+
+    An array that occurs twice stays one. NumPy has no keys: they stay JAX's, on the CPU if JAX has one. Arrays that are
+    still donated later are not held back by it, as `np.asarray` would. Other leaves stay as they are.
+    Raises StateError for a deleted array.
+
+    >>> to_host({"name": "relu", "w": jnp.ones(2)})
+    {'name': 'relu', 'w': array([1., 1.], dtype=float32)}
+    """
+    checks.check_all_alive(tree, "tree")
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = {id(x): x for x in leaves if isinstance(x, jax.Array)}
+    keys = {i: x for i, x in arrays.items() if trees.is_key(x)}
+    plain = {i: x for i, x in arrays.items() if i not in keys}
+    for x in plain.values():
+        x.copy_to_host_async()  # all transfers run at once
+    moved: dict[int, Any] = {i: np.array(x) for i, x in plain.items()}
+    if keys and (cpu := _search("cpu")[0]):
+        moved |= dict(zip(keys, jax.device_put(list(keys.values()), cpu[0]), strict=True))
+    return treedef.unflatten([moved.get(id(x), x) for x in leaves])
+
+
+def device_of(tree: Any) -> jax.Device | None:
+    """The device that the JAX arrays of a tree are on; None if there are none, for NumPy's are nowhere.
+
+    Raises DeviceError, with two paths, for arrays on several devices.
+
+    >>> device_of({"w": jnp.ones(2), "x": np.ones(2)}) == jax.devices()[0], device_of(np.ones(2))
+    (True, None)
+    """
+    first: tuple[str, jax.Device] | None = None
+    for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+        if not isinstance(leaf, jax.Array) or trees.is_traced(leaf):
+            continue
+        at = trees.access_str("tree", path)
+        if len(leaf.sharding.device_set) > 1:
+            got, fix = f"{len(leaf.sharding.device_set)} devices", "Its .sharding says which."
+            raise DeviceError(message("array", at, got, "one device", fix))
+        (one,) = leaf.sharding.device_set
+        if first is not None and one != first[1]:
+            fix = "to_device(tree, device) brings them together."
+            raise DeviceError(message("array", at, one, f"{first[1]}, where {first[0]} is", fix))
+        first = first or (at, one)
+    return None if first is None else first[1]

@@ -1,0 +1,141 @@
+"""The same training function on a Ray cluster: plain actors, or Ray Train's JaxTrainer.
+
+    results = ts.ray.run(train, 4, resources={"num_gpus": 1})        # train() in four processes that train as one
+    result = ts.ray.trainer(train, 4, config={"seed": 0}).fit()      # the same with Ray Train's reports and restarts
+
+Each process is one of many (`ts.distributed`) before the function begins: it may call `ts.distributed.start()`, and so
+be the script that runs under `mpirun`. Needs the extra `ray`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tsunax._core import checks
+from tsunax.distributed import processes
+from tsunax.errors import MissingLibraryError, message
+
+__all__ = ["run", "trainer"]
+
+
+def _ray(part: str = "") -> Any:
+    try:
+        return importlib.import_module(f"ray{part}")  # `import ray` would be this file to a type checker
+    except ModuleNotFoundError as error:
+        fix = "pip install 'tsunax[ray]'"
+        raise MissingLibraryError(message("ray", "tsunax.ray", "no such library", "Ray", fix)) from error
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _as_one(f: Callable, args: tuple, address: str, count: int, index: int, options: Mapping[str, Any]) -> Any:
+    """`f(*args)` as one process of many. Ray keeps its exceptions; the others, who may wait for it, end."""
+    processes.start(address, count, index, **options)
+    try:
+        result = f(*args)
+    except BaseException as error:
+        processes.give_up(error)
+        raise
+    processes.stop()
+    return result
+
+
+class _Process:
+    """An actor: one process."""
+
+    def place(self) -> tuple[str, int]:
+        """The address of its host, and a port that is free there."""
+        return _ray(".util").get_node_ip_address(), _free_port()
+
+    def run(self, f, args, address, count, index, options) -> Any:
+        return _as_one(f, args, address, count, index, options)
+
+
+def run(
+    f: Callable,
+    processes: int,
+    *args: Any,
+    resources: Mapping[str, Any] | None = None,
+    start: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """`f(*args)` in so many processes that train as one, each a Ray actor: what they return, by process.
+
+        ray.get([actor.run(f) for actor in actors])    # after ts.distributed.start() in each
+
+    Args:
+      resources: of each actor, as in its `options`: `{"num_cpus": 4, "num_gpus": 1, "runtime_env": {...}}`. Where one
+        process has all GPUs of a host, `num_gpus` is their number.
+      start: options of `ts.distributed.start`, such as `{"peer_timeout": 60}`.
+
+    The exception of the first process that fails is raised, and all are ended. Raises MissingLibraryError without Ray.
+    Ray itself waits without a limit for a cluster that has the resources.
+    """
+    checks.check_count(processes, "ray.run()", "processes")
+    ray = _ray()
+    actor = ray.remote(_Process).options(**(resources or {}))
+    actors = [actor.remote() for _ in range(processes)]
+    try:
+        places = ray.get([one.place.remote() for one in actors])
+        (host, port), hosts = places[0], {host for host, _ in places}
+        address = f"localhost:{port}" if len(hosts) == 1 else f"{host}:{port}"
+        given = f, args, address, processes
+        waiting = [one.run.remote(*given, i, dict(start or {})) for i, one in enumerate(actors)]
+        return ray.get(_first_errors(ray, waiting))
+    finally:
+        for one in actors:
+            ray.kill(one)
+
+
+def _first_errors(ray, waiting: list) -> list:
+    """The references of all results; waits until they are there, raises what the first that fails raises."""
+    left = waiting
+    while left:
+        done, left = ray.wait(left)
+        ray.get(done)
+    return waiting
+
+
+def trainer(
+    f: Callable,
+    workers: int = 1,
+    *,
+    config: Mapping[str, Any] | None = None,
+    start: Mapping[str, Any] | None = None,
+    scaling_config: Any = None,
+    **options: Any,
+) -> Any:
+    """Ray Train's JaxTrainer for `f()` or `f(config)`, whose workers train as one; `.fit()` runs it.
+
+    Inside, `ray.train.report` and `get_checkpoint` work as ever. Processes are brought together by `ts.distributed` and
+    not by Ray: with bounded waits, and on CPUs too.
+
+    Args:
+      workers: how many; or a `scaling_config` of Ray's.
+      start: options of `ts.distributed.start`.
+      options: of JaxTrainer: `run_config`, `datasets`, ...
+    """
+    train, jax_train = _ray(".train"), _ray(".train.v2.jax")
+    takes_config = bool(inspect.signature(f).parameters)
+    given = dict(start or {})
+
+    def loop(config):
+        context = _ray(".train").get_context()
+        index, count = context.get_world_rank(), context.get_world_size()
+        mine = f"{_ray('.util').get_node_ip_address()}:{_free_port()}" if index == 0 else ""
+        address = _ray(".train.collective").broadcast_from_rank_zero(mine)
+        return _as_one(f, (config,) if takes_config else (), address, count, index, given)
+
+    scaling = train.ScalingConfig(num_workers=workers) if scaling_config is None else scaling_config
+    given_to_ray = {
+        "train_loop_config": dict(config or {}),
+        "jax_config": jax_train.JaxConfig(),
+        "scaling_config": scaling,
+    }
+    return jax_train.JaxTrainer(loop, **given_to_ray, **options)

@@ -1,0 +1,17 @@
+"""Insight: what a step is and costs, where it broke, which batch size and learning rate fit. Nothing imports it."""
+
+from tsunax.insight.batch_size import find_accumulation, find_batch_size
+from tsunax.insight.description import Description, describe, measured_peak
+from tsunax.insight.learning_rate import RangeTest, find_learning_rate
+from tsunax.insight.replaying import replay
+
+__all__ = [
+    "Description",
+    "RangeTest",
+    "describe",
+    "find_accumulation",
+    "find_batch_size",
+    "find_learning_rate",
+    "measured_peak",
+    "replay",
+]

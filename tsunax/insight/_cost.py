@@ -1,0 +1,276 @@
+"""What a program costs, read off it before it runs: arithmetic from its jaxpr, traffic and donation from its HLO.
+
+XLA's own count takes the body of a loop once, however often it runs. Here a `scan` counts as long as it is, and dead
+equations, which XLA drops, not at all. It knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._core.dataflow import inner
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of a program on all devices together, a multiply-add as two."""
+
+    matmul: float = 0.0  # dot products and convolutions; zeros of padding and dilation are left out, as by XLA
+    other: float = 0.0  # one for each element that arithmetic gives, or that a reduction reads
+    transcendental: float = 0.0  # exp, log, tanh, pow, sqrt and so on: calls, in neither of the others
+    loops: int = 0  # `while` loops, whose trips nobody knows before they run: counted `trips` times
+    opaque: tuple[str, ...] = ()  # what is in no count: kernels, factorisations
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.other
+
+    def __add__(self, more: Flops) -> Flops:
+        sums = {
+            name: getattr(self, name) + getattr(more, name) for name in ("matmul", "other", "transcendental", "loops")
+        }
+        return Flops(**sums, opaque=tuple(dict.fromkeys(self.opaque + more.opaque)))
+
+    def times(self, n: float) -> Flops:
+        scaled = {name: getattr(self, name) * n for name in ("matmul", "other", "transcendental")}
+        return dataclasses.replace(self, **scaled)
+
+
+_ONE = frozenset(
+    "abs add add_any atan2 ceil clamp div floor max min mul neg nextafter rem round sign square sub".split()
+)
+_TRANSCENDENTAL = frozenset(
+    "acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 "
+    "igamma igammac lgamma log log1p logistic polygamma pow rsqrt sin sinh sqrt tan tanh".split()
+)
+_REDUCTIONS = frozenset("argmax argmin reduce_max reduce_min reduce_prod reduce_sum reduce".split())
+_SCANS = frozenset("cumlogsumexp cummax cummin cumprod cumsum psum".split())
+_OPAQUE = frozenset(
+    "cholesky cholesky_update eig eigh fft ffi_call geqrf householder_product lu pallas_call qr ragged_dot "
+    "ragged_dot_general schur sort svd top_k triangular_solve tridiagonal tridiagonal_solve".split()
+)
+
+
+def flops_of(program: Any, trips: int = 1) -> Flops:
+    """The count of a (closed) jaxpr; `trips` is how often the body of each `while` loop runs.
+
+    >>> import jax, jax.numpy as jnp
+    >>> layers = lambda x, w: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0]
+    >>> found = flops_of(jax.make_jaxpr(layers)(jnp.ones((4, 8)), jnp.ones((8, 8))))
+    >>> found.matmul == 3 * 2 * 4 * 8 * 8, found.transcendental
+    (True, 96.0)
+    """
+    return _counted(getattr(program, "jaxpr", program), None, trips)
+
+
+def _counted(jaxpr: Any, live: list[bool] | None, trips: int) -> Flops:
+    """The equations that the outputs marked as live need, backwards; None: all of them are."""
+    wanted = {v for i, v in enumerate(jaxpr.outvars) if _is_var(v) and (live is None or live[i])}
+    found = Flops()
+    for eqn in reversed(jaxpr.eqns):
+        out = [v in wanted for v in eqn.outvars]
+        if not any(out) and not eqn.effects:
+            continue
+        found += _equation(eqn, out, trips)
+        wanted.update(filter(_is_var, eqn.invars))
+    return found
+
+
+def _is_var(v: Any) -> bool:
+    return not hasattr(v, "val")
+
+
+def _equation(eqn: Any, live: list[bool], trips: int) -> Flops:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return Flops(matmul=_of_dot(eqn))
+    if name == "conv_general_dilated":
+        return Flops(matmul=_of_convolution(eqn))
+    if name in _OPAQUE:
+        return Flops(opaque=(name,))
+    programs = inner(eqn) if name not in _REDUCTIONS else []
+    if programs:
+        return _of_programs(eqn, programs, live, trips)
+    return _of_elements(eqn)
+
+
+def _of_programs(eqn: Any, programs: list[Any], live: list[bool], trips: int) -> Flops:
+    name = eqn.primitive.name
+    if name == "scan":
+        return _counted(programs[0], None, trips).times(eqn.params["length"])
+    if name == "while":
+        body, test = (eqn.params[key].jaxpr for key in ("body_jaxpr", "cond_jaxpr"))
+        once = _counted(body, None, trips) + _counted(test, None, trips)
+        return dataclasses.replace(once.times(trips), loops=once.loops + 1)
+    if name == "cond":
+        return max((_counted(branch, live, trips) for branch in programs), key=lambda f: f.total + f.transcendental)
+    total = Flops()
+    for program in programs:
+        same = len(program.outvars) == len(live)
+        total += _counted(program, live if same else None, trips)
+    if name == "shard_map":  # written for one device
+        return total.times(math.prod(eqn.params["mesh"].shape.values()))
+    return total
+
+
+def _of_dot(eqn: Any) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    x, out = eqn.invars[0].aval, eqn.outvars[0].aval
+    return 2.0 * _factor(out) * _size(out) * math.prod(x.shape[axis] for axis in contracted)
+
+
+def _of_convolution(eqn: Any) -> float:
+    p = eqn.params
+    x, w, out = (v.aval.shape for v in (*eqn.invars, *eqn.outvars))
+    lhs, rhs, to = p["dimension_numbers"]
+    # (output place, tap) pairs that meet an element of the input, axis by axis
+    pairs = 1.0
+    for i in range(len(p["window_strides"])):
+        n, k, m = x[lhs[2 + i]], w[rhs[2 + i]], out[to[2 + i]]
+        place = np.arange(m)[:, None] * p["window_strides"][i] + np.arange(k)[None] * p["rhs_dilation"][i]
+        place -= p["padding"][i][0]
+        spacing = p["lhs_dilation"][i]
+        pairs *= int(np.count_nonzero((place >= 0) & (place <= (n - 1) * spacing) & (place % spacing == 0)))
+    return 2.0 * _factor(eqn.outvars[0].aval) * pairs * out[to[0]] * out[to[1]] * w[rhs[1]]
+
+
+def _of_elements(eqn: Any) -> Flops:
+    name, out = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
+    if not eqn.invars or out is None or not any(_is_float(v.aval) for v in eqn.invars):
+        return Flops()
+    read = _size(eqn.invars[0].aval)
+    if name in _ONE:
+        return Flops(other=_size(out))
+    if name in _TRANSCENDENTAL:
+        return Flops(transcendental=_size(out))
+    if name == "integer_pow":  # by squaring
+        y = abs(eqn.params["y"])
+        times = max(0, y.bit_length() + y.bit_count() - 2) + (eqn.params["y"] < 0)
+        return Flops(other=_size(out) * times)
+    if name in _REDUCTIONS:
+        return Flops(other=max(0.0, read - _size(out)))
+    if name in _SCANS:
+        return Flops(other=read)
+    if name.startswith("reduce_window"):
+        return Flops(other=_size(out) * math.prod(eqn.params["window_dimensions"]))
+    if name.startswith("select_and_"):
+        return Flops(other=read * math.prod(eqn.params.get("window_dimensions", (1,))))
+    if name in ("scatter_add", "scatter-add", "scatter_mul"):
+        return Flops(other=_size(eqn.invars[2].aval))
+    return Flops()
+
+
+def _size(aval: Any) -> float:
+    return float(math.prod(aval.shape))
+
+
+def _is_float(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, np.inexact)
+
+
+def _factor(aval: Any) -> int:
+    return 4 if aval.dtype.kind == "c" else 1
+
+
+# --------------------------------------------------------------------------------------------------- compiled programs
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Communication of one kind in a compiled program, for one run of it on one device."""
+
+    kind: str
+    count: float  # those in loops as often as they run, as far as XLA knows that
+    bytes: float  # of what they give
+
+
+_KINDS = "all-reduce all-gather reduce-scatter all-to-all collective-permute collective-broadcast ragged-all-to-all"
+_CALL = re.compile(rf" = (.+?) ({'|'.join(_KINDS.split())})(-start)?\(")
+_SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_CALLED = re.compile(r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_MADE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ([a-z]\w*)\[([\d,]*)\]\S* ([\w\-]+)\(([^)]*)\)")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+
+
+def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
+    """The name of the entry computation of an HLO text, and the lines of each."""
+    entry, lines, found = "", [], {}
+    for line in text.splitlines():
+        if line[:1] not in (" ", "}", "") and (head := _HEAD.match(line)):
+            lines = found[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif line.startswith(" "):
+            lines.append(line)
+    return entry, found
+
+
+def collectives_in(text: str) -> tuple[Collective, ...]:
+    """What a compiled program says to other devices, from its text."""
+    entry, computations = _computations(text)
+    counts, sizes = Counter[str](), Counter[str]()
+
+    def walk(name: str, times: float) -> None:
+        for line in computations.get(name, ()):
+            if (call := _CALL.search(line)) is not None:
+                parts = [_bytes(*shape) for shape in _SHAPE.findall(call[1])]
+                counts[call[2]] += times  # type: ignore[assignment]
+                # what starts one and does not wait has operands and results in one tuple
+                sizes[call[2]] += times * (max(parts) if call[3] else sum(parts))  # type: ignore[assignment]
+            if " = " not in line:
+                continue
+            trips = int(known[1]) if (known := _TRIPS.search(line)) else 1
+            for role, called in _CALLED.findall(line):
+                walk(called, times * (trips if role == "body" else 1))
+            if (branches := _BRANCHES.search(line)) is not None:
+                for called in branches[1].split(","):
+                    walk(called.strip().lstrip("%"), times)
+
+    walk(entry, 1)
+    return tuple(Collective(kind, counts[kind], sizes[kind]) for kind in sorted(counts))
+
+
+def _bytes(dtype: str, shape: str) -> float:
+    bits = re.search(r"\d+", dtype)
+    size = 1.0 if dtype == "pred" or bits is None else int(bits[0]) / 8
+    return size * math.prod(int(n) for n in shape.split(",") if n)
+
+
+def largest_convolution(text: str) -> float:
+    """Bytes of both operands of the convolution of a compiled program in which they are largest; 0 without one."""
+    largest = 0.0
+    for lines in _computations(text)[1].values():
+        known = {made[1]: made for line in lines if (made := _MADE.match(line)) is not None}
+        for made in known.values():
+            if made[4] == "convolution":
+                names = (name.strip().rpartition("%")[2] for name in made[5].split(","))
+                operands = [known[name] for name in names if name in known]
+                largest = max(largest, sum(_bytes(x[2], x[3]) for x in operands))
+    return largest
+
+
+def donated_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of the arguments of a compiled program, and of those whose memory it gives its results in."""
+    entry, computations = _computations(text)
+    names = {}
+    for line in computations[entry]:
+        if (found := re.search(r'parameter\((\d+)\).*?op_name="((?:[^"\\]|\\.)*)"', line)) is not None:
+            names[int(found[1])] = found[2].replace("\\'", "'").replace('\\"', '"')
+    head = text.partition("\n")[0]
+    at = head.find("input_output_alias={")
+    table = head[at : head.find("entry_computation_layout", at)] if at >= 0 else ""
+    aliased = {int(n) for n in re.findall(r"\}: \((\d+),", table)}
+    return frozenset(names.values()), frozenset(names[n] for n in aliased if n in names)
+
+
+__all__ = ["Collective", "Flops", "collectives_in", "donated_in", "flops_of", "largest_convolution"]

@@ -1,0 +1,235 @@
+"""What a compiled step needs of a device's memory, and how much of it there is; nothing is executed or allocated.
+
+    need = state + batch + temporary + results that take no place of the state      (bytes on one device)
+
+XLA lays out all memory of a program before it runs, and says so. Knows nothing of searches.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tsunax._core import placement, trees
+from tsunax._step.members import members_of
+from tsunax.devices.kinds import device_info
+from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError, message
+from tsunax.insight import _cost
+from tsunax.loss import rows_of
+
+# Of XLA, which its count leaves out: 34 to 66 MB, measured on three models with two threads, some 100 MB with eight and
+# 130 MB with sixteen. Each device has its own.
+CPU_SCRATCH = 40 << 20
+CPU_PACKED = 1.25  # of the operands of a convolution, which XLA:CPU packs into copies: 1.1 to 1.4, nine measured
+# LLVM's work on a CPU, half the time of compiling: memory is laid out before it.
+CPU_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes on one device while a step runs."""
+
+    state: int  # and what else the step is given and reads
+    batch: int
+    temporary: int
+    results: int  # that take no place of the state: all of them without donation
+    runtime: int  # code, and on a CPU the scratch of its threads
+
+    @property
+    def total(self) -> int:
+        return self.state + self.batch + self.temporary + self.results + self.runtime
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """An array as its shape, in the dtype that JAX would give it."""
+    dtype = trees.dtype_of(x)
+    return jax.ShapeDtypeStruct(np.shape(x), dtype if trees.is_key(x) else jax.dtypes.canonicalize_dtype(dtype))
+
+
+def mesh_of(state: Any) -> Any:
+    """The mesh on which a state lies, or None."""
+    places = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
+    return next((s.mesh for s in places if isinstance(s, NamedSharding)), None)
+
+
+def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
+    """What a step needs for such a batch, of arrays or shapes; on a mesh with all its rows. Compiles it."""
+    batch, extra = as_shapes(state, batch, extra)
+    lowered = step.lower(state, batch, **extra)
+    try:
+        options = CPU_QUICK if device_of_state(state).platform == "cpu" else None
+        compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):  # they come and go with the versions of XLA
+            raise
+        compiled = lowered.compile()
+    return need_in(compiled, state, batch)
+
+
+def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What a step takes beside its state, as shapes that lie where it would put the arrays."""
+    mesh, extra = mesh_of(state), jax.tree.map(shape_of, extra)
+    batch = jax.tree.map(shape_of, batch)
+    if mesh is not None and mesh.size > 1:
+        spread = lambda x, axes: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, axes))
+        rows = PartitionSpec(placement.data_axes(mesh) if members_of(state) is None else ())  # all rows for each member
+        batch = jax.tree.map(lambda x: spread(x, rows if x.ndim else PartitionSpec()), batch)
+        extra = jax.tree.map(lambda x: spread(x, PartitionSpec()), extra)
+    return batch, extra
+
+
+def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
+    """What a compiled step needs for a batch of such shapes."""
+    found = compiled.memory_analysis()
+    if found is None:
+        fix = 'Use method="run", which executes trials.'
+        raise DeviceError(message("memory analysis", "find_batch_size()", "none of this backend", "one", fix))
+    device = device_of_state(state)
+    taken = sum(map(bytes_on_one, jax.tree.leaves(batch)))
+    scratch = 0
+    if device.platform == "cpu":
+        packed = CPU_PACKED * _cost.largest_convolution(compiled.as_text() or "")
+        scratch = CPU_SCRATCH + int(packed)
+    return Need(
+        state=max(0, found.argument_size_in_bytes - taken),
+        batch=taken,
+        temporary=found.temp_size_in_bytes,
+        results=max(0, found.output_size_in_bytes - found.alias_size_in_bytes),
+        runtime=found.generated_code_size_in_bytes + scratch,
+    )
+
+
+def bytes_on_one(x: Any) -> int:
+    """Bytes of an array, or of the shape of one, on each of its devices."""
+    return math.prod(_part(x)) * x.dtype.itemsize
+
+
+def _part(x: Any) -> tuple[int, ...]:
+    """The shape of what one device holds."""
+    sharding = getattr(x, "sharding", None)
+    return tuple(np.shape(x)) if sharding is None else sharding.shard_shape(np.shape(x))
+
+
+def device_of_state(state: Any) -> Any:
+    """A device of this process on which the state lies; the default one for shapes."""
+    for x in jax.tree.leaves(state):
+        if (sharding := getattr(x, "sharding", None)) is not None:
+            return sorted(sharding.addressable_devices, key=lambda one: one.id)[0]
+    return jnp.zeros(()).devices().pop()
+
+
+def _neighbours(state: Any) -> int:
+    """How many devices of this process share its host with that one."""
+    mesh = mesh_of(state)
+    return 1 if mesh is None else max(1, len(mesh.local_devices))
+
+
+def held_by(state: Any) -> int:
+    """Bytes of a state that are on each of its devices now."""
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    return sum(map(bytes_on_one, arrays))
+
+
+def free_on_host() -> int | None:
+    """Bytes that this machine can still give to this process; None where it does not say."""
+    found = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+        group = Path("/sys/fs/cgroup")  # a container's own limit
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            lines = (group / "memory.stat").read_text().splitlines()
+            cache = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+            found.append(int(limit) - int((group / "memory.current").read_text()) + cache)
+    except (OSError, ValueError):
+        pass
+    return max(0, min(found)) if found else None
+
+
+def as_bytes(memory: Any, where: str) -> int:
+    """A number of bytes, or such a text: "80GiB", "512 MB".
+
+    >>> as_bytes("1.5 KiB", "")
+    1536
+    """
+    if isinstance(memory, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", memory, re.IGNORECASE)
+        if found:
+            memory = int(float(found[1]) * _UNITS[found[2].upper()])
+    if isinstance(memory, str) or (isinstance(memory, (int, np.integer)) and memory <= 0):
+        raise HyperparameterError(message("memory", where, repr(memory), "bytes, as 80 * 2**30 or '80GiB'"))
+    if not isinstance(memory, (int, np.integer)) or isinstance(memory, bool):
+        raise WrongTypeError(message("memory", where, trees.describe(memory), "bytes, as 80 * 2**30 or '80GiB'"))
+    return int(memory)
+
+
+def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
+    """Bytes of one device that state, batch and step may take together, and where that number is from."""
+    if memory is not None:
+        return as_bytes(memory, where), "as given"
+    device, held = device_of_state(state), held_by(state)
+    info = device_info(device)
+    if info.memory_total is not None:
+        others = max(0, (info.memory_in_use or 0) - held)
+        return info.memory_total - others, f"the limit of {device}, less {trees.bytes_str(others)} of others"
+    free = free_on_host() if device.platform == "cpu" else None
+    if free is None:
+        fix = "Give memory='16GiB'."
+        raise DeviceError(message("memory", where, f"{device}, which does not say how much it has", "a number", fix))
+    n = _neighbours(state)
+    return free // n + held, "free on this machine" + (f", over {n} devices" if n > 1 else "")
+
+
+def with_rows(example: Any, size: int, *, shapes: bool) -> Any:
+    """A batch of `size` rows like the example: its shapes, or on the host its own rows again and again."""
+    if shapes:
+        resized = lambda x: x if not x.shape else jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+        return jax.tree.map(lambda x: resized(shape_of(x)), example)
+    index = np.arange(size) % rows_of(example)
+
+    def one(x):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return np.zeros((size, *x.shape[1:]) if x.shape else (), x.dtype)
+        if trees.is_key(x):
+            return x[index] if np.ndim(x) else x
+        return np.asarray(x)[index] if np.ndim(x) else x
+
+    return jax.tree.map(one, example)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ended.
+
+    >>> is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory")), is_out_of_memory(ValueError("axis"))
+    (True, False)
+    """
+    text = str(error)
+    ended = "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and ended)
+
+
+__all__ = [
+    "Need",
+    "as_bytes",
+    "as_shapes",
+    "bytes_on_one",
+    "device_of_state",
+    "free_on_host",
+    "is_out_of_memory",
+    "limit_of",
+    "mesh_of",
+    "need_in",
+    "need_of",
+    "with_rows",
+]

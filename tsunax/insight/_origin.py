@@ -1,0 +1,256 @@
+"""Where a value that is not finite came from: a program run so that all it computes can be looked at, and walked back.
+
+    bad result -> the equation that gave it -> its bad operands -> ... -> the first one whose operands were all finite
+
+Only what leads to the bad result counts: an infinity that a mask puts in and `where` takes out again, or log(0) in a
+branch that is not taken, is nobody's fault. A constant that is infinite by intent (-inf in a mask) is blamed only for
+what is made of it. Inner programs (jit, scan, while, cond, checkpoint, custom derivatives) are looked into where the
+walk leads there, a loop at the first trip that went wrong. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._core.dataflow import called as called_by
+from tsunax._core.dataflow import scanned
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first bad value on the way to a bad result."""
+
+    argument: int | None  # which argument of the program it is; None where the program made it
+    primitive: str = ""
+    sources: tuple[Any, ...] = ()  # `source_info` of its equation, then of the calls around that
+    trips: tuple[tuple[Any, int], ...] = ()  # the loops around it, outermost first: their equation, which trip
+    operands: tuple[Any, ...] = ()  # what the primitive was given, on the host
+    value: Any = None  # what it gave
+    constant: bool = False  # whether it is, or comes from, a constant of the program: bad by intent
+
+
+def bad(x: Any) -> Any:
+    """Where an array is not finite; None where it is nowhere."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, np.inexact):
+        return None
+    found = ~np.isfinite(np.asarray(x))
+    return found if found.any() else None
+
+
+def origin(program: Any, arguments: Sequence[Any], place: int, where: Any) -> Origin:
+    """The origin of what is bad in one result of a closed jaxpr, at the places that `where` marks."""
+    own = lambda i, places: Origin(i, value=np.asarray(arguments[i]))
+    return _Run(program.jaxpr, program.consts, arguments, own).of(program.jaxpr.outvars[place], where)
+
+
+class _Run:
+    """One run of a program, with every value that it computed."""
+
+    def __init__(self, jaxpr, consts, arguments, outer: Callable[[int, Any], Origin], trips=(), sources=()):
+        self.jaxpr, self.outer, self.trips, self.sources = jaxpr, outer, trips, sources
+        self.argument_of = {v: i for i, v in enumerate(jaxpr.invars)}
+        self.constants = set(jaxpr.constvars)
+        self.maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self.known: dict[tuple[Any, bytes], Origin] = {}
+        self.values = dict(zip(jaxpr.invars, arguments, strict=True)) | dict(zip(jaxpr.constvars, consts, strict=True))
+        made = [v for eqn in jaxpr.eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
+        self.values |= zip(made, _compiled(jaxpr, tuple(made))(consts, arguments), strict=True)
+
+    def value(self, v: Any) -> Any:
+        return v.val if hasattr(v, "val") else self.values[v]
+
+    def of(self, v: Any, where: Any) -> Origin:
+        """The origin of what is bad in a variable, at these places."""
+        if hasattr(v, "val") or v in self.constants:
+            return Origin(None, "constant", constant=True)
+        if v in self.argument_of:
+            return self.outer(self.argument_of[v], where)
+        key = v, where.tobytes()
+        if key not in self.known:
+            eqn = self.jaxpr.eqns[self.maker[v]]
+            self.known[key] = self.inside(eqn, v, where) or self.through(eqn, v, where)
+        return self.known[key]
+
+    def through(self, eqn: Any, v: Any, where: Any) -> Origin:
+        """Of what a primitive made: of its bad operands, or its own work where they were not bad, or only by intent."""
+        out = np.asarray(self.value(v))
+        operands = [(x, self.at(eqn, i, x, where)) for i, x in enumerate(eqn.invars)]
+        wrong = [(x, places) for x, places in operands if places is not None]
+        made_nan = bool(np.isnan(out[where]).any())
+        order = lambda pair: self.maker.get(pair[0], -1) if not hasattr(pair[0], "val") else -2
+        nans = [(x, p) for x, p in wrong if made_nan and np.isnan(np.asarray(self.value(x))[p]).any()]
+        constant = None
+        for x, places in sorted(nans or wrong, key=order):
+            if nans:
+                places = places & np.isnan(np.asarray(self.value(x)))
+            found = self.of(x, places)
+            if not found.constant:
+                return found
+            constant = found
+        mine = self.blame(eqn, out)
+        if constant is None or (made_nan and not nans) or self.is_new(eqn, out, where):
+            return mine
+        # infinite by intent so far: whoever asks may blame an equation further on
+        return constant if constant.sources else self.blame(eqn, out, constant=True)
+
+    def blame(self, eqn: Any, out: Any, constant: bool = False) -> Origin:
+        given = tuple(_on_host(self.value(x)) for x in eqn.invars)
+        return Origin(None, eqn.primitive.name, (eqn.source_info, *self.sources), self.trips, given, out, constant)
+
+    def at(self, eqn: Any, i: int, x: Any, where: Any) -> Any:
+        """Where an operand is bad, as far as the result at `where` depends on it; None where it is not."""
+        found = bad(self.value(x))
+        if found is None:
+            return None
+        name = eqn.primitive.name
+        if name == "select_n":
+            chosen = np.asarray(self.value(eqn.invars[0])).astype(int)
+            found = found & where & (chosen == i - 1)
+        elif name in ("reshape", "squeeze", "expand_dims"):
+            found = found & where.reshape(found.shape)
+        elif name == "transpose":
+            found = found & where.transpose(np.argsort(eqn.params["permutation"]))
+        elif found.shape == where.shape and name in _ELEMENTWISE:
+            found = found & where
+        return found if found.any() else None
+
+    def is_new(self, eqn: Any, out: Any, where: Any) -> bool:
+        """Whether an elementwise primitive made something bad where all its operands were finite."""
+        if eqn.primitive.name not in _ELEMENTWISE:
+            return False
+        fine = np.ones(out.shape, bool)
+        for x in eqn.invars:
+            found = bad(self.value(x))
+            fine = fine if found is None else fine & ~found
+        return bool((fine & where & ~np.isfinite(out)).any())
+
+    # ------------------------------------------------------------------------------------------------ inner programs
+
+    def inside(self, eqn: Any, v: Any, where: Any) -> Origin | None:
+        """The origin within the program of an equation; None where there is none to look into."""
+        name, place = eqn.primitive.name, eqn.outvars.index(v)
+        given = [self.value(x) for x in eqn.invars]
+        if name == "scan":
+            return self.in_scan(eqn, given, place, where)
+        if name == "while":
+            return self.in_while(eqn, given, place, where)
+        first, called = 0, None
+        if name == "cond":
+            first, called = 1, eqn.params["branches"][int(np.asarray(given[0]))]
+            called = called.jaxpr, called.consts
+        called = called or called_by(eqn)
+        if called is None:
+            return None
+        outer = lambda i, places: self.of(eqn.invars[first + i], places)
+        run = _Run(*called, given[first:], outer, self.trips, (eqn.source_info, *self.sources))
+        return run.of(called[0].outvars[place], where)
+
+    def in_scan(self, eqn: Any, given: list, place: int, where: Any) -> Origin:
+        body, length = eqn.params["jaxpr"], eqn.params["length"]
+        fixed, carried = scanned(eqn)
+        consts, carry, rows = given[:fixed], given[fixed : fixed + carried], given[fixed + carried :]
+        order = list(range(length))[:: -1 if eqn.params["reverse"] else 1]
+        run = _compiled(body.jaxpr, None)
+        before: list[list] = []  # what each trip was given
+
+        def outer(i, places, trip):
+            if fixed <= i < fixed + carried and trip > 0:
+                return walk(trip - 1, i - fixed, places)
+            if i < fixed + carried:
+                return self.of(eqn.invars[i], places)
+            whole = np.zeros(np.shape(given[i]), bool)
+            whole[order[trip]] = places
+            return self.of(eqn.invars[i], whole)
+
+        walk = functools.partial(self.in_trip, eqn, body, before, order, outer)
+        for trip, i in enumerate(order):
+            before.append([*consts, *carry, *(x[i] for x in rows)])
+            out = run(body.consts, before[-1])
+            carry = out[:carried]
+            wrong = bad(out[place])
+            if wrong is not None and place >= carried:
+                wrong &= where[i]
+            if wrong is not None and wrong.any():
+                return walk(trip, place, wrong)
+        return self.blame(eqn, np.asarray(self.value(eqn.outvars[place])))
+
+    def in_while(self, eqn: Any, given: list, place: int, where: Any) -> Origin:
+        test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        for_test, consts, carry = given[:n], given[n : n + m], given[n + m :]
+        run, goes_on = _compiled(body.jaxpr, None), _compiled(test.jaxpr, None)
+        before: list[list] = []
+
+        def outer(i, places, trip):
+            if i >= m and trip > 0:
+                return walk(trip - 1, i - m, places)
+            return self.of(eqn.invars[n + i], places)
+
+        walk = functools.partial(self.in_trip, eqn, body, before, range(1 << 62), outer)
+        if (wrong := bad(carry[place])) is not None:
+            return self.of(eqn.invars[n + m + place], wrong)
+        while bool(np.all(np.asarray(goes_on(test.consts, [*for_test, *carry])[0]))):
+            before.append([*consts, *carry])
+            carry = run(body.consts, before[-1])
+            if (wrong := bad(carry[place])) is not None:
+                return walk(len(before) - 1, place, wrong)
+        return self.blame(eqn, np.asarray(self.value(eqn.outvars[place])))
+
+    def in_trip(self, eqn: Any, body: Any, before: list, order: Sequence[int], outer: Callable, *at: Any) -> Origin:
+        """Within one trip of a loop, the `at` of which is (trip, result, places)."""
+        trip, place, where = at
+        trips, sources = (*self.trips, (eqn, order[trip])), (eqn.source_info, *self.sources)
+        ask = functools.partial(_swapped, outer, trip)
+        run = _Run(body.jaxpr, body.consts, before[trip], ask, trips, sources)
+        v = body.jaxpr.outvars[place]
+        wrong = bad(run.value(v))
+        shared = where if wrong is None else wrong & where
+        return run.of(v, shared if wrong is None or shared.any() else wrong)
+
+
+def _swapped(f: Callable, last: Any, i: int, places: Any) -> Origin:
+    return f(i, places, last)
+
+
+_ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh digamma "
+    "div erf erf_inv erfc exp exp2 expm1 floor integer_pow lgamma log log1p logistic max min mul neg nextafter pow "
+    "real reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh".split()
+)
+
+
+def _unnamed(jaxpr: Any) -> Any:
+    """The debug info of a program that has other results, which it names."""
+    info = jaxpr.debug_info
+    return info._replace(result_paths=None) if hasattr(info, "_replace") and hasattr(info, "result_paths") else info
+
+
+@functools.lru_cache(maxsize=64)  # the body of a loop is walked trip by trip
+def _compiled(jaxpr: Any, made: tuple | None) -> Callable:
+    """`(consts, arguments) -> results` of a program, or the values of these variables."""
+    from jax.extend import core
+
+    if made is not None:
+        jaxpr = jaxpr.replace(outvars=list(made), debug_info=_unnamed(jaxpr))
+
+    @jax.jit
+    def run(consts, arguments):
+        closed: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)  # one class since jax 0.12
+        return core.jaxpr_as_fun(closed(jaxpr, list(consts)))(*arguments)
+
+    return lambda consts, arguments: run(tuple(consts), tuple(arguments))
+
+
+def _on_host(x: Any) -> Any:
+    return np.asarray(x) if jnp.issubdtype(getattr(x, "dtype", np.dtype(float)), np.number) else x
+
+
+__all__ = ["Origin", "bad", "origin"]

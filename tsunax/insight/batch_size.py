@@ -1,0 +1,516 @@
+"""Searches before a run for the batch that memory allows.
+
+    size, report = find_batch_size(step, state, example)       compiles, and executes nothing
+    n, report = find_accumulation(step, state, example, 512)   the same for a batch that is given
+
+Functions of their arguments: the state, its key and the place of the data are afterwards what they were, bit by bit.
+What a program needs of a device is known to `insight/_memory.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tsunax._core import checks, placement, trees
+from tsunax._step.members import members_of
+from tsunax.distributed import processes
+from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError, message
+from tsunax.insight import _memory
+from tsunax.insight._memory import Need
+from tsunax.loss import rows_of
+from tsunax.program import TrainStep
+from tsunax.state import own
+
+__all__ = [
+    "Report",
+    "Trial",
+    "find_accumulation",
+    "find_batch_size",
+]
+
+_MOST = 1 << 31  # rows, where nobody gives a maximum
+_FIRST = 8  # times the start: batches of few rows are compiled into other programs than those of many
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One size that was looked at."""
+
+    size: int
+    fits: bool
+    how: str  # "compiled" or "executed"
+    need: Need | None  # None where it was only executed
+    seconds: float
+    said: str = ""  # why it does not fit, where that is not a matter of numbers
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a search saw, in its order; prints as a table. Bytes are those of one device."""
+
+    what: str
+    found: int
+    trials: tuple[Trial, ...]
+    limit: int | None = None  # bytes that were allowed, the margin taken off
+    source: str = ""  # of that number
+    note: str = ""
+
+    def __repr__(self) -> str:
+        parts = [field.name for field in dataclasses.fields(Need)]
+        if all(trial.need is None for trial in self.trials):
+            parts = []
+        lines = [["size", *parts, *(["need"] if parts else []), "fits", "how", "s"]]
+        for t in self.trials:
+            bytes = [getattr(t.need, part) for part in parts] + [t.need.total] if t.need else [None] * (len(parts) + 1)
+            shown = ["" if b is None else trees.bytes_str(b) for b in bytes] if parts else []
+            lines.append([str(t.size), *shown, "yes" if t.fits else "no", t.how, f"{t.seconds:.1f}", t.said])
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        rows = [
+            "  ".join([*(f"{x:>{n}}" for x, n in zip(line, widths, strict=False)), *line[len(widths) :]])
+            for line in lines
+        ]
+        within = "" if self.limit is None else f", within {trees.bytes_str(self.limit)} ({self.source})"
+        return "\n".join(
+            [f"{self.what} {self.found}{within}", *(row.rstrip() for row in rows), *filter(None, [self.note])]
+        )
+
+
+class _Beyond(Exception):
+    """The data have no batch of that size; `rows` is what they have."""
+
+    def __init__(self, rows: int):
+        self.rows = rows
+
+
+class _Search:
+    """Sizes in ascending order, and what was found of them. `attempt(size) -> Trial`, or raises _Beyond."""
+
+    def __init__(self, sizes: Sequence[int], attempt: Callable[[int], Trial], most: int):
+        self.sizes, self.attempt, self.most = sizes, attempt, most
+        self.trials: list[Trial] = []
+
+    def floor(self, x: float) -> int:
+        """The index of the largest size that is not above x; 0 if all are."""
+        return max(0, bisect.bisect_right(self.sizes, min(x, self.sizes[-1])) - 1)
+
+    def try_(self, at: int) -> Trial | None:
+        """The trial of a size; None, and fewer sizes, where the data end before."""
+        try:
+            trial = self.attempt(self.sizes[at])
+        except _Beyond as beyond:
+            fewer = self.sizes[: bisect.bisect_right(self.sizes, beyond.rows)]
+            self.sizes = fewer if fewer or not self.sizes else self.sizes[:0]
+            return None
+        self.trials.append(trial)
+        return trial
+
+    @property
+    def best(self) -> int | None:
+        return max((t.size for t in self.trials if t.fits), default=None)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.trials) >= self.most or not self.sizes
+
+    def by_doubling(self, start: int) -> None:
+        """Twice as much until it fails, half as much until it fits, then by halves between the two."""
+        best, at = -1, self.floor(start)
+        worst = len(self.sizes)
+        failed = False
+        while not self.is_over and best + 1 < worst:
+            trial = self.try_(min(at, worst - 1))
+            if trial is None:
+                worst = min(worst, len(self.sizes))
+                at = min(at, worst - 1)
+                continue
+            at = min(at, worst - 1)
+            best, worst, failed = (at, worst, failed) if trial.fits else (best, at, True)
+            if best >= 0 and failed:
+                at = (best + worst) // 2
+            else:
+                at = self.floor(2 * trial.size) if trial.fits else self.floor(trial.size // 2)
+
+    def by_line(self, start: float, limit: int) -> None:
+        """Where the line through two trials meets the limit, until nothing larger is left to look at."""
+        at, before = self.floor(start), None
+        while not self.is_over:
+            trial = self.try_(at)
+            if trial is None:
+                at = min(at, len(self.sizes) - 1)
+                if self.sizes and any(t.size == self.sizes[at] for t in self.trials):
+                    return
+                continue
+            error = None if before is None else abs(before(trial.size) - _total(trial))
+            at, before = self._next(limit, error)
+            if any(t.size == self.sizes[at] for t in self.trials):
+                return
+
+    def _next(self, limit: int, error: float | None) -> tuple[int, Callable | None]:
+        """What to look at next, a size already seen to end; and the line that says what it will need."""
+        known = {t.size: _total(t) for t in self.trials}
+        lo = max((n for n, need in known.items() if need <= limit), default=None)
+        hi = min((n for n, need in known.items() if need > limit and n > (lo or 0)), default=None)
+        least = 0 if lo is None else bisect.bisect_left(self.sizes, lo)
+        most = len(self.sizes) if hi is None else bisect.bisect_left(self.sizes, hi)  # below it
+        if most <= least + (lo is not None):
+            return least, None
+        if len(self.trials) == 1 and (need := self.trials[0].need) is not None:
+            known[0] = need.total - need.batch - need.temporary  # as if all that is temporary grew with the rows
+        nearest = sorted((n for n in known if known[n] < math.inf), key=lambda n: abs(known[n] - limit))[:2]
+        for pair in (nearest, [n for n in (lo, hi) if n is not None]):
+            if len(pair) < 2:
+                continue
+            a, b = sorted(pair)
+            slope = (known[b] - known[a]) / (b - a)
+            if not 0 < slope < math.inf:
+                continue
+            line = lambda n, a=a, slope=slope: known[a] + slope * (n - a)
+            at = self.floor(a + (limit - known[a]) / slope)
+            if least < at < most or (lo is None and at < most) or (hi is None and at > least):
+                return min(at, most - 1), line
+            if at == least:  # nothing larger, if the line has been right
+                is_sure = error is not None and _at_least(known, limit, self.sizes[least + 1]) - error > limit
+                return (least if is_sure else least + 1), line
+            if lo is not None and hi is not None:  # beyond what does not fit: a bend between the two
+                break
+        if hi is None:
+            return self.floor(2 * (lo or 1)), None
+        if lo is None:
+            return self.floor(hi / 2), None
+        middle = math.sqrt(lo * hi) if hi > 4 * lo else (lo + hi) / 2
+        return min(max(self.floor(middle), least + 1), most - 1), None
+
+
+def _at_least(known: dict[int, float], limit: int, size: int) -> float:
+    """What the line through the two largest that fit says of a larger size: memory that bends, bends upwards."""
+    fits = sorted(n for n, need in known.items() if need <= limit)[-2:]
+    if len(fits) < 2:
+        return -math.inf
+    a, b = fits
+    return known[b] + (known[b] - known[a]) / (b - a) * (size - b)
+
+
+def _total(trial: Trial) -> float:
+    return math.inf if trial.need is None else trial.need.total
+
+
+def find_batch_size(
+    step: Callable,
+    state: Any = None,
+    example: Any = None,
+    *,
+    mode: str = "power",
+    method: str = "analyse",
+    start: int = 1,
+    max_size: int | None = None,
+    multiple_of: int = 1,
+    max_trials: int = 25,
+    memory: int | str | None = None,
+    margin: float = 0.05,
+    confirm: bool = False,
+    steps_per_trial: int = 3,
+    **extra: Any,
+) -> tuple[int, Report]:
+    """The largest batch with which a step fits into memory: `(size, report)`.
+
+        compiled = step.lower(state, batch_of(size)).compile()
+        state + batch + temporary + results not in place of the state  <=  (1 - margin) * memory
+
+    The real step is compiled at a few sizes, and XLA says what each program needs: rule, accumulation, precision and
+    sharding are in it, and nothing is executed or allocated. The sizes follow a line through those that were seen: two
+    or three are enough where memory grows evenly. What is returned was compiled (or executed), and did fit.
+
+    Args:
+      step: a `train_step`, or any jitted `(state, batch, **extra) -> (state, ...)`. With method="run" and no state,
+        a function of the size, which fails where memory ends.
+      state: arrays, or shapes (`jax.eval_shape(lambda: ts.setup(rule, params))`). It is not changed.
+      example: a batch of any number of rows, or its shapes; or a function of the size that gives a batch, or new data
+        of which the first batch is taken: a shorter one ends the search at what there is.
+      mode: "power" looks at start, 2 start, 4 start, ... (and start / 2, ...); "binsearch" at all sizes.
+      method: "analyse", or "run": execute `steps_per_trial` steps at each size, twice as many rows until memory ends,
+        then in "binsearch" by halves; for backends that analyse nothing. On a CPU, where an end of memory is the end of
+        the process, it executes only what by analysis fits.
+      max_size, multiple_of, max_trials: hold in both modes. Sizes are multiples of `multiple_of`, and of the step's
+        `accumulate` times the parts into which a mesh cuts rows; they count the rows of all devices and processes.
+      memory: bytes, or "80GiB", for state and step on one device; by default what the device gives to this process less
+        what others hold there, on a CPU what is free on this machine.
+      margin: the part of it that stays free, for batches on their way, evaluation, and what XLA does not count.
+      confirm: also execute `steps_per_trial` steps at the size found, on a copy of the state, and look at half of it
+        where memory ends. A copy that finds no room is said in the report.
+      extra: arguments for the step, as in `step(state, batch, **extra)`.
+
+    Raises DoesNotFitError where the smallest size does not fit; HyperparameterError and WrongTypeError for arguments
+    that make no sense. Source of the search by trials: Lightning's and toma's batch size finders.
+
+    >>> import jax.numpy as jnp
+    >>> import tsunax as ts
+    >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((256, 256))})
+    >>> size, report = find_batch_size(step, state, jax.ShapeDtypeStruct((1, 256), jnp.float32), memory="72MiB")
+    >>> size, report.trials[0].how
+    (8192, 'compiled')
+    """
+    where = "find_batch_size()"
+    for name, n in {"start": start, "multiple_of": multiple_of, "max_trials": max_trials}.items():
+        checks.check_count(n, where, name)
+    checks.check_count(steps_per_trial, where, "steps_per_trial")
+    checks.check_choice(mode, where, "mode", ("power", "binsearch"))
+    checks.check_choice(method, where, "method", ("analyse", "run"))
+    if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
+        raise HyperparameterError(message("margin", where, trees.describe(margin), "a number from 0 to below 1"))
+    if max_size is not None:
+        checks.check_count(max_size, where, "max_size")
+        if max_size < start:
+            raise HyperparameterError(message("max_size", where, max_size, f"start={start} or more"))
+    bare = state is None
+    unit = multiple_of if bare else math.lcm(multiple_of, _parts(state) * getattr(step, "accumulate", 1))
+    if max_size is not None and max_size < unit:
+        raise HyperparameterError(message("max_size", where, max_size, f"{unit} or more, of which sizes are multiples"))
+    sizes = _sizes(mode, start, unit, max_size or _MOST)
+    if bare and (method != "run" or not callable(step)):
+        raise WrongTypeError(message("state", where, "None", "a state", "find_batch_size(step, state, example)."))
+    if not bare:
+        _check_parts(step, example, where)
+        if method == "analyse" and not hasattr(step, "lower"):
+            fix = 'jax.jit it, or method="run".'
+            raise WrongTypeError(message("step", where, trees.describe(step), "one that can be lowered", fix))
+    limit, source = (None, "") if bare else _limit(memory, state, margin, where)
+    trials = _Trials(step, state, example, extra, limit, steps_per_trial)
+    if method == "analyse":
+        search = _Search(sizes, trials.compiled, max_trials)
+        search.by_line(_FIRST * max(start, unit), limit or 0)
+    else:
+        search = _Search(sizes, trials.called if bare else trials.executed, max_trials)
+        search.by_doubling(start)
+    seen, note = search.trials, ""
+    if search.best is None:
+        raise _no_size(where, seen, limit, source)
+    size = search.best
+    if confirm and method == "analyse":
+        size, note = _confirmed(trials, search, size)
+        if size is None:
+            raise _no_size(where, seen, limit, source)
+    return size, Report("batch size", size, tuple(seen), limit, source, note)
+
+
+def find_accumulation(
+    step: TrainStep,
+    state: Any,
+    example: Any,
+    batch_size: int,
+    *,
+    multiple_of: int = 1,
+    max_trials: int = 25,
+    memory: int | str | None = None,
+    margin: float = 0.05,
+    **extra: Any,
+) -> tuple[int, Report]:
+    """Into how few micro-batches a batch of `batch_size` rows has to be cut to fit into memory: `(n, report)`.
+
+    The dual of `find_batch_size`: the batch, and so the course of training, is given, and memory says how it is
+    computed. Then `step = dataclasses.replace(step, accumulate=n)`. Arguments and errors as there; `multiple_of` is of
+    the micro-batch's rows, and the report's sizes are micro-batches.
+
+    >>> import jax.numpy as jnp
+    >>> import tsunax as ts
+    >>> step = ts.train_step(lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((512, 512))})
+    >>> x = jax.ShapeDtypeStruct((1, 512), jnp.float32)
+    >>> n, report = find_accumulation(step, state, x, 16384, memory="96MiB")
+    >>> n > 1 and report.trials[0].size == 16384
+    True
+    """
+    where = "find_accumulation()"
+    if not isinstance(step, TrainStep):
+        raise WrongTypeError(message("step", where, trees.describe(step), "a train_step", "Others cut no batches."))
+    for name, n in {"batch_size": batch_size, "multiple_of": multiple_of, "max_trials": max_trials}.items():
+        checks.check_count(n, where, name)
+    if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
+        raise HyperparameterError(message("margin", where, trees.describe(margin), "a number from 0 to below 1"))
+    _check_parts(step, example, where)
+    unit = math.lcm(multiple_of, _parts(state))
+    small = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
+    sizes = sorted(n for n in {*small, *(batch_size // n for n in small)} if n % unit == 0)
+    if not sizes:
+        raise HyperparameterError(message("batch_size", where, batch_size, f"a multiple of {unit}"))
+    limit, source = _limit(memory, state, margin, where)
+
+    def attempt(micro: int) -> Trial:
+        cut = dataclasses.replace(step, accumulate=batch_size // micro)
+        try:
+            trial = _Trials(cut, state, example, extra, limit, 0).compiled(batch_size)
+        except _Beyond as beyond:
+            got, fix = f"{beyond.rows} rows", "Give a batch_size that the data have, or a batch to be read as shapes."
+            raise DataError(message("batch", f"example({batch_size})", got, f"{batch_size} rows", fix)) from None
+        return dataclasses.replace(trial, size=micro)
+
+    search = _Search(sizes, attempt, max_trials)
+    search.by_line(batch_size, limit)
+    if search.best is None:
+        raise _no_size(where, search.trials, limit, source)
+    n = batch_size // search.best
+    return n, Report("accumulate", n, tuple(search.trials), limit, source)
+
+
+# The trials
+
+
+@dataclass(frozen=True)
+class _Trials:
+    step: Any
+    state: Any
+    example: Any
+    extra: dict[str, Any]
+    limit: int | None
+    steps: int
+
+    def compiled(self, size: int) -> Trial:
+        """By what XLA says of the program."""
+        batch, began = self._batch(size, shapes=True), time.perf_counter()
+        try:
+            need, said = _memory.need_of(self.step, self.state, batch, self.extra), ""
+        except Exception as error:  # autotuning runs out of memory too
+            if not _memory.is_out_of_memory(error):
+                raise
+            need, said = None, "out of memory while compiling"
+        fits = need is not None and self.limit is not None and need.total <= self.limit
+        return Trial(size, _all_say(fits), "compiled", need, time.perf_counter() - began, said)
+
+    def executed(self, size: int) -> Trial:
+        """By some steps on a copy of the state."""
+        need = None
+        if _memory.device_of_state(self.state).platform == "cpu":
+            trial = self.compiled(size)
+            if not trial.fits:
+                return trial
+            need = trial.need
+        batch, began = self._batch(size, shapes=False), time.perf_counter()
+        said = _ran_out(lambda: self._run(batch))
+        return Trial(size, _all_say(not said), "executed", need, time.perf_counter() - began, said)
+
+    def called(self, size: int) -> Trial:
+        """By a function of the size alone."""
+        began = time.perf_counter()
+        said = _ran_out(lambda: [jax.block_until_ready(self.step(size)) for _ in range(self.steps)])
+        return Trial(size, _all_say(not said), "executed", None, time.perf_counter() - began, said)
+
+    def _run(self, batch: Any) -> None:
+        step = self.step
+        if isinstance(step, TrainStep):  # a value: its programs go with it
+            policy = "skip" if step.on_nonfinite == "raise" else step.on_nonfinite
+            step = dataclasses.replace(step, on_nonfinite=policy)
+        state = jax.tree.map(own, self.state)
+        for _ in range(self.steps):
+            state, *others = step(state, batch, **self.extra)
+            jax.block_until_ready((state, others))  # the end of memory may show only here
+
+    def _batch(self, size: int, shapes: bool) -> Any:
+        """A batch of that many rows: of all processes, or where it is to be executed of this one."""
+        example: Any = self.example
+        if callable(example) and jax.tree_util.all_leaves([example]):
+            example = example(size)
+            if jax.tree_util.all_leaves([example]) and not trees.is_array(example):
+                example = next(iter(example), None)
+            if not jax.tree.leaves(example):
+                raise DataError(message("data", f"example({size})", "no batch", "one"))
+            if (rows := rows_of(example)) < size:
+                raise _Beyond(rows)
+        local = size if shapes else size // processes.process_count()
+        return _memory.with_rows(example, local, shapes=shapes)
+
+
+def _ran_out(run: Callable[[], Any]) -> str:
+    """Why memory ended in `run`; "" where it did not. Keeps no traceback, which would keep arrays."""
+    try:
+        run()
+    except Exception as error:
+        if not _memory.is_out_of_memory(error):
+            raise
+        return "out of memory"
+    return ""
+
+
+def _confirmed(trials: _Trials, search: _Search, size: int) -> tuple[int | None, str]:
+    """The size with which some steps did run, and what is to be said."""
+    need = next(t.need for t in search.trials if t.size == size and t.need is not None)
+    copy = _memory.held_by(trials.state)
+    if not copy:
+        return size, "not executed: the state is shapes only"
+    room, _ = _memory.limit_of(None, trials.state, "find_batch_size()")
+    if not _all_say(need.total + copy <= room):
+        return size, "not executed: no room for a copy of the state beside it"
+    at = search.sizes.index(size)
+    while at >= 0:
+        trial = trials.executed(search.sizes[at])
+        search.trials.append(trial)
+        if trial.fits:
+            return trial.size, ""
+        at = search.floor(trial.size / 2) if search.sizes[0] < trial.size else -1
+    return None, ""
+
+
+def _all_say(fits: bool) -> bool:
+    """Whether it fits on all processes, which go on together."""
+    if processes.process_count() == 1:
+        return fits
+    return not any(processes.words("find_batch_size()", "" if fits else "no"))
+
+
+# The arguments
+
+
+def _sizes(mode: str, start: int, unit: int, most: int) -> Sequence[int]:
+    """All sizes that may be looked at, in ascending order."""
+    if mode == "binsearch":
+        return range(unit, most + 1, unit)
+    sizes = [-(-start // unit) * unit]
+    while sizes[0] % (2 * unit) == 0:
+        sizes.insert(0, sizes[0] // 2)
+    while 2 * sizes[-1] <= most:
+        sizes.append(2 * sizes[-1])
+    last = most // unit * unit
+    sizes = [n for n in sizes if n <= last]
+    return sizes if last in sizes or most == _MOST else [*sizes, last]
+
+
+def _parts(state: Any) -> int:
+    mesh = _memory.mesh_of(state)
+    return 1 if mesh is None or members_of(state) is not None else placement.parts_of(mesh)
+
+
+def _limit(memory, state, margin: float, where: str) -> tuple[int, str]:
+    """Bytes that may be taken on one device, by the smallest of all processes."""
+    limit, source = _memory.limit_of(memory, state, where)
+    if processes.process_count() > 1:
+        limit = min(map(int, processes.words(where, str(limit))))
+    percent = f", {margin:.0%} of it kept free" if margin else ""
+    return int(limit * (1 - margin)), source + percent
+
+
+def _no_size(where: str, trials: list[Trial], limit: int | None, source: str) -> DoesNotFitError:
+    smallest = min(trials, key=lambda t: t.size, default=None)
+    if smallest is None:
+        return DoesNotFitError(message("data", where, "no batch of any size", "rows"))
+    need = "" if smallest.need is None else f" needs {trees.bytes_str(smallest.need.total)}"
+    got = f"{smallest.size} that{need or ' ran out of memory'}"
+    expected = "one that fits" if limit is None else f"at most {trees.bytes_str(limit)} ({source})"
+    fix = "remat=True, a lower precision or a mesh with fsdp need less." if limit is not None else ""
+    return DoesNotFitError(message("smallest batch size", where, got, expected, fix))
+
+
+def _check_parts(step: Any, example: Any, where: str) -> None:
+    if not callable(step):
+        raise WrongTypeError(
+            message("step", where, trees.describe(step), "a train_step", f"{where[:-1]}step, state, ...).")
+        )
+    if example is None or (not callable(example) and not jax.tree.leaves(example)):
+        fix = "A batch of one row, or its shapes, is enough."
+        raise WrongTypeError(message("example", where, trees.describe(example), "a batch", fix))

@@ -1,0 +1,476 @@
+"""See into a step before it runs: what it costs, what it does to each leaf, and why it compiled again.
+
+    describe(step, state, batch)   compiles, executes nothing
+
+All of it is read off the program and the state. Where a NaN came from is in `insight/replaying.py`.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import textwrap
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._core import checks, patterns, trees
+from tsunax._step import traces as _traces
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
+from tsunax.hyper import hyperparams
+from tsunax.insight import _cost, _memory
+from tsunax.insight._cost import Collective, Flops
+from tsunax.insight._memory import Need
+from tsunax.program import TrainStep
+from tsunax.rules import number_table
+from tsunax.rules.live_rules import PatternMask
+from tsunax.run import fused_loop
+from tsunax.state import TrainState, check_state, frozen_flags, split, trained_part
+
+__all__ = ["Description", "Leaf", "describe", "measured_peak"]
+
+WIDTH = 80  # of the page
+MOST_CELL = WIDTH // 2 - 1  # of one cell of the table: two stand beside each other
+MOST_ROWS = 24  # of leaves, before those alike are shown as one
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of params: what it is, and what the rule does with it now."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    status: str  # "trained", "frozen", "2 of 8 frozen" (members), "not trained", or "overwritten" by its gradient
+    rule: str  # the live rules that see it, with the pattern of their group
+    values: Mapping[str, Any]  # live hyperparameters by name; a decay is 0 where a mask spares the leaf
+    clip: str
+    sharding: str  # "" on one device
+
+    @property
+    def kind(self) -> tuple:
+        """What two leaves have in common that are shown as one."""
+        same = self.dtype, self.status, self.rule, self.clip, self.sharding
+        return *same, tuple((name, str(x)) for name, x in self.values.items())
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` returns: plain data, and a page of text when it is printed."""
+
+    flops: Flops  # of one call, on all devices together
+    bytes_accessed: float | None  # on one device, loop bodies counted once, where XLA says
+    memory: Need | None  # bytes on one device while it runs, where XLA says
+    donates: bool
+    donated: int  # bytes on one device that the step consumes
+    aliased: int  # bytes of them that its results take the place of
+    not_aliased: tuple[str, ...]  # the leaves whose donation failed
+    communication: tuple[Collective, ...]
+    leaves: tuple[Leaf, ...]
+    seconds: Mapping[str, float]  # to trace, lower and compile it now: none where that was done before
+    traces: int  # of this step so far, this one included
+    recompiles: tuple[str, ...]  # why, for each but the first
+    device: str
+    devices: int
+    peak: float | None  # FLOP/s of one device
+
+    def utilisation(self, seconds_per_step: float, peak: float | None = None) -> float:
+        """The part of the peak that the dot products and convolutions of a step reach (MFU), 0 to 1.
+
+        What rematerialisation computes again counts as work. `peak`: FLOP/s of one device; without it that of
+        `describe`.
+        """
+        where = "utilisation()"
+        found = self.peak if peak is None else peak
+        if found is None:
+            fix = "Give peak=312e12 (of its data sheet), or describe(..., peak='measure')."
+            raise HyperparameterError(message("peak", where, "None", "FLOP/s of one device", fix))
+        _check_positive(found, where, "peak")
+        _check_positive(seconds_per_step, where, "seconds_per_step")
+        return self.flops.matmul / (seconds_per_step * found * self.devices)
+
+    def __repr__(self) -> str:
+        return "\n".join([*_summary(self), "", *_rows(self.leaves)])
+
+    def _repr_html_(self) -> str:
+        style = "white-space:pre;overflow-x:auto;line-height:1.4;font-family:Menlo,Consolas,monospace;margin:0"
+        return f'<pre style="{style}">{html.escape(repr(self))}</pre>'
+
+
+def describe(step: TrainStep, state: TrainState, batch, *, peak: Any = None, **extra) -> Description:
+    """What a step costs and does, read off its program: compiled, never executed. Prints as a page of text.
+
+    FLOPs are counted over the program of the step, gradient and rule included, with loops (`accumulate=`, a scan over
+    layers) as often as they run, and what `remat` computes again; see `Flops` for what is one. The loops of
+    `run_steps` and `fit` cost this much a step. Memory, donation and communication are those of the compiled program.
+    The table has a line for each leaf of params, or for each kind of leaf where there are many.
+
+    Args:
+      step: a `train_step`.
+      state, batch, extra: as for the step; arrays, or shapes (`jax.ShapeDtypeStruct`).
+      peak: FLOP/s of one device, for `utilisation`; or "measure", which runs matrix products for a second or two.
+
+    `recompiles` says why this step was traced more often than once since it was made, `fit` included: the leaf with
+    another shape, dtype or weak type, the other rule, selection or precision, or where the trees differ. Steps that are
+    equal, of one function, share the loop of `fit` and what is known of it; one of a new function knows nothing.
+
+    Raises WrongTypeError for what is no train_step, and what the step itself raises for these arguments.
+
+    >>> import jax.numpy as jnp
+    >>> import tsunax as ts
+    >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    >>> about = describe(step, ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((64, 32))}), jnp.ones((16, 64)))
+    >>> about.flops.matmul == 2 * 2 * 16 * 64 * 32, about.aliased == about.donated, about.leaves[0].values
+    (True, True, {'learning_rate': 0.1})
+    """
+    where = "describe()"
+    if not isinstance(step, TrainStep):
+        fix = "Make one: ts.train_step(loss_fn)."
+        raise WrongTypeError(message("step", where, trees.describe(step), "a train_step", fix))
+    check_state(state, where, batch)
+    if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
+        fix = "Call it outside of jit, with arrays or shapes."
+        raise StateError(message("state or batch", where, "a traced one", "a concrete one", fix))
+    if not _is_shapes(batch):
+        checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
+    if peak is not None and not (isinstance(peak, str) and peak == "measure"):
+        _check_positive(peak, where, "peak", " of one device, or 'measure'")
+    shapes, more = _memory.as_shapes(state, batch, extra)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # it is said here, with the leaves
+        started = time.perf_counter()
+        traced = step.trace(state, shapes, **more)
+        then = time.perf_counter()
+        lowered = traced.lower()
+        later = time.perf_counter()
+        compiled = lowered.compile()
+    seconds = {"trace": then - started, "lower": later - then, "compile": time.perf_counter() - later}
+    text = compiled.as_text() or ""
+    analysis, device = compiled.memory_analysis(), _memory.device_of_state(state)
+    donated, failed = _donation(step, state, text)
+    costs = compiled.cost_analysis() or {}
+    costs = costs[0] if isinstance(costs, list) else costs
+    shared = _loop_of(step)
+    traces = [*step.traces, *(trace for trace in shared.traces if trace.kind == "loop" and shared is not step)]
+    loop = fused_loop.fused(step, step.donate)
+    places = [(kind, x) for kind, of in (("step", step), ("loop", loop)) for x in of.programs.devices]
+    return Description(
+        flops=_cost.flops_of(traced.jaxpr),
+        bytes_accessed=costs.get("bytes accessed"),
+        memory=None if analysis is None else _memory.need_in(compiled, state, shapes),
+        donates=step.donate,
+        donated=donated,
+        aliased=0 if analysis is None else analysis.alias_size_in_bytes,
+        not_aliased=failed,
+        communication=_cost.collectives_in(text),
+        leaves=_leaves(state),
+        seconds=seconds,
+        traces=len(traces),
+        recompiles=tuple(_traces.why(traces, places)),
+        device=device.device_kind,
+        devices=1 if (mesh := _memory.mesh_of(state)) is None else mesh.size,
+        peak=measured_peak(device, _compute_dtype(state)) if isinstance(peak, str) else peak,
+    )
+
+
+def _is_shapes(tree) -> bool:
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
+
+
+def _loop_of(step: TrainStep) -> TrainStep:
+    """Whose compiled loop a step uses: equal ones share it, while alone each has a program of its own."""
+    other = fused_loop.fused(step, step.donate).step
+    return other if isinstance(other, TrainStep) else step
+
+
+def _compute_dtype(state: TrainState) -> Any:
+    precision = state.plan.precision
+    return "float32" if precision is None or precision.compute is None else precision.compute
+
+
+def _check_positive(x, where: str, name: str, more: str = "") -> None:
+    expected = f"a number above 0{more}"
+    if isinstance(x, bool) or not isinstance(x, (int, float, np.number)):
+        raise WrongTypeError(message(name, where, trees.describe(x), expected))
+    if not 0 < x < math.inf:
+        raise HyperparameterError(message(name, where, x, expected))
+
+
+def measured_peak(device: Any = None, dtype: Any = "float32", size: int | None = None, seconds: float = 0.5) -> float:
+    """FLOP/s that a square matrix product of this dtype reaches on a device, the best of those in so many seconds.
+
+    `size`: of the matrices; without it they grow from 1024 to 16384 while a product takes less than 10 ms, since a fast
+    device spends a short one on starting it.
+
+    >>> measured_peak(size=128, seconds=0.01) > 1e6
+    True
+    """
+    where = "measured_peak()"
+    _check_positive(seconds, where, "seconds")
+    if size is not None:
+        checks.check_count(size, where, "size")
+    if device is not None and not isinstance(device, jax.Device):
+        fix = "Take one of jax.devices(), or ts.device()."
+        raise WrongTypeError(message("device", where, trees.describe(device), "a jax.Device", fix))
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        raise WrongTypeError(message("dtype", where, trees.describe(dtype), "the name of a dtype")) from None
+    product = jax.jit(lambda x: x @ x)
+    best, n = 0.0, size or 1024
+    while True:
+        x = jax.device_put(jnp.ones((n, n), dtype), device)
+        jax.block_until_ready(product(x))
+        fastest, end = math.inf, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            jax.block_until_ready(product(x))
+            fastest = min(fastest, time.perf_counter() - start)
+        best = max(best, 2 * n**3 / fastest)
+        if size is not None or fastest > 0.01 or n >= 16384:
+            return best
+        n *= 2
+
+
+def _donation(step: TrainStep, state: TrainState, text: str) -> tuple[int, tuple[str, ...]]:
+    """Bytes on one device that the step consumes, and the leaves of which none are used again."""
+    if not step.donate:
+        return 0, ()
+    known, aliased = _cost.donated_in(text)
+    fields = "params", *state._moving
+    total, failed = 0, []
+    for path, x in jax.tree_util.tree_flatten_with_path(split(state)[0])[0]:
+        size = _memory.bytes_on_one(x)
+        total += size
+        name = "moving" + jax.tree_util.keystr(path)
+        if size and name in known and name not in aliased:
+            failed.append(trees.access_str(f"state.{fields[path[0].idx]}", path[1:]))
+    return total, tuple(failed)
+
+
+# ----------------------------------------------------------------------------------------------------------- the leaves
+
+
+def _leaves(state: TrainState) -> tuple[Leaf, ...]:
+    named = trees.leaves_with_names(state.params)
+    n = len(named)
+    selected, replaced = state.plan.selected or (True,) * n, state.plan.overwritten or (False,) * n
+    frozen = iter(_frozen_words(state))
+    ruled = _ruled(state)
+    found = []
+    for (name, path, x), on, new in zip(named, selected, replaced, strict=True):
+        status = ("overwritten" if new else "not trained") if not on else next(frozen) or "trained"
+        rules, values, clip = ruled.get(path, ([], {}, []))
+        rule = ", ".join(rules) or ("" if status in ("not trained", "overwritten") else "an optax rule")
+        kind = str(trees.dtype_of(x))
+        found.append(Leaf(trees.show(name), np.shape(x), kind, status, rule, values, ", ".join(clip), _sharding(x)))
+    return tuple(found)
+
+
+def _frozen_words(state: TrainState) -> list[str]:
+    """For each trained leaf "frozen", or of how many members, or "" (of shapes nobody knows)."""
+    if not all(map(trees.is_array, jax.tree.leaves(state.frozen))):
+        return [""] * len(jax.tree.leaves(trained_part(state)))
+    flags = frozen_flags(state)
+    if flags.ndim == 1:
+        return ["frozen" if on else "" for on in flags]
+    return ["frozen" if on.all() else f"{on.sum()} of {len(on)} frozen" if on.any() else "" for on in flags.T]
+
+
+def _sharding(x) -> str:
+    sharding = getattr(x, "sharding", None)
+    if sharding is None or len(sharding.device_set) == 1:
+        return ""
+    return str(getattr(sharding, "spec", sharding)).replace("PartitionSpec", "P")
+
+
+def _ruled(state: TrainState) -> dict[tuple, tuple[list[str], dict[str, Any], list[str]]]:
+    """By key path: the live rules that see a leaf, their numbers for it, and those that clip it."""
+    found: dict[tuple, tuple[list[str], dict[str, Any], list[str]]] = {}
+    if state.numbers is None:
+        return found
+    known = hyperparams(state) if all(map(trees.is_array, jax.tree.leaves(state))) else {}
+    lives = state.numbers.layout.lives
+    for at, s, group, _ in state.numbers.columns():
+        flat = state.numbers.layout.names[at][group]
+        decays = _decays(s, state)
+        pattern = "@".join(number_table.patterns(lives[at][0]))
+        of = s.cut.of if s.cut else (0,) * len(s.paths)
+        for path, mine, decayed in zip(s.paths, of, decays, strict=True):
+            if mine != group:
+                continue
+            rules, values, clip = found.setdefault(path, ([], {}, []))
+            title = s.live.title
+            if title.startswith("clip"):
+                clip.append(" ".join([title, *(_number(known[name]) for name in flat if name in known)]))
+                continue
+            rules.append(f"{title}@{pattern}" if pattern else title)
+            for name, label in zip(s.live.names, flat, strict=True):
+                if label in known:
+                    spared = name.endswith("decay") and not decayed
+                    values[name if name not in values else label] = 0.0 if spared else known[label]
+    return found
+
+
+def _decays(s, state: TrainState) -> list[bool]:
+    """For each leaf that a live rule sees whether its decay reaches it."""
+    where = s.live.statics.get("mask", s.live.statics.get("where"))
+    everywhere = [True] * len(s.paths)
+    if where is None:
+        return everywhere
+    seen, part = frozenset(s.paths), trained_part(state)
+    part = trees.partition(part, [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(part)[0]])[0]
+    if "mask" not in s.live.statics:
+        flags = list(patterns.select(where, part, allow_empty=True))
+    else:
+        mask = where(part) if callable(where) or isinstance(where, PatternMask) else where
+        flags = [bool(x) for x in jax.tree.leaves(mask)]
+    return flags if len(flags) == len(s.paths) else everywhere
+
+
+# ------------------------------------------------------------------------------------------------------------- in words
+
+
+def _number(x) -> str:
+    low, high = f"{np.min(x):.3g}", f"{np.max(x):.3g}"
+    return low if low == high else f"{low}..{high}"
+
+
+def _si(x: float, unit: str) -> str:
+    n, letter = next(((n, c) for n, c in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if x >= n), (1, ""))
+    return f"{x / n:.3g} {letter}{unit}"
+
+
+def _summary(d: Description) -> list[str]:
+    total = sum(d.seconds.values())
+    on = d.device if d.devices == 1 else f"{d.devices} x {d.device}"
+    parts = ", ".join(f"{name} {x:.2f}" for name, x in d.seconds.items())
+    head = f"a step on {on}, " + (f"compiled in {total:.2f} s ({parts})" if total > 0.005 else "compiled before")
+    return [head, *(line for name, text in _facts(d) for line in _wrapped(name, text))]
+
+
+def _wrapped(name: str, text: str, most: int = 4) -> list[str]:
+    """A fact within the width of the page, in not too many lines."""
+    begin, then = f"  {name:<8}  ", " " * (12 if name else 14)
+    how = {"initial_indent": begin, "subsequent_indent": then, "break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, WIDTH, max_lines=most, placeholder=" ...", **how)
+
+
+def _facts(d: Description) -> Iterator[tuple[str, str]]:
+    """What there is to say, and a word for it."""
+    share = f", {d.flops.matmul / d.flops.total:.1%} in products and convolutions" if d.flops.total else ""
+    yield "work", f"{_si(d.flops.total, 'FLOP')}{share}; {_si(d.flops.transcendental, 'calls')} of exp, sqrt, ..."
+    if n := d.flops.loops:
+        bodies = "the body of a while loop is" if n == 1 else f"the bodies of {n} while loops are"
+        yield "", f"{bodies} counted once: nobody knows how often they run"
+    if d.flops.opaque:
+        yield "", f"not counted: {', '.join(d.flops.opaque)}"
+    if d.bytes_accessed is not None:
+        yield "traffic", f"{trees.bytes_str(d.bytes_accessed)} read and written, loop bodies counted once"
+    if (need := d.memory) is not None:
+        named = ("state", "batch", "temporary", "results", "runtime")
+        shown = ", ".join(f"{name} {trees.bytes_str(getattr(need, name))}" for name in named)
+        yield "memory", f"{trees.bytes_str(need.total)}: {shown}"
+    if d.donates:
+        yield "donated", f"{trees.bytes_str(d.donated)}, of which results take {trees.bytes_str(d.aliased)}"
+    else:
+        yield "donated", "nothing: donate=False"
+    if d.not_aliased:
+        names = trees.listed(d.not_aliased, 3)
+        yield "WARNING", f"the donation of {names} failed: both old and new are held (jax#9675)"
+    if d.devices > 1:
+        talk = (f"{c.kind} {c.count:g} x, {trees.bytes_str(c.bytes)}" for c in d.communication)
+        yield "talks", f"{'; '.join(talk) or 'not at all'}, on each device"
+    if d.peak is not None:
+        best = d.flops.matmul / d.peak / d.devices * 1e3
+        yield "peak", f"{_si(d.peak, 'FLOP/s')} a device: {best:.3g} ms at best"
+    again = f", {len(d.recompiles)} of them again" if d.recompiles else ""
+    yield "traced", f"{d.traces} time{'s' * (d.traces != 1)}{again}"
+    for why, n in Counter(d.recompiles).items():
+        yield "", why + (f" ({n} times)" if n > 1 else "")
+
+
+def _rows(leaves: tuple[Leaf, ...]) -> list[str]:
+    """The table: a line for each leaf, or where there are many for each kind. What all have in common is said once."""
+    if len(leaves) <= MOST_ROWS:
+        groups = [[leaf] for leaf in leaves]
+    else:
+        by_kind: dict[tuple, list[Leaf]] = {}
+        for leaf in leaves:
+            by_kind.setdefault(leaf.kind, []).append(leaf)
+        groups = list(by_kind.values())
+    numbers = _told(leaves)
+    head = ["leaf", "shape", "status", "rule", *numbers, "clip", "sharding"]
+    rows = []
+    for group in groups:
+        first, n = group[0], len(group)
+        path, shape = first.path, f"{first.dtype}{list(first.shape)}"
+        if n > 1:
+            size = sum(math.prod(leaf.shape) for leaf in group)
+            path, shape = (
+                f"{_common([leaf.path for leaf in group])} ({n} leaves)",
+                f"{first.dtype}, {_si(size, 'in all')}",
+            )
+        values = [_number(first.values[name]) if name in first.values else "" for name in numbers]
+        cells = path, shape, first.status, first.rule, *values, first.clip, first.sharding
+        rows.append(cells)
+    columns = [(title, _shortened([row[i] for row in rows])) for i, title in enumerate(head)]
+    common = [f"{name}={x[0]}" if name in numbers else x[0] for name, x in columns[2:] if len(set(x)) == 1 and x[0]]
+    tables = _blocks(columns[0], [columns[1], *((name, x) for name, x in columns[2:] if len(set(x)) > 1)])
+    told = textwrap.wrap(f"all: {', '.join(common)}", WIDTH, subsequent_indent="     ", break_on_hyphens=False)
+    return [*tables, *(told if common else [])]
+
+
+def _shortened(cells: list[str]) -> list[str]:
+    """What is too long without its middle, cut where those that differ go on to, if that can be."""
+    cut = lambda x, n: x if len(x) < MOST_CELL else f"{x[:n]}...{x[n + 3 - MOST_CELL :]}"
+    ways = ([cut(x, n) for x in cells] for n in (17, *range(MOST_CELL - 4, 0, -1)))
+    return next((way for way in ways if len(set(way)) == len(set(cells))), [cut(x, 17) for x in cells])
+
+
+def _blocks(first: tuple[str, list[str]], columns: list[tuple[str, list[str]]]) -> list[str]:
+    """Columns beside each other, and where the page is too narrow for all of them below, with the first one again."""
+    lines, block = [], [first]
+    wide = lambda block: sum(max(map(len, [title, *cells])) + 2 for title, cells in block) - 2
+    for column in [*columns, None]:
+        if column is None or (len(block) > 1 and wide([*block, column]) > WIDTH):
+            width = [max(map(len, [title, *cells])) for title, cells in block]
+            table = zip(*([title, *cells] for title, cells in block), strict=True)
+            lines += ["  ".join(f"{x:<{n}}" for x, n in zip(row, width, strict=True)).rstrip() for row in table]
+            block = [first]
+        if column is not None:
+            block.append(column)
+    return lines
+
+
+def _told(leaves: tuple[Leaf, ...]) -> list[str]:
+    """The numbers that a table has room for: rates, decays, and what is not the same everywhere."""
+    seen: dict[str, set[str]] = {}
+    for leaf in leaves:
+        for name, x in leaf.values.items():
+            seen.setdefault(name, set()).add(str(x))
+    return [name for name, values in seen.items() if len(values) > 1 or "rate" in name or "decay" in name]
+
+
+def _common(paths: list[str]) -> str:
+    """What paths begin and end with: "blocks/.../kernel"."""
+    parts = [path.split("/") for path in paths]
+    begin = _while_same(parts)
+    end = _while_same([part[len(begin) :][::-1] for part in parts])[::-1]
+    return "/".join([*begin, "...", *end])
+
+
+def _while_same(parts: list[list[str]]) -> list[str]:
+    same = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        same.append(names[0])
+    return same

@@ -1,0 +1,240 @@
+"""A search before a run for the learning rate at which the loss falls fastest.
+
+    rate, report = find_learning_rate(step, state, data)       a hundred steps on a copy, in one compiled loop
+
+The state, its key and the place of the data are afterwards what they were, bit by bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._core import checks, trees
+from tsunax._step.members import over_members
+from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError, message
+from tsunax.hyper import adjust
+from tsunax.program import TrainStep
+from tsunax.run import feed as _feed
+from tsunax.run import fused_loop, plots
+from tsunax.state import TrainState, own
+
+__all__ = ["RangeTest", "find_learning_rate"]
+
+MOST = 10_000  # points: their average takes the square of them
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """The losses at rising learning rates; `plot()` draws them, and printing shows the answer."""
+
+    name: str  # of the hyperparameter
+    mode: str
+    rates: np.ndarray  # (points,)
+    losses: np.ndarray  # (points,), or (points, seeds); NaN where a step was rejected
+    smoothed: np.ndarray  # (points,), over all seeds
+    used: int  # points before the loss diverged
+    steepest: float
+    tenth: float  # of the rate at the minimum
+
+    def __repr__(self) -> str:
+        low, high = self.rates[0], self.rates[-1]
+        ended = f", diverged at {self.rates[self.used]:.2g}" if self.used < len(self.rates) else ""
+        found = f"steepest at {self.steepest:.2g}, a tenth of the minimum's {self.tenth:.2g}"
+        return f"{self.name} from {low:.2g} to {high:.2g} in {len(self.rates)} steps{ended}: {found}"
+
+    def plot(self):
+        """A matplotlib Figure: the loss over the rate, both suggestions, and the band of several seeds."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            fix = "pip install 'tsunax[plot]'"
+            raise MissingLibraryError(message("library", "plot()", "no matplotlib", "matplotlib", fix)) from None
+        figure = Figure(figsize=(6.4, 2.8), dpi=150, layout="constrained")
+        axes = figure.subplots()
+        shown = self.rates[: self.used]
+        losses = self.losses[: self.used].reshape(len(shown), -1)
+        plots._draw(axes, "loss", {"loss": (shown, self.smoothed[: self.used])})
+        if losses.shape[1] > 1:
+            axes.fill_between(shown, losses.min(1), losses.max(1), color=plots._COLOURS[0], alpha=0.18, linewidth=0)
+            low, high = losses.min(), self.smoothed[: self.used].max()
+            axes.set_ylim(top=min(axes.get_ylim()[1], high + 0.5 * (high - low)))  # one seed goes up before the others
+        if self.mode == "exponential":
+            axes.set_xscale("log")
+        for rate, colour, name in ((self.steepest, 1, "steepest"), (self.tenth, 2, "minimum / 10")):
+            axes.axvline(rate, color=plots._COLOURS[colour], linewidth=1, label=f"{name}: {rate:.2g}")
+        axes.set_xlabel(self.name.replace("_", " "), fontsize=9)
+        axes.legend(fontsize=8, frameon=False)
+        figure._repr_png_ = functools.partial(plots._png, figure)  # type: ignore[attr-defined]
+        return figure
+
+
+@dataclass(frozen=True)
+class _Ramp:
+    """The step at a hyperparameter that rises from call to call: `ramp` is (low, ratio or difference, first call)."""
+
+    step: TrainStep
+    name: str
+    mode: str
+
+    @property
+    def masks(self) -> bool:
+        return self.step.masks
+
+    def __call__(self, state: TrainState, batch, *, ramp, **extra):
+        one = lambda state: self.step.pure(adjust(state, **{self.name: self.rate(ramp, state.calls)}), batch, extra)
+        state, info = over_members(one, state)
+        return state, {"loss": info.loss, "verdict": info.verdict}
+
+    def rate(self, ramp, calls):
+        low, slope, first = ramp
+        i = (calls - first).astype(jnp.float32)
+        return low * jnp.exp(slope * i) if self.mode == "exponential" else low + slope * i
+
+
+def find_learning_rate(
+    step: TrainStep,
+    state: TrainState,
+    data: Any,
+    *,
+    low: float = 1e-8,
+    high: float = 1.0,
+    points: int = 100,
+    mode: str = "exponential",
+    smooth: float = 0.9,
+    stop: float = 4.0,
+    seeds: int | None = None,
+    name: str = "learning_rate",
+    **extra: Any,
+) -> tuple[float, RangeTest]:
+    """The learning rate at which the loss falls fastest, by a range test: `(rate, report)`.
+
+        for i in range(points):
+            state = ts.adjust(state, learning_rate=low * (high / low) ** (i / (points - 1)))
+            state, info = step(state, next(batches))
+
+    on a copy of the state, in the compiled loop of `run_steps`. The losses end where their exponential average
+    (bias-corrected, `smooth`) is above `stop` times its minimum, or a step is rejected. `rate` is where they fall most
+    steeply: of lines through the points around each, a sixth of the range wide, so never in its first or last twelfth,
+    where a "linear" range may well begin too high. A tenth of the rate at the minimum of the average is in the report.
+
+    Args:
+      data: as for `fit`; read anew after its end, and put back to its place. What can be read only once is refused.
+      points: of the range, 10 to 10,000.
+      mode: "exponential" rates, or "linear" ones.
+      seeds: so many runs at once, from keys folded from the state's: the mean is looked at, the band is drawn. `state`
+        may then be a function of a key that makes one, so that each starts elsewhere.
+      name: of the hyperparameter, where there are several: "learning_rate@head", "1.learning_rate".
+      extra: arguments for the step.
+
+    Raises HyperparameterError for numbers that make no sense, a rule without that live name, and a loss that never
+    falls. Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2017); defaults as fastai's and
+    Lightning's finders, with less smoothing.
+
+    >>> import tsunax as ts
+    >>> x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - x.sum(1)) ** 2))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(8)})
+    >>> rate, report = find_learning_rate(step, state, ts.batches(x, 32), low=1e-5, high=10.0)
+    >>> 0.01 < rate < 1, report.used < 100, ts.hyperparams(state)
+    (True, True, {'learning_rate': 0.1})
+    """
+    where = "find_learning_rate()"
+    if not isinstance(step, TrainStep):
+        raise WrongTypeError(message("step", where, trees.describe(step), "a train_step"))
+    checks.check_choice(mode, where, "mode", ("exponential", "linear"))
+    checks.check_count(points, where, "points")
+    if not 10 <= points <= MOST:
+        raise HyperparameterError(message("points", where, points, f"10 or more, {MOST:,} at most"))
+    if not (checks.is_real(low) and checks.is_real(high) and 0 < low < high < math.inf):
+        raise HyperparameterError(message("low and high", where, f"{low!r} and {high!r}", "0 < low < high"))
+    if not (checks.is_real(smooth) and 0 <= smooth < 1):
+        raise HyperparameterError(message("smooth", where, trees.describe(smooth), "a number from 0 to below 1"))
+    if not (checks.is_real(stop) and stop > 1):
+        raise HyperparameterError(message("stop", where, trees.describe(stop), "a number above 1"))
+    if isinstance(data, Iterator):
+        fix = "Give a list, or ts.batches: the search reads from its start and puts it back."
+        raise WrongTypeError(message("data", where, trees.describe(data), "data that can be read again", fix))
+    state = _copies(state, seeds, where)
+    ramp_of = _Ramp(step, name, mode)
+    slope = math.log(high / low) if mode == "exponential" else high - low
+    first = np.asarray(state.calls).ravel()[0].astype(np.int32)
+    ramp = (np.float32(low), np.float32(slope / (points - 1)), first)
+    rates = np.asarray(jax.vmap(lambda i: ramp_of.rate(ramp, first + i))(jnp.arange(points)), np.float64)
+    losses = _losses(ramp_of, state, data, points, {**extra, "ramp": ramp}, lambda seen: _cut(seen, smooth, stop)[1])
+    smoothed, used = _cut(losses, smooth, stop)
+    return _suggested(name, mode, rates, losses, smoothed, used, where)
+
+
+def _copies(state: Any, seeds: int | None, where: str) -> TrainState:
+    """The state, or one for each seed along a new first axis, in arrays of its own."""
+    if isinstance(state, TrainState) and seeds is None:
+        return jax.tree.map(own, state)
+    if seeds is None:
+        raise WrongTypeError(
+            message("state", where, trees.describe(state), "a TrainState", "Or seeds=, with a function.")
+        )
+    checks.check_count(seeds, where, "seeds")
+    if isinstance(state, TrainState):
+        if state.key is None:
+            fix = "setup(..., key=0), or give a function of a key."
+            raise HyperparameterError(message("seeds", where, f"{seeds} for a state without a key", "a key", fix))
+        keys = jax.vmap(lambda i: jax.random.fold_in(state.key, i))(jnp.arange(seeds))
+        return jax.vmap(lambda key: state.replace(key=key))(keys)
+    return jax.vmap(state)(jax.random.split(jax.random.key(0), seeds))
+
+
+def _losses(ramp: _Ramp, state, data, points: int, extra, used) -> np.ndarray:
+    """The losses of the steps as f64, NaN where one was rejected, until it is clear that they have diverged."""
+    loop, feed, parts, calls = fused_loop.fused(ramp, True), _feed.Feed(ramp, data, state, "auto", float("inf")), [], 0
+    try:
+        while calls < points:
+            chunk = feed.take(points - calls, state, calls)
+            if chunk is None:
+                continue
+            state, infos = loop(state, chunk.feed, chunk.n, extra)
+            seen = jax.tree.map(lambda x, n=chunk.steps: x[:n], infos).stacked(None)
+            bad = False if seen["verdict"] is None else np.asarray(seen["verdict"]) > 0
+            parts.append(np.where(bad, np.nan, np.asarray(seen["loss"], np.float64)))
+            calls += chunk.steps
+            if used(np.concatenate(parts)) < calls:
+                break
+    finally:
+        feed.back()
+        feed.close()
+    losses = np.concatenate(parts)
+    rest = np.full((points - len(losses), *losses.shape[1:]), np.nan)
+    return np.concatenate([losses, rest])
+
+
+def _cut(losses: np.ndarray, smooth: float, stop: float) -> tuple[np.ndarray, int]:
+    """The bias-corrected average of the losses, of all seeds, and how many there are before they diverge."""
+    mean, average, smoothed = losses.reshape(len(losses), -1).mean(1), 0.0, np.full(len(losses), np.nan)
+    for i, loss in enumerate(mean):
+        average = smooth * average + (1 - smooth) * loss
+        smoothed[i] = average / (1 - smooth ** (i + 1))
+        if not np.isfinite(smoothed[i]) or smoothed[i] > stop * abs(smoothed[: i + 1].min()):
+            return smoothed, i
+    return smoothed, len(losses)
+
+
+def _suggested(name, mode, rates, losses, smoothed, used: int, where: str) -> tuple[float, RangeTest]:
+    mean = losses.reshape(len(losses), -1).mean(1)[:used]
+    half = min(len(rates) // 12 + 1, (used - 1) // 2)
+    weights = np.arange(-half, half + 1.0)  # of a line through the points around each: symmetric, so without a lag
+    slopes = np.correlate(mean, weights, "valid") if half > 0 else np.zeros(1)
+    if not slopes.min() < 0:
+        at = f"{rates[min(used, len(rates) - 1)]:.2g}"
+        got = f"a loss that never falls, up to {at}" if used > 2 else f"a loss that diverges at {at} already"
+        fix = "Other low= and high=, or a larger batch." if used > 2 else "Give a smaller low=."
+        raise HyperparameterError(message(name, where, got, "one that falls somewhere", fix))
+    steepest = float(rates[half + int(slopes.argmin())])
+    tenth = float(rates[int(np.argmin(smoothed[:used]))] / 10)
+    return steepest, RangeTest(name, mode, rates, losses, smoothed, used, steepest, tenth)

@@ -1,0 +1,207 @@
+"""Where a value that is not finite came from: `replay(step, state, batch)` runs that one step again, with checks.
+
+It computes what the step itself computes, keeps every value, and walks back from a bad result to what made it so; the
+walk is in `insight/_origin.py`. It is a function of what the step was given, and changes none of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax import guard
+from tsunax._core import checks, trees
+from tsunax._core.dataflow import source_line
+from tsunax._step.members import members_of
+from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.insight import _origin
+from tsunax.program import TrainStep, home_of
+from tsunax.state import TrainState, check_state, trained_part
+from tsunax.step import gradient_of
+
+__all__ = ["Report", "replay"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `replay` returns: plain data, and a paragraph when it is printed."""
+
+    result: str  # what was not finite: "loss", "gradient of params['w']", "new params['w']" (a rule's work); or ""
+    argument: str  # the leaf of the batch, the params or the model state that was not finite when it was given; or ""
+    micro_batch: int | None  # of `accumulate`, counted from 0
+    primitive: str  # of JAX, that gave the first value that is not finite; "" where it was an argument
+    line: str  # "path.py:12 (function)" in the user's code
+    code: str  # the text of that line
+    in_gradient: bool  # whether the loss itself was finite
+    trips: tuple[int, ...]  # of the user's own loops around it, outermost first, counted from 0
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def replay(step: TrainStep, state: TrainState, batch, **extra) -> Report:
+    """Where the first value that is not finite came from, in a step that was rejected: runs it again, with checks.
+
+    The loss and its gradient are computed once more, with keys, mask, model state and micro-batches as in that call, so
+    that every value can be looked at; then they are walked back from what was not finite to what made it so. Where both
+    are finite, so is what the step makes of them: params, model state, optimizer state, average. It names the
+    micro-batch, the argument or the primitive, and the line: the user's own, or that of a library that has none of the
+    user's around it. -inf that a mask puts in, or log(0) in a branch that `where` does not take, is not blamed. Nothing
+    is donated, and the state stays as it is. It needs memory for every intermediate value of the step.
+
+    Args:
+      step: the `train_step`.
+      state: as it was given to that call. A rejected step leaves it as it was, but for the count: of the one after it
+        `state.replace(calls=state.calls - 1)`, with a loss scale also that one's. What `fit` rejected knows them:
+        `replay(step, *error.rejected[-1].of(error.state))`.
+      batch, extra: the arguments of that call.
+
+    Raises WrongTypeError for what is no train_step, state or array, StateError for a population and under jit, and what
+    the step itself raises for these arguments.
+
+    >>> import jax.numpy as jnp
+    >>> import tsunax as ts
+    >>> step = ts.train_step(lambda params, x: jnp.mean(jnp.sqrt(x * params["w"])))
+    >>> report = replay(step, ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)}), jnp.array([4.0, 0.0, 1.0]))
+    >>> report.result, report.primitive, report.in_gradient
+    ("gradient of params['w']", 'div', True)
+    """
+    where = "replay()"
+    if not isinstance(step, TrainStep):
+        fix = "Make one: ts.train_step(loss_fn)."
+        raise WrongTypeError(message("step", where, trees.describe(step), "a train_step", fix))
+    check_state(state, where, batch)
+    if members_of(state) is not None:
+        raise StateError(message("state", where, "a population", "one member", "Give ts.populations.member(state, i)."))
+    if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
+        fix = "Call it outside of jit, with the arrays of that call."
+        raise StateError(message("state", where, "a traced one", "a concrete one", fix))
+    for name, tree in {"state": state, "batch": batch, **extra}.items():
+        checks.check_arrays(tree, name)
+    home = home_of(state.params)[0]
+    if home is not None:
+        batch, extra = step._placed(state, home, batch, extra)
+    given = state, batch, extra
+    gradient = gradient_of(step.loss_fn, step.accumulate, step.remat, "skip", where, step.axis_name)
+
+    def look(state, batch, extra):
+        loss, grads = gradient(state, batch, **extra)
+        return loss.compute(), grads
+
+    def weigh(state, batch, extra):
+        return gradient(state, batch, **extra)[0].weight
+
+    free = dataclasses.replace(step, on_nonfinite="ignore")
+
+    def move(state, batch, extra):  # whatever its verdict: a rule may be what makes the first one
+        return _moved(free.pure(dataclasses.replace(state, loss_scale=None), batch, extra)[0])
+
+    n = step.accumulate
+    found = _searched(look, ("loss", "gradient of params"), given, n)
+    if found and found.result == "loss" and not found.line and not jax.jit(weigh)(*given):
+        found = dataclasses.replace(
+            found, text=f"{found.text} The weights of the batch add up to 0, as of padding alone."
+        )
+    return found or _searched(move, MOVED, given, n, _moved(state)) or _nothing(state, look, given)
+
+
+MOVED = "new params", "new model_state", "new average", "new opt_state"
+
+
+def _moved(state: TrainState) -> tuple:
+    """What a step makes of a state beside its counts."""
+    return trained_part(state), state.model_state, state.average and state.average.params, state.opt_state
+
+
+def _searched(f: Callable, names: tuple[str, ...], given: tuple, n: int, before: Any = None) -> Report | None:
+    """A report on the first result of `f(*given)` that is not finite, where it was `before`; None where there is none.
+
+    `f` cuts its batch into n micro-batches, and returns trees of these names.
+    """
+    program, shapes = jax.make_jaxpr(f, return_shape=True)(*given)
+    values = jax.tree.leaves(jax.jit(f)(*given))
+    was = jax.tree.leaves(before) if before is not None else [None] * len(values)
+    for i, (path, _) in enumerate(_keyed(shapes)):
+        bad, old = _origin.bad(values[i]), _origin.bad(was[i])
+        if bad is not None and old is not None:
+            bad = bad & ~old
+        if bad is not None and bad.any():
+            name = trees.access_str(names[path[0].idx], path[1:])
+            what = f"{name} is {_what(np.asarray(values[i]))}"
+            return _report(given, n, name, what, _origin.origin(program, jax.tree.leaves(given), i, bad))
+    return None
+
+
+def _keyed(tree) -> list[tuple[tuple, Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _nothing(state: TrainState, look: Callable, given: tuple) -> Report:
+    grads = jax.jit(look)(*given)[1]
+    found = guard.locate(grads)
+    if found != "gradient norm":
+        text = f"{found[0].upper()}{found[1:]} overflows when it is squared: every value is finite."
+        return Report(found, "", None, "", "", "", True, (), text)
+    text = (
+        "Loss, gradients and the new state are finite. If the step was rejected, a rule did it (a spike, "
+        "clip_array_norm), the state is not the one of that call, or the step computes in another order where nobody "
+        "looks."
+    )
+    return Report("", "", None, "", "", "", False, (), text)
+
+
+def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin) -> Report:
+    trips, micro = tuple(i for _, i in origin.trips), None
+    # the outermost loop is that over micro-batches, unless the rule has one
+    if n > 1 and origin.argument is None and trips and origin.trips[0][0].params.get("length") == n:
+        micro, trips = trips[0], trips[1:]
+    in_gradient = result.startswith("gradient")
+    argument = line = code = ""
+    if origin.argument is not None:
+        argument = _argument(given, origin.argument)
+        bad = _origin.bad(origin.value)
+        if n > 1 and argument.startswith("batch") and bad is not None and bad.ndim:
+            micro = int(np.argwhere(bad)[0][0]) % n
+        made = f"{argument} was given so: {_what(origin.value)}"
+    else:
+        line, code = source_line(origin.sources, above=__file__)
+        said = "a constant" if origin.constant else _what(origin.value)
+        derivative = "the derivative of " if in_gradient else ""
+        at = f" at {derivative}{line}" if line else ""
+        made = f"{origin.primitive} gave {said}{_from(origin)}{at}" + (f": `{code}`" if code else "")
+    places = [f"micro-batch {micro} of {n}"] if micro is not None else []
+    places += [f"trip {i} of a loop" for i in trips]
+    text = f"The {what}. The first such value: {made}" + (f" ({', '.join(places)})" if places else "") + "."
+    primitive = "" if origin.argument is not None else origin.primitive
+    return Report(result, argument, micro, primitive, line, code, in_gradient, trips, text)
+
+
+def _argument(given: tuple, place: int) -> str:
+    path = _keyed(given)[place][0]
+    name, rest = ("state", "batch", "")[path[0].idx], path[1:]
+    return trees.access_str(name, rest) if name else trees.access_str("extra", rest)
+
+
+def _what(x: np.ndarray) -> str:
+    """How many elements are not finite, and what the first one is."""
+    x = np.asarray(x)
+    bad = ~np.isfinite(x)
+    first = tuple(int(i) for i in np.argwhere(bad)[0])
+    value = f"{x[first]}"
+    return value if not x.shape else f"{value} at {list(first)}, {int(bad.sum())} of {x.size} not finite"
+
+
+def _from(origin: _origin.Origin) -> str:
+    """The operands where the first bad value is, for a primitive that works element by element."""
+    out = np.asarray(origin.value)
+    first = tuple(np.argwhere(~np.isfinite(out))[0])
+    operands = [np.asarray(x) for x in origin.operands if hasattr(x, "dtype") or isinstance(x, (int, float))]
+    if not operands or len(operands) != len(origin.operands) or any(x.shape not in ((), out.shape) for x in operands):
+        return ""
+    return " from " + " and ".join(f"{x[first] if x.shape else x[()]}" for x in operands)

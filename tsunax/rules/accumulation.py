@@ -1,0 +1,177 @@
+"""`rules.accumulate`: the gradients of several calls as one, and which calls moved parameters for it.
+
+Sums of weight times gradient and of weight, in float32, divided once. Everything here selects and never multiplies by
+a flag: 0 · NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tsunax import guard
+from tsunax._core import checks
+from tsunax._core.norms import global_norm
+from tsunax.errors import RuleError, message
+from tsunax.rules import live_rules, numbers
+from tsunax.rules.spikes import SpikeState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Window:
+    """State of `accumulate`."""
+
+    inner: Any  # the rule's own
+    sums: Any  # f32, like params: Σ weight · gradient of the calls gathered so far
+    value: Any  # f32: Σ weight · loss
+    weight: Any  # f32: Σ weight
+    calls: Any  # int32: how many
+    count: Any  # int32: windows that were applied. The clock of `every` where nobody passes `step=`
+    emitted: Any  # bool: whether the last call was the last one of its window
+
+
+def _is_window(x) -> bool:
+    return isinstance(x, Window)
+
+
+def emitted(opt_state):
+    """Whether the call that left this state moved parameters; None where nothing waits: some rule runs on every call.
+
+    A chain waits for its last rule, groups for any of theirs if all of them have a window.
+    """
+    if _is_window(opt_state):
+        return opt_state.emitted
+    if type(opt_state) is tuple:
+        return emitted(opt_state[-1]) if opt_state else None
+    parts = getattr(opt_state, "inner", None)
+    found = [emitted(part) for part in parts.values()] if isinstance(parts, dict) else []
+    return functools.reduce(operator.or_, found) if found and all(x is not None for x in found) else None
+
+
+def any_emitted(opt_state):
+    """The same of any window anywhere; None where there is none."""
+    found = [x.emitted for x in jax.tree.leaves(opt_state, is_leaf=_is_window) if _is_window(x)]
+    return functools.reduce(operator.or_, found) if found else None
+
+
+def in_sums(opt_state) -> list[bool]:
+    """For each leaf whether it is a sum under way. Those go on for frozen leaves, with nothing added to them."""
+
+    def flags(x):
+        if not _is_window(x):
+            return False
+        none = jax.tree.map(lambda _: False, x)
+        return dataclasses.replace(none, sums=jax.tree.map(lambda _: True, x.sums))
+
+    return jax.tree.leaves(jax.tree.map(flags, opt_state, is_leaf=_is_window))
+
+
+@dataclass(frozen=True)
+class _Init:
+    init: Callable
+
+    def __call__(self, params) -> Window:
+        inner, zero = self.init(params), jnp.float32(0)
+        if any(isinstance(x, SpikeState) for x in guard.reports(inner)):
+            fix = "A window that it rejected would stay and be rejected for ever."
+            raise RuleError(
+                message("reject_spikes", "accumulate()", "it inside", "chain(reject_spikes(), accumulate(...))", fix)
+            )
+        sums = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), params)
+        return Window(inner, sums, zero, zero, jnp.int32(0), jnp.int32(0), jnp.bool_(False))
+
+    def blank(self) -> _Init:
+        return _Init(live_rules.blank(self.init))
+
+
+@dataclass(frozen=True)
+class Gather:
+    update: Callable
+    every: Any  # int, or a schedule
+
+    def text(self, init: Any) -> str:
+        return f"accumulate({live_rules.text_of(init.init, self.update)}, every={self.every})"
+
+    def __call__(self, grads, state: Window, params=None, *, weight=None, flush: bool = False, **extra):
+        weight = jnp.float32(1 if weight is None else weight)
+        value = jnp.float32(extra.get("value", 0))
+        take = (weight > 0) & jnp.isfinite(global_norm(grads)) & jnp.isfinite(value)
+        add = lambda sum, x: jnp.where(take, sum + weight.astype(sum.dtype) * x.astype(sum.dtype), sum)
+        sums = jax.tree.map(add, state.sums, grads)
+        total, value = add(state.weight, jnp.float32(1)), add(state.value, value)
+        calls = state.calls + take.astype(jnp.int32)
+        n = self.every
+        if callable(n):
+            now: Any = n(extra.get("step", state.count))
+            n = jnp.maximum(jnp.round(now).astype(jnp.int32), 1)
+        due = (total > 0) & ((calls >= n) | flush)
+
+        def apply():
+            mean = jax.tree.map(lambda sum, g: (sum / total.astype(sum.dtype)).astype(g.dtype), sums, grads)
+            known = {"value": value / total, "grad": mean}
+            given = extra | {name: x for name, x in known.items() if name in extra or flush}
+            return self.update(mean, state.inner, params, weight=total, **given)
+
+        def gather():
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(apply)[0]), state.inner
+
+        updates, inner = jax.lax.cond(due, apply, gather)
+        begin = lambda x: jnp.where(due, jnp.zeros_like(x), x)
+        sums, value, total, calls = jax.tree.map(begin, (sums, value, total, calls))
+        return updates, Window(inner, sums, value, total, calls, state.count + due.astype(jnp.int32), due)
+
+
+def accumulate(rule: optax.GradientTransformation, every: Any) -> optax.GradientTransformationExtraArgs:
+    """Gather the gradients of `every` calls and give the rule their weighted mean: `Σ weight · g / Σ weight`.
+
+    The other calls change no parameter and no state of the rule; `state.step` and schedules wait, `state.calls` counts
+    on, and `info.applied` says which it was. Weights are those of the losses (in plain optax code, `weight=`). A call
+    whose gradient is not finite is left out and not counted. `every` is an int, or a schedule of `step`. What the
+    last, short window holds is applied by `ts.rules.flush(state)`. Rules before it in a chain see every
+    call; it is the last one itself. In `groups` beside a rule that runs on every call, `state.step` counts calls.
+
+    The rule runs on the last call of a window only (`lax.cond`); under `vmap` that becomes a select, so that it runs
+    on every call: same numbers, more work. In memory it costs one f32 gradient in the state; `train_step(...,
+    accumulate=n)` needs it only during the step.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=2), {"w": jnp.zeros(2)})
+    >>> for g in (1.0, 3.0):
+    ...     state, info = ts.update(state, {"w": jnp.full(2, g)})
+    ...     print(info.applied, state.params["w"])
+    False [0. 0.]
+    True [-0.2 -0.2]
+    """
+    live_rules.check_rule(rule, "accumulate()")
+    if callable(every):
+        numbers.check_schedule("accumulate()", "every", every)
+    else:
+        checks.check_count(every, "accumulate()", "every")
+    rule = live_rules.with_extra(rule)
+    return live_rules.as_rule(_Init(rule.init), Gather(rule.update, every))
+
+
+def flush(state):
+    """Apply what an unfinished window of `accumulate` holds, at the end of an epoch or a run.
+
+    It is divided by the weight that it has, not by that of a full window. A state whose windows are empty stays as
+    it is, but for `calls`.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=4), {"w": jnp.zeros(2)})
+    >>> state, _ = ts.update(state, {"w": jnp.ones(2)})
+    >>> ts.rules.flush(state).params["w"]
+    Array([-0.1, -0.1], dtype=float32)
+    """
+    from tsunax import step
+
+    return step.windows_flushed(state)

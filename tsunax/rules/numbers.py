@@ -1,0 +1,242 @@
+"""A number that stays an array: what it is inside a trace, what it may be, and how it is stored.
+
+A live number is a column of four: its value, its complement `1 - value`, whether it holds against its schedule, and
+the value that `setup` was given, which tells a restored run what was edited since. Inside a trace it becomes a
+`Number`, which behaves like the Python float that the user gave.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._core import checks, trees
+from tsunax.errors import HyperparameterError, WrongTypeError, message, remedy, told
+
+# --------------------------------------------------------------------------------------- one number
+
+
+def weak(x):
+    """`x` as a weakly typed scalar, which promotes like a Python float."""
+    return jax.lax.full_like(jnp.asarray(0.0), x)
+
+
+@jax.tree_util.register_pytree_node_class
+class Number:
+    """A traced float32 that behaves like the Python float it came from.
+
+    It carries its complement, rounded once from the user's float: `1 - f32(0.999)` is 1.3e-5 away from
+    `f32(1 - 0.999)`, enough to leave optax's trajectory by 10⁵ ulps in 200 steps. In products it takes the other
+    side's dtype, as a Python float does. A pytree, because optax passes betas into functions that it jits.
+    """
+
+    def __init__(self, value, complement):
+        self.value, self.complement = value, complement
+
+    def tree_flatten(self):
+        return (self.value, self.complement), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+    def __jax_array__(self):
+        return weak(self.value)
+
+    def __bool__(self):
+        return bool(weak(self.value))
+
+    def __float__(self):
+        return float(weak(self.value))
+
+    def __neg__(self):
+        return Number(-self.value, 1 + self.value)
+
+    def __pos__(self):
+        return self
+
+    def __abs__(self):
+        return abs(weak(self.value))
+
+    def __rsub__(self, other):
+        if isinstance(other, (int, float)) and other == 1:
+            return Number(self.complement, self.value)
+        return other - weak(self.value)
+
+    def astype(self, dtype):
+        return weak(self.value).astype(dtype)
+
+    @property
+    def dtype(self):
+        return self.value.dtype
+
+    shape = ()
+    ndim = 0
+    size = 1
+
+
+def as_scalar(x):
+    """A live number as a weakly typed scalar; a Python number as it is."""
+    return weak(x.value) if isinstance(x, Number) else x
+
+
+def _forward(name, reflected=False):
+    op = getattr(operator, name)
+
+    def method(self, other):
+        a, b = as_scalar(self), as_scalar(other)
+        return op(b, a) if reflected else op(a, b)
+
+    return method
+
+
+for _name in ("add", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Number, f"__{_name}__", _forward(_name))
+    setattr(Number, f"__r{_name}__", _forward(_name, reflected=True))
+for _name in ("sub", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Number, f"__{_name}__", _forward(_name))
+
+
+# ------------------------------------------------------------------------------------ what a user gave
+
+
+@dataclass(frozen=True)
+class ScheduleShape:
+    """A schedule without its numbers: `leaves` holds `None` where a number of the table goes."""
+
+    treedef: Any
+    leaves: tuple
+
+    @property
+    def size(self) -> int:
+        return sum(leaf is None for leaf in self.leaves)
+
+    def at(self, step, numbers):
+        numbers = iter(numbers)
+        leaves = [next(numbers) if leaf is None else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, leaves)(step)
+
+
+def split_schedule(schedule) -> tuple[ScheduleShape, list]:
+    leaves, treedef = jax.tree.flatten(schedule)
+    fixed = tuple(leaf if callable(leaf) else None for leaf in leaves)
+    return ScheduleShape(treedef, fixed), [leaf for leaf in leaves if not callable(leaf)]
+
+
+_NEVER_NUMBERS = {"key", "seed", "mask", "mu_dtype"}
+
+
+_NUMBER_WORDS = ("float", "Scalar", "ArrayLike", "Schedule")
+_OTHER_WORDS = ("Mask", "ArrayTree", "Mapping", "Iterable")  # one for each array, or a function of the params
+
+
+def takes_number(parameter: inspect.Parameter, value) -> bool:
+    """Does this parameter of a factory hold a number, or a schedule of one, given this value?
+
+    Counts, flags, names, masks, dtypes, keys, tuples and functions do not: they are part of the program.
+    """
+    default, annotation = parameter.default, str(parameter.annotation)
+    if parameter.name in _NEVER_NUMBERS or any(word in annotation for word in _OTHER_WORDS):
+        return False
+    is_empty = default is parameter.empty
+    if isinstance(default, (bool, int, str, tuple)) or (callable(default) and not is_empty):
+        return False
+    if re.match(r"(typing\.|collections\.abc\.)?Callable\b", annotation):  # not a number or a function of the step
+        return False
+    expected = (
+        isinstance(default, float)
+        or parameter.name in ("learning_rate", "lr")
+        or any(word in annotation for word in _NUMBER_WORDS)
+    )
+    if value is None:
+        return expected and default is not None
+    if isinstance(value, (float, np.floating)) or trees.is_traced(value):
+        return True
+    return expected
+
+
+# `None` is open: (at least, at least is allowed, below)
+_RANGES = {
+    "learning_rate": (0, True, None),
+    "max_learning_rate": (0, True, None),
+    **dict.fromkeys(("b1", "b2", "b3", "rho", "momentum", "decay", "beta1", "beta2"), (0, True, 1)),
+    **dict.fromkeys(("eps", "eps_root", "weight_decay", "sign_decay"), (0, True, None)),
+    **dict.fromkeys(("max_norm", "max_delta"), (0, False, None)),
+    "every": (1, True, None),
+}
+
+
+_FIXES: dict[str, str] = dict.fromkeys(("max_norm", "max_delta"), "To clip nothing, leave the rule out.")
+
+
+def check_number(where: str, name: str, value, expected: str = "a number or a schedule") -> None:
+    """Raise unless `value` is one finite number in the range of its name. Traced numbers pass."""
+    if not checks.is_real(value):
+        raise WrongTypeError(message(name, where, trees.describe(value), expected))
+    if trees.is_traced(value):
+        return
+    if np.ndim(value):
+        raise HyperparameterError(message(name, where, f"an array of shape {np.shape(value)}", "one number"))
+    fix, most = _FIXES.get(name, ""), float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max)
+    number = value if isinstance(value, int) else float(np.asarray(value))
+    if not -most <= number <= most:  # NaN too
+        got = f"{number}" if isinstance(number, float) else "an int of many digits"
+        expected = "a finite number" if got in ("nan", "inf", "-inf") else f"one within ±{most:.2g}"
+        raise HyperparameterError(message(name, where, got, expected, fix))
+    low, closed, high = _RANGES.get(name, (None, True, None))
+    too_low = low is not None and (number < low or (number == low and not closed))
+    if too_low or (high is not None and number >= high):
+        bounds = f"{'≥' if closed else '>'} {low}" + (f" and < {high}" if high is not None else "")
+        raise HyperparameterError(message(name, where, f"{value}", bounds, fix))
+
+
+def check_schedule(where: str, name: str, schedule) -> None:
+    """Probe a schedule at step 0, and traced: a scalar, finite, in the range of its name.
+
+    Nothing is known of later steps: a schedule may be of no use behind the end of its run.
+    """
+    here = f"{where}, step 0 of its schedule"
+    value = _at(here, name, schedule, 0)
+    if trees.is_traced(value):
+        return
+    check_number(here, name, value, "a number")
+    traced = lambda step: jax.eval_shape(schedule, step)
+    _at(f"{where}, its schedule under jit", name, traced, jax.ShapeDtypeStruct((), np.int32))
+
+
+def _at(where: str, name: str, schedule, step):
+    try:
+        return schedule(step)
+    except Exception as error:
+        raise HyperparameterError(message(name, where, told(error), "a number", remedy(error))) from error
+
+
+def as_rows(values) -> Any:
+    """(4, n): values, their complements rounded once from float64 where they are concrete, zeros, the values again."""
+    dtype = jax.dtypes.canonicalize_dtype(float)
+    exact = np.asarray([0.0 if trees.is_traced(v) else float(v) for v in values], np.float64)
+    rows = jnp.asarray(np.stack([exact, 1 - exact, np.zeros_like(exact), exact]).astype(dtype))
+    for i, value in enumerate(values):
+        if trees.is_traced(value):
+            value = jnp.asarray(value, dtype)
+            rows = rows.at[:, i].set(jnp.stack([value, 1 - value, jnp.zeros_like(value), value]))
+    return rows
+
+
+def as_float(value, complement):
+    """The shortest Python float that would give this value and this complement: 0.999, not 0.9990000129."""
+    if trees.is_traced(value) or np.ndim(value):
+        return value
+    value = np.asarray(value)
+    short = float(str(value))
+    if complement is None or value.dtype.type(1 - short) == complement:
+        return short
+    exact = 1 - float(complement)
+    return exact if value.dtype.type(exact) == value else float(value)

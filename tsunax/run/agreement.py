@@ -1,0 +1,150 @@
+"""What `fit` and `evaluate` make sure of where several processes train one state: that all of them do the same.
+
+A program over all devices is run by every process, with its part of the same arrays. XLA does not look: other rows,
+another number of batches, another rate on one of them are wrong numbers, or a wait for ever. So the processes compare
+what decides: settings and data at the start, batches of other loaders as they come, and what a callback changed.
+Each comparison is a word over JAX's coordination service. A state on devices of one process is that one's own affair.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax._core import trees
+from tsunax._step.members import members_of
+from tsunax.data.batching import Batches
+from tsunax.data.cursors import Source
+from tsunax.distributed import processes
+from tsunax.errors import DataError, ProcessError, StateError, message, warn
+from tsunax.hyper import hyperparams
+from tsunax.run.feed import Chunk, innermost
+from tsunax.state import TrainState
+
+SMALL = 1 << 16  # bytes of an array that is compared in full
+
+
+class Alike:
+    """The processes of one run, or of one evaluation. Nothing for a process alone."""
+
+    def __init__(self, where: str, state: Any, data: Any):
+        self.where = where
+        leaves = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not x.is_fully_addressable)
+        spread = next(leaves, None)
+        self.spans = spread is not None
+        self._speaks = spread is not None and processes.spans_all(spread.sharding.device_set)
+        data = innermost(data)
+        self._data = data if isinstance(data, Batches) else None
+        self._is_known = self._data is not None and self._data.is_of_arrays  # then its settings say what will come
+        self._has_warned = False
+        if self.spans and members_of(state) is not None:
+            fix = "Members of its own for each process: ts.shard(population, ts.mesh(devices=jax.local_devices()))."
+            raise StateError(message("population", where, "members on devices of several processes", "of one", fix))
+        if self._data is not None and processes.process_count() > 1:
+            self._check_part(*self._data.process)
+        if self.spans and not self._speaks:
+            text = f"{where}: the state is on devices of some processes only, which are not compared"
+            warn(f"{text}, and a signal or a limit ends one of them alone")
+
+    def _check_part(self, part: int, parts: int) -> None:
+        if parts > 1 and not self.spans:
+            got = "on devices of this process alone, and of the data only its part"
+            fix = "ts.shard(state, ts.mesh()); or batches(..., process=(0, 1)), to train by itself."
+            raise StateError(message("state", self.where, got, "on a mesh of all processes", fix))
+        index, count = processes.process_index(), processes.process_count()
+        if self.spans and parts not in (1, count):
+            expected = f"of {count}, or of one with rows of its own"
+            raise DataError(message("data", self.where, f"batches(process=) of {parts} processes", expected))
+        if parts > 1 and part != index:
+            got, expected = f"the part of process {part} on process {index}", "its own"
+            raise DataError(message("data", self.where, got, expected, "It is so without process=."))
+
+    def start(self, **settings: Any) -> None:
+        """Compare settings, and the data. Raises ProcessError on all processes where they differ."""
+        if not self._speaks:
+            return
+        if self._data is not None:
+            data = dict(self._data.settings)
+            if self._data.process[1] == 1 and self._data.resident is None:  # rows of its own, in their own order
+                length = len(self._data) if self._data.is_of_arrays else None
+                data |= {"seed": None, "rows": None, "batches": length, "rows of the last": self._data.tail_rows}
+            else:
+                data["some rows"] = self._data.sample()
+            settings["data"] = data
+        processes.compare(self.where, settings, processes.LAST)
+
+    def batch(self, place: str, batch: Any, steps: int = 1, then: str = "") -> None:
+        """Compare how the next batches look, None after the last, of data that may be another one on each process.
+
+        What comes `then` is said too: an error, if one is known already.
+        """
+        if not self._speaks or self._is_known:
+            return
+        shapes = ", ".join(trees.describe(x) for x in jax.tree.leaves(batch))
+        found = f"{then}{then and ', after '}{steps} of {shapes}" if shapes else "none, the data have ended"
+        processes.compare(f"{place} of {self.where}", {"batches": found}, processes.LAST)
+
+    def chunk(self, step: int, chunk: Chunk | None, source: Source) -> Chunk | None:
+        """The batches of a call that begins with a step, compared."""
+        if chunk is None:
+            self.batch(f"step {step}", None)
+        else:
+            self.batch(f"step {step}", getattr(chunk.feed, "batch", chunk.feed), chunk.steps, source.trouble)
+        return chunk
+
+    def numbers(self, place: str, found: dict[str, float]) -> dict[str, float]:
+        """Those of process 0. Raises ProcessError for other names; warns, once, of other numbers."""
+        if not self._speaks:
+            return found
+        everyone = [json.loads(text) for text in processes.words(f"{place} of {self.where}", json.dumps(found))]
+        first = everyone[0]
+        for i, other in enumerate(everyone):
+            if other.keys() != first.keys():
+                got = f"{', '.join(other)} on {processes.name_of(i)}"
+                raise ProcessError(message("numbers", place, got, f"{', '.join(first)}, as on process 0"))
+            differ = [k for k in first if not np.isclose(other[k], first[k], rtol=1e-5, equal_nan=True)]
+            if differ and not self._has_warned:
+                self._has_warned = True
+                name = differ[0]
+                text = f"{name} is {first[name]:.6g} on process 0, and {other[name]:.6g} on {processes.name_of(i)}"
+                fix = "ts.evaluate over batches of all processes gives the same number to all"
+                warn(f"{place}: {text}: that of process 0 counts on all. {fix}.")
+        return first
+
+    def boundary(self, place: str, stopped: str, state: Any, has_changed: bool) -> str:
+        """Why the run stops, if a callback of any process said so; a clock may say so to one only.
+
+        Raises ProcessError where callbacks changed the state on some processes only, or otherwise.
+        """
+        if not self._speaks:
+            return stopped
+        said = processes.words(f"{place} of {self.where}", json.dumps([stopped, has_changed]))
+        everyone = [json.loads(text) for text in said]
+        if any(changed for _, changed in everyone):
+            numbers = hyperparams(state) if isinstance(state, TrainState) else {}
+            things = {"hyperparams": numbers, "state": small(state)}
+            processes.compare(f"the callbacks of {place}", things, processes.LAST)
+        return next((text for text, _ in everyone if text), "")
+
+    def signal(self, asked: int) -> int:
+        """The signal that any of them got."""
+        if not self._speaks:
+            return asked
+        said = processes.words(f"the end of {self.where}", str(asked))
+        found = next((int(text) for text in said if text != "0"), 0)
+        while found and not processes.agree(found):  # or what one has asked for would end the next run
+            time.sleep(1e-3)
+        return found
+
+
+def small(state: Any) -> Any:
+    """A tree in which large arrays are their shapes: what is compared in no time."""
+    is_small = lambda x: not isinstance(x, jax.Array) or x.nbytes <= SMALL
+    return jax.tree.map(lambda x: x if is_small(x) else trees.describe(x), state)
+
+
+__all__ = ["Alike", "small"]

@@ -1,0 +1,139 @@
+"""The mean loss and metrics of a state over whole data sets: sums and weights, divided once."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from tsunax._core import placement, trees
+from tsunax._step.loss_fn import LossFn, check_no_loss_fn
+from tsunax._step.members import members_of
+from tsunax.data.batching import Data, check_batch
+from tsunax.data.cursors import as_source
+from tsunax.errors import WrongTypeError, message
+from tsunax.loss import Loss
+from tsunax.program import EvalStep
+from tsunax.run.agreement import Alike
+from tsunax.state import TrainState
+
+_ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar("one batch of each data set", default=False)
+
+
+@contextlib.contextmanager
+def one_batch() -> Iterator[None]:
+    """A context in which `evaluate` takes the first batch only: `fit` looks which names come back."""
+    token = _ONE_BATCH.set(True)
+    try:
+        yield
+    finally:
+        _ONE_BATCH.reset(token)
+
+
+def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
+    """`{"loss": ..., metrics...}` of a state over all of `data`, exact whatever the sizes of its batches.
+
+    Batches are merged as sums and weights, on the device, and read once at the end. A batch that is shorter than the
+    first one is padded and masked if the loss function names `mask`, and so runs the same program; if not it runs as it
+    is, and compiles one more.
+
+    Args:
+      eval_step: `eval_step(loss_fn)`, or any `f(state, batch, **extra) -> Loss`.
+      data: batches, one epoch of them, from `batches` or any iterable; or several by name, `{"val": a, "test": b}`,
+        which gives `val/loss` and so on. Iterators are used up.
+      extra: given to `eval_step` by name.
+
+    Metrics that compute to an array give one number per element, `name/0`, `name/1`, ...
+
+    Raises DataError for data without a batch, WrongTypeError for what is no data or no Loss.
+
+    >>> import jax.numpy as jnp
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
+    >>> f = ts.eval_step(lambda params, x: jnp.mean(x @ params["w"]))
+    >>> evaluate(f, state, ts.batches(np.array([[1.0, 0.0], [0.0, 1.0], [4.0, 0.0]], np.float32), 2))
+    {'loss': 2.33333...}
+    """
+    if isinstance(data, Mapping):
+        if not data or not all(isinstance(name, str) for name in data):
+            raise WrongTypeError(message("data", "evaluate()", trees.describe(data), "{name: data}, with str names"))
+        if all(trees.is_array(part) for part in data.values()):
+            got = f"a batch, {trees.describe(data)}"
+            fix = "Give [batch], or ts.batches(arrays, batch_size)."
+            raise WrongTypeError(message("data", "evaluate()", got, "batches, or {name: batches}", fix))
+        parts = {name: evaluate(eval_step, state, part, **extra) for name, part in data.items()}
+        return {f"{name}/{inner}": x for name, part in parts.items() for inner, x in part.items()}
+    if not callable(eval_step):
+        raise WrongTypeError(message("eval_step", "evaluate()", trees.describe(eval_step), "ts.eval_step(loss_fn)"))
+    pads = isinstance(eval_step, EvalStep) and "mask" in LossFn.of(eval_step.loss_fn).names and "mask" not in extra
+    total, rows, home = None, 0, placement.home_of(state)
+    extra = placement.whole(extra, home)
+    alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
+    is_population = members_of(state) is not None
+    merged, computed = _OF_MEMBERS if is_population else _OF_ONE
+    alike = Alike("evaluate()", state, data)
+    alike.start()
+    # with a place of its own: these may be the data of a run under way
+    source = as_source(data.afresh() if isinstance(data, Data) else data)
+    while (batch := source.next()) is not None:
+        here = check_batch(batch, "evaluate()")
+        rows = rows or here
+        mask = {}
+        if pads:
+            most = max(here, rows)
+            batch, mask["mask"] = placement.padded(batch, here, most + -most % placement.divisor(home))
+        alike.batch("the next batch", batch)
+        parts = batch, mask
+        if source.is_whole or is_population:
+            batch, mask = placement.whole(parts, home, shared=False)
+        else:
+            batch, mask = placement.put(parts, home, whole=alone, shared=False)
+        try:
+            loss = eval_step(state, batch, **extra, **mask)
+        except Exception:
+            if not isinstance(eval_step, EvalStep):
+                check_no_loss_fn(eval_step, state, batch, "eval_step", "f(state, batch) -> ts.Loss")
+            raise
+        if not isinstance(loss, Loss):
+            fix = "Of a loss function: ts.eval_step(loss_fn)."
+            raise WrongTypeError(message("result", "eval_step", trees.describe(loss), "a ts.Loss", fix))
+        total = loss if total is None else merged(total, loss)
+        if _ONE_BATCH.get():
+            break
+    alike.batch("the next batch", None)
+    assert total is not None  # a source without a batch raises
+    return _flat(jax.device_get(computed(total)))
+
+
+def _merged(a: Loss, b: Loss) -> Loss:
+    return a.merge(b)
+
+
+def _computed(total: Loss) -> dict[str, Any]:
+    return {"loss": total.compute(), **{name: m.compute() for name, m in total.metrics.items()}}
+
+
+_OF_ONE = jax.jit(_merged), _computed
+_OF_MEMBERS = jax.jit(jax.vmap(_merged)), jax.jit(jax.vmap(_computed))
+
+
+def _flat(found: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers by name; those of an array by its elements."""
+    out = {}
+    for name, x in found.items():
+        parts = {name: x}
+        if isinstance(x, Mapping):
+            parts = {f"{name}/{inner}": y for inner, y in x.items()}
+        for inner, y in parts.items():
+            flat = np.ravel(np.asarray(y))
+            keys = [inner] if np.ndim(y) == 0 else [f"{inner}/{i}" for i in range(flat.size)]
+            out |= dict(zip(keys, map(float, flat), strict=True))
+    return out
+
+
+__all__ = ["evaluate"]

@@ -1,0 +1,453 @@
+"""From batches to what one call of the compiled loop takes: stacked, and placed where the state lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from tsunax._core import placement, trees
+from tsunax._step.members import members_of
+from tsunax.data.batching import ALL_ROWS, Batches, Data, check_batch
+from tsunax.data.cursors import as_source
+from tsunax.data.prefetching import Prefetched
+from tsunax.errors import DataError, StateError, message, warn
+from tsunax.program import TrainStep
+from tsunax.run import fused_loop
+from tsunax.state import TrainState
+
+BUFFER_BYTES = 1 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
+MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
+RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
+MOST_ROOM = 1024  # of a call for so many steps; for more only what is left, if that is known
+NO_LIMIT = np.iinfo(np.int32).max
+REPEATED_BYTES = 4 << 20  # of copies of the only batch: made once for many calls
+AHEAD = 64  # batches of arrays in memory that are gathered at once, however few a call takes
+SHAPES = 16  # that batches may have in a run: each one compiles
+
+
+class Chunk(NamedTuple):
+    """Batches for one call."""
+
+    feed: Any  # on the device
+    n: Any  # int32 (2,): how many steps, and how many rejected ones in a row end them
+    steps: int
+    epochs: Any  # int (steps,)
+    bytes: int
+
+
+_UNKNOWN = object()
+
+
+class Feed:
+    """Chunks of data, for the state of a run: what `fit` asks for batches."""
+
+    def __init__(
+        self,
+        step,
+        data,
+        state,
+        steps_per_call,
+        interval: float,
+        left: float = float("inf"),
+        *,
+        # a new state begins with the first batch, a trained one goes on in the middle of an epoch; else as a `for`
+        goes_on: bool = False,
+        crosses: bool = False,  # whether a call may go beyond the end of an epoch that is shorter
+    ):
+        self._step, self._crosses = step, crosses
+        self._repeats = crosses and isinstance(data, list | tuple) and len(data) == 1
+        self._repeated: Any = None  # copies of the only batch, on the device
+        self._is_population = members_of(state) is not None
+        begins = goes_on and isinstance(data, Data) and not data.is_placed and _is_new(state)
+        # `batches` are read with a place of the run's own: others may loop over them meanwhile. The
+        # data that were given follow it, call by call.
+        self._given: Any = None
+        self._has_begun = False
+        if isinstance(data, Data) and isinstance(innermost(data), Batches):
+            self._given, self._was, data = data, (data.get_state(), data.is_placed), data.afresh()
+        elif begins and isinstance(data, Prefetched) and not isinstance(innermost(data), Iterator):
+            data.restart()
+        self.source = as_source(data)
+        if isinstance(data, Data) and self.source.resumable and not begins:
+            place, is_placed = (data.get_state(), data.is_placed) if self._given is None else self._was
+            if goes_on or is_placed:  # in the middle of an epoch, if they are there
+                self.source.restore(place)
+            elif self._given is not None:
+                self.source.restore({"epoch": place["epoch"] + (place["position"] > 0), "position": 0})
+        self._start = self.source.state() if self.source.resumable else None
+        if isinstance(steps_per_call, int):  # room for so many more than are left would never be filled
+            steps_per_call = int(min(steps_per_call, max(MOST_ROOM, left)))
+        self._setting, self._interval = steps_per_call, interval
+        self.size = 1  # batches of a call at most, of the shape of the first one
+        self._first: Any = None  # that batch, as shapes
+        self._sizes: dict[Any, tuple[int, int]] = {}
+        self._ended = False
+        self._rows = 0
+        self._block: _Block | None = None
+        self._ahead = 1
+        self._home: Any = _UNKNOWN
+
+    @property
+    def epoch(self) -> int:
+        return self.source.epoch
+
+    def steps_to(self, epochs: int, start: int) -> int | None:
+        """The step at which so many epochs are over, if none is rejected; None where the data does not know."""
+        try:
+            return start + (epochs - self.epoch) * len(self.source.data) - self.source.position
+        except TypeError:
+            return None
+
+    def ended(self) -> bool:
+        """Whether an epoch has ended since the last time that one asked."""
+        if not self._ended and self._block is None and self._is_through():
+            self._ended = self.source.take(1) is None
+        ended, self._ended = self._ended, False
+        return ended
+
+    def _is_through(self) -> bool:
+        data, position = self.source.data, self.source.position
+        try:
+            return isinstance(data, Data | list | tuple) and position >= len(data)
+        except TypeError:  # a stream does not know its length
+            return False
+
+    def take(self, n: int, state, step: int, limit: int = NO_LIMIT, until: float = 1) -> Chunk | None:
+        """The next batches, n at most and all of one shape; None at the end of an epoch.
+
+        `until` so many steps nobody looks at the place of the data: that far more may be read than is given.
+        """
+        chunk = self._take(n, state, step, limit, until)
+        self._has_begun = True
+        self._tell()
+        return chunk
+
+    def _tell(self) -> None:
+        if self._given is not None and self._has_begun:
+            self._given.follow(self.source.state())
+
+    def _take(self, n: int, state, step: int, limit: int, until: float) -> Chunk | None:
+        epoch, data = self.epoch, self.source.data
+        if self._setting is None:
+            return self._single(state, step)
+        if isinstance(data, Batches) and data.resident is not None:
+            return self._resident(data, n, state, limit)
+        if self._repeats:
+            return self._one_batch(n, state, step, limit)
+        epochs = None
+        if self._block is None and self._is_short(data, min(n, self.size)):
+            batches, epochs = self._across(min(n, self.size))
+            leaves, treedef = jax.tree.flatten(batches)
+            size, bytes = self._known(treedef, leaves, step, 1)
+            self._block = _Block(leaves, treedef, n, size, size * bytes, None)
+        if self._block is None:
+            is_of_arrays = isinstance(data, Batches) and data.is_of_arrays
+            ahead = int(min(self._ahead, until)) if is_of_arrays else 1
+            before = self.source.state() if ahead > 1 else None
+            batches = self.source.take(max(ahead, min(n, self.size)))
+            if batches is None:
+                self._ended = True
+                return None
+            leaves, treedef = jax.tree.flatten(batches)
+            size, bytes = self._known(treedef, leaves, step, 1)
+            self._block = _Block(leaves, treedef, n, size, size * bytes, before)
+        block = self._block
+        batches, count = block.next(n)
+        if block.is_empty:
+            self._block = None
+        where = {"step": self._step, "whole": self._is_whole}
+        feed, sent = place(fused_loop.Stacked(batches), count, self._home_of(state), limit, **where)
+        epochs = np.full(count, epoch) if epochs is None else epochs
+        return Chunk(feed, sent, count, epochs, block.bytes)
+
+    def _is_short(self, data, n: int) -> bool:
+        """Whether epochs of `batches` are shorter than a call, with batches of one shape."""
+        if not (self._crosses and isinstance(data, Batches) and data.is_of_arrays):
+            return False
+        return data.tail_rows == 0 and len(data) < n
+
+    def _across(self, n: int) -> tuple[Any, np.ndarray]:
+        """The next n batches, and the epoch of each."""
+        parts, epochs = [], []
+        while len(epochs) < n:
+            epoch = self.epoch
+            if (part := self.source.take(n - len(epochs))) is not None:
+                parts.append(part)
+                epochs += [epoch] * len(jax.tree.leaves(part)[0])
+        return jax.tree.map(lambda *x: np.concatenate(x), *parts), np.array(epochs)
+
+    def _one_batch(self, n: int, state, step: int, limit: int) -> Chunk:
+        """Many epochs of the only batch of the data. It is read again after every boundary."""
+        if self.source.position:
+            self.source.next()
+        epoch = self.epoch
+        home = self._home_of(state)
+        if self._repeated is None:
+            leaves, treedef = jax.tree.flatten(self.source.next())
+            size = self._known(treedef, leaves, step, 0)[0]
+            feed = fused_loop.Stacked(treedef.unflatten([_repeated(x, size) for x in leaves]))
+            self._repeated = feed if isinstance(home, NamedSharding) else jax.device_put(feed, home)
+        n = min(n, self._repeated.size)
+        self.source.again(n)
+        where = {"step": self._step, "whole": self._is_whole}
+        self._repeated, sent = place(self._repeated, n, home, limit, **where)
+        return Chunk(self._repeated, sent, n, np.arange(epoch, epoch + n), 0)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether each device takes all rows: of a population each has members of its own."""
+        return self.source.is_whole or self._is_population
+
+    def _single(self, state, step: int) -> Chunk | None:
+        """The next batch, for a step that is called as it is: a `TrainStep` places it itself."""
+        epoch = self.epoch
+        if (batch := self.source.next()) is None:
+            self._ended = True
+            return None
+        leaves, treedef = jax.tree.flatten(batch)
+        bytes = self._known(treedef, leaves, step, 0)[1]
+        home = self._home_of(state)
+        if self._is_whole:
+            batch = placement.whole(batch, home, shared=False)
+        elif not isinstance(self._step, TrainStep) and isinstance(home, NamedSharding):
+            batch = placement.put(batch, home, shared=False)
+        return Chunk(fused_loop.Single(batch), None, 1, np.full(1, epoch), bytes)
+
+    def sync(self) -> None:
+        """Put data from which more was read than given to where they would be without that; the state may move now."""
+        self._home, self._repeated = _UNKNOWN, None
+        if self._block is not None:
+            place, self._block = self.place(), None
+            self._restore(place)
+        self._tell()
+
+    def _resident(self, data: Batches, n: int, state, limit: int) -> Chunk | None:
+        """The next rows of arrays that lie on the device: the program gathers them, and nothing is copied."""
+        epoch = self.epoch
+        self.size = max(2, min(len(data), RESIDENT))
+        ahead = self.source.advance(min(n, self.size))
+        if ahead is None:
+            self._ended = True
+            return None
+        first, (count, rows) = ahead
+        self._rows = max(self._rows, rows)
+        size = self.size if rows == self._rows else 2  # the short batch at the end
+        spread = None if self._is_population else placement.rows_over(self._home_of(state), rows)
+        feed = fused_loop.Gathered(data.resident, data.device_order(epoch), np.int32(first), rows, size, spread)
+        epochs = np.full(count, epoch)
+        return Chunk(feed, np.array([count, limit], np.int32), count, epochs, 0)
+
+    def _home_of(self, state) -> Any:
+        if self._home is _UNKNOWN:
+            self._home = placement.home_of(state)
+        return self._home
+
+    def _known(self, treedef, leaves: list, step: int, stacked: int) -> tuple[int, int]:
+        """For how many batches of this shape a call has room, and the bytes of one. Raises for what cannot be.
+
+        The leaves have so many axes before those of a batch.
+        """
+        shapes = tuple([(x.shape[stacked:], x.dtype) for x in leaves])
+        if (treedef, shapes) not in self._sizes:
+            one = treedef.unflatten([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes])
+            check_batch(one, f"step {step}")
+            bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes)
+            self._sizes[treedef, shapes] = self._new(one, leaves, step), bytes
+        size, bytes = self._sizes[treedef, shapes]
+        self._ahead = max(1, min(AHEAD, BUFFER_BYTES // max(bytes, 1)))
+        return size, bytes
+
+    def _new(self, one, leaves, step: int) -> int:
+        if self._first is None:
+            self._first = one
+            self.size = self._new_size(one, leaves)
+            return self.size
+        where = f"batch at step {step}"
+        if difference := trees.first_difference(one, self._first, "batch"):
+            raise DataError(f"{where}: {difference}. Batches of a run have one structure.")
+        rows_only = True
+        for (path, x), y in zip(
+            jax.tree_util.tree_flatten_with_path(one)[0], jax.tree.leaves(self._first), strict=True
+        ):
+            if x.dtype != y.dtype:
+                name = trees.access_str("batch", path)
+                raise DataError(message("dtype", f"{name}, step {step}", x.dtype, f"{y.dtype}, as in the first batch"))
+            rows_only &= x.shape[1:] == y.shape[1:]
+        if len(self._sizes) >= SHAPES:
+            got, fix = f"shape number {SHAPES + 1}", "Each one compiles: pad the batches to a few sizes."
+            raise DataError(message("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix))
+        if not rows_only or len(self._sizes) > 1:  # the short batch at the end of an epoch is expected
+            new, old = (", ".join(str(x.shape) for x in jax.tree.leaves(tree)) for tree in (one, self._first))
+            warn(f"{where}: shapes {new} after {old}, which compiles the step once more")
+        if rows_only and check_batch(one) < check_batch(self._first) and isinstance(self.source.data, Batches):
+            return 2  # one in an epoch
+        self.size = self._new_size(one, leaves)
+        return self.size
+
+    def _new_size(self, one, leaves) -> int:
+        if self._repeats:
+            return buffer_size(one, (), self._setting, self._interval, REPEATED_BYTES)
+        return buffer_size(one, leaves, self._setting, self._interval)
+
+    def place(self) -> Any:
+        """Where the data are, for a checkpoint."""
+        block, settings = self._block, _settings_of(self.source.data)
+        place = self.source.state()
+        if block is not None and block.before is not None:
+            place = block.before | {"position": block.before["position"] + block.at}
+        return place if settings is None else {**place, "settings": settings}
+
+    def go_to(self, place, replay: bool) -> None:
+        """Go on from such a place. Raises DataError for data that cannot, unless it is read again up to there."""
+        if place is None:
+            return
+        settings, now = place.get("settings"), _settings_of(self.source.data)
+        if (settings is not None and now is None) or (now is not None and "data" in place):
+            ours, other = "ts.batches(...)", f"a {type(self.source.data).__name__}"
+            got, saved = (other, ours) if now is None else (ours, "data of another kind")
+            expected = f"{saved}, with which the checkpoint was saved"
+            fix = "Give the data of that run; or start another one, with another path."
+            raise DataError(message("data", "fit()", got, expected, fix))
+        if settings is not None and now is not None and dict(settings) != now:
+            differ = [name for name in now if settings.get(name) != now[name]]
+            said = lambda name, x: f"{name} {'of all rows' if x == ALL_ROWS else x}"
+            got, expected = (", ".join(said(name, x.get(name)) for name in differ) for x in (now, settings))
+            fix = "Another order of the data is another run: give it another path."
+            raise DataError(message("data", "resume", got, f"{expected}, as in the checkpoint", fix))
+        place = self._restore(place, replay)
+        if self._given is not None:
+            self._given.set_state(place)
+
+    def _restore(self, place, replay: bool = False) -> dict[str, Any]:
+        place = {name: x for name, x in place.items() if name != "settings"}
+        self.source.restore(place, replay)
+        return place
+
+    def back(self) -> None:
+        """Put the data back to where they were, if they can be."""
+        if self._start is not None:
+            self.source.restore(self._start)
+        if self._given is not None:
+            place, is_placed = self._was
+            (self._given.set_state if is_placed else self._given.follow)(place)
+            self._given = None
+
+    def close(self) -> None:
+        self.sync()
+        if isinstance(self.source.data, Prefetched):
+            self.source.data.close()
+
+
+class _Block:
+    """Batches that were read together, and are given out in calls: each a view of `size` of them, no copy."""
+
+    def __init__(self, leaves: list, treedef, n: int, size: int, bytes: int, before):
+        """Of stacked leaves, of which n batches at most go into the first call."""
+        count = len(leaves[0])
+        self.size = max(size, count) if count <= n else size
+        room = self.size if count <= n else count + size - 1  # the last call may look beyond the end
+        self.leaves, self.treedef, self.count, self.bytes = [_padded(x, room) for x in leaves], treedef, count, bytes
+        self.before = before  # the place of the data where it begins; None where nothing was read ahead
+        self.at = 0
+
+    def next(self, n: int) -> tuple[Any, int]:
+        """The next batches, n at most, in a tree with room for `size`."""
+        i, n = self.at, min(n, self.size, self.count - self.at)
+        self.at += n
+        leaves = self.leaves if n == self.count else [x[i : i + self.size] for x in self.leaves]
+        return self.treedef.unflatten(leaves), n
+
+    @property
+    def is_empty(self) -> bool:
+        return self.at == self.count
+
+
+def _padded(x, size: int):
+    """An array with a first axis of `size`; what is beyond its own is never read."""
+    if len(x) == size:
+        return x
+    if isinstance(x, jax.Array):
+        return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (size - len(x), *x.shape[1:]))])
+    out = placement.room((size, *x.shape[1:]), x.dtype)
+    out[: len(x)] = x
+    return out
+
+
+def _repeated(x, n: int):
+    """An array n times, along a new first axis."""
+    if isinstance(x, jax.Array):
+        return jnp.broadcast_to(x, (n, *x.shape))
+    out = placement.room((n, *x.shape), x.dtype)
+    out[:] = x
+    return out
+
+
+def buffer_size(batch, leaves, steps_per_call, interval: float, bytes: int = BUFFER_BYTES) -> int:
+    """How many batches a call has room for: at least 2, since a loop of one would be another program.
+
+    Of sizes and settings alone: what a clock on the wall says may choose how many of them are filled, not this.
+    """
+    if isinstance(steps_per_call, int):
+        return max(2, steps_per_call)
+    size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
+    on_device = any(isinstance(x, jax.Array) for x in leaves)  # stacked by a program of that many operands
+    most = min(bytes // max(int(size), 1), 8 if on_device else MOST)
+    return int(max(2, min(most, interval)))
+
+
+def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) -> tuple[Any, Any]:
+    """Stacked batches, in memory of ours, where the state lives; jit is the fastest way to one device.
+
+    Rows that do not divide by the devices of a mesh are padded where the step masks. A batch that is `whole` on every
+    process stays so.
+    """
+    count = np.array([n, limit], np.int32)
+    masks, accumulate = getattr(step, "masks", False), getattr(step, "accumulate", 1)
+    if isinstance(home, NamedSharding) and not whole and masks:
+        rows = jax.tree.leaves(feed.batches)[0].shape[1]
+        if padding := -rows % placement.divisor(home, accumulate):
+            batches, mask = placement.padded(feed.batches, rows, rows + padding, axis=1)
+            feed = fused_loop.Stacked(batches, placement.put(mask, home, shared=False))
+    if whole:
+        return placement.whole((feed, count), home, shared=False)
+    elsewhere = home is not None and any(isinstance(x, jax.Array) for x in jax.tree.leaves(feed))
+    is_on_mesh = isinstance(home, NamedSharding)
+    is_moved = elsewhere or is_on_mesh
+    return placement.put((feed, count), home, axis=1, shared=False) if is_moved else (feed, count)
+
+
+def _is_new(state) -> bool:
+    """Whether no step has seen it: a `TrainState`, or a tree of some."""
+    is_state = lambda x: isinstance(x, TrainState)
+    parts = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    return bool(parts) and not any(np.max(x.calls) for x in parts)
+
+
+def innermost(data) -> Any:
+    """What is read ahead, however often; other data themselves."""
+    while isinstance(data, Prefetched):
+        data = data.data
+    return data
+
+
+def _settings_of(data) -> dict[str, Any] | None:
+    """What the order of `batches` depends on; None for other data."""
+    data = innermost(data)
+    return data.settings if isinstance(data, Batches) else None
+
+
+def length_of(batches, where: str) -> int:
+    """The length of the first axis that all arrays of a tree share. Raises StateError."""
+    shapes = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
+    if len(shapes) != 1 or shapes == {()} or shapes == {(0,)}:
+        got = ", ".join(trees.describe(x) for x in jax.tree.leaves(batches)[:4]) or "no arrays"
+        raise StateError(message("batches", where, got, "arrays with one first axis, of steps"))
+    return next(iter(shapes))[0]
+
+
+__all__ = ["Chunk", "Feed", "innermost", "length_of", "place"]

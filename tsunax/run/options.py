@@ -1,0 +1,227 @@
+"""What `fit` was asked for, checked before anything runs: a goal, when to evaluate, whom to call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tsunax._core import checks, trees
+from tsunax._step.loss_fn import A_STEP
+from tsunax.errors import WrongTypeError, message
+from tsunax.program import TrainStep
+from tsunax.state import TrainState, check_state
+
+
+class Goal:
+    """`steps` or `epochs`, whichever was given: a place to reach, not a number to add."""
+
+    def __init__(self, where: str, steps, epochs):
+        check_whole(where, **{name: x for name, x in (("steps", steps), ("epochs", epochs)) if x is not None})
+        if (steps is None) == (epochs is None):
+            got = "neither steps nor epochs" if steps is None else f"steps={steps} and epochs={epochs}"
+            raise WrongTypeError(message("goal", where, got, "one of them"))
+        self.steps, self.epochs = steps, epochs
+
+    def left(self, step: int) -> float:
+        return float("inf") if self.steps is None else self.steps - step
+
+    def reached(self, step: int, epoch: int) -> bool:
+        return step >= self.steps if self.steps is not None else epoch >= self.epochs
+
+    def __str__(self) -> str:
+        return f"steps={self.steps}" if self.steps is not None else f"epochs={self.epochs}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `fit` was given, checked."""
+
+    goal: Goal
+    evaluate: Callable | None
+    evaluate_steps: int | None  # every so many steps
+    evaluate_epochs: int | None  # or every so many epochs
+    callbacks: tuple[Any, ...]
+    loggers: tuple[Any, ...]
+    log_every: int
+    steps_per_call: Any  # an int, "auto", or None: no compiled loop
+    max_bad: int
+    extra: Mapping[str, Any]
+    saver: Any  # `Checkpoints`, or None
+    smoke: bool  # every callback is called at the end, whatever it waits for
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Of the callbacks, each its own: the key of its memory, wherever it stands among the others."""
+        names = [_name(f) for f in self.callbacks]
+        return [f"{name} #{names[:i].count(name)}" if name in names[:i] else name for i, name in enumerate(names)]
+
+    @functools.cached_property
+    def intervals(self) -> list[int]:
+        """A boundary lies at every multiple of these."""
+        found = [f.every for f in self.callbacks if is_every(f)]
+        found += [self.log_every] if any(map(is_bare, self.callbacks)) else []
+        found += [self.saver.every] if self.saver is not None and self.saver.every else []
+        return found + ([self.evaluate_steps] if self.evaluate_steps else [])
+
+    @functools.cached_property
+    def places(self) -> list[int]:
+        """And at these steps."""
+        return [place for f in self.callbacks for place in getattr(f, "at", ())]
+
+    def deciding(self) -> dict[str, Any]:
+        """What decides when a call ends: the same on all processes."""
+        names = "evaluate_steps", "evaluate_epochs", "log_every", "steps_per_call", "max_bad", "smoke", "intervals"
+        found = {name: getattr(self, name) for name in (*names, "places", "listens_to_epochs")}
+        return {"goal": str(self.goal), "evaluate": self.evaluate is not None, **found}
+
+    @property
+    def listens_to_epochs(self) -> bool:
+        listeners = self.evaluate_epochs, self.goal.epochs, self.saves_epochs, any(map(is_bare, self.callbacks))
+        return any(listeners)
+
+    @property
+    def saves_epochs(self) -> bool:
+        """Whether a checkpoint is made at the end of every epoch: where nobody said when."""
+        return self.saver is not None and not self.saver.every
+
+    def next_boundary(self, step: int) -> float:
+        """The first step beyond this one that somebody waits for."""
+        found = [(step // n + 1) * n for n in self.intervals] + [place for place in self.places if place > step]
+        if self.goal.steps is not None:
+            found.append(self.goal.steps)
+        return min(found, default=float("inf"))
+
+    def events(self, step: int) -> list[str]:
+        """What happens at this step, in order."""
+        due = {
+            "step": any(step % f.every == 0 for f in self.callbacks if is_every(f)) or step in self.places,
+            "log": step % self.log_every == 0,
+            "evaluate": bool(self.evaluate_steps) and step % self.evaluate_steps == 0,
+        }
+        return [event for event, is_due in due.items() if is_due]
+
+
+def is_every(callback) -> bool:
+    return isinstance(getattr(callback, "every", None), int)
+
+
+def is_bare(callback) -> bool:
+    return not is_every(callback) and not hasattr(callback, "at") and getattr(callback, "events", None) is None
+
+
+def _name(callback) -> str:
+    """A name that the same callback has in every process: its type and its plain fields."""
+    if isinstance(callback, functools.partial):
+        return _name(callback.func)
+    if not dataclasses.is_dataclass(callback):
+        return getattr(callback, "__qualname__", type(callback).__name__)
+    fields = [(field.name, getattr(callback, field.name)) for field in dataclasses.fields(callback)]
+    told = [f"{name}={x!r}" for name, x in fields if isinstance(x, bool | int | float | str)]
+    told += [f"{name}={_name(x)}" for name, x in fields if callable(x)]
+    return f"{type(callback).__name__}({', '.join(told)})"
+
+
+def wants(callback, event: str, step: int) -> bool:
+    if event == "step":
+        return (is_every(callback) and step % callback.every == 0) or step in getattr(callback, "at", ())
+    if getattr(callback, "events", None) is not None:
+        return event in callback.events
+    return is_bare(callback) or (event == "start" and hasattr(callback, "at"))
+
+
+def options_of(
+    goal, evaluate, every, callbacks, logger, log_every, steps_per_call, max_bad, extra, saver, smoke
+) -> Options:
+    """The arguments of `fit`, each checked by itself."""
+    where = "fit()"
+    steps: Any = None
+    epochs: int | None = None
+    if evaluate is not None and not callable(evaluate):
+        fix = "For example lambda state: ts.evaluate(eval_step, state, data)."
+        raise WrongTypeError(message("evaluate", where, trees.describe(evaluate), "f(state) -> {name: number}", fix))
+    if evaluate is not None:
+        check_takes("evaluate", where, evaluate, "f(state)", None)
+    if isinstance(every, str) and (found := re.fullmatch(r"(?:(\d+) )?epochs?", every)):
+        epochs = int(found[1] or 1)
+    else:
+        steps = every
+    check_whole(where, evaluate_every=every if epochs is None else epochs, log_every=log_every, max_bad=max_bad)
+    if evaluate is None:
+        if every != "epoch":
+            fix = "It says when to call evaluate."
+            raise WrongTypeError(message("evaluate", where, f"None, but evaluate_every={every!r}", "a function", fix))
+        steps = epochs = None
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise WrongTypeError(message("extra", where, trees.describe(extra), "{name: arrays}, with str names"))
+    checks.check_arrays(extra, "extra", "Bind it to the step instead, with functools.partial.")
+    if not (steps_per_call is None or (isinstance(steps_per_call, str) and steps_per_call == "auto")):
+        check_whole(where, steps_per_call=steps_per_call)
+    callbacks = tuple(callbacks) if isinstance(callbacks, list | tuple) else (callbacks,)
+    loggers = tuple(logger) if isinstance(logger, list | tuple) else () if logger is None else (logger,)
+    for name, found in (("callback", callbacks), ("logger", loggers)):
+        for f in found:
+            if not callable(f):
+                raise WrongTypeError(message(name, where, trees.describe(f), "a function"))
+            is_factory = inspect.isfunction(f) and f.__module__.startswith("tsunax.")
+            if isinstance(f, type) or is_factory:
+                fix = f"Call it: {f.__name__}(...)."
+                raise WrongTypeError(message(name, where, trees.describe(f), "what it makes", fix))
+    for f in callbacks:
+        check_takes("callback", where, f, "f(run)", None)
+    for f in loggers:
+        check_takes("logger", where, f, "f(row, step=...)", {}, step=0)
+    if jax.process_index():
+        loggers = ()
+    return Options(
+        goal, evaluate, steps, epochs, callbacks, loggers, log_every, steps_per_call, max_bad, extra, saver, smoke
+    )
+
+
+def check_step(where: str, step, state) -> None:
+    """Raise WrongTypeError for what is no step, or no state for it."""
+    expected = A_STEP
+    if not callable(step):
+        is_state = isinstance(step, TrainState)
+        fix = f"The order is {where[:-1]}step, state, data, ...)." if is_state else "Make one: ts.train_step(loss_fn)."
+        raise WrongTypeError(message("step", where, trees.describe(step), expected, fix))
+    if isinstance(step, TrainStep):
+        check_state(state, where)
+        return
+    if isinstance(state, TrainState) and next(iter(_parameters(step)), "") == "params":
+        fix = f"Give ts.train_step({getattr(step, '__name__', 'loss_fn')})."
+        raise WrongTypeError(message("step", where, trees.describe_call(step), expected, fix))
+    if not jax.tree.leaves(state):
+        raise WrongTypeError(message("state", where, trees.describe(state), "a tree of arrays"))
+
+
+def check_takes(what: str, where: str, f: Callable, expected: str, *args, **kwargs) -> None:
+    """Raise WrongTypeError for a function that cannot be called so, as far as its signature tells."""
+    try:
+        inspect.signature(f).bind(*args, **kwargs)
+    except TypeError:
+        raise WrongTypeError(message(what, where, trees.describe_call(f), expected)) from None
+    except ValueError:  # some builtins have none
+        return
+
+
+def _parameters(f: Callable) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(f).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def check_whole(where: str, **values) -> None:
+    """Raise WrongTypeError for what is no int ≥ 1."""
+    for name, value in values.items():
+        checks.check_count(value, where, name)
+
+
+__all__ = ["Goal", "Options", "check_step", "check_whole", "is_bare", "is_every", "options_of", "wants"]

@@ -1,0 +1,381 @@
+"""Progress: what a person sees of a run while it runs.
+
+`Progress` decides when to draw and what to say, its view how: two lines that redraw themselves on a
+terminal and in a notebook, a plain line now and then anywhere else, or a tqdm of the user's. All of it
+goes to stderr, as tqdm's does, so that stdout has only what the script prints. There is no thread: the
+loop calls `show`, which nearly always only looks at the clock.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from tsunax._core import trees
+from tsunax.errors import WrongTypeError, message
+from tsunax.run.loggers import short
+from tsunax.run.rows import families
+
+__all__ = ["Progress", "progress", "summary"]
+
+_ASIDE = {"epoch", "grad_norm", "update_norm", "loss_scale", "dropped", "rejected", "learning_rate"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What there is to say at one moment."""
+
+    step: int
+    total: int | None
+    unit: str
+    rate: float | None  # units per second, lately; None before any were timed: the first ones compile
+    elapsed: float  # seconds
+    numbers: Mapping[str, float]
+    reason: str | None = None  # why it ended; None while it runs, "" if the goal was reached
+    is_first: bool = False  # whether nothing has run yet
+
+    @property
+    def count(self) -> str:
+        of = f"/{self.total:,}" if self.total is not None else ""
+        return f"{self.step:,}{of} {self.unit}s"
+
+    @property
+    def pace(self) -> list[str]:
+        """The time left (at the end the time that it took), rates of one stretch, memory."""
+        times = [f"{_duration(self.elapsed)} in all"] if self.reason is not None else ["compiling"] * self.is_first
+        if self.rate and self.total is not None and not times:
+            times = [f"{_duration((self.total - self.step) / self.rate)} left"]
+        known = {n.removesuffix("_per_second"): x for n, x in self.numbers.items() if n.endswith("_per_second")}
+        own = known.pop(f"{self.unit}s", None)
+        rates = {f"{self.unit}s": self.rate} if self.rate else {}
+        if self.rate or not own:  # rows are of another stretch, but say how many examples a step has
+            rates |= {what: x * self.rate / own if own and self.rate else x for what, x in known.items()}
+        memory = [text] if (text := _memory()) else []
+        return [*times, *(f"{_si(rate)} {what}/s" for what, rate in rates.items()), *memory]
+
+    def results(self, moved: set[str]) -> list[str]:
+        """The loss, what evaluation gave, then whatever else has moved since the start."""
+        groups = families(name for name in self.numbers if not name.endswith("_per_second"))
+        is_shown = {
+            name: name == "loss"
+            or ("/" in name and "best" not in name)
+            or (name not in _ASIDE and any(one in moved for one in members))
+            for name, members in groups.items()
+        }
+        order = sorted(filter(is_shown.get, groups), key=lambda name: (name != "loss", "/" not in name))
+        found = summary({one: self.numbers[one] for name in order for one in groups[name]})
+        if rejected := self.numbers.get("rejected"):
+            found.append(f"rejected {rejected:,.0f}")
+        return found
+
+
+def summary(row: Mapping[str, float], digits=short) -> list[str]:
+    """Each number with its name; those of many members or classes as one range.
+
+    >>> summary({"val/loss": 0.5, "val/recall/0": 0.25, "val/recall/1": 0.75, "val/recall/2": 0.5, "val/recall/3": 1.0})
+    ['val/loss 0.5', 'val/recall/0…3 0.25…1']
+    """
+    found = []
+    for name, members in families(row).items():
+        values = [row[one] for one in members]
+        if len(values) == 1:
+            found.append(f"{name} {digits(values[0])}")
+            continue
+        high = next((x for x in values if not math.isfinite(x)), max(values))
+        low = min(filter(math.isfinite, values), default=high)
+        found.append(f"{name}/0…{len(values) - 1} {digits(low)}…{digits(high)}")
+    return found
+
+
+def _duration(seconds: float) -> str:
+    """Of seconds: 0:09, 12:05, 3:04:05, and 2 d 3:04:05."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    return f"{days} d " * bool(days) + (f"{h}:{m:02}:{s:02}" if hours else f"{m}:{s:02}")
+
+
+def _si(rate: float) -> str:
+    """Three digits and a letter: 12.3k, 1.54M.
+
+    >>> [_si(x) for x in (3.4567, 999.4, 999.6, 123456.0, 5e6)]
+    ['3.46', '999', '1k', '123k', '5M']
+    """
+    size, letter = next(((n, x) for n, x in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if rate >= 0.9995 * n), (1, ""))
+    return f"{rate / size:.3g}{letter}"
+
+
+def _memory() -> str:
+    """What the fullest device of this process holds, of how much; the resident set where devices do not say."""
+    found = []
+    for device in jax.local_devices():
+        with contextlib.suppress(RuntimeError):
+            stats = device.memory_stats() or {}
+            if "bytes_in_use" in stats:
+                found.append((stats["bytes_in_use"], stats.get("bytes_limit", 0)))
+    if found:
+        used, limit = max(found)
+        return f"{used / 2**30:.1f}" + (f"/{limit / 2**30:.0f}" if limit else "") + " GiB"
+    try:
+        with open("/proc/self/statm") as file:
+            return f"{int(file.read().split()[1]) * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+    except OSError:
+        return ""
+
+
+# --------------------------------------------------------------------------------------------------------------- views
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _Lines:
+    """A plain line every 5 seconds; of a run of hours, one a minute."""
+
+    redraws = False
+    note = staticmethod(_say)
+
+    def interval(self, elapsed: float) -> float:
+        return min(max(5.0, elapsed / 60), 60.0)
+
+    def draw(self, facts: Facts, moved: set[str]) -> None:
+        percent = [f"{facts.step / facts.total:.0%}"] if facts.total else []
+        ended = [facts.reason] if facts.reason else []
+        parts = [facts.count, *percent, *facts.results(moved), *facts.pace, *ended]
+        _say("  ".join(parts))
+
+    def close(self) -> None:
+        pass
+
+
+def _picture(facts: Facts, moved: set[str], width: int):
+    """Two lines: where it is, and how it goes."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    colour = {None: "cyan", "": "green"}.get(facts.reason, "yellow")
+    cells: list[Any] = [Text(facts.count, style="bold")]
+    pace, rest = facts.pace, []
+    if facts.total:
+        room = lambda: width - len(facts.count) - len("  ".join(pace)) - 12
+        while len(pace) > 1 and room() < 12:
+            rest.insert(0, pace.pop())
+        bar = ProgressBar(facts.total, facts.step, width=min(40, room()), complete_style=colour, finished_style=colour)
+        percent = Text(f"{facts.step / facts.total:4.0%}", style=colour)
+        cells += [bar, percent] if room() >= 12 else [percent]
+    first = Table.grid(padding=(0, 2, 0, 0))
+    for cell in [*cells, Text()]:
+        first.add_column(no_wrap=True, overflow="ellipsis", min_width=len(cell) if isinstance(cell, Text) else None)
+    first.add_row(*cells, Text("  ".join(pace), style="dim"))
+    second = Text(no_wrap=True, overflow="ellipsis")
+    for result in facts.results(moved):
+        name, _, value = result.rpartition(" ")
+        second.append(f"{name} ", style="dim").append(value, style="bold").append("  ")
+    second.append("  ".join(rest), style="dim")
+    return Group(first, *([second] if second else []), *([Text(facts.reason, style=colour)] if facts.reason else []))
+
+
+class _Terminal:
+    """Two lines at the bottom of a terminal; what the user prints scrolls by above them."""
+
+    redraws = True
+
+    def __init__(self, console):
+        from rich.live import Live
+
+        is_shared = sys.stdout is not None and sys.stdout.isatty()  # else it is a file, and stays one
+        self.live = Live(console=console, auto_refresh=False, redirect_stdout=is_shared)
+
+    def interval(self, elapsed: float) -> float:
+        return 0.1
+
+    def draw(self, facts: Facts, moved: set[str]) -> None:
+        self.live.start()
+        self.live.update(_picture(facts, moved, self.live.console.width), refresh=True)
+
+    def note(self, text: str) -> None:
+        self.live.console.print(text, markup=False, highlight=False, emoji=False)
+
+    def close(self) -> None:
+        self.live.stop()
+
+
+class _Notebook:
+    """The same two lines as HTML that is redrawn in place, with or without ipywidgets; the last ones are saved."""
+
+    redraws = True
+
+    def __init__(self):
+        self.handle = None
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)  # notebooks show stderr as if it were an error
+
+    def interval(self, elapsed: float) -> float:
+        return 0.2
+
+    def draw(self, facts: Facts, moved: set[str]) -> None:
+        from IPython.display import HTML, display
+        from rich.console import Console
+
+        console = Console(record=True, file=io.StringIO(), width=110, force_terminal=True, force_jupyter=False)
+        console.print(_picture(facts, moved, 110))
+        style = "white-space:pre;overflow-x:auto;line-height:1.4;font-family:Menlo,Consolas,monospace;margin:0"
+        html = HTML(console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>'))
+        if self.handle is None:
+            self.handle = display(html, display_id=True)
+        else:
+            self.handle.update(html)
+
+    def close(self) -> None:
+        pass
+
+
+class _Tqdm:
+    """A bar of another library: `update(n)`, `set_postfix(dict)`, `close()`."""
+
+    redraws = False
+
+    def __init__(self, bar, start: int):
+        self.bar, self.at = bar, start
+
+    def interval(self, elapsed: float) -> float:
+        return 0.1
+
+    def draw(self, facts: Facts, moved: set[str]) -> None:
+        results = (result.rpartition(" ") for result in facts.results(moved))
+        self.bar.set_postfix({name: value for name, _, value in results})
+        self.bar.update(facts.step - self.at)
+        self.at = facts.step
+
+    def note(self, text: str) -> None:
+        getattr(self.bar, "write", _say)(text)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ progress
+
+
+@dataclass(eq=False)
+class Progress:
+    """A run as its view shows it. `show` after every call of the step, `note` for a line above, `close` at the end."""
+
+    view: Any
+    total: int | None
+    start: int
+    unit: str = "step"
+    _step: int = field(default=0, init=False)
+    _row: Mapping[str, float] = field(default_factory=dict, init=False)
+    _first: dict[str, float] = field(default_factory=dict, init=False)
+    _moved: set[str] = field(default_factory=set, init=False)
+    _began: float = field(default_factory=lambda: time.perf_counter(), init=False)
+    _next: float = field(default=0.0, init=False)
+    _recent: collections.deque = field(default_factory=lambda: collections.deque(maxlen=30), init=False)
+    _timed: tuple[float, int] | None = field(default=None, init=False)  # when the first steps ended
+    _newest: tuple[float, int] = field(default=(0.0, 0), init=False)
+    _is_drawn: bool = field(default=False, init=False)
+
+    def __post_init__(self):
+        self._step = self.start
+        self._next = self._began + self.view.interval(0.0)
+
+    def show(self, step: int, row: Mapping[str, float]) -> None:
+        self._step = step
+        if row:
+            self._row = row
+        now = time.perf_counter()
+        if step > self.start:
+            self._newest = now, step
+            if self._timed is None:  # the time until here was that of compiling
+                self._timed = self._newest
+                self._recent.append(self._newest)
+        if now >= self._next or (self.view.redraws and not self._is_drawn):
+            if step > self.start:
+                self._recent.append((now, step))
+            self._draw(now, None)
+
+    def note(self, text: str) -> None:
+        self.view.note(text)
+
+    def close(self, reason: str = "") -> None:
+        if self._timed is not None:
+            self._recent = collections.deque([self._timed, self._newest])  # the rate of all of it
+        if self._step > self.start or self._is_drawn:
+            self._draw(time.perf_counter(), reason)
+        elif reason:
+            self.view.note(reason)
+        self.view.close()
+
+    def _draw(self, now: float, reason: str | None) -> None:
+        moved = (name for name, value in self._row.items() if self._first.setdefault(name, value) != value)
+        self._moved.update(moved)
+        rate = None
+        if self._recent:
+            (since, before), (until, step) = self._recent[0], self._recent[-1]
+            rate = (step - before) / (until - since) if step > before and until > since else None
+        is_first = self._step == self.start
+        facts = Facts(self._step, self.total, self.unit, rate, now - self._began, self._row, reason, is_first)
+        self.view.draw(facts, self._moved)
+        self._is_drawn = True
+        self._next = time.perf_counter() + self.view.interval(now - self._began)
+
+
+class _Silent:
+    """What `progress=False` shows."""
+
+    def show(self, step: int, row: Mapping[str, float]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self, reason: str = "") -> None:
+        pass
+
+
+def progress(progress: Any = True, total: int | None = None, start: int = 0, unit: str = "step"):
+    """What shows a run of `total` steps (None: nobody knows) that begins at `start`: see `Progress`.
+
+    True draws on a terminal and in notebooks and writes lines elsewhere, False is silent; a tqdm, or its class, is
+    used as it is. Raises WrongTypeError for anything else.
+
+    >>> bar = progress(False, total=100)
+    >>> bar.show(10, {"loss": 0.5}), bar.close()
+    (None, None)
+    """
+    if progress is False or progress is None:
+        return _Silent()
+    if progress is True:
+        return Progress(_view(), total, start, unit)
+    if isinstance(progress, type) and hasattr(progress, "update"):
+        progress = progress(total=total, initial=start, unit=f" {unit}s")
+    if all(callable(getattr(progress, name, None)) for name in ("update", "set_postfix", "close")):
+        return Progress(_Tqdm(progress, start), total, start, unit)
+    expected = "True, False, or a tqdm: update(n), set_postfix(dict), close()"
+    raise WrongTypeError(message("progress", "fit()", trees.describe(progress), expected))
+
+
+def _view():
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if console.is_jupyter:
+        return _Notebook()
+    # not rich's is_terminal: FORCE_COLOR, which CI sets, makes a terminal of any file for it
+    is_terminal = sys.stderr is not None and sys.stderr.isatty() and not console.is_dumb_terminal
+    return _Terminal(console) if is_terminal else _Lines()
