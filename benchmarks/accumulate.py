@@ -14,8 +14,8 @@ import math
 import jax
 import jax.numpy as jnp
 import optax
-
 import tsunax as ts
+
 from benchmarks._common import copied, interleave, ratio, save, table
 from benchmarks.step import TX, by_hand, by_tsunax, guarded
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
-
 import tsunax as ts
-from benchmarks._common import note, save, table
 from tsunax.checkpoints.saving import Checkpoints
+
+from benchmarks._common import note, save, table
 
 
 def host_copy(tree) -> None:

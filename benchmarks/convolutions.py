@@ -10,9 +10,9 @@ import itertools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from tsunax._core.convolutions import fast
 
 from benchmarks._common import interleave, ratio, save, table
-from tsunax._core.convolutions import fast
 
 MICRO = 8
 LAST = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}

@@ -10,11 +10,11 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 import tsunax as ts
-from benchmarks._common import interleave, ratio, save, table
 from tsunax import batches, prefetch
 from tsunax.data.batching import gather
+
+from benchmarks._common import interleave, ratio, save, table
 
 
 def forever(make):
@@ -55,7 +55,7 @@ def by_jit(arrays, size):
 
 def stacked(arrays, size, k):
     """`take(k)`, counted by the batch."""
-    data = batches(arrays, size, shuffle=True, tail="drop")
+    data = batches(arrays, size, shuffle=True, drop_remainder=True)
 
     def epoch():
         chunks = iter(data)
@@ -78,7 +78,7 @@ def compare(title, contenders, floor, *, rounds, steps, size):
 
 def indexing(rows, features, size, *, rounds, steps):
     arrays = {"x": np.random.default_rng(0).random((rows, features), np.float32), "y": np.arange(rows, dtype=np.int32)}
-    data = lambda **kinds: lambda: batches(arrays, size, shuffle=True, tail="drop", **kinds)
+    data = lambda **kinds: lambda: batches(arrays, size, shuffle=True, drop_remainder=True, **kinds)
     again = lambda data: lambda: data  # one value, an epoch each time
     contenders = {
         "NumPy by hand": forever(by_numpy(arrays, size)),
@@ -127,7 +127,7 @@ def handover(rows, features, size, *, rounds, steps):
         return burst
 
     again = lambda data: lambda: data
-    make = lambda **kinds: batches(arrays, size, shuffle=True, tail="drop", **kinds)
+    make = lambda **kinds: batches(arrays, size, shuffle=True, drop_remainder=True, **kinds)
     zeros = lambda: jnp.zeros(features)
     state = lambda: ts.setup(ts.rules.sgd(1e-3), {"w": jnp.zeros(features)})
     contenders = {

@@ -10,12 +10,12 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 import tsunax as ts
-from benchmarks._common import batch_of, mlp, mlp_loss, note, save, table
-from benchmarks.remat import blocks, gpt
 from tsunax.insight.description import describe
 from tsunax.insight.replaying import replay
+
+from benchmarks._common import batch_of, mlp, mlp_loss, note, save, table
+from benchmarks.remat import blocks, gpt
 
 
 def counts():

@@ -11,8 +11,8 @@ import functools
 import time
 
 import jax
-
 import tsunax as ts
+
 from benchmarks._common import batch_of, interleave, mlp, mlp_loss, note, save, table
 from benchmarks.step import TX, bare, by_hand, by_tsunax, same_info
 

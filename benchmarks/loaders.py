@@ -9,8 +9,8 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 import tsunax as ts
+
 from benchmarks._common import save, table
 
 SHAPES = {"32 x 64": (32, 64), "128 x 784": (128, 784), "1 MB": (256, 1024), "10 MB": (256, 10240)}

@@ -28,15 +28,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tsunax as ts
+from examples import gpt
 from flax import nnx
 
-import tsunax as ts
 from benchmarks import convolutions
 from benchmarks._common import copied, mlp, mlp_loss, note, ratio, save, table
 from benchmarks._peers._protocol import BATCHES, ROWS, data, ready_batches
 from benchmarks.data import by_numpy
 from benchmarks.step import TX, guarded, same_info, unguarded
-from examples import gpt
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / ".peers"

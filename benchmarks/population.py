@@ -8,8 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 import tsunax as ts
+
 from benchmarks._common import batch_of, copied, interleave, mlp, mlp_loss, ratio, save, table
 from benchmarks.step import TX, guarded
 

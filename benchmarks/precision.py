@@ -6,8 +6,8 @@ above 1 is a slower one. The guards are compared with the hand-written step with
 """
 
 import jax
-
 import tsunax as ts
+
 from benchmarks._common import batch_of, interleave, mlp, mlp_loss, ratio, save, table
 from benchmarks.accumulate import cnn, gpt
 from benchmarks.step import by_hand, by_tsunax, guarded, unguarded

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
 import tsunax as ts
+
 from benchmarks._common import batch_of, mlp, mlp_loss, save, table
 
 NAMES: list[str] = []
@@ -23,7 +23,7 @@ def main() -> None:
     params, batch = mlp([64, 64, 64, 10]), batch_of(32, 64)
     step = ts.train_step(mlp_loss)
     schedule = optax.cosine_decay_schedule(1e-2, 100)
-    state = ts.setup(ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adam(schedule)), params)
+    state = ts.setup(ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.adam(schedule)), params)
     paths = ["0/**", "1/**", "2/**", "**/0", "**/1"]
     draw, rows = random.Random(0), []
 
@@ -37,7 +37,7 @@ def main() -> None:
         rows.append((title, n, compiled, expected))
 
     kinds = [float, np.float32, jnp.float32, np.float64, lambda v: int(v > 5e-3)]
-    rebuilt = lambda i: ts.setup(ts.rules.chain(ts.rules.clip_global_norm(1.0 + i), ts.rules.adam(schedule)), params)
+    rebuilt = lambda i: ts.setup(ts.rules.chain(ts.rules.clip_by_global_norm(1.0 + i), ts.rules.adam(schedule)), params)
     first_freeze = lambda s, i: ts.freeze(s, "0/**")
     switch = lambda s, i: (ts.freeze if i % 2 else ts.thaw)(s, draw.choice(paths))
     count("first step", 1, 1, lambda s, i: s)

@@ -6,11 +6,11 @@ where one row has `jax.checkpoint` around each block instead of around the whole
 
 import jax
 import jax.numpy as jnp
+import tsunax as ts
+from examples.gpt import GPT, SIZES
 from flax import nnx
 
-import tsunax as ts
 from benchmarks._common import save, table
-from examples.gpt import GPT, SIZES
 
 POLICIES = (None, True, "dots_saveable")
 

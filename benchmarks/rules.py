@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from tsunax import rules
+from tsunax.rules import optimizers
 
 from benchmarks._common import copied, interleave, ratio, save, table
-from tsunax import rules
 
 ROUNDS, BURST = 40, 0.02  # seconds of a burst
 SHAPES = [(512, 1024), (1024,), (1024, 256), (256,), (256, 1024), (1024,)]  # 1.05 million
@@ -36,7 +37,7 @@ PARITY = {  # ours: what optax has under that name
 
 def pairs():
     """name -> (ours, optax's)."""
-    for name in (*rules.OPTAX, *rules.CONTRIB):
+    for name in (*optimizers.OPTAX, *optimizers.CONTRIB):
         plain = getattr(optax, name, None) or getattr(optax.contrib, name, None)
         if plain and name not in NO_UPDATE_ALONE:
             arguments = NEEDS.get(name, {"learning_rate": 1e-3})
@@ -44,15 +45,15 @@ def pairs():
     for name, plain in PARITY.items():
         yield name, getattr(rules, name)(1e-3), plain()
     sgd = optax.sgd(1e-3)
-    yield "clip_value", rules.chain(rules.clip_value(1.0), sgd), optax.chain(optax.clip(1.0), sgd)
+    yield "clip", rules.chain(rules.clip(1.0), sgd), optax.chain(optax.clip(1.0), sgd)
     yield (
-        "clip_global_norm",
-        rules.chain(rules.clip_global_norm(1.0), sgd),
+        "clip_by_global_norm",
+        rules.chain(rules.clip_by_global_norm(1.0), sgd),
         optax.chain(optax.clip_by_global_norm(1.0), sgd),
     )
     yield (
         "weight_decay",
-        rules.chain(rules.weight_decay(1e-4), sgd),
+        rules.chain(rules.add_decayed_weights(1e-4), sgd),
         optax.chain(optax.add_decayed_weights(1e-4), sgd),
     )
 

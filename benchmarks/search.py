@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-
 import tsunax as ts
-from benchmarks._common import copied, interleave, mlp, mlp_loss, note, ratio, save, table
-from benchmarks.loop import environment
 from examples import gpt
+from flax import nnx
 from tsunax.insight.batch_size import find_batch_size
 from tsunax.insight.learning_rate import _Ramp
+
+from benchmarks._common import copied, interleave, mlp, mlp_loss, note, ratio, save, table
+from benchmarks.loop import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1 << 30

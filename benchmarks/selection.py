@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import optax
-
 import tsunax as ts
+
 from benchmarks._common import save, table
 
 

@@ -6,10 +6,10 @@ keeps its shardings with `out_shardings`. Simulated devices on a CPU share its c
 
 import jax
 import numpy as np
+import tsunax as ts
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import tsunax as ts
 from benchmarks._common import batch_of, interleave, mlp, mlp_loss, ratio, save, table
 from benchmarks.step import TX, by_tsunax, guarded
 

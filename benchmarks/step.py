@@ -11,8 +11,8 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
-
 import tsunax as ts
+
 from benchmarks._common import batch_of, copied, interleave, mlp, mlp_loss, ratio, save, table
 
 CASES = {  # sizes, rows of a batch, steps of a burst, rounds

@@ -22,8 +22,8 @@ from pathlib import Path
 import optax
 import optax.contrib
 import pytest
-
 from tsunax import rules
+from tsunax.rules.optimizers import CONTRIB, OPTAX
 
 # {pattern of a test's name: why it fails}; what optax's tests ask of its own classes, and no user of a rule
 EXPECTED = {
@@ -49,7 +49,7 @@ def find(folder: Path) -> list[Path]:
 def replace_optimizers() -> list[str]:
     """Put our rule wherever a module of optax holds the optimizer of that name."""
     ours = {}
-    for module, names in ((optax, rules.OPTAX), (optax.contrib, rules.CONTRIB)):
+    for module, names in ((optax, OPTAX), (optax.contrib, CONTRIB)):
         ours |= {id(getattr(module, name)): getattr(rules, name) for name in names if hasattr(module, name)}
     for title, module in list(sys.modules.items()):
         if title.split(".")[0] == "optax":
@@ -90,9 +90,7 @@ def main() -> int:
             print("skipped: neither optax's wheel nor its sdist has tests, or the sdist could not be fetched")
             return 0
         names = [] if given.plain else replace_optimizers()
-        asks = re.compile(
-            r"\b(alias|contrib|optax|_[a-z]\w*)\.(" + "|".join([*rules.OPTAX, *rules.CONTRIB]) + r")\b|opt_name"
-        )
+        asks = re.compile(r"\b(alias|contrib|optax|_[a-z]\w*)\.(" + "|".join([*OPTAX, *CONTRIB]) + r")\b|opt_name")
         files = [file for file in files if asks.search(file.read_text(encoding="utf-8"))]
         files = [file for file in files if not given.files or any(part in str(file) for part in given.files)]
         tally = Tally()

@@ -1,4 +1,6 @@
-"""How the site is built (`scripts/docs`): the pages of this folder, executed, and the reference from the docstrings."""
+"""How the site is built (`scripts/docs`): the pages of this folder, executed, and the reference
+from the docstrings.
+"""
 
 import hashlib
 import re
@@ -26,8 +28,9 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True
 
-# Each page runs in a process and a folder of its own, as in tests/test_examples.py; scripts/docs sets the environment.
-# A cell that fails is a warning, which ends the build with an error when all pages have been tried.
+# Each page runs in a process and a folder of its own, as in tests/test_examples.py; scripts/docs
+# sets the environment. A cell that fails is a warning, which ends the build with an error when all
+# pages have been tried.
 nb_execution_show_tb = True
 nb_execution_in_temp = True
 nb_execution_timeout = 300
@@ -35,7 +38,9 @@ nb_merge_streams = True
 
 
 def code_of() -> str:
-    """A hash of what the outputs follow from besides the page: the package, jax, and what draws the pictures."""
+    """A hash of what the outputs follow from besides the page: the package, jax, and what draws the
+    pictures.
+    """
     told = hashlib.sha256(f"{sys.version} {version_of('jax')} {version_of('matplotlib')}".encode())
     for path in sorted((ROOT / "tsunax").rglob("*.py")):
         told.update(path.read_bytes())
@@ -55,16 +60,22 @@ kernelspec:
 
 
 def as_notebook(app, docname: str, source: list[str]) -> None:
-    """A page with Python to run: its ```python fences, which forges and tests read, become cells."""
+    """A page with Python to run: its ```python fences, which forges and tests read, become
+    cells.
+    """
     if docname in ("benchmarks", "cost") and not (ROOT / "benchmarks" / "RESULTS.md").is_file():
-        source[0] = source[0].partition("```{include}")[0] + "Nothing has been measured in this copy.\n"
+        source[0] = (
+            source[0].partition("```{include}")[0] + "Nothing has been measured in this copy.\n"
+        )
     cells = re.sub(r"^```python$", "```{code-cell} python", source[0], flags=re.MULTILINE)
     if "```{code-cell}" in cells:
         source[0] = NOTEBOOK + cells
 
 
 def literal(text: str) -> str:
-    """A line of a docstring in reStructuredText: `x` is code, and no other character has a meaning."""
+    """A line of a docstring in reStructuredText: `x` is code, and no other character has a
+    meaning.
+    """
     parts = re.split(r"(`[^`]+`)", text)
     plain = [re.sub(r"([*|_])", r"\\\1", part) for part in parts[::2]]
     plain[1:] = [re.sub(r"^(?=\w)", r"\\ ", part) for part in plain[1:]]  # `x`s
@@ -73,9 +84,16 @@ def literal(text: str) -> str:
 
 
 def as_rst(app, what, name: str, obj, options, lines: list[str]) -> None:
-    """Docstrings are plain text: indented blocks are code, and `x` is code. napoleon reads `Args:` and `Raises:`."""
+    """Docstrings are plain text: indented blocks are code, and `x` is code.
+
+    napoleon reads `Args:` and `Raises:`.
+    """
     if getattr(obj, "__module__", "").startswith("optax"):
-        lines[:] = [*lines[: lines.index("") if "" in lines else None], "", f"This is ``optax.losses.{obj.__name__}``."]
+        lines[:] = [
+            *lines[: lines.index("") if "" in lines else None],
+            "",
+            f"This is ``optax.losses.{obj.__name__}``.",
+        ]
     out, block, section = [], "", False  # block: "", "code" or "example"
     for line in lines:
         indented = line.startswith("    ")

@@ -1,11 +1,13 @@
-"""The largest batch that fits into a given memory, and a learning rate for it: found before the run, not by crashing.
+"""The largest batch that fits into a given memory, and a learning rate for it: found before the
+run, not by crashing.
 
     python examples/batch_size.py           # options: --memory, --epochs, --target, --seed
 
-Device: any. Two CPU cores take about 15 seconds. It ends in `test accuracy: 0.98` and fails below 0.95.
+Device: any. Two CPU cores take about 15 seconds. It ends in `test accuracy: 0.98` and fails below
+0.95.
 
-A wide network on scikit-learn's handwritten digits. The step is compiled at a few sizes and never executed, a hundred
-steps on a copy find the learning rate, and `fit` takes both.
+A wide network on scikit-learn's handwritten digits. The step is compiled at a few sizes and never
+executed, a hundred steps on a copy find the learning rate, and `fit` takes both.
 """
 
 import argparse
@@ -33,7 +35,10 @@ def load():
 def init(seed):
     sizes = (64, WIDTH, WIDTH, 10)
     keys = jax.random.split(jax.random.key(seed), len(sizes) - 1)
-    layer = lambda key, n, m: {"w": jax.random.normal(key, (n, m)) * (2 / n) ** 0.5, "b": jnp.zeros(m)}
+    layer = lambda key, n, m: {
+        "w": jax.random.normal(key, (n, m)) * (2 / n) ** 0.5,
+        "b": jnp.zeros(m),
+    }
     return [layer(*given) for given in zip(keys, sizes, sizes[1:], strict=False)]
 
 
@@ -51,11 +56,13 @@ def main(memory, epochs, target, seed):
     train, test = load()
     state, step = ts.setup(ts.rules.adam(1e-3), init(seed)), ts.train_step(loss_fn)
 
-    one = jax.tree.map(lambda x: x[:1], train)  # shapes would do; more than 256 rows would leave too few steps
+    one = jax.tree.map(
+        lambda x: x[:1], train
+    )  # shapes would do; more than 256 rows would leave too few steps
     size, report = find_batch_size(step, state, one, memory=memory, multiple_of=8, max_size=256)
     print(report, end="\n\n")
 
-    data = ts.batches(train, size, shuffle=True, seed=seed, tail="drop")
+    data = ts.batches(train, size, shuffle=True, seed=seed, drop_remainder=True)
     rate, report = find_learning_rate(step, state, data, low=1e-6, high=1.0)
     print(report, end="\n\n")
 
@@ -68,7 +75,9 @@ def main(memory, epochs, target, seed):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--memory", default="128MiB", help="for state, batch and step on one device")
+    parser.add_argument(
+        "--memory", default="128MiB", help="for state, batch and step on one device"
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--target", type=float, default=0.95, help="fail below this test accuracy")
     parser.add_argument("--seed", type=int, default=0, help="of the params and the shuffling")

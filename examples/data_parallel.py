@@ -1,7 +1,7 @@
 """Digits on eight devices: data parallel, fully sharded, and both, each equal to one device.
 
-It simulates eight devices on the CPU. Real data (scikit-learn's digits), a small network, Adam, an average of the
-parameters, two micro-batches a step.
+It simulates eight devices on the CPU. Real data (scikit-learn's digits), a small network, Adam, an
+average of the parameters, two micro-batches a step.
 """
 
 import argparse
@@ -40,11 +40,15 @@ def loss_fn(params, batch, mask):
         x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
     logits = x @ params[-1]["kernel"] + params[-1]["bias"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-    return ts.Loss.mean(losses, where=mask, metrics={"accuracy": (logits.argmax(-1) == y).astype(jnp.float32)})
+    return ts.Loss.mean(
+        losses, where=mask, metrics={"accuracy": (logits.argmax(-1) == y).astype(jnp.float32)}
+    )
 
 
 def setup():
-    return ts.setup(ts.rules.adam(ts.schedules.cosine_decay_schedule(2e-3, STEPS)), init(), ema=0.95)
+    return ts.setup(
+        ts.rules.adam(ts.schedules.cosine_decay_schedule(2e-3, STEPS)), init(), ema=0.95
+    )
 
 
 def run(state):
@@ -64,10 +68,17 @@ for name, mesh in layouts.items():
     state, history = run(ts.shard(setup, mesh))
     off = float(np.max(np.abs(history["loss"] / expected["loss"] - 1)))
     worst = max(worst, off)
-    held = max(ts.devices.describe_sharding((state.params, state.opt_state, state.average)).bytes.values())
-    print(f"{name:<26} loss {history['loss'][-1]:.4f}   off by {off:.1e}   {held / 1024:7.1f} KiB on a device")
+    held = max(
+        ts.devices.describe_sharding((state.params, state.opt_state, state.average)).bytes.values()
+    )
+    print(
+        f"{name:<26} loss {history['loss'][-1]:.4f}   off by {off:.1e}   {held / 1024:7.1f} "
+        "KiB on a device"
+    )
 
-found = ts.evaluate(ts.eval_step(loss_fn), ts.averaged(state), ts.batches((images[test], labels[test]), 100))
+found = ts.evaluate(
+    ts.eval_step(loss_fn), ts.averaged(state), ts.batches((images[test], labels[test]), 100)
+)
 print(f"test accuracy of the last one: {found['accuracy']:.3f}")
 print(f"largest distance from one device: {worst:.1e}")
 assert worst < 1e-4 and found["accuracy"] > 0.95

@@ -3,10 +3,12 @@
     python examples/gpt.py                  # two CPU cores: four to five minutes
     python examples/gpt.py --size large     # one GPU. Other options: --steps, --target, --precision, --seed
 
-It ends in 200 bytes of its own and in `bits per held-out byte: 1.94`, on files that it never saw, and fails above 2.05.
+It ends in 200 bytes of its own and in `bits per held-out byte: 1.94`, on files that it never saw,
+and fails above 2.05.
 
-Every step is cut into two micro-batches (`accumulate=2`: same gradients, the memory of one), clipped, and averaged
-into an EMA, which is what is evaluated and sampled from. Norms and biases are spared by the decay.
+Every step is cut into two micro-batches (`accumulate=2`: same gradients, the memory of one),
+clipped, and averaged into an EMA, which is what is evaluated and sampled from. Norms and biases are
+spared by the decay.
 """
 
 import argparse
@@ -32,7 +34,9 @@ HEAD = 64  # features of one attention head
 
 
 def rotated(x):
-    """Queries or keys (n, t, heads, HEAD), turned by angles that grow with t: products know the distance (RoPE)."""
+    """Queries or keys (n, t, heads, HEAD), turned by angles that grow with t: products know the
+    distance (RoPE).
+    """
     angles = np.arange(x.shape[1])[:, None] * 1000.0 ** -np.linspace(0, 1, HEAD // 2)
     cos, sin = (jnp.asarray(f(angles)[None, :, None], x.dtype) for f in (np.cos, np.sin))
     a, b = jnp.split(x, 2, -1)
@@ -42,7 +46,9 @@ def rotated(x):
 class Block(nnx.Module):
     def __init__(self, width, depth, rngs):
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-        small = nnx.initializers.normal(0.02 / (2 * depth) ** 0.5)  # what adds to the residual stream starts small
+        small = nnx.initializers.normal(
+            0.02 / (2 * depth) ** 0.5
+        )  # what adds to the residual stream starts small
         self.norm1, self.norm2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
         self.qkv, self.out = linear(width, 3 * width), linear(width, width, kernel_init=small)
         self.up, self.down = linear(width, 4 * width), linear(4 * width, width, kernel_init=small)
@@ -59,8 +65,11 @@ class GPT(nnx.Module):
     """Bytes (n, t) -> logits (n, t, 256) of the byte that follows each."""
 
     def __init__(self, width, depth, rngs):
-        # A byte and the three before it, each with a table of its own: spelling is not left to attention.
-        self.embed = nnx.Embed(4 * 256, width, embedding_init=nnx.initializers.normal(0.5), rngs=rngs)
+        # A byte and the three before it, each with a table of its own: spelling is not left to
+        # attention.
+        self.embed = nnx.Embed(
+            4 * 256, width, embedding_init=nnx.initializers.normal(0.5), rngs=rngs
+        )
         self.blocks = nnx.Sequential(*(Block(width, depth, rngs) for _ in range(depth)))
         self.norm, self.head = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, 256, rngs=rngs)
 
@@ -70,16 +79,25 @@ class GPT(nnx.Module):
 
 
 def load():
-    """Training and held-out bytes: the library's modules, about one file in 16 held out, the same on every Python."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))  # no packages, and so no tests
+    """Training and held-out bytes: the library's modules, about one file in 16 held out, the same
+    on every Python.
+    """
+    files = sorted(
+        Path(sysconfig.get_paths()["stdlib"]).glob("*.py")
+    )  # no packages, and so no tests
     held_out = lambda file: zlib.crc32(file.name.encode()) % 16 == 0
-    parts = [file for file in files if not held_out(file)], [file for file in files if held_out(file)]
+    parts = (
+        [file for file in files if not held_out(file)],
+        [file for file in files if held_out(file)],
+    )
     return [np.frombuffer(b"".join(file.read_bytes() for file in part), np.uint8) for part in parts]
 
 
 def main(size, steps, target, precision, seed):
     began = time.perf_counter()
-    width, depth, context, batch = (SIZES[size][name] for name in ("width", "depth", "context", "batch"))
+    width, depth, context, batch = (
+        SIZES[size][name] for name in ("width", "depth", "context", "batch")
+    )
     steps = steps or SIZES[size]["steps"]
     train, test = load()
     graphdef, params = nnx.split(GPT(width, depth, nnx.Rngs(seed)), nnx.Param)
@@ -88,11 +106,13 @@ def main(size, steps, target, precision, seed):
         return nnx.merge(graphdef, params)(rows.astype(jnp.int32)).astype(jnp.float32)
 
     def loss_fn(params, rows):
-        losses = ts.losses.softmax_cross_entropy_with_integer_labels(logits_of(params, rows[:, :-1]), rows[:, 1:])
+        losses = ts.losses.softmax_cross_entropy_with_integer_labels(
+            logits_of(params, rows[:, :-1]), rows[:, 1:]
+        )
         return ts.Loss.mean(losses / math.log(2))  # bits
 
     rule = ts.rules.chain(
-        ts.rules.clip_global_norm(1.0),
+        ts.rules.clip_by_global_norm(1.0),
         ts.rules.adamw(
             ts.schedules.warmup_cosine_decay_schedule(0.0, SIZES[size]["rate"], steps // 10, steps),
             b2=0.98,
@@ -111,7 +131,13 @@ def main(size, steps, target, precision, seed):
         bits.append(info.loss)
         if i % -(-steps // 10) == 0 or i == steps:
             about = f"norm {info.grad_norm:.2f}   rate {info.hyperparams['learning_rate']:.1e}"
-            print(f"step {i:5}   bits {np.mean(bits):.3f}   {about}   {time.perf_counter() - began:4.0f} s", flush=True)
+            print(
+                (
+                    f"step {i:5}   bits {np.mean(bits):.3f}   {about}   "
+                    f"{time.perf_counter() - began:4.0f} s"
+                ),
+                flush=True,
+            )
             bits = []
 
     state = ts.averaged(state)
@@ -128,9 +154,14 @@ def main(size, steps, target, precision, seed):
         return jax.lax.scan(one, row, keys)[1]
 
     prompt = b"\n" * (context - 4) + b"def "
-    written = sample(state.params, np.frombuffer(prompt, np.uint8), jax.random.split(jax.random.key(seed), 200))
+    written = sample(
+        state.params, np.frombuffer(prompt, np.uint8), jax.random.split(jax.random.key(seed), 200)
+    )
     print(f"\ndef {bytes(written.tolist()).decode('ascii', 'backslashreplace')}\n")
-    print(f"{state.step} steps, {time.perf_counter() - began:.0f} s\nbits per held-out byte: {result:.3f}")
+    print(
+        f"{state.step} steps, {time.perf_counter() - began:.0f} s\nbits per held-out byte: "
+        f"{result:.3f}"
+    )
     assert result <= target, f"expected at most {target}"
 
 
@@ -138,8 +169,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--target", type=float, default=2.05, help="fail above so many bits per held-out byte")
-    parser.add_argument("--seed", type=int, default=0, help="of the params, the batches and the sample")
+    parser.add_argument(
+        "--target", type=float, default=2.05, help="fail above so many bits per held-out byte"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the params, the batches and the sample"
+    )
     # On the CPU where this was written both cost the same; on a GPU bfloat16 is much faster.
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
     main(**vars(parser.parse_args()))

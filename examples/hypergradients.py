@@ -1,8 +1,9 @@
-"""A learning rate and a weight decay for each array, found by the gradient of the held-out loss through the training.
+"""A learning rate and a weight decay for each array, found by the gradient of the held-out loss
+through the training.
 
-Real data (scikit-learn's digits), 200 rows of it to train on, a small network, 60 steps of SGD with momentum. The inner
-training is a scan of steps under `jax.checkpoint`, the outer one is `train_step` again, whose parameters are the
-logarithms of the hyperparameters.
+Real data (scikit-learn's digits), 200 rows of it to train on, a small network, 60 steps of SGD with
+momentum. The inner training is a scan of steps under `jax.checkpoint`, the outer one is
+`train_step` again, whose parameters are the logarithms of the hyperparameters.
 """
 
 import argparse
@@ -48,11 +49,19 @@ step = ts.train_step(loss_fn, norms=False)
 
 
 def trained(logs):
-    """The parameters after 60 steps, a function of the hyperparameters' logarithms that can be differentiated."""
+    """The parameters after 60 steps, a function of the hyperparameters' logarithms that can be
+    differentiated.
+    """
     rate, momentum = jnp.exp(logs["rate"]), 0.9
-    rule = lambda decay: ts.rules.chain(ts.rules.weight_decay(jnp.exp(decay)), ts.rules.sgd(rate, momentum=momentum))
-    state = ts.setup(ts.rules.groups({name: rule(x) for name, x in logs["decay"].items()}), start)
-    state, _ = jax.lax.scan(jax.checkpoint(lambda state, batch: (step(state, batch)[0], None)), state, batches)
+    rule = lambda decay: ts.rules.chain(
+        ts.rules.add_decayed_weights(jnp.exp(decay)), ts.rules.sgd(rate, momentum=momentum)
+    )
+    state = ts.setup(
+        ts.rules.partition({name: rule(x) for name, x in logs["decay"].items()}), start
+    )
+    state, _ = jax.lax.scan(
+        jax.checkpoint(lambda state, batch: (step(state, batch)[0], None)), state, batches
+    )
     return state.params
 
 
@@ -65,10 +74,15 @@ for i in range(options.outer):
     runs, info = outer(runs, held_out)
     losses.append(float(info.loss))
     if i % 10 == 0 or i == options.outer - 1:
-        print(f"{i:3d}   held-out loss {info.loss:.3f}   learning rate {np.exp(runs.params['rate']):.4f}")
+        print(
+            f"{i:3d}   held-out loss {info.loss:.3f}   learning rate "
+            f"{np.exp(runs.params['rate']):.4f}"
+        )
 print(f"{time.perf_counter() - began:.1f} s with compilation")
 for name, x in runs.params["decay"].items():
     print(f"weight decay of {name:<9} {np.exp(x):.1e}")
 accuracy = loss_fn(jax.jit(trained)(runs.params), test).metrics["accuracy"].compute()
-print(f"held-out loss: {losses[0]:.3f} before, {losses[-1]:.3f} after; test accuracy: {accuracy:.3f}")
+print(
+    f"held-out loss: {losses[0]:.3f} before, {losses[-1]:.3f} after; test accuracy: {accuracy:.3f}"
+)
 assert losses[-1] < 0.6 * losses[0]

@@ -3,8 +3,9 @@
     mpirun -np 2 python examples/multi_process.py       # as root: --allow-run-as-root; few cores: --oversubscribe
     python examples/multi_process.py                    # one process, which compares itself with itself, and says so
 
-Real data (scikit-learn's digits), whose rows divide neither by the processes nor by the batches. Each process reads its
-part of each batch; the state is one, over all devices. Every process then trains once more by itself, and compares.
+Real data (scikit-learn's digits), whose rows divide neither by the processes nor by the batches.
+Each process reads its part of each batch; the state is one, over all devices. Every process then
+trains once more by itself, and compares.
 """
 
 import argparse
@@ -47,8 +48,12 @@ def loss_fn(params, batch, mask):
 
 def run(mesh, process):
     state = ts.shard(lambda: ts.setup(ts.rules.adam(2e-3), init()), mesh)
-    data = ts.batches((images[train], labels[train]), BATCH, shuffle=True, seed=SEED, process=process)
-    state, history = ts.fit(ts.train_step(loss_fn), state, data, epochs=EPOCHS, log_every=5, progress=False)
+    data = ts.batches(
+        (images[train], labels[train]), BATCH, shuffle=True, seed=SEED, process=process
+    )
+    state, history = ts.fit(
+        ts.train_step(loss_fn), state, data, epochs=EPOCHS, log_every=5, progress=False
+    )
     held_out = ts.batches((images[test], labels[test]), BATCH, process=process)
     return state, history["loss"], ts.evaluate(ts.eval_step(loss_fn), state, held_out)
 
@@ -58,11 +63,20 @@ ts.distributed.check_in_sync(seed=SEED, rows=len(train), losses=losses.tolist(),
 
 _, alone, expected = run(ts.mesh(devices=jax.local_devices()[:1]), (0, 1))
 worst = float(np.max(np.abs(losses / alone - 1)))
-assert worst < 1e-4 and abs(found["accuracy"] - expected["accuracy"]) < 1e-6 and found["accuracy"] > 0.9
+assert (
+    worst < 1e-4
+    and abs(found["accuracy"] - expected["accuracy"]) < 1e-6
+    and found["accuracy"] > 0.9
+)
 
 if ts.distributed.is_main():
-    print(f"{ts.distributed.process_count()} processes, {jax.device_count()} devices, loss {losses[-1]:.4f}")
+    print(
+        f"{ts.distributed.process_count()} processes, {jax.device_count()} devices, loss "
+        f"{losses[-1]:.4f}"
+    )
     print(f"test accuracy: {found['accuracy']:.3f}")
     print(f"largest distance from one process: {worst:.1e}")
     if ts.distributed.process_count() == 1:
-        print("That was one process, compared with itself: start several with mpirun -np 2 python ...")
+        print(
+            "That was one process, compared with itself: start several with mpirun -np 2 python ..."
+        )

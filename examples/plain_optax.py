@@ -1,8 +1,10 @@
-"""A small network on scikit-learn's digits, trained in plain JAX and optax. `with_tsunax.py` is its twin.
+"""A small network on scikit-learn's digits, trained in plain JAX and optax. `with_tsunax.py` is its
+twin.
 
     python examples/plain_optax.py
 
-Device: any. Two CPU cores take a few seconds. It ends in `loss after 200 steps: 0.1296` and fails above 0.2.
+Device: any. Two CPU cores take a few seconds. It ends in `loss after 200 steps: 0.1296` and fails
+above 0.2.
 """
 
 import argparse

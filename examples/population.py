@@ -1,6 +1,7 @@
 """32 learning rates of one model at once: a population, halved three times, and what is left of it.
 
-Real data (scikit-learn's digits), a small network, Adam. `--plot curves.png` draws all curves (needs matplotlib).
+Real data (scikit-learn's digits), a small network, Adam. `--plot curves.png` draws all curves
+(needs matplotlib).
 """
 
 import argparse

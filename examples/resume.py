@@ -1,12 +1,15 @@
-"""A run that is killed with `kill -9` again and again, and ends with the bits of one that never was.
+"""A run that is killed with `kill -9` again and again, and ends with the bits of one that never
+was.
 
     python examples/resume.py        # options: --steps, --kills, --seed
 
-Device: any. Two CPU cores take about 40 seconds. It ends in `the same bits after 3 kills` and fails if they differ.
+Device: any. Two CPU cores take about 40 seconds. It ends in `the same bits after 3 kills` and fails
+if they differ.
 
-The run is `train`, an ordinary script: dropout, a schedule, an average, shuffled data, a checkpoint every 250 steps.
-The rest of this file starts it in processes of its own, kills them at any moment, and compares what the last one ends
-with to a run in one go: parameters, optimizer, average, and the history of the loss.
+The run is `train`, an ordinary script: dropout, a schedule, an average, shuffled data, a checkpoint
+every 250 steps. The rest of this file starts it in processes of its own, kills them at any moment,
+and compares what the last one ends with to a run in one go: parameters, optimizer, average, and the
+history of the loss.
 """
 
 import argparse
@@ -30,7 +33,10 @@ def load():
     """Training and test data, always the same cut: images in [0, 1], labels."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
-    images, labels = (digits.data[order] / 16).astype(np.float32), digits.target[order].astype(np.int32)
+    images, labels = (
+        (digits.data[order] / 16).astype(np.float32),
+        digits.target[order].astype(np.int32),
+    )
     return (images[360:], labels[360:]), (images[:360], labels[:360])
 
 
@@ -52,7 +58,9 @@ def train(folder, steps, seed):
     """The script: whatever is in `folder` already, it goes on to the last step."""
     training, test = load()
     keys = jax.random.split(jax.random.key(seed))
-    rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adamw(optax.cosine_decay_schedule(3e-3, steps)))
+    rule = ts.rules.chain(
+        ts.rules.clip_by_global_norm(1.0), ts.rules.adamw(optax.cosine_decay_schedule(3e-3, steps))
+    )
     params = {"in": layer(keys[0], 64, 128), "out": layer(keys[1], 128, 10)}
     state = ts.setup(rule, params, key=seed, ema=0.99)
     data = ts.batches(training, 64, shuffle=True, seed=seed)
@@ -67,7 +75,9 @@ def train(folder, steps, seed):
             callbacks=ts.callbacks.every(100, say),
             progress=False,
         )
-    accuracy = ts.evaluate(ts.eval_step(loss_fn), ts.averaged(state), ts.batches(test, 120))["accuracy"]
+    accuracy = ts.evaluate(ts.eval_step(loss_fn), ts.averaged(state), ts.batches(test, 120))[
+        "accuracy"
+    ]
     bits = hashlib.sha256(history["loss"].tobytes())
     for leaf in jax.tree.leaves((state.params, state.opt_state, state.average, state.step)):
         bits.update(np.asarray(leaf).tobytes())
@@ -75,8 +85,20 @@ def train(folder, steps, seed):
 
 
 def run(folder, steps, seed, kill_at=None, delay=0.0):
-    """`train` in a process of its own: its last line. None if it was killed, a little after it said `kill_at`."""
-    command = [sys.executable, __file__, "--folder", folder, "--steps", str(steps), "--seed", str(seed)]
+    """`train` in a process of its own: its last line.
+
+    None if it was killed, a little after it said `kill_at`.
+    """
+    command = [
+        sys.executable,
+        __file__,
+        "--folder",
+        folder,
+        "--steps",
+        str(steps),
+        "--seed",
+        str(seed),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("end"):
@@ -97,7 +119,10 @@ def main(steps, kills, seed):
             at = steps * (n + 1) // (kills + 2)
             ended = run(folder, steps, seed, at, rng.uniform(0.0, 0.1))
             assert ended is None, "the run was faster than the kill: give more --steps"
-            print(f"killed after step {at}, {ts.Checkpoints(folder, read_only=True).steps()} are there")
+            print(
+                f"killed after step {at}, {ts.Checkpoints(folder, read_only=True).steps()} "
+                "are there"
+            )
         found = run(folder, steps, seed)
     print(f"in {kills + 1} pieces: {found}")
     assert found == expected, "a run that was killed ended with other bits"
@@ -109,7 +134,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="of the params, the dropout, the shuffling and the kills")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the params, the dropout, the shuffling and the kills",
+    )
     parser.add_argument("--folder", help="only train, with the checkpoints here")
     options = vars(parser.parse_args())
     folder = options.pop("folder")

@@ -1,7 +1,9 @@
-"""Learning rate, weight decay and width of one model: 48 trials, as populations where only numbers vary.
+"""Learning rate, weight decay and width of one model: 48 trials, as populations where only numbers
+vary.
 
-Real data (scikit-learn's digits), a small network, AdamW. The sweep is kept in a directory, and goes on where it was
-ended: press Ctrl-C and start it again. `--backend optuna` searches (needs optuna), `--plot sweep.png` draws.
+Real data (scikit-learn's digits), a small network, AdamW. The sweep is kept in a directory, and
+goes on where it was ended: press Ctrl-C and start it again. `--backend optuna` searches (needs
+optuna), `--plot sweep.png` draws.
 """
 
 import argparse
@@ -66,10 +68,14 @@ def single(learning_rate, decay, width, report):
 def together(learning_rate, decay, width):
     """As `single`, of arrays of learning rates and decays: all of them in one program."""
     n = len(learning_rate)
-    runs = ts.population(functools.partial(make, width=width), n, learning_rate=learning_rate, decay=decay)
+    runs = ts.population(
+        functools.partial(make, width=width), n, learning_rate=learning_rate, decay=decay
+    )
     runs, _ = ts.fit(step, runs, data(), steps=21 * 8, progress=False)
     found = ts.evaluate(score, runs, rest)
-    return {name: np.array([found[f"{name}/{i}"] for i in range(n)]) for name in ("loss", "accuracy")}
+    return {
+        name: np.array([found[f"{name}/{i}"] for i in range(n)]) for name in ("loss", "accuracy")
+    }
 
 
 space = {
@@ -78,11 +84,13 @@ space = {
     "width": ts.tuning.spaces.choice([16, 64]),
 }
 start = time.perf_counter()
-common = dict(trials=options.trials, metric="loss", directory=options.directory or tempfile.mkdtemp())
+common = dict(
+    trials=options.trials, metric="loss", directory=options.directory or tempfile.mkdtemp()
+)
 if options.backend == "optuna":
     result = ts.tune(single, space, backend="optuna", pruner=ts.tuning.median(), **common)
 else:
-    result = ts.tune(together, space, vectorised=["learning_rate", "decay"], **common)
+    result = ts.tune(together, space, vectorized=["learning_rate", "decay"], **common)
 
 print(result)
 if options.plot:

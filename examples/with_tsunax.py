@@ -2,7 +2,8 @@
 
     python examples/with_tsunax.py
 
-Device: any. Two CPU cores take a few seconds. It ends in `loss after 200 steps: 0.1296` and fails above 0.2.
+Device: any. Two CPU cores take a few seconds. It ends in `loss after 200 steps: 0.1296` and fails
+above 0.2.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def train():
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 20, STEPS)
 
     params = init(jax.random.key(0))
-    rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adam(schedule))
+    rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.adam(schedule))
     state = ts.setup(rule, params)
 
     step = ts.train_step(loss_fn)

@@ -27,7 +27,6 @@ os.environ.pop("TSUNAX_DEVICE", None)
 
 import hypothesis
 import jax
-
 from tests.helpers import need
 
 # The first example of a property compiles, the others do not: time per example says nothing.

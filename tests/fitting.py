@@ -9,7 +9,6 @@ import time
 import warnings
 
 import numpy as np
-
 import tsunax as ts
 from tsunax import distributed
 
@@ -81,7 +80,9 @@ def misused() -> dict:
         "callbacks": lambda: fit(eight(), callbacks=[ts.callbacks.every(3, print)] * i),
         "local": lambda: fit(eight(), local),
         "part": lambda: fit(ts.batches(arrays, 8, process=(1 - i, 2))),
-        "own rows": lambda: fit(ts.batches(one(0, 16 + i), 4, shuffle=True, seed=i, tail="drop", process=(0, 1))),
+        "own rows": lambda: fit(
+            ts.batches(one(0, 16 + i), 4, shuffle=True, seed=i, drop_remainder=True, process=(0, 1))
+        ),
         "own batches": lambda: fit(ts.batches(one(0, 16 + 4 * i), 4, process=(0, 1))),
         "iterate": lambda: [*ts.loop.iterate(step, make(), ts.batches(arrays, 8, seed=i, shuffle=True), epochs=1)],
         "train_epoch": lambda: ts.loop.run_epoch(step, make(), [one(0)] * (3 + i)),

@@ -11,7 +11,6 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-
 import tsunax as ts
 from tsunax import distributed
 from tsunax.checkpoints import exchange

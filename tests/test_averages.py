@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_equal, count_compiles
 from tsunax.errors import HyperparameterError, LossError, StateError, WrongTypeError

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
-
 import tsunax as ts
+from jax.sharding import PartitionSpec as P
 from tests.helpers import assert_trees_close
 from tsunax.errors import RuleError, StateError, WrongTypeError
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax.errors import HyperparameterError, PatternError, RowError, WrongTypeError

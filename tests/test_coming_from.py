@@ -12,7 +12,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 import tsunax as ts
 
 TESTS = Path(__file__).parent

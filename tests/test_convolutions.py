@@ -14,7 +14,6 @@ import pytest
 from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
-
 from tests.helpers import assert_trees_close, assert_trees_equal
 from tsunax._core import convolutions
 from tsunax._core.convolutions import fast

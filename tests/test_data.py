@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
-
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
 from tsunax import distributed
 from tsunax.data.batching import batches, check_batch, gather
@@ -39,9 +38,9 @@ def order_of(seed, epoch, n, window=None):
     return np.concatenate(parts)
 
 
-def by_hand(epochs, size, tail="keep", order=lambda epoch: np.arange(N)):
+def by_hand(epochs, size, drop=False, order=lambda epoch: np.arange(N)):
     rows = [order(e)[i : i + size] for e in epochs for i in range(0, N, size)]
-    return [jax.tree.map(lambda x: x[r], ARRAYS) for r in rows if len(r) == size or tail == "keep"]  # noqa: B023
+    return [jax.tree.map(lambda x: x[r], ARRAYS) for r in rows if len(r) == size or not drop]  # noqa: B023
 
 
 def assert_same(got, expected):
@@ -62,16 +61,16 @@ def threads():
 # --- order, structure, place ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tail", ["keep", "drop"])
+@pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "windows of 7", "windows of 100"])
-def test_batches_are_numpy_indexing(kind, tail):
+def test_batches_are_numpy_indexing(kind, drop):
     settings, window = {"in order": ({}, 0), "shuffled": ({"shuffle": True}, None)}.get(kind) or (
         {"shuffle_window": int(kind.split()[-1])},
         int(kind.split()[-1]),
     )
     order = lambda e: np.arange(N) if window == 0 else order_of(5, e, N, window)
-    data = batches(ARRAYS, 4, seed=5, tail=tail, **settings)
-    expected = by_hand(range(3), 4, tail, order)
+    data = batches(ARRAYS, 4, seed=5, drop_remainder=drop, **settings)
+    expected = by_hand(range(3), 4, drop, order)
     assert len(data) * 3 == len(expected)
     assert_same(epochs_of(data, 3), expected)
     assert [data.order(e).tolist() for e in (0, 7)] == [order(e).tolist() for e in (0, 7)]
@@ -100,13 +99,15 @@ def test_a_batch_has_memory_of_its_own():
     size=st.integers(1, 9),
     place=st.integers(0, 60),
     window=st.sampled_from([None, 1, 5, 64]),
-    tail=st.sampled_from(["keep", "drop"]),
+    drop=st.booleans(),
     stream=st.booleans(),
 )
-def test_resumes_with_the_next_batch(size, place, window, tail, stream):
+def test_resumes_with_the_next_batch(size, place, window, drop, stream):
     records = [{"x": x, "i": i} for i, x in enumerate(ARRAYS["x"])]
     arrays = {"x": ARRAYS["x"], "i": np.arange(N)}
-    make = lambda: batches(_Records(records) if stream else arrays, size, seed=1, tail=tail, shuffle_window=window)
+    make = lambda: batches(
+        _Records(records) if stream else arrays, size, seed=1, drop_remainder=drop, shuffle_window=window
+    )
     data, seen, states = make(), [], [make().get_state()]
     for _ in range(4):
         for batch in data:
@@ -199,7 +200,7 @@ def test_a_process_has_its_own_part_by_default(monkeypatch):
     assert_same(epochs_of(mine, 2), epochs_of(part, 2))
     rows = len(ARRAYS["x"])
     assert (mine.share, mine.tail_rows) == (2, rows % 6) and rows % 6
-    assert batches(ARRAYS, 6, tail="drop").tail_rows == 0 and batches(iter([1]), 6).tail_rows is None
+    assert batches(ARRAYS, 6, drop_remainder=True).tail_rows == 0 and batches(iter([1]), 6).tail_rows is None
 
 
 # --- many at once, on the device --------------------------------------------------------------
@@ -244,7 +245,7 @@ def test_resident_batches_are_the_host_batches():
 
 
 def test_a_fused_epoch_is_the_plain_one():
-    data = batches(ARRAYS, 4, shuffle=True, seed=9, device=True, tail="drop")
+    data = batches(ARRAYS, 4, shuffle=True, seed=9, device=True, drop_remainder=True)
 
     @jax.jit
     def run(resident, order):
@@ -335,7 +336,7 @@ AS_ARRAYS["tuple"] = (COLUMNS["x"], COLUMNS["y"].astype(int))
 
 @pytest.mark.parametrize("kind", AS_ARRAYS)
 def test_a_data_set_of_records_is_read_record_by_record(kind):
-    options = {}, {"shuffle": True}, {"shuffle": True, "tail": "drop"}, {"shuffle_window": 5}
+    options = {}, {"shuffle": True}, {"shuffle": True, "drop_remainder": True}, {"shuffle_window": 5}
     for option in options:
         for process in ((0, 1), (1, 2)):
             given = {**option, "seed": 3, "process": process}
@@ -637,7 +638,7 @@ def test_prefetch_spreads_rows_over_a_mesh():
         assert_trees_equal(got, batch)
         assert got["x"].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec("data")), 2)
         assert got["t"].sharding.is_fully_replicated and len(got["t"].devices()) == 4
-    with pytest.raises(DataError, match=r"got 3 rows for the 4 devices of mesh .*data.*2.*tail=\"drop\""):
+    with pytest.raises(DataError, match=r"got 3 rows for the 4 devices of mesh .*data.*2.*drop_remainder=True"):
         list(prefetch([{"x": np.ones((3, 2))}], mesh))
     assert not threads()
 
@@ -728,7 +729,7 @@ def test_take_of_any_iterable():
     assert chunks == [[0, 1], [2], [3, 4], [5], None, [0, 1]]
     assert [(s["epoch"], s["position"]) for s in states] == [(0, 2), (0, 3), (0, 5), (0, 6), (1, 0), (1, 2)]
     source = make()
-    source.restore(states[1], replay=True)
+    source.restore(states[1], fast_forward=True)
     assert source.next()["x"][0, 0] == 3
     ours = as_source(batches(ARRAYS, 5))
     assert [len(c["x"]) for c in iter(lambda: ours.take(3), None)] == [3, 1, 1] and ours.state() == {
@@ -758,7 +759,7 @@ def test_replay_reads_earlier_epochs_too():
             return iter([np.full(1, 10 * self.epoch + i) for i in range(3)])
 
     source = as_source(Counting())
-    source.restore({"epoch": 2, "position": 1, "data": None}, replay=True)
+    source.restore({"epoch": 2, "position": 1, "data": None}, fast_forward=True)
     assert [int(batch[0]) for batch in source] == [21, 22]
 
 
@@ -830,8 +831,8 @@ MESSAGES = {
     "no state": (
         lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 1, "data": None}),
         "data at restore: got a list without a state, at epoch 0, position 1, expected get_state/set_state or "
-        "state_dict/load_state_dict. Use ts.batches or grain, or accept replay=True: all batches before are read again "
-        "and dropped",
+        "state_dict/load_state_dict. Use ts.batches or grain, or accept fast_forward=True: all batches before "
+        "are read again and dropped",
     ),
     "no setter": (
         lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 1, "data": 3}),
@@ -842,7 +843,7 @@ MESSAGES = {
         "state at restore: got {'epoch': 0, 'position': 1}, expected data, epoch, position. The data it was taken from",
     ),
     "fewer": (
-        lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 2, "data": None}, replay=True),
+        lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 2, "data": None}, fast_forward=True),
         "data at restore: got the end of epoch 0 before, expected epoch 0, position 2. It gives fewer batches",
     ),
     "raises": (lambda: drain(raising()), "data at batch 0 of epoch 0: got OSError disk, expected a batch"),
@@ -897,8 +898,14 @@ MESSAGES = {
     ),
     "processes": (lambda: batches(np.ones(4), 2, process=("0", 2)), "process at batches(): got tuple of 2, expected"),
     "epoch": (lambda: batches(np.ones(3), 2).order(-1), "epoch at order(): got -1, expected an int ≥ 0"),
-    "tail": (lambda: batches(np.ones(3), 2, tail="pad"), 'tail at batches(): got \'pad\', expected "keep" or "drop"'),
-    "none left": (lambda: batches(np.ones(3), 4, tail="drop"), "arrays at batches(): got 3 rows, fewer than batch_siz"),
+    "drop_remainder": (
+        lambda: batches(np.ones(3), 2, drop_remainder="no"),
+        "drop_remainder at batches(): got 'no' (str), expected True or False",
+    ),
+    "none left": (
+        lambda: batches(np.ones(3), 4, drop_remainder=True),
+        "arrays at batches(): got 3 rows, fewer than batch_siz",
+    ),
     "process": (
         lambda: batches(np.ones(9), 3, process=(3, 3)),
         "process at batches(): got (3, 3), expected an index be",

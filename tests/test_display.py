@@ -9,7 +9,6 @@ import types
 import jax
 import pytest
 from rich.console import Console
-
 from tests.helpers import need
 from tsunax.errors import WrongTypeError
 from tsunax.run import progress

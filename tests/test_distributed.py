@@ -16,9 +16,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax._src.lib import _jax
-
 import tsunax as ts
+from jax._src.lib import _jax
 from tests import processes
 from tests.faults import peers
 from tests.faults.peers import free_port

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from test_coming_from import problem_with
-
 import tsunax as ts
+
+from test_coming_from import problem_with
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)

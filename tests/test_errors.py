@@ -20,10 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
-from helpers import assert_trees_equal, count_compiles
-
 import tsunax as ts
+from flax import linen, nnx
 from tsunax.errors import (
     DataError,
     HyperparameterError,
@@ -35,6 +33,8 @@ from tsunax.errors import (
     TsunaxError,
     WrongTypeError,
 )
+
+from helpers import assert_trees_equal, count_compiles
 
 # ------------------------------------------------------------------------------------------------------ the material
 
@@ -150,7 +150,7 @@ def sibling() -> ts.TrainState:
 
 
 def two_groups(labels):
-    return setup(rule=rules.groups({"a": adam, "b": sgd}, labels=labels))
+    return setup(rule=rules.partition({"a": adam, "b": sgd}, labels=labels))
 
 
 # ----------------------------------------------------------------------------------------------------------- the rows
@@ -326,16 +326,16 @@ RULE = [
     row(19, "optax's, not called", lambda: ts.setup(optax.adam, PARAMS), WrongTypeError, "Call it: adam(learning_rate=...)"),
     row(19, "params first", lambda: ts.setup(PARAMS, adam), WrongTypeError, "dict with encoder, head", "setup(rule, params)"),
     row(19, "list", lambda: ts.setup([sgd, adam], PARAMS), WrongTypeError, "list of 2", "ts.rules.chain"),
-    row(19, "dict", lambda: ts.setup({"**": adam}, PARAMS), WrongTypeError, "dict with **", "ts.rules.groups"),
+    row(19, "dict", lambda: ts.setup({"**": adam}, PARAMS), WrongTypeError, "dict with **", "ts.rules.partition"),
     row(19, "bare halves", lambda: ts.setup((adam.init, adam.update), PARAMS), WrongTypeError, "tuple of 2", "(init, update)"),
     row(19, "empty halves", lambda: ts.setup(optax.GradientTransformation(None, None), PARAMS), WrongTypeError, "init None"),
     row(19, "in a chain", lambda: rules.chain([sgd, adam]), WrongTypeError, "rule at chain()", "chain(*rules)"),
-    row(19, "in a chain, not called", lambda: rules.chain(rules.clip_value, adam), WrongTypeError, "clip_value(max_delta=...)"),
-    row(19, "in groups", lambda: rules.groups({"**": rules.sgd}), WrongTypeError, "groups({'**': ...})", "sgd(learning_rate=...)"),
-    row(19, "groups of a list", lambda: rules.groups([adam]), WrongTypeError, "rules at groups()", "list of 1", "{pattern: rule}"),
-    row(19, "groups of a rule", lambda: rules.groups(adam), WrongTypeError, "rules at groups()", "{pattern: rule}"),
-    row(19, "groups of nothing", lambda: rules.groups({}), RuleError, "rules at groups()", "an empty dict"),
-    row(19, "groups by number", lambda: rules.groups({1: adam}), WrongTypeError, "pattern at groups()", "1 (int)"),
+    row(19, "in a chain, not called", lambda: rules.chain(rules.clip, adam), WrongTypeError, "clip(max_delta=...)"),
+    row(19, "in groups", lambda: rules.partition({"**": rules.sgd}), WrongTypeError, "partition({'**': ...})", "sgd(learning_rate=...)"),
+    row(19, "groups of a list", lambda: rules.partition([adam]), WrongTypeError, "rules at partition()", "list of 1", "{pattern: rule}"),
+    row(19, "groups of a rule", lambda: rules.partition(adam), WrongTypeError, "rules at partition()", "{pattern: rule}"),
+    row(19, "groups of nothing", lambda: rules.partition({}), RuleError, "rules at partition()", "an empty dict"),
+    row(19, "groups by number", lambda: rules.partition({1: adam}), WrongTypeError, "pattern at partition()", "1 (int)"),
     row(19, "live of a rule", lambda: live(optax.adam(1e-3)), WrongTypeError, "factory at live()", "a rule", "live(optax.adam)(1e-3)"),
     row(19, "live of None", lambda: live(None), WrongTypeError, "factory at live()", "None"),
     row(19, "live twice", lambda: live(rules.adam), WrongTypeError, "adam, live already", "Use it as it is."),
@@ -383,8 +383,8 @@ RULE = [
     row(0, "eps = -1", lambda: rules.adam(1e-3, eps=-1.0), HyperparameterError, "eps at adam()", "got -1.0"),
     row(0, "decay = 1", lambda: rules.rmsprop(1e-3, decay=1.0), HyperparameterError, "decay at rmsprop()", "< 1"),
     row(0, "negative weight decay", lambda: rules.adamw(1e-3, weight_decay=-1), HyperparameterError, "weight_decay at adamw()", "-1"),
-    row(0, "weight_decay -1", lambda: rules.weight_decay(-1.0), HyperparameterError, "weight_decay()", "got -1.0", "≥ 0"),
-    row(0, "weight_decay str", lambda: rules.weight_decay("0.1"), WrongTypeError, "weight_decay()", "'0.1' (str)"),
+    row(0, "weight_decay -1", lambda: rules.add_decayed_weights(-1.0), HyperparameterError, "add_decayed_weights()", "got -1.0", "≥ 0"),
+    row(0, "weight_decay str", lambda: rules.add_decayed_weights("0.1"), WrongTypeError, "add_decayed_weights()", "'0.1' (str)"),
     row(0, "sign_decay -1", lambda: rules.sign_decay(-1.0), HyperparameterError, "sign_decay()", "got -1.0", "≥ 0"),
     row(0, "betas of torch", lambda: rules.adam(1e-3, betas=(0.9, 0.99)), HyperparameterError, "'betas'", "b1, b2"),
     row(0, "nesterov is text", lambda: rules.sgd(0.1, nesterov="no"), WrongTypeError, "nesterov at sgd()", "True or False"),
@@ -403,26 +403,26 @@ RULE = [
     row(23, "a Python if", lambda: rules.adam(lambda s: 1.0 if s < 9 else 0.1), HyperparameterError, "under jit", "jnp.where", cause=TypeError),
     row(23, "a Python float", lambda: rules.adam(float), HyperparameterError, "a traced value", cause=TypeError),
     *(
-        row(30, f"{name} {bad}", lambda name=name, bad=bad: getattr(rules, name)(bad), HyperparameterError, f"max_{'delta' if name == 'clip_value' else 'norm'} at {name}()", says)
-        for name in ("clip_global_norm", "clip_array_norm", "clip_value")
+        row(30, f"{name} {bad}", lambda name=name, bad=bad: getattr(rules, name)(bad), HyperparameterError, f"max_{'delta' if name == 'clip' else 'norm'} at {name}()", says)
+        for name in ("clip_by_global_norm", "clip_by_norm", "clip")
         for bad, says in [(0, "got 0, expected > 0. To clip nothing, leave"), (-1.0, "got -1.0, expected > 0"), (NAN, "got nan")]
     ),
-    row(30, "inf", lambda: rules.clip_value(INF), HyperparameterError, "max_delta at clip_value()", "inf", "To clip nothing"),
-    row(30, "None", lambda: rules.clip_global_norm(None), WrongTypeError, "max_norm at clip_global_norm()", "got None"),
-    row(30, "p is text", lambda: rules.clip_array_norm(1.0, p="2"), WrongTypeError, "p at clip_array_norm()", "'2' (str)"),
-    row(30, "p is NaN", lambda: rules.clip_array_norm(1.0, p=NAN), WrongTypeError, "p at clip_array_norm()", "nan (float)"),
-    row(30, "p is complex", lambda: rules.clip_array_norm(1.0, p=1j), WrongTypeError, "p at clip_array_norm()", "1j (complex)"),
-    row(30, "throw is text", lambda: rules.clip_array_norm(1.0, throw="no"), WrongTypeError, "throw", "True or False"),
+    row(30, "inf", lambda: rules.clip(INF), HyperparameterError, "max_delta at clip()", "inf", "To clip nothing"),
+    row(30, "None", lambda: rules.clip_by_global_norm(None), WrongTypeError, "max_norm at clip_by_global_norm()", "got None"),
+    row(30, "p is text", lambda: rules.clip_by_norm(1.0, p="2"), WrongTypeError, "p at clip_by_norm()", "'2' (str)"),
+    row(30, "p is NaN", lambda: rules.clip_by_norm(1.0, p=NAN), WrongTypeError, "p at clip_by_norm()", "nan (float)"),
+    row(30, "p is complex", lambda: rules.clip_by_norm(1.0, p=1j), WrongTypeError, "p at clip_by_norm()", "1j (complex)"),
+    row(30, "throw is text", lambda: rules.clip_by_norm(1.0, throw="no"), WrongTypeError, "throw", "True or False"),
     row(
-        31, "norm and value", lambda: rules.clip_global_norm(1.0, value=0.5), HyperparameterError,
-        "'value'", "one of clip_global_norm, clip_array_norm, clip_value",
+        31, "norm and value", lambda: rules.clip_by_global_norm(1.0, value=0.5), HyperparameterError,
+        "'value'", "one of clip_by_global_norm, clip_by_norm, clip",
     ),
     row(
-        31, "value and norm", lambda: rules.clip_value(5.0, norm=1.0), HyperparameterError,
-        "'norm'", "one of clip_global_norm, clip_array_norm, clip_value",
+        31, "value and norm", lambda: rules.clip(5.0, norm=1.0), HyperparameterError,
+        "'norm'", "one of clip_by_global_norm, clip_by_norm, clip",
     ),
-    row(31, "another name", lambda: rules.clip_global_norm(max=1.0), HyperparameterError, "'max'", "expected max_norm"),
-    row(31, "two numbers", lambda: rules.clip_global_norm(1.0, 2.0), WrongTypeError, "clip_global_norm(max_norm)", "Choose one of"),
+    row(31, "another name", lambda: rules.clip_by_global_norm(max=1.0), HyperparameterError, "'max'", "expected max_norm"),
+    row(31, "two numbers", lambda: rules.clip_by_global_norm(1.0, 2.0), WrongTypeError, "clip_by_global_norm(max_norm)", "Choose one of"),
     row(36, "optax's mask", lambda: setup(rule=rules.adamw(1e-3, mask={"encoder": True})), RuleError, "setup()", cause=ValueError),
     row(38, "optax's labels", lambda: setup(rule=optax.multi_transform({"a": sgd}, tree("a", "c"))), RuleError, "'c'", cause=ValueError),
 ]  # fmt: skip
@@ -433,8 +433,8 @@ SELECTION = [
     row(33, "thaw", lambda: ts.thaw(good(), "encodr/**"), PatternError, "'encodr/**'", NEAREST),
     row(33, "adjust", lambda: ts.adjust(good(), "encodr/**", b1=0.5), PatternError, "'encodr/**'", NEAREST),
     row(33, "trainable", lambda: setup(trainable="encodr/**"), PatternError, "'encodr/**'", NEAREST),
-    row(33, "groups", lambda: setup(rule=rules.groups({"encodr/**": sgd, "**": adam})), PatternError, "'encodr/**'", NEAREST),
-    row(33, "weight_decay", lambda: setup(rule=rules.weight_decay(0.1, "encodr/**")), PatternError, "'encodr/**'", NEAREST),
+    row(33, "groups", lambda: setup(rule=rules.partition({"encodr/**": sgd, "**": adam})), PatternError, "'encodr/**'", NEAREST),
+    row(33, "weight_decay", lambda: setup(rule=rules.add_decayed_weights(0.1, "encodr/**")), PatternError, "'encodr/**'", NEAREST),
     row(33, "in a list", lambda: ts.freeze(good(), ["encoder/**", "!haed/**"]), PatternError, "'!haed/**'", "'head/bias'"),
     row(33, "dots", lambda: ts.freeze(good(), "encoder.kernel"), PatternError, "Nearest: 'encoder/kernel'"),
     row(33, "case", lambda: ts.freeze(good(), "Encoder/**"), PatternError, "Nearest: 'encoder/bias'"),
@@ -459,8 +459,8 @@ SELECTION = [
     row(34, "empty", lambda: ts.freeze(good(), ""), PatternError, "pattern '' at column 0"),
     row(34, "** inside", lambda: ts.adjust(good(), "enc**/kernel", b1=0.5), PatternError, "column 3", "'**' inside of 'enc**'"),
     row(34, "only exclusions", lambda: setup(trainable=["!**/bias"]), PatternError, "only exclusions ['!**/bias']", "'**'"),
-    row(34, "groups", lambda: rules.groups({"a//b": adam, "**": sgd}), PatternError, "'a//b' at column 2"),
-    row(34, "weight_decay", lambda: rules.weight_decay(0.1, where="a//b"), PatternError, "'a//b' at column 2"),
+    row(34, "groups", lambda: rules.partition({"a//b": adam, "**": sgd}), PatternError, "'a//b' at column 2"),
+    row(34, "weight_decay", lambda: rules.add_decayed_weights(0.1, where="a//b"), PatternError, "'a//b' at column 2"),
     row(34, "None", lambda: ts.freeze(good(), None), WrongTypeError, "None", "a pattern ('encoder/**')", "a bool tree"),
     row(34, "a number", lambda: setup(trainable=3), WrongTypeError, "3 (int)", "a pattern ('encoder/**')"),
     row(34, "a compiled regex", lambda: setup(trainable=re.compile("x")), WrongTypeError, "re.compile('x') (Pattern)"),
@@ -474,7 +474,7 @@ SELECTION = [
     row(36, "one too many", lambda: setup(trainable=tree(True) | {"x": True}), PatternError, "params['x']", "expected nothing"),
     row(36, "a prefix", lambda: ts.freeze(good(), {"encoder": True, "head": True}), PatternError, "params['encoder']: got True (bool)"),
     row(36, "a bool", lambda: setup(trainable=True), PatternError, "bool tree at params: got True (bool)", "jax.tree.map"),
-    row(36, "weight_decay", lambda: setup(rule=rules.weight_decay(0.1, {"encoder": True})), PatternError, "params['encoder']"),
+    row(36, "weight_decay", lambda: setup(rule=rules.add_decayed_weights(0.1, {"encoder": True})), PatternError, "params['encoder']"),
     row(37, "int", lambda: setup(trainable=tree(1)), PatternError, "params['encoder']['bias']", "1 (int)", "True or False"),
     row(37, "text", lambda: ts.freeze(good(), tree("yes")), PatternError, "params['encoder']['bias']", "'yes' (str)"),
     row(37, "None", lambda: setup(trainable=tree(None)), PatternError, "params['encoder']['bias']", "got None"),
@@ -486,8 +486,8 @@ SELECTION = [
     row(38, "labels of other shape", lambda: two_groups({"encoder": "a", "head": "b"}), PatternError, "params['encoder']", "'a' (str)"),
     row(38, "one label for all", lambda: two_groups("a"), PatternError, "labels at params: got 'a' (str)", "dict with encoder, head"),
     row(38, "unused label", lambda: two_groups(tree("a", "a")), PatternError, "group 'b'", "no leaf", "No label names it."),
-    row(0, "leaf without group", lambda: setup(rule=rules.groups({"encoder/**": adam})), PatternError, "params['head']['bias']", "'**'"),
-    row(0, "group in the shade", lambda: setup(rule=rules.groups({"**": adam, "head/**": sgd})), PatternError, "'head/**'", "before it"),
+    row(0, "leaf without group", lambda: setup(rule=rules.partition({"encoder/**": adam})), PatternError, "params['head']['bias']", "'**'"),
+    row(0, "group in the shade", lambda: setup(rule=rules.partition({"**": adam, "head/**": sgd})), PatternError, "'head/**'", "before it"),
 ]  # fmt: skip
 
 STATE = [
@@ -614,11 +614,11 @@ STATE = [
     row(0, "adjust optax's", lambda: ts.adjust(setup(rule=optax.adam(1e-3)), b1=0.5), HyperparameterError, "live", "ts.rules.live("),
     row(
         0, "adjust of others", lambda: ts.adjust(
-            setup(rule=rules.groups({"head/**": rules.sgd(1.0, momentum=0.9), "**": adam})), "encoder/**", momentum=0.5
+            setup(rule=rules.partition({"head/**": rules.sgd(1.0, momentum=0.9), "**": adam})), "encoder/**", momentum=0.5
         ), HyperparameterError, "'momentum'", "b1, b2, eps, eps_root, learning_rate for these leaves", "other leaves",
     ),
     row(
-        0, "adjust of two", lambda: ts.adjust(setup(rule=rules.chain(rules.weight_decay(0.1), rules.adamw(1.0))), weight_decay=0.5),
+        0, "adjust of two", lambda: ts.adjust(setup(rule=rules.chain(rules.add_decayed_weights(0.1), rules.adamw(1.0))), weight_decay=0.5),
         HyperparameterError, "'weight_decay'", "'0.weight_decay' or '1.weight_decay'",
     ),
     row(0, "no rows", lambda: step(batch=X[:0]), LossError, "batch at loss_fn", "0 rows", "at least one", "NaN"),
@@ -689,8 +689,8 @@ CALLS = [
     row(0, "resume an array", lambda: fit(resume=NAMES), WrongTypeError, "resume at fit()", "<U5[2]", "'must'"),
     row(0, "Best mode an array", lambda: ts.checkpoints.Best("loss", mode=NAMES), WrongTypeError, "mode at Best()", "<U5[2]", "'min' or 'max'"),
     row(0, "rounding an array", lambda: ts.precision.Policy(rounding=NAMES), WrongTypeError, "rounding at Policy()", "<U5[2]", "'stochastic'"),
-    row(0, "drop_last", lambda: ts.batches(X, 2, drop_last=True), WrongTypeError, "argument at batches(): got 'drop_last'", 'Say tail="drop".'),
-    row(0, "drop_remainder", lambda: ts.batches(X, 2, drop_remainder=True), WrongTypeError, "got 'drop_remainder'", 'Say tail="drop".'),
+    row(0, "drop_last", lambda: ts.batches(X, 2, drop_last=True), WrongTypeError, "argument at batches(): got 'drop_last'", 'Say drop_remainder=True.'),
+    row(0, "drop_remainder", lambda: ts.batches(X, 2, drop_remainder=True), WrongTypeError, "got 'drop_remainder'", 'Say drop_remainder=True.'),
     row(0, "tail an array", lambda: ts.batches(X, 2, tail=NAMES), DataError, "tail at batches()", "<U5[2]", "drop"),
     row(0, "backend an array", lambda: ts.tune(len, {"x": ts.tuning.spaces.uniform(0, 1)}, backend=NAMES), HyperparameterError, "backend at tune()", "<U5[2]", "'optuna'"),
     row(0, "average an array", lambda: ts.metrics.Precision.of(np.arange(2), np.arange(2), average=NAMES), LossError, "average at Precision.of()", "<U5[2]", "'macro'"),
@@ -994,7 +994,7 @@ ACCEPTED = {
     "a decay above 1": lambda: rules.adamw(1e-3, weight_decay=2.0),
     "a schedule that is a class of its own": lambda: setup(rule=rules.adam(optax.linear_schedule(0.1, 0.0, 9))),
     "a factory with keywords bound": lambda: setup(rule=live(functools.partial(optax.adam, b1=0.5))(0.1)),
-    "p of 0, -inf, 1.5": lambda: [rules.clip_array_norm(1.0, p) for p in (0, -INF, 1.5, np.float32(2))],
+    "p of 0, -inf, 1.5": lambda: [rules.clip_by_norm(1.0, p) for p in (0, -INF, 1.5, np.float32(2))],
     "a chain of none": lambda: setup(rule=rules.chain()),
     "everything frozen": lambda: ts.freeze(setup(), "**"),
     "thaw of what was never frozen": lambda: ts.thaw(good()),

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+
 from helpers import assert_trees_equal, need
 from test_readme import broken_promises, promises
 

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
 import tsunax as ts
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.faults import hostile
 from tests.helpers import assert_trees_equal, need
 from tsunax.checkpoints import exchange
@@ -206,7 +205,7 @@ def test_without_a_tree(tmp_path):
 
 
 def test_a_whole_state_comes_back(tmp_path):
-    rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adamw(lambda step: 0.1 / (step + 1)))
+    rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.adamw(lambda step: 0.1 / (step + 1)))
     options = dict(rule=rule, key=3, ema=0.9, precision="float16", model_state={"mean": np.ones(2, np.float32)})
     state = ts.adjust(updated(make(**options)), "body/**", learning_rate=0.5)
     state = ts.freeze(state, "head/**")

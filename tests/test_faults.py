@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import tsunax as ts
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight.replaying import replay

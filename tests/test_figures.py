@@ -6,7 +6,6 @@ import warnings
 
 import numpy as np
 import pytest
-
 from tests.helpers import need
 from tsunax.errors import MissingLibraryError, RowError
 from tsunax.run.history import History

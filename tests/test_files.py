@@ -10,7 +10,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tsunax as ts
 from tests.helpers import need
 from tsunax.checkpoints import exchange

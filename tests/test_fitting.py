@@ -6,7 +6,6 @@ import sys
 
 import numpy as np
 import pytest
-
 from tests.test_distributed import Started, found, free_port, ready
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-
 import tsunax as ts
 from tests import saving
 from tests.golden import make

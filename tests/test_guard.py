@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import guard
@@ -20,7 +19,7 @@ LEAVES = ("a", "b", "c")
 
 def make_state(**options):
     params = {name: jnp.full(3, 0.5) for name in LEAVES}
-    rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adam(0.01))
+    rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.adam(0.01))
     start = {"seen": jnp.float32(0)}
     return ts.setup(rule, params, model_state=start, key=0, ema=0.9, **options)
 
@@ -120,7 +119,7 @@ def test_after_one_nan_the_next_good_step_is_applied():
 
 def test_reports_keep_their_dtype_beside_float64_params():
     """Another dtype would compile the second step anew, and no loop could carry it."""
-    rule = ts.rules.chain(ts.rules.reject_spikes(), ts.rules.clip_array_norm(1.0), ts.rules.sgd(0.1))
+    rule = ts.rules.chain(ts.rules.reject_spikes(), ts.rules.clip_by_norm(1.0), ts.rules.sgd(0.1))
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         state = ts.setup(rule, {"w": jnp.ones(3, jnp.float64)})
         new, _ = ts.train_step(lambda params, x: jnp.mean(x @ params["w"]), donate=False)(state, np.ones((2, 3)))

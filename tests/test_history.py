@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-
 from tests.helpers import need
 from tsunax.errors import MissingLibraryError, RowError, TsunaxError, WrongTypeError
 from tsunax.run import history as history_module

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import tsunax as ts
 from tests import test_rules
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
@@ -95,22 +94,20 @@ def moved(before, after) -> bool:
     [
         (rules.sgd(0.1, momentum=0.9), {"learning_rate": 0.1, "momentum": 0.9}),
         (
-            rules.chain(rules.clip_global_norm(2.0), rules.weight_decay(0.1), rules.sgd(0.3)),
+            rules.chain(rules.clip_by_global_norm(2.0), rules.add_decayed_weights(0.1), rules.sgd(0.3)),
             {"max_norm": 2.0, "weight_decay": 0.1, "learning_rate": 0.3},
         ),
         (rules.chain(rules.sgd(0.1), rules.sgd(0.2)), {"0.learning_rate": 0.1, "1.learning_rate": 0.2}),
         (
-            rules.chain(rules.clip_value(1.0), rules.chain(rules.clip_value(2.0), rules.sgd(0.2))),
+            rules.chain(rules.clip(1.0), rules.chain(rules.clip(2.0), rules.sgd(0.2))),
             {"0.max_delta": 1.0, "1.0.max_delta": 2.0, "learning_rate": 0.2},
         ),
         (
-            rules.groups({"head/**": rules.sgd(0.1), "**": rules.sgd(0.2, momentum=0.8)}),
+            rules.partition({"head/**": rules.sgd(0.1), "**": rules.sgd(0.2, momentum=0.8)}),
             {"learning_rate@head/**": 0.1, "learning_rate@**": 0.2, "momentum": 0.8},
         ),
         (
-            rules.groups(
-                {"head/**": rules.chain(rules.clip_value(1.0), rules.clip_value(2.0)), "**": rules.clip_value(3.0)}
-            ),
+            rules.partition({"head/**": rules.chain(rules.clip(1.0), rules.clip(2.0)), "**": rules.clip(3.0)}),
             {"0.max_delta@head/**": 1.0, "1.max_delta@head/**": 2.0, "max_delta@**": 3.0},
         ),
         (optax.chain(optax.clip(1.0), rules.sgd(0.1)), {"learning_rate": 0.1}),
@@ -136,7 +133,7 @@ def test_a_cut_subtree_has_names_of_its_own():
 
 
 def test_a_cut_in_a_group_has_both_patterns():
-    rule = rules.groups({"head/**": rules.sgd(0.1), "**": rules.sgd(0.2)})
+    rule = rules.partition({"head/**": rules.sgd(0.1), "**": rules.sgd(0.2)})
     state = ts.adjust(ts.setup(rule, PARAMS), "**/b", learning_rate=0.5)
     assert ts.hyperparams(state) == {
         **{"learning_rate@head/**": 0.1, "learning_rate@head/**@**/b": 0.5},
@@ -180,17 +177,17 @@ def _around(rule, learning_rate):
     "rule, before, cut",
     [
         (
-            rules.chain(rules.weight_decay(0.1), rules.clip_value(2.0), rules.weight_decay(0.3)),
+            rules.chain(rules.add_decayed_weights(0.1), rules.clip(2.0), rules.add_decayed_weights(0.3)),
             ["0.weight_decay", "max_delta", "2.weight_decay"],
             ["0.weight_decay@head/**", "max_delta@head/**", "2.weight_decay@head/**"],
         ),
         (
-            rules.groups({"head/**": rules.sgd(0.1), "**": rules.sgd(0.2, momentum=0.5)}),
+            rules.partition({"head/**": rules.sgd(0.1), "**": rules.sgd(0.2, momentum=0.5)}),
             ["learning_rate@**", "momentum", "learning_rate@head/**"],
             [],
         ),
         (
-            rules.chain(rules.sgd(0.1), rules.groups({"head/**": rules.sgd(0.2), "**": rules.sgd(0.3)})),
+            rules.chain(rules.sgd(0.1), rules.partition({"head/**": rules.sgd(0.2), "**": rules.sgd(0.3)})),
             ["learning_rate", "learning_rate@**", "learning_rate@head/**"],
             ["learning_rate@head/**'"],
         ),
@@ -211,7 +208,9 @@ def test_no_two_numbers_have_one_name_and_no_cut_renames_one(rule, before, cut):
 
 
 def test_a_cut_of_one_of_two_rules_keeps_its_place_in_the_name():
-    state = ts.setup(rules.chain(rules.weight_decay(0.1), rules.weight_decay(0.2), rules.sgd(1.0)), PARAMS)
+    state = ts.setup(
+        rules.chain(rules.add_decayed_weights(0.1), rules.add_decayed_weights(0.2), rules.sgd(1.0)), PARAMS
+    )
     state = ts.adjust(state, "head/**", **{"1.weight_decay": 0.3})
     decays = {"0.weight_decay": 0.1, "1.weight_decay": 0.2, "1.weight_decay@head/**": 0.3}
     assert ts.hyperparams(state) == decays | {"learning_rate": 1.0}
@@ -254,9 +253,9 @@ def _hands_nothing_on(rule):
 OWN_COUNT = {
     "multi_steps": lambda rule: optax.MultiSteps(rule, 2).gradient_transformation(),
     "of a user": _hands_nothing_on,
-    "in a chain": lambda rule: rules.chain(rules.clip_value(9.0), _hands_nothing_on(rule)),
-    "in a group": lambda rule: rules.groups({"**": _hands_nothing_on(rule)}),
-    "twice": lambda rule: _hands_nothing_on(rules.chain(rule, rules.clip_value(9.0))),
+    "in a chain": lambda rule: rules.chain(rules.clip(9.0), _hands_nothing_on(rule)),
+    "in a group": lambda rule: rules.partition({"**": _hands_nothing_on(rule)}),
+    "twice": lambda rule: _hands_nothing_on(rules.chain(rule, rules.clip(9.0))),
 }
 
 
@@ -353,7 +352,7 @@ PATTERNS = {
     some.lists(some.tuples(some.sampled_from(list(PATTERNS)), some.integers(1, 9)), min_size=1, max_size=6)
 )
 def test_the_last_adjust_of_a_leaf_wins_however_cuts_overlap(name, adjusts):
-    rule = {"whole": rules.sgd(0.5), "groups": rules.groups({"head/**": rules.sgd(0.5), "**": rules.sgd(0.5)})}[name]
+    rule = {"whole": rules.sgd(0.5), "groups": rules.partition({"head/**": rules.sgd(0.5), "**": rules.sgd(0.5)})}[name]
     state, expected = ts.setup(rule, PARAMS), dict.fromkeys(LEAVES, 0.5)
     for where, rate in adjusts:
         state = ts.adjust(state, list(where) if isinstance(where, tuple) else where, learning_rate=rate)
@@ -411,7 +410,7 @@ def test_where_a_wrapper_hides_the_leaves_the_whole_is_adjusted(wrap, params):
 
 
 def test_leaves_without_a_live_rule_are_told():
-    state = ts.setup(rules.groups({"head/**": optax.sgd(0.1), "**": rules.sgd(0.1)}), PARAMS)
+    state = ts.setup(rules.partition({"head/**": optax.sgd(0.1), "**": rules.sgd(0.1)}), PARAMS)
     with pytest.raises(ts.errors.HyperparameterError, match=r"none with live numbers for these leaves"):
         ts.adjust(state, "head/**", learning_rate=2.0)
 
@@ -430,7 +429,7 @@ def test_a_mask_is_a_mask_even_where_params_are_called_like_hyperparameters():
 
 
 def test_a_group_that_was_declared_needs_no_cut():
-    state = ts.setup(rules.groups({"head/**": rules.sgd(1.0), "**": rules.sgd(2.0)}), PARAMS)
+    state = ts.setup(rules.partition({"head/**": rules.sgd(1.0), "**": rules.sgd(2.0)}), PARAMS)
     names, structure = list(ts.hyperparams(state)), jax.tree.structure(state)
     state = ts.adjust(state, "head/**", learning_rate=3.0)
     assert_trees_equal(rates(state), rates_of(ew=2, eb=2, hw=3, hb=3))
@@ -521,7 +520,7 @@ def test_a_schedule_can_be_overridden_and_given_back():
 
 def test_copying_hyperparameters_copies_them_exactly():
     """All digits, complements too: 1 - b2 must not be rounded again."""
-    rule = lambda rate, b2: rules.chain(rules.clip_global_norm(rate), rules.adamw(rate, b2=b2))
+    rule = lambda rate, b2: rules.chain(rules.clip_by_global_norm(rate), rules.adamw(rate, b2=b2))
     a, b = (
         ts.adjust(ts.setup(rule(rate, b2), PARAMS), "head/**", b2=0.9 * b2)
         for rate, b2 in [(0.1, 0.9), (1 / 3, 0.9999123456789)]
@@ -535,8 +534,8 @@ def test_copying_hyperparameters_copies_them_exactly():
 @pytest.mark.parametrize(
     "rule",
     [
-        lambda: rules.chain(rules.clip_value(1.0), rules.clip_value(2.0), rules.sgd(0.1)),
-        lambda: rules.groups({"head/**": rules.sgd(0.1), "**": rules.sgd(0.2, momentum=0.5)}),
+        lambda: rules.chain(rules.clip(1.0), rules.clip(2.0), rules.sgd(0.1)),
+        lambda: rules.partition({"head/**": rules.sgd(0.1), "**": rules.sgd(0.2, momentum=0.5)}),
     ],
     ids=["chain", "groups"],
 )
@@ -554,7 +553,7 @@ def test_hyperparameters_of_a_cut_are_copied_into_the_same_cut(rule):
 
 
 def test_names_that_are_not_there_are_refused_with_those_that_are():
-    state = ts.setup(rules.chain(rules.clip_value(1.0), rules.clip_value(2.0), rules.sgd(0.1)), PARAMS)
+    state = ts.setup(rules.chain(rules.clip(1.0), rules.clip(2.0), rules.sgd(0.1)), PARAMS)
     with pytest.raises(ts.errors.HyperparameterError, match=r"learning_rat.*learning_rate"):
         ts.adjust(state, learning_rat=0.1)
     with pytest.raises(ts.errors.HyperparameterError, match=r"momentum.*0\.max.*learning_rate"):
@@ -565,7 +564,7 @@ def test_names_that_are_not_there_are_refused_with_those_that_are():
     assert live == {"0.max_delta": 1.0, "1.max_delta": 3.0, "learning_rate": 0.1}
     with pytest.raises(ts.errors.PatternError, match="haed"):
         ts.adjust(state, "haed/**", learning_rate=0.1)
-    groups = ts.setup(rules.groups({"head/**": rules.adam(0.1), "**": rules.sgd(0.1)}), PARAMS)
+    groups = ts.setup(rules.partition({"head/**": rules.adam(0.1), "**": rules.sgd(0.1)}), PARAMS)
     with pytest.raises(ts.errors.HyperparameterError, match=r"b1.*learning_rate"):
         ts.adjust(groups, "encoder/**", b1=0.5)
     with pytest.raises(ts.errors.HyperparameterError, match="live"):
@@ -647,8 +646,10 @@ FREEZABLE = {
     "adafactor": lambda: rules.adafactor(0.01, min_dim_size_to_factor=2, momentum=0.9),
     "lamb": lambda: rules.lamb(0.01, weight_decay=0.1),
     "schedule_free": lambda: rules.schedule_free_adamw(0.01),
-    "chain": lambda: rules.chain(rules.clip_global_norm(1.0), rules.weight_decay(0.1), rules.adam(0.01)),
-    "groups": lambda: rules.groups({"**/w": rules.adamw(0.01, weight_decay=0.1), "**": rules.sgd(0.01, momentum=0.9)}),
+    "chain": lambda: rules.chain(rules.clip_by_global_norm(1.0), rules.add_decayed_weights(0.1), rules.adam(0.01)),
+    "groups": lambda: rules.partition(
+        {"**/w": rules.adamw(0.01, weight_decay=0.1), "**": rules.sgd(0.01, momentum=0.9)}
+    ),
     "cut": lambda: rules.adamw(0.01, weight_decay=0.1),
     "optax": lambda: optax.adamw(0.01, weight_decay=0.1),
     "optax_chain": lambda: optax.chain(optax.clip(1.0), optax.add_decayed_weights(0.1), optax.adam(0.01)),
@@ -754,7 +755,7 @@ def test_more_leaves_than_bits_in_a_word():
 
 
 def test_a_global_clip_is_over_what_is_not_frozen():
-    rule = rules.chain(rules.clip_global_norm(1.0), rules.sgd(1.0))
+    rule = rules.chain(rules.clip_by_global_norm(1.0), rules.sgd(1.0))
     state, info = ts.update(ts.freeze(ts.setup(rule, PARAMS), "encoder/**"), ONES)
     norm = 10**0.5  # eight kernels and two biases are left
     assert_trees_close(
@@ -875,7 +876,7 @@ _SCHEDULE = optax.linear_schedule(0.1, 0.0, 20)  # compares by identity
 
 def shaped():
     """The state of this run before it has numbers: the same setup and the same cuts, without their values."""
-    rule = rules.chain(rules.clip_global_norm(1.0), rules.adamw(_SCHEDULE, weight_decay=0.1))
+    rule = rules.chain(rules.clip_by_global_norm(1.0), rules.adamw(_SCHEDULE, weight_decay=0.1))
     state = ts.setup(rule, PARAMS, freezable=True)
     return ts.adjust(ts.adjust(state, "head/**"), "**/b")
 
@@ -979,7 +980,9 @@ def test_footgun_17_overriding_a_schedule_is_not_ignored():
 
 
 def test_footgun_18_rates_of_two_groups_in_a_chain_are_read_and_set_by_name():
-    rule = rules.chain(rules.clip_global_norm(1e3), rules.groups({"head/**": rules.adam(0.1), "**": rules.sgd(0.2)}))
+    rule = rules.chain(
+        rules.clip_by_global_norm(1e3), rules.partition({"head/**": rules.adam(0.1), "**": rules.sgd(0.2)})
+    )
     state = ts.adjust(ts.setup(rule, PARAMS), {"learning_rate@**": 0.7})
     found = {k: v for k, v in ts.hyperparams(state).items() if "rate" in k}
     assert found == {"learning_rate@head/**": 0.1, "learning_rate@**": 0.7}
@@ -1009,7 +1012,7 @@ def test_footgun_20_live_numbers_do_not_grow_the_optimizer_state():
 
 def test_footgun_21_there_is_one_position_of_all_schedules():
     schedule = optax.linear_schedule(1.0, 0.0, 10)
-    rule = rules.groups({"head/**": rules.sgd(schedule), "**": rules.sgd(schedule)})
+    rule = rules.partition({"head/**": rules.sgd(schedule), "**": rules.sgd(schedule)})
     state = ts.setup(rule, PARAMS)
     state, _ = ts.update(state, ONES)
     bad = jax.tree.map(lambda x: np.full_like(x, np.inf), ONES)

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 import tsunax as ts
 
 # jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
@@ -23,8 +22,8 @@ def test_one_step_on_a_quadratic():
     step = ts.train_step(quadratic)
 
     def validation(rate, decay):
-        rules = {k: ts.rules.chain(ts.rules.weight_decay(d), ts.rules.sgd(rate)) for k, d in decay.items()}
-        state = ts.setup(ts.rules.groups(rules), {k: jnp.asarray(x, jnp.float32) for k, x in w.items()})
+        rules = {k: ts.rules.chain(ts.rules.add_decayed_weights(d), ts.rules.sgd(rate)) for k, d in decay.items()}
+        state = ts.setup(ts.rules.partition(rules), {k: jnp.asarray(x, jnp.float32) for k, x in w.items()})
         state, _ = step(state, jnp.asarray(a, jnp.float32))
         return quadratic(state.params, 1.0)
 
@@ -63,7 +62,7 @@ def guarded(state, batch):
 
 def validation(hyper, x, y, step=plain, remat=jax.checkpoint):
     rule = lambda decay: ts.rules.adamw(hyper["rate"], b1=hyper["b1"], weight_decay=decay)
-    rules = ts.rules.groups({"w": rule(hyper["w"]), "v": rule(hyper["v"])})
+    rules = ts.rules.partition({"w": rule(hyper["w"]), "v": rule(hyper["v"])})
     state = ts.setup(rules, {name: jnp.asarray(w, x.dtype) for name, w in PARAMS.items()})
     state, _ = jax.lax.scan(remat(lambda state, batch: (step(state, batch), None)), state, (x, y))
     return loss_fn(state.params, tuple(jnp.asarray(part, x.dtype) for part in VAL)).compute()

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import tsunax as ts
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.insight import _cost
@@ -244,8 +243,8 @@ def test_the_table_of_leaves():
         "head": np.ones((8, 2), np.float32),
     }
     rule = ts.rules.chain(
-        ts.rules.clip_global_norm(2.0),
-        ts.rules.groups(
+        ts.rules.clip_by_global_norm(2.0),
+        ts.rules.partition(
             {"body/**": ts.rules.adamw(1e-3, weight_decay=0.1, mask=["**", "!**/bias"]), "**": ts.rules.sgd(0.5)}
         ),
     )
@@ -262,7 +261,7 @@ def test_the_table_of_leaves():
     assert found["body/w"].values["weight_decay"] == 0.1 and found["body/bias"].values["weight_decay"] == 0
     assert found["body/w"].values["learning_rate"] == 1e-3 and found["head"].values == {"learning_rate": 0.5}
     assert found["body/w"].rule == "adamw@body/**" and found["head"].rule == "sgd@**"
-    assert found["head"].clip == "clip_global_norm 2" and found["old"].clip == ""
+    assert found["head"].clip == "clip_by_global_norm 2" and found["old"].clip == ""
     assert found["body/w"].shape == (8, 8) and found["body/w"].dtype == "float32"
     state = ts.adjust(state, "body/w", learning_rate=0.25)
     rates = {
@@ -290,7 +289,7 @@ def test_it_fits_a_terminal_of_eighty_columns():
     params = {"a_module_with_a_long_name": {"another_one_within_it": layers}}
     names = [f"a_module_with_a_long_name/another_one_within_it/{name}/projection" for name in layers]
     parts = {name: ts.rules.adamw(0.1 * (i + 1), weight_decay=0.01 * i) for i, name in enumerate(names)}
-    state = state_of(params, ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.groups(parts)))
+    state = state_of(params, ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.partition(parts)))
     step = ts.train_step(lambda p, x: sum(jnp.sum(x @ w) for w in jax.tree.leaves(p)))
     x = np.ones((2, 4), np.float32)
     for rows in (3, 4):

@@ -14,7 +14,6 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tsunax as ts
 from tests.helpers import need
 from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, SaveError, WrongTypeError

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import testing
@@ -54,7 +53,7 @@ def noisy(params, batch, key=None, model_state=None, mask=None):
 
 
 RULE = ts.rules.chain(
-    ts.rules.clip_global_norm(1.0), ts.rules.adam(optax.warmup_cosine_decay_schedule(0.0, 0.05, 3, 40))
+    ts.rules.clip_by_global_norm(1.0), ts.rules.adam(optax.warmup_cosine_decay_schedule(0.0, 0.05, 3, 40))
 )
 STEP = ts.train_step(loss_fn)
 
@@ -79,14 +78,14 @@ def plainly(step, state, data, steps, every=None):
 
 
 def even():
-    return data(tail="drop")
+    return data(drop_remainder=True)
 
 
 def poisoned():
     """Data with a batch in which one row is not a number."""
     x = X.copy()
     x[20] = np.nan
-    return ts.batches((x, Y), 8, shuffle=True, seed=1, tail="drop")
+    return ts.batches((x, Y), 8, shuffle=True, seed=1, drop_remainder=True)
 
 
 NOISY = {"key": 3, "model_state": {"mean": jnp.zeros(())}}
@@ -169,10 +168,10 @@ def test_a_loop_compiles_once_for_each_shape():
     step = ts.train_step(lambda params, batch: loss_fn(params, batch))
     state = ts.setup(RULE, init())
     with count_compiles() as compiles:
-        state, _ = fit(step, state, data(tail="drop"), steps=5, callbacks=callbacks.every(3, lambda run: None))
+        state, _ = fit(step, state, data(drop_remainder=True), steps=5, callbacks=callbacks.every(3, lambda run: None))
     assert compiles.compiled.count("train_steps") == 1
     with count_compiles() as compiles:
-        fit(step, state, data(tail="drop"), steps=40, callbacks=callbacks.every(3, lambda run: None))
+        fit(step, state, data(drop_remainder=True), steps=40, callbacks=callbacks.every(3, lambda run: None))
     assert compiles.compiles == 0
 
 
@@ -756,11 +755,11 @@ def test_a_smoke_run_keeps_nothing():
         *(STEP, state, used),
         **{
             "steps": 10_000,
-            "smoke": True,
+            "dry_run": True,
             "evaluate": lambda s: {"val/loss": 1.0},
             "callbacks": lambda run: seen.append(run.event),
         },
-        logger=lambda row, step: pytest.fail("a smoke run logs nothing"),
+        logger=lambda row, step: pytest.fail("a dry_run run logs nothing"),
     )
     assert int(after.step) == 2 and history.last("val/loss") == 1.0
     assert_trees_equal(state, before)
@@ -1010,7 +1009,7 @@ def test_the_place_of_the_data_after_a_run(kind):
     assert used.get_state() == {"epoch": 1, "position": 2}
     assert len(list(used)) == 7 and used.get_state() == {"epoch": 3, "position": 0}  # a loop begins the next epoch
     used.set_state({"epoch": 0, "position": 4})
-    fit(STEP, ts.setup(RULE, init()), used, steps=3, smoke=True)
+    fit(STEP, ts.setup(RULE, init()), used, steps=3, dry_run=True)
     assert used.get_state() == {"epoch": 0, "position": 4} and len(list(used)) == 3
     it = ts.loop.iterate(STEP, ts.setup(RULE, init()), used, steps=5)
     assert [used.get_state()["position"] for _ in it] == [1, 2, 3, 4, 5]
@@ -1066,9 +1065,9 @@ def test_a_checkpoint_of_any_state_and_data_without_a_place(tmp_path):
 
     rows = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8)]
     fit(descend, init(), rows, steps=4, checkpoint=tmp_path)
-    with pytest.raises(DataError, match="replay=True"):
+    with pytest.raises(DataError, match="fast_forward=True"):
         fit(descend, init(), rows, steps=9, checkpoint=tmp_path)
-    testing.check_resume(descend, init(), rows, steps=9, at=4, replay=True)
+    testing.check_resume(descend, init(), rows, steps=9, at=4, fast_forward=True)
 
 
 def test_signals_save(tmp_path):
@@ -1126,7 +1125,7 @@ def test_an_evaluation_may_read_the_training_data(make):
 
 def test_another_order_of_the_data_is_refused(tmp_path):
     fit(STEP, ts.setup(RULE, init()), data(), steps=4, checkpoint=tmp_path)
-    for other in (data(seed=2), ts.batches((X, Y), 4, shuffle=True, seed=1), data(tail="drop")):
+    for other in (data(seed=2), ts.batches((X, Y), 4, shuffle=True, seed=1), data(drop_remainder=True)):
         text = r"data at resume: got (seed 2|batch_size 4|tail drop), expected .* in the checkpoint"
         with pytest.raises(DataError, match=text):
             fit(STEP, ts.setup(RULE, init()), other, steps=9, checkpoint=tmp_path)
@@ -1247,7 +1246,7 @@ def test_a_state_on_a_mesh(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
     home = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     _, rows = fit(STEP, ts.setup(RULE, init()), even(), steps=13, log_every=1)
-    for used in (even(),) if kind == "Explicit" else (even(), data(tail="drop", device=mesh)):
+    for used in (even(),) if kind == "Explicit" else (even(), data(drop_remainder=True, device=mesh)):
         _, found = fit(STEP, ts.setup(RULE, init(), device=home), used, steps=13, log_every=1)
         np.testing.assert_allclose(found["loss"], rows["loss"], rtol=1e-5)
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import tsunax as ts
 from tsunax import losses
 from tsunax.errors import LossError

@@ -7,7 +7,6 @@ import sys
 
 import jax
 import pytest
-
 import tsunax as ts
 from tsunax import __main__ as command
 

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tsunax as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as sk
-
-import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, need
 from tsunax import metrics
 from tsunax.errors import LossError

@@ -11,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-
 import tsunax as ts
+from flax import nnx
 from tests.helpers import assert_trees_equal
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.migration import migrate
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
-chain, clip = ts.rules.chain, ts.rules.clip_global_norm(1e9)
+chain, clip = ts.rules.chain, ts.rules.clip_by_global_norm(1e9)
 
 RULES: dict[str, Callable[[float], Any]] = {
     "sgd": lambda rate: ts.rules.sgd(rate, momentum=0.9),
@@ -81,15 +80,15 @@ def both(name, one: Edit, other: str, **changes) -> dict[str, Edit]:
     return {name: one, other: back}
 
 
-parts = lambda rule: ts.rules.groups({"body/**": rule, "**": rule})
-halves = lambda rule: ts.rules.groups({"head/kernel": rule, "*/bias": rule, "**": rule})
-decayed = lambda rule: ts.rules.groups({"body/**": chain(ts.rules.weight_decay(0.1), rule), "**": rule})
-replaced = lambda rule: ts.rules.groups({"body/**": ts.rules.sgd(0.1), "**": rule})
+parts = lambda rule: ts.rules.partition({"body/**": rule, "**": rule})
+halves = lambda rule: ts.rules.partition({"head/kernel": rule, "*/bias": rule, "**": rule})
+decayed = lambda rule: ts.rules.partition({"body/**": chain(ts.rules.add_decayed_weights(0.1), rule), "**": rule})
+replaced = lambda rule: ts.rules.partition({"body/**": ts.rules.sgd(0.1), "**": rule})
 EDITS: dict[str, Edit] = {
     **both("add a clip", Edit(after=lambda rule: chain(clip, rule)), "drop a clip"),
-    "another bound": Edit(lambda rule: chain(clip, rule), lambda rule: chain(ts.rules.clip_global_norm(1e8), rule)),
-    **both("add two clips", Edit(after=lambda r: chain(ts.rules.clip_value(1e9), clip, r)), "drop two clips"),
-    "another clip": Edit(lambda rule: chain(clip, rule), lambda rule: chain(ts.rules.clip_value(1e9), rule)),
+    "another bound": Edit(lambda rule: chain(clip, rule), lambda rule: chain(ts.rules.clip_by_global_norm(1e8), rule)),
+    **both("add two clips", Edit(after=lambda r: chain(ts.rules.clip(1e9), clip, r)), "drop two clips"),
+    "another clip": Edit(lambda rule: chain(clip, rule), lambda rule: chain(ts.rules.clip(1e9), rule)),
     **both("a chain in a chain", Edit(after=lambda rule: chain(chain(rule))), "no chain"),
     **both("add an average", Edit(setup={"ema": None}, migrate={"ema": 0.9}), "drop an average"),
     "another average": Edit(setup={"ema": 0.9}, migrate={"ema": 0.5}),
@@ -190,8 +189,8 @@ def test_the_report_names_what_it_kept_what_is_new_and_what_is_gone():
 def test_a_count_goes_with_the_moments_beside_it():
     """Moments that begin anew are corrected as young ones, and schedules run on."""
     schedule = optax.linear_schedule(0.1, 0.0, 100)
-    state = trained(ts.rules.groups({"body/**": ts.rules.sgd(0.1), "**": ts.rules.adam(schedule)}))
-    both_adam = ts.rules.groups({"body/**": ts.rules.adam(0.01), "**": ts.rules.adam(schedule)})
+    state = trained(ts.rules.partition({"body/**": ts.rules.sgd(0.1), "**": ts.rules.adam(schedule)}))
+    both_adam = ts.rules.partition({"body/**": ts.rules.adam(0.01), "**": ts.rules.adam(schedule)})
     new, report = migrate(state, both_adam)
     assert "ScaleByAdamState.mu of body/bias" in report.new and "ScaleByAdamState.nu of head/bias" in report.kept
     grads = jax.tree.map(jnp.ones_like, new.params)

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tsunax as ts
 from flax import linen, nnx
 from flax.core import freeze
-
-import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
 from tsunax import errors, models, testing
 from tsunax.errors import ParamsError, StateError, TsunaxError, WrongTypeError
@@ -214,7 +213,7 @@ def test_every_library_passes_the_checks_for_ones_own_step(library):
     testing.check_frozen(step, fresh(), BATCH, "first/**")
     testing.check_population(step, fresh, BATCH)
     testing.check_fused(step, fresh(), batches)
-    testing.check_resume(step, fresh(), batches, replay=True)
+    testing.check_resume(step, fresh(), batches, fast_forward=True)
     testing.check_donation(step, fresh(), BATCH)
     testing.check_recompiles(step, fresh(), batches)
 

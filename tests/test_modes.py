@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
-
 import tsunax as ts
+from flax import linen, nnx
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax.errors import LossError
 

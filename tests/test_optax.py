@@ -16,11 +16,11 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_close
 from tsunax import rules
 from tsunax.errors import RuleError
+from tsunax.rules.optimizers import CONTRIB, OPTAX
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "optax.md"
@@ -85,11 +85,11 @@ _HESSIAN = "`train_step` gives it the loss function; by hand, `ts.update(..., ob
 _INSIDE = "gives all extra arguments to all rules inside; `ts.rules.{}` gives each those in its signature"
 _STEPS = "`state.step` counts every call"
 NOTES = {
-    "add_decayed_weights": "`ts.rules.weight_decay(..., where=)` takes patterns",
+    "add_decayed_weights": "`ts.rules.add_decayed_weights(..., where=)` takes patterns",
     "apply_every": f"{_STEPS}; `ts.rules.accumulate` counts windows and weighs",
     "apply_if_finite": "`train_step(on_nonfinite=\"skip\")`, the default, rejects the whole step",
     "chain": _INSIDE.format("chain"),
-    "clip_by_global_norm": "over what it is given; `ts.rules.clip_global_norm` is over all groups",
+    "clip_by_global_norm": "over what it is given; `ts.rules.clip_by_global_norm` is over all groups",
     "conditionally_mask": _STEPS,
     "ema": "of the updates; an average of the params is `setup(..., ema=)`",
     "freeze": "`setup(trainable=)` and `ts.freeze` stop the decay, too",
@@ -214,7 +214,7 @@ def test_the_table_says_so():
 def row_of(name: str) -> str:
     module = "optax.contrib" if hasattr(optax.contrib, name) else "optax"
     answer = "no" if name in CANNOT else "with a note" if name in NOTES else "yes"
-    live = f"`ts.rules.{name}`" if name in rules.__all__ and name in (*rules.OPTAX, *rules.CONTRIB) else ""
+    live = f"`ts.rules.{name}`" if name in rules.__all__ and name in (*OPTAX, *CONTRIB) else ""
     return f"| `{module}.{name}` | {answer} | {live} | {CANNOT.get(name, NOTES.get(name, ''))} |"
 
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tsunax as ts
 from flax import linen
 from flax.training.train_state import TrainState
-
-import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax.errors import NonFiniteError, PatternError
 

@@ -13,7 +13,6 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
-
 import tsunax as ts
 from benchmarks import __main__ as benchmarks
 

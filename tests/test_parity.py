@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import rules
@@ -223,7 +222,7 @@ def lion_of_julia(eta, b1, b2):
     return step
 
 
-def weight_decay(lam):
+def add_decayed_weights(lam):
     return lambda t, x, g: g + lam * x
 
 
@@ -347,8 +346,8 @@ ROWS = [
     ),
     Row(
         "WeightDecay",
-        lambda: in_turn(weight_decay(0.42), momentum(0.01, 0.9)),
-        rules.chain(rules.weight_decay(0.42), rules.flux_momentum(0.01)),
+        lambda: in_turn(add_decayed_weights(0.42), momentum(0.01, 0.9)),
+        rules.chain(rules.add_decayed_weights(0.42), rules.flux_momentum(0.01)),
     ),
     Row(
         "SignDecay",
@@ -357,31 +356,31 @@ ROWS = [
     ),
     Row(
         "SignDecay with WeightDecay",
-        lambda: in_turn(sign_decay(0.012), weight_decay(0.034), descent(0.1)),
-        rules.chain(rules.sign_decay(0.012), rules.weight_decay(0.034), rules.sgd(0.1)),
+        lambda: in_turn(sign_decay(0.012), add_decayed_weights(0.034), descent(0.1)),
+        rules.chain(rules.sign_decay(0.012), rules.add_decayed_weights(0.034), rules.sgd(0.1)),
     ),
     Row(
         "ClipGrad",
         lambda: in_turn(clip_grad(0.7), adam(0.02, **B, eps=EPS)),
-        rules.chain(rules.clip_value(0.7), rules.adam(0.02, **B, eps=EPS)),
+        rules.chain(rules.clip(0.7), rules.adam(0.02, **B, eps=EPS)),
     ),
     Row(
         "ClipNorm",
         lambda: in_turn(clip_norm(0.7, 1), descent(0.1)),
-        rules.chain(rules.clip_array_norm(0.7, p=1), rules.sgd(0.1)),
-        rules.chain(rules.clip_value(0.7), rules.sgd(0.1)),
+        rules.chain(rules.clip_by_norm(0.7, p=1), rules.sgd(0.1)),
+        rules.chain(rules.clip(0.7), rules.sgd(0.1)),
     ),
     Row(
         "OptimiserChain: clip, then decay",
-        lambda: in_turn(clip_norm(0.7, 2), weight_decay(0.5), descent(0.1)),
-        rules.chain(rules.clip_array_norm(0.7), rules.weight_decay(0.5), rules.sgd(0.1)),
-        rules.chain(rules.weight_decay(0.5), rules.clip_array_norm(0.7), rules.sgd(0.1)),
+        lambda: in_turn(clip_norm(0.7, 2), add_decayed_weights(0.5), descent(0.1)),
+        rules.chain(rules.clip_by_norm(0.7), rules.add_decayed_weights(0.5), rules.sgd(0.1)),
+        rules.chain(rules.add_decayed_weights(0.5), rules.clip_by_norm(0.7), rules.sgd(0.1)),
     ),
     Row(
         "OptimiserChain: decay, then clip",
-        lambda: in_turn(weight_decay(0.5), clip_norm(0.7, 2), descent(0.1)),
-        rules.chain(rules.weight_decay(0.5), rules.clip_array_norm(0.7), rules.sgd(0.1)),
-        rules.chain(rules.clip_array_norm(0.7), rules.weight_decay(0.5), rules.sgd(0.1)),
+        lambda: in_turn(add_decayed_weights(0.5), clip_norm(0.7, 2), descent(0.1)),
+        rules.chain(rules.add_decayed_weights(0.5), rules.clip_by_norm(0.7), rules.sgd(0.1)),
+        rules.chain(rules.clip_by_norm(0.7), rules.add_decayed_weights(0.5), rules.sgd(0.1)),
     ),
 ]
 EVERY_ROW = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name.replace(" ", "_"))
@@ -567,7 +566,10 @@ def test_an_empty_chain_is_the_identity():
 
 def test_accum_grad_with_decay_and_descent():
     """The example of its documentation: decay and descent see the mean of two gradients, once."""
-    params, rule = {"x": jnp.ones(1), "y": jnp.full(1, 2.0)}, rules.chain(rules.weight_decay(0.01), rules.sgd(0.1))
+    params, rule = (
+        {"x": jnp.ones(1), "y": jnp.full(1, 2.0)},
+        rules.chain(rules.add_decayed_weights(0.01), rules.sgd(0.1)),
+    )
     grads = [{"x": jnp.full(1, x), "y": jnp.full(1, y)} for x, y in ((33.0, 0.0), (0.0, 444.0))]
     expected = {"x": np.array([-0.651]), "y": np.array([-20.2020])}
     state, _ = ts.update(ts.setup(rule, params), jax.tree.map(lambda a, b: (a + b) / 2, *grads))
@@ -611,15 +613,15 @@ def test_decay_first_is_a_penalty_in_the_loss(decay, rule):
 @pytest.mark.parametrize(
     "chain",
     [
-        lambda decay: rules.chain(rules.clip_global_norm(0.5), decay, rules.sgd(0.1)),
+        lambda decay: rules.chain(rules.clip_by_global_norm(0.5), decay, rules.sgd(0.1)),
         lambda decay: rules.chain(rules.live(optax.scale_by_adam)(), decay, optax.scale(-0.1)),
     ],
     ids=["behind a clip", "behind adam"],
 )
 def test_where_decay_and_penalty_stop_agreeing(chain):
     penalised = lambda p, batch: fit_loss(p, batch) + PENALTIES["weight_decay"](p)
-    in_loss, _ = fitted(chain(rules.weight_decay(0.0)), penalised)
-    in_chain, _ = fitted(chain(rules.weight_decay(0.42)))
+    in_loss, _ = fitted(chain(rules.add_decayed_weights(0.0)), penalised)
+    in_chain, _ = fitted(chain(rules.add_decayed_weights(0.42)))
     assert max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (in_loss, in_chain)), strict=True)) > 0.05
 
 
@@ -629,10 +631,10 @@ TWO = {"a": np.array([3.0, 4.0], np.float32), "b": np.array([0.0, 12.0], np.floa
 @pytest.mark.parametrize(
     "clip, scales",
     [
-        (rules.clip_array_norm(6.5), (1.0, 6.5 / 12)),  # Optimisers.jl's ClipNorm
-        (rules.clip_global_norm(6.5), (0.5, 0.5)),  # Lightning's gradient_clip_val
-        (rules.clip_array_norm(6.5, p=1), (6.5 / 7, 6.5 / 12)),
-        (rules.clip_array_norm(6.5, p=np.inf), (1.0, 6.5 / 12)),
+        (rules.clip_by_norm(6.5), (1.0, 6.5 / 12)),  # Optimisers.jl's ClipNorm
+        (rules.clip_by_global_norm(6.5), (0.5, 0.5)),  # Lightning's gradient_clip_val
+        (rules.clip_by_norm(6.5, p=1), (6.5 / 7, 6.5 / 12)),
+        (rules.clip_by_norm(6.5, p=np.inf), (1.0, 6.5 / 12)),
     ],
     ids=["per array", "global", "p=1", "p=inf"],
 )
@@ -644,7 +646,7 @@ def test_clip_per_array_and_globally(clip, scales):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("clip", [rules.clip_array_norm(1.0), rules.clip_global_norm(1.0), rules.clip_value(1.0)])
+@pytest.mark.parametrize("clip", [rules.clip_by_norm(1.0), rules.clip_by_global_norm(1.0), rules.clip(1.0)])
 def test_a_clip_does_not_hide_what_is_not_finite(clip, bad):
     state = ts.setup(rules.chain(clip, rules.sgd(1.0)), TWO)
     after, info = ts.update(state, TWO | {"b": np.array([bad, 1.0], np.float32)})
@@ -755,8 +757,8 @@ SKIPPED = {
     "schedule_free_sgd": rules.schedule_free_sgd(0.1),
     "plain optax": optax.adamw(0.1),
     "masked": optax.masked(optax.adamw(0.1), {"a": False, "b": True}),
-    "chain": rules.chain(rules.clip_array_norm(1.0), rules.weight_decay(0.1), rules.adam(0.1)),
-    "groups": rules.groups({"b": rules.adamw(0.1), "**": rules.sgd(0.1)}),
+    "chain": rules.chain(rules.clip_by_norm(1.0), rules.add_decayed_weights(0.1), rules.adam(0.1)),
+    "groups": rules.partition({"b": rules.adamw(0.1), "**": rules.sgd(0.1)}),
     "schedule": rules.adamw(optax.cosine_decay_schedule(0.1, 10)),
 } | {name: getattr(rules, name)(0.1) for name in OURS}
 

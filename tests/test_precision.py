@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
 from tsunax.errors import NonFiniteError, StateError, WrongTypeError
@@ -290,7 +289,7 @@ def test_a_line_search_over_complex_params_goes_downhill():
 @pytest.mark.parametrize(
     ("penalty", "rule"),
     [
-        (lambda p: 0.1 * ts.regularize.l2(p), ts.rules.weight_decay(0.1)),
+        (lambda p: 0.1 * ts.regularize.l2(p), ts.rules.add_decayed_weights(0.1)),
         (lambda p: 0.1 * ts.regularize.l1(p), ts.rules.sign_decay(0.1)),
     ],
 )
@@ -354,7 +353,7 @@ def test_the_scale_halves_where_it_overflows_and_doubles_after_its_interval():
 
 
 def test_clipping_and_norms_see_unscaled_gradients():
-    rule = ts.rules.chain(ts.rules.clip_global_norm(1e6), ts.rules.sgd(0.1))
+    rule = ts.rules.chain(ts.rules.clip_by_global_norm(1e6), ts.rules.sgd(0.1))
     half, full = start(rule, precision="float16", loss_scale=1024.0), start(rule)
     (a, i), (b, j) = (ts.train_step(scaled)(s, {"x": X, "f": np.float32(1)}) for s in (half, full))
     np.testing.assert_allclose(i.grad_norm, j.grad_norm, rtol=1e-2)

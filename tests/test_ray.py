@@ -5,7 +5,6 @@ import sys
 
 import numpy as np
 import pytest
-
 from tests import processes
 from tsunax.distributed import ray as ts_ray
 from tsunax.errors import MissingLibraryError, TsunaxError
@@ -30,7 +29,6 @@ def test_ray_train(ray, tmp_path):
 
     def train(config):
         import ray.train
-
         import tsunax as ts
 
         ts.distributed.start()  # as the script would under mpirun: it has been

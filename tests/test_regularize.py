@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
 from tsunax.errors import ParamsError, PatternError
@@ -147,11 +146,11 @@ def test_ties_are_not_seen_through_jit_grad_and_setup():
 # --------------------------------------------------------------------------- a penalty is decay first in the chain
 
 DECAYS = {
-    "l2": (lambda p: RATE * l2(p, WHERE), lambda: [ts.rules.weight_decay(RATE, where=WHERE)]),
+    "l2": (lambda p: RATE * l2(p, WHERE), lambda: [ts.rules.add_decayed_weights(RATE, where=WHERE)]),
     "l1": (lambda p: RATE * l1(p, WHERE), lambda: [ts.rules.sign_decay(RATE, where=WHERE)]),
     "elastic": (
         lambda p: RATE * elastic(p, WHERE, l1_ratio=0.25),
-        lambda: [ts.rules.weight_decay(0.75 * RATE, where=WHERE), ts.rules.sign_decay(0.25 * RATE, where=WHERE)],
+        lambda: [ts.rules.add_decayed_weights(0.75 * RATE, where=WHERE), ts.rules.sign_decay(0.25 * RATE, where=WHERE)],
     ),
 }
 RULES = {
@@ -186,7 +185,7 @@ def test_a_penalty_in_the_loss_is_decay_first_in_the_chain(rule, decay):
 
 def test_where_they_stop_agreeing():
     penalty, decays = DECAYS["l2"]
-    clip = lambda: ts.rules.clip_global_norm(0.3)
+    clip = lambda: ts.rules.clip_by_global_norm(0.3)
     apart = lambda a, b: max(np.abs(x - y).max() for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
 
     in_loss, _ = train(ts.rules.chain(clip(), RULES["sgd"]()), penalised(penalty))
@@ -208,7 +207,7 @@ def test_decay_of_a_leaf_without_gradient():
     loss_fn = lambda p, batch: jnp.sum(p["used"] * batch)
     penalty = lambda p, batch: loss_fn(p, batch) + RATE * l2(p)
     for rule, f in (
-        (ts.rules.chain(ts.rules.weight_decay(RATE), ts.rules.sgd(1.0)), loss_fn),
+        (ts.rules.chain(ts.rules.add_decayed_weights(RATE), ts.rules.sgd(1.0)), loss_fn),
         (ts.rules.sgd(1.0), penalty),
     ):
         state, _ = ts.train_step(f)(ts.setup(rule, params), np.ones(2, np.float32))

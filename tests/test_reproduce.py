@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import reproduce

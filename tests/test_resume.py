@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages, distributed

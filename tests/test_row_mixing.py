@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-
 import tsunax as ts
+from flax import nnx
 from tests.helpers import assert_trees_close
 from tsunax._step.row_mixing import mixing
 from tsunax.loss import as_loss

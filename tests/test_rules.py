@@ -14,13 +14,13 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import rules
 from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules import live_rules
 from tsunax.rules.numbers import Number
+from tsunax.rules.optimizers import CONTRIB, OPTAX
 
 pytestmark = pytest.mark.filterwarnings("ignore:.optimistic_adam. is deprecated:DeprecationWarning")
 
@@ -285,7 +285,7 @@ def test_the_table_has_every_optimizer_of_optax():
             if (inspect.isfunction(factory) or isinstance(factory, functools.partial)) and not name.startswith("_"):
                 found |= {name} if "learning_rate" in inspect.signature(factory).parameters else set()
     assert found - no_optimizer <= {r.name for r in ROWS}
-    assert [r.name for r in ROWS] == [*rules.OPTAX, *rules.CONTRIB]
+    assert [r.name for r in ROWS] == [*OPTAX, *CONTRIB]
 
 
 @EVERY_RULE
@@ -581,12 +581,12 @@ SCHEDULE = optax.linear_schedule(0.1, 0.0, 100)
 
 
 def compositions(rate, schedule=SCHEDULE):
-    clip = lambda: rules.clip_global_norm(10 * rate)
+    clip = lambda: rules.clip_by_global_norm(10 * rate)
     return {
-        "chain": rules.chain(clip(), rules.weight_decay(rate, where="kernel"), rules.adam(rate)),
-        "groups": rules.groups({"kernel": rules.chain(clip(), rules.adam(rate)), "**": rules.sgd(schedule)}),
-        "labels": rules.groups({"matrix": rules.adam(rate), "vector": rules.lion(rate)}, labels=_label),
-        "clip": rules.clip_array_norm(rate, p=3),
+        "chain": rules.chain(clip(), rules.add_decayed_weights(rate, where="kernel"), rules.adam(rate)),
+        "groups": rules.partition({"kernel": rules.chain(clip(), rules.adam(rate)), "**": rules.sgd(schedule)}),
+        "labels": rules.partition({"matrix": rules.adam(rate), "vector": rules.lion(rate)}, labels=_label),
+        "clip": rules.clip_by_norm(rate, p=3),
     }
 
 
@@ -615,7 +615,7 @@ def test_a_rebuilt_composition_is_equal_whatever_its_numbers(name):
 
 
 def test_what_is_another_program_is_unequal():
-    decay = lambda where: rules.weight_decay(0.1, where=where).update
+    decay = lambda where: rules.add_decayed_weights(0.1, where=where).update
     different = [
         rules.sgd(0.1).update,
         rules.sgd(0.1, momentum=0.9).update,
@@ -627,8 +627,8 @@ def test_what_is_another_program_is_unequal():
         rules.adam(0.1, mu_dtype="bfloat16").update,
         decay("**"),
         decay("kernel"),
-        rules.clip_array_norm(1.0, p=1).update,
-        rules.clip_array_norm(1.0, p=2).update,
+        rules.clip_by_norm(1.0, p=1).update,
+        rules.clip_by_norm(1.0, p=2).update,
         rules.chain(rules.sgd(0.1)).update,
         rules.chain(rules.sgd(0.1), rules.sgd(0.1)).update,
         *(rule.update for rule in compositions(0.1).values()),
@@ -746,8 +746,8 @@ def test_decay_before_adam_is_rescaled_and_between_scaling_and_rate_it_is_not():
     """Adam's first update is the sign of what it sees, whatever its size."""
     params, grads = {"w": np.array([1.0, 10.0], np.float32)}, {"w": np.array([-0.5, -0.5], np.float32)}
     scaling, rate = rules.live(optax.scale_by_adam), rules.live(optax.scale_by_learning_rate)
-    penalty = rules.chain(rules.weight_decay(0.1), rules.adam(0.01, eps=1e-12))
-    decoupled = rules.chain(scaling(eps=1e-12), rules.weight_decay(0.1), rate(0.01))
+    penalty = rules.chain(rules.add_decayed_weights(0.1), rules.adam(0.01, eps=1e-12))
+    decoupled = rules.chain(scaling(eps=1e-12), rules.add_decayed_weights(0.1), rate(0.01))
     np.testing.assert_allclose(updated(penalty, grads, params)["w"], [1.0 + 0.01, 10.0 - 0.01], rtol=1e-6)
     expected = [1.0 + 0.01 - 0.01 * 0.1, 10.0 + 0.01 - 0.01 * 1.0]
     np.testing.assert_allclose(updated(decoupled, grads, params)["w"], expected, rtol=1e-6)
@@ -755,7 +755,7 @@ def test_decay_before_adam_is_rescaled_and_between_scaling_and_rate_it_is_not():
 
 def test_clipping_before_decay_and_behind_it():
     params, grads = {"w": np.array([10.0], np.float32)}, {"w": np.array([3.0], np.float32)}
-    clip, decay, sgd = rules.clip_global_norm(1.0), rules.weight_decay(0.1), rules.sgd(1.0)
+    clip, decay, sgd = rules.clip_by_global_norm(1.0), rules.add_decayed_weights(0.1), rules.sgd(1.0)
     np.testing.assert_allclose(updated(rules.chain(clip, decay, sgd), grads, params)["w"], [10 - (1 + 1)], rtol=1e-6)
     np.testing.assert_allclose(updated(rules.chain(decay, clip, sgd), grads, params)["w"], [10 - 1], rtol=1e-6)
 
@@ -765,35 +765,35 @@ def test_a_chain_of_none_passes_gradients_on():
 
 
 def test_the_first_pattern_that_matches_takes_a_leaf():
-    rule = rules.groups({"head": rules.sgd(0.5), "body/*": rules.sgd(0.25), "**": rules.sgd(1.0)})
+    rule = rules.partition({"head": rules.sgd(0.5), "body/*": rules.sgd(0.25), "**": rules.sgd(1.0)})
     with pytest.raises(ts.errors.PatternError, match=r"'\*\*'"):  # nothing is left for it
         ts.setup(rule, SMALL)
-    rule = rules.groups({"head": rules.sgd(0.5), "**/w": rules.sgd(0.25), "**": rules.sgd(1.0)})
+    rule = rules.partition({"head": rules.sgd(0.5), "**/w": rules.sgd(0.25), "**": rules.sgd(1.0)})
     rates = {"body": {"w": 0.25, "b": 1.0}, "head": 0.5}
     assert_trees_equal(updated(rule), minus(SMALL, jax.tree.map(np.multiply, rates, GRADS)))
 
 
 def test_a_leaf_without_a_group_raises_and_is_named():
     with pytest.raises(ts.errors.PatternError, match=r"params\['body'\]\['b'\].*\*\*"):
-        ts.setup(rules.groups({"head": rules.sgd(0.5), "**/w": rules.sgd(0.25)}), SMALL)
+        ts.setup(rules.partition({"head": rules.sgd(0.5), "**/w": rules.sgd(0.25)}), SMALL)
 
 
 @pytest.mark.parametrize(
     "labels", [{"body": {"w": "x", "b": "y"}, "head": "y"}, lambda path, leaf: "yx"[leaf.ndim == 2]]
 )
 def test_labels_say_which_group(labels):
-    rule = rules.groups({"x": rules.sgd(1.0), "y": rules.sgd(0.5)}, labels=labels)
+    rule = rules.partition({"x": rules.sgd(1.0), "y": rules.sgd(0.5)}, labels=labels)
     rates = {"body": {"w": 1.0, "b": 0.5}, "head": 0.5}
     assert_trees_equal(updated(rule), minus(SMALL, jax.tree.map(np.multiply, rates, GRADS)))
     assert ts.hyperparams(ts.setup(rule, SMALL)) == {"learning_rate@x": 1.0, "learning_rate@y": 0.5}
     with pytest.raises(ts.errors.PatternError, match=r"'y'"):
-        ts.setup(rules.groups({"x": rules.sgd(1.0)}, labels=labels), SMALL)
+        ts.setup(rules.partition({"x": rules.sgd(1.0)}, labels=labels), SMALL)
 
 
 def test_groups_are_optax_partition():
     """The same rules on the same leaves, a user's own plain chain among them."""
     user = lambda: optax.chain(optax.clip(0.1), optax.trace(0.9), optax.scale(-0.1))
-    ours = rules.groups({"kernel": rules.adamw(3e-3), "**": user()})
+    ours = rules.partition({"kernel": rules.adamw(3e-3), "**": user()})
     parts = {"kernel": optax.adamw(3e-3), "bias": user()}
     theirs = optax.partition(parts, {name: name for name in parts})
     row = BY_NAME["adam"]
@@ -853,7 +853,7 @@ def test_extra_arguments_are_given_by_signature(name):
 
 
 def test_a_gradient_function_is_of_the_leaves_of_a_group():
-    rule = rules.groups({"w": ASKS["sam, opaque"](rules), "b": rules.sgd(0.0)})
+    rule = rules.partition({"w": ASKS["sam, opaque"](rules), "b": rules.sgd(0.0)})
     state, _ = ts.train_step(bowl)(ts.setup(rule, FAR), np.float32(0.5))
     alone, _ = ts.train_step(bowl)(ts.setup(ASKS["sam, opaque"](rules), {"w": FAR["w"]}), np.float32(0.5))
     assert_trees_close(state.params, alone.params | {"b": FAR["b"]}, rtol=1e-6, atol=0)
@@ -888,7 +888,7 @@ def test_an_argument_that_a_rule_lacks_is_named(rule, given, told):
 ahead = lambda tx: optax.lookahead(tx, 2, 0.5, reset_state=True)
 CANNOT = {
     "lookahead": (lambda: ahead(optax.sgd(0.1)), r"rule lookahead at setup\(\).*'fast'.*a loop of your own"),
-    "in a chain": (lambda: rules.chain(rules.clip_value(1.0), ahead(rules.sgd(0.1))), "rule lookahead at"),
+    "in a chain": (lambda: rules.chain(rules.clip(1.0), ahead(rules.sgd(0.1))), "rule lookahead at"),
     "one gradient a row": (
         lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, 0),
         r"rule differentially_private_aggregate at.*vmap",
@@ -951,7 +951,7 @@ def test_our_rules_in_plain_optax_code_are_optax_s(name):
 
 
 def test_the_tools_of_optax_see_into_a_live_state():
-    rule = rules.chain(rules.clip_global_norm(1.0), rules.adamw(optax.linear_schedule(0.1, 0.0, 10)))
+    rule = rules.chain(rules.clip_by_global_norm(1.0), rules.adamw(optax.linear_schedule(0.1, 0.0, 10)))
     state = rule.init(FAR)
     doubled = optax.tree_utils.tree_map_params(rule, lambda x: x + 2, state, transform_non_params=lambda x: x + 1)
     assert_trees_equal(optax.tree_utils.tree_get(doubled, "mu"), jax.tree.map(lambda x: np.full_like(x, 2), FAR))
@@ -986,11 +986,11 @@ def test_a_schedule_may_be_of_no_use_behind_the_end_of_its_run():
 
 def test_a_rule_prints_as_the_call_that_makes_it():
     rate = ts.schedules.cosine_decay_schedule(0.5, 10)
-    rule = rules.chain(rules.clip_global_norm(1.0), rules.adamw(rate, b1=0.8, mask="**/w"))
-    text = f"chain(clip_global_norm(max_norm=1.0), adamw(learning_rate={rate}, b1=0.8, mask='**/w'))"
+    rule = rules.chain(rules.clip_by_global_norm(1.0), rules.adamw(rate, b1=0.8, mask="**/w"))
+    text = f"chain(clip_by_global_norm(max_norm=1.0), adamw(learning_rate={rate}, b1=0.8, mask='**/w'))"
     assert repr(rule) == str(pickle.loads(pickle.dumps(rule))) == text
-    assert repr(rules.groups({"a": rule, "**": rules.skip_zero(rules.sgd(0.1))})) == (
-        f"groups({{'a': {text}, '**': skip_zero(sgd(learning_rate=0.1))}})"
+    assert repr(rules.partition({"a": rule, "**": rules.skip_zero(rules.sgd(0.1))})) == (
+        f"partition({{'a': {text}, '**': skip_zero(sgd(learning_rate=0.1))}})"
     )
     windows = rules.accumulate(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), every=4)
     assert repr(rules.chain(windows)) == "chain(accumulate(MultiSteps(...), every=4))"
@@ -1002,21 +1002,21 @@ def test_names_complete_to_public_ones():
 
 
 def test_rules_of_groups_hold_their_own_leaves_only():
-    state = ts.setup(rules.groups({"head": rules.adam(0.1), "**": rules.sgd(0.1)}), SMALL)
+    state = ts.setup(rules.partition({"head": rules.adam(0.1), "**": rules.sgd(0.1)}), SMALL)
     assert [x.shape for x in jax.tree.leaves(state.opt_state)] == [(), (3,), (3,)]  # count, mu and nu of the head
 
 
 def test_clipping_inside_of_groups_is_by_the_norm_of_all():
-    clipped = lambda max, rate: rules.chain(rules.clip_global_norm(max), rules.sgd(rate))
-    rule = rules.groups({"head": clipped(1.0, 1.0), "body/w": clipped(0.5, 1.0), "**": rules.sgd(1.0)})
+    clipped = lambda max, rate: rules.chain(rules.clip_by_global_norm(max), rules.sgd(rate))
+    rule = rules.partition({"head": clipped(1.0, 1.0), "body/w": clipped(0.5, 1.0), "**": rules.sgd(1.0)})
     norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(GRADS)))
     scale = {"body": {"w": 0.5 / norm, "b": 1.0}, "head": 1.0 / norm}
     assert_trees_close(updated(rule), minus(SMALL, jax.tree.map(np.multiply, scale, GRADS)), rtol=1e-6, atol=0)
 
 
 def test_clipping_in_groups_within_groups_is_by_the_norm_of_all():
-    clipped = rules.chain(rules.clip_global_norm(1.0), rules.sgd(1.0))
-    rule = rules.groups({"body/**": rules.groups({"**/w": clipped, "**": clipped}), "**": clipped})
+    clipped = rules.chain(rules.clip_by_global_norm(1.0), rules.sgd(1.0))
+    rule = rules.partition({"body/**": rules.partition({"**/w": clipped, "**": clipped}), "**": clipped})
     norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(GRADS)))
     expected = minus(SMALL, jax.tree.map(lambda g: g / norm, GRADS))
     assert_trees_close(updated(rule), expected, rtol=1e-6, atol=1e-7)
@@ -1024,7 +1024,7 @@ def test_clipping_in_groups_within_groups_is_by_the_norm_of_all():
 
 def test_the_loss_reaches_the_rules_of_groups():
     """Polyak's step is (loss - f_min) / |g|², of the group's own gradient."""
-    rule = rules.groups({"head": rules.polyak_sgd(max_learning_rate=10.0), "**": rules.sgd(0.0)})
+    rule = rules.partition({"head": rules.polyak_sgd(max_learning_rate=10.0), "**": rules.sgd(0.0)})
     got = updated(rule, loss=jnp.float32(6.0))
     np.testing.assert_allclose(got["head"], 2 - 6 / 27 * 3, rtol=1e-6)
     np.testing.assert_array_equal(got["body"]["w"], SMALL["body"]["w"])
@@ -1032,7 +1032,7 @@ def test_the_loss_reaches_the_rules_of_groups():
 
 def test_a_line_search_in_a_group_searches_over_that_group():
     """L-BFGS finds the minimum of a quadratic given the others, which another rule moves by nothing."""
-    rule = rules.groups({"a": rules.sgd(0.0), "**": rules.lbfgs(memory_size=3)})
+    rule = rules.partition({"a": rules.sgd(0.0), "**": rules.lbfgs(memory_size=3)})
     state = ts.setup(rule, {"a": jnp.array([3.0, -1.0]), "b": jnp.zeros(2)})
     curvature = np.array([[2.0, 0.5], [0.5, 1.0]], np.float32)
 
@@ -1071,7 +1071,9 @@ def test_a_factory_of_a_whole_chain_is_live():
 
 
 def test_live_rules_inside_of_a_live_factory_follow_its_numbers():
-    rule = rules.live(lambda rate, decay=0.0: rules.chain(rules.weight_decay(decay, where="head"), rules.sgd(rate)))
+    rule = rules.live(
+        lambda rate, decay=0.0: rules.chain(rules.add_decayed_weights(decay, where="head"), rules.sgd(rate))
+    )
     state = ts.setup(rule(0.5, decay=0.25), SMALL)
     assert ts.hyperparams(state) == {"rate": 0.5, "decay": 0.25}
     state = ts.adjust(state, rate=0.25, decay=0.5)
@@ -1110,9 +1112,7 @@ def test_a_factory_that_decides_by_a_number_is_told_what_to_do():
 def test_clip_array_norm_scales_each_array_to_its_p_norm(p):
     rng = np.random.default_rng(1)
     grads = {"big": rng.normal(size=(3, 4)).astype(np.float32) * 50, "small": np.array([0.1, -0.02], np.float32)}
-    got = updated(
-        rules.chain(rules.clip_array_norm(5.0, p=p), rules.sgd(1.0)), grads, jax.tree.map(np.zeros_like, grads)
-    )
+    got = updated(rules.chain(rules.clip_by_norm(5.0, p=p), rules.sgd(1.0)), grads, jax.tree.map(np.zeros_like, grads))
     for name, g in grads.items():
         norm = np.linalg.norm(np.float64(g).ravel(), p)
         np.testing.assert_allclose(got[name], -g * min(5.0 / norm, 1.0), rtol=1e-5, err_msg=name)
@@ -1121,19 +1121,19 @@ def test_clip_array_norm_scales_each_array_to_its_p_norm(p):
 @pytest.mark.parametrize("p", [1, 2, 0.5, 0, np.inf, -np.inf, -1])
 def test_clip_array_norm_leaves_a_zero_array_zero(p):
     zeros = {"w": np.zeros(3, np.float32)}
-    got = updated(rules.chain(rules.clip_array_norm(1.0, p=p), rules.sgd(1.0)), zeros, {"w": np.ones(3, np.float32)})
+    got = updated(rules.chain(rules.clip_by_norm(1.0, p=p), rules.sgd(1.0)), zeros, {"w": np.ones(3, np.float32)})
     np.testing.assert_array_equal(got["w"], np.ones(3))
 
 
 def test_clip_array_norm_rejects_a_step_whose_norm_overflows_and_says_which():
     """1e15 is a fine gradient, and so is its L2 norm; its cube is not."""
     params = {"a": jnp.ones(2), "b": [jnp.ones((2, 3))]}
-    state = ts.setup(rules.chain(rules.clip_array_norm(1.0, p=3), rules.sgd(0.1)), params)
+    state = ts.setup(rules.chain(rules.clip_by_norm(1.0, p=3), rules.sgd(0.1)), params)
     loss = lambda params, x: jnp.sum(params["a"]) + x[0] * jnp.sum(params["b"][0])
     step = ts.train_step(loss, on_nonfinite="raise", donate=False)
     good, _ = step(state, jnp.ones(1))
     with pytest.raises(
-        ts.errors.NonFiniteError, match=r"clip_array_norm, p=3, .*\['b'\]\[0\], shape \(2, 3\): got inf"
+        ts.errors.NonFiniteError, match=r"clip_by_norm, p=3, .*\['b'\]\[0\], shape \(2, 3\): got inf"
     ) as e:
         step(good, jnp.full(1, 1e15))
     assert_trees_equal(e.value.state.params, good.params)
@@ -1141,7 +1141,7 @@ def test_clip_array_norm_rejects_a_step_whose_norm_overflows_and_says_which():
 
 
 def test_clip_array_norm_lets_nan_flow_if_asked_to():
-    rule = lambda throw: rules.chain(rules.clip_array_norm(1.0, throw=throw), rules.sgd(0.1))
+    rule = lambda throw: rules.chain(rules.clip_by_norm(1.0, throw=throw), rules.sgd(0.1))
     bad = GRADS | {"head": np.array([1.0, np.nan, 1.0], np.float32)}
     flowed = updated(rule(False), bad, on_nonfinite="ignore")
     assert np.isnan(flowed["head"]).all() and np.isfinite(flowed["body"]["w"]).all()
@@ -1150,7 +1150,7 @@ def test_clip_array_norm_lets_nan_flow_if_asked_to():
 
 def test_clip_value_clamps_and_keeps_nan():
     grads = {"w": np.array([-3.0, 0.5, np.nan, np.inf], np.float32)}
-    rule = rules.chain(rules.clip_value(1.0), rules.sgd(1.0))
+    rule = rules.chain(rules.clip(1.0), rules.sgd(1.0))
     got = updated(rule, grads, {"w": np.zeros(4, np.float32)}, on_nonfinite="ignore")
     np.testing.assert_array_equal(got["w"], [1.0, -0.5, np.nan, -1.0])
 
@@ -1158,14 +1158,14 @@ def test_clip_value_clamps_and_keeps_nan():
 @pytest.mark.parametrize("max_norm", [0.3, 1e3])
 def test_clip_global_norm_has_the_bits_of_optax(max_norm):
     grads = jax.tree.map(lambda x: x * 3, PARAMS)
-    ours, theirs = rules.clip_global_norm(max_norm), optax.clip_by_global_norm(max_norm)
+    ours, theirs = rules.clip_by_global_norm(max_norm), optax.clip_by_global_norm(max_norm)
     clip = lambda rule: jax.jit(lambda g: rule.update(g, rule.init(g))[0])(grads)
     assert_trees_equal(clip(ours), clip(theirs))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "rule", [rules.clip_global_norm(1.0), rules.clip_array_norm(1.0), rules.clip_array_norm(1.0, p=1)]
+    "rule", [rules.clip_by_global_norm(1.0), rules.clip_by_norm(1.0), rules.clip_by_norm(1.0, p=1)]
 )
 def test_norms_of_low_precision_gradients_are_float32(rule, dtype):
     """300 gradients of 300: their squares overflow float16, and bfloat16 would count to 256 of them."""
@@ -1182,7 +1182,7 @@ def test_norms_of_low_precision_gradients_are_float32(rule, dtype):
 
 
 def test_decay_is_of_the_leaves_that_its_pattern_matches():
-    rule = rules.chain(rules.weight_decay(0.5, where=["**", "!**/b"]), rules.sgd(1.0))
+    rule = rules.chain(rules.add_decayed_weights(0.5, where=["**", "!**/b"]), rules.sgd(1.0))
     expected = jax.tree.map(lambda p, g: g + 0.5 * p, SMALL, GRADS)
     expected["body"]["b"] = GRADS["body"]["b"]
     assert_trees_equal(updated(rule), minus(SMALL, expected))
@@ -1238,16 +1238,18 @@ def test_footgun_16_a_callable_mask_is_no_schedule():
 def test_footgun_23_what_no_rule_takes_is_not_moved_uphill():
     """`optax.masked` hands raw gradients on as updates; here a leaf has a rule, or raises, or is not trained."""
     with pytest.raises(ts.errors.PatternError, match="head"):
-        ts.setup(rules.groups({"body/**": rules.sgd(0.1)}), SMALL)
+        ts.setup(rules.partition({"body/**": rules.sgd(0.1)}), SMALL)
     state = ts.setup(rules.sgd(0.1), SMALL, trainable="body/**")
     state, _ = ts.update(state, GRADS)
     np.testing.assert_array_equal(state.params["head"], SMALL["head"])
 
 
 def test_footgun_27_clipping_in_a_group_is_not_by_the_norm_of_the_group():
-    clipped = rules.chain(rules.clip_global_norm(1.0), rules.sgd(1.0))
-    inside = rules.groups({"head": clipped, "**": clipped})
-    outside = rules.chain(rules.clip_global_norm(1.0), rules.groups({"head": rules.sgd(1.0), "**": rules.sgd(1.0)}))
+    clipped = rules.chain(rules.clip_by_global_norm(1.0), rules.sgd(1.0))
+    inside = rules.partition({"head": clipped, "**": clipped})
+    outside = rules.chain(
+        rules.clip_by_global_norm(1.0), rules.partition({"head": rules.sgd(1.0), "**": rules.sgd(1.0)})
+    )
     assert_trees_close(updated(inside), updated(outside), rtol=1e-6, atol=0)
 
 
@@ -1267,7 +1269,7 @@ def test_footgun_29_callable_pytrees_are_params_and_masks():
     params, grads = Affine(jnp.ones((2, 2)), jnp.ones(2)), Affine(jnp.zeros((2, 2)), jnp.zeros(2))
     mask = Affine(True, False)
     for rule in (
-        rules.chain(rules.weight_decay(0.5, where=mask), rules.sgd(1.0)),
+        rules.chain(rules.add_decayed_weights(0.5, where=mask), rules.sgd(1.0)),
         rules.adamw(1.0, weight_decay=0.5, mask=mask),
     ):
         assert_trees_equal(
@@ -1280,16 +1282,16 @@ def test_footgun_29_callable_pytrees_are_params_and_masks():
 
 def test_footgun_31_a_label_or_pattern_without_leaves_is_reported():
     with pytest.raises(ts.errors.PatternError, match="'embedding/"):
-        ts.setup(rules.groups({"embedding/**": rules.sgd(0.1), "**": rules.sgd(0.1)}), SMALL)
+        ts.setup(rules.partition({"embedding/**": rules.sgd(0.1), "**": rules.sgd(0.1)}), SMALL)
     labels = jax.tree.map(lambda _: "x", SMALL)
     with pytest.raises(ts.errors.PatternError, match="'y'"):
-        ts.setup(rules.groups({"x": rules.sgd(0.1), "y": rules.sgd(0.1)}, labels=labels), SMALL)
+        ts.setup(rules.partition({"x": rules.sgd(0.1), "y": rules.sgd(0.1)}, labels=labels), SMALL)
 
 
 def test_footgun_32_decay_is_a_rule_of_its_own_for_optimizers_without():
     """RProp knows no decay; behind it there is some for the matrices, not for biases, read and changed by name."""
     assert "weight_decay" not in inspect.signature(optax.sgd).parameters
-    rule = rules.chain(rules.weight_decay(0.25, where=["**", "!**/b", "!head"]), rules.sgd(1.0))
+    rule = rules.chain(rules.add_decayed_weights(0.25, where=["**", "!**/b", "!head"]), rules.sgd(1.0))
     state = ts.setup(rule, SMALL)
     assert ts.hyperparams(state) == {"weight_decay": 0.25, "learning_rate": 1.0}
     got = updated(rule, jax.tree.map(np.zeros_like, GRADS))
@@ -1297,7 +1299,7 @@ def test_footgun_32_decay_is_a_rule_of_its_own_for_optimizers_without():
 
 
 def test_footgun_33_the_adam_part_of_muon_has_a_rate_of_its_own():
-    state = ts.setup(rules.groups({"kernel": rules.muon(0.02), "**": rules.adam(1e-3)}), PARAMS)
+    state = ts.setup(rules.partition({"kernel": rules.muon(0.02), "**": rules.adam(1e-3)}), PARAMS)
     state = ts.adjust(state, **{"learning_rate@**": 0.5})
     assert ts.hyperparams(state)["learning_rate@kernel"] == 0.02
     after, _ = jax.jit(ts.update)(state, PARAMS)

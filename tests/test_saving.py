@@ -7,7 +7,6 @@ import sys
 import jax
 import numpy as np
 import pytest
-
 import tsunax as ts
 from tests import saving
 from tests.faults import fleet

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_trees_close, assert_trees_equal, count_compiles
+import tsunax as ts
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-
-import tsunax as ts
 from tsunax import schedules as S
 from tsunax.errors import HyperparameterError as Bad
 from tsunax.errors import WrongTypeError as Wrong
+
+from helpers import assert_trees_close, assert_trees_equal, count_compiles
 
 LAST = 2**30 - 1  # no step counts beyond
 F32 = np.float32

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tsunax as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import _cost, _memory, batch_size
@@ -561,7 +560,7 @@ def test_rejected_steps_end_the_test():
 
 @pytest.mark.slow
 def test_a_learning_rate_of_a_part():
-    rule = ts.rules.groups({"a": ts.rules.sgd(0.5), "b": ts.rules.sgd(0.0)})
+    rule = ts.rules.partition({"a": ts.rules.sgd(0.5), "b": ts.rules.sgd(0.0)})
     step = ts.train_step(lambda params, x: jnp.mean((x * params["a"] * params["b"] - 2) ** 2))
     state = ts.setup(rule, {"a": jnp.ones(()), "b": jnp.ones(())})
     rate, _ = find_learning_rate(step, state, [np.ones(4, np.float32)], low=1e-3, points=30, name="learning_rate@a")

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tsunax as ts
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
 from tsunax import testing
 from tsunax._core import placement

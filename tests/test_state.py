@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_equal, count_compiles
 from tsunax.errors import StateError
@@ -165,7 +164,7 @@ def test_setting_the_step_does_not_move_the_counts_of_the_optimizer():
 def test_equal_setups_share_one_program():
     step = ts.train_step(loss_fn)
     for rate in (1e-3, 1e-2, 3):
-        step(ts.setup(ts.rules.chain(ts.rules.clip_global_norm(rate), ts.rules.adam(rate)), jax_params()), X)
+        step(ts.setup(ts.rules.chain(ts.rules.clip_by_global_norm(rate), ts.rules.adam(rate)), jax_params()), X)
     assert step.programs[None]._cache_size() == 1
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import testing
@@ -678,7 +677,7 @@ def _beta_rule():
     optax.adam(0.1),
     optax.chain(optax.polyak_sgd(), optax.scale(2.0)),
     optax.inject_hyperparams(optax.polyak_sgd)(),
-    ts.rules.groups({"**": ts.rules.chain(_beta_rule(), ts.rules.sgd(0.1))}),
+    ts.rules.partition({"**": ts.rules.chain(_beta_rule(), ts.rules.sgd(0.1))}),
 ])  # fmt: skip
 def test_update_refuses_keywords_that_no_rule_reads(rule):
     params = {"w": jnp.ones(2)}

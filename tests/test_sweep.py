@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-
 import tsunax as ts
+from jax.sharding import NamedSharding
 from tests.helpers import assert_trees_close, assert_trees_equal
 from tsunax import populations, testing
 from tsunax.errors import DeviceError, HyperparameterError, StateError, WrongTypeError
@@ -25,7 +24,9 @@ Y = np.tanh(X[:, :3] @ RNG.normal(size=(3, 3)).astype(np.float32))
 
 def make(key, rate, **options):
     params = {"w": jax.random.normal(key, (8, 16)) * 0.3, "v": jax.random.normal(key, (16, 3)) * 0.3}
-    rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adam(ts.schedules.cosine_decay_schedule(rate, 60)))
+    rule = ts.rules.chain(
+        ts.rules.clip_by_global_norm(1.0), ts.rules.adam(ts.schedules.cosine_decay_schedule(rate, 60))
+    )
     return ts.setup(rule, params, key=key, ema=0.9, **options)
 
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import tsunax as ts
 from tsunax import testing
 from tsunax.errors import CheckError, DataError, HyperparameterError, StateError, WrongTypeError
@@ -138,7 +137,7 @@ GOOD = {
     "sharding": lambda: testing.check_sharding(STEP, make(), X),
     "resume": lambda: testing.check_resume(STEP, make(0), data(), steps=7, at=5),
     "resume a population": lambda: testing.check_resume(STEP, ts.population(make, 2), data()),
-    "resume a list": lambda: testing.check_resume(STEP, make(), [X[:4], X[4:8]], replay=True),
+    "resume a list": lambda: testing.check_resume(STEP, make(), [X[:4], X[4:8]], fast_forward=True),
     "fused": lambda: testing.check_fused(STEP, make(0), data()),
     "frozen": lambda: testing.check_frozen(STEP, make(), X, "body/**"),
     "population": lambda: testing.check_population(STEP, make, X, rate=np.array([0.1, 0.01, 0.001])),
@@ -178,7 +177,7 @@ BAD = {
         r"leaf loss at mesh",
     ),
     "resume": (
-        lambda: testing.check_resume(STEP, make(), Unordered(), replay=True),
+        lambda: testing.check_resume(STEP, make(), Unordered(), fast_forward=True),
         r"leaf state.* at a run resumed at step 3: got .*expected the same bits",
     ),
     "fused": (
@@ -280,10 +279,10 @@ def test_data_of_ones_own_are_read_again_from_where_they_were(name):
 def test_a_list_can_be_read_again():
     batches = [X[:4], X[4:8]]
     with pytest.raises(
-        WrongTypeError, match=r"A list is, with replay=True: check_resume\(.*, list\(data\), replay=True"
+        WrongTypeError, match=r"A list is, with fast_forward=True: check_resume\(.*, list\(data\), fast_forward=True"
     ):
         testing.check_resume(STEP, make(), iter(batches))
-    testing.check_resume(STEP, make(), list(batches), replay=True)
+    testing.check_resume(STEP, make(), list(batches), fast_forward=True)
     with pytest.raises(WrongTypeError, match=r"A list is: list\(data\)"):
         testing.check_fused(STEP, make(), iter(batches))
 
@@ -318,7 +317,7 @@ REJECTED = {
     "population": lambda: testing.check_population(STEP, make, NAN),
     "purity": lambda: testing.check_purity(STEP, make(), NAN),
     "frozen": lambda: testing.check_frozen(STEP, make(), NAN, "**"),
-    "resume, ignored": lambda: testing.check_resume(BARE, make(), [NAN], replay=True),
+    "resume, ignored": lambda: testing.check_resume(BARE, make(), [NAN], fast_forward=True),
     "fused, ignored": lambda: testing.check_fused(BARE, make(), [NAN]),
     "dropped": lambda: testing.check_purity(
         ts.train_step(loss_fn, accumulate=2, on_nonfinite="drop"), make(), np.full_like(X, np.nan)
@@ -340,7 +339,7 @@ def test_a_check_that_compared_nothing_says_so(name):
 def test_some_rejected_steps_are_no_trouble():
     testing.check_purity(ts.train_step(loss_fn, accumulate=4, on_nonfinite="drop"), make(), NAN)
     with pytest.warns(RuntimeWarning, match="was rejected"):
-        testing.check_resume(STEP, make(), [X, NAN], replay=True)
+        testing.check_resume(STEP, make(), [X, NAN], fast_forward=True)
     state = ts.setup(ts.rules.sgd(0.1), init(), precision="float16")  # whose scale is too large for the first steps
     testing.check_accumulation(STEP, state, X, tolerance=0.01)
 
@@ -378,7 +377,7 @@ MORE_WRONG = {
         WrongTypeError,
         r"options at check_resume\(\): got checkpoint='x' \(str\), expected other arguments of fit",
     ),
-    "smoke": (lambda: testing.check_resume(STEP, make(), data(), smoke=True), WrongTypeError, "got smoke=True"),
+    "dry_run": (lambda: testing.check_resume(STEP, make(), data(), dry_run=True), WrongTypeError, "got dry_run=True"),
     "most": (lambda: testing.check_recompiles(STEP, make(), [X], most="a"), WrongTypeError, "most at check_recomp"),
     "no batches": (lambda: testing.check_recompiles(STEP, make(), None), WrongTypeError, "batches at .*got None"),
     "used up": (lambda: testing.check_recompiles(STEP, make(), NOBODY), DataError, "got no batch at all.*give a list"),
@@ -396,7 +395,7 @@ ALL = {
     "accumulation": lambda state, x: testing.check_accumulation(STEP, state, x),
     "precision": lambda state, x: testing.check_precision(STEP, state, x),
     "sharding": lambda state, x: testing.check_sharding(STEP, state, x),
-    "resume": lambda state, x: testing.check_resume(STEP, state, [x], replay=True),
+    "resume": lambda state, x: testing.check_resume(STEP, state, [x], fast_forward=True),
     "fused": lambda state, x: testing.check_fused(STEP, state, [x]),
     "frozen": lambda state, x: testing.check_frozen(STEP, state, x, "head"),
     "population": lambda state, x: testing.check_population(STEP, lambda key: state, x),
@@ -444,7 +443,7 @@ def test_a_loss_scale_that_is_still_falling():
     testing.check_frozen(step, state(), x, "b")
     assert testing.check_sharding(step, state(), x, tolerance=0.01) < 0.01
     assert testing.check_population(step, lambda key: state(), x, tolerance=0.01) < 0.01
-    testing.check_resume(step, state(), [x], replay=True)
+    testing.check_resume(step, state(), [x], fast_forward=True)
     testing.check_fused(step, state(), [x])
     runs = ts.population(lambda key: state(), 2)
     testing.check_purity(step, runs, x)

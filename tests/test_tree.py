@@ -23,7 +23,6 @@ from flax import nnx
 from flax.core import meta
 from flax.core.frozen_dict import freeze as frozen_dict
 from hypothesis import given, settings
-
 from tsunax import errors
 from tsunax._core import checks, norms, patterns, trees
 from tsunax.errors import ParamsError, PatternError, StateError, WrongTypeError

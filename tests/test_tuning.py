@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tsunax as ts
 from tests.helpers import need
 from tsunax import tuning
@@ -251,7 +250,7 @@ def test_what_no_objective_should_do():
             raise tuning.Pruned("all of them")
         return [10**400] * len(trial)
 
-    found = tune(together, {"x": spaces.uniform(0, 1)}, trials=4, vectorised="x", members=2)
+    found = tune(together, {"x": spaces.uniform(0, 1)}, trials=4, vectorized="x", members=2)
     assert [t.status for t in found.trials] == ["pruned", "pruned", "failed", "failed"]
 
 
@@ -393,7 +392,7 @@ def test_a_trial_that_kills_its_process_has_failed(tmp_path):
 
 def test_one_of_a_group_kills_its_process(tmp_path):
     """After three deaths together each goes alone, and only the one that did it has failed."""
-    options = dict(space={"x": spaces.uniform(0, 1)}, vectorised="x", members=4, directory=tmp_path)
+    options = dict(space={"x": spaces.uniform(0, 1)}, vectorized="x", members=4, directory=tmp_path)
     tune(lambda x: x, trials=1, **options)
     about = json.loads((tmp_path / "trials.jsonl").read_text().splitlines()[0])["sweep"]
     calls = []
@@ -432,7 +431,7 @@ def test_as_many_as_there_is_time_for():
 
         return objective
 
-    for options in ({}, {"vectorised": "x", "members": 2}):
+    for options in ({}, {"vectorized": "x", "members": 2}):
         with pytest.raises(KeyboardInterrupt) as caught:
             tune(until(4), {"x": spaces.uniform(0, 1)}, trials=10**15, **options)
         assert [t.status for t in caught.value.result.trials][:4] == ["done"] * 4
@@ -747,7 +746,7 @@ def together(rate, decay, width, trial):
 def test_trials_of_one_population_are_single_runs(tmp_path):
     """Up to 1e-4: what a member may differ by from a run of its own, after 40 steps."""
     alone = tune(single, LIVE, trials=7)
-    runs = tune(together, LIVE, trials=7, vectorised=["rate", "decay"], members=3, directory=tmp_path)
+    runs = tune(together, LIVE, trials=7, vectorized=["rate", "decay"], members=3, directory=tmp_path)
     assert [t.values for t in runs.trials] == [t.values for t in alone.trials]
     np.testing.assert_allclose(runs["value"], alone["value"], rtol=1e-4)
     assert runs.best.index == alone.best.index
@@ -768,12 +767,12 @@ def test_a_group_that_raises_goes_one_by_one():
         report(1, x)
         return np.where(trial == 1, np.nan, x)
 
-    result = tune(objective, {"x": spaces.uniform(0, 1)}, trials=5, vectorised="x", members=4)
+    result = tune(objective, {"x": spaces.uniform(0, 1)}, trials=5, vectorized="x", members=4)
     assert calls == [[0, 1, 2, 3], [0], [1], [2], [3], [4]]
     assert [t.status for t in result.trials] == ["done", "failed", "failed", "done", "done"]
     assert [str(t.cause)[:16] for t in result.trials[1:3]] == ["NonFiniteError: ", "ValueError: the "]
     assert result.trials[4].reports == {1: result.trials[4].values["x"]}
-    wrong = tune(lambda x: [1.0] * 3, {"x": spaces.uniform(0, 1)}, trials=4, vectorised="x", members=3).trials
+    wrong = tune(lambda x: [1.0] * 3, {"x": spaces.uniform(0, 1)}, trials=4, vectorized="x", members=3).trials
     assert [t.status for t in wrong] == ["done"] * 3 + ["failed"]
     assert "got float64[3], expected an array of 1 numbers" in wrong[3].cause.message
 
@@ -980,11 +979,11 @@ U = spaces.uniform(0, 1)
         (lambda: tune(seed=-1), HyperparameterError, r"seed at tune\(\): got -1"),
         (lambda: tune(mode="best"), HyperparameterError, r"mode at tune\(\): got 'best', expected 'min' or 'max'"),
         (lambda: tune(metric=3), WrongTypeError, r"metric at tune\(\)"),
-        (lambda: tune(vectorised=3), WrongTypeError, r"vectorised at tune\(\): got 3"),
-        (lambda: tune(vectorised="rates"), HyperparameterError, r"vectorised at tune\(\): got 'rates'.*Did you mean 'rate'"),
-        (lambda: tune(vectorised="rule"), HyperparameterError, r"vectorised 'rule' at tune\(\): .*Only numbers"),
-        (lambda: tune(vectorised="rate", pruner=tuning.median()), HyperparameterError, r"pruner at tune\(\)"),
-        (lambda: tune(vectorised="rate", backend="optuna"), HyperparameterError, r"vectorised at tune\(\): got backend"),
+        (lambda: tune(vectorized=3), WrongTypeError, r"vectorized at tune\(\): got 3"),
+        (lambda: tune(vectorized="rates"), HyperparameterError, r"vectorized at tune\(\): got 'rates'.*Did you mean 'rate'"),
+        (lambda: tune(vectorized="rule"), HyperparameterError, r"vectorized 'rule' at tune\(\): .*Only numbers"),
+        (lambda: tune(vectorized="rate", pruner=tuning.median()), HyperparameterError, r"pruner at tune\(\)"),
+        (lambda: tune(vectorized="rate", backend="optuna"), HyperparameterError, r"vectorized at tune\(\): got backend"),
         (lambda: tune(pruner="median"), WrongTypeError, r"pruner at tune\(\): got 'median'.*ts.tuning.median\(\), say"),
         (lambda: tune(pruner=tuning.median), WrongTypeError, r"pruner at tune\(\): got median itself"),
         (lambda: tuning.halving(first=0), HyperparameterError, r"first at halving\(\): got 0"),
@@ -992,7 +991,7 @@ U = spaces.uniform(0, 1)
         (lambda: tuning.halving(factor=2.5), WrongTypeError, r"factor at halving\(\)"),
         (lambda: tuning.median(startup="a"), WrongTypeError, r"startup at median\(\)"),
         (lambda: tuning.median(warmup=-1), HyperparameterError, r"warmup at median\(\)"),
-        (lambda: tune(vectorised="rate", members=0), HyperparameterError, r"members at tune\(\): got 0"),
+        (lambda: tune(vectorized="rate", members=0), HyperparameterError, r"members at tune\(\): got 0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(call, kind, text):

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tsunax as ts
 from tsunax._core.stable_text import bits_of, parts_of, words_of
 

@@ -7,7 +7,8 @@
     for batch in data:
         state, info = step(state, batch)
 
-Read `state.py` (what is carried), `step.py` (how it changes), `loop.py` (who calls it), in this order.
+Read `state.py` (what is carried), `step.py` (how it changes), `loop.py` (who calls it), in this
+order.
 """
 
 import importlib as _importlib
@@ -19,7 +20,9 @@ __version__ = "0.1.0.dev0"
 
 # The names stand once, in the stub beside this file; each is loaded when it is first used.
 _STUB = _Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-_MODULE_OF = {name: module for module, name in _re.findall(r"^from (\S+) import (\w+) as", _STUB, _re.M)}
+_MODULE_OF = {
+    name: module for module, name in _re.findall(r"^from (\S+) import (\w+) as", _STUB, _re.M)
+}
 __all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -1,4 +1,6 @@
-"""`python -m tsunax`: versions, devices, extras and a self-check of a second, for a report of a bug."""
+"""`python -m tsunax`: versions, devices, extras and a self-check of a second, for a report of a
+bug.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def self_check() -> str:
     start = time.perf_counter()
     x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
     step = ts.train_step(lambda params, x: ((x @ params["w"] - x[:, :2]) ** 2).mean())
-    state, twin = (ts.setup(ts.rules.adam(0.1), {"w": np.zeros((4, 2), np.float32)}) for _ in range(2))
+    state, twin = (
+        ts.setup(ts.rules.adam(0.1), {"w": np.zeros((4, 2), np.float32)}) for _ in range(2)
+    )
     losses = []
     for _ in range(20):
         state, info = step(state, x)
@@ -53,7 +57,10 @@ def self_check() -> str:
     twin, _ = ts.fit(step, twin, [x], steps=20, steps_per_call=4, progress=False)
     same = np.allclose(state.params["w"], twin.params["w"], rtol=1e-5, atol=1e-6)
     verdict = "ok" if same and losses[-1] < losses[0] / 2 and int(state.step) == 20 else "FAILED"
-    return f"{verdict}: loss {losses[0]:.4f} to {losses[-1]:.4f} in 20 steps, {time.perf_counter() - start:.1f} s"
+    return (
+        f"{verdict}: loss {losses[0]:.4f} to {losses[-1]:.4f} in 20 steps, "
+        f"{time.perf_counter() - start:.1f} s"
+    )
 
 
 def devices() -> str:
@@ -62,7 +69,9 @@ def devices() -> str:
     for device in jax.devices():
         info = ts.devices.device_info(device)
         memory = [] if info.memory_total is None else [f"{info.memory_total / 2**30:.1f} GiB"]
-        parts = dict.fromkeys([device.device_kind, info.kind, *memory, *info.version.splitlines()[:1]])
+        parts = dict.fromkeys(
+            [device.device_kind, info.kind, *memory, *info.version.splitlines()[:1]]
+        )
         lines.append(f"device {device}: {', '.join(parts)}")
     return "\n".join(lines)
 
@@ -78,10 +87,15 @@ def tried(what: str, f: Callable[[], str]) -> str:
 
 def report() -> Iterator[str]:
     """The lines, each as soon as it is known: what comes next may hang."""
-    yield f"tsunax {ts.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    yield (
+        f"tsunax {ts.__version__}, Python {platform.python_version()}, {platform.system()} "
+        f"{platform.machine()}"
+    )
     found = {name: version_of(name) for name in (*LIBRARIES, *EXTRAS)}
     yield ", ".join(f"{name} {found[name]}" for name in LIBRARIES)
-    yield "extras: " + (", ".join(f"{name} {found[name]}" for name in EXTRAS if found[name] != "-") or "none")
+    yield "extras: " + (
+        ", ".join(f"{name} {found[name]}" for name in EXTRAS if found[name] != "-") or "none"
+    )
     if settings := [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]:
         yield "settings: " + ", ".join(settings)
     yield tried("preference", lambda: f"preferred device: {ts.devices.preferred() or 'none'}")
@@ -96,7 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
     failed = False
     for line in report():
         failed |= "FAILED" in line
-        text = textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        text = textwrap.fill(
+            line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
         print(text, flush=True)
     return int(failed)
 
@@ -105,7 +121,9 @@ if __name__ == "__main__":
     try:
         status = main()
     except BrokenPipeError:  # `python -m tsunax | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing to flush to at the exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # nothing to flush to at the exit
         status = 1
     sys.exit(status)
 

@@ -1,7 +1,8 @@
-"""Averages of the parameters over training: exponential, or uniform (Polyak, stochastic weight averaging).
+"""Averages of the parameters over training: exponential, or uniform (Polyak, stochastic weight
+averaging).
 
-An average is a float32 tree beside the parameters, moved once per applied step and never swapped in: what evaluates
-takes `averaged(state)`. It knows nothing of states.
+An average is a float32 tree beside the parameters, moved once per applied step and never swapped
+in: what evaluates takes `averaged(state)`. It knows nothing of states.
 """
 
 from __future__ import annotations
@@ -39,14 +40,20 @@ class Average:
 
     def of(self, params) -> Average:
         """The average of a run that begins at these params."""
-        wide = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params)
-        return dataclasses.replace(self, params=wide, count=jnp.int32(0), rate=jnp.asarray(self.rate, jnp.float32))
+        wide = jax.tree.map(
+            lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params
+        )
+        return dataclasses.replace(
+            self, params=wide, count=jnp.int32(0), rate=jnp.asarray(self.rate, jnp.float32)
+        )
 
     def moved(self, params, step) -> Average:
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
         rate = 1 / (self.count + 1).astype(jnp.float32) if self.uniform else self.rate
         if self.warmup:
-            rate = jnp.maximum(rate, 9 / (10 + self.count.astype(jnp.float32)))  # decay at most (1 + n) / (10 + n)
+            rate = jnp.maximum(
+                rate, 9 / (10 + self.count.astype(jnp.float32))
+            )  # decay at most (1 + n) / (10 + n)
         counted = (step > self.start) & ((step - self.start) % self.every == 0)
         rate = jnp.where(step > self.start, rate, 1)  # until it starts, an average is the params
 
@@ -58,7 +65,9 @@ class Average:
         return dataclasses.replace(self, params=moved, count=self.count + counted.astype(jnp.int32))
 
 
-def _average(where: str, start, every, *, rate: Any = 0.0, uniform: bool = False, warmup: bool = False) -> Average:
+def _average(
+    where: str, start, every, *, rate: Any = 0.0, uniform: bool = False, warmup: bool = False
+) -> Average:
     checks.check_count(start, where, "start", 0)
     checks.check_count(every, where, "every")
     return Average(None, 0, rate, uniform, warmup, int(start), int(every))
@@ -67,8 +76,8 @@ def _average(where: str, start, every, *, rate: Any = 0.0, uniform: bool = False
 def ema(decay: Any = 0.999, *, warmup: bool = False, start: int = 0, every: int = 1) -> Average:
     """`a ← decay · a + (1 - decay) · params` after every `every`-th applied update beyond `start`.
 
-    With `warmup` the decay is at most (1 + n) / (10 + n) after n averaged params, so that a young average does not
-    remember the initial ones (as in TensorFlow's ExponentialMovingAverage).
+    With `warmup` the decay is at most (1 + n) / (10 + n) after n averaged params, so that a young
+    average does not remember the initial ones (as in TensorFlow's ExponentialMovingAverage).
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(2)}, ema=0.9)
@@ -86,12 +95,16 @@ def ema(decay: Any = 0.999, *, warmup: bool = False, start: int = 0, every: int 
 
 
 def polyak(*, start: int = 0, every: int = 1) -> Average:
-    """The plain mean of the params after every `every`-th applied update beyond `start` (Polyak and Juditsky 1992)."""
+    """The plain mean of the params after every `every`-th applied update beyond `start` (Polyak and
+    Juditsky 1992).
+    """
     return _average("polyak()", start, every, uniform=True)
 
 
 def swa(start: int, every: int) -> Average:
-    """Stochastic weight averaging: the mean of the params at the end of every cycle (Izmailov et al. 2018)."""
+    """Stochastic weight averaging: the mean of the params at the end of every cycle (Izmailov et
+    al. 2018).
+    """
     return _average("swa()", start, every, uniform=True)
 
 
@@ -100,16 +113,21 @@ def as_average(given, where: str) -> Average | None:
     if given is None or isinstance(given, Average):
         return given
     if isinstance(given, bool) or trees.dtype_of(given) is None:
-        raise WrongTypeError(message("ema", where, trees.describe(given), "a decay in [0, 1), or ts.averages.ema(...)"))
+        raise WrongTypeError(
+            message(
+                "ema", where, trees.describe(given), "a decay in [0, 1), or ts.averages.ema(...)"
+            )
+        )
     return ema(given)
 
 
 def update_batch_stats(loss_fn: Callable) -> Callable:
-    """The compiled forward pass in training mode: `f(state, batch, **extra) -> state` with another `model_state` only.
+    """The compiled forward pass in training mode: `f(state, batch, **extra) -> state` with another
+    `model_state` only.
 
     For batch statistics that belong to averaged parameters, over some batches:
-    `state = update_batch_stats(loss_fn)(averaged(state), batch)`. Raises LossError for a loss_fn that returns no model
-    state.
+    `state = update_batch_stats(loss_fn)(averaged(state), batch)`. Raises LossError for a loss_fn
+    that returns no model state.
     """
     from tsunax import program
 

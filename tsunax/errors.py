@@ -99,7 +99,9 @@ class MissingLibraryError(TsunaxError, ModuleNotFoundError):
 
 
 class CheckpointError(TsunaxError, ValueError):
-    """A checkpoint is missing, damaged, of another run or of another state; or its directory cannot be used."""
+    """A checkpoint is missing, damaged, of another run or of another state; or its directory cannot
+    be used.
+    """
 
 
 class SaveError(TsunaxError, OSError):
@@ -146,7 +148,9 @@ def told(error: BaseException) -> str:
     if _is_conversion(error):
         return "a Python or NumPy operation (if, float, np) on a traced value"
     kind = type(error).__name__
-    text = re.sub(r"\w*Tracer\b", "a traced array", re.sub(r"<class '([\w.]+)'>", r"\1", str(error)))
+    text = re.sub(
+        r"\w*Tracer\b", "a traced array", re.sub(r"<class '([\w.]+)'>", r"\1", str(error))
+    )
     return f"{kind} {textwrap.shorten(text, 160, placeholder=' …')}".rstrip(" .")
 
 
@@ -160,7 +164,9 @@ _NOT_THE_USERS = (*_PACKAGES, contextlib.__file__)
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line outside of tsunax and JAX: the user's, however deep the call is."""
+    """Warn at the innermost line outside of tsunax and JAX: the user's, however deep the call
+    is.
+    """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1
@@ -168,6 +174,8 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _is_conversion(error: BaseException) -> bool:
-    """Whether JAX was asked for the value of a traced array: by `if`, `float`, NumPy, or as an index."""
+    """Whether JAX was asked for the value of a traced array: by `if`, `float`, NumPy, or as an
+    index.
+    """
     kind = type(error).__name__
     return "Concret" in kind or (kind.startswith("Tracer") and kind.endswith("ConversionError"))

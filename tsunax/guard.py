@@ -1,10 +1,10 @@
 """One verdict per step: was everything finite, and if not, what was not.
 
-A verdict is one int32 computed inside the step: 0 if the step is applied, else the place of the first value
-that is not finite (the loss, the gradient's norm, or what a rule reported). It travels with the info, so that
-nobody has to wait for the device to be told, and `explain` turns it into words on the host. Which gradient leaf
-it was is not in it: a map of 200 leaves would cost every step what only a bad one needs. `locate` finds it by
-looking at the gradients again.
+A verdict is one int32 computed inside the step: 0 if the step is applied, else the place of the
+first value that is not finite (the loss, the gradient's norm, or what a rule reported). It travels
+with the info, so that nobody has to wait for the device to be told, and `explain` turns it into
+words on the host. Which gradient leaf it was is not in it: a map of 200 leaves would cost every
+step what only a bad one needs. `locate` finds it by looking at the gradients again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ LIMIT = np.iinfo(np.int32).max
 GOT = "got {}"
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("whats",))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("whats",)
+)
 @dataclass(frozen=True)
 class Report:
-    """Numbers that a rule leaves in its state for the verdict: a step where one is not finite is rejected."""
+    """Numbers that a rule leaves in its state for the verdict: a step where one is not finite is
+    rejected.
+    """
 
     values: Any  # f32 of shape (n,)
-    whats: tuple[str, ...]  # what each of them is, with path and shape; "{}" stands for "nan" or "inf"
+    whats: tuple[
+        str, ...
+    ]  # what each of them is, with path and shape; "{}" stands for "nan" or "inf"
 
 
 def _is_report(x) -> bool:
@@ -42,11 +48,15 @@ def reports(opt_state) -> list[Any]:
 
 
 def judge(loss, grad_norm, calls, opt_state, update_norm=None):
-    """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradient, clock, reports, update."""
+    """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradient, clock,
+    reports, update.
+    """
     verdict, place = jnp.where(calls < LIMIT, LIMIT, 6), 4
     for report in reports(opt_state):
         n = len(report.whats)
-        verdict = jnp.minimum(verdict, jnp.min(_found(report.values, np.arange(place, place + n)), initial=LIMIT))
+        verdict = jnp.minimum(
+            verdict, jnp.min(_found(report.values, np.arange(place, place + n)), initial=LIMIT)
+        )
         place += n
     for i, value in ((1, loss), (2, grad_norm), (place, update_norm)):
         if value is not None:
@@ -55,7 +65,9 @@ def judge(loss, grad_norm, calls, opt_state, update_norm=None):
 
 
 def _found(value, place):
-    return jnp.where(jnp.isfinite(value), LIMIT, np.int32(2) * place + jnp.isnan(value)).astype(jnp.int32)
+    return jnp.where(jnp.isfinite(value), LIMIT, np.int32(2) * place + jnp.isnan(value)).astype(
+        jnp.int32
+    )
 
 
 def overflowed(verdict):
@@ -87,14 +99,22 @@ def count(clock, emitted, verdict=None):
 
 
 def explain(verdict: int, opt_state, grads=None) -> str:
-    """What a verdict says, for an optimizer state of the same setup; with the gradients, which leaf it was."""
+    """What a verdict says, for an optimizer state of the same setup; with the gradients, which leaf
+    it was.
+    """
     if verdict == 0:
         return "applied"
     place, is_nan = divmod(int(verdict), 2)
     norm = "gradient norm" if grads is None else locate(grads)
     clock = f"clock, at its limit of {LIMIT} calls"
     update = f"update that the rule made of finite gradients: {GOT}"
-    places = [f"loss: {GOT}", f"{norm}: {GOT}", clock, *(what for r in reports(opt_state) for what in r.whats), update]
+    places = [
+        f"loss: {GOT}",
+        f"{norm}: {GOT}",
+        clock,
+        *(what for r in reports(opt_state) for what in r.whats),
+        update,
+    ]
     return places[place - 1].replace(GOT, f"got {'nan' if is_nan else 'inf'}")
 
 
@@ -120,10 +140,11 @@ def in_batch(batch) -> str:
 
 
 def choose(take, new, old):
-    """`new` where its flag is true, else `old`, leaf by leaf; `take` is one scalar bool, or a list of one per leaf.
+    """`new` where its flag is true, else `old`, leaf by leaf; `take` is one scalar bool, or a list
+    of one per leaf.
 
-    Selects, never multiplies: 0 · NaN is NaN. Dtypes are those of `new`, so that a rule that changes the dtype
-    of its state does here what it does in plain optax.
+    Selects, never multiplies: 0 · NaN is NaN. Dtypes are those of `new`, so that a rule that
+    changes the dtype of its state does here what it does in plain optax.
     """
     new, treedef = jax.tree.flatten(new)
     old = treedef.flatten_up_to(old)

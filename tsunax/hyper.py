@@ -1,7 +1,8 @@
 """Change a run while it runs: read and set hyperparameters, freeze and thaw. State in, state out.
 
-Every function here edits arrays of the state (`numbers`, `frozen`), so the step keeps its program. Only the
-first cut of a new subtree and the first freeze change the state's shape, and cost one compile each.
+Every function here edits arrays of the state (`numbers`, `frozen`), so the step keeps its program.
+Only the first cut of a new subtree and the first freeze change the state's shape, and cost one
+compile each.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from tsunax.state import TrainState, beside, check_state, frozen_words, trainabl
 def hyperparams(state: TrainState) -> dict[str, Any]:
     """Every live hyperparameter that the next step will use, by flat name.
 
-    `learning_rate` where the name is unique; `learning_rate@encoder/**` in a group of rules or a subtree that
-    `adjust` cut; `0.max_norm` where a chain repeats it. Python floats, as they were given; arrays under tracing.
-    Waits for the device only where a schedule needs the step. A schedule in a wrapper that does not pass it on
-    (`optax.MultiSteps`) runs on its own count and is read there; `info.hyperparams` has none of those.
+    `learning_rate` where the name is unique; `learning_rate@encoder/**` in a group of rules or a
+    subtree that `adjust` cut; `0.max_norm` where a chain repeats it. Python floats, as they were
+    given; arrays under tracing. Waits for the device only where a schedule needs the step. A
+    schedule in a wrapper that does not pass it on (`optax.MultiSteps`) runs on its own count and is
+    read there; `info.hyperparams` has none of those.
 
     >>> import tsunax as ts
     >>> ts.hyperparams(ts.setup(ts.rules.sgd(0.1, momentum=0.9), {"w": jnp.ones(2)}))
@@ -41,16 +43,18 @@ def hyperparams(state: TrainState) -> dict[str, Any]:
 
 
 def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState:
-    """Set hyperparameters on the whole tree or on the leaves that `where` matches. Moments are kept.
+    """Set hyperparameters on the whole tree or on the leaves that `where` matches. Moments are
+    kept.
 
-    A value is a number (float, int, numpy or jax scalar, traced or not); `None` gives a scheduled one back to
-    its schedule. A value never compiles the step again; cutting a subtree off for the first time does, once, and
-    `adjust(state, where)` without values is that cut alone. `adjust(a, hyperparams(b))` copies, into cuts that are
-    there: where only b has one, first `a = adjust(a, where)`. The result shares its arrays with `state`: a step that
-    is given one of them donates both.
+    A value is a number (float, int, numpy or jax scalar, traced or not); `None` gives a scheduled
+    one back to its schedule. A value never compiles the step again; cutting a subtree off for the
+    first time does, once, and `adjust(state, where)` without values is that cut alone. `adjust(a,
+    hyperparams(b))` copies, into cuts that are there: where only b has one, first `a = adjust(a,
+    where)`. The result shares its arrays with `state`: a step that is given one of them donates
+    both.
 
-    Raises HyperparameterError for an unknown name (with the known ones), a value out of range, or a name that a
-    chain repeats; PatternError if `where` matches nothing.
+    Raises HyperparameterError for an unknown name (with the known ones), a value out of range, or a
+    name that a chain repeats; PatternError if `where` matches nothing.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.adam(1e-3), {"body": jnp.ones(2), "head": jnp.ones(2)})
@@ -61,11 +65,15 @@ def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState
     check_state(state, "adjust()", where)
     if state.numbers is None:
         fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
-        raise HyperparameterError(message("rule", "adjust()", "one without live numbers", "a live rule", fix))
+        raise HyperparameterError(
+            message("rule", "adjust()", "one without live numbers", "a live rule", fix)
+        )
     if isinstance(where, str) and where == "**" and any("@" in name for name in values):
         return _assign(state, _by_flat_name(state, values), state.numbers.values)
     if _is_names(where, _known(state)):
-        return _assign(state, _by_flat_name(state, {**cast(Mapping, where), **values}), state.numbers.values)
+        return _assign(
+            state, _by_flat_name(state, {**cast(Mapping, where), **values}), state.numbers.values
+        )
     matched = _matched(state, where)
     targets = _targets(state, matched, values)
     cut = _cut(state, where, matched, targets)
@@ -75,11 +83,12 @@ def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState
 def freeze(state: TrainState, where: Any) -> TrainState:
     """Stop the leaves that `where` matches: params, moments, decay and averages stay bit-identical.
 
-    Their gradients count as zero, so norms and global clipping are over what is not frozen. The gradient is
-    still computed (`setup(trainable=...)` is the freeze that saves it). The first freeze of a state compiles the
-    step once (`setup(freezable=True)`: not even that); later ones and thaws never do. Under jit, scan and vmap
-    too, where the state has been frozen before or is freezable. The result shares its arrays with `state`: a step
-    that is given one of them donates both.
+    Their gradients count as zero, so norms and global clipping are over what is not frozen. The
+    gradient is still computed (`setup(trainable=...)` is the freeze that saves it). The first
+    freeze of a state compiles the step once (`setup(freezable=True)`: not even that); later ones
+    and thaws never do. Under jit, scan and vmap too, where the state has been frozen before or is
+    freezable. The result shares its arrays with `state`: a step that is given one of them donates
+    both.
 
     Raises PatternError if `where` matches nothing that is trained.
 
@@ -98,24 +107,28 @@ def freeze(state: TrainState, where: Any) -> TrainState:
 def thaw(state: TrainState, where: Any = "**") -> TrainState:
     """Train frozen leaves again, with the moments that they had when they were frozen.
 
-    Rules with one count for all leaves (Adam's bias correction) have gone on counting meanwhile: leaves frozen
-    from the start take larger first steps after a late thaw, up to 6 × the rate at step 2000 with Adam's
-    defaults, in a rule of its own in `groups` too. A warm-up of their rate avoids that. The result shares its arrays
-    with `state`: a step that is given one of them donates both.
+    Rules with one count for all leaves (Adam's bias correction) have gone on counting meanwhile:
+    leaves frozen from the start take larger first steps after a late thaw, up to 6 × the rate at
+    step 2000 with Adam's defaults, in a rule of its own in `partition` too. A warm-up of their rate
+    avoids that. The result shares its arrays with `state`: a step that is given one of them donates
+    both.
 
-    Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments to go on with.
+    Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments to go
+    on with.
     """
     return _set_frozen(state, where, False)
 
 
-# ---------------------------------------------------------------------------------------------------- freezing
+# ----------------------------------------------------------------------------------------- freezing
 
 
 def _check_can_freeze(state: TrainState) -> None:
     """Raise RuleError for a rule that would go on with a wrong picture of the other leaves."""
     memory = lambda x: isinstance(x, optax.ScaleByLBFGSState)
     if any(map(memory, jax.tree.leaves(state.opt_state, is_leaf=memory))):
-        fix = "Its memory mixes all leaves. Leave them out from the start: setup(..., trainable=...)."
+        fix = (
+            "Its memory mixes all leaves. Leave them out from the start: setup(..., trainable=...)."
+        )
         raise RuleError(message("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix))
 
 
@@ -145,10 +158,12 @@ def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
 
 def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
     where = trees.access_str("params", jax.tree_util.tree_flatten_with_path(state.params)[0][i][0])
-    return PatternError(message("leaf", where, "one that setup(trainable=...) left out", "a trained leaf", fix))
+    return PatternError(
+        message("leaf", where, "one that setup(trainable=...) left out", "a trained leaf", fix)
+    )
 
 
-# --------------------------------------------------------------------------------------------- hyperparameters
+# ---------------------------------------------------------------------------------- hyperparameters
 
 
 def _is_names(where, known) -> bool:
@@ -159,20 +174,26 @@ def _is_names(where, known) -> bool:
 
     def number(v) -> bool:
         dtype = trees.dtype_of(v)  # never `in (None, ...)`: NumPy says that float64 equals None
-        return v is None or (not isinstance(v, (bool, np.bool_)) and dtype is not None and dtype != np.bool_)
+        return v is None or (
+            not isinstance(v, (bool, np.bool_)) and dtype is not None and dtype != np.bool_
+        )
 
     return isinstance(where, Mapping) and all(number(v) for v in where.values())
 
 
 def _matched(state: TrainState, where) -> frozenset:
-    """Key paths of the leaves that `where` matches; if all of them, those that wrappers made of them, too."""
+    """Key paths of the leaves that `where` matches; if all of them, those that wrappers made of
+    them, too.
+    """
     flags = patterns.select(where, state.params)
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
         raise _left_out(state, flags.index(True), "It has no hyperparameters.")
     paths = _paths(state.params)
     matched = frozenset(path for path, flag in zip(paths, flags, strict=True) if flag)
     everywhere = matched.issuperset(_paths(trained_part(state)))
-    return matched.union(*(s.paths for _, s in state.numbers.layout.lives)) if everywhere else matched
+    return (
+        matched.union(*(s.paths for _, s in state.numbers.layout.lives)) if everywhere else matched
+    )
 
 
 def _paths(tree) -> list[tuple]:
@@ -184,10 +205,14 @@ def _known(state: TrainState) -> list[str]:
 
 
 def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
-    """The live states that this adjust is for: {place: {name given: name there}}; all of them without values."""
+    """The live states that this adjust is for: {place: {name given: name there}}; all of them
+    without values.
+    """
     lives, seen = state.numbers.layout.lives, matched.union(_paths(trained_part(state)))
     hit = {}
-    for at, (index, (_, s)) in enumerate(zip(number_table.chain_indices(lives), lives, strict=True)):
+    for at, (index, (_, s)) in enumerate(
+        zip(number_table.chain_indices(lives), lives, strict=True)
+    ):
         leaves = matched.intersection(s.paths)
         if leaves and seen.issuperset(s.paths):
             hit[at] = (index, s.live.names, leaves)
@@ -201,23 +226,39 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
     targets: dict[int, dict[str, str]] = {}
     for given in values:
         index, _, name = given.rpartition(".")
-        found = [at for at, (i, names, _) in hit.items() if name in names and (not index or i == index)]
+        found = [
+            at for at, (i, names, _) in hit.items() if name in names and (not index or i == index)
+        ]
         if not index:  # of a rule around another one, the plain name is the outer one's
             outer = [leaves for i, names, leaves in hit.values() if not i and name in names]
-            found = [at for at in found if not hit[at][0] or not any(hit[at][2] & leaves for leaves in outer)]
+            found = [
+                at
+                for at in found
+                if not hit[at][0] or not any(hit[at][2] & leaves for leaves in outer)
+            ]
         for k, a in enumerate(found):
             for b in found[k + 1 :]:
                 if hit[a][2] & hit[b][2]:
                     both = [f"{hit[x][0]}.{name}" for x in (a, b)]
                     fix = f"Write adjust(state, **{{{both[0]!r}: ...}})."
-                    got, expected = f"{given!r}, which two rules of a chain have", " or ".join(map(repr, both))
-                    raise HyperparameterError(message("hyperparameter", "adjust()", got, expected, fix))
+                    got, expected = (
+                        f"{given!r}, which two rules of a chain have",
+                        " or ".join(map(repr, both)),
+                    )
+                    raise HyperparameterError(
+                        message("hyperparameter", "adjust()", got, expected, fix)
+                    )
         if not found:
             known = _known(state)
             if any(given in (label, label.partition("@")[0].rpartition(".")[2]) for label in known):
                 known = sorted({name for _, names, _ in hit.values() for name in names})
-                expected, fix = f"one of {', '.join(known)} for these leaves", "It belongs to the rule of other leaves."
-                raise HyperparameterError(message("hyperparameter", "adjust()", repr(given), expected, fix))
+                expected, fix = (
+                    f"one of {', '.join(known)} for these leaves",
+                    "It belongs to the rule of other leaves.",
+                )
+                raise HyperparameterError(
+                    message("hyperparameter", "adjust()", repr(given), expected, fix)
+                )
             raise HyperparameterError(patterns.unknown("hyperparameter", "adjust()", given, known))
         for at in found:
             targets.setdefault(at, {})[given] = name
@@ -225,7 +266,9 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
 
 
 def _cut(state: TrainState, where, matched, targets) -> TrainState:
-    """Give the matched leaves groups of values of their own in the targeted live states, where they have none."""
+    """Give the matched leaves groups of values of their own in the targeted live states, where they
+    have none.
+    """
     params = trained_part(state)
     cuts = {}
     for at, (_, s) in enumerate(state.numbers.layout.lives):
@@ -248,7 +291,9 @@ def _label(where) -> str:
 
 
 def _refined(s: live_rules.LiveState, hits, label) -> tuple[live_rules.Cut | None, tuple[int, ...]]:
-    """The groups of `s` split by `hits`: (the new cut, or None where the old one will do; parents)."""
+    """The groups of `s` split by `hits`: (the new cut, or None where the old one will do;
+    parents).
+    """
     old = s.cut or live_rules.Cut((0,) * len(s.paths), ("",))
     pairs = list(zip(old.of, hits, strict=True))
     split = [g for g in range(s.groups) if (g, True) in pairs and (g, False) in pairs]
@@ -266,7 +311,9 @@ def _refined(s: live_rules.LiveState, hits, label) -> tuple[live_rules.Cut | Non
 
 
 def _by_leaf(state: TrainState, matched, targets, values) -> dict[int, tuple]:
-    """{column of the numbers: (live, name, has a schedule, value)} for the groups of the matched leaves."""
+    """{column of the numbers: (live, name, has a schedule, value)} for the groups of the matched
+    leaves.
+    """
     out = {}
     for at, s, group, start in state.numbers.columns():
         of = s.cut.of if s.cut else (0,) * len(s.paths)
@@ -286,24 +333,34 @@ def _by_flat_name(state: TrainState, values) -> dict[int, tuple]:
     unknown = [name for name in values if name not in columns]
     for name in unknown:
         rest, _, label = name.rpartition("@")
-        if rest in columns and not any(label in number_table.patterns(path) for path, _ in state.numbers.layout.lives):
+        if rest in columns and not any(
+            label in number_table.patterns(path) for path, _ in state.numbers.layout.lives
+        ):
             fix = f"Cut it first: ts.adjust(state, {label!r})."
             expected = f"one of {trees.listed([*columns], 20)}"
-            raise HyperparameterError(message("hyperparameter", "adjust()", repr(name), expected, fix))
+            raise HyperparameterError(
+                message("hyperparameter", "adjust()", repr(name), expected, fix)
+            )
     if unknown:
-        raise HyperparameterError(patterns.unknown("hyperparameter", "adjust()", unknown[0], columns))
+        raise HyperparameterError(
+            patterns.unknown("hyperparameter", "adjust()", unknown[0], columns)
+        )
     return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
 
 
 def _like(old, host):
-    """`host` on the devices of `old`; committed to them only if that is, or the step would compile again."""
+    """`host` on the devices of `old`; committed to them only if that is, or the step would compile
+    again.
+    """
     if not getattr(old, "committed", False):
         return jax.device_put(host)
     return jax.make_array_from_callback(host.shape, old.sharding, lambda index: host[index])
 
 
 def _assign(state: TrainState, cells: dict[int, tuple], old) -> TrainState:
-    """Write values into columns, on the devices of `old`; what is concrete is written without waiting for a step."""
+    """Write values into columns, on the devices of `old`; what is concrete is written without
+    waiting for a step.
+    """
     values = state.numbers.values
     rows = {}
     for column, (live, i, value) in cells.items():
@@ -318,14 +375,18 @@ def _assign(state: TrainState, cells: dict[int, tuple], old) -> TrainState:
         if np.ndim(value) and members:  # a population takes one value per member
             if np.shape(value) != members:
                 expected = f"one number, or shape {members}: one for each member"
-                raise HyperparameterError(message(name, f"{live.title}()", f"shape {np.shape(value)}", expected))
+                raise HyperparameterError(
+                    message(name, f"{live.title}()", f"shape {np.shape(value)}", expected)
+                )
             each = [value] if trees.is_traced(value) else np.ravel(np.asarray(value)).tolist()
         else:
             each = [value]
         for number in each:
             _numbers.check_number(f"{live.title}()", name, number, "a number")
         rows[column] = value
-    concrete = not trees.is_traced(values) and all(v is None or not trees.is_traced(v) for v in rows.values())
+    concrete = not trees.is_traced(values) and all(
+        v is None or not trees.is_traced(v) for v in rows.values()
+    )
     if concrete:
         host = np.array(values)
         for column, value in rows.items():

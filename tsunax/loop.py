@@ -38,14 +38,16 @@ from tsunax.run.fitting import Fit, Run, form_of, step_of
 from tsunax.run.history import History
 from tsunax.run.options import Goal, Options, check_step, check_whole, options_of
 from tsunax.run.profiling import Profile
-from tsunax.state import TrainState, check_flags, own
+from tsunax.state import TrainState, own
 
 
 def run_steps(step: Callable, state, batches, **extra):
-    """k steps in one compiled loop; `batches` has a first axis of k. Returns `(state, infos)`, the infos stacked.
+    """k steps in one compiled loop; `batches` has a first axis of k. Returns `(state, infos)`, the
+    infos stacked.
 
-    As `for batch in batches: state, info = step(state, batch)`, without going back to Python in between. `step` is any
-    function `(state, batch, **extra) -> (state, info)` that can be traced. The state given to a `TrainStep` is donated.
+    As `for batch in batches: state, info = step(state, batch)`, without going back to Python in
+    between. `step` is any function `(state, batch, **extra) -> (state, info)` that can be traced.
+    The state given to a `TrainStep` is donated.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -60,7 +62,9 @@ def run_steps(step: Callable, state, batches, **extra):
     checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
     batches = owned(batches, "batches")  # the caller may refill them while the program runs
     if k == 1:  # a loop of one would be another program
-        batches = jax.tree.map(lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches)
+        batches = jax.tree.map(
+            lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches
+        )
     feed, n = _feed.place(fused_loop.Stacked(batches), k, placement.home_of(state), step=step)
     state, infos = _loop_of(step)(state, feed, n, placement.whole(extra, placement.home_of(state)))
     return state, _stacked(state, infos, slice(k))
@@ -71,7 +75,8 @@ def run_epoch(step: Callable, state, data, **extra):
 
     Reads the batches that `for batch in data` reads: after a `break` a new epoch, after `set_state`
     the rest of one.
-    Where the data lie on the device (`batches(..., device=True)`) it is one loop, and one more for a short last batch.
+    Where the data lie on the device (`batches(..., device=True)`) it is one loop, and one more for
+    a short last batch.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -86,7 +91,9 @@ def run_epoch(step: Callable, state, data, **extra):
     feed, parts = _feed.Feed(step, data, state, "auto", float("inf")), []
     alike, done = agreement.Alike("run_epoch()", state, data), 0
     alike.start(place=feed.source.state())
-    while (chunk := alike.chunk(done + 1, feed.take(_feed.RESIDENT, state, 0), feed.source)) is not None:
+    while (
+        chunk := alike.chunk(done + 1, feed.take(_feed.RESIDENT, state, 0), feed.source)
+    ) is not None:
         done += chunk.steps
         state, infos = _loop_of(step)(state, chunk.feed, chunk.n, extra)
         infos = jax.tree.map(lambda x, n=chunk.steps: x[:n], infos)
@@ -94,7 +101,9 @@ def run_epoch(step: Callable, state, data, **extra):
             new, old = (x.stacked(None) for x in (infos, parts[0]))
             got = trees.first_difference(new, old, "info") or "a number of another shape"
             fix = "Use fit, which takes it, or make the metrics independent of the rows of a batch."
-            raise StateError(message("info", "run_epoch()", got, "the same numbers of every step", fix))
+            raise StateError(
+                message("info", "run_epoch()", got, "the same numbers of every step", fix)
+            )
         parts.append(infos)
     whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return state, _stacked(state, whole, slice(None))
@@ -111,12 +120,20 @@ def _stacked(state, infos: fused_loop.Infos, rows):
 
 
 def iterate(
-    step: Callable, state, data, *, steps: int | None = None, epochs: int | None = None, steps_per_call=1, **extra
+    step: Callable,
+    state,
+    data,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    steps_per_call=1,
+    **extra,
 ):
     """The loop as a generator: `for state, info in iterate(step, state, data, steps=1000)`.
 
-    Yields after every `steps_per_call` steps, with the info of the last one. The state that was yielded is consumed by
-    the next step: keep a copy of what you want to keep. Send another one, and the loop goes on with it.
+    Yields after every `steps_per_call` steps, with the info of the last one. The state that was
+    yielded is consumed by the next step: keep a copy of what you want to keep. Send another one,
+    and the loop goes on with it.
     """
     goal = Goal("iterate()", steps, epochs)
     check_step("iterate()", step, state)
@@ -152,13 +169,13 @@ def fit(
     logger=(),
     checkpoint=None,
     resume: str = "auto",
-    replay: bool = False,
+    fast_forward: bool = False,
     progress: Any = True,
     log_every: int = 10,
     steps_per_call: int | str | None = "auto",
     max_bad: int = 10,
     profile: Any = None,
-    smoke: bool = False,
+    dry_run: bool = False,
     history: History | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> tuple[Any, History]:
@@ -175,50 +192,57 @@ def fit(
     Args:
       step: a `train_step`, or any function `(state, batch, **extra) -> (state, info)` that JAX can
         trace; its state may be any pytree, for example the two states of a GAN.
-      data: `batches(...)`, or any iterable of batches. A new state (`state.calls == 0`) begins with the
-        first batch, a trained one goes on where `batches` and `prefetch` are.
+      data: `batches(...)`, or any iterable of batches. A new state (`state.calls == 0`) begins with
+        the first batch, a trained one goes on where `batches` and `prefetch` are.
       steps: the total of applied steps, counted by `state.step`; or
-      epochs: the total of epochs of the data. A run that is there already returns at once, with a warning.
-      evaluate: `f(state) -> {name: number}`, called every `evaluate_every` ("epoch", "5 epochs", or a
-        number of steps) and at the end; and once before the first step, to look at the
-        names, if a callback or `keep_best` waits for one with a slash.
-      callbacks: functions `f(run) -> None | state`, see `callbacks`. `every(n, f)` is called at multiples
-        of n steps; a plain function at every boundary, including each multiple of `log_every`.
-      logger: `f(row, step=)`, or several; for example `wandb.log`. Called on the first process only.
-      checkpoint: a path or `Checkpoints`: where to save all that it takes to go on (state, place of the data, history,
-        what callbacks remember) at its `every`, else after every epoch, and at the end; and from where to resume. A
-        fresh state takes the newest checkpoint; one that is further, or as far and edited, goes on instead, with a
+      epochs: the total of epochs of the data. A run that is there already returns at once, with a
         warning.
-      resume: "auto" resumes from the newest good checkpoint if there is one; "must" raises if there is
-        none; "never" raises if there is one.
-      replay: whether data that cannot be put to its place (a list, a generator) may be read again up to there.
-      progress: True (on stderr: a bar on a terminal and in notebooks, else lines), False, or a tqdm.
-      log_every: a row of the history for every so many steps, with the numbers of that step; the first
-        and the last step have a row too.
-      steps_per_call: number of steps in one call of the compiled loop; "auto" follows the time that a step
-        takes. Does not change the result. None calls `step` itself, which then need not be traceable.
-      max_bad: number of rejected steps in a row that ends the run with a NonFiniteError; fewer give a warning.
-      profile: a directory for a JAX profiler trace of calls 2 to 11, with their phases (batches, dispatch,
-        read, boundary) by name, for Perfetto or XProf.
-      smoke: try everything and keep nothing: two steps on a copy of the state, one evaluation, every
-        callback once; no logger, no checkpoint.
+      evaluate: `f(state) -> {name: number}`, called every `evaluate_every` ("epoch", "5 epochs", or
+        a number of steps) and at the end; and once before the first step, to look at the
+        names, if a callback or `keep_best` waits for one with a slash.
+      callbacks: functions `f(run) -> None | state`, see `callbacks`. `every(n, f)` is called at
+        multiples of n steps; a plain function at every boundary, including each multiple of
+        `log_every`.
+      logger: `f(row, step=)`, or several; for example `wandb.log`. Called on the first process
+        only.
+      checkpoint: a path or `Checkpoints`: where to save all that it takes to go on (state, place of
+        the data, history, what callbacks remember) at its `every`, else after every epoch, and at
+        the end; and from where to resume. A fresh state takes the newest checkpoint; one that is
+        further, or as far and edited, goes on instead, with a warning.
+      resume: "auto" resumes from the newest good checkpoint if there is one; "must" raises if there
+        is none; "never" raises if there is one.
+      fast_forward: whether data that cannot be put to its place (a list, a generator) may be read
+        again up to there.
+      progress: True (on stderr: a bar on a terminal and in notebooks, else lines), False, or a
+        tqdm.
+      log_every: a row of the history for every so many steps, with the numbers of that step; the
+        first and the last step have a row too.
+      steps_per_call: number of steps in one call of the compiled loop; "auto" follows the time that
+        a step takes. Does not change the result. None calls `step` itself, which then need not be
+        traceable.
+      max_bad: number of rejected steps in a row that ends the run with a NonFiniteError; fewer give
+        a warning.
+      profile: a directory for a JAX profiler trace of calls 2 to 11, with their phases (batches,
+        dispatch, read, boundary) by name, for Perfetto or XProf.
+      dry_run: try everything and keep nothing: two steps on a copy of the state, one evaluation,
+        every callback once; no logger, no checkpoint.
       history: a `History` to add rows to.
-      extra: arguments for `step` by name, as in `step(state, batch, **extra)`. A callback may put others
-        in: `extra["scale"] = 0.5`; what it changes within an array is not seen.
+      extra: arguments for `step` by name, as in `step(state, batch, **extra)`. A callback may put
+        others in: `extra["scale"] = 0.5`; what it changes within an array is not seen.
 
-    At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends the run after the
-    call under way, and saves: in a notebook `fit` returns; in a script it raises KeyboardInterrupt. Another Ctrl-C, a
-    second later or more, stops at once. SIGTERM does the
-    same where there is a checkpoint, or a state of several processes, with SystemExit(143). Exceptions that pass
-    through have `error.state`, `error.history` and `error.rejected` (for `ts.replay`); the state is None
-    if the failed call had consumed it.
+    At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends
+    the run after the call under way, and saves: in a notebook `fit` returns; in a script it raises
+    KeyboardInterrupt. Another Ctrl-C, a second later or more, stops at once. SIGTERM does the
+    same where there is a checkpoint, or a state of several processes, with SystemExit(143).
+    Exceptions that pass through have `error.state`, `error.history` and `error.rejected` (for
+    `ts.replay`); the state is None if the failed call had consumed it.
 
     If the state is on devices of several processes, they compare settings, data and changes by
-    callbacks, and all of them raise ProcessError if one differs. The numbers of `evaluate` are those of
-    process 0.
+    callbacks, and all of them raise ProcessError if one differs. The numbers of `evaluate` are
+    those of process 0.
 
-    Raises WrongTypeError for what it cannot work with, before anything is compiled; DataError for data that gives no
-    batch or ends before the goal; NonFiniteError.
+    Raises WrongTypeError for what it cannot work with, before anything is compiled; DataError for
+    data that gives no batch or ends before the goal; NonFiniteError.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -230,8 +254,8 @@ def fit(
     array([9.        , 1.350..., 0.164...])
     """
     goal = Goal("fit()", steps, epochs)
-    _check_fit(step, state, smoke, resume, checkpoint, profile, history)
-    if smoke:
+    _check_fit(step, state, dry_run, resume, checkpoint, profile, history)
+    if dry_run:
         state, goal = jax.tree.map(own, state), Goal("fit()", step_of(state, 0) + 2, None)
         logger, checkpoint, resume, progress, history = (), None, "auto", False, None
     with contextlib.ExitStack() as stack:
@@ -241,32 +265,47 @@ def fit(
             "steps_per_call": steps_per_call,
             "max_bad": max_bad,
             "extra": {} if extra is None else extra,
-            "smoke": smoke,
+            "dry_run": dry_run,
         }
         options = options_of(goal, evaluate, evaluate_every, callbacks, logger, saver=saver, **more)
-        fitting = _begin(step, state, data, options, progress, history, resume, replay)
+        fitting = _begin(step, state, data, options, progress, history, resume, fast_forward)
         run = fitting.run
         stack.callback(fitting.feed.close)
         if goal.reached(run.step, fitting.feed.epoch):
-            at, why = f"step {run.step}", "state.step counts on: ask for a later one, or give a new state"
+            at, why = (
+                f"step {run.step}",
+                "state.step counts on: ask for a later one, or give a new state",
+            )
             if goal.epochs:
-                at, why = f"epoch {fitting.feed.epoch}", "so far are the data, data.get_state(): ask for a "
+                at, why = (
+                    f"epoch {fitting.feed.epoch}",
+                    "so far are the data, data.get_state(): ask for a ",
+                )
                 why += 'later one, or go back, data.set_state({"epoch": 0, "position": 0})'
             if saver is not None and fitting.saved is not None:
-                why = f"so says the checkpoint in {saver.path}: ask for a later one, or give another path"
-            text = f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do; {why}"
+                why = (
+                    f"so says the checkpoint in {saver.path}: ask for a later one, or give "
+                    "another path"
+                )
+            text = (
+                f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to "
+                f"do; {why}"
+            )
             warn(text)
             return run.state, run.history
         closed = run.history.reopen()
         fitting.profile = Profile(profile)
         stack.callback(fitting.profile.close)
-        ends_all = saver is not None or fitting.alike.spans  # then SIGTERM, too, ends the run after its call
+        ends_all = (
+            saver is not None or fitting.alike.spans
+        )  # then SIGTERM, too, ends the run after its call
         signals = (signal.SIGINT, signal.SIGTERM) if ends_all else (signal.SIGINT,)
         try:
             with Interrupt(*signals) as interrupt, _loggers(options, _settings(fitting, closed)):
                 fitting.go(interrupt)
                 if saver is not None:
-                    saver.wait()  # a second SIGTERM would end the process with the last save half written
+                    # a second SIGTERM would end the process with the last save half written
+                    saver.wait()
             fitting.bar.close(run.stopped)
         except BaseException as error:
             fitting.rescue(error)
@@ -274,10 +313,12 @@ def fit(
             _with_state(error, run)
             hide_own_frames(error)
             raise
-        if smoke:
+        if dry_run:
             fitting.feed.back()
     if interrupt.asked and not fitting.signal and fitting.alike.spans:
-        os.kill(os.getpid(), interrupt.asked)  # too late for all to end together: as if it had come after this
+        os.kill(
+            os.getpid(), interrupt.asked
+        )  # too late for all to end together: as if it had come after this
     asked = fitting.signal or interrupt.asked
     if asked == signal.SIGTERM:
         raise _with_state(SystemExit(128 + signal.SIGTERM), run)
@@ -292,12 +333,23 @@ def _opened(checkpoint):
         return contextlib.nullcontext(checkpoint)
     if not isinstance(checkpoint, str | os.PathLike):
         raise WrongTypeError(
-            message("checkpoint", "fit()", trees.describe(checkpoint), "a path or ts.Checkpoints(path)")
+            message(
+                "checkpoint", "fit()", trees.describe(checkpoint), "a path or ts.Checkpoints(path)"
+            )
         )
     return Checkpoints(checkpoint)
 
 
-def _begin(step, state, data, options: Options, progress, history: History | None, resume: str, replay: bool) -> Fit:
+def _begin(
+    step,
+    state,
+    data,
+    options: Options,
+    progress,
+    history: History | None,
+    resume: str,
+    fast_forward: bool,
+) -> Fit:
     """The run, where its newest checkpoint is if there is one."""
     restored = Restored(state) if options.saver is None else options.saver.resumed(state, resume)
     is_in_hand = restored.step is not None and restored.state is state
@@ -306,7 +358,9 @@ def _begin(step, state, data, options: Options, progress, history: History | Non
     script["run"] = before.get("run") or secrets.token_hex(4)
     state = restored.state
     if not isinstance(state, TrainState):
-        state = jax.tree.map(own, state)  # the loop consumes it, and nobody said that this may be so
+        state = jax.tree.map(
+            own, state
+        )  # the loop consumes it, and nobody said that this may be so
     start = step_of(state, restored.step or 0)
     if restored.history is not None and not (is_in_hand and history is not None):
         history = History.of(restored.history)
@@ -314,9 +368,11 @@ def _begin(step, state, data, options: Options, progress, history: History | Non
     fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
     fitting.script, fitting.is_resumed = script, restored.step == start
     if restored.step is not None:
-        fitting.feed.go_to(restored.data, replay)
+        fitting.feed.go_to(restored.data, fast_forward)
         history.mark("restart", start)
-    if is_in_hand:  # the run began with another state, which the script gives when it is started again
+    if (
+        is_in_hand
+    ):  # the run began with another state, which the script gives when it is started again
         began = {name: before[name] for name in ("calls", "states") if name in before}
         fitting.script = {**script, **began}
     elif options.saver is not None and restored.step is not None:
@@ -325,20 +381,28 @@ def _begin(step, state, data, options: Options, progress, history: History | Non
             for note in _resume.edits(before.get("settings"), script["settings"]):
                 warn(f"fit(): resumed from step {start} in {options.saver.path}, but {note}")
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs, start)
-    fitting.show_on(_progress.progress(progress if jax.process_index() == 0 else False, total, start, "step"))
+    fitting.show_on(
+        _progress.progress(progress if jax.process_index() == 0 else False, total, start, "step")
+    )
     return fitting
 
 
-def _check_fit(step, state, smoke, resume, checkpoint, profile, history) -> None:
-    check_flags("fit()", smoke=smoke)
+def _check_fit(step, state, dry_run, resume, checkpoint, profile, history) -> None:
+    checks.check_flags("fit()", dry_run=dry_run)
     if not checks.is_one_of(resume, ("auto", "must", "never")):
-        raise WrongTypeError(message("resume", "fit()", trees.describe(resume), "'auto', 'must' or 'never'"))
+        raise WrongTypeError(
+            message("resume", "fit()", trees.describe(resume), "'auto', 'must' or 'never'")
+        )
     if resume == "must" and checkpoint is None:
-        raise WrongTypeError(message("resume", "fit()", "'must' without checkpoint=", "a path to resume from"))
+        raise WrongTypeError(
+            message("resume", "fit()", "'must' without checkpoint=", "a path to resume from")
+        )
     if profile is not None and not isinstance(profile, str | os.PathLike):
         raise WrongTypeError(message("profile", "fit()", trees.describe(profile), "a directory"))
     if history is not None and not isinstance(history, History):
-        raise WrongTypeError(message("history", "fit()", trees.describe(history), "a ts.loop.History, to go on with"))
+        raise WrongTypeError(
+            message("history", "fit()", trees.describe(history), "a ts.loop.History, to go on with")
+        )
     check_step("fit()", step, state)
 
 
@@ -388,7 +452,9 @@ def _with_state(error: BaseException, run: Run) -> BaseException:
     error.history = run.history  # type: ignore[attr-defined]
     error.rejected = tuple(run.rejected)  # type: ignore[attr-defined]
     if gone:
-        error.add_note(f"the failed call had consumed the state of step {run.step}: error.state is None")
+        error.add_note(
+            f"the failed call had consumed the state of step {run.step}: error.state is None"
+        )
     return error
 
 

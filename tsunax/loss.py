@@ -20,7 +20,15 @@ from tsunax.metrics import Mean, as_array, weighted_sum
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("total", "weight", "metrics", "model_state", "mean_value", "dropped", "overwritten"),
+    data_fields=(
+        "total",
+        "weight",
+        "metrics",
+        "model_state",
+        "mean_value",
+        "dropped",
+        "overwritten",
+    ),
     meta_fields=(),
 )
 @dataclass(frozen=True, repr=False)
@@ -28,13 +36,15 @@ class Loss:
     """What a loss function returns when a plain scalar is not enough: a **sum** and its weight.
 
     `Loss.mean(values, where)` is the usual way to make one. The raw form is for sums of your own:
-    `Loss(total, weight)` stands for the loss `total / weight`, and any number of micro-batches, devices and
-    batches add up to exactly that. Weights and masks are data: no gradient flows through them. A mean with weights
-    that are learned is a scalar of your own, `jnp.sum(w * values) / jnp.sum(w)`.
+    `Loss(total, weight)` stands for the loss `total / weight`, and any number of micro-batches,
+    devices and batches add up to exactly that. Weights and masks are data: no gradient flows
+    through them. A mean with weights that are learned is a scalar of your own, `jnp.sum(w * values)
+    / jnp.sum(w)`.
 
-    It adds and multiplies as the mean loss would: `loss + penalty` and `0.5 * loss` keep the weight.
-    `float(loss)` and `f"{loss:.3f}"` are those of the mean. Two losses can be added if they have the
-    same weight: the same number of values without masks, or the same array as mask or weights.
+    It adds and multiplies as the mean loss would: `loss + penalty` and `0.5 * loss` keep the
+    weight. `float(loss)` and `f"{loss:.3f}"` are those of the mean. Two losses can be added if they
+    have the same weight: the same number of values without masks, or the same array as mask or
+    weights.
 
     Metrics are scalars (weighed like the loss) or objects with `merge` and `compute`.
     """
@@ -45,17 +55,21 @@ class Loss:
     model_state: Any = None
     mean_value: Any = None  # the mean itself, where the loss function returned it as a scalar
     dropped: Any = None  # f32[micro-batches]: the weights of those that were left out, under "drop"
-    overwritten: Any = None  # the new values of leaves that their gradient replaces (flax's fp8), like those of params
+    # the new values of leaves that their gradient replaces (flax's fp8), like those of params
+    overwritten: Any = None
 
     # the array that was the mask of `mean`, and how many values it had; forgotten by every program
     _where: ClassVar[tuple[Any, int] | None] = None
 
     # `mean` the constructor; `compute` the result.
     @classmethod
-    def mean(cls, values, where=None, *, metrics: Mapping[str, Any] | None = None, model_state=None) -> Loss:
+    def mean(
+        cls, values, where=None, *, metrics: Mapping[str, Any] | None = None, model_state=None
+    ) -> Loss:
         """The mean of `values` (any shape) under a mask or weights `where` (their leading axes).
 
-        Metrics may also be arrays of the shape of `values`: they are averaged under the same `where`.
+        Metrics may also be arrays of the shape of `values`: they are averaged under the same
+        `where`.
 
         >>> loss = Loss.mean(jnp.array([1.0, 3.0, 8.0]), jnp.array([1, 1, 0]), metrics={"worst": 3.0})
         >>> float(loss.compute()), float(loss.weight)
@@ -63,16 +77,24 @@ class Loss:
         """
         values = as_array("values", values, "Loss.mean()")
         if not jnp.issubdtype(values.dtype, jnp.floating):
-            raise LossError(message("values", "Loss.mean()", f"dtype {values.dtype}", "real floats"))
+            raise LossError(
+                message("values", "Loss.mean()", f"dtype {values.dtype}", "real floats")
+            )
         if values.size == 0:
             fix = "A mean over nothing is NaN: leave empty batches out."
-            raise LossError(message("values", "Loss.mean()", f"shape {values.shape}", "at least one element", fix))
+            raise LossError(
+                message(
+                    "values", "Loss.mean()", f"shape {values.shape}", "at least one element", fix
+                )
+            )
         _check_metrics(metrics or {}, "Loss.mean()")
         if values.ndim == 0 and where is None:
             return cls(values, None, dict(metrics or {}), model_state, mean_value=values)
         total, weight = weighted_sum(values, where)
         merged = {
-            name: Mean.of(m, where) if trees.is_array(m) and jnp.shape(m) == values.shape != () else m
+            name: Mean.of(m, where)
+            if trees.is_array(m) and jnp.shape(m) == values.shape != ()
+            else m
             for name, m in (metrics or {}).items()
         }
         loss = cls(total, weight, merged, model_state)
@@ -88,18 +110,26 @@ class Loss:
     def merge(self, other: Loss) -> Loss:
         """The loss of both batches together; the model state is the later one's."""
         if self.metrics.keys() != other.metrics.keys():
-            got, expected = (f"metrics {', '.join(loss.metrics) or 'none'}" for loss in (other, self))
+            got, expected = (
+                f"metrics {', '.join(loss.metrics) or 'none'}" for loss in (other, self)
+            )
             raise LossError(message("other", "Loss.merge()", got, expected))
         for name, loss in {"loss": self, "other": other}.items():
             if loss.weight is None:
                 fix = "Give ts.Loss(total, weight)."
-                raise LossError(message(name, "Loss.merge()", "a Loss without a weight", "one with", fix))
+                raise LossError(
+                    message(name, "Loss.merge()", "a Loss without a weight", "one with", fix)
+                )
             for key, m in loss.metrics.items():
                 if not _is_metric(m):
                     expected = "an object with merge and compute"
-                    raise LossError(message(f"metric {key!r}", "Loss.merge()", trees.describe(m), expected))
+                    raise LossError(
+                        message(f"metric {key!r}", "Loss.merge()", trees.describe(m), expected)
+                    )
         metrics = {name: m.merge(other.metrics[name]) for name, m in self.metrics.items()}
-        return Loss(self.total + other.total, self.weight + other.weight, metrics, other.model_state)
+        return Loss(
+            self.total + other.total, self.weight + other.weight, metrics, other.model_state
+        )
 
     def compute(self):
         """The mean loss, an f32 scalar."""
@@ -149,12 +179,16 @@ class Loss:
         elif self._where and other._where and self._where[0] is other._where[0]:
             new = self._with(total=self.total + other.total * (self._where[1] / other._where[1]))
         else:
-            fix = "Give both the same array as mask: ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask). "
+            fix = (
+                "Give both the same array as mask: ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask). "
+            )
             fix += "With masks that differ there is no mean over micro-batches that is exact."
             raise LossError(message("weights", "Loss + Loss", "two that may differ", "one", fix))
         if twice := [name for name in self.metrics if name in other.metrics]:
             fix = "Rename one of them."
-            raise LossError(message(f"metric {twice[0]!r}", "Loss + Loss", "two of this name", "one", fix))
+            raise LossError(
+                message(f"metric {twice[0]!r}", "Loss + Loss", "two of this name", "one", fix)
+            )
         if self.model_state is not None and other.model_state is not None:
             fix = "Give it to the second one alone, which was computed from the first one's."
             raise LossError(message("model_state", "Loss + Loss", "two", "one", fix))
@@ -168,7 +202,9 @@ class Loss:
         if self.weight is None and mean is None:
             raise LossError(message("loss", "Loss + ...", *_NO_WEIGHT))
         if trees.is_traced(x) and isinstance(self.weight, jax.Array):
-            x = checkpoint_name(x, BESIDE)  # for those who look whether it is a mean over other rows
+            x = checkpoint_name(
+                x, BESIDE
+            )  # for those who look whether it is a mean over other rows
         total = mean if self.weight is None else self.total + x * self.weight
         return self._with(total=total, mean_value=mean)
 
@@ -208,7 +244,9 @@ _NO_WEIGHT = "a Loss without a weight", "one with", "Give ts.Loss(total, weight)
 def _check_number(x: Any, sign: str) -> None:
     if isinstance(x, Loss) or np.shape(x) != () or not checks.is_real(x):
         fix = "Of a Loss take the mean: loss.compute()." if isinstance(x, Loss) else ""
-        raise LossError(message("operand", f"Loss {sign} ...", trees.describe(x), "one real number", fix))
+        raise LossError(
+            message("operand", f"Loss {sign} ...", trees.describe(x), "one real number", fix)
+        )
 
 
 def _known(weight) -> float | None:
@@ -218,17 +256,26 @@ def _known(weight) -> float | None:
 
 def _short(x: Any) -> str:
     is_number = trees.dtype_of(x) is not None and np.shape(x) == () and not trees.is_traced(x)
-    return f"{float(x):.6g}" if is_number and not isinstance(x, jax.ShapeDtypeStruct) else trees.describe(x)
+    return (
+        f"{float(x):.6g}"
+        if is_number and not isinstance(x, jax.ShapeDtypeStruct)
+        else trees.describe(x)
+    )
 
 
 def as_loss(out, rows) -> Loss:
-    """The `Loss` behind what a loss function returned, its weight and metrics filled in. Raises LossError."""
+    """The `Loss` behind what a loss function returned, its weight and metrics filled in.
+
+    Raises LossError.
+    """
     if not isinstance(out, Loss):
         check_scalar("result", "loss_fn", out)
         out = Loss(out, mean_value=out)
     check_scalar("total", "loss_fn", out.total)
     if out.weight is None and not rows:
-        raise LossError(message("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN."))
+        raise LossError(
+            message("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN.")
+        )
     if out.weight is not None:
         _check_weight(out.weight)
     _check_metrics(out.metrics, "loss_fn")
@@ -274,7 +321,9 @@ def _check_weight(weight) -> None:
 
 def _check_metrics(metrics, where: str) -> None:
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise LossError(message("metrics", where, trees.describe(metrics), "{name: value}, with str names"))
+        raise LossError(
+            message("metrics", where, trees.describe(metrics), "{name: value}, with str names")
+        )
 
 
 def _is_metric(m) -> bool:
@@ -286,7 +335,9 @@ def _as_metric(name, m, weight):
         if jax.tree_util.all_leaves([m]):
             expected = "an object that is a pytree"
             fix = "Register its class: jax.tree_util.register_dataclass."
-            raise LossError(message(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix))
+            raise LossError(
+                message(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix)
+            )
         return jax.lax.stop_gradient(m)
     dtype = trees.dtype_of(m)
     numeric = dtype is not None and (jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
@@ -300,12 +351,20 @@ def _as_metric(name, m, weight):
 
 def _share(mean, weight):
     """What a mean adds to a total: nothing where it weighs nothing, and may be 0/0."""
-    return jnp.where(weight != 0, mean * weight, 0) if isinstance(weight, jax.Array) else mean * weight
+    return (
+        jnp.where(weight != 0, mean * weight, 0) if isinstance(weight, jax.Array) else mean * weight
+    )
 
 
 def uneven(batch) -> str:
-    """What is said of a batch whose leaves differ in their number of rows, or have none; "" where all agree."""
-    arrays = [(path, np.shape(x)) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0] if np.shape(x)]
+    """What is said of a batch whose leaves differ in their number of rows, or have none; "" where
+    all agree.
+    """
+    arrays = [
+        (path, np.shape(x))
+        for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]
+        if np.shape(x)
+    ]
     if len({shape[0] for _, shape in arrays}) == 1:
         return ""
     found = ", ".join(f"{trees.access_str('batch', path)} {shape}" for path, shape in arrays[:4])

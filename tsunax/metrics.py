@@ -1,15 +1,17 @@
 """Sums and weights: how numbers from many batches become one.
 
-Everything here is a sum and the weight it was taken over, merged by adding and divided once at the end, so that
-a mean over micro-batches, devices or batches is never a mean of means.
+Everything here is a sum and the weight it was taken over, merged by adding and divided once at the
+end, so that a mean over micro-batches, devices or batches is never a mean of means.
 
-A metric is a value with three verbs: `empty()`, `merge(other)`, `compute()`. Those below are made by
-`of(predictions, targets, where=None)`; any object with `merge` and `compute` may stand in their place (clu.metrics,
-metrax, a class of yours). `where` is a mask or weights over the leading axes, as in `Loss.mean`; what it leaves out
-may be NaN. Anything else that is NaN makes the result NaN, and so does a target that is not one of the classes.
+A metric is a value with three verbs: `empty()`, `merge(other)`, `compute()`. Those below are made
+by `of(predictions, targets, where=None)`; any object with `merge` and `compute` may stand in their
+place (clu.metrics, metrax, a class of yours). `where` is a mask or weights over the leading axes,
+as in `Loss.mean`; what it leaves out may be NaN. Anything else that is NaN makes the result NaN,
+and so does a target that is not one of the classes.
 
-Sums and counts are float32 whatever comes in (float64 under x64). A count is exact up to 2²⁴ = 16.8 million; beyond,
-each merge rounds it by at most 6e-8 of itself, and a batch adds nothing once the count is 2²⁴ times its own.
+Sums and counts are float32 whatever comes in (float64 under x64). A count is exact up to 2²⁴ = 16.8
+million; beyond, each merge rounds it by at most 6e-8 of itself, and a batch adds nothing once the
+count is 2²⁴ times its own.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def _add(self: _Metric, other: _Metric) -> _Metric:
     ours, theirs = ([np.shape(x) for x in jax.tree.leaves(m)] for m in (self, other))
     if jax.tree.structure(self) != jax.tree.structure(other) or ours != theirs:
         place = f"{type(self).__name__}.merge()"
-        raise LossError(message("other", place, trees.describe(other), f"{trees.describe(self)}, made alike"))
+        raise LossError(
+            message("other", place, trees.describe(other), f"{trees.describe(self)}, made alike")
+        )
     return jax.tree.map(operator.add, self, other)
 
 
@@ -51,7 +55,9 @@ class Mean:
 
     @classmethod
     def empty(cls) -> Mean:
-        return cls(jnp.zeros(()), jnp.zeros(()))  # under x64 float64: what merges with it stays what it is
+        return cls(
+            jnp.zeros(()), jnp.zeros(())
+        )  # under x64 float64: what merges with it stays what it is
 
     @classmethod
     def of(cls, values, where=None) -> Mean:
@@ -65,11 +71,15 @@ class Mean:
 
 
 def weighted_sum(values, where=None, place: str = "Loss.mean()"):
-    """(Σ where · values, Σ where) in float32; what `where` leaves out may be NaN, in value and gradient."""
+    """(Σ where · values, Σ where) in float32; what `where` leaves out may be NaN, in value and
+    gradient.
+    """
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if where is None:
         return jnp.sum(values), np.float32(values.size)
-    where = jax.lax.stop_gradient(_weights(where, values, place))  # data: in a total alone it would be half a gradient
+    where = jax.lax.stop_gradient(
+        _weights(where, values, place)
+    )  # data: in a total alone it would be half a gradient
     return jnp.sum(jnp.where(where != 0, values, 0) * where), jnp.sum(where)
 
 
@@ -82,21 +92,36 @@ def as_array(what: str, x, place: str) -> Any:
 
 
 def _weights(where, values, place: str):
-    """`where` as an array like `values`. Raises LossError if it has not the leading axes of them."""
+    """`where` as an array like `values`.
+
+    Raises LossError if it has not the leading axes of them.
+    """
     where = as_array("where", where, place) if where is not None else jnp.ones((), values.dtype)
     if not (checks.is_real(where) or where.dtype == np.bool_):
         raise LossError(message("where", place, trees.describe(where), "a mask, or real weights"))
-    if where.ndim > values.ndim or any(w not in (1, v) for w, v in zip(where.shape, values.shape, strict=False)):
-        raise LossError(message("where", place, f"shape {where.shape}", f"the leading axes of values, {values.shape}"))
+    if where.ndim > values.ndim or any(
+        w not in (1, v) for w, v in zip(where.shape, values.shape, strict=False)
+    ):
+        raise LossError(
+            message(
+                "where",
+                place,
+                f"shape {where.shape}",
+                f"the leading axes of values, {values.shape}",
+            )
+        )
     where = where.astype(values.dtype).reshape(*where.shape, *(1,) * (values.ndim - where.ndim))
     return jnp.broadcast_to(where, values.shape)
 
 
-# -------------------------------------------------------------------------------------------------------------- metrics
+# ------------------------------------------------------------------------------------------ metrics
 
 
 def _class_ids(predictions, targets, place: str, classes: int | None = None):
-    """Predictions and targets as arrays, and the number of classes where it is known. Raises LossError."""
+    """Predictions and targets as arrays, and the number of classes where it is known.
+
+    Raises LossError.
+    """
     predictions = as_array("predictions", predictions, place)
     targets = as_array("targets", targets, place)
     has_scores = predictions.ndim > targets.ndim
@@ -108,10 +133,16 @@ def _class_ids(predictions, targets, place: str, classes: int | None = None):
         if not is_ids and not (has_scores and what == "predictions"):
             raise LossError(message(what, place, trees.describe(x), "class ids, int or bool", fix))
     if predictions.shape[: targets.ndim] != targets.shape or predictions.ndim > targets.ndim + 1:
-        expected = f"{targets.shape}, class ids as in targets, or {(*targets.shape, 'classes')}, scores"
+        expected = (
+            f"{targets.shape}, class ids as in targets, or {(*targets.shape, 'classes')}, scores"
+        )
         raise LossError(message("predictions", place, f"shape {predictions.shape}", expected))
     if has_scores and classes not in (None, predictions.shape[-1]):
-        raise LossError(message("classes", place, classes, f"{predictions.shape[-1]}, the last axis of predictions"))
+        raise LossError(
+            message(
+                "classes", place, classes, f"{predictions.shape[-1]}, the last axis of predictions"
+            )
+        )
     return predictions, targets.astype(jnp.int32), predictions.shape[-1] if has_scores else classes
 
 
@@ -122,11 +153,16 @@ def _at(scores, targets):
 
 
 def _hits(predictions, targets, k: int, place: str):
-    """1 where the target is among the k best, of equal scores the first; NaN for NaN scores and unknown targets."""
+    """1 where the target is among the k best, of equal scores the first; NaN for NaN scores and
+    unknown targets.
+    """
     predictions, targets, classes = _class_ids(predictions, targets, place)
     if classes is None:
         return (predictions == targets).astype(jnp.float32)
-    ids, own = jnp.arange(classes).reshape(*(1,) * targets.ndim, classes), _at(predictions, targets)[..., None]
+    ids, own = (
+        jnp.arange(classes).reshape(*(1,) * targets.ndim, classes),
+        _at(predictions, targets)[..., None],
+    )
     before = (predictions > own) | ((predictions == own) & (ids < targets[..., None]))
     known = (targets >= 0) & (targets < classes) & ~jnp.any(jnp.isnan(predictions), axis=-1)
     return jnp.where(known, (jnp.sum(before, axis=-1) < k).astype(jnp.float32), jnp.nan)
@@ -158,7 +194,9 @@ class Accuracy:
 
     @classmethod
     def of(cls, predictions, targets, where=None) -> Accuracy:
-        """From scores (..., classes), or class ids (...), and the class ids (...) that are right."""
+        """From scores (..., classes), or class ids (...), and the class ids (...) that are
+        right.
+        """
         hits = _hits(predictions, targets, 1, "Accuracy.of()")
         return cls(Mean(*weighted_sum(hits, where, "Accuracy.of()")))
 
@@ -170,7 +208,8 @@ class Accuracy:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TopK:
-    """The share of targets that are among the `k` classes with the highest scores, of equal ones the first.
+    """The share of targets that are among the `k` classes with the highest scores, of equal ones
+    the first.
 
     >>> scores = jnp.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
     >>> TopK.of(scores, jnp.array([1, 2]), k=2).compute()
@@ -186,11 +225,18 @@ class TopK:
 
     @classmethod
     def of(cls, predictions, targets, where=None, *, k: int = 5) -> TopK:
-        """From scores (..., classes) and the class ids (...) that are right. Raises LossError for k > classes."""
+        """From scores (..., classes) and the class ids (...) that are right.
+
+        Raises LossError for k > classes.
+        """
         classes = np.shape(predictions)[-1] if np.ndim(predictions) > np.ndim(targets) else 0
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 0 < k <= classes:
             got = f"{k} with predictions of shape {np.shape(predictions)}"
-            raise LossError(message("k", "TopK.of()", got, "1 to the number of classes, the last axis of scores"))
+            raise LossError(
+                message(
+                    "k", "TopK.of()", got, "1 to the number of classes, the last axis of scores"
+                )
+            )
         hits = _hits(predictions, targets, k, "TopK.of()")
         return cls(Mean(*weighted_sum(hits, where, "TopK.of()")), k)
 
@@ -201,7 +247,8 @@ class TopK:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Perplexity:
-    """`exp(mean of -log softmax(logits)[target])`: as uncertain as a choice among so many equal ones.
+    """`exp(mean of -log softmax(logits)[target])`: as uncertain as a choice among so many equal
+    ones.
 
     Where the losses of the tokens are there already: `Perplexity(Mean.of(losses, where))`.
 
@@ -217,7 +264,9 @@ class Perplexity:
         logits, targets, classes = _class_ids(predictions, targets, "Perplexity.of()")
         if classes is None:
             expected = f"logits of shape {(*targets.shape, 'classes')}"
-            raise LossError(message("predictions", "Perplexity.of()", trees.describe(logits), expected))
+            raise LossError(
+                message("predictions", "Perplexity.of()", trees.describe(logits), expected)
+            )
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         losses = -_at(jax.nn.log_softmax(logits), targets)
         return cls(Mean(*weighted_sum(losses, where, "Perplexity.of()")))
@@ -230,7 +279,9 @@ class Perplexity:
 
 
 def _pairs(predictions, targets, where, classes: int | None, place: str):
-    """Flat class ids predicted and right, their weights (NaN for what is no class), and the number of classes."""
+    """Flat class ids predicted and right, their weights (NaN for what is no class), and the number
+    of classes.
+    """
     predictions, targets, classes = _class_ids(predictions, targets, place, classes)
     if classes is None:
         fix = "Class ids do not tell how many there are."
@@ -264,10 +315,16 @@ class ConfusionMatrix:
 
     @classmethod
     def of(cls, predictions, targets, where=None, *, classes: int | None = None) -> ConfusionMatrix:
-        """From scores (..., classes), or class ids (...) and `classes`, and the class ids (...) that are right."""
-        predicted, actual, weights, n = _pairs(predictions, targets, where, classes, "ConfusionMatrix.of()")
+        """From scores (..., classes), or class ids (...) and `classes`, and the class ids (...)
+        that are right.
+        """
+        predicted, actual, weights, n = _pairs(
+            predictions, targets, where, classes, "ConfusionMatrix.of()"
+        )
         counts = jnp.zeros((n, n), jnp.float32).at[actual, predicted].add(weights, mode="drop")
-        return cls(counts + 0 * jnp.sum(weights))  # a NaN is everybody's, also where its cell was dropped
+        return cls(
+            counts + 0 * jnp.sum(weights)
+        )  # a NaN is everybody's, also where its cell was dropped
 
     def compute(self):
         return self.counts
@@ -276,7 +333,9 @@ class ConfusionMatrix:
 
 
 def _check_average(average, classes: int | None, place: str) -> None:
-    if average is not None and not checks.is_one_of(average, ("binary", "macro", "micro", "weighted")):
+    if average is not None and not checks.is_one_of(
+        average, ("binary", "macro", "micro", "weighted")
+    ):
         expected = "one of 'binary', 'macro', 'micro', 'weighted', None"
         raise LossError(message("average", place, trees.describe(average), expected))
     if average == "binary" and classes != 2:
@@ -290,8 +349,12 @@ def _no_class_sums(cls, classes: int = 2, *, average: str | None = "binary"):
     return cls(*jnp.zeros((3, classes), jnp.float32), average)
 
 
-def _class_sums(cls, predictions, targets, where=None, *, classes: int = 2, average: str | None = "binary"):
-    """From scores (..., classes), or class ids (...) and `classes`, and the class ids (...) that are right."""
+def _class_sums(
+    cls, predictions, targets, where=None, *, classes: int = 2, average: str | None = "binary"
+):
+    """From scores (..., classes), or class ids (...) and `classes`, and the class ids (...) that
+    are right.
+    """
     place = f"{cls.__name__}.of()"
     classes = np.shape(predictions)[-1] if np.ndim(predictions) > np.ndim(targets) else classes
     _check_average(average, classes, place)
@@ -331,9 +394,10 @@ def _averaged(metric: Precision | Recall | F1, above, below):
 class Precision:
     """How much of what was predicted is right: `hits / predicted` of each class.
 
-    `average` is "binary" (class 1 of two), "macro" (the plain mean over the classes that occur in targets or
-    predictions), "weighted" (by how often each occurs in targets), "micro" (sums over classes first), or None (an
-    array with each class). A ratio over nothing is 0. All as in scikit-learn.
+    `average` is "binary" (class 1 of two), "macro" (the plain mean over the classes that occur in
+    targets or predictions), "weighted" (by how often each occurs in targets), "micro" (sums over
+    classes first), or None (an array with each class). A ratio over nothing is 0. All as in
+    scikit-learn.
 
     >>> Precision.of(jnp.array([1, 1, 1, 0]), jnp.array([1, 1, 0, 1])).compute()
     Array(0.6666667, dtype=float32)
@@ -355,7 +419,8 @@ class Precision:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Recall:
-    """How much of what is there was found: `hits / actual` of each class, averaged as in `Precision`.
+    """How much of what is there was found: `hits / actual` of each class, averaged as in
+    `Precision`.
 
     >>> Recall.of(jnp.array([1, 1, 1, 0]), jnp.array([1, 1, 0, 0]), average=None).compute()
     Array([0.5, 1. ], dtype=float32)
@@ -377,7 +442,8 @@ class Recall:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class F1:
-    """`2 · hits / (predicted + actual)` of each class, the harmonic mean of both, averaged as in `Precision`.
+    """`2 · hits / (predicted + actual)` of each class, the harmonic mean of both, averaged as in
+    `Precision`.
 
     >>> F1.of(jnp.array([1, 1, 1, 0]), jnp.array([1, 1, 0, 0])).compute()
     Array(0.8, dtype=float32)
@@ -398,7 +464,9 @@ class F1:
 
 def _numbers(predictions, targets, place: str):
     """Both in f32 (f64 stays), of one shape. Raises LossError."""
-    predictions, targets = (as_array(*x, place) for x in (("predictions", predictions), ("targets", targets)))
+    predictions, targets = (
+        as_array(*x, place) for x in (("predictions", predictions), ("targets", targets))
+    )
     if predictions.shape != targets.shape:
         fix = "Broadcasting would compare each with each."
         got, expected = f"shape {predictions.shape}", f"{targets.shape}, as targets"
@@ -424,7 +492,9 @@ class MeanSquaredError:
     def of(cls, predictions, targets, where=None) -> MeanSquaredError:
         """From predictions and targets of one shape."""
         predictions, targets = _numbers(predictions, targets, "MeanSquaredError.of()")
-        return cls(Mean(*weighted_sum(jnp.square(predictions - targets), where, "MeanSquaredError.of()")))
+        return cls(
+            Mean(*weighted_sum(jnp.square(predictions - targets), where, "MeanSquaredError.of()"))
+        )
 
     empty = classmethod(_no_mean)
     merge = _add
@@ -436,11 +506,13 @@ class MeanSquaredError:
 class R2:
     """The coefficient of determination: `1 - Σ (prediction - target)² / Σ (target - mean target)²`.
 
-    Rows are axis 0; where a row has several elements, each has its R² and the result is their mean, as in
-    scikit-learn. Targets that are all equal give -inf, or NaN where they are predicted exactly.
+    Rows are axis 0; where a row has several elements, each has its R² and the result is their mean,
+    as in scikit-learn. Targets that are all equal give -inf, or NaN where they are predicted
+    exactly.
 
-    The scatter is carried with the mean that it is around, and merged as by Chan, Golub and LeVeque (1979): from a
-    plain sum of squares f32 loses all digits where the mean is large beside the spread.
+    The scatter is carried with the mean that it is around, and merged as by Chan, Golub and LeVeque
+    (1979): from a plain sum of squares f32 loses all digits where the mean is large beside the
+    spread.
 
     >>> R2.of(jnp.array([1.0, 2.0]), jnp.array([1.0, 2.0])).merge(R2.of(jnp.array([3.0]), jnp.array([4.0]))).compute()
     Array(0.78571427, dtype=float32)
@@ -464,12 +536,19 @@ class R2:
         predictions, targets = (jnp.where(weights != 0, x, 0) for x in (predictions, targets))
         weight = jnp.sum(weights, axis=0)
         mean = _ratio(jnp.sum(weights * targets, axis=0), weight)
-        mean += _ratio(jnp.sum(weights * (targets - mean[None]), axis=0), weight)  # what rounding took from it
+        mean += _ratio(
+            jnp.sum(weights * (targets - mean[None]), axis=0), weight
+        )  # what rounding took from it
         scatter = jnp.sum(weights * jnp.square(targets - mean[None]), axis=0)
-        return cls(jnp.sum(weights * jnp.square(predictions - targets), axis=0), weight, mean, scatter)
+        return cls(
+            jnp.sum(weights * jnp.square(predictions - targets), axis=0), weight, mean, scatter
+        )
 
     def merge(self, other: R2) -> R2:
-        """The metric of both batches together. Raises LossError for one of another kind or shape."""
+        """The metric of both batches together.
+
+        Raises LossError for one of another kind or shape.
+        """
         total = _add(self, other)
         share, apart = _ratio(other.weight, total.weight), other.mean - self.mean
         scatter = total.scatter + jnp.square(apart) * self.weight * share

@@ -1,13 +1,14 @@
-"""Populations: many runs of one model as one state, each with a seed and hyperparameters of its own.
+"""Populations: many runs of one model as one state, each with a seed and hyperparameters of its
+own.
 
     make = lambda key, learning_rate: ts.setup(ts.rules.adam(learning_rate), init(key), key=key)
     runs = ts.population(make, 32, key=0, learning_rate=np.logspace(-4, -1, 32))
     runs, history = ts.fit(step, runs, data, steps=1000)      # one program, 32 runs
     best = ts.populations.member(runs, np.argmin(losses))
 
-Every array of the state has a leading axis of members, and that is all: `train_step`, `eval_step` and with them `fit`
-and `evaluate` see it in the clock and map over it (`program.py`). A batch is the same for all of them, or an `each` of
-one for each.
+Every array of the state has a leading axis of members, and that is all: `train_step`, `eval_step`
+and with them `fit` and `evaluate` see it in the clock and map over it (`program.py`). A batch is
+the same for all of them, or an `each` of one for each.
 """
 
 from __future__ import annotations
@@ -31,22 +32,34 @@ from tsunax.program import TrainStep
 from tsunax.state import TrainState, as_key
 from tsunax.step import StepInfo
 
-__all__ = ["Stoppable", "each", "member", "plateau", "population", "select", "stoppable", "stopping"]
+__all__ = [
+    "Stoppable",
+    "each",
+    "member",
+    "plateau",
+    "population",
+    "select",
+    "stoppable",
+    "stopping",
+]
 
 
-def population(make: Callable[..., TrainState], n: int, *, key: Any = 0, **values: Any) -> TrainState:
-    """n members: `make(key, **values)` for each, with a key of its own and its entry of every array in `values`.
+def population(
+    make: Callable[..., TrainState], n: int, *, key: Any = 0, **values: Any
+) -> TrainState:
+    """n members: `make(key, **values)` for each, with a key of its own and its entry of every array
+    in `values`.
 
     Args:
-      make: returns a state from `setup`; it is traced once, under vmap, so that numbers reach it as tracers. Members
-        may differ in numbers, not in shapes or functions.
+      make: returns a state from `setup`; it is traced once, under vmap, so that numbers reach it as
+        tracers. Members may differ in numbers, not in shapes or functions.
       n: the number of members.
       key: an int or a key, split into one for each member.
       values: arrays whose first axis is n (learning rates, decays, noise), given to `make` by name.
 
-    A member is its single run up to rounding: a batch of matrix products rounds otherwise than one of them, and a
-    number that reaches `make` as a tracer has its complement (1 - b1) rounded in float32. Raises StateError for an
-    array of another length, or what `make` returns.
+    A member is its single run up to rounding: a batch of matrix products rounds otherwise than one
+    of them, and a number that reaches `make` as a tracer has its complement (1 - b1) rounded in
+    float32. Raises StateError for an array of another length, or what `make` returns.
 
     >>> import tsunax as ts
     >>> make = lambda key, rate: ts.setup(ts.rules.sgd(rate), {"w": jax.random.normal(key, (2,))})
@@ -55,20 +68,31 @@ def population(make: Callable[..., TrainState], n: int, *, key: Any = 0, **value
     ((3, 2), [0.1..., 0.2..., 0.3...])
     """
     if not callable(make):
-        raise WrongTypeError(message("make", "population()", trees.describe(make), "a function make(key, **values)"))
+        raise WrongTypeError(
+            message("make", "population()", trees.describe(make), "a function make(key, **values)")
+        )
     checks.check_count(n, "population()", "n")
     _check_takes(make, values)
     for name, x in values.items():
         for leaf in jax.tree.leaves(x):
             if np.shape(leaf)[:1] != (n,):
-                got, fix = f"shape {np.shape(leaf)}", "One entry for each member; bind what they share to make."
+                got, fix = (
+                    f"shape {np.shape(leaf)}",
+                    "One entry for each member; bind what they share to make.",
+                )
                 if isinstance(x, list | tuple):  # a pytree
                     got, fix = trees.describe(x), f"Give np.array({name})."
-                raise StateError(message(repr(name), "population()", got, f"an array with a first axis of {n}", fix))
+                raise StateError(
+                    message(
+                        repr(name), "population()", got, f"an array with a first axis of {n}", fix
+                    )
+                )
         checks.check_arrays(x, name, "Bind what is no number to make.")
     one: Any = as_key(key, "population()")
     if one is None:
-        raise WrongTypeError(message("key", "population()", "None", "an int seed or a key, as jax.random.key(0)"))
+        raise WrongTypeError(
+            message("key", "population()", "None", "an int seed or a key, as jax.random.key(0)")
+        )
     keys = jax.random.split(one, n)
     runs = jax.jit(jax.vmap(functools.partial(_made, make)))(keys, values)
     if not isinstance(runs, TrainState):
@@ -84,7 +108,10 @@ def _made(make: Callable, key, values: dict[str, Any]):
         return make(key, **values)
     except Exception as error:
         if fix := remedy(error):
-            how = f"raised by {trees.describe_call(make)}, one program for all members of population()"
+            how = (
+                f"raised by {trees.describe_call(make)}, one program for all members of "
+                "population()"
+            )
             error.add_note(f"{how}. {fix}")
         raise
 
@@ -102,7 +129,10 @@ def _check_takes(make: Callable, values: dict[str, Any]) -> None:
 
 
 def member(runs: TrainState, i: int) -> TrainState:
-    """One member as an ordinary state, with arrays of its own. Raises StateError where there is none."""
+    """One member as an ordinary state, with arrays of its own.
+
+    Raises StateError where there is none.
+    """
     n = _members(runs, "member()")
     is_index = np.ndim(i) == 0 and np.issubdtype(np.asarray(i).dtype, np.integer)
     if not is_index or not -n <= int(i) < n:
@@ -113,8 +143,8 @@ def member(runs: TrainState, i: int) -> TrainState:
 def select(runs: TrainState, indices: Any) -> TrainState:
     """The members at these indices, in their order and as often as they are named.
 
-    For successive halving, `select(runs, np.argsort(losses)[:8])`, and for populations whose worst members go on from
-    copies of the best. Raises StateError for an index that is not there.
+    For successive halving, `select(runs, np.argsort(losses)[:8])`, and for populations whose worst
+    members go on from copies of the best. Raises StateError for an index that is not there.
     """
     n = _members(runs, "select()")
     try:
@@ -133,10 +163,11 @@ def select(runs: TrainState, indices: Any) -> TrainState:
 
 @dataclass(frozen=True)
 class plateau:
-    """Stop a member whose smoothed loss has not improved by more than `min_delta` for `patience` calls.
+    """Stop a member whose smoothed loss has not improved by more than `min_delta` for `patience`
+    calls.
 
-    Smoothed with `decay`, as m ← decay m + (1 - decay) loss over 1 - decay^calls. A loss that is not finite is left out
-    of it, and is no improvement.
+    Smoothed with `decay`, as m ← decay m + (1 - decay) loss over 1 - decay^calls. A loss that is
+    not finite is left out of it, and is no improvement.
     """
 
     patience: int
@@ -146,27 +177,44 @@ class plateau:
     def __post_init__(self):
         checks.check_count(self.patience, "plateau()", "patience")
         if not (checks.is_real(self.min_delta) and 0 <= self.min_delta < np.inf):
-            raise HyperparameterError(message("min_delta", "plateau()", trees.describe(self.min_delta), "a number ≥ 0"))
+            raise HyperparameterError(
+                message("min_delta", "plateau()", trees.describe(self.min_delta), "a number ≥ 0")
+            )
         if not (checks.is_real(self.decay) and 0 <= self.decay < 1):
             got = trees.describe(self.decay)
-            raise HyperparameterError(message("decay", "plateau()", got, "a number from 0 to below 1"))
+            raise HyperparameterError(
+                message("decay", "plateau()", got, "a number from 0 to below 1")
+            )
 
     def init(self) -> dict[str, Any]:
         zero = np.float32(0)
         return {"mean": zero, "weight": zero, "best": np.float32(np.inf), "since": np.int32(0)}
 
-    def __call__(self, memory: dict[str, Any], state: TrainState, info: StepInfo) -> tuple[dict[str, Any], Any]:
+    def __call__(
+        self, memory: dict[str, Any], state: TrainState, info: StepInfo
+    ) -> tuple[dict[str, Any], Any]:
         is_finite = jnp.isfinite(info.loss)
-        moved = lambda old, new: jnp.where(is_finite, self.decay * old + (1 - self.decay) * new, old)
+        moved = lambda old, new: jnp.where(
+            is_finite, self.decay * old + (1 - self.decay) * new, old
+        )
         mean, weight = moved(memory["mean"], info.loss), moved(memory["weight"], 1.0)
         smooth = jnp.where(weight > 0, mean / jnp.where(weight > 0, weight, 1), jnp.inf)
         improves = is_finite & (smooth < memory["best"] - self.min_delta)
         since = jnp.where(improves, 0, memory["since"] + 1)
         best = jnp.where(improves, smooth, memory["best"])
-        return {"mean": mean, "weight": weight, "best": best, "since": since}, since >= self.patience
+        return {
+            "mean": mean,
+            "weight": weight,
+            "best": best,
+            "since": since,
+        }, since >= self.patience
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("runs", "stopped", "memory"), meta_fields=("rule",))
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("runs", "stopped", "memory"),
+    meta_fields=("rule",),
+)
 @dataclass(frozen=True)
 class Stoppable:
     """A population of which members may have stopped: `runs`, and one bool for each."""
@@ -180,9 +228,15 @@ class Stoppable:
         """Stop the members where this is true, too."""
         n = _members(self.runs, "stop()")
         if np.shape(where) != (n,):
-            raise StateError(message("where", "stop()", trees.describe(where), f"a bool for each of {n} members"))
-        if not np.issubdtype(where.dtype if trees.is_array(where) else np.asarray(where).dtype, np.bool_):
-            raise StateError(message("where", "stop()", trees.describe(where), "bools", "Not indices."))
+            raise StateError(
+                message("where", "stop()", trees.describe(where), f"a bool for each of {n} members")
+            )
+        if not np.issubdtype(
+            where.dtype if trees.is_array(where) else np.asarray(where).dtype, np.bool_
+        ):
+            raise StateError(
+                message("where", "stop()", trees.describe(where), "bools", "Not indices.")
+            )
         return dataclasses.replace(self, stopped=self.stopped | jnp.asarray(where, bool))
 
 
@@ -192,8 +246,9 @@ def stoppable(runs: TrainState, rule: Callable | None = None) -> Stoppable:
     Raises StateError for what is no population, WrongTypeError for a rule that is no function.
 
     Args:
-      rule: `plateau(patience)`, or any `rule(memory, state, info) -> (memory, stop)` of one member, with `rule.init()`
-        for its first memory; a function without `init` has None. By None they stop where you say, `runs.stop(where)`.
+      rule: `plateau(patience)`, or any `rule(memory, state, info) -> (memory, stop)` of one member,
+        with `rule.init()` for its first memory; a function without `init` has None. By None they
+        stop where you say, `runs.stop(where)`.
     """
     n = _members(runs, "stoppable()")
     if rule is not None and (isinstance(rule, type) or not callable(rule)):
@@ -205,14 +260,15 @@ def stoppable(runs: TrainState, rule: Callable | None = None) -> Stoppable:
 
 
 def stopping(step: TrainStep) -> Callable:
-    """A step of a `Stoppable`: members that have stopped stand still to the last bit, the others go on.
+    """A step of a `Stoppable`: members that have stopped stand still to the last bit, the others go
+    on.
 
         new, info = step(runs, batch)
         runs = where(stopped, runs, new)
 
-    The call in which a member stops is its last one that counts. `info.metrics` has "running", 1 or 0 for each member,
-    and info is otherwise what a step would give, were it taken. Stopped members are still computed: `select` those that
-    run, where that is worth a compilation.
+    The call in which a member stops is its last one that counts. `info.metrics` has "running", 1 or
+    0 for each member, and info is otherwise what a step would give, were it taken. Stopped members
+    are still computed: `select` those that run, where that is worth a compilation.
     """
     if not isinstance(step, TrainStep):
         raise WrongTypeError(message("step", "stopping()", trees.describe(step), "a train_step"))
@@ -221,7 +277,9 @@ def stopping(step: TrainStep) -> Callable:
     def stopping_step(state: Stoppable, batch, **extra) -> tuple[Stoppable, StepInfo]:
         n = _members(getattr(state, "runs", state), "the step")
         if not isinstance(state, Stoppable):
-            raise WrongTypeError(message("state", "the step", "a population", "ts.populations.stoppable(runs)"))
+            raise WrongTypeError(
+                message("state", "the step", "a population", "ts.populations.stoppable(runs)")
+            )
         new, info = step.pure(state.runs, batch, extra)
         still = lambda a, b: _where(state.stopped, a, b)
         runs = jax.tree.map(still, state.runs, new)
@@ -232,7 +290,9 @@ def stopping(step: TrainStep) -> Callable:
             stopped = stopped | found
         running = jnp.where(state.stopped, 0.0, 1.0).astype(jnp.float32)
         info = info._replace(metrics={**(info.metrics or {}), "running": running})
-        if info.verdict is not None:  # a member that stands still rejects nothing, and lets `fit` count its calls
+        if (
+            info.verdict is not None
+        ):  # a member that stands still rejects nothing, and lets `fit` count its calls
             info = info._replace(verdict=jnp.where(state.stopped, 0, info.verdict))
         return Stoppable(runs, stopped, memory, state.rule), info
 
@@ -258,7 +318,17 @@ def _taken(runs: TrainState, at) -> TrainState:
 def _members(runs: Any, where: str) -> int:
     n = members_of(runs)
     if n is None:
-        raise StateError(message("runs", where, trees.describe(runs), "a population", "Make one: ts.population(...)."))
-    if isinstance(runs.clock, jax.Array) and not trees.is_traced(runs.clock) and runs.clock.is_deleted():
-        raise StateError(message("runs", where, "a population that a step took", "what the step returned"))
+        raise StateError(
+            message(
+                "runs", where, trees.describe(runs), "a population", "Make one: ts.population(...)."
+            )
+        )
+    if (
+        isinstance(runs.clock, jax.Array)
+        and not trees.is_traced(runs.clock)
+        and runs.clock.is_deleted()
+    ):
+        raise StateError(
+            message("runs", where, "a population that a step took", "what the step returned")
+        )
     return n

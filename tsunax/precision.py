@@ -1,8 +1,8 @@
 """Which numbers are computed in which dtype, and how float16 gradients are kept in range.
 
-Parameters, optimizer state, norms, losses and averages stay float32. A policy, part of the state, says
-what the loss function sees: params and the inputs of the model in `compute`, targets and weights as
-they are, and in an evaluation all in float32.
+Parameters, optimizer state, norms, losses and averages stay float32. A policy, part of the state,
+says what the loss function sees: params and the inputs of the model in `compute`, targets and
+weights as they are, and in an evaluation all in float32.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Policy:
-    """Dtypes of a training run: `setup(..., precision=Policy(compute="bfloat16"))`, or the name alone.
+    """Dtypes of a training run: `setup(..., precision=Policy(compute="bfloat16"))`, or the name
+    alone.
 
-    Inputs are the float leaves of the batch that reach a matrix product or convolution with params in
-    loss_fn. A leaf that is input and target at once, as of an autoencoder, is an input: name it in
-    the batch a second time to keep the target exact. If only other operations read the inputs
+    Inputs are the float leaves of the batch that reach a matrix product or convolution with params
+    in loss_fn. A leaf that is input and target at once, as of an autoencoder, is an input: name it
+    in the batch a second time to keep the target exact. If only other operations read the inputs
     (`x * params["scale"]`), they are not found, and you are warned: name them with `batch=`.
 
     >>> Policy(compute="bfloat16").to_compute({"w": jnp.ones(2), "n": 3})["w"].dtype
     dtype(bfloat16)
     """
 
-    param: str = "float32"  # how parameters are stored; below float32 they get a float32 master copy
+    param: str = (
+        "float32"  # how parameters are stored; below float32 they get a float32 master copy
+    )
     compute: str = "float32"  # what loss_fn sees in training: params, and the inputs of the model
     evaluate: str | None = None  # the same in an evaluation; None: `compute`, but at least float32
     output: str = "float32"  # for `to_output`, which a model's last line may call
@@ -53,14 +56,20 @@ class Policy:
             except TypeError:
                 known = False
             if not known:
-                raise WrongTypeError(message(name, "Policy()", trees.describe(value), f"one of {', '.join(DTYPES)}"))
+                raise WrongTypeError(
+                    message(name, "Policy()", trees.describe(value), f"one of {', '.join(DTYPES)}")
+                )
             object.__setattr__(self, name, jnp.dtype(value).name)
         if not checks.is_one_of(self.rounding, ("nearest", "stochastic")):
             expected = "'nearest' or 'stochastic'"
-            raise WrongTypeError(message("rounding", "Policy()", trees.describe(self.rounding), expected))
+            raise WrongTypeError(
+                message("rounding", "Policy()", trees.describe(self.rounding), expected)
+            )
         if self.rounding == "stochastic" and self.param != "bfloat16":
             fix = "Stochastic rounding cuts float32 to bfloat16."
-            raise WrongTypeError(message("param", "Policy(rounding='stochastic')", self.param, "'bfloat16'", fix))
+            raise WrongTypeError(
+                message("param", "Policy(rounding='stochastic')", self.param, "'bfloat16'", fix)
+            )
         if isinstance(self.batch, list):  # policies are compared and hashed
             object.__setattr__(self, "batch", tuple(self.batch))
         try:
@@ -68,7 +77,9 @@ class Policy:
         except TypeError:
             expected = "a pattern, a list of them, or a predicate f(path, leaf)"
             fix = "Policies are compared: trees of bools cannot be."
-            raise WrongTypeError(message("batch", "Policy()", trees.describe(self.batch), expected, fix)) from None
+            raise WrongTypeError(
+                message("batch", "Policy()", trees.describe(self.batch), expected, fix)
+            ) from None
         if self.batch is not None:
             patterns.compile_where(self._batch)
 
@@ -85,7 +96,9 @@ class Policy:
         """The dtype in which the loss function sees params and inputs."""
         return self.compute if train else self.evaluate  # type: ignore[return-value]
 
-    def batch_to_compute(self, batch, train: bool, inputs: Callable[[Any], Sequence[Sequence[bool]]]):
+    def batch_to_compute(
+        self, batch, train: bool, inputs: Callable[[Any], Sequence[Sequence[bool]]]
+    ):
         """The batch with its inputs in the dtype of `seen`, and all other leaves as they are.
 
         Inputs are the float leaves that `batch` matches; by default those of `inputs(batch)`, which
@@ -104,15 +117,22 @@ class Policy:
         """Warn if no leaf of the batch is an input, and one that meets params may be."""
         named = jax.tree_util.tree_flatten_with_path(batch)[0]
         is_float = lambda x: jnp.issubdtype(trees.dtype_of(x), jnp.floating)
-        floats = [(path, on, m) for (path, x), on, m in zip(named, found, met, strict=True) if is_float(x)]
+        floats = [
+            (path, on, m) for (path, x), on, m in zip(named, found, met, strict=True) if is_float(x)
+        ]
         others = [trees.access_str("batch", path) for path, _, m in floats if m]
         if others and not any(on for _, on, _ in floats):
-            got = f"no leaf in a product or convolution with params; {others[0]} meets params elsewhere"
+            got = (
+                f"no leaf in a product or convolution with params; {others[0]} meets params "
+                "elsewhere"
+            )
             fix = (
                 f"The batch stays as it is, and so what is computed from it is not in {self.compute}. "
                 f"Name the inputs: setup(..., precision=Policy(compute={self.compute!r}, batch='**'))."
             )
-            warn(message("batch", f"precision={self.compute!r}", got, "the inputs of the model", fix))
+            warn(
+                message("batch", f"precision={self.compute!r}", got, "the inputs of the model", fix)
+            )
 
     @property
     def _batch(self):
@@ -156,16 +176,19 @@ def cast_like(tree, like):
 def conjugated(grads):
     """JAX's gradients as directions of steepest ascent, and back: they differ in complex leaves.
 
-    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`. Steepest ascent is `∂f/∂x + i ∂f/∂y`.
+    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`. Steepest ascent is `∂f/∂x + i
+    ∂f/∂y`.
     """
     is_complex = lambda g: jnp.issubdtype(trees.dtype_of(g), jnp.complexfloating)
     return jax.tree.map(lambda g: jnp.conj(g) if is_complex(g) else g, grads)
 
 
 def round_stochastically(tree, key):
-    """Real float leaves as bfloat16, up or down with the probability that keeps the mean; others as they are.
+    """Real float leaves as bfloat16, up or down with the probability that keeps the mean; others as
+    they are.
 
-    Random bits are added below the last bit that is kept, and cut off (Zamirai et al. 2020, arXiv:2010.06192).
+    Random bits are added below the last bit that is kept, and cut off (Zamirai et al. 2020,
+    arXiv:2010.06192).
     """
     leaves, treedef = jax.tree.flatten(tree)
 
@@ -181,7 +204,7 @@ def round_stochastically(tree, key):
     return treedef.unflatten([one(x, k) for x, k in zip(leaves, keys, strict=True)])
 
 
-# ------------------------------------------------------------------------------------------------- the loss scale
+# ----------------------------------------------------------------------------------- the loss scale
 
 
 @functools.partial(
@@ -191,10 +214,11 @@ def round_stochastically(tree, key):
 )
 @dataclass(frozen=True)
 class LossScale:
-    """A factor on the loss that keeps small float16 gradients from becoming zero (Micikevicius et al. 2018).
+    """A factor on the loss that keeps small float16 gradients from becoming zero (Micikevicius et
+    al. 2018).
 
-    Twice as large after `interval` applied steps in a row, half as large after one that overflowed, within
-    [floor, ceiling]. `dynamic=False` never changes it.
+    Twice as large after `interval` applied steps in a row, half as large after one that overflowed,
+    within [floor, ceiling]. `dynamic=False` never changes it.
     """
 
     scale: Any = 2.0**16  # f32
@@ -206,7 +230,9 @@ class LossScale:
     ceiling: float = 2.0**24
 
     def grown(self, applied, overflowed) -> LossScale:
-        """The scale after a step that was applied, or that overflowed, or neither (rejected for another reason)."""
+        """The scale after a step that was applied, or that overflowed, or neither (rejected for
+        another reason).
+        """
         if not self.dynamic:
             return self
         due = applied & (self.good + 1 >= self.interval)
@@ -220,7 +246,8 @@ class LossScale:
 def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | None:
     """The loss scale behind what a user gave: None, "dynamic", a number, or a `LossScale`.
 
-    float16 gets a dynamic one by default: without it, training in float16 stands still without a word.
+    float16 gets a dynamic one by default: without it, training in float16 stands still without a
+    word.
     """
     if given is None:
         given = "dynamic" if precision is not None and precision.compute == "float16" else None
@@ -231,20 +258,40 @@ def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | No
     elif checks.is_real(given):
         given = LossScale(given, dynamic=False)
     if not isinstance(given, LossScale):
-        raise WrongTypeError(message("loss_scale", where, trees.describe(given), "'dynamic', a number or a LossScale"))
-    numbers = (getattr(given, name) for name in ("scale", "good", "interval", "factor", "floor", "ceiling"))
+        raise WrongTypeError(
+            message(
+                "loss_scale", where, trees.describe(given), "'dynamic', a number or a LossScale"
+            )
+        )
+    numbers = (
+        getattr(given, name) for name in ("scale", "good", "interval", "factor", "floor", "ceiling")
+    )
     if not all(map(checks.is_real, numbers)) or not isinstance(given.dynamic, bool):
-        raise WrongTypeError(message("loss_scale", where, given, "one made of numbers, with dynamic True or False"))
+        raise WrongTypeError(
+            message("loss_scale", where, given, "one made of numbers, with dynamic True or False")
+        )
     single = jnp.finfo(jnp.float32)
     least, most = float(single.tiny), float(single.max)
     low, high = (given.floor, given.ceiling) if given.dynamic else (least, most)
     # one scale, or those of a population
-    bad = not trees.is_traced(given.scale) and not np.all((low <= given.scale) & (given.scale <= high))
+    bad = not trees.is_traced(given.scale) and not np.all(
+        (low <= given.scale) & (given.scale <= high)
+    )
     if bad and not given.dynamic:
         raise StateError(
-            message("loss_scale", where, given.scale, f"a number in [{least:.3g}, {most:.3g}], of float32")
+            message(
+                "loss_scale",
+                where,
+                given.scale,
+                f"a number in [{least:.3g}, {most:.3g}], of float32",
+            )
         )
-    if bad or not (least <= given.floor <= given.ceiling <= most) or given.factor <= 1 or given.interval < 1:
+    if (
+        bad
+        or not (least <= given.floor <= given.ceiling <= most)
+        or given.factor <= 1
+        or given.interval < 1
+    ):
         expected = "0 < floor ≤ scale ≤ ceiling, factor > 1, interval ≥ 1"
         raise StateError(message("loss_scale", where, given, expected))
     scale, good = jnp.asarray(given.scale, jnp.float32), jnp.asarray(given.good, jnp.int32)

@@ -32,7 +32,6 @@ from tsunax.state import (
     Plan,
     TrainState,
     assemble,
-    check_flags,
     check_state,
     donated,
     split,
@@ -47,7 +46,9 @@ def _any_traced(tree) -> bool:
 
 
 def home_of(moving, still=()) -> tuple[placement.Home | None, Any, Any]:
-    """How the moving part of a state lies on a mesh, and both parts as they lie there; None if on one device."""
+    """How the moving part of a state lies on a mesh, and both parts as they lie there; None if on
+    one device.
+    """
     home, other = placement.home_on_mesh(moving, still), placement.home_on_mesh(still, moving)
     if home is None or other is None:
         return None, moving, still
@@ -55,7 +56,9 @@ def home_of(moving, still=()) -> tuple[placement.Home | None, Any, Any]:
 
 
 class Programs(dict):
-    """The compiled functions of a step by the home of what they take; one is built when it is asked for first."""
+    """The compiled functions of a step by the home of what they take; one is built when it is asked
+    for first.
+    """
 
     def __init__(self, build: Callable):
         super().__init__()
@@ -68,8 +71,9 @@ class Programs(dict):
         return self[home]
 
     def home_of(self, state: TrainState, moving, still) -> tuple[placement.Home | None, Any, Any]:
-        """`home_of`, which looks at every leaf, but for states that lie as the last one: what a program returns has
-        one sharding object, call for call. Raises StateError for a state that was donated."""
+        """`home_of`, which looks at every leaf, but for states that lie as the last one: what a
+        program returns has one sharding object, call for call. Raises StateError for a state that
+        was donated."""
         clock = state.clock
         if getattr(clock, "sharding", None) is self._sharding:
             if clock.is_deleted():
@@ -97,27 +101,39 @@ def masked(given, padding):
 
 
 def spread(rows, extra, home: placement.Home, *, whole: bool = False) -> tuple[Any, dict]:
-    """A batch and its mask over the mesh of a state, or on each device where they do not divide; extra whole."""
+    """A batch and its mask over the mesh of a state, or on each device where they do not divide;
+    extra whole.
+    """
     batch, mask = placement.put(rows, home.whole, whole=whole)
     extra = placement.whole({name: x for name, x in extra.items() if name != "mask"}, home.whole)
     return batch, extra if mask is None else {**extra, "mask": mask}
 
 
 def _search(loss_fn, state: TrainState, batch, extra, axes) -> dict[str, Callable]:
-    """The loss at other trained parameters, and its gradient, under the names by which rules ask for them."""
+    """The loss at other trained parameters, and its gradient, under the names by which rules ask
+    for them.
+    """
     fn = LossFn.of(loss_fn)
     keywords = fn.keywords(state, batch, extra, train=True)
 
     def value_fn(params, **_):
         if axes:
             fix = "Over sharded arrays (ts.shard) it can."
-            raise RuleError(message("rule", f"train_step(axis_name={axes!r})", "a line search", "one without", fix))
+            raise RuleError(
+                message(
+                    "rule", f"train_step(axis_name={axes!r})", "a line search", "one without", fix
+                )
+            )
         thawed = thawed_flags(state)
         if thawed is not None:
             params = guard.choose(thawed, params, trained_part(state))
         return objective_of(fn, state, batch, keywords)(with_rest(state, params))[1].compute()
 
-    return {"value_fn": value_fn, "obj_fn": value_fn, "grad_fn": lambda params, _=None: jax.grad(value_fn)(params)}
+    return {
+        "value_fn": value_fn,
+        "obj_fn": value_fn,
+        "grad_fn": lambda params, _=None: jax.grad(value_fn)(params),
+    }
 
 
 @jax.tree_util.register_static
@@ -125,7 +141,8 @@ def _search(loss_fn, state: TrainState, batch, extra, axes) -> dict[str, Callabl
 class _Known:
     """A weight that follows from the shapes, on its way out of the program.
 
-    No array: a constant that a program returns costs XLA:CPU a copy on another thread, 15 us a step.
+    No array: a constant that a program returns costs XLA:CPU a copy on another thread, 15 us a
+    step.
     """
 
     weight: np.ndarray | np.generic
@@ -136,10 +153,11 @@ class _Known:
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What `train_step` returns: a function `(state, batch, **extra) -> (state, info)` that is also a value.
+    """What `train_step` returns: a function `(state, batch, **extra) -> (state, info)` that is also
+    a value.
 
-    `step.lower(state, batch)` is its program, `step.pure(state, batch, extra)` the function behind it, and
-    `dataclasses.replace(step, accumulate=4)` the same step otherwise.
+    `step.lower(state, batch)` is its program, `step.pure(state, batch, extra)` the function behind
+    it, and `dataclasses.replace(step, accumulate=4)` the same step otherwise.
     """
 
     loss_fn: Callable
@@ -152,7 +170,7 @@ class TrainStep:
     at_once: int | None = None
 
     def __post_init__(self):
-        check_flags("train_step()", donate=self.donate, norms=self.norms)
+        checks.check_flags("train_step()", donate=self.donate, norms=self.norms)
         if self.at_once is not None:
             checks.check_count(self.at_once, "train_step()", "at_once")
         _ = self.gradient  # the errors of all others belong here, not into the first call
@@ -172,13 +190,17 @@ class TrainStep:
         return over_members(self._one, state, batch, extra, at_once=self.at_once)
 
     def _one(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
-        search = _search(self.loss_fn, state, batch, extra, self.axis_name)  # first: it looks at the names in extra
+        search = _search(
+            self.loss_fn, state, batch, extra, self.axis_name
+        )  # first: it looks at the names in extra
         loss, grads = self.gradient(state, batch, **extra)
         return moved(state, grads, loss, None, self.on_nonfinite, self.norms, {**search, **extra})
 
     @functools.cached_property
     def traces(self) -> list[Trace]:
-        """What each trace of this step was given, in order: `ts.describe` says why there was more than one."""
+        """What each trace of this step was given, in order: `ts.describe` says why there was more
+        than one.
+        """
         return []
 
     @functools.cached_property
@@ -197,14 +219,27 @@ class TrainStep:
                 state, (loss, weight, *seen, _) = self.pure(state, batch, extra)
             self.traces.append(trace)  # one that failed is none
             weight = _Known(weight) if isinstance(weight, np.ndarray | np.generic) else weight
-            return split(state)[0], (loss, weight, *seen)  # numbers are put back outside, and info made there: faster
+            return split(state)[0], (
+                loss,
+                weight,
+                *seen,
+            )  # numbers are put back outside, and info made there: faster
 
         out = None if home is None else (home.layout, home.whole)
-        return jax.jit(train_step, static_argnums=0, donate_argnums=(1,) if self.donate else (), out_shardings=out)
+        return jax.jit(
+            train_step,
+            static_argnums=0,
+            donate_argnums=(1,) if self.donate else (),
+            out_shardings=out,
+        )
 
     def _placed(self, state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
-        """A host batch over the mesh of the state, padded if its rows do not divide and loss_fn masks; extra whole."""
-        if members_of(state) is not None:  # the devices share the members, and each member has all rows
+        """A host batch over the mesh of the state, padded if its rows do not divide and loss_fn
+        masks; extra whole.
+        """
+        if (
+            members_of(state) is not None
+        ):  # the devices share the members, and each member has all rows
             return placement.whole((batch, extra), home.whole)
         mask, rows = extra.get("mask"), rows_of(batch)
         padding = -rows % placement.divisor(home.whole, self.accumulate)
@@ -219,7 +254,9 @@ class TrainStep:
         if not isinstance(state, TrainState):
             check_state(state, "step()", batch)
         try:
-            if _axes.is_tracing():  # eager grad and vmap would donate what is not traced under the user's feet
+            if (
+                _axes.is_tracing()
+            ):  # eager grad and vmap would donate what is not traced under the user's feet
                 return self._traced(state, batch, extra)
             kind, (moving, still) = (type(state), state.plan), split(state)
             home, moving, still = self.programs.home_of(state, moving, still)
@@ -238,7 +275,9 @@ class TrainStep:
         return state, info
 
     def lower(self, state: TrainState, batch, **extra) -> jax.stages.Lowered:
-        """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is compiled."""
+        """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is
+        compiled.
+        """
         return self.trace(state, batch, **extra).lower()
 
     def trace(self, state: TrainState, batch, **extra) -> jax.stages.Traced:
@@ -274,31 +313,37 @@ def train_step(
         params = optax.apply_updates(params, updates)
 
     Args:
-      loss_fn: `loss_fn(params, batch, ...)` returns a scalar (a mean over its rows) or a `Loss`. It may name, as
-        further parameters, `key` (new at every call), `model_state`, `train` (True), `mask` (f32 of shape
-        (rows,), 1 for real rows), `step`, and the names given to the step as `extra`; it gets what it names.
-      accumulate: cut the batch into so many micro-batches, one after another, for the memory of one: same loss
-        and gradients, whatever the masks, if the loss is a mean over rows. One that compares rows, uses batch
-        statistics, or is a sum over rows is another loss then, and warned of. A batch that does not divide is
-        padded if loss_fn names `mask`.
-      on_nonfinite: "skip", "raise" or "ignore" a step with a loss or gradient that is not finite, see `update`; or
-        "drop" the micro-batch that it comes from, and skip where none is left.
-      donate: whether the state given is consumed. Where the state is traced (inside jit, scan, vmap, grad)
-        nothing is.
-      remat: `True`, or a policy of `jax.checkpoint_policies` or its name ("dots_saveable"): recompute activations
-        instead of storing them.
+      loss_fn: `loss_fn(params, batch, ...)` returns a scalar (a mean over its rows) or a `Loss`. It
+        may name, as further parameters, `key` (new at every call), `model_state`, `train` (True),
+        `mask` (f32 of shape (rows,), 1 for real rows), `step`, and the names given to the step as
+        `extra`; it gets what it names.
+      accumulate: cut the batch into so many micro-batches, one after another, for the memory of
+        one: same loss and gradients, whatever the masks, if the loss is a mean over rows. One that
+          compares rows, uses batch
+        statistics, or is a sum over rows is another loss then, and warned of. A batch that does not
+        divide is padded if loss_fn names `mask`.
+      on_nonfinite: "skip", "raise" or "ignore" a step with a loss or gradient that is not finite,
+        see `update`; or "drop" the micro-batch that it comes from, and skip where none is left.
+      donate: whether the state given is consumed. Where the state is traced (inside jit, scan,
+        vmap, grad) nothing is.
+      remat: `True`, or a policy of `jax.checkpoint_policies` or its name ("dots_saveable"):
+        recompute activations instead of storing them.
       norms: whether info has `grad_norm` and `update_norm`.
-      axis_name: inside `jax.shard_map` or `jax.pmap`, where each device has rows of its own: the axis, or axes, over
-        which losses, metrics and gradients are combined (once, by weight) and model states averaged; each device has a
-        key of its own. () for none: then combine them yourself. Not needed, and refused, on sharded arrays.
-      at_once: of a population so many members together, one group after the other, for the memory of one group.
+      axis_name: inside `jax.shard_map` or `jax.pmap`, where each device has rows of its own: the
+        axis, or axes, over which losses, metrics and gradients are combined (once, by weight) and
+        model states averaged; each device has a key of its own. () for none: then combine them
+        yourself. Not needed, and refused, on sharded arrays.
+      at_once: of a population so many members together, one group after the other, for the memory
+        of one group.
 
-    `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host arrays.
+    `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host
+    arrays.
 
-    Raises, before anything is compiled: WrongTypeError, LossError (what loss_fn returned, raised or asks for; a loss
-    that does not depend on what is trained).
-    When called: StateError for a donated state, NonFiniteError under "raise" (not where the state is traced: nothing
-    can wait there, and the step is skipped; nor while a dynamic loss scale is still coming down).
+    Raises, before anything is compiled: WrongTypeError, LossError (what loss_fn returned, raised or
+    asks for; a loss that does not depend on what is trained).
+    When called: StateError for a donated state, NonFiniteError under "raise" (not where the state
+    is traced: nothing can wait there, and the step is skipped; nor while a dynamic loss scale is
+    still coming down).
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -316,7 +361,9 @@ def train_step(
 
 @dataclass(frozen=True)
 class EvalStep:
-    """What `eval_step` returns: a function `(state, batch, **extra) -> Loss` that is also a value."""
+    """What `eval_step` returns: a function `(state, batch, **extra) -> Loss` that is also a
+    value.
+    """
 
     loss_fn: Callable
     axis_name: Any = None
@@ -349,7 +396,9 @@ class EvalStep:
         return jax.jit(self.pure)
 
     def _read(self, state: TrainState) -> TrainState:
-        """What an evaluation reads of the state: neither another rule nor a freeze compiles it anew."""
+        """What an evaluation reads of the state: neither another rule nor a freeze compiles it
+        anew.
+        """
         average = "average" if "ema" in self._fn.names else ""
         selected = state.plan.selected if average else None
         plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
@@ -378,8 +427,9 @@ class EvalStep:
 def eval_step(loss_fn: Callable, *, axis_name: Any = None) -> EvalStep:
     """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
 
-    `train` is False, there is no `key`, and `model_state` is read only; the precision is that of the state. Results
-    of several batches merge: `a.merge(b).compute()` is the mean over all rows of both. `axis_name` as in `train_step`.
+    `train` is False, there is no `key`, and `model_state` is read only; the precision is that of
+    the state. Results of several batches merge: `a.merge(b).compute()` is the mean over all rows of
+    both. `axis_name` as in `train_step`.
 
     Raises LossError for a loss_fn that cannot be used, as `train_step` does.
 
@@ -403,9 +453,16 @@ def batch_stats_updated(loss_fn: Callable) -> Callable:
         loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
         if loss.model_state is None:
             raise LossError(
-                message("model_state", "update_batch_stats()", "None", "ts.Loss.mean(values, model_state=...)")
+                message(
+                    "model_state",
+                    "update_batch_stats()",
+                    "None",
+                    "ts.Loss.mean(values, model_state=...)",
+                )
             )
-        checks.check_like("model_state", loss.model_state, state.model_state, "A step keeps its structure.")
+        checks.check_like(
+            "model_state", loss.model_state, state.model_state, "A step keeps its structure."
+        )
         return state.replace(model_state=loss.model_state, calls=state.calls + 1)
 
     def call(state: TrainState, batch, **extra) -> TrainState:

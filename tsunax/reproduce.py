@@ -1,11 +1,13 @@
-"""Same seed, same bits: what has to be seeded, which flags have to be set, and how to see whether it holds.
+"""Same seed, same bits: what has to be seeded, which flags have to be set, and how to see whether
+it holds.
 
     key = ts.reproduce.reproducible(0)                    # the first line of the script
     print(ts.reproduce.fingerprint(state))                # the same on every run
     ts.reproduce.check_reproducible(step, state, batches)
 
-JAX itself draws from keys and from nothing else. What is left are the global generators of Python and NumPy, which data
-pipelines use, and kernels of a GPU that add in any order. docs/reproducibility.md says what can be promised.
+JAX itself draws from keys and from nothing else. What is left are the global generators of Python
+and NumPy, which data pipelines use, and kernels of a GPU that add in any order.
+docs/reproducibility.md says what can be promised.
 """
 
 from __future__ import annotations
@@ -33,14 +35,16 @@ _MOST = 2**63
 
 
 def reproducible(seed: int = 0) -> jax.Array:
-    """Seed Python's and NumPy's global generators, ask XLA for deterministic kernels on GPUs, and return a key.
+    """Seed Python's and NumPy's global generators, ask XLA for deterministic kernels on GPUs, and
+    return a key.
 
-    To be called before JAX starts its backend, for XLA reads its flags then (XLA_FLAGS: `xla_gpu_deterministic_ops`,
-    `xla_gpu_exclude_nondeterministic_ops`; scatters and some convolutions become slower). Kernels that autotuning picks
-    by timing are fixed by the same flags. Starts no backend itself, but for the key that it returns.
+    To be called before JAX starts its backend, for XLA reads its flags then (XLA_FLAGS:
+    `xla_gpu_deterministic_ops`, `xla_gpu_exclude_nondeterministic_ops`; scatters and some
+    convolutions become slower). Kernels that autotuning picks by timing are fixed by the same
+    flags. Starts no backend itself, but for the key that it returns.
 
-    Raises DeviceError where a GPU has started without these flags, WrongTypeError for what is no seed: an int from 0 up
-    to 2**63.
+    Raises DeviceError where a GPU has started without these flags, WrongTypeError for what is no
+    seed: an int from 0 up to 2**63.
 
     >>> jax.random.key_data(reproducible(7)).tolist()
     [0, 7]
@@ -48,15 +52,29 @@ def reproducible(seed: int = 0) -> jax.Array:
     seed = _checked(seed, "reproducible()")
     given = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in _FLAGS if flag.partition("=")[0] not in given]
-    off = [flag for flag in _FLAGS if re.search(f"{flag.partition('=')[0]}=(false|0)\\b", given, re.IGNORECASE)]
+    off = [
+        flag
+        for flag in _FLAGS
+        if re.search(f"{flag.partition('=')[0]}=(false|0)\\b", given, re.IGNORECASE)
+    ]
     if off:
-        raise DeviceError(message("XLA_FLAGS", "reproducible()", f"{off[0].partition('=')[0]}=false", "true, or none"))
+        raise DeviceError(
+            message(
+                "XLA_FLAGS", "reproducible()", f"{off[0].partition('=')[0]}=false", "true, or none"
+            )
+        )
     if not xla_bridge.backends_are_initialized():
         os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
     elif missing and jax.default_backend() == "gpu":
         fix = "Call it first, before anything makes an array; in a notebook restart the kernel."
         raise DeviceError(
-            message("reproducible()", "", "a GPU that has started without its flags", "an earlier call", fix)
+            message(
+                "reproducible()",
+                "",
+                "a GPU that has started without its flags",
+                "an earlier call",
+                fix,
+            )
         )
     random.seed(seed)
     np.random.seed(_legacy(seed))
@@ -71,7 +89,8 @@ def key_of(seed: int) -> jax.Array:
 
 @contextlib.contextmanager
 def isolated_rng(seed: int | None = None) -> Iterator[None]:
-    """A block that leaves Python's and NumPy's global generators as it found them; with a `seed` it starts from there.
+    """A block that leaves Python's and NumPy's global generators as it found them; with a `seed` it
+    starts from there.
 
     >>> random.seed(1)
     >>> with isolated_rng(2):
@@ -94,10 +113,11 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
 
 
 def worker_seed(seed: int, *path: int) -> int:
-    """A seed for one worker of one process of one epoch: `worker_seed(seed, epoch, process, worker)`.
+    """A seed for one worker of one process of one epoch: `worker_seed(seed, epoch, process,
+    worker)`.
 
-    Seeds of different paths are unrelated (NumPy's SeedSequence, O'Neill's design), where `seed + worker` repeats the
-    augmentations of one epoch in the next.
+    Seeds of different paths are unrelated (NumPy's SeedSequence, O'Neill's design), where `seed +
+    worker` repeats the augmentations of one epoch in the next.
 
     >>> worker_seed(0, 1, 2) == worker_seed(0, 1, 2) != worker_seed(0, 2, 1)
     True
@@ -108,10 +128,12 @@ def worker_seed(seed: int, *path: int) -> int:
 
 
 def fingerprint(tree: Any) -> str:
-    """16 hex digits of the sha256 of every leaf's path, shape, dtype and bytes: equal where every bit is. Waits.
+    """16 hex digits of the sha256 of every leaf's path, shape, dtype and bytes: equal where every
+    bit is. Waits.
 
-    Of several processes each has its own, the same where every process has all of each array. Raises StateError for
-    traced arrays, deleted ones, and those of which other processes have a part.
+    Of several processes each has its own, the same where every process has all of each array.
+    Raises StateError for traced arrays, deleted ones, and those of which other processes have a
+    part.
 
     >>> import jax.numpy as jnp
     >>> fingerprint({"w": jnp.zeros(2)}) == fingerprint({"w": np.zeros(2, np.float32)})
@@ -120,7 +142,9 @@ def fingerprint(tree: Any) -> str:
     total = hashlib.sha256()
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
         if trees.is_traced(leaf):
-            raise StateError(message("leaf", trees.access_str("tree", path), "a traced array", "a concrete one"))
+            raise StateError(
+                message("leaf", trees.access_str("tree", path), "a traced array", "a concrete one")
+            )
         checks.check_alive(leaf, trees.access_str("tree", path))
         total.update(_of_leaf(path, leaf))
     return total.hexdigest()[:16]
@@ -143,11 +167,15 @@ def _of_leaf(path, leaf) -> bytes:
     return part.digest()
 
 
-def check_reproducible(step: Callable, state: Any, batches: Iterable[Any], *, times: int = 2) -> str:
-    """Run `step` over the batches several times from copies of a state; the fingerprint of where all of them end.
+def check_reproducible(
+    step: Callable, state: Any, batches: Iterable[Any], *, times: int = 2
+) -> str:
+    """Run `step` over the batches several times from copies of a state; the fingerprint of where
+    all of them end.
 
-    `step(state, batch) -> (state, info)`. The state given is untouched. Raises StateError that names the first batch
-    after which two runs differ, and the first leaf; DataError for no batch at all.
+    `step(state, batch) -> (state, info)`. The state given is untouched. Raises StateError that
+    names the first batch after which two runs differ, and the first leaf; DataError for no batch at
+    all.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -161,12 +189,18 @@ def check_reproducible(step: Callable, state: Any, batches: Iterable[Any], *, ti
     if not callable(step):
         expected = "a function (state, batch) -> (state, info)"
         raise WrongTypeError(
-            message("step", where, trees.describe(step), expected, "Make one: ts.train_step(loss_fn).")
+            message(
+                "step", where, trees.describe(step), expected, "Make one: ts.train_step(loss_fn)."
+            )
         )
     for path, leaf in jtu.tree_flatten_with_path(state)[0]:
         place = trees.access_str("state", path)
         if trees.is_traced(leaf):
-            raise StateError(message("leaf", place, "a traced array", "a concrete one", "Call it outside of jit."))
+            raise StateError(
+                message(
+                    "leaf", place, "a traced array", "a concrete one", "Call it outside of jit."
+                )
+            )
         checks.check_alive(leaf, place)
     batches = list(checks.each_batch(batches, where))
     copied = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
@@ -175,8 +209,12 @@ def check_reproducible(step: Callable, state: Any, batches: Iterable[Any], *, ti
         runs = [step(run, batch)[0] for run in runs]
         for other in runs[1:]:
             if fingerprint(runs[0]) != fingerprint(other):
-                named = zip(jtu.tree_flatten_with_path(runs[0])[0], jax.tree.leaves(other), strict=True)
-                path = next(path for (path, x), y in named if _of_leaf(path, x) != _of_leaf(path, y))
+                named = zip(
+                    jtu.tree_flatten_with_path(runs[0])[0], jax.tree.leaves(other), strict=True
+                )
+                path = next(
+                    path for (path, x), y in named if _of_leaf(path, x) != _of_leaf(path, y)
+                )
                 got, fix = (
                     f"other bits in {trees.access_str('state', path)}",
                     "Same inputs, same bits: see reproducible().",

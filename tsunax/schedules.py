@@ -1,10 +1,11 @@
 """Schedules: one number for each step.
 
-Each function here makes a `Schedule`, a frozen value that is a function of the step. All its numbers are leaves
-of a pytree, so that in a rule of tsunax two schedules that differ in numbers only share one compiled program.
-`@schedule` makes such a function from a formula.
+Each function here makes a `Schedule`, a frozen value that is a function of the step. All its
+numbers are leaves of a pytree, so that in a rule of tsunax two schedules that differ in numbers
+only share one compiled program. `@schedule` makes such a function from a formula.
 
-A schedule holds no clock: `TrainState.step` is the clock. This module knows of neither states nor rules.
+A schedule holds no clock: `TrainState.step` is the clock. This module knows of neither states nor
+rules.
 """
 
 from __future__ import annotations
@@ -29,19 +30,21 @@ from tsunax.rules import numbers as _numbers
 P = ParamSpec("P")
 _LAST = 2**30 - 1  # of steps and lengths: sums of two stay int32
 
-# ------------------------------------------------------------------------------------------------- the value type
+# ----------------------------------------------------------------------------------- the value type
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("arguments",), meta_fields=("factory", "static"))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("arguments",), meta_fields=("factory", "static")
+)
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     """A number for each step, as one value: what the functions of `tsunax.schedules` return.
 
-    `schedule(step)` takes an int, a NumPy int or a traced one, or an array of them, and gives a float32 (weakly
-    typed, as optax's). Steps count from 0; earlier ones are 0, and a schedule that ends stays at its last value.
-    Iterating gives the values from step 0 on as Python floats, without end. Two schedules are equal if their
-    formulas and all their numbers are. `repr` is the call that makes it. A pytree whose leaves are its numbers:
-    they may be traced.
+    `schedule(step)` takes an int, a NumPy int or a traced one, or an array of them, and gives a
+    float32 (weakly typed, as optax's). Steps count from 0; earlier ones are 0, and a schedule that
+    ends stays at its last value. Iterating gives the values from step 0 on as Python floats,
+    without end. Two schedules are equal if their formulas and all their numbers are. `repr` is the
+    call that makes it. A pytree whose leaves are its numbers: they may be traced.
 
     >>> from tsunax.schedules import *
     >>> schedule = triangle(low=0.0, high=1.0, period=4)
@@ -62,7 +65,8 @@ class Schedule:
         return (float(_numbers.as_float(self(step), None)) for step in itertools.count())
 
     def values(self, n: int) -> np.ndarray:
-        """The values of the first `n` steps, float32 of shape (n,), in one call: to look at, to plot.
+        """The values of the first `n` steps, float32 of shape (n,), in one call: to look at, to
+        plot.
 
         >>> from tsunax.schedules import *
         >>> linear_schedule(1.0, 0.0, transition_steps=4).values(6)
@@ -78,18 +82,25 @@ class Schedule:
         return shape == other_shape and all(map(_same, mine, others))
 
     def __hash__(self):
-        numbers = (float(x) for x in jax.tree.leaves(self) if not trees.is_traced(x) and not np.ndim(x))
+        numbers = (
+            float(x) for x in jax.tree.leaves(self) if not trees.is_traced(x) and not np.ndim(x)
+        )
         return hash((self.factory, self.static, *numbers))
 
     def __repr__(self):
         given = {**self.arguments, **dict(self.static)}
         parameters = inspect.signature(self.factory).parameters.values()
-        shown = (f"{p.name}={given[p.name]!r}" for p in parameters if not _is_default(p, given[p.name]))
+        shown = (
+            f"{p.name}={given[p.name]!r}" for p in parameters if not _is_default(p, given[p.name])
+        )
         return f"{self.factory.__name__}({', '.join(shown)})"
 
 
 def _same(a, b) -> bool:
-    return a is b or (not (trees.is_traced(a) or trees.is_traced(b)) and np.array_equal(np.asarray(a), np.asarray(b)))
+    return a is b or (
+        not (trees.is_traced(a) or trees.is_traced(b))
+        and np.array_equal(np.asarray(a), np.asarray(b))
+    )
 
 
 def _is_default(parameter: inspect.Parameter, value) -> bool:
@@ -104,9 +115,15 @@ def _as_float(x):
 def _as_step(step, title: str):
     dtype = trees.dtype_of(step)
     if isinstance(step, bool) or dtype is None or not jnp.issubdtype(dtype, np.integer):
-        raise WrongTypeError(message("step", f"{title}()", trees.describe(step), "a whole number, or an array of them"))
+        raise WrongTypeError(
+            message(
+                "step", f"{title}()", trees.describe(step), "a whole number, or an array of them"
+            )
+        )
     if isinstance(step, jax.Array):
-        return jnp.clip(step.astype(jnp.promote_types(dtype, jnp.int32)), 0, _LAST).astype(jnp.int32)
+        return jnp.clip(step.astype(jnp.promote_types(dtype, jnp.int32)), 0, _LAST).astype(
+            jnp.int32
+        )
     if isinstance(step, int):  # of any size
         return np.int32(min(max(step, 0), _LAST))
     return np.clip(step.astype(np.int64), 0, _LAST).astype(np.int32)
@@ -114,8 +131,11 @@ def _as_step(step, title: str):
 
 @jax.jit
 def _evaluate(schedule: Schedule, step):
-    """The formula; compiled once for all numbers, so that a call has the bits that it has inside a step."""
-    # XLA folds constants that it can see into the formula (a / 3 becomes a * (1 / 3)), which costs the last bit
+    """The formula; compiled once for all numbers, so that a call has the bits that it has inside a
+    step.
+    """
+    # XLA folds constants that it can see into the formula (a / 3 becomes a * (1 / 3)), which costs
+    # the last bit
     schedule, step = jax.lax.optimization_barrier((schedule, step))
     kinds = _kinds(schedule.factory)
     follow = lambda name, x: _at(x, step) if callable(x) and kinds[name] is not _piece else x
@@ -127,7 +147,7 @@ def _evaluate(schedule: Schedule, step):
 
 @jax.jit
 def _evaluate_all(schedule: Schedule, steps):
-    """One step after the other: the bits of single calls, which a vectorised division has not."""
+    """One step after the other: the bits of single calls, which a vectorized division has not."""
     return jax.lax.map(schedule, steps)
 
 
@@ -138,7 +158,7 @@ def _at(piece, step):
     return jnp.asarray(piece(jnp.clip(step, 0, _LAST)), jax.dtypes.canonicalize_dtype(float))
 
 
-# ----------------------------------------------------------------------------------------- what an argument may be
+# -------------------------------------------------------------------------- what an argument may be
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("call",))
@@ -155,8 +175,12 @@ class _Function:
         return getattr(self.call, "__name__", repr(self.call))
 
 
-def _in_range(low=None, high=None, *, above=None, whole: bool = False, is_int32: bool = False) -> Callable:
-    """The check of a number: at least `low`, at most `high`, more than `above`; int32 if formulas count with it."""
+def _in_range(
+    low=None, high=None, *, above=None, whole: bool = False, is_int32: bool = False
+) -> Callable:
+    """The check of a number: at least `low`, at most `high`, more than `above`; int32 if formulas
+    count with it.
+    """
     bounds = [f"{sign} {x}" for sign, x in (("≥", low), (">", above), ("≤", high)) if x is not None]
     expected = f"a {'whole ' if whole else ''}number {' and '.join(bounds)}".rstrip()
 
@@ -190,9 +214,13 @@ def _piece(where, name, value):
     try:
         out = jax.eval_shape(value, jax.ShapeDtypeStruct((), np.int32))
     except Exception as error:
-        raise HyperparameterError(message(name, where, told(error), "a number", remedy(error))) from error
+        raise HyperparameterError(
+            message(name, where, told(error), "a number", remedy(error))
+        ) from error
     dtype = trees.dtype_of(out)
-    real = dtype is not None and (jnp.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, np.integer))
+    real = dtype is not None and (
+        jnp.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, np.integer)
+    )
     if not real or out.shape:
         got = f"{trees.describe(out)} from the function"
         raise HyperparameterError(message(name, where, got, "one number for a step"))
@@ -211,7 +239,9 @@ def _pieces(where, name, value):
             length = _steps(where, f"{name}[{i}][1]", length)
         elif i < len(value) - 1:
             got, fix = "a piece without a length", "Only the last piece goes on without end."
-            raise HyperparameterError(message(f"{name}[{i}]", where, got, "(schedule, length)", fix))
+            raise HyperparameterError(
+                message(f"{name}[{i}]", where, got, "(schedule, length)", fix)
+            )
         out.append((_piece(where, f"{name}[{i}][0]", piece), length))
     return tuple(out)
 
@@ -221,7 +251,10 @@ def _milestones(where, name, value):
     if value is None:
         return ()
     try:
-        pairs = [(step, scale) for step, scale in (value.items() if isinstance(value, Mapping) else value)]
+        pairs = [
+            (step, scale)
+            for step, scale in (value.items() if isinstance(value, Mapping) else value)
+        ]
     except (TypeError, ValueError):
         raise WrongTypeError(message(name, where, trees.describe(value), "{step: scale}")) from None
     pairs = [
@@ -255,14 +288,18 @@ _any_number = _or_schedule(_finite_number)
 
 # The annotations of a formula say what its arguments may be. A schedule may stand for any number.
 Value = Annotated[Any, _any_number]
-OptionalValue = Annotated[Any, lambda where, name, value: None if value is None else _any_number(where, name, value)]
+OptionalValue = Annotated[
+    Any, lambda where, name, value: None if value is None else _any_number(where, name, value)
+]
 Positive = Annotated[Any, _or_schedule(_in_range(above=0))]
 NotNegative = Annotated[Any, _or_schedule(_not_negative)]
 Fraction = Annotated[Any, _or_schedule(_in_range(0, 1))]
 Decay = Annotated[Any, _or_schedule(_in_range(high=1, above=0))]
 Length = Annotated[Any, _or_schedule(_in_range(above=0, whole=True))]
 Wait = Annotated[Any, _or_schedule(_wait)]  # a length that may be 0
-Period = Annotated[Any, _or_schedule(_in_range(above=0, whole=True, is_int32=True))]  # counted in int32
+Period = Annotated[
+    Any, _or_schedule(_in_range(above=0, whole=True, is_int32=True))
+]  # counted in int32
 Offset = Annotated[Any, _or_schedule(_in_range(whole=True, is_int32=True))]
 Flag = Annotated[Any, _flag]
 Curve = Annotated[Any, _curve]
@@ -277,7 +314,9 @@ def _kinds(factory: Any) -> dict[str, Callable]:
     hints = typing.get_type_hints(factory.__wrapped__, include_extras=True)
     kinds = {}
     for p in inspect.signature(factory).parameters.values():
-        checks = [check for check in getattr(hints.get(p.name), "__metadata__", ()) if callable(check)]
+        checks = [
+            check for check in getattr(hints.get(p.name), "__metadata__", ()) if callable(check)
+        ]
         kinds[p.name] = [*checks, _flag if isinstance(p.default, bool) else _any_number][0]
     return kinds
 
@@ -292,7 +331,11 @@ _IN_ORDER = (
 def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
     for first, second, sign, fix in _IN_ORDER:
         a, b = arguments.get(first), arguments.get(second)
-        if isinstance(a, (int, float)) and isinstance(b, (int, float)) and not (a < b or (a == b and sign == "≤")):
+        if (
+            isinstance(a, (int, float))
+            and isinstance(b, (int, float))
+            and not (a < b or (a == b and sign == "≤"))
+        ):
             got, expected = f"{first}={a}, {second}={b}", f"{first} {sign} {second}"
             raise HyperparameterError(message("arguments", where, got, expected, fix))
 
@@ -300,9 +343,10 @@ def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
 def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedule]:
     """Make a function that returns schedules from `formula(step, ...) -> value`.
 
-    The formula is plain JAX that works elementwise: `step` is an int32, never negative, and every number a
-    float32 that may be traced. Arguments are numbers, or schedules of numbers, that are finite; those with a bool as
-    default are flags. The formula is part of the program: write it once, in a module.
+    The formula is plain JAX that works elementwise: `step` is an int32, never negative, and every
+    number a float32 that may be traced. Arguments are numbers, or schedules of numbers, that are
+    finite; those with a bool as default are flags. The formula is part of the program: write it
+    once, in a module.
 
     >>> from tsunax.schedules import schedule
     >>> @schedule
@@ -313,7 +357,9 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
     (square_wave(low=0.1, high=1, period=4), array([1. , 1. , 0.1, 0.1, 1. ], dtype=float32))
     """
     signature = inspect.signature(formula)
-    signature = signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=Schedule)
+    signature = signature.replace(
+        parameters=list(signature.parameters.values())[1:], return_annotation=Schedule
+    )
     known = list(signature.parameters)
 
     @functools.wraps(formula)
@@ -333,17 +379,21 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
         given = {name: checks[name](where, name, value) for name, value in bound.arguments.items()}
         _check_order(where, given)
         static = {name: value for name, value in given.items() if isinstance(value, (bool, str))}
-        return Schedule(factory, {k: v for k, v in given.items() if k not in static}, tuple(static.items()))
+        return Schedule(
+            factory, {k: v for k, v in given.items() if k not in static}, tuple(static.items())
+        )
 
     factory.__signature__ = signature  # type: ignore[attr-defined]
     return factory
 
 
-# ------------------------------------------------------------------------------------------ what formulas are made of
+# ------------------------------------------------------------------------ what formulas are made of
 
 
 def _between(a, b, u):
-    """`a` where u is 0, `b` where u is 1, a straight line between: exact at both ends and never beyond them."""
+    """`a` where u is 0, `b` where u is 1, a straight line between: exact at both ends and never
+    beyond them.
+    """
     return jnp.where(u >= 1, b, jnp.clip(a + (b - a) * u, jnp.minimum(a, b), jnp.maximum(a, b)))
 
 
@@ -358,7 +408,9 @@ def _cosine(u):
 
 
 def _power(u, exponent):
-    """u**exponent for u from 0 to 1, without the infinite slopes at 0: NaN past the end of a schedule."""
+    """u**exponent for u from 0 to 1, without the infinite slopes at 0: NaN past the end of a
+    schedule.
+    """
     return jnp.where(u > 0, jnp.where(u > 0, u, 1) ** exponent, exponent == 0)
 
 
@@ -382,7 +434,9 @@ def _through(step, points, curve="linear"):
     bend = (lambda u: u) if curve == "linear" else (lambda u: 1 - _cosine(u))
     value = points[0][1]
     for (begin, a), (end, b) in itertools.pairwise(points):
-        value = jnp.where(step >= begin, _between(a, b, bend(_ramp(step, begin, end - begin))), value)
+        value = jnp.where(
+            step >= begin, _between(a, b, bend(_ramp(step, begin, end - begin))), value
+        )
     return jnp.where(step >= points[-1][0], points[-1][1], value)
 
 
@@ -395,7 +449,7 @@ def _exponential(step, init_value, transition_steps, decay_rate, staircase, end_
     return jnp.where(decay_rate < 1, jnp.maximum(value, end_value), jnp.minimum(value, end_value))
 
 
-# --------------------------------------------------------------------------------------------------------- optax's
+# ------------------------------------------------------------------------------------------ optax's
 
 
 @schedule
@@ -405,17 +459,30 @@ def constant_schedule(step, value: Value):
 
 
 @schedule
-def linear_schedule(step, init_value: Value, end_value: Value, transition_steps: Length, transition_begin: Wait = 0):
-    """A straight line from `init_value` to `end_value` in `transition_steps`, after `transition_begin`."""
+def linear_schedule(
+    step, init_value: Value, end_value: Value, transition_steps: Length, transition_begin: Wait = 0
+):
+    """A straight line from `init_value` to `end_value` in `transition_steps`, after
+    `transition_begin`.
+    """
     return _between(end_value, init_value, 1 - _ramp(step, transition_begin, transition_steps))
 
 
 @schedule
 def polynomial_schedule(
-    step, init_value: Value, end_value: Value, power: NotNegative, transition_steps: Length, transition_begin: Wait = 0
+    step,
+    init_value: Value,
+    end_value: Value,
+    power: NotNegative,
+    transition_steps: Length,
+    transition_begin: Wait = 0,
 ):
-    """`end + (init - end) · (1 - u)^power`, u from 0 to 1 in `transition_steps`, after `transition_begin`."""
-    return _between(end_value, init_value, _power(1 - _ramp(step, transition_begin, transition_steps), power))
+    """`end + (init - end) · (1 - u)^power`, u from 0 to 1 in `transition_steps`, after
+    `transition_begin`.
+    """
+    return _between(
+        end_value, init_value, _power(1 - _ramp(step, transition_begin, transition_steps), power)
+    )
 
 
 @schedule
@@ -428,11 +495,15 @@ def exponential_decay(
     staircase: Flag = False,
     end_value: OptionalValue = None,
 ):
-    """`init_value · decay_rate^((step - transition_begin) / transition_steps)`, not beyond `end_value`.
+    """`init_value · decay_rate^((step - transition_begin) / transition_steps)`, not beyond
+    `end_value`.
 
-    With `staircase` the exponent is rounded down. A rate above 1 grows, to the largest float at most.
+    With `staircase` the exponent is rounded down. A rate above 1 grows, to the largest float at
+    most.
     """
-    return _exponential(step - transition_begin, init_value, transition_steps, decay_rate, staircase, end_value)
+    return _exponential(
+        step - transition_begin, init_value, transition_steps, decay_rate, staircase, end_value
+    )
 
 
 @schedule
@@ -441,14 +512,16 @@ def cosine_decay_schedule(
 ):
     """Half a cosine from `init_value` to `alpha · init_value` in `decay_steps`.
 
-    `init · ((1 - α) · c^exponent + α)` with c = (1 + cos(π step / decay_steps)) / 2. (Loshchilov and Hutter, SGDR,
-    arXiv:1608.03983.)
+    `init · ((1 - α) · c^exponent + α)` with c = (1 + cos(π step / decay_steps)) / 2. (Loshchilov
+    and Hutter, SGDR, arXiv:1608.03983.)
 
     >>> from tsunax.schedules import cosine_decay_schedule
     >>> cosine_decay_schedule(1.0, 4).values(6).round(3)
     array([1.   , 0.854, 0.5  , 0.146, 0.   , 0.   ], dtype=float32)
     """
-    return _between(alpha * init_value, init_value, _power(_cosine(_ramp(step, 0, decay_steps)), exponent))
+    return _between(
+        alpha * init_value, init_value, _power(_cosine(_ramp(step, 0, decay_steps)), exponent)
+    )
 
 
 @schedule
@@ -461,9 +534,11 @@ def linear_onecycle_schedule(
     div_factor: Positive = 25.0,
     final_div_factor: Positive = 1e4,
 ):
-    """Straight lines: up from `peak / div` to the peak, down to `peak / div`, on to `peak / div / final_div`.
+    """Straight lines: up from `peak / div` to the peak, down to `peak / div`, on to `peak / div /
+    final_div`.
 
-    They meet at `pct_start` and `pct_final` of `transition_steps`, rounded down. (Smith, arXiv:1708.07120.)
+    They meet at `pct_start` and `pct_final` of `transition_steps`, rounded down. (Smith,
+    arXiv:1708.07120.)
     """
     start = peak_value / div_factor
     top, bottom = _part(pct_start, transition_steps), _part(pct_final, transition_steps)
@@ -490,7 +565,9 @@ def cosine_onecycle_schedule(
 
 
 def _part(fraction, steps):
-    """So much of a length, rounded down; what misses a whole number by one float32 counts as that."""
+    """So much of a length, rounded down; what misses a whole number by one float32 counts as
+    that.
+    """
     return jnp.floor(fraction * steps * (1 + 2.0**-23))
 
 
@@ -507,7 +584,8 @@ def piecewise_constant_schedule(step, init_value: Value, boundaries_and_scales: 
 def piecewise_interpolate_schedule(
     step, interpolate_type: Curve, init_value: Value, boundaries_and_scales: Milestones = None
 ):
-    """As `piecewise_constant_schedule`, but on a line or half a cosine from one milestone to the next.
+    """As `piecewise_constant_schedule`, but on a line or half a cosine from one milestone to the
+    next.
 
     `interpolate_type` is "linear" or "cosine".
     """
@@ -533,14 +611,19 @@ def warmup_cosine_decay_schedule(
     end_value: Value = 0.0,
     exponent: NotNegative = 1.0,
 ):
-    """A straight line from `init_value` to `peak_value` in `warmup_steps`, then half a cosine to `end_value`.
+    """A straight line from `init_value` to `peak_value` in `warmup_steps`, then half a cosine to
+    `end_value`.
 
     `decay_steps` is the whole length, with the warm-up. From a peak of 0 it stays there.
     """
     part = _cosine(_ramp(step, warmup_steps, decay_steps - warmup_steps))
-    end_value = jnp.where(peak_value == 0, 0.0, end_value)  # as optax's, which has a ratio of the two
+    end_value = jnp.where(
+        peak_value == 0, 0.0, end_value
+    )  # as optax's, which has a ratio of the two
     decayed = _between(end_value, peak_value, _power(part, exponent))
-    return jnp.where(step < warmup_steps, _between(init_value, peak_value, _ramp(step, 0, warmup_steps)), decayed)
+    return jnp.where(
+        step < warmup_steps, _between(init_value, peak_value, _ramp(step, 0, warmup_steps)), decayed
+    )
 
 
 @schedule
@@ -555,16 +638,23 @@ def warmup_exponential_decay_schedule(
     staircase: Flag = False,
     end_value: OptionalValue = None,
 ):
-    """A straight line from `init_value` to `peak_value` in `warmup_steps`, then `exponential_decay` from there."""
+    """A straight line from `init_value` to `peak_value` in `warmup_steps`, then `exponential_decay`
+    from there.
+    """
     begin = warmup_steps + transition_begin
-    decayed = _exponential(step - begin, peak_value, transition_steps, decay_rate, staircase, end_value)
-    return jnp.where(step < warmup_steps, _between(init_value, peak_value, _ramp(step, 0, warmup_steps)), decayed)
+    decayed = _exponential(
+        step - begin, peak_value, transition_steps, decay_rate, staircase, end_value
+    )
+    return jnp.where(
+        step < warmup_steps, _between(init_value, peak_value, _ramp(step, 0, warmup_steps)), decayed
+    )
 
 
 def join_schedules(schedules: Any, boundaries: Any) -> Schedule:
     """`sequence`, with the steps at which pieces begin in place of their lengths.
 
-    Raises HyperparameterError for boundaries that are negative, not sorted, or not one less than the pieces.
+    Raises HyperparameterError for boundaries that are negative, not sorted, or not one less than
+    the pieces.
     """
     where = "join_schedules()"
     for name, given in (("schedules", schedules), ("boundaries", boundaries)):
@@ -578,7 +668,9 @@ def join_schedules(schedules: Any, boundaries: Any) -> Schedule:
         _finite_number(where, "boundaries", n)
     known = [n for n in bounds if not trees.is_traced(n)]
     if known != sorted(known):
-        raise HyperparameterError(message("boundaries", where, list(boundaries), "steps ≥ 0 in ascending order"))
+        raise HyperparameterError(
+            message("boundaries", where, list(boundaries), "steps ≥ 0 in ascending order")
+        )
     lengths = [*(end - begin for begin, end in itertools.pairwise(bounds)), None]
     return sequence(list(zip(schedules, lengths, strict=True)))
 
@@ -592,11 +684,15 @@ def sgdr_schedule(cosine_kwargs: Any) -> Schedule:
     for kwargs in cycles:
         if not isinstance(kwargs, Mapping):
             expected = "arguments of warmup_cosine_decay_schedule, by name"
-            raise WrongTypeError(message("cosine_kwargs", "sgdr_schedule()", trees.describe(kwargs), expected))
-    return sequence([(warmup_cosine_decay_schedule(**kwargs), kwargs["decay_steps"]) for kwargs in cycles])
+            raise WrongTypeError(
+                message("cosine_kwargs", "sgdr_schedule()", trees.describe(kwargs), expected)
+            )
+    return sequence(
+        [(warmup_cosine_decay_schedule(**kwargs), kwargs["decay_steps"]) for kwargs in cycles]
+    )
 
 
-# ---------------------------------------------------------------------------------------------- what optax has not
+# ------------------------------------------------------------------------------- what optax has not
 
 
 @schedule
@@ -607,17 +703,23 @@ def inverse_time(step, init_value: Value, decay_rate: NotNegative, power: NotNeg
 
 @schedule
 def inverse_sqrt(step, peak_value: Value, warmup_steps: Wait, init_value: Value = 0.0):
-    """A straight line from `init_value` to `peak_value` in `warmup_steps`, then `peak · sqrt(warmup_steps / step)`.
+    """A straight line from `init_value` to `peak_value` in `warmup_steps`, then `peak ·
+    sqrt(warmup_steps / step)`.
 
     Noam's schedule counts from 1: with a model of width d it is
-    `shift(inverse_sqrt((d * warmup_steps) ** -0.5, warmup_steps), 1)`. (Vaswani et al., arXiv:1706.03762.)
+    `shift(inverse_sqrt((d * warmup_steps) ** -0.5, warmup_steps), 1)`. (Vaswani et al.,
+    arXiv:1706.03762.)
 
     >>> from tsunax.schedules import inverse_sqrt
     >>> inverse_sqrt(1.0, warmup_steps=4).values(17)[[0, 2, 4, 16]]
     array([0. , 0.5, 1. , 0.5], dtype=float32)
     """
-    decayed = peak_value * jnp.sqrt(jnp.maximum(warmup_steps, 1) / jnp.maximum(step, jnp.maximum(warmup_steps, 1)))
-    return jnp.where(step < warmup_steps, _between(init_value, peak_value, _ramp(step, 0, warmup_steps)), decayed)
+    decayed = peak_value * jnp.sqrt(
+        jnp.maximum(warmup_steps, 1) / jnp.maximum(step, jnp.maximum(warmup_steps, 1))
+    )
+    return jnp.where(
+        step < warmup_steps, _between(init_value, peak_value, _ramp(step, 0, warmup_steps)), decayed
+    )
 
 
 @schedule
@@ -630,16 +732,23 @@ def warmup_stable_decay(
     cooldown_steps: Length,
     end_value: Value = 0.0,
 ):
-    """A straight line to `peak_value`, `stable_steps` at the peak, a straight line to `end_value`: three lengths.
+    """A straight line to `peak_value`, `stable_steps` at the peak, a straight line to `end_value`:
+    three lengths.
 
-    (Hu et al., MiniCPM, arXiv:2404.06395; the straight cooldown is Hägele et al., arXiv:2405.18392.)
+    (Hu et al., MiniCPM, arXiv:2404.06395; the straight cooldown is Hägele et al.,
+    arXiv:2405.18392.)
 
     >>> from tsunax.schedules import warmup_stable_decay
     >>> warmup_stable_decay(0.0, 1.0, warmup_steps=2, stable_steps=3, cooldown_steps=2).values(8)
     array([0. , 0.5, 1. , 1. , 1. , 1. , 0.5, 0. ], dtype=float32)
     """
     stable = warmup_steps + stable_steps
-    points = [(0, init_value), (warmup_steps, peak_value), (stable, peak_value), (stable + cooldown_steps, end_value)]
+    points = [
+        (0, init_value),
+        (warmup_steps, peak_value),
+        (stable, peak_value),
+        (stable + cooldown_steps, end_value),
+    ]
     return _through(step, points)
 
 
@@ -653,7 +762,10 @@ def _hump(u):
 
 @schedule
 def triangle(step, low: Value, high: Value, period: Period):
-    """From `low` up to `high` and back in `period` steps, again and again. (Smith, arXiv:1506.01186.)"""
+    """From `low` up to `high` and back in `period` steps, again and again.
+
+    (Smith, arXiv:1506.01186.)
+    """
     return _between(low, high, _wave(_cycle(step, period)[0]))
 
 
@@ -691,20 +803,24 @@ def sine_exponential(step, low: Value, high: Value, period: Period, decay_rate: 
 
 @schedule
 def cosine_annealing(step, low: Value, high: Value, period: Period, restart: Flag = True):
-    """Half a cosine from `high` towards `low` in `period` steps, again and again, or once without `restart`.
+    """Half a cosine from `high` towards `low` in `period` steps, again and again, or once without
+    `restart`.
 
     With restarts `low` itself is never reached: the last step of a period is 1/period before it.
     (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)
     """
-    return _between(low, high, _cosine(_cycle(step, period)[0] if restart else _ramp(step, 0, period)))
+    return _between(
+        low, high, _cosine(_cycle(step, period)[0] if restart else _ramp(step, 0, period))
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- combinators
+# -------------------------------------------------------------------------------------- combinators
 
 
 @schedule
 def sequence(step, pieces: Pieces):
-    """Pieces one after the other, `[(schedule, length), ...]`, each on its own clock; the last one goes on.
+    """Pieces one after the other, `[(schedule, length), ...]`, each on its own clock; the last one
+    goes on.
 
     A piece is a schedule, any other function of the step, or a number.
 
@@ -727,13 +843,17 @@ def loop(step, schedule: Piece, period: Period):
 
 @schedule
 def interpolate(step, schedule: Piece, rate: Period):
-    """`schedule(step // rate)`: a schedule of epochs, driven by steps, with `rate` steps in an epoch."""
+    """`schedule(step // rate)`: a schedule of epochs, driven by steps, with `rate` steps in an
+    epoch.
+    """
     return _at(schedule, step // jnp.maximum(_whole(rate), 1))
 
 
 @schedule
 def shift(step, schedule: Piece, offset: Offset):
-    """`schedule(step + offset)`: begins later in its course; a negative offset waits at its first value."""
+    """`schedule(step + offset)`: begins later in its course; a negative offset waits at its first
+    value.
+    """
     return _at(schedule, step + _whole(offset))
 
 
@@ -745,7 +865,8 @@ def reverse(step, schedule: Piece, period: Period):
 
 @schedule
 def symmetric(step, schedule: Piece, period: Period):
-    """A schedule up to the middle of `period` and back the same way to its first value, which it keeps.
+    """A schedule up to the middle of `period` and back the same way to its first value, which it
+    keeps.
 
     >>> from tsunax.schedules import *
     >>> up = linear_schedule(0.0, 1.0, 2)
@@ -756,14 +877,17 @@ def symmetric(step, schedule: Piece, period: Period):
 
 
 def compose(schedule: Schedule, /, **parameters: Any) -> Schedule:
-    """The same schedule with some of its parameters replaced: by schedules of the same clock, or by numbers.
+    """The same schedule with some of its parameters replaced: by schedules of the same clock, or by
+    numbers.
 
     >>> from tsunax.schedules import *
     >>> compose(triangle(0.0, 1.0, 4), high=exponential_decay(1.0, 4, 0.5, staircase=True)).values(7)
     array([0.  , 0.5 , 1.  , 0.5 , 0.  , 0.25, 0.5 ], dtype=float32)
     """
     if not isinstance(schedule, Schedule):
-        raise WrongTypeError(message("schedule", "compose()", trees.describe(schedule), "a schedule of tsunax"))
+        raise WrongTypeError(
+            message("schedule", "compose()", trees.describe(schedule), "a schedule of tsunax")
+        )
     return schedule.factory(**{**schedule.arguments, **dict(schedule.static), **parameters})
 
 

@@ -2,7 +2,8 @@
 
     params, rule --setup--> TrainState --step--> TrainState --step--> ...
 
-Arrays are its leaves; functions are its static part (`Plan`). It knows nothing of losses, batches or loops.
+Arrays are its leaves; functions are its static part (`Plan`). It knows nothing of losses, batches
+or loops.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tsunax import guard, reproduce
 from tsunax._core import checks, patterns, trees
 from tsunax.averages import as_average
-from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, message, told
+from tsunax.errors import (
+    ParamsError,
+    RuleError,
+    StateError,
+    TsunaxError,
+    WrongTypeError,
+    message,
+    told,
+)
 from tsunax.precision import Policy, as_loss_scale, as_policy, cast, cast_like
 from tsunax.rules import live_rules, number_table
 
@@ -34,16 +43,22 @@ _LOCK = threading.Lock()
 
 
 class Plan:
-    """The static part of a state: the rule without its numbers, which leaves it trains, in which precision.
+    """The static part of a state: the rule without its numbers, which leaves it trains, in which
+    precision.
 
-    Interned: equal plans are one object, so that jit compares identities when it looks for its program.
+    Interned: equal plans are one object, so that jit compares identities when it looks for its
+    program.
     """
 
     init: Any  # the rule's init, its numbers left out: only ever traced for shapes
     update: Any
-    selected: tuple[bool, ...] | None  # one flag per leaf of params, true if the rule trains it; None: all of them
+    selected: (
+        tuple[bool, ...] | None
+    )  # one flag per leaf of params, true if the rule trains it; None: all of them
     precision: Policy | None
-    overwritten: tuple[bool, ...] | None  # one flag per leaf, true if its gradient replaces it; None: none of them
+    overwritten: (
+        tuple[bool, ...] | None
+    )  # one flag per leaf, true if its gradient replaces it; None: none of them
 
     def __new__(cls, init, update, selected, precision=None, overwritten=None):
         key = init, update, selected, precision, overwritten
@@ -72,26 +87,30 @@ class Plan:
         return self
 
 
-# ---------------------------------------------------------------------------------------------------------- fields
+# ------------------------------------------------------------------------------------------- fields
 #
-# A field says once, where it is declared, what a step does with it. Donation, assembly, the verdict's choice,
-# sharding, printing and `replace` are derived from that; nothing else lists the fields of a state.
+# A field says once, where it is declared, what a step does with it. Donation, assembly, the
+# verdict's choice, sharding, printing and `replace` are derived from that; nothing else lists the
+# fields of a state.
 
 
 def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
     """Declare a field of a state.
 
     Args:
-      moves: "step" for what a step changes if its verdict applies it; "record" for what it changes in any case, the
-        guard's own record; "" for what is only read. Both that move are donated.
-      like: what its leaves follow: "params", "trained" (its first leaves are like those that the rule trains: cuts,
-        freezing and shardings go by leaf), "rule" (the state of the rule, of which each leaf has its owner), "free"
+      moves: "step" for what a step changes if its verdict applies it; "record" for what it changes
+        in any case, the guard's own record; "" for what is only read. Both that move are donated.
+      like: what its leaves follow: "params", "trained" (its first leaves are like those that the
+        rule trains: cuts, freezing and shardings go by leaf), "rule" (the state of the rule, of
+          which each leaf has its owner), "free"
         (any structure, as of model state), or "" (whole on each device).
       shows: the word for its bytes in `repr`; "" for none.
     """
     for name, given, known in (("moves", moves, _MOVES), ("like", like, _LIKE)):
         if given not in known:
-            raise StateError(patterns.unknown(name, "field()", str(given), [repr(one) for one in known]))
+            raise StateError(
+                patterns.unknown(name, "field()", str(given), [repr(one) for one in known])
+            )
     return dataclasses.field(metadata={"moves": moves, "like": like, "shows": shows})
 
 
@@ -119,17 +138,31 @@ def state_class(cls):
 
 @state_class
 class TrainState:
-    """What a step carries to the next one. Made by `setup`; edited by `adjust`, `freeze`, `replace`."""
+    """What a step carries to the next one. Made by `setup`; edited by `adjust`, `freeze`,
+    `replace`.
+    """
 
-    clock: Any = field(moves="record")  # int32 (4,): the counts below. One array: a step pays for each that it returns
-    params: Any = field(moves="step", like="params", shows="params")  # the full tree, as given to setup
-    opt_state: Any = field(moves="step", like="rule", shows="optimizer")  # the rule's own, of the trained leaves
-    model_state: Any = field(moves="step", like="free")  # what the model carries without a gradient (batch statistics)
+    clock: Any = field(
+        moves="record"
+    )  # int32 (4,): the counts below. One array: a step pays for each that it returns
+    params: Any = field(
+        moves="step", like="params", shows="params"
+    )  # the full tree, as given to setup
+    opt_state: Any = field(
+        moves="step", like="rule", shows="optimizer"
+    )  # the rule's own, of the trained leaves
+    model_state: Any = field(
+        moves="step", like="free"
+    )  # what the model carries without a gradient (batch statistics)
     key: Any = field()  # PRNG key, never advanced: fold in `calls`
     numbers: Any = field()  # the live hyperparameters (`_hoist.Numbers`); None if the rule has none
     frozen: Any = field()  # uint32 words, one bit per trained leaf; None until the first freeze
-    masters: Any = field(moves="step", like="trained")  # f32, if `params` are stored rounded; else None
-    average: Any = field(moves="step", like="trained")  # `averages.Average` of the trained leaves, or None
+    masters: Any = field(
+        moves="step", like="trained"
+    )  # f32, if `params` are stored rounded; else None
+    average: Any = field(
+        moves="step", like="trained"
+    )  # `averages.Average` of the trained leaves, or None
     loss_scale: Any = field(moves="record")  # `precision.LossScale`, or None
     plan: Plan = field()
 
@@ -139,23 +172,31 @@ class TrainState:
     _take: ClassVar[tuple[operator.attrgetter, operator.attrgetter]]  # both, off a state
 
     def __init__(self, **fields):
-        self.__dict__.update(fields)  # a frozen dataclass's own __init__ takes three times as long, at every step
+        self.__dict__.update(
+            fields
+        )  # a frozen dataclass's own __init__ takes three times as long, at every step
 
     @classmethod
     def of(cls, state: TrainState, **more) -> TrainState:
-        """A state of this class with the fields of another one, and copies of more. StateError for other names."""
+        """A state of this class with the fields of another one, and copies of more.
+
+        StateError for other names.
+        """
         own_names = [f.name for f in cls._fields if not hasattr(state, f.name)]
         for name in [*own_names, *more]:
             if name not in more or name not in own_names:
                 got = f"none for {name!r}" if name in own_names else repr(name)
-                raise StateError(message("field", f"{cls.__name__}.of()", got, ", ".join(own_names) or "no more"))
+                raise StateError(
+                    message("field", f"{cls.__name__}.of()", got, ", ".join(own_names) or "no more")
+                )
         kept = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
         return cls(**kept, **{name: jax.tree.map(own, value) for name, value in more.items()})
 
     def only(self, *names: str) -> TrainState:
         """The state with None in all other fields."""
         return type(self)(
-            **{f.name: getattr(self, f.name) if f.name in names else None for f in self._fields}, plan=self.plan
+            **{f.name: getattr(self, f.name) if f.name in names else None for f in self._fields},
+            plan=self.plan,
         )
 
     @property
@@ -179,10 +220,11 @@ class TrainState:
         return _tick(self.clock, 3)
 
     def replace(self, **fields) -> TrainState:
-        """The state with some fields exchanged. Arrays given are copied, so that yours survive donation.
+        """The state with some fields exchanged. Arrays given are copied, so that yours survive
+        donation.
 
-        Raises StateError for unknown fields, for another structure, shape or dtype (but of `model_state`), and for a
-        state that was donated.
+        Raises StateError for unknown fields, for another structure, shape or dtype (but of
+        `model_state`), and for a state that was donated.
         """
         known = [*COUNTS, *(f.name for f in self._fields if f.name != "clock")]
         for name, value in fields.items():
@@ -194,14 +236,19 @@ class TrainState:
             fields["key"] = as_key(fields["key"], "replace()")
         clock = self.clock
         if self.masters is not None and "masters" in fields:
-            fields.setdefault("params", with_rest(self, cast_like(fields["masters"], trained_part(self))))
+            fields.setdefault(
+                "params", with_rest(self, cast_like(fields["masters"], trained_part(self)))
+            )
         elif self.masters is not None and "params" in fields:
             fields["masters"] = cast_like(_part(fields["params"], self.plan.selected), self.masters)
         for at, name in enumerate(COUNTS):
             if name in fields:
-                # no scatter: on a mesh with explicit axes that wants the sharding of the value spelled out
+                # no scatter: on a mesh with explicit axes that wants the sharding of the value
+                # spelled out
                 clock = jnp.where(
-                    np.arange(len(COUNTS)) == at, jnp.asarray(fields.pop(name), jnp.int32)[..., None], clock
+                    np.arange(len(COUNTS)) == at,
+                    jnp.asarray(fields.pop(name), jnp.int32)[..., None],
+                    clock,
                 )
         fields = {name: _like(value, getattr(self, name)) for name, value in fields.items()}
         if "params" in fields:  # a step asks the clock where a state lies
@@ -223,7 +270,9 @@ def _like(new, old):
 
     def one(x, y):
         moves = isinstance(x, jax.Array) and not trees.is_traced(x) and not x.committed
-        spread = isinstance(y, jax.Array) and not trees.is_traced(y) and len(y.sharding.device_set) > 1
+        spread = (
+            isinstance(y, jax.Array) and not trees.is_traced(y) and len(y.sharding.device_set) > 1
+        )
         return jax.device_put(x, y.sharding) if moves and spread and x.ndim == y.ndim else x
 
     return jax.tree.map(one, new, old)
@@ -238,7 +287,8 @@ def _tick(clock, i):
 
 
 def trainable(state: TrainState):
-    """The part of `state.params` that is trained: the same containers, `None` where a leaf is not selected.
+    """The part of `state.params` that is trained: the same containers, `None` where a leaf is not
+    selected.
 
     Gradients have this structure.
 
@@ -272,7 +322,9 @@ def joined(part, params, flags):
 
 
 def overwritten_part(state: TrainState):
-    """The leaves of params that their gradient replaces: model state, in all but the place where flax keeps it."""
+    """The leaves of params that their gradient replaces: model state, in all but the place where
+    flax keeps it.
+    """
     return None if state.plan.overwritten is None else _part(state.params, state.plan.overwritten)
 
 
@@ -296,11 +348,15 @@ def assemble(kind: tuple, moving: tuple, still: tuple) -> TrainState:
     fields = dict(zip(cls._moving, moving[1:], strict=True))
     fields.update(zip(cls._still, still[1:], strict=True))
     rest = still[0]
-    return cls(params=moving[0] if rest is None else trees.merge(moving[0], rest), **fields, plan=plan)
+    return cls(
+        params=moving[0] if rest is None else trees.merge(moving[0], rest), **fields, plan=plan
+    )
 
 
 def base(state: TrainState):
-    """The trained part in the precision in which the rule sees it: float32 where params are stored rounded."""
+    """The trained part in the precision in which the rule sees it: float32 where params are stored
+    rounded.
+    """
     return _seen(trained_part(state), state.masters, state.plan.precision)
 
 
@@ -311,7 +367,8 @@ def _seen(trained, masters, policy):
 
 
 def averaged(state: TrainState) -> TrainState:
-    """The state with the averaged parameters in the place of the trained ones: what evaluates may take it.
+    """The state with the averaged parameters in the place of the trained ones: what evaluates may
+    take it.
 
     Raises StateError for a state without an average.
 
@@ -334,7 +391,9 @@ def averaged_params(state: TrainState, where: str):
 
 def _average_of(state: TrainState, where: str):
     if state.average is None:
-        raise StateError(message("average", where, "a state without one", "one", "Give setup(..., ema=0.999)."))
+        raise StateError(
+            message("average", where, "a state without one", "one", "Give setup(..., ema=0.999).")
+        )
     return cast_like(state.average.params, trained_part(state))
 
 
@@ -344,7 +403,11 @@ def in_precision(state: TrainState, params, *, train: bool = True):
     if policy is None:
         return params
     low = cast(params, policy.seen(train))
-    return low if plan.overwritten is None else joined(_part(params, plan.overwritten), low, plan.overwritten)
+    return (
+        low
+        if plan.overwritten is None
+        else joined(_part(params, plan.overwritten), low, plan.overwritten)
+    )
 
 
 @patterns.suggests_names
@@ -364,24 +427,26 @@ def setup(
 ) -> TrainState:
     """Make the training state of `params` under `rule`.
 
-    In plain JAX: `opt_state = rule.init(params)`, a step counter, and a tuple around them. Pure: it also runs
-    under jit, vmap, scan and eval_shape.
+    In plain JAX: `opt_state = rule.init(params)`, a step counter, and a tuple around them. Pure: it
+    also runs under jit, vmap, scan and eval_shape.
 
     Args:
       rule: any optax transformation. Those of `tsunax.rules` have live numbers.
       params: any pytree of arrays. What `trainable` selects must be float or complex.
       key: typed PRNG key or int seed, for loss functions that name `key`.
       model_state: any pytree that the model updates without a gradient (batch statistics).
-      trainable: which leaves to train: a glob over paths (`"head/**"`), a list with `!` exclusions, a
-        predicate `f(path, leaf)`, or a tree of bools. What it leaves out has no gradient, moment, copy or
-        donation.
+      trainable: which leaves to train: a glob over paths (`"head/**"`), a list with `!` exclusions,
+        a predicate `f(path, leaf)`, or a tree of bools. What it leaves out has no gradient, moment,
+        copy or donation.
       freezable: make room for run-time freezing now, so that not even the first `freeze` compiles.
-      ema: an average of the trained leaves that every applied step moves, for `averaged(state)`: a decay, or one of
-        `averages.ema`, `polyak`, `swa`.
-      precision: what the loss function computes in while training: "bfloat16", "float16", "float32" or
-        a `precision.Policy`. Targets stay as they are, and evaluations compute in float32.
-      loss_scale: "dynamic", a number or a `precision.LossScale`; float16 has a dynamic one if none is given.
-      device: a `jax.Device` or `Sharding` to put the state on; by default it stays where params are.
+      ema: an average of the trained leaves that every applied step moves, for `averaged(state)`: a
+        decay, or one of `averages.ema`, `polyak`, `swa`.
+      precision: what the loss function computes in while training: "bfloat16", "float16", "float32"
+        or a `precision.Policy`. Targets stay as they are, and evaluations compute in float32.
+      loss_scale: "dynamic", a number or a `precision.LossScale`; float16 has a dynamic one if none
+        is given.
+      device: a `jax.Device` or `Sharding` to put the state on; by default it stays where params
+        are.
       copy: False hands the arrays over: the first step donates them, and your own references die.
 
     Raises:
@@ -416,13 +481,19 @@ def setup(
     leaves, treedef = jax.tree.flatten(params)
     take = own if copy else strong
     # what is not trained is no copy, but a NumPy array would be moved to the device by every step
-    params = treedef.unflatten([take(x) if flag else strong(x) for x, flag in zip(leaves, flags, strict=True)])
+    params = treedef.unflatten(
+        [take(x) if flag else strong(x) for x, flag in zip(leaves, flags, strict=True)]
+    )
     overwritten = _overwritten(params, flags)
     if overwritten is not None:  # no rule ever sees them
         flags = tuple(on and not replaced for on, replaced in zip(flags, overwritten, strict=True))
         if not any(flags):
-            raise _selects_nothing(f"{patterns.show(trainable)}, which selects only what gradients overwrite")
-    plan = Plan(live_rules.blank(rule.init), rule.update, None if all(flags) else flags, policy, overwritten)
+            raise _selects_nothing(
+                f"{patterns.show(trainable)}, which selects only what gradients overwrite"
+            )
+    plan = Plan(
+        live_rules.blank(rule.init), rule.update, None if all(flags) else flags, policy, overwritten
+    )
     trained, masters = _stored(_part(params, plan.selected), policy, key)
     params = joined(trained, params, plan.selected)
     seen = _seen(trained, masters, policy)
@@ -448,9 +519,14 @@ def setup(
 
 
 def _overwritten(params, flags) -> tuple[bool, ...] | None:
-    """Which of the selected leaves are replaced by their gradient: flax's fp8 scales and amax histories."""
+    """Which of the selected leaves are replaced by their gradient: flax's fp8 scales and amax
+    histories.
+    """
     named = jax.tree_util.tree_flatten_with_path(params)[0]
-    found = [on and "_overwrite_with_gradient" in trees.names(path) for (path, _), on in zip(named, flags, strict=True)]
+    found = [
+        on and "_overwrite_with_gradient" in trees.names(path)
+        for (path, _), on in zip(named, flags, strict=True)
+    ]
     return tuple(found) if any(found) else None
 
 
@@ -466,12 +542,16 @@ def _stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
 
 
 def own(x):
-    """A copy of an array that nobody else holds, strongly typed; what is no number stays as it is."""
+    """A copy of an array that nobody else holds, strongly typed; what is no number stays as it
+    is.
+    """
     return strong(jnp.array(x, copy=True)) if _is_number(x) else x
 
 
 def strong(x):
-    """An array without a weak type: a weakly typed leaf would come back strong and compile the step twice."""
+    """An array without a weak type: a weakly typed leaf would come back strong and compile the step
+    twice.
+    """
     if not _is_number(x):
         return x
     x = jnp.asarray(x)
@@ -484,11 +564,19 @@ def _is_number(x) -> bool:
 
 def donated(where: str) -> str:
     fix = "Go on with what that step returned, or keep it with train_step(..., donate=False)."
-    return message("state", where, "one that was donated to an earlier step", "one whose buffers are there", fix)
+    return message(
+        "state",
+        where,
+        "one that was donated to an earlier step",
+        "one whose buffers are there",
+        fix,
+    )
 
 
 def check_state(state, where: str, second=None) -> None:
-    """Raise unless `state` is a TrainState that was not donated; `second` is what was given after it."""
+    """Raise unless `state` is a TrainState that was not donated; `second` is what was given after
+    it.
+    """
     if isinstance(state, TrainState):
         if trees.is_gone(state.clock):
             raise StateError(donated(where))
@@ -499,13 +587,6 @@ def check_state(state, where: str, second=None) -> None:
     elif isinstance(state, tuple) and state and isinstance(state[0], TrainState):
         fix = "A step returns two things: state, info = step(state, batch)."
     raise WrongTypeError(message("state", where, trees.describe(state), "a TrainState", fix))
-
-
-def check_flags(where: str, **flags) -> None:
-    """Raise for what is not True or False: "no" would count as true."""
-    for name, value in flags.items():
-        if not isinstance(value, (bool, np.bool_)):
-            raise WrongTypeError(message(name, where, trees.describe(value), "True or False"))
 
 
 def as_key(key, where: str):
@@ -525,20 +606,36 @@ def as_key(key, where: str):
             return key
         if key.dtype == np.uint32 and key.ndim == 1:
             if key.shape != (words := jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape):
-                raise StateError(message("key", where, trees.describe(key), f"uint32{list(words)}, or a typed key"))
+                raise StateError(
+                    message(
+                        "key", where, trees.describe(key), f"uint32{list(words)}, or a typed key"
+                    )
+                )
             return key
         if typed or key.dtype == np.uint32:
-            raise StateError(message("key", where, trees.describe(key), "one key", "Pick one of them: keys[0]."))
+            raise StateError(
+                message("key", where, trees.describe(key), "one key", "Pick one of them: keys[0].")
+            )
     raise WrongTypeError(message("key", where, trees.describe(key), expected))
 
 
 def _check_field(state: TrainState, name: str, value) -> None:
     """Raise for a value that `replace` cannot put into this field."""
     if name in COUNTS:
-        is_int = isinstance(value, int) or (trees.is_array(value) and jnp.issubdtype(value.dtype, np.integer))
-        fits = is_int and not isinstance(value, bool) and np.shape(value) in ((), np.shape(state.clock)[:-1])
-        if not fits or (not trees.is_traced(value) and not np.all((value >= 0) & (value <= guard.LIMIT))):
-            raise StateError(message(name, "replace()", trees.describe(value), f"an int in [0, {guard.LIMIT}]"))
+        is_int = isinstance(value, int) or (
+            trees.is_array(value) and jnp.issubdtype(value.dtype, np.integer)
+        )
+        fits = (
+            is_int
+            and not isinstance(value, bool)
+            and np.shape(value) in ((), np.shape(state.clock)[:-1])
+        )
+        if not fits or (
+            not trees.is_traced(value) and not np.all((value >= 0) & (value <= guard.LIMIT))
+        ):
+            raise StateError(
+                message(name, "replace()", trees.describe(value), f"an int in [0, {guard.LIMIT}]")
+            )
     elif name == "frozen":
         if value is not None:
             words = np.empty(-(-len(jax.tree.leaves(trained_part(state))) // 32), np.uint32)
@@ -554,13 +651,17 @@ def _check_field(state: TrainState, name: str, value) -> None:
 
 
 def _check_setup(params, device, **flags) -> None:
-    check_flags("setup()", **flags)
+    checks.check_flags("setup()", **flags)
     if isinstance(params, TrainState):
-        raise WrongTypeError(message("params", "setup()", "a TrainState", "a pytree of arrays", "Give state.params."))
+        raise WrongTypeError(
+            message("params", "setup()", "a TrainState", "a pytree of arrays", "Give state.params.")
+        )
     checks.check_keys(params)
     if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
         fix = "For example jax.devices()[0]."
-        raise WrongTypeError(message("device", "setup()", trees.describe(device), "a jax.Device or Sharding", fix))
+        raise WrongTypeError(
+            message("device", "setup()", trees.describe(device), "a jax.Device or Sharding", fix)
+        )
 
 
 def _tell_flax() -> None:
@@ -570,16 +671,25 @@ def _tell_flax() -> None:
 
 
 def _no_flax_bytes(state, *_):
-    fix = "Save a state with ts.Checkpoints(path), and state.params with flax or ts.exchange.save(path, params)."
-    raise WrongTypeError(message("tree", "flax.serialization", "a TrainState", "a tree of arrays", fix))
+    fix = (
+        "Save a state with ts.Checkpoints(path), and state.params with flax or "
+        "ts.exchange.save(path, params)."
+    )
+    raise WrongTypeError(
+        message("tree", "flax.serialization", "a TrainState", "a tree of arrays", fix)
+    )
 
 
 def _check_concrete(params, flags) -> None:
-    for (path, leaf), flag in zip(jax.tree_util.tree_flatten_with_path(params)[0], flags, strict=True):
+    for (path, leaf), flag in zip(
+        jax.tree_util.tree_flatten_with_path(params)[0], flags, strict=True
+    ):
         if flag and isinstance(leaf, jax.ShapeDtypeStruct):
             got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
             fix = "For shapes alone: jax.eval_shape(lambda p: ts.setup(rule, p), params)."
-            raise ParamsError(message("leaf", trees.access_str("params", path), got, "an array", fix))
+            raise ParamsError(
+                message("leaf", trees.access_str("params", path), got, "an array", fix)
+            )
 
 
 def _select(where, params) -> tuple[bool, ...]:
@@ -602,11 +712,14 @@ def _start(rule, trained):
     except TsunaxError:
         raise
     except Exception as error:
-        raise RuleError(message("rule", "setup()", told(error), "one that can start from these params")) from error
+        raise RuleError(
+            message("rule", "setup()", told(error), "one that can start from these params")
+        ) from error
 
 
 def _unalias(opt_state, params):
-    """Copy the leaves of a new optimizer state that share a buffer with the params or with each other.
+    """Copy the leaves of a new optimizer state that share a buffer with the params or with each
+    other.
 
     Averaging rules start from the params themselves; donating one buffer twice is an error.
     """
@@ -624,8 +737,12 @@ def _unalias(opt_state, params):
 
 
 def beside(params, tree):
-    """Put arrays that are not there yet on the devices where the params live, whole on each of them."""
-    placed = (p for p in jax.tree.leaves(params) if isinstance(p, jax.Array) and not trees.is_traced(p))
+    """Put arrays that are not there yet on the devices where the params live, whole on each of
+    them.
+    """
+    placed = (
+        p for p in jax.tree.leaves(params) if isinstance(p, jax.Array) and not trees.is_traced(p)
+    )
     first = next(placed, None)
     sharding, committed = (None, False) if first is None else (first.sharding, first.committed)
     if isinstance(sharding, NamedSharding):
@@ -635,14 +752,15 @@ def beside(params, tree):
         x = x if trees.is_traced(x) else jnp.asarray(x)
         if sharding is None or trees.is_traced(x):
             return x
-        # an uncommitted array comes back from the first step committed, and would compile the second one anew
+        # an uncommitted array comes back from the first step committed, and would compile the
+        # second one anew
         here = sharding.device_set == x.sharding.device_set and x.committed >= committed
         return x if here else jax.device_put(x, sharding)
 
     return jax.tree.map(put, tree)
 
 
-# ---------------------------------------------------------------------------------------- what one sees
+# ------------------------------------------------------------------------------------ what one sees
 
 
 def frozen_flags(state: TrainState) -> np.ndarray:
@@ -675,9 +793,15 @@ def describe(state: TrainState) -> str:
         head = f"stacked {jnp.shape(state.clock)[:-1]}"
     lines = [f"{kind}({head})", *_tree_rows(state, concrete)]
     if concrete and state.numbers is not None:
-        lines.append("  " + ", ".join(f"{k}={v:.6g}" for k, v in state.numbers.named(state.step).items()))
+        lines.append(
+            "  " + ", ".join(f"{k}={v:.6g}" for k, v in state.numbers.named(state.step).items())
+        )
     place = f", on {_devices(leaves)}" if all(map(trees.is_array, leaves)) else ""
-    sizes = [f"{f.metadata['shows']} {_bytes(getattr(state, f.name))}" for f in state._fields if f.metadata["shows"]]
+    sizes = [
+        f"{f.metadata['shows']} {_bytes(getattr(state, f.name))}"
+        for f in state._fields
+        if f.metadata["shows"]
+    ]
     return "\n".join([*lines, f"  {', '.join(sizes)}{place}"])
 
 
@@ -689,8 +813,16 @@ def _tree_rows(state: TrainState, concrete: bool) -> list[str]:
     frozen = iter(frozen_flags(state) if concrete else [False] * n)
     rows = []
     for (name, _, leaf), on, new in zip(named, selected, replaced, strict=True):
-        note = ("overwritten" if new else "not trained") if not on else "frozen" if next(frozen) else ""
-        rows.append(("/".join(name) or "<root>", f"{trees.dtype_of(leaf)}{list(jnp.shape(leaf))}", note))
+        note = (
+            ("overwritten" if new else "not trained")
+            if not on
+            else "frozen"
+            if next(frozen)
+            else ""
+        )
+        rows.append(
+            ("/".join(name) or "<root>", f"{trees.dtype_of(leaf)}{list(jnp.shape(leaf))}", note)
+        )
     if len(rows) > 24:
         rows = [*rows[:12], (f"... {len(rows) - 20} more", "", ""), *rows[-8:]]
     a, b = (max(len(row[i]) for row in rows) for i in (0, 1))
@@ -699,11 +831,15 @@ def _tree_rows(state: TrainState, concrete: bool) -> list[str]:
 
 def _bytes(tree) -> str:
     arrays = [x for x in jax.tree.leaves(tree) if trees.dtype_of(x) is not None]
-    return trees.bytes_str(float(sum(np.prod(jnp.shape(x)) * trees.dtype_of(x).itemsize for x in arrays)))
+    return trees.bytes_str(
+        float(sum(np.prod(jnp.shape(x)) * trees.dtype_of(x).itemsize for x in arrays))
+    )
 
 
 def _devices(leaves) -> str:
-    devices = sorted({d for x in leaves if isinstance(x, jax.Array) for d in x.devices()}, key=lambda d: d.id)
+    devices = sorted(
+        {d for x in leaves if isinstance(x, jax.Array) for d in x.devices()}, key=lambda d: d.id
+    )
     if not devices:
         return "the host"
     return str(devices[0]) if len(devices) == 1 else f"{len(devices)} devices ({devices[0]} ...)"

@@ -5,7 +5,8 @@
     loss_fn -> loss, grads -> rule, application, average: the state in which everything moved
             -> verdict -> that state, or the old one; the guard's record moves in both
 
-All of it is one compiled program (`program.py`). What is carried is in `state.py`; who calls it is up to you.
+All of it is one compiled program (`program.py`). What is carried is in `state.py`; who calls it is
+up to you.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from tsunax.rules import accumulation, live_rules, number_table
 from tsunax.state import (
     TrainState,
     base,
-    check_flags,
     check_state,
     in_precision,
     overwritten_part,
@@ -57,14 +57,15 @@ def value_and_grad(
 ) -> Callable:
     """The first half of a step: `f(state, batch, *, at=None, **extra) -> (Loss, grads)`.
 
-    In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that are trained, in
-    the precision of the state, over `accumulate` micro-batches. `grads` has the structure of `trainable(state)`.
-    `at=` evaluates at other trained parameters (SAM, line searches). The other arguments are those of `train_step`;
-    of the policies for what is not finite only "drop" is for this half. Gradients of complex leaves are
-    conjugated, so that `z - rate * g` goes downhill, as in PyTorch: JAX's own do not.
+    In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that
+    are trained, in the precision of the state, over `accumulate` micro-batches. `grads` has the
+    structure of `trainable(state)`. `at=` evaluates at other trained parameters (SAM, line
+    searches). The other arguments are those of `train_step`; of the policies for what is not finite
+    only "drop" is for this half. Gradients of complex leaves are conjugated, so that `z - rate * g`
+    goes downhill, as in PyTorch: JAX's own do not.
 
-    Raises LossError, before anything is compiled, for a loss_fn that cannot be used or that no trained leaf moves;
-    see `train_step`.
+    Raises LossError, before anything is compiled, for a loss_fn that cannot be used or that no
+    trained leaf moves; see `train_step`.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
@@ -76,7 +77,12 @@ def value_and_grad(
 
 
 def gradient_of(
-    loss_fn: Callable, accumulate: int, remat: Any, on_nonfinite: str, where: str, axis_name: Any = None
+    loss_fn: Callable,
+    accumulate: int,
+    remat: Any,
+    on_nonfinite: str,
+    where: str,
+    axis_name: Any = None,
 ) -> Callable:
     """`value_and_grad` of `where`, which the errors name."""
     fn, name = LossFn.of(loss_fn, where), trees.describe_call(loss_fn)
@@ -109,16 +115,22 @@ def gradient_of(
                 return noting(mean, found), loss
 
             of_parts = checkpoint(of_parts)
-            (_, loss), (grads, new) = jax.value_and_grad(of_parts, argnums=(0, 1), has_aux=True)(here, scales)
+            (_, loss), (grads, new) = jax.value_and_grad(of_parts, argnums=(0, 1), has_aux=True)(
+                here, scales
+            )
             check_noted(found, fn)
             # jax.checkpoint hands constants out in a class of its own (jax 0.7)
-            loss = jax.tree.map(lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x)), loss)
+            loss = jax.tree.map(
+                lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x)), loss
+            )
             return dataclasses.replace(loss, overwritten=new), grads
 
         if accumulate == 1:
             loss, grads = gradient(batch, keywords)
         else:
-            run = functools.partial(microbatches.over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
+            run = functools.partial(
+                microbatches.over_micro_batches, drop=on_nonfinite == "drop", axes=axes
+            )
             loss, grads = run(gradient, accumulate, batch, keywords, base(state), scales)
             warn_of_mixed_rows(objective, here, batch, keywords, accumulate, name)
         if axes:
@@ -129,7 +141,8 @@ def gradient_of(
 
 
 def _kept_for(last: dict[Any, list], state: TrainState, batch, keywords) -> list:
-    """Which leaves of the batch are inputs, found once for all micro-batches, and for calls that are alike.
+    """Which leaves of the batch are inputs, found once for all micro-batches, and for calls that
+    are alike.
 
     A call without jit would look for them again each time. `last` has those of the last call alone.
     """
@@ -148,7 +161,9 @@ def _kept_for(last: dict[Any, list], state: TrainState, batch, keywords) -> list
     return known
 
 
-def objective_of(fn: LossFn, state: TrainState, batch, keywords, inputs: list | None = None) -> Callable:
+def objective_of(
+    fn: LossFn, state: TrainState, batch, keywords, inputs: list | None = None
+) -> Callable:
     """`params -> (scaled mean loss, Loss)`."""
 
     def objective(params):
@@ -164,7 +179,10 @@ def objective_of(fn: LossFn, state: TrainState, batch, keywords, inputs: list | 
 def seen_by(
     fn: LossFn, state: TrainState, params, batch, keywords, train=True, inputs: list | None = None
 ) -> tuple[Any, Any]:
-    """What a loss function sees of params and batch. `inputs` keeps which leaves of it are inputs."""
+    """What a loss function sees of params and batch.
+
+    `inputs` keeps which leaves of it are inputs.
+    """
     policy = state.plan.precision
     params = placement.collected(in_precision(state, params, train=train))
     if policy is None:
@@ -189,13 +207,18 @@ def _unscaled(state: TrainState, grads):
 
 
 class StepInfo(NamedTuple):
-    """What an observer may want to know of one step. Reading a value waits for the device; having it does not."""
+    """What an observer may want to know of one step. Reading a value waits for the device; having
+    it does not.
+    """
 
     loss: Any  # f32, the mean
     weight: Any  # f32: rows or tokens behind it
-    grad_norm: Any  # f32, L2 over what is trained and not frozen, before the rule. None without norms
+    grad_norm: (
+        Any  # f32, L2 over what is trained and not frozen, before the rule. None without norms
+    )
     update_norm: Any  # f32, L2 of what the rule would add to params. None without norms
-    verdict: Any  # int32: 0 taken, -1 gathered, else what was not finite (`guard`). None where nobody judged
+    # int32: 0 taken, -1 gathered, else what was not finite (`guard`). None where nobody judged
+    verdict: Any
     metrics: Any  # {name: f32, or what the metric's compute() gives}
     dropped: Any  # f32: the weight of micro-batches that were left out, under "drop"
     loss_scale: Any  # f32: the one that it used, where the state has one
@@ -204,14 +227,28 @@ class StepInfo(NamedTuple):
 
     @property
     def applied(self):
-        """Whether the step moved the parameters: it was neither rejected nor only gathered by `rules.accumulate`."""
+        """Whether the step moved the parameters: it was neither rejected nor only gathered by
+        `rules.accumulate`.
+        """
         return np.ones(np.shape(self.loss), bool) if self.verdict is None else self.verdict == 0
 
     def __repr__(self) -> str:
         parts = {"loss": self.loss, "weight": self.weight, "grad_norm": self.grad_norm}
-        parts |= {"update_norm": self.update_norm, "applied": self.applied, **(self.metrics or {}), **self.hyperparams}
-        short = lambda x: f"{float(x):.6g}" if trees.is_array(x) and not trees.is_traced(x) and not np.ndim(x) else x
-        shown = (f"{k}={bool(v) if k == 'applied' and not np.ndim(v) else short(v)}" for k, v in parts.items())
+        parts |= {
+            "update_norm": self.update_norm,
+            "applied": self.applied,
+            **(self.metrics or {}),
+            **self.hyperparams,
+        }
+        short = lambda x: (
+            f"{float(x):.6g}"
+            if trees.is_array(x) and not trees.is_traced(x) and not np.ndim(x)
+            else x
+        )
+        shown = (
+            f"{k}={bool(v) if k == 'applied' and not np.ndim(v) else short(v)}"
+            for k, v in parts.items()
+        )
         return f"StepInfo({', '.join(shown)})"
 
     @property
@@ -238,17 +275,19 @@ def update(
     Args:
       grads: of the structure of `trainable(state)`, or of the full tree. They are used as they are:
         `value_and_grad` conjugates those of complex leaves, `jax.grad` does not.
-      loss: the `Loss` or scalar that they are the gradient of: part of the verdict, and `value` for the rules
-        that ask for it.
-      model_state: what replaces `state.model_state` if the step is applied; by default the one in `loss`.
-      on_nonfinite: what to do if the loss, a gradient, what the rule would add to params, or a rule's report is not
-        finite. "skip" rejects the step: every array of the state but its counts stays bit-identical. "raise" rejects
-        too, and a compiled step then waits and raises. "ignore" applies it.
+      loss: the `Loss` or scalar that they are the gradient of: part of the verdict, and `value` for
+        the rules that ask for it.
+      model_state: what replaces `state.model_state` if the step is applied; by default the one in
+        `loss`.
+      on_nonfinite: what to do if the loss, a gradient, what the rule would add to params, or a
+        rule's report is not finite. "skip" rejects the step: every array of the state but its
+        counts stays bit-identical. "raise" rejects too, and a compiled step then waits and raises.
+        "ignore" applies it.
       norms: whether info has `grad_norm` and `update_norm`. The verdict looks at both in any case.
       extra: goes to the rule, if it takes extra arguments.
 
-    Raises StateError if grads do not fit the state, naming the first path, and for a keyword that no part of
-    the rule names.
+    Raises StateError if grads do not fit the state, naming the first path, and for a keyword that
+    no part of the rule names.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
@@ -258,7 +297,7 @@ def update(
     """
     check_state(state, "update()", grads)
     _check_policy(on_nonfinite, "update()")
-    check_flags("update()", norms=norms)
+    checks.check_flags("update()", norms=norms)
     _check_extra(state, extra)
     return moved(state, grads, loss, model_state, on_nonfinite, norms, extra)
 
@@ -269,7 +308,11 @@ def moved(
     """`update`, its arguments checked."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
         fix = "A loss scale lives from rejected steps."
-        raise StateError(message("on_nonfinite", "update()", "'ignore'", "another policy under a loss scale", fix))
+        raise StateError(
+            message(
+                "on_nonfinite", "update()", "'ignore'", "another policy under a loss scale", fix
+            )
+        )
     loss = _finished(loss)
     grads, loss = _fitting(state, grads, loss)
     model_state = _first(model_state, loss.model_state)
@@ -299,7 +342,9 @@ def moved(
     (new, updates, emitted), again = choice.candidate(applied, state)
     if difference := trees.first_difference(new.opt_state, state.opt_state, "opt_state"):
         raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
-    update_norm = global_norm(_without_frozen(updates, thawed)) if norms or on_nonfinite != "ignore" else None
+    update_norm = (
+        global_norm(_without_frozen(updates, thawed)) if norms or on_nonfinite != "ignore" else None
+    )
     verdict = None
     if on_nonfinite != "ignore":
         judged: Any = update_norm
@@ -316,7 +361,9 @@ def moved(
         verdict=guard.with_gathered(verdict, emitted),
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
-        loss_scale=None if state.loss_scale is None else own(state.loss_scale.scale),  # a step may donate the state's
+        loss_scale=None
+        if state.loss_scale is None
+        else own(state.loss_scale.scale),  # a step may donate the state's
         step=state.step if state.numbers is not None and state.numbers.scheduled else None,
         numbers=state.numbers,
     )
@@ -343,7 +390,10 @@ def _flushed(state: TrainState) -> TrainState:
 
 
 def _fitting(state: TrainState, grads, loss: Loss) -> tuple[Any, Loss]:
-    """Gradients as a tree like `trainable(state)`, whether they came so or for the full tree. Raises StateError."""
+    """Gradients as a tree like `trainable(state)`, whether they came so or for the full tree.
+
+    Raises StateError.
+    """
     params, plan = trained_part(state), state.plan
     if jax.tree.structure(grads) == jax.tree.structure(params):
         pass
@@ -358,17 +408,25 @@ def _fitting(state: TrainState, grads, loss: Loss) -> tuple[Any, Loss]:
         if isinstance(grads, tuple) and any(isinstance(part, Loss) for part in grads):
             fix = "Take it apart: loss, grads = ts.value_and_grad(loss_fn)(state, batch)."
         raise StateError(f"gradient {trees.first_difference(grads, params, 'grads')}. {fix}")
-    for (path, g), p in zip(jax.tree_util.tree_flatten_with_path(grads)[0], jax.tree.leaves(params), strict=True):
+    for (path, g), p in zip(
+        jax.tree_util.tree_flatten_with_path(grads)[0], jax.tree.leaves(params), strict=True
+    ):
         got, expected = trees.dtype_of(g), trees.dtype_of(p)
         faults = (
             (not trees.is_inexact(g), trees.describe(g), "floats"),
             (np.shape(g) != np.shape(p), f"shape {np.shape(g)}", f"{np.shape(p)}, as in params"),
-            (_is_complex(got) and not _is_complex(expected), f"dtype {got}", f"{expected}, as in params"),
+            (
+                _is_complex(got) and not _is_complex(expected),
+                f"dtype {got}",
+                f"{expected}, as in params",
+            ),
             (trees.is_gone(g), "a deleted array", "a live one"),
         )
         for fault, got, expected in faults:
             if fault:
-                raise StateError(message("gradient", trees.access_str("grads", path), got, expected))
+                raise StateError(
+                    message("gradient", trees.access_str("grads", path), got, expected)
+                )
     return grads, loss
 
 
@@ -384,13 +442,21 @@ def _finished(loss) -> Loss:
         return Loss(loss, mean_value=loss)
     if loss.weight is None and loss.mean_value is None:
         raise LossError(
-            message("loss", "update()", "a Loss without a weight", "one with", "Give ts.Loss(total, weight).")
+            message(
+                "loss",
+                "update()",
+                "a Loss without a weight",
+                "one with",
+                "Give ts.Loss(total, weight).",
+            )
         )
     if all(hasattr(m, "compute") for m in loss.metrics.values()) and (
         loss.weight is None or trees.is_array(loss.weight)
     ):
         return loss
-    return dataclasses.replace(as_loss(loss, 1), **({"weight": None} if loss.weight is None else {}))
+    return dataclasses.replace(
+        as_loss(loss, 1), **({"weight": None} if loss.weight is None else {})
+    )
 
 
 def thawed_flags(state: TrainState) -> list[Any] | None:
@@ -400,8 +466,9 @@ def thawed_flags(state: TrainState) -> list[Any] | None:
     n = len(jax.tree.leaves(trained_part(state)))
     none = lambda words: [words[0] == 0] * n
     some = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(n)]
-    # On a CPU behind a cond, which makes a flag an operand of the kernels of its leaf. Fused into them its place is a
-    # constant, and no two leaves have a kernel in common. Elsewhere a cond may wait for the host.
+    # On a CPU behind a cond, which makes a flag an operand of the kernels of its leaf. Fused into
+    # them its place is a constant, and no two leaves have a kernel in common. Elsewhere a cond may
+    # wait for the host.
     apart = lambda words: jax.lax.cond(jnp.any(words != 0), some, none, words)
     return jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
 
@@ -411,18 +478,24 @@ def _without_frozen(grads, thawed):
     if thawed is None:
         return grads
     leaves, treedef = jax.tree.flatten(grads)
-    return treedef.unflatten([jnp.where(on, g, jnp.zeros_like(g)) for on, g in zip(thawed, leaves, strict=True)])
+    return treedef.unflatten(
+        [jnp.where(on, g, jnp.zeros_like(g)) for on, g in zip(thawed, leaves, strict=True)]
+    )
 
 
 def _ruled(state: TrainState, grads, value, weight, extra) -> tuple[Any, Any]:
-    """What the rule makes of the gradients. Raises RuleError for an argument that it lacks, and for other shapes."""
+    """What the rule makes of the gradients.
+
+    Raises RuleError for an argument that it lacks, and for other shapes.
+    """
     params = base(state)
     grads = grads if params is trained_part(state) else cast_like(grads, params)
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
     given = {"grad": conjugated(grads), "step": state.step, "weight": weight}
     given |= ({} if value is None else {"value": value}) | extra
     given = {
-        k: live_rules.accepting(x, given) if k in live_rules.SEARCHES and callable(x) else x for k, x in given.items()
+        k: live_rules.accepting(x, given) if k in live_rules.SEARCHES and callable(x) else x
+        for k, x in given.items()
     }
     opt_state = number_table.lower(state.opt_state, state.numbers, state.step)
     try:
@@ -432,13 +505,27 @@ def _ruled(state: TrainState, grads, value, weight, extra) -> tuple[Any, Any]:
             raise
         how = ["loss=loss" if name == "value" else f"{name}=..." for name in lacks]
         fix = f"Give update(state, grads, {', '.join(how)})."
-        fix += " train_step gives it by itself." if {*lacks} <= {"value", *live_rules.SEARCHES} else ""
+        fix += (
+            " train_step gives it by itself." if {*lacks} <= {"value", *live_rules.SEARCHES} else ""
+        )
         what = "loss" if "value" in lacks else lacks[0]
-        raise RuleError(message(what, "update()", "None", f"the {what}, which this rule asks for", fix)) from error
-    for (path, u), p in zip(jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(params), strict=True):
+        raise RuleError(
+            message(what, "update()", "None", f"the {what}, which this rule asks for", fix)
+        ) from error
+    for (path, u), p in zip(
+        jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(params), strict=True
+    ):
         if np.shape(u) != np.shape(p):
             where = trees.access_str("params", path)
-            raise RuleError(message("update", where, f"shape {np.shape(u)}", f"{np.shape(p)}", "The rule changes it."))
+            raise RuleError(
+                message(
+                    "update",
+                    where,
+                    f"shape {np.shape(u)}",
+                    f"{np.shape(p)}",
+                    "The rule changes it.",
+                )
+            )
     return updates, opt_state
 
 
@@ -454,7 +541,9 @@ def _with_params(state: TrainState, seen) -> TrainState:
     return dataclasses.replace(state, params=with_rest(state, seen))
 
 
-_ROUNDING = 0x726E64  # keys of this step are folded with the index of a micro-batch; this one is none
+_ROUNDING = (
+    0x726E64  # keys of this step are folded with the index of a micro-batch; this one is none
+)
 
 
 def _averaged(state: TrainState) -> TrainState:
@@ -465,7 +554,9 @@ def _averaged(state: TrainState) -> TrainState:
 
 
 def _kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
-    """`new` with the old leaves where they are frozen, and of params if the call only gathered a gradient."""
+    """`new` with the old leaves where they are frozen, and of params if the call only gathered a
+    gradient.
+    """
     if thawed is None and emitted is None:
         return new
     moves = True if emitted is None else emitted  # a call that only gathers moves no parameter
@@ -476,20 +567,28 @@ def _kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
         if f.metadata["moves"] != "step" or now is before:
             continue
         if like == "params":
-            fields[f.name] = with_rest(old, guard.choose(leaves, trained_part(new), trained_part(old)))
-        elif like == "trained":  # beside them, as of an average, the number of those that it has seen
+            fields[f.name] = with_rest(
+                old, guard.choose(leaves, trained_part(new), trained_part(old))
+            )
+        elif (
+            like == "trained"
+        ):  # beside them, as of an average, the number of those that it has seen
             rest = [moves] * (len(jax.tree.leaves(now)) - len(leaves))
             fields[f.name] = guard.choose([*leaves, *rest], now, before)
         elif like == "rule" and thawed is not None:
             owners = number_table.owners_of(old.plan.init, before, old.numbers, base(old))
             sums = accumulation.in_sums(now)
-            kept = [True if o is None or s else thawed[o] for o, s in zip(owners, sums, strict=True)]
+            kept = [
+                True if o is None or s else thawed[o] for o, s in zip(owners, sums, strict=True)
+            ]
             fields[f.name] = guard.choose(kept, now, before)
     return dataclasses.replace(new, **fields)
 
 
 def _recorded(old: TrainState, new: TrainState, verdict, emitted, loss: Loss) -> TrainState:
-    """The guard's own record, which moves whether the step was applied or not: its counts, and the loss scale."""
+    """The guard's own record, which moves whether the step was applied or not: its counts, and the
+    loss scale.
+    """
     new = dataclasses.replace(new, clock=guard.count(old.clock, emitted, verdict))
     if old.loss_scale is None:
         return new
@@ -499,7 +598,9 @@ def _recorded(old: TrainState, new: TrainState, verdict, emitted, loss: Loss) ->
         overflowed &= loss.weight != 0
     if loss.dropped is not None:  # what was dropped instead
         overflowed |= jnp.any(loss.dropped != 0)
-    return dataclasses.replace(new, loss_scale=old.loss_scale.grown(applied & ~overflowed, overflowed))
+    return dataclasses.replace(
+        new, loss_scale=old.loss_scale.grown(applied & ~overflowed, overflowed)
+    )
 
 
 def _check_extra(state: TrainState, extra) -> None:
@@ -508,7 +609,9 @@ def _check_extra(state: TrainState, extra) -> None:
         return
     numbers, read = state.numbers, live_rules.keywords_of(state.plan.update)
     names = [] if numbers is None else [name for name, _ in numbers.column_names()]
-    for search in filter(callable, map(extra.get, live_rules.SEARCHES)):  # gets the extra that it names
+    for search in filter(
+        callable, map(extra.get, live_rules.SEARCHES)
+    ):  # gets the extra that it names
         more = live_rules.names_of(search)
         read = None if read is None or more is None else read.union(more)
     for name in extra:
@@ -522,7 +625,16 @@ def _check_extra(state: TrainState, extra) -> None:
 
 _KEYWORDS = ("loss", "model_state", "on_nonfinite", "norms")
 _OWN = ("params", "updates", "opt_state")  # what update itself gives to the rule
-_FOR_RULES = ("value", "grad", "value_fn", "obj_fn", "grad_fn", "weight", "windows_flushed", "outside")
+_FOR_RULES = (
+    "value",
+    "grad",
+    "value_fn",
+    "obj_fn",
+    "grad_fn",
+    "weight",
+    "windows_flushed",
+    "outside",
+)
 
 
 def _first(*options):
@@ -538,7 +650,11 @@ def _check_policy(on_nonfinite, where: str) -> None:
 def _checkpoint(remat: Any, where: str) -> Callable:
     """`jax.checkpoint` under a policy, or what leaves a function as it is."""
     if isinstance(remat, str):
-        known = [name for name in dir(jax.checkpoint_policies) if not name.startswith(("_", "save_", "offload"))]
+        known = [
+            name
+            for name in dir(jax.checkpoint_policies)
+            if not name.startswith(("_", "save_", "offload"))
+        ]
         if remat not in known:
             raise WrongTypeError(patterns.unknown("remat", where, remat, known))
         remat = getattr(jax.checkpoint_policies, remat)

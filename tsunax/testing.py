@@ -4,11 +4,12 @@
         ts.testing.check_accumulation(step, state, batch, n=4)
         ts.testing.check_resume(step, state, data)
 
-Each runs the step both ways from copies of the state, which stays as it is, and raises CheckError that names the leaf
-that differs most, and by how much. Where nothing differs too much it returns that number. Numbers are relative to the
-largest element of a leaf, where nothing else is said. A leaf whose gradient is rounding alone (a bias before a
-normalisation, or added to all logits) has no digits to compare: its gradient is measured by the largest of all, and its
-params, of which Adam makes whole steps, are left out. Where every step was rejected there is nothing to compare:
+Each runs the step both ways from copies of the state, which stays as it is, and raises CheckError
+that names the leaf that differs most, and by how much. Where nothing differs too much it returns
+that number. Numbers are relative to the largest element of a leaf, where nothing else is said. A
+leaf whose gradient is rounding alone (a bias before a normalisation, or added to all logits) has no
+digits to compare: its gradient is measured by the largest of all, and its params, of which Adam
+makes whole steps, are left out. Where every step was rejected there is nothing to compare:
 DataError.
 """
 
@@ -86,10 +87,12 @@ STEPS = 3
 def check_accumulation(
     step: TrainStep, state: TrainState, batch: Any, n: int = 4, tolerance: float = EXACT, **extra
 ) -> float:
-    """That gradients and loss of n micro-batches are those of the whole batch, up to the order of sums.
+    """That gradients and loss of n micro-batches are those of the whole batch, up to the order of
+    sums.
 
-    What a model that looks at its batch as a whole (batch statistics, contrastive losses) does not stand, nor a loss
-    that is a mean of means. Randomness that is drawn per row differs by construction: give a state without a key.
+    What a model that looks at its batch as a whole (batch statistics, contrastive losses) does not
+    stand, nor a loss that is a mean of means. Randomness that is drawn per row differs by
+    construction: give a state without a key.
 
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2))
@@ -102,29 +105,41 @@ def check_accumulation(
     _check_tolerance(tolerance, where)
     checks.check_count(n, where, "n")
     if rows_of(batch) % n:
-        raise WrongTypeError(message("batch", where, f"{rows_of(batch)} rows", f"a multiple of {n}"))
+        raise WrongTypeError(
+            message("batch", where, f"{rows_of(batch)} rows", f"a multiple of {n}")
+        )
     ways = (dataclasses.replace(step, accumulate=k) for k in (1, n))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*expected a mean over rows under accumulate")  # it is compared here
-        one, many = (_gradient(way, _settled(way, state, batch, extra), batch, extra) for way in ways)
+        warnings.filterwarnings(
+            "ignore", ".*expected a mean over rows under accumulate"
+        )  # it is compared here
+        one, many = (
+            _gradient(way, _settled(way, state, batch, extra), batch, extra) for way in ways
+        )
     _check_finite(one, where, batch)
     worst = _compared(f"accumulate={n}", many[0], one[0], tolerance, "loss")
     sizes = _sizes_of_noise(one[1], "grads", by_norm=False)
-    return max(worst, _compared(f"accumulate={n}", many[1], one[1], tolerance, "grads", sizes=sizes))
+    return max(
+        worst, _compared(f"accumulate={n}", many[1], one[1], tolerance, "grads", sizes=sizes)
+    )
 
 
-def check_precision(step: TrainStep, state: TrainState, batch: Any, tolerance: float = 0.05, **extra) -> float:
+def check_precision(
+    step: TrainStep, state: TrainState, batch: Any, tolerance: float = 0.05, **extra
+) -> float:
     """That the gradients in the state's precision are near those in float32: by norm, leaf by leaf.
 
-    Names leaves that overflow, underflow to zero, or lose more than `tolerance` of their norm. bfloat16 has 8 bits of
-    a number, float16 has 11.
+    Names leaves that overflow, underflow to zero, or lose more than `tolerance` of their norm.
+    bfloat16 has 8 bits of a number, float16 has 11.
     """
     here = "check_precision()"
     _check(step, state, here, batch, extra)
     _check_tolerance(tolerance, here)
     plan = state.plan
     if plan.precision is None:
-        raise StateError(message("precision", here, "None", "one: setup(..., precision='bfloat16')"))
+        raise StateError(
+            message("precision", here, "None", "one: setup(..., precision='bfloat16')")
+        )
     wide = dataclasses.replace(
         state,
         params=with_rest(state, base(state)),
@@ -136,7 +151,10 @@ def check_precision(step: TrainStep, state: TrainState, batch: Any, tolerance: f
     reference, (_, low) = _gradient(step, wide, batch, extra), _gradient(step, state, batch, extra)
     _check_finite(reference, here, batch)
     full = reference[1]
-    where, sizes = f"precision {plan.precision.compute}", _sizes_of_noise(full, "grads", by_norm=True)
+    where, sizes = (
+        f"precision {plan.precision.compute}",
+        _sizes_of_noise(full, "grads", by_norm=True),
+    )
     return _compared(where, low, full, tolerance, "grads", by_norm=True, sizes=sizes)
 
 
@@ -151,7 +169,8 @@ def check_sharding(
 ) -> float:
     """That losses and params after a few steps over the devices of a mesh are those of one device.
 
-    Without a mesh: that of all devices, `ts.mesh()`. Randomness has to come from the key, not from shapes.
+    Without a mesh: that of all devices, `ts.mesh()`. Randomness has to come from the key, not from
+    shapes.
     """
     here = "check_sharding()"
     _check(step, state, here, batch, extra)
@@ -159,7 +178,9 @@ def check_sharding(
     checks.check_count(steps, here, "steps")
     mesh = all_devices() if mesh is None else mesh
     if not isinstance(mesh, Mesh):
-        raise WrongTypeError(message("mesh", here, trees.describe(mesh), "a Mesh", "Make one: ts.mesh()."))
+        raise WrongTypeError(
+            message("mesh", here, trees.describe(mesh), "a Mesh", "Make one: ts.mesh().")
+        )
     state = _settled(step, state, batch, extra)
     where, sizes = f"mesh {dict(mesh.shape)}", _without_digits(step, state, batch, extra)
     single, spread = _copy(state), shard(_copy(state), mesh)
@@ -167,17 +188,26 @@ def check_sharding(
     for i in range(steps):
         single, one = step(single, batch, **extra)
         spread, many = step(spread, batch, **extra)
-        worst = max(worst, _compared(f"{where}, step {i + 1}", many.loss, one.loss, tolerance, "loss"))
+        worst = max(
+            worst, _compared(f"{where}, step {i + 1}", many.loss, one.loss, tolerance, "loss")
+        )
         infos.append(one)
     _check_taken(infos, here, batch, state)
-    return max(worst, _compared(where, spread.params, single.params, tolerance * steps, "params", sizes=sizes))
+    return max(
+        worst,
+        _compared(where, spread.params, single.params, tolerance * steps, "params", sizes=sizes),
+    )
 
 
-def check_resume(step: Callable, state: Any, data: Any, steps: int = 6, at: int = 3, **options: Any) -> None:
-    """That a run stopped at step `at` and started again from its checkpoint ends with the bits of one that was not.
+def check_resume(
+    step: Callable, state: Any, data: Any, steps: int = 6, at: int = 3, **options: Any
+) -> None:
+    """That a run stopped at step `at` and started again from its checkpoint ends with the bits of
+    one that was not.
 
-    State, key, place of the data, losses. `data` has to be readable again: each run begins where its `get_state()` is
-    now, and it is put back there. `options` go to `fit`, as `replay=True` for data without a place of its own.
+    State, key, place of the data, losses. `data` has to be readable again: each run begins where
+    its `get_state()` is now, and it is put back there. `options` go to `fit`, as
+    `fast_forward=True` for data without a place of its own.
 
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
@@ -189,14 +219,22 @@ def check_resume(step: Callable, state: Any, data: Any, steps: int = 6, at: int 
     _check_goal(state, steps, where)
     begin = int(np.max(state.step)) if isinstance(state, TrainState) else 0
     if not isinstance(at, int | np.integer) or not begin < at < steps:
-        expected = f"a step before steps={steps}" + (f" and after {begin}, where the state is" if begin else "")
+        expected = f"a step before steps={steps}" + (
+            f" and after {begin}, where the state is" if begin else ""
+        )
         raise WrongTypeError(message("at", where, trees.describe(at), expected))
-    for name in ("checkpoint", "resume", "smoke", "history"):
+    for name in ("checkpoint", "resume", "dry_run", "history"):
         if name in options:
-            got, fix = f"{name}={trees.describe(options[name])}", "The check has its own: leave it out."
+            got, fix = (
+                f"{name}={trees.describe(options[name])}",
+                "The check has its own: leave it out.",
+            )
             raise WrongTypeError(message("options", where, got, "other arguments of fit", fix))
     options = {"progress": False, "log_every": 1, **options}
-    fix = "A list is, with replay=True: check_resume(step, state, list(data), replay=True)."
+    fix = (
+        "A list is, with fast_forward=True: check_resume(step, state, list(data), "
+        "fast_forward=True)."
+    )
     with tempfile.TemporaryDirectory() as folder, _rereading(data, where, fix) as anew:
         run = lambda state, n, **more: fit(step, state, anew(), steps=n, **options, **more)
         expected, rows = run(_copy(state), steps)
@@ -205,11 +243,20 @@ def check_resume(step: Callable, state: Any, data: Any, steps: int = 6, at: int 
         run(_copy(state), at, checkpoint=path)
         found, again = run(_copy(state), steps, checkpoint=path, resume="must")
     _compared(f"a run resumed at step {at}", found, expected, 0.0, "state")
-    _compared(f"losses of a run resumed at step {at}", _losses(again, where), _losses(rows, where), 0.0, "losses")
+    _compared(
+        f"losses of a run resumed at step {at}",
+        _losses(again, where),
+        _losses(rows, where),
+        0.0,
+        "losses",
+    )
 
 
-def check_fused(step: Callable, state: Any, data: Any, steps: int = 6, tolerance: float = EXACT) -> float:
-    """That many steps in one compiled loop give the bits of one at a time, and a loop in Python the same numbers.
+def check_fused(
+    step: Callable, state: Any, data: Any, steps: int = 6, tolerance: float = EXACT
+) -> float:
+    """That many steps in one compiled loop give the bits of one at a time, and a loop in Python the
+    same numbers.
 
     Between two programs XLA may round otherwise; `tolerance` is for that.
     """
@@ -220,15 +267,23 @@ def check_fused(step: Callable, state: Any, data: Any, steps: int = 6, tolerance
     runs = {}
     with _rereading(data, where, "A list is: list(data).") as begin:
         for per_call in (1, 4, "auto", None):
-            runs[per_call], rows = fit(step, _copy(state), begin(), steps_per_call=per_call, **options)
+            runs[per_call], rows = fit(
+                step, _copy(state), begin(), steps_per_call=per_call, **options
+            )
             _losses(rows, where)
     for per_call in (4, "auto"):
         _compared(f"steps_per_call={per_call!r}", runs[per_call], runs[1], 0.0, "state")
-    return _compared("the plain loop", _params(runs[None]), _params(runs[1]), tolerance * steps, "params")
+    return _compared(
+        "the plain loop", _params(runs[None]), _params(runs[1]), tolerance * steps, "params"
+    )
 
 
-def check_frozen(step: TrainStep, state: TrainState, batch: Any, where: Any, steps: int = STEPS, **extra) -> None:
-    """That leaves frozen by `where` stay bit for bit what they are, with moments and averages, and that others move."""
+def check_frozen(
+    step: TrainStep, state: TrainState, batch: Any, where: Any, steps: int = STEPS, **extra
+) -> None:
+    """That leaves frozen by `where` stay bit for bit what they are, with moments and averages, and
+    that others move.
+    """
     here = "check_frozen()"
     _check(step, state, here, batch, extra)
     checks.check_count(steps, here, "steps")
@@ -251,16 +306,31 @@ def check_frozen(step: TrainStep, state: TrainState, batch: Any, where: Any, ste
     for name, x in still.items():
         if trees.bits_differ(now[name], x):
             raise CheckError(
-                message(f"leaf {name}", f"freeze({where!r})", f"other bits after {steps} steps", "its own")
+                message(
+                    f"leaf {name}",
+                    f"freeze({where!r})",
+                    f"other bits after {steps} steps",
+                    "its own",
+                )
             )
     others = [name for i, name in enumerate(_named(trained_part(held), "params")) if not frozen[i]]
     before, moved = (_named(trained_part(s), "params") for s in (held, after))
     if others and all(not trees.bits_differ(moved[name], before[name]) for name in others):
-        raise CheckError(message("others", f"freeze({where!r})", f"none that moved in {steps} steps", "one at least"))
+        raise CheckError(
+            message(
+                "others", f"freeze({where!r})", f"none that moved in {steps} steps", "one at least"
+            )
+        )
 
 
 def check_population(
-    step: TrainStep, make: Callable, batch: Any, n: int = 3, tolerance: float = EXACT, steps: int = STEPS, **values
+    step: TrainStep,
+    make: Callable,
+    batch: Any,
+    n: int = 3,
+    tolerance: float = EXACT,
+    steps: int = STEPS,
+    **values,
 ) -> float:
     """That each member of `population(make, n, **values)` trains as its single run.
 
@@ -278,27 +348,38 @@ def check_population(
         infos.append(info)
     _check_taken(infos, where, batch, runs)
     for i in range(n):
-        one = make(keys[i], **{name: jax.tree.map(lambda x, i=i: np.asarray(x)[i], x) for name, x in values.items()})
+        one = make(
+            keys[i],
+            **{
+                name: jax.tree.map(lambda x, i=i: np.asarray(x)[i], x) for name, x in values.items()
+            },
+        )
         sizes = _without_digits(step, one, batch, {}) if i == 0 else sizes
         for _ in range(steps):
             one, _ = step(one, batch)
         found = _params(member(runs, i))
-        worst = max(worst, _compared(f"member {i}", found, _params(one), tolerance * steps, "params", sizes=sizes))
+        worst = max(
+            worst,
+            _compared(f"member {i}", found, _params(one), tolerance * steps, "params", sizes=sizes),
+        )
     return worst
 
 
 def check_purity(step: TrainStep, state: TrainState, batch: Any, **extra) -> None:
-    """That the loss function is a function of its arguments: traced anew it gives the same bits, and keeps no tracer.
+    """That the loss function is a function of its arguments: traced anew it gives the same bits,
+    and keeps no tracer.
 
-    Finds NumPy's and Python's random numbers, clocks and counters that are read while it is traced, in the state and in
-    the info (loss, norms, metrics).
+    Finds NumPy's and Python's random numbers, clocks and counters that are read while it is traced,
+    in the state and in the info (loss, norms, metrics).
     """
     where = "check_purity()"
     _check(step, state, where, batch, extra)
     ends = []
     start = _settled(step, state, batch, extra)
     for _ in range(2):
-        anew = dataclasses.replace(step, donate=False)  # an equal step, which has compiled nothing yet
+        anew = dataclasses.replace(
+            step, donate=False
+        )  # an equal step, which has compiled nothing yet
         try:
             with jax.checking_leaks():
                 ends.append(anew(_copy(start), batch, **extra))
@@ -308,28 +389,36 @@ def check_purity(step: TrainStep, state: TrainState, batch: Any, **extra) -> Non
             if "leak" not in str(error).lower():
                 raise
             got, fix = "a tracer that outlives its trace", "Return it: metrics, or model_state."
-            raise CheckError(message("loss_fn", where, got, "values that are returned", fix)) from error
+            raise CheckError(
+                message("loss_fn", where, got, "values that are returned", fix)
+            ) from error
     _check_taken([info for _, info in ends], where, batch, state)
     try:
         for root, found, expected in zip(("state", "info"), ends[1], ends[0], strict=True):
             _compared("a second trace", found, expected, 0.0, root)
     except CheckError as error:
         fix = (
-            "It reads what is no argument: np.random, random, time, a global that changes. Randomness comes from `key`."
+            "It reads what is no argument: np.random, random, time, a global that changes. "
+            "Randomness comes from `key`."
         )
         raise CheckError(f"{error} {fix}") from None
 
 
 def check_donation(step: TrainStep, state: TrainState, batch: Any, **extra) -> int:
-    """That the results of the compiled step take the memory of all that it consumes; the bytes on one device.
+    """That the results of the compiled step take the memory of all that it consumes; the bytes on
+    one device.
 
-    A donated array that no result can take the place of (another dtype, shape or sharding) is memory held twice, of
-    which JAX says nothing once its warning has passed. Nothing is executed.
+    A donated array that no result can take the place of (another dtype, shape or sharding) is
+    memory held twice, of which JAX says nothing once its warning has passed. Nothing is executed.
     """
     _check(step, state, "check_donation()", batch, extra)
     if not step.donate:
         fix = "train_step(loss_fn) donates."
-        raise WrongTypeError(message("step", "check_donation()", "train_step(..., donate=False)", "one that does", fix))
+        raise WrongTypeError(
+            message(
+                "step", "check_donation()", "train_step(..., donate=False)", "one that does", fix
+            )
+        )
     found = describe(step, state, batch, **extra)
     if found.not_aliased:
         got = f"memory that no result takes: {trees.listed(found.not_aliased, 3)}"
@@ -337,8 +426,11 @@ def check_donation(step: TrainStep, state: TrainState, batch: Any, **extra) -> i
     return found.aliased
 
 
-def check_recompiles(step: TrainStep, state: TrainState, batches: Iterable[Any], most: int = 1, **extra) -> int:
-    """That a step over these batches is compiled `most` times at the most; how often it was. Names why it was again.
+def check_recompiles(
+    step: TrainStep, state: TrainState, batches: Iterable[Any], most: int = 1, **extra
+) -> int:
+    """That a step over these batches is compiled `most` times at the most; how often it was. Names
+    why it was again.
 
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
@@ -356,12 +448,16 @@ def check_recompiles(step: TrainStep, state: TrainState, batches: Iterable[Any],
         state, _ = anew(state, batch, **extra)
         n += 1
     if len(anew.traces) > most:
-        reasons = "; ".join(why(anew.traces, [("step", device) for device in anew.programs.devices]))
-        raise CheckError(message("traces", f"{n} batches", len(anew.traces), f"at most {most}", reasons))
+        reasons = "; ".join(
+            why(anew.traces, [("step", device) for device in anew.programs.devices])
+        )
+        raise CheckError(
+            message("traces", f"{n} batches", len(anew.traces), f"at most {most}", reasons)
+        )
     return len(anew.traces)
 
 
-# ------------------------------------------------------------------------------------------------------------ comparing
+# ---------------------------------------------------------------------------------------- comparing
 
 
 def _check(step: Any, state: Any, where: str, *given: Any) -> None:
@@ -382,7 +478,9 @@ def _check_goal(state: Any, steps: Any, where: str) -> None:
     """Raise unless the state of a run is before a step, so that there are some to compare."""
     checks.check_count(steps, where, "steps")
     if isinstance(state, TrainState) and (at := int(np.max(state.step))) >= steps:
-        raise HyperparameterError(message("steps", where, steps, f"one beyond {at}, where the state is"))
+        raise HyperparameterError(
+            message("steps", where, steps, f"one beyond {at}, where the state is")
+        )
 
 
 def _check_untraced(where: str, *given: Any) -> None:
@@ -401,10 +499,14 @@ def _check_tolerance(tolerance: Any, where: str) -> None:
 
 
 def _check_finite(gradient: tuple[Any, Any], where: str, batch: Any) -> None:
-    """Raise DataError for loss and gradients that are NaN or inf before anything is compared to them."""
+    """Raise DataError for loss and gradients that are NaN or inf before anything is compared to
+    them.
+    """
     if not _all_finite(gradient):
         fix = f"Nothing can be compared with them. {guard.in_batch(batch)}".rstrip()
-        raise DataError(message("loss and gradients", where, "some that are not finite", "finite ones", fix))
+        raise DataError(
+            message("loss and gradients", where, "some that are not finite", "finite ones", fix)
+        )
 
 
 def _check_taken(infos: list[Any], where: str, batch: Any, state: Any) -> None:
@@ -416,8 +518,13 @@ def _check_taken(infos: list[Any], where: str, batch: Any, state: Any) -> None:
         return
     is_falling = state.loss_scale is not None and state.loss_scale.dynamic
     if not (is_falling and np.isfinite(np.asarray(infos[-1].loss)).any()):
-        got = f"{len(infos)} steps, all of them rejected or not finite: loss {np.asarray(infos[0].loss)}"
-        fix = f"Nothing was compared: give a batch that it trains on. {guard.in_batch(batch)}".rstrip()
+        got = (
+            f"{len(infos)} steps, all of them rejected or not finite: loss "
+            f"{np.asarray(infos[0].loss)}"
+        )
+        fix = (
+            f"Nothing was compared: give a batch that it trains on. {guard.in_batch(batch)}"
+        ).rstrip()
         raise DataError(message("batch", where, got, "one that was taken", fix))
 
 
@@ -446,19 +553,34 @@ def _copy(state):
 
 @contextlib.contextmanager
 def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
-    """A function that gives the data from their place of now, whenever it is called. They are left there at the end."""
+    """A function that gives the data from their place of now, whenever it is called.
+
+    They are left there at the end.
+    """
     inner = data
     while isinstance(inner, Prefetched):
         inner = inner.data
     read = put = None
-    for names in () if isinstance(inner, Data) else (("get_state", "set_state"), ("state_dict", "load_state_dict")):
+    for names in (
+        ()
+        if isinstance(inner, Data)
+        else (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+    ):
         if put is None and all(hasattr(inner, name) for name in names):
             read, put = (getattr(inner, name) for name in names)
     if put is None and isinstance(inner, Iterator):
-        raise WrongTypeError(message("data", where, trees.describe(inner), "data that can be read again", fix))
+        raise WrongTypeError(
+            message("data", where, trees.describe(inner), "data that can be read again", fix)
+        )
     if read is not None and read() is None:
         raise DataError(
-            message("data", where, "a get_state() that is None", "one that tells the place", "Read a batch.")
+            message(
+                "data",
+                where,
+                "a get_state() that is None",
+                "one that tells the place",
+                "Read a batch.",
+            )
         )
     start = read and _copied(read(), where)  # some give away the dict that they go on to change
 
@@ -477,7 +599,9 @@ def _copied(place: Any, where: str) -> Any:
         return copy.deepcopy(place)
     except Exception as error:  # locks, files, generators in it
         fix = f"get_state() gave {trees.describe(place)}: {type(error).__name__} {error}"
-        raise DataError(message("data", where, "a place that cannot be copied", "one of numbers", fix)) from error
+        raise DataError(
+            message("data", where, "a place that cannot be copied", "one of numbers", fix)
+        ) from error
 
 
 def _params(state: Any) -> Any:
@@ -492,7 +616,9 @@ def _gradient(step: TrainStep, state: TrainState, batch: Any, extra) -> tuple[An
 
 
 def _settled(step: TrainStep, state: TrainState, batch: Any, extra) -> TrainState:
-    """The state with a dynamic loss scale that is as small as the steps of a run would make it; members as they are."""
+    """The state with a dynamic loss scale that is as small as the steps of a run would make it;
+    members as they are.
+    """
     scale = None if members_of(state) is not None else state.loss_scale
     while scale is not None and scale.dynamic and scale.scale > scale.floor:
         if _all_finite(_gradient(step, state, batch, extra)[1]):
@@ -508,7 +634,9 @@ def _size(x: Any, by_norm: bool) -> float:
 
 
 def _sizes_of_noise(grads: Any, root: str, *, by_norm: bool) -> dict[str, float]:
-    """By name the size of all gradients together, for those that are nothing but rounding beside it."""
+    """By name the size of all gradients together, for those that are nothing but rounding beside
+    it.
+    """
     sizes = {name: _size(x, by_norm) for name, x in _named(grads, root).items()}
     whole = max(sizes.values(), default=0.0)
     return {name: whole for name, size in sizes.items() if size < NOISE * whole}
@@ -525,13 +653,23 @@ def _all_finite(tree: Any) -> bool:
 
 
 def _named(tree: Any, root: str) -> dict[str, Any]:
-    return {trees.access_str(root, path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {
+        trees.access_str(root, path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
 
 def _compared(
-    where: str, got: Any, expected: Any, tolerance: float, root: str, *, by_norm: bool = False, sizes: Any = None
+    where: str,
+    got: Any,
+    expected: Any,
+    tolerance: float,
+    root: str,
+    *,
+    by_norm: bool = False,
+    sizes: Any = None,
 ) -> float:
-    """The largest relative difference of two trees. Raises CheckError with its leaf where it is above the tolerance.
+    """The largest relative difference of two trees. Raises CheckError with its leaf where it is
+    above the tolerance.
 
     `sizes`, by name: of leaves that are measured by another size than their own.
     """
@@ -550,7 +688,9 @@ def _compared(
     return worst
 
 
-def _distance(x: Any, y: Any, *, exact: bool, by_norm: bool, size: float | None) -> tuple[float, str]:
+def _distance(
+    x: Any, y: Any, *, exact: bool, by_norm: bool, size: float | None
+) -> tuple[float, str]:
     """How far two leaves are apart, and that in words."""
     if not trees.bits_differ(x, y):
         return 0.0, ""
@@ -558,7 +698,9 @@ def _distance(x: Any, y: Any, *, exact: bool, by_norm: bool, size: float | None)
     if x.shape != y.shape or (x.dtype != y.dtype and exact):
         return np.inf, f"{x.dtype}{list(x.shape)} for {y.dtype}{list(y.shape)}"
     wide = [z.astype(np.complex128 if np.iscomplexobj(z) else np.float64) for z in (x, y)]
-    same = (wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1]))  # of NaNs whatever their bits
+    same = (wide[0] == wide[1]) | (
+        np.isnan(wide[0]) & np.isnan(wide[1])
+    )  # of NaNs whatever their bits
     with np.errstate(invalid="ignore"):
         gap = np.where(same, 0, np.abs(wide[0] - wide[1]))
     if exact or not np.isfinite(gap).all():

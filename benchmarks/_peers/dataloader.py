@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import torch
-
 import tsunax as ts
 
 

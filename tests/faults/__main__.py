@@ -38,9 +38,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
-from orbax.checkpoint import v1 as _imported  # noqa: F401, once for all children
-
 import tsunax as ts
+from orbax.checkpoint import v1 as _imported  # noqa: F401, once for all children
 from tests.faults import hostile, others, target
 from tsunax.checkpoints import saving as _saving
 

@@ -36,7 +36,6 @@ def target(folder: Path) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
-
     import tsunax as ts
 
     ts.distributed.start(**json.loads(os.environ["TSUNAX_TEST_START"]))

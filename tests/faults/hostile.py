@@ -19,7 +19,6 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-
 from tests.faults import target
 from tsunax import Checkpoints
 from tsunax.checkpoints import exchange

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-
 from tsunax.checkpoints.saving import Restored
 
 

@@ -26,7 +26,6 @@ import warnings
 from pathlib import Path
 
 import jax  # only for its version
-
 from tests.faults.__main__ import HERE, _alive
 from tsunax import tuning
 from tsunax.errors import CheckpointError

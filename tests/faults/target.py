@@ -34,7 +34,6 @@ def digest(*trees) -> str:
 def make(width: int = 32):
     import jax
     import jax.numpy as jnp
-
     import tsunax as ts
 
     k = jax.random.split(jax.random.key(0), 2)
@@ -43,7 +42,7 @@ def make(width: int = 32):
         "b": {"w": jax.random.normal(k[1], (width, 2)), "c": jnp.zeros(2)},
     }
     rate = ts.schedules.cosine_decay_schedule(1e-2, 40)
-    rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.adamw(rate, weight_decay=1e-3))
+    rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.adamw(rate, weight_decay=1e-3))
     state = ts.setup(rule, params, key=5, ema=0.9, model_state={"seen": jnp.zeros(())})
 
     def loss_fn(params, batch, *, key, model_state):
@@ -72,7 +71,6 @@ def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None
     import time
 
     import numpy as np
-
     import tsunax as ts
 
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -101,7 +99,6 @@ def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None
 
 def main(folder: str, log: str, steps: int, every: int = 2, forgotten: str = "", store=None) -> None:
     import numpy as np
-
     from tsunax.checkpoints.saving import Checkpoints
 
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

@@ -16,7 +16,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 import tsunax as ts
 from tsunax._core import trees
 from tsunax.checkpoints import exchange
@@ -37,14 +36,16 @@ def adam(**more):
 
 @functools.cache
 def setups() -> dict:
-    clipped = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.weight_decay(1e-3, where="**/w"), adam())
+    clipped = ts.rules.chain(
+        ts.rules.clip_by_global_norm(1.0), ts.rules.add_decayed_weights(1e-3, where="**/w"), adam()
+    )
     return {
         "mlp": ts.setup(clipped, params(), key=5, ema=0.9, model_state={"seen": jnp.zeros(())}),
         "float16": ts.setup(ts.rules.adamw(1e-2), params(), precision="float16", loss_scale="dynamic"),
         "bfloat16": ts.setup(ts.rules.sgd(0.1, momentum=0.9), params(), precision=MASTERS, ema=0.5),
         "accumulating": ts.setup(ts.rules.accumulate(adam(), every=4), params()),
         "edited": ts.setup(ts.rules.adam(1e-2), params(), trainable=["**", "!head/**"]),
-        "groups": ts.setup(ts.rules.groups({"head/**": ts.rules.sgd(0.1), "**": adam()}), params()),
+        "groups": ts.setup(ts.rules.partition({"head/**": ts.rules.sgd(0.1), "**": adam()}), params()),
     }
 
 

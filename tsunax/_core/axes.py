@@ -1,7 +1,8 @@
-"""Named axes of devices, for steps inside `jax.shard_map` and `jax.pmap`: each device has rows of its own.
+"""Named axes of devices, for steps inside `jax.shard_map` and `jax.pmap`: each device has rows of
+its own.
 
-A mean that was forgotten there leaves a state on each device that drifts from the others. So nobody can forget it: a
-step that finds itself on such an axis wants to be told of it.
+A mean that was forgotten there leaves a state on each device that drifts from the others. So nobody
+can forget it: a step that finds itself on such an axis wants to be told of it.
 """
 
 from __future__ import annotations
@@ -19,28 +20,41 @@ Axes = tuple[str, ...]
 def as_axes(axis_name: Any, where: str) -> Axes | None:
     """Names as a tuple; None where nothing was said. Raises WrongTypeError."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if names is None or (isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)):
+    if names is None or (
+        isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)
+    ):
         return None if names is None else tuple(names)
     expected = "the name of an axis of devices, a tuple of names, or ()"
     raise WrongTypeError(message("axis_name", where, repr(axis_name), expected))
 
 
 def around(given: Axes | None, where: str) -> Axes:
-    """The axes over which to take means here. Raises StateError for one that is forgotten, or is not there."""
+    """The axes over which to take means here.
+
+    Raises StateError for one that is forgotten, or is not there.
+    """
     if given is None:
         if found := _manual():
             unnamed = not all(isinstance(name, str) and not name.startswith("_") for name in found)
             names = "i" if unnamed else found[0] if len(found) == 1 else found
             inside = "jax.pmap, whose axis has no name either" if unnamed else f"axis {names!r}"
-            fix = f"Each device has rows of its own: {where[:-1]}..., axis_name={names!r}) for the mean, () for none."
+            fix = (
+                f"Each device has rows of its own: {where[:-1]}..., axis_name={names!r}) for "
+                "the mean, () for none."
+            )
             raise StateError(message("axis_name", where, f"none inside of {inside}", "one", fix))
         return ()
     for name in given:
         try:
             jax.lax.axis_index(name)
         except NameError:
-            fix = "Call it inside jax.shard_map or jax.pmap over that axis; on sharded arrays leave it out."
-            raise StateError(message("axis_name", where, repr(name), "an axis that is around it", fix)) from None
+            fix = (
+                "Call it inside jax.shard_map or jax.pmap over that axis; on sharded arrays "
+                "leave it out."
+            )
+            raise StateError(
+                message("axis_name", where, repr(name), "an axis that is around it", fix)
+            ) from None
     return given
 
 
@@ -49,13 +63,18 @@ def _manual() -> tuple:
     found = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
     if found or jax.__version_info__ >= (0, 8):
         return found
-    from jax._src import core  # until then pmap was no shard_map, and looks like a vmap with a named axis
+    from jax._src import (
+        core,  # until then pmap was no shard_map, and looks like a vmap with a named axis
+    )
 
     return tuple(core.get_axis_env().axis_sizes)
 
 
 def is_tracing() -> bool:
-    """Whether some trace is under way: of jit, vmap, grad or scan. Eager vmap and grad trace some arrays only."""
+    """Whether some trace is under way: of jit, vmap, grad or scan.
+
+    Eager vmap and grad trace some arrays only.
+    """
     from jax._src import core
 
     return not core.trace_state_clean()
@@ -68,7 +87,9 @@ def varies(x) -> bool:
 
 
 def vary(tree, axes: Axes):
-    """The tree as values of each device: otherwise JAX would add up the gradients of all of them by itself."""
+    """The tree as values of each device: otherwise JAX would add up the gradients of all of them by
+    itself.
+    """
 
     def one(x):
         kind = jax.typeof(x)
@@ -89,13 +110,17 @@ def own_key(key, axes: Axes):
 
 
 def gathered(tree, axes: Axes):
-    """The values of all devices, along a new first axis. By a sum: JAX knows of that that all devices have the same."""
+    """The values of all devices, along a new first axis. By a sum: JAX knows of that that all
+    devices have the same.
+    """
     n, here = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
 
     def one(x):
         x = jnp.asarray(x)
         at = (jnp.arange(n) == here).reshape(n, *[1] * x.ndim)
-        whole = jax.lax.psum(jnp.where(at, x[None], jnp.zeros_like(x[None])).astype(_summed(x.dtype)), axes)
+        whole = jax.lax.psum(
+            jnp.where(at, x[None], jnp.zeros_like(x[None])).astype(_summed(x.dtype)), axes
+        )
         return whole.astype(x.dtype)
 
     return jax.tree.map(one, vary(tree, axes))
@@ -107,8 +132,20 @@ def _summed(dtype):
 
 def mean(tree, axes: Axes):
     """The mean over devices of what is inexact; of counts the greatest."""
-    one = lambda x: (jax.lax.pmean if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax)(x, axes)
+    one = lambda x: (jax.lax.pmean if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax)(
+        x, axes
+    )
     return jax.tree.map(one, vary(tree, axes))
 
 
-__all__ = ["Axes", "around", "as_axes", "gathered", "is_tracing", "mean", "own_key", "varies", "vary"]
+__all__ = [
+    "Axes",
+    "around",
+    "as_axes",
+    "gathered",
+    "is_tracing",
+    "mean",
+    "own_key",
+    "varies",
+    "vary",
+]

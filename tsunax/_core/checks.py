@@ -1,4 +1,6 @@
-"""What params and other trees must be: checked before anything is compiled, on concrete arrays only."""
+"""What params and other trees must be: checked before anything is compiled, on concrete arrays
+only.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,17 +11,27 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import DataError, HyperparameterError, ParamsError, StateError, WrongTypeError, message
+from tsunax.errors import (
+    DataError,
+    HyperparameterError,
+    ParamsError,
+    StateError,
+    WrongTypeError,
+    message,
+)
 
 
 def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
-    """Raise `ParamsError` for a dict whose keys are neither str nor int, or both, and for a generator.
+    """Raise `ParamsError` for a dict whose keys are neither str nor int, or both, and for a
+    generator.
 
     To be called before anything that flattens: JAX's own error does not say where.
     """
     if isinstance(params, Iterator):
         where, got = trees.access_str(root, path), trees.describe(params)
-        raise ParamsError(message("leaf", where, got, "a list, tuple or dict", "Make it one, with list(...)."))
+        raise ParamsError(
+            message("leaf", where, got, "a list, tuple or dict", "Make it one, with list(...).")
+        )
     if isinstance(params, Mapping) and not jtu.all_leaves([params]):
         odd = [key for key in params if not isinstance(key, (str, int))]
         text = [key for key in params if isinstance(key, str)]
@@ -27,13 +39,17 @@ def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
             mixed = [*text[:1], *(key for key in params if key not in text)]
             got = ", ".join(f"{key!r} ({type(key).__name__})" for key in odd[:1] or mixed[:2])
             where = trees.access_str(root, path)
-            raise ParamsError(message("dict keys", where, got, "all str or all int, so that they sort"))
+            raise ParamsError(
+                message("dict keys", where, got, "all str or all int, so that they sort")
+            )
     for key, child in trees._children(params):
         check_keys(child, root, path + key)
 
 
 def check_arrays(tree: Any, root: str, fix: str = "") -> None:
-    """Raise for a leaf that no program can take: `WrongTypeError`, or `StateError` for a buffer that is gone."""
+    """Raise for a leaf that no program can take: `WrongTypeError`, or `StateError` for a buffer
+    that is gone.
+    """
     try:
         check_keys(tree, root)
     except ParamsError as error:
@@ -41,18 +57,26 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
         where = trees.access_str(root, path)
         if not _is_numeric(leaf):
-            raise WrongTypeError(message("leaf", where, trees.describe(leaf), "an array of numbers", fix))
+            raise WrongTypeError(
+                message("leaf", where, trees.describe(leaf), "an array of numbers", fix)
+            )
         if isinstance(leaf, jax.ShapeDtypeStruct):
             got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
             raise WrongTypeError(message("leaf", where, got, "an array"))
         check_alive(leaf, where)
 
 
-_GONE = "a deleted array", "a live one", "An earlier step consumed (donated) it: use what the step returned."
+_GONE = (
+    "a deleted array",
+    "a live one",
+    "An earlier step consumed (donated) it: use what the step returned.",
+)
 
 
 def check_alive(leaf: Any, where: str) -> None:
-    """Raise StateError for an array whose buffer is gone: JAX's own error says neither which nor why."""
+    """Raise StateError for an array whose buffer is gone: JAX's own error says neither which nor
+    why.
+    """
     if trees.is_gone(leaf):
         raise StateError(message("leaf", where, *_GONE))
 
@@ -75,12 +99,19 @@ def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | Non
     dtype, floats = trees.dtype_of(leaf), "a float or complex array"
     aside = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
     if dtype is None:
-        fix = "Give the tree of arrays: what a model's init returns, or nnx.state(model, nnx.Param)."
+        fix = (
+            "Give the tree of arrays: what a model's init returns, or nnx.state(model, nnx.Param)."
+        )
         if name:
-            fix = "Keep it outside of params; for equinox, params, rest = eqx.partition(model, eqx.is_array)."
+            fix = (
+                "Keep it outside of params; for equinox, params, rest = eqx.partition(model, "
+                "eqx.is_array)."
+            )
         return "leaf that is no number", trees.describe(leaf), floats, fix
     if not trees.is_inexact(leaf):
-        fix = "A key belongs to setup(..., key=...)." if trees.is_key(leaf) else aside if name else ""
+        fix = (
+            "A key belongs to setup(..., key=...)." if trees.is_key(leaf) else aside if name else ""
+        )
         return "leaf that cannot be trained", f"dtype {dtype}", floats, fix
     wide = {"g": "float32", "G": "complex64"}.get(getattr(dtype, "char", ""))  # NumPy's longdouble
     canonical = jax.dtypes.canonicalize_dtype(wide or dtype)
@@ -137,15 +168,18 @@ def _model_fix(params: Any) -> str:
     known = {"flax.nnx": "nnx(module)", "flax.linen": "linen(module, variables)"}
     for library, make in known.items():
         if any(kind.startswith(library) and kind.endswith(".Module") for kind in kinds):
-            return f"First model = ts.models.{make}, then setup(rule, model.params, model_state=model.model_state)."
+            return (
+                f"First model = ts.models.{make}, then setup(rule, model.params, "
+                "model_state=model.model_state)."
+            )
     return ""
 
 
 def check_params(params: Any, flags: trees.Flags, root: str = "params") -> None:
     """Raise `ParamsError` for a selected leaf that cannot be trained, or shares its name.
 
-    Unselected leaves may be any arrays of numbers. Values are looked at only where there are some, so not under
-    jit or `eval_shape`.
+    Unselected leaves may be any arrays of numbers. Values are looked at only where there are some,
+    so not under jit or `eval_shape`.
     """
     named = trees.leaves_with_names(params)
     if not named:
@@ -175,9 +209,15 @@ def check_aliases(params: Any, flags: trees.Flags, root: str = "params", **donat
     `donated` are trees by name that share the fate of the selected leaves.
     """
     named = {root: params, **donated}
-    keyed = [(name, *found) for name, tree in named.items() for found in jtu.tree_flatten_with_path(tree)[0]]
+    keyed = [
+        (name, *found)
+        for name, tree in named.items()
+        for found in jtu.tree_flatten_with_path(tree)[0]
+    ]
     flags = [*flags, *[True] * (len(keyed) - len(flags))]
-    if pair := _repeat([id(x) if trees.is_array(x) else -1 - i for i, (_, _, x) in enumerate(keyed)], flags):
+    if pair := _repeat(
+        [id(x) if trees.is_array(x) else -1 - i for i, (_, _, x) in enumerate(keyed)], flags
+    ):
         where = " and ".join(trees.access_str(*keyed[i][:2]) for i in pair)
         fix = "Copy one of them, or let setup copy (copy=True)."
         raise ParamsError(message("leaves", where, "one array for both", "an array for each", fix))
@@ -187,22 +227,39 @@ def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
     """Raise StateError unless two trees agree in structure, shape and dtype."""
     if difference := trees.first_difference(new, old, root):
         raise StateError(f"{what} {difference}. {fix}".rstrip())
-    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True
+    ):
         dtypes = trees.dtype_of(a), trees.dtype_of(b)
-        if any(dtype is None for dtype in dtypes) or dtypes[0] != dtypes[1] or np.shape(a) != np.shape(b):
-            raise StateError(message(what, trees.access_str(root, path), trees.describe(a), trees.describe(b), fix))
+        if (
+            any(dtype is None for dtype in dtypes)
+            or dtypes[0] != dtypes[1]
+            or np.shape(a) != np.shape(b)
+        ):
+            raise StateError(
+                message(
+                    what, trees.access_str(root, path), trees.describe(a), trees.describe(b), fix
+                )
+            )
 
 
 def is_real(x: Any) -> bool:
     """Whether this is a real number, no bool, or an array of them."""
     dtype = trees.dtype_of(x)
-    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer))
+    return dtype is not None and any(
+        jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer)
+    )
 
 
 def each_batch(batches: Any, where: str) -> Iterator[Any]:
-    """Batches one by one. Raises WrongTypeError for what is no iterable, DataError for one that has none."""
+    """Batches one by one.
+
+    Raises WrongTypeError for what is no iterable, DataError for one that has none.
+    """
     if not isinstance(batches, Iterable):  # a data set with __getitem__ alone need not have an end
-        raise WrongTypeError(message("batches", where, trees.describe(batches), "an iterable of batches"))
+        raise WrongTypeError(
+            message("batches", where, trees.describe(batches), "an iterable of batches")
+        )
     is_empty = True
     for batch in batches:
         is_empty = False
@@ -221,11 +278,22 @@ def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
 
 
 def is_one_of(value: Any, known: Sequence[str]) -> bool:
-    """Whether it is one of these names; an array is none, where `in` would ask for its truth value."""
+    """Whether it is one of these names; an array is none, where `in` would ask for its truth
+    value.
+    """
     return isinstance(value, str) and value in known
 
 
 def check_choice(value: Any, where: str, name: str, known: Sequence[str]) -> None:
     """Raise HyperparameterError unless it is one of the names that are known."""
     if not is_one_of(value, known):
-        raise HyperparameterError(message(name, where, trees.describe(value), " or ".join(map(repr, known))))
+        raise HyperparameterError(
+            message(name, where, trees.describe(value), " or ".join(map(repr, known)))
+        )
+
+
+def check_flags(where: str, **flags) -> None:
+    """Raise for what is not True or False: "no" would count as true."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise WrongTypeError(message(name, where, trees.describe(value), "True or False"))

@@ -1,11 +1,11 @@
 """Convolutions that run inside a compiled loop on CPU as fast as outside of it.
 
-XLA's fast CPU kernel takes one layout, batch x spatial x features. XLA brings a convolution into it in the entry
-computation of a program, but not in the body of a `scan`, `while_loop` or `fori_loop` (jax#12868). There what is in
-another layout, as the gradient of every kernel and of every input is, runs in scalar loops, up to 50 times slower.
-`fast` writes the transposes that XLA leaves out. It works on the jaxpr, so that it sees the convolutions of the
-gradient, whoever wrote the model, and takes whole equations out for others of the same type. It knows nothing of
-training.
+XLA's fast CPU kernel takes one layout, batch x spatial x features. XLA brings a convolution into it
+in the entry computation of a program, but not in the body of a `scan`, `while_loop` or `fori_loop`
+(jax#12868). There what is in another layout, as the gradient of every kernel and of every input is,
+runs in scalar loops, up to 50 times slower. `fast` writes the transposes that XLA leaves out. It
+works on the jaxpr, so that it sees the convolutions of the gradient, whoever wrote the model, and
+takes whole equations out for others of the same type. It knows nothing of training.
 """
 
 from __future__ import annotations
@@ -20,30 +20,40 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from jax.extend import core
 
-# Equations whose inner programs are looked into. Not shard_map, pallas_call and what else has layouts of its own.
-_OPEN = frozenset("jit scan while cond remat2 call closed_call custom_jvp_call custom_vjp_call".split())
-_NAME = "convolution_in_loop"  # of the inner functions that stand for a convolution: they are not looked into again
-_DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))  # others have no fast kernel
+# Equations whose inner programs are looked into. Not shard_map, pallas_call and what else has
+# layouts of its own.
+_OPEN = frozenset(
+    "jit scan while cond remat2 call closed_call custom_jvp_call custom_vjp_call".split()
+)
+# of the inner functions that stand for a convolution: they are not looked into again
+_NAME = "convolution_in_loop"
+_DTYPES = frozenset(
+    map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16))
+)  # others have no fast kernel
 _PARAMETERS = frozenset(
     "batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding precision "
     "preferred_element_type rhs_dilation window_strides".split()
 )
-# Groups that read so few features are up to 15 times faster in scalar loops than in the kernel, once per group.
+# Groups that read so few features are up to 15 times faster in scalar loops than in the kernel,
+# once per group.
 _NARROW = 4
 
 
 def fast(fn: Callable) -> Callable:
-    """`fn`, with convolutions that are fast in the body of a loop on CPU too; on other platforms it is `fn`.
+    """`fn`, with convolutions that are fast in the body of a loop on CPU too; on other platforms it
+    is `fn`.
 
-    Wrap the differentiated function, `fast(jax.value_and_grad(loss_fn))`: the gradient's convolutions are the slow
-    ones. Arguments are trees of arrays, static ones are closed over. The platform is the one that the program is
-    compiled for, not the one where the arrays are while it is traced.
+    Wrap the differentiated function, `fast(jax.value_and_grad(loss_fn))`: the gradient's
+    convolutions are the slow ones. Arguments are trees of arrays, static ones are closed over. The
+    platform is the one that the program is compiled for, not the one where the arrays are while it
+    is traced.
 
-    Bits are those of the same convolution outside of a loop, with two exceptions, within 1e-6 of the largest value.
-    Grouped convolutions that read 4 features or fewer per group stay as they are, which is faster. The gradient of
-    a grouped kernel is computed as a convolution of feature groups: XLA's own form of it, also outside of loops,
-    costs up to 200 times as much. Left alone are float64, complex and integer convolutions, those of more than
-    three spatial axes or with an explicit sharding, and what is inside `shard_map` or Pallas.
+    Bits are those of the same convolution outside of a loop, with two exceptions, within 1e-6 of
+    the largest value. Grouped convolutions that read 4 features or fewer per group stay as they
+    are, which is faster. The gradient of a grouped kernel is computed as a convolution of feature
+    groups: XLA's own form of it, also outside of loops, costs up to 200 times as much. Left alone
+    are float64, complex and integer convolutions, those of more than three spatial axes or with an
+    explicit sharding, and what is inside `shard_map` or Pallas.
 
     >>> f = fast(jax.grad(lambda w, x: jnp.sum(jax.lax.conv(x, w, (1,), "SAME") ** 2)))
     >>> f(jnp.ones((1, 1, 3)), jnp.arange(4.0).reshape(1, 1, 4))
@@ -52,21 +62,25 @@ def fast(fn: Callable) -> Callable:
 
     from jax.extend import core  # costs 20 ms to import, and only loops need it
 
-    if not all(hasattr(core, name) for name in ("ClosedJaxpr", "Jaxpr", "jaxpr_as_fun")):  # of a jax to come
+    if not all(
+        hasattr(core, name) for name in ("ClosedJaxpr", "Jaxpr", "jaxpr_as_fun")
+    ):  # of a jax to come
         return fn
 
     @functools.wraps(fn)
     def wrapped(*args, **kwargs):
-        # One equation around it all, so that the rewritten program is not traced again; of a function that is new
-        # each time, because jit remembers what an old one closed over.
-        program, shapes = jax.make_jaxpr(jax.jit(functools.partial(fn)), return_shape=True)(*args, **kwargs)
+        # One equation around it all, so that the rewritten program is not traced again; of a
+        # function that is new each time, because jit remembers what an old one closed over.
+        program, shapes = jax.make_jaxpr(jax.jit(functools.partial(fn)), return_shape=True)(
+            *args, **kwargs
+        )
         out = core.jaxpr_as_fun(_rewritten(program, {}))(*jax.tree.leaves((args, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return wrapped
 
 
-# ------------------------------------------------------------------------------------------------ the walk
+# ----------------------------------------------------------------------------------------- the walk
 
 
 def _rewritten(program, done: dict):
@@ -76,7 +90,9 @@ def _rewritten(program, done: dict):
     if not isinstance(program, core.Jaxpr):  # a ClosedJaxpr, which is the same class since jax 0.12
         inner = _rewritten(program.jaxpr, done)
         return program if inner is program.jaxpr else program.replace(jaxpr=inner)
-    if id(program) not in done:  # what was one object stays one: lowering and compiling are cached by it
+    if (
+        id(program) not in done
+    ):  # what was one object stays one: lowering and compiling are cached by it
         equations = [_equation(eqn, done) for eqn in program.eqns]
         same = all(a is b for a, b in zip(equations, program.eqns, strict=True))
         done[id(program)] = program, program if same else program.replace(eqns=equations)
@@ -88,14 +104,18 @@ def _equation(eqn: core.JaxprEqn, done: dict) -> core.JaxprEqn:
         return _convolution(eqn)
     if eqn.primitive.name not in _OPEN or eqn.params.get("name") == _NAME:
         return eqn
-    changed = {name: new for name, old in eqn.params.items() if (new := _parameter(old, done)) is not old}
+    changed = {
+        name: new for name, old in eqn.params.items() if (new := _parameter(old, done)) is not old
+    }
     return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
 
 
 def _parameter(value, done: dict):
     from jax.extend import core
 
-    if isinstance(value, (getattr(core, "ClosedJaxpr", core.Jaxpr), core.Jaxpr)):  # one class since jax 0.12
+    if isinstance(
+        value, (getattr(core, "ClosedJaxpr", core.Jaxpr), core.Jaxpr)
+    ):  # one class since jax 0.12
         return _rewritten(value, done)
     if isinstance(value, tuple):  # the branches of a cond
         new = tuple(_parameter(x, done) for x in value)
@@ -110,7 +130,12 @@ def _convolution(eqn: core.JaxprEqn) -> core.JaxprEqn:
         return eqn
     if any(map(_is_cut, (x.sharding, w.sharding, out.sharding, eqn.params["out_sharding"]))):
         return eqn
-    if x.dtype != w.dtype or not {x.dtype, out.dtype} <= _DTYPES or not 3 <= x.ndim <= 5 or 0 in x.shape + w.shape:
+    if (
+        x.dtype != w.dtype
+        or not {x.dtype, out.dtype} <= _DTYPES
+        or not 3 <= x.ndim <= 5
+        or 0 in x.shape + w.shape
+    ):
         return eqn
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
     if not _is_slow(x.shape, w.shape, params):
@@ -122,7 +147,10 @@ def _convolution(eqn: core.JaxprEqn) -> core.JaxprEqn:
 
 
 def _is_cut(sharding) -> bool:
-    """Whether an axis is laid over a mesh by type. Axes that XLA cuts by itself do not show here."""
+    """Whether an axis is laid over a mesh by type.
+
+    Axes that XLA cuts by itself do not show here.
+    """
     return sharding is not None and any(axis is not None for axis in sharding.spec)
 
 
@@ -143,7 +171,7 @@ def _call(x, w, params: tuple) -> core.JaxprEqn | None:
     return program.eqns[0] if len(program.eqns) == 1 and not program.consts else None
 
 
-# --------------------------------------------------------------------------------------- one convolution
+# ---------------------------------------------------------------------------------- one convolution
 
 
 def _kernel_layout(ndim: int) -> jax.lax.ConvDimensionNumbers:
@@ -166,9 +194,14 @@ def _in_kernel_layout(x, w, *, dimension_numbers, feature_group_count, batch_gro
     (n, c, *x_space), (o, i, *w_space), (out_n, out_c, *out_space) = dimension_numbers
     x = jnp.transpose(x, (n, *x_space, c))
     w = jnp.transpose(w, (*w_space, i, o))
-    # One kernel per group is what XLA makes a convolution of feature groups with, in the same order of additions.
+    # One kernel per group is what XLA makes a convolution of feature groups with, in the same order
+    # of additions.
     if batch_group_count not in (1, w.shape[-1]):
-        x, feature_group_count, batch_group_count = _as_features(x, batch_group_count), batch_group_count, 1
+        x, feature_group_count, batch_group_count = (
+            _as_features(x, batch_group_count),
+            batch_group_count,
+            1,
+        )
     out = jax.lax.conv_general_dilated(
         x,
         w,
@@ -182,7 +215,9 @@ def _in_kernel_layout(x, w, *, dimension_numbers, feature_group_count, batch_gro
 
 
 def _as_features(x, groups: int):
-    """The groups of the batch of an NHWC array beside its features: group g of either is read by kernels g."""
+    """The groups of the batch of an NHWC array beside its features: group g of either is read by
+    kernels g.
+    """
     n, *space, c = x.shape
     x = jnp.moveaxis(x.reshape(groups, n // groups, *space, c), 0, -2)
     return x.reshape(n // groups, *space, groups * c)

@@ -77,8 +77,8 @@ class Analysis:
 def multiplied(fn: Callable, params: Any, batch: Any) -> tuple[list[bool], list[bool]]:
     """Which leaves of the batch reach a product or convolution with params in `fn(params, batch)`.
 
-    Those are what a model reads. Targets, weights and masks meet its output only. And which leaves meet
-    params in anything else, before any output: an input of `x * w`, or a target of `y - mean`.
+    Those are what a model reads. Targets, weights and masks meet its output only. And which leaves
+    meet params in anything else, before any output: an input of `x * w`, or a target of `y - mean`.
 
     >>> import jax.numpy as jnp
     >>> loss = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
@@ -117,7 +117,7 @@ def _union(bits: Sequence[int]) -> int:
     return found
 
 
-# ---------------------------------------------------------------------------- the parts of an equation
+# ------------------------------------------------------------------------- the parts of an equation
 
 
 def inner(eqn: Any) -> list[Any]:
@@ -132,7 +132,8 @@ def inner(eqn: Any) -> list[Any]:
 
 
 def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
-    """The one program that an equation stands for, and its constants: jit, checkpoint, custom derivatives.
+    """The one program that an equation stands for, and its constants: jit, checkpoint, custom
+    derivatives.
 
     With `parts` also that of `shard_map`, which sees a part of each array.
     """
@@ -141,7 +142,9 @@ def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
         return None
     closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is programs[0])
     shapes = lambda variables: [len(v.aval.shape) if parts else v.aval.shape for v in variables]
-    same = shapes(programs[0].invars) == shapes(eqn.invars) and shapes(programs[0].outvars) == shapes(eqn.outvars)
+    same = shapes(programs[0].invars) == shapes(eqn.invars) and shapes(
+        programs[0].outvars
+    ) == shapes(eqn.outvars)
     return (programs[0], getattr(closed, "consts", ())) if same else None
 
 
@@ -149,7 +152,9 @@ def scanned(eqn: Any) -> tuple[int, int]:
     """How many operands of a scan are the same in every trip, and how many it carries."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    parts = [list(part) for part in eqn.params["ft_in"].update(range(len(eqn.invars))).unpack()]  # jax 0.12
+    parts = [
+        list(part) for part in eqn.params["ft_in"].update(range(len(eqn.invars))).unpack()
+    ]  # jax 0.12
     return len(parts[0]), len(parts[1])
 
 
@@ -167,7 +172,11 @@ def source_line(sources: tuple, above: str = "") -> tuple[str, str]:
         frames = [match for line in lines if (match := _FRAME.match(line))]
         within = list(itertools.takewhile(lambda frame: frame[1] != above, frames))
         others = [frame for frame in within if not frame[1].startswith(OURS)]
-        own = [frame for frame in others if "site-packages" not in frame[1] and not frame[1].startswith(LIBRARIES)]
+        own = [
+            frame
+            for frame in others
+            if "site-packages" not in frame[1] and not frame[1].startswith(LIBRARIES)
+        ]
         theirs = theirs or next(iter(others), None)
         if own:
             return _as_text(own[0])

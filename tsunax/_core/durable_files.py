@@ -1,7 +1,7 @@
 """Files that survive: written aside, synced, renamed; read within bounds; one writer a directory.
 
-Links are never followed for a write, and nothing is deleted that does not carry a name that only this module gives.
-It knows nothing of arrays or states.
+Links are never followed for a write, and nothing is deleted that does not carry a name that only
+this module gives. It knows nothing of arrays or states.
 """
 
 from __future__ import annotations
@@ -30,18 +30,26 @@ __all__ = []
 
 LOCK = "tsunax.lock"
 SMALL = 1 << 20  # bytes: larger files are array data, whose hashes are those of the arrays
-_URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # of one letter it is a drive; a Path has lost the second slash
+_URL = re.compile(
+    r"[A-Za-z][\w+.-]+:/"
+)  # of one letter it is a drive; a Path has lost the second slash
 _OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
 
 
 def local(path: Any, name: str, where: str, expected: str = "a directory's path") -> str:
-    """The path that an argument names, with `~` expanded. Raises CheckpointError for none, and for "gs://bucket"."""
+    """The path that an argument names, with `~` expanded.
+
+    Raises CheckpointError for none, and for "gs://bucket".
+    """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
         got = "an empty path" if text == "" else trees.describe(path)
         raise CheckpointError(message(name, where, got, expected))
     if _URL.match(text):
-        fix = "Buckets are not supported yet. Give a local directory, or one where the bucket is mounted."
+        fix = (
+            "Buckets are not supported yet. Give a local directory, or one where the bucket is "
+            "mounted."
+        )
         raise CheckpointError(message(name, where, f"{text!r:.80}", "a local path", fix))
     expanded = os.path.expanduser(text)
     if text.startswith("~") and expanded == text:
@@ -51,7 +59,10 @@ def local(path: Any, name: str, where: str, expected: str = "a directory's path"
 
 
 def folder_of(path: Any, name: str, where: str) -> Path:
-    """The directory that an argument names, as a path that stays where it is. Raises CheckpointError."""
+    """The directory that an argument names, as a path that stays where it is.
+
+    Raises CheckpointError.
+    """
     text = local(path, name, where)
     try:
         return Path(os.path.realpath(text))
@@ -69,7 +80,9 @@ def step_of(name: str) -> int | None:
 
 
 def aside(folder: Path, kind: str, step: int) -> Path:
-    """A new hidden name in `folder`: "tmp" for what is being written, "old" for what is being replaced or deleted."""
+    """A new hidden name in `folder`: "tmp" for what is being written, "old" for what is being
+    replaced or deleted.
+    """
     return folder / f".tsunax-{kind}-{step}-{secrets.token_hex(4)}"
 
 
@@ -87,8 +100,15 @@ def is_real_directory(path: Path) -> bool:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file of at most `limit` bytes; ValueError, OSError for anything else."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    """The bytes of a regular file of at most `limit` bytes; ValueError, OSError for anything
+    else.
+    """
+    flags = (
+        os.O_RDONLY
+        | getattr(os, "O_NOFOLLOW", 0)
+        | getattr(os, "O_NONBLOCK", 0)
+        | getattr(os, "O_CLOEXEC", 0)
+    )
     with open(os.open(path, flags), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
@@ -102,8 +122,13 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def opened(path: Path) -> BinaryIO:
-    """A regular file of somebody else's, open for reading; links are followed. OSError for anything else."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)  # a pipe would block
+    """A regular file of somebody else's, open for reading; links are followed.
+
+    OSError for anything else.
+    """
+    flags = (
+        os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    )  # a pipe would block
     file = open(os.open(path, flags), "rb")  # noqa: SIM115, the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -125,14 +150,19 @@ def sync(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF) or not os.path.isdir(path):  # some cannot sync a directory
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not os.path.isdir(
+            path
+        ):  # some cannot sync a directory
             raise
     finally:
         os.close(fd)
 
 
 def listing(top: Path) -> dict[str, tuple[int, str]]:
-    """Every file from `top` down: its size, and the sha256 of a small one. ValueError for links and other things."""
+    """Every file from `top` down: its size, and the sha256 of a small one.
+
+    ValueError for links and other things.
+    """
     out = {}
     for folder, folders, files in os.walk(top):
         for name in [*folders, *files]:
@@ -146,7 +176,9 @@ def listing(top: Path) -> dict[str, tuple[int, str]]:
 
 
 def check_regular(top: Path) -> None:
-    """Raise OSError unless all that lies in a directory can be read without a wait: a pipe would block."""
+    """Raise OSError unless all that lies in a directory can be read without a wait: a pipe would
+    block.
+    """
     os.listdir(top)
     for folder, _, files in os.walk(top):
         for name in files:
@@ -162,11 +194,18 @@ def facts(path: Path) -> tuple[int, str]:
 
 def sizes(top: Path) -> int:
     """Bytes of all files from `top` down."""
-    return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, files in os.walk(top) for name in files)
+    return sum(
+        os.lstat(os.path.join(folder, name)).st_size
+        for folder, _, files in os.walk(top)
+        for name in files
+    )
 
 
 def remove(folder: Path, known: tuple[str, ...]) -> None:
-    """Delete a directory that `aside` named: the first of `known` first. What is not known stays, and keeps it."""
+    """Delete a directory that `aside` named: the first of `known` first.
+
+    What is not known stays, and keeps it.
+    """
     assert ours(folder.name), folder
     for name in known:
         inner = folder / name
@@ -193,7 +232,9 @@ def _watch_forks() -> None:
 
 
 def _close_all() -> None:
-    """In a forked child: it shares the open files, and would hold the locks for as long as it lives."""
+    """In a forked child: it shares the open files, and would hold the locks for as long as it
+    lives.
+    """
     for lock in _LOCKS:
         if lock._fd is not None:
             os.close(lock._fd)
@@ -218,10 +259,11 @@ def _lock(fd) -> None:
 class Lock:
     """This process alone writes into `folder`, until `release` or its death.
 
-    The kernel drops it with the process, however that dies. On Linux it is a lock of the open file, which
-    works over NFS as a record lock does, and which survives that this process reads the lock file (a copy
-    of the directory); a forked child, which may outlive its parent, closes its own end. Elsewhere it is a
-    record lock of POSIX, which goes with any close of the file, and holds against no one in this process.
+    The kernel drops it with the process, however that dies. On Linux it is a lock of the open file,
+    which works over NFS as a record lock does, and which survives that this process reads the lock
+    file (a copy of the directory); a forked child, which may outlive its parent, closes its own
+    end. Elsewhere it is a record lock of POSIX, which goes with any close of the file, and holds
+    against no one in this process.
     """
 
     def __init__(self, folder: Path, is_mine: bool = True, reader: str = "read_only=True"):
@@ -251,18 +293,27 @@ class Lock:
             _lock(self._fd)
         except (ImportError, OSError) as error:
             if getattr(error, "errno", None) in (errno.EACCES, errno.EAGAIN):
-                got, fix = self._owner(), f"Wait for it to end, give another path, or read with {reader}."
+                got, fix = (
+                    self._owner(),
+                    f"Wait for it to end, give another path, or read with {reader}.",
+                )
                 where = str(folder)
-                raise CheckpointError(message("directory in use", where, got, "no other writer", fix)) from None
+                raise CheckpointError(
+                    message("directory in use", where, got, "no other writer", fix)
+                ) from None
             warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.")
 
     def renew(self, folder: Path) -> None:
-        """Touch the file. Raises OSError unless it is still the locked one: another run may be at work in `folder`."""
+        """Touch the file. Raises OSError unless it is still the locked one: another run may be at
+        work in `folder`.
+        """
         if self._fd is None:
             return
         mine, there = os.fstat(self._fd), os.lstat(folder / LOCK)
         if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
-            raise FileExistsError(f"{folder} is another directory than at the start, or its {LOCK} another file")
+            raise FileExistsError(
+                f"{folder} is another directory than at the start, or its {LOCK} another file"
+            )
         os.utime(folder / LOCK)  # for those who delete what is old
 
     def _owner(self) -> str:

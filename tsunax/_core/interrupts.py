@@ -1,7 +1,8 @@
 """Signals during a run: the first ends it after the call under way, a second Ctrl-C at once.
 
-Signals that come together are one: a scheduler sends SIGTERM and SIGINT within milliseconds, a terminal may repeat
-a key. So a Ctrl-C is the second one only if it comes a second after the first one.
+Signals that come together are one: a scheduler sends SIGTERM and SIGINT within milliseconds, a
+terminal may repeat a key. So a Ctrl-C is the second one only if it comes a second after the first
+one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ TOGETHER = 1.0  # seconds
 
 
 class Interrupt:
-    """A context in which the first of these signals is noted in `asked`. Only the main thread can do that."""
+    """A context in which the first of these signals is noted in `asked`.
+
+    Only the main thread can do that.
+    """
 
     def __init__(self, *numbers: int):
         self.asked = 0
@@ -39,8 +43,14 @@ class Interrupt:
             if isinstance(outer, Interrupt):  # a sweep around this run, which ends with it
                 outer.asked = outer.asked or number
             if number == signal.SIGINT:
-                with contextlib.suppress(RuntimeError):  # a handler may come in the middle of another print
-                    print("\nending after this call; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # a handler may come in the middle of another print
+                    print(
+                        "\nending after this call; Ctrl-C again stops at once",
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
     def is_second(self) -> bool:
         """Whether this Ctrl-C is the second of two; notes the first one."""

@@ -1,9 +1,10 @@
 """Norms over trees.
 
-A kernel costs a CPU some microseconds to start, whatever it adds up, so that the norm of six small leaves would cost a
-small step as much as its gradient. Leaves of up to `SMALL` elements are therefore summed as one vector: a copy of at
-most 64 KiB each, for one reduction instead of one per leaf. Larger leaves are summed where they lie. So are all leaves
-of a program over a mesh: to join shards that lie on different devices, the devices would have to talk.
+A kernel costs a CPU some microseconds to start, whatever it adds up, so that the norm of six small
+leaves would cost a small step as much as its gradient. Leaves of up to `SMALL` elements are
+therefore summed as one vector: a copy of at most 64 KiB each, for one reduction instead of one per
+leaf. Larger leaves are summed where they lie. So are all leaves of a program over a mesh: to join
+shards that lie on different devices, the devices would have to talk.
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ def leaves_apart(apart: bool) -> Iterator[None]:
 
 
 def is_apart(x: Any) -> bool:
-    """Whether what is computed from an array is part of a program over a mesh, as far as JAX tells."""
+    """Whether what is computed from an array is part of a program over a mesh, as far as JAX
+    tells.
+    """
     return _apart.get() or bool(jax.typeof(x).sharding.mesh.axis_names)
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """sqrt(sum over leaves of sum(|x|²)), float32 whatever the dtypes (float64 if any is): `optax.tree.norm`."""
+    """sqrt(sum over leaves of sum(|x|²)), float32 whatever the dtypes (float64 if any is):
+    `optax.tree.norm`.
+    """
     large, small = [], defaultdict(list)
     for x in map(jnp.asarray, jax.tree.leaves(tree)):
         if x.size > SMALL or is_apart(x):

@@ -1,7 +1,7 @@
 """The pattern language: one matcher for selection, freezing, groups, decay, masks and sharding.
 
-Globs over the components of a path, lists with `!`, predicates, and trees of bools. All of them become *flags*,
-one bool per leaf in flatten order, and nothing else in tsunax looks at a pattern.
+Globs over the components of a path, lists with `!`, predicates, and trees of bools. All of them
+become *flags*, one bool per leaf in flatten order, and nothing else in tsunax looks at a pattern.
 """
 
 import dataclasses
@@ -40,7 +40,8 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
 
 
 def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "") -> str:
-    """The message for a name that is not among the known ones, with the one that was probably meant.
+    """The message for a name that is not among the known ones, with the one that was probably
+    meant.
 
     >>> unknown("parameter", "adam()", "lr", ["learning_rate", "b1"])
     "parameter at adam(): got 'lr', expected one of learning_rate, b1. Did you mean 'learning_rate'?"
@@ -54,13 +55,15 @@ def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "
 
 
 _OURS: dict[str, str] = dict.fromkeys(
-    ("drop_last", "drop_remainder"), 'tail="drop"'
+    ("drop_last", "drop_remainder"), "drop_remainder=True"
 )  # for arguments of other libraries
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def suggests_names(f: F) -> F:
-    """`f`, which raises WrongTypeError with the nearest name for a keyword that it does not have."""
+    """`f`, which raises WrongTypeError with the nearest name for a keyword that it does not
+    have.
+    """
 
     @functools.wraps(f)
     def call(*args, **kwargs):
@@ -68,7 +71,11 @@ def suggests_names(f: F) -> F:
             return f(*args, **kwargs)
         except TypeError as error:
             found = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
-            if found is None or error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            if (
+                found is None
+                or error.__traceback__ is None
+                or error.__traceback__.tb_next is not None
+            ):
                 raise  # from within the call
             known = [name for name in inspect.signature(f).parameters if name != "self"]
             where, ours = f.__qualname__.removesuffix(".__init__"), _OURS.get(found[1], "")

@@ -1,7 +1,7 @@
 """Where arrays live: on one device, or over a mesh, and how host rows get there.
 
-The rows of a batch are spread over the data axes of a mesh, everything else is whole on each device. Knows shardings
-and trees, nothing of states.
+The rows of a batch are spread over the data axes of a mesh, everything else is whole on each
+device. Knows shardings and trees, nothing of states.
 """
 
 from __future__ import annotations
@@ -41,16 +41,30 @@ def names_of(entry) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def parts_here(mesh) -> int:
-    """How many of those parts are this process's own. Raises DataError where processes would share one."""
+    """How many of those parts are this process's own.
+
+    Raises DataError where processes would share one.
+    """
     parts = parts_of(mesh)
     if not mesh.is_multi_process:
         return parts
     spread = NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
-    mine = len({part[0].start for part in spread.addressable_devices_indices_map((parts,)).values() if part})
+    mine = len(
+        {
+            part[0].start
+            for part in spread.addressable_devices_indices_map((parts,)).values()
+            if part
+        }
+    )
     if mine * jax.process_count() != parts:
         got = f"{parts} parts of rows for {jax.process_count()} processes"
-        fix = "Give axes of the mesh that hold rows (data, fsdp) to the processes, and tensor to the devices of one."
-        raise DataError(message("mesh", str(dict(mesh.shape)), got, "as many for each process", fix))
+        fix = (
+            "Give axes of the mesh that hold rows (data, fsdp) to the processes, and tensor to "
+            "the devices of one."
+        )
+        raise DataError(
+            message("mesh", str(dict(mesh.shape)), got, "as many for each process", fix)
+        )
     return mine
 
 
@@ -60,7 +74,8 @@ def is_explicit(mesh) -> bool:
 
 
 def home_of(tree) -> Any:
-    """The sharding that says where the arrays of a tree live: one on a mesh, if any of them is there.
+    """The sharding that says where the arrays of a tree live: one on a mesh, if any of them is
+    there.
 
     None where they lie on the default device, free to move.
     """
@@ -75,7 +90,10 @@ def home_of(tree) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """A tree on a mesh: where each array lies, and stays when a program returns it. One object for each value."""
+    """A tree on a mesh: where each array lies, and stays when a program returns it.
+
+    One object for each value.
+    """
 
     whole: NamedSharding  # what is whole on each device
     layout: Any  # of all
@@ -89,7 +107,8 @@ def _home(treedef, mesh, specs: tuple) -> Home:
 
 
 def home_on_mesh(tree, beside=()) -> Home | None:
-    """How a tree lies on the mesh of its arrays, or of those beside it; what is not there yet will be, whole.
+    """How a tree lies on the mesh of its arrays, or of those beside it; what is not there yet will
+    be, whole.
 
     None where all of it is on one device.
     """
@@ -98,13 +117,21 @@ def home_on_mesh(tree, beside=()) -> Home | None:
     mesh = mesh or next(filter(None, map(_mesh_of, jax.tree.leaves(beside))), None)
     if mesh is None:
         return None
-    return _home(treedef, mesh, tuple(_entries(x.sharding.spec) if _mesh_of(x) == mesh else None for x in leaves))
+    return _home(
+        treedef,
+        mesh,
+        tuple(_entries(x.sharding.spec) if _mesh_of(x) == mesh else None for x in leaves),
+    )
 
 
 def _mesh_of(x):
     """The mesh of several devices on which an array, or the shape of one, is; None for others."""
     sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    return sharding.mesh if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1 else None
+    return (
+        sharding.mesh
+        if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1
+        else None
+    )
 
 
 def _entries(spec: PartitionSpec) -> PartitionSpec:
@@ -130,11 +157,12 @@ def settled(tree, layout):
 
 
 def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
-    """A tree of rows along `axis` where a state lives: over the data axes of its mesh, where it has one.
+    """A tree of rows along `axis` where a state lives: over the data axes of its mesh, where it has
+    one.
 
-    Arrays that lie on that mesh stay as they are. Rows that do not divide by its devices raise DataError; with `whole`
-    each device gets, and computes, all of them. Arrays that are `shared` with somebody who may
-    write to them are copied.
+    Arrays that lie on that mesh stay as they are. Rows that do not divide by its devices raise
+    DataError; with `whole` each device gets, and computes, all of them. Arrays that are `shared`
+    with somebody who may write to them are copied.
     """
     if not isinstance(home, NamedSharding):
         return jax.device_put(_unshared(tree, home) if shared else tree, home)
@@ -146,9 +174,14 @@ def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
         rows = np.shape(x)[axis]
         if rows % parts and (spans or not whole):
             of = " of this process" if spans else ""
-            fix = 'Choose another batch_size, tail="drop", or pad the batch and name `mask` in loss_fn.'
+            fix = (
+                "Choose another batch_size, drop_remainder=True, or pad the batch and name "
+                "`mask` in loss_fn."
+            )
             got = f"{rows} rows{of}"
-            raise DataError(message("batch", f"mesh {dict(mesh.shape)}", got, f"a multiple of {parts}", fix))
+            raise DataError(
+                message("batch", f"mesh {dict(mesh.shape)}", got, f"a multiple of {parts}", fix)
+            )
         return _on(mesh, None if rows % parts else axis)
 
     leaves, treedef = jax.tree.flatten(tree)
@@ -163,14 +196,19 @@ def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
 
 
 def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
-    """The tree with copies of its last row up to `rows`, and the mask that tells them apart: f32 of shape (rows,)."""
+    """The tree with copies of its last row up to `rows`, and the mask that tells them apart: f32 of
+    shape (rows,).
+    """
 
     def one(x):
         if here == rows or np.ndim(x) <= axis:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
-        lib, last = jnp if isinstance(x, jax.Array) else np, (*[slice(None)] * axis, slice(-1, None))
+        lib, last = (
+            jnp if isinstance(x, jax.Array) else np,
+            (*[slice(None)] * axis, slice(-1, None)),
+        )
         return lib.concatenate([x, lib.repeat(x[last], rows - here, axis)], axis)
 
     return jax.tree.map(one, tree), (np.arange(rows) < here).astype(np.float32)
@@ -187,11 +225,14 @@ def whole(tree, home, shared: bool = True):
 @functools.lru_cache(maxsize=64)
 def _on(mesh, axis: int | None) -> NamedSharding:
     """Rows along an axis, over the data axes of a mesh; None: all of it everywhere."""
-    return NamedSharding(mesh, WHOLE if axis is None else PartitionSpec(*[None] * axis, data_axes(mesh)))
+    return NamedSharding(
+        mesh, WHOLE if axis is None else PartitionSpec(*[None] * axis, data_axes(mesh))
+    )
 
 
 def collected(params):
-    """Parameters as a loss function needs them where shardings are types: whole along the axes of rows.
+    """Parameters as a loss function needs them where shardings are types: whole along the axes of
+    rows.
 
     On other meshes the compiler sees to it.
     """
@@ -211,7 +252,9 @@ def collected(params):
 
 
 def rows_over(home, rows: int) -> NamedSharding | None:
-    """How rows that a program gathers are spread over the mesh of a state; None where nothing is to be said."""
+    """How rows that a program gathers are spread over the mesh of a state; None where nothing is to
+    be said.
+    """
     if not isinstance(home, NamedSharding) or rows % parts_of(home.mesh):
         return None
     return _on(home.mesh, 0)
@@ -237,12 +280,20 @@ def cut(x, n: int):
     """Rows along a second axis of n, inside a program."""
     shape = (len(x) // n, n, *x.shape[1:])
     sharding = jax.typeof(x).sharding
-    if not is_explicit(sharding.mesh) or sharding.spec[:1] in (PartitionSpec(), PartitionSpec(None)):
+    if not is_explicit(sharding.mesh) or sharding.spec[:1] in (
+        PartitionSpec(),
+        PartitionSpec(None),
+    ):
         return x.reshape(shape)
     parts = int(np.prod([sharding.mesh.shape[name] for name in names_of(sharding.spec[0])]))
     if len(x) % (parts * n):
-        got, fix = f"{len(x)} rows over {parts} devices", "Name `mask` in loss_fn, and the batch is padded."
-        expected = f"a multiple of {parts * n}, so that each device cuts its own into accumulate={n}"
+        got, fix = (
+            f"{len(x)} rows over {parts} devices",
+            "Name `mask` in loss_fn, and the batch is padded.",
+        )
+        expected = (
+            f"a multiple of {parts * n}, so that each device cuts its own into accumulate={n}"
+        )
         raise DataError(message("batch", "train_step()", got, expected, fix))
     spec = PartitionSpec(sharding.spec[0], None, *sharding.spec[1:])
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))
@@ -259,14 +310,18 @@ def _is_on(x, mesh) -> bool:
 
 
 def _unshared(tree, sharding):
-    """The tree with NumPy arrays of its own where a CPU would go on reading those of the user, who may refill them."""
+    """The tree with NumPy arrays of its own where a CPU would go on reading those of the user, who
+    may refill them.
+    """
     device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
     own = lambda x: copied(x) if isinstance(x, np.ndarray) else x
     return jax.tree.map(own, tree) if device.platform == "cpu" else tree
 
 
 def room(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Empty memory that JAX on a CPU takes as it is, from a multiple of 64: else it copies once more."""
+    """Empty memory that JAX on a CPU takes as it is, from a multiple of 64: else it copies once
+    more.
+    """
     bytes = math.prod(shape) * dtype.itemsize
     if bytes < ALIGNED_FROM or dtype.hasobject:
         return np.empty(shape, dtype)
@@ -287,7 +342,10 @@ def _sent(leaves: list, shardings: list, shared: bool) -> list:
     if all(s.is_fully_addressable for s in shardings):
         own = _unshared(leaves, shardings[0]) if shared and leaves else leaves
         return jax.device_put(own, shardings)
-    return [jax.make_array_from_process_local_data(s, np.asarray(x)) for x, s in zip(leaves, shardings, strict=True)]
+    return [
+        jax.make_array_from_process_local_data(s, np.asarray(x))
+        for x, s in zip(leaves, shardings, strict=True)
+    ]
 
 
 __all__ = [

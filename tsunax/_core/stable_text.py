@@ -1,6 +1,8 @@
-"""Any value in words, and any array in bits, that are the same in every process and every run: what is compared.
+"""Any value in words, and any array in bits, that are the same in every process and every run: what
+is compared.
 
-No addresses, no order of sets: an object is its type and its fields, a function its name, its code, and what it keeps.
+No addresses, no order of sets: an object is its type and its fields, a function its name, its code,
+and what it keeps.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _DEEP = 12  # objects within objects, beyond which nobody looks
 
 
 def bits_of(array: Any) -> np.ndarray | None:
-    """An array, or the words of a key, on the host; None for one of which other processes have a part."""
+    """An array, or the words of a key, on the host; None for one of which other processes have a
+    part.
+    """
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         if not array.is_fully_replicated:
             return None
@@ -59,7 +63,13 @@ def words_of(x: Any, depth: int = 0, seen: frozenset = frozenset()) -> str:
         return f"{kind * (kind != 'set')}{{{', '.join(sorted(map(inner, x)))}}}"
     if isinstance(x, (list, tuple)):
         inside = ", ".join(map(inner, x))
-        return f"[{inside}]" if kind == "list" else f"({inside})" if kind == "tuple" else f"{kind}({inside})"
+        return (
+            f"[{inside}]"
+            if kind == "list"
+            else f"({inside})"
+            if kind == "tuple"
+            else f"{kind}({inside})"
+        )
     if isinstance(x, functools.partial):
         return f"partial({inner(x.func)}, {inner(x.args)}, {inner(x.keywords)})"
     if isinstance(x, types.MethodType):
@@ -76,13 +86,19 @@ def words_of(x: Any, depth: int = 0, seen: frozenset = frozenset()) -> str:
 
 
 def _of_array(x: Any) -> str:
-    words = trees.describe(x) if np.ndim(x) or isinstance(x, np.ndarray | jax.Array) else f"{x.dtype}[]"
+    words = (
+        trees.describe(x) if np.ndim(x) or isinstance(x, np.ndarray | jax.Array) else f"{x.dtype}[]"
+    )
     words += " weak" * bool(getattr(x, "weak_type", False))
     if (bits := bits_of(x)) is None:
         return words
     if bits.dtype == object:
         return f"{words} {words_of(bits.tolist())}"
-    return f"{words} {bits[()]}" if bits.ndim == 0 else f"{words} {hash_of(np.ascontiguousarray(bits).tobytes())}"
+    return (
+        f"{words} {bits[()]}"
+        if bits.ndim == 0
+        else f"{words} {hash_of(np.ascontiguousarray(bits).tobytes())}"
+    )
 
 
 def _of_function(f: types.FunctionType, inner: Callable[[Any], str]) -> str:
@@ -98,22 +114,31 @@ def _of_function(f: types.FunctionType, inner: Callable[[Any], str]) -> str:
 
 def _hash_of_code(code: types.CodeType) -> str:
     """Of what it does: the functions inside it too, and not the lines or files where it stands."""
-    inside = [_hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x) for x in code.co_consts]
+    inside = [
+        _hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x) for x in code.co_consts
+    ]
     return hash_of(code.co_code + repr((code.co_names, inside)).encode())
 
 
 def name_and_code(f: Callable) -> tuple[str, str]:
-    """A function's name, and a hash of its code; what it closes over may change. ("Net", "") for an object's class."""
+    """A function's name, and a hash of its code; what it closes over may change.
+
+    ("Net", "") for an object's class.
+    """
     while isinstance(f, functools.partial):
         f = f.func
     if isinstance(f, types.FunctionType | types.MethodType):
         return f.__qualname__, _hash_of_code(f.__code__)
     call = vars(type(f)).get("__call__")
-    return type(f).__qualname__, _hash_of_code(call.__code__) if isinstance(call, types.FunctionType) else ""
+    return type(f).__qualname__, _hash_of_code(call.__code__) if isinstance(
+        call, types.FunctionType
+    ) else ""
 
 
 def parts_of(root: str, thing: Any) -> dict[str, str]:
-    """The leaves of a tree by their place, and what of it is no leaf: containers and static fields."""
+    """The leaves of a tree by their place, and what of it is no leaf: containers and static
+    fields.
+    """
     return dict(_walk(root, thing, ()))
 
 
@@ -125,7 +150,10 @@ def _walk(root: str, node: Any, path: tuple) -> Iterator[tuple[str, str]]:
     children = trees._children(node)
     kind, static = jtu.tree_structure(node, is_leaf=lambda x: x is not node).node_data()
     if kind not in (dict, list, tuple) or not children:
-        yield f"{place} itself", f"{kind.__name__}" + (f" {words_of(static)}" if static is not None else "")
+        yield (
+            f"{place} itself",
+            f"{kind.__name__}" + (f" {words_of(static)}" if static is not None else ""),
+        )
     elif kind is not dict:
         yield f"{place} itself", kind.__name__
     for key, child in children:

@@ -62,7 +62,9 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def bits_differ(x: Any, y: Any) -> bool:
-    """Whether two leaves have other shapes, dtypes or bits: 0.0 is not -0.0, and a NaN is itself."""
+    """Whether two leaves have other shapes, dtypes or bits: 0.0 is not -0.0, and a NaN is
+    itself.
+    """
     if not (is_array(x) and is_array(y)):
         return type(x) is not type(y) or x != y
     if x.shape != y.shape or x.dtype != y.dtype:
@@ -204,7 +206,9 @@ def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
 
 
 def axis_names(tree: Any) -> list[tuple | None]:
-    """For each leaf in flatten order the names that flax's metadata give to its axes; None where there are none."""
+    """For each leaf in flatten order the names that flax's metadata give to its axes; None where
+    there are none.
+    """
     found: list[tuple | None] = []
     for node in jtu.tree_leaves(tree, is_leaf=_is_box):
         inner = jtu.tree_leaves(node)
@@ -212,7 +216,9 @@ def axis_names(tree: Any) -> list[tuple | None]:
         if _is_box(node) and len(inner) == 1:
             known = node.get_metadata() if hasattr(node, "get_metadata") else {}
             names = ("out_sharding", "sharding_names", "sharding")
-            given = getattr(node, "names", None) or next((known[name] for name in names if known.get(name)), None)
+            given = getattr(node, "names", None) or next(
+                (known[name] for name in names if known.get(name)), None
+            )
             given = getattr(given, "spec", given)
         found += [None if given is None else tuple(given)] * len(inner)
     return found
@@ -253,7 +259,9 @@ def merge(selected: Any, rest: Any) -> Any:
     theirs, other = jax.tree.flatten(rest, is_leaf=lambda x: x is None)
     if treedef != other:
         filled = [treedef.unflatten([0] * len(ours)), other.unflatten([0] * len(theirs))]
-        raise StateError(f"parts of two different trees {first_difference(*filled, leaf='a leaf')}.")
+        raise StateError(
+            f"parts of two different trees {first_difference(*filled, leaf='a leaf')}."
+        )
     pairs = list(zip(ours, theirs, strict=True))
     if any(a is not None and b is not None for a, b in pairs):
         raise StateError(message("parts of a tree", "", "a leaf that both have", "no overlap"))
@@ -296,11 +304,16 @@ def describe(x: Any) -> str:
 
 def describe_call(f: Callable[..., Any]) -> str:
     """A function with the names of its parameters: "loss(params, batch, *, key)"."""
-    bare = [p.replace(annotation=p.empty, default=p.empty) for p in inspect.signature(f).parameters.values()]
+    bare = [
+        p.replace(annotation=p.empty, default=p.empty)
+        for p in inspect.signature(f).parameters.values()
+    ]
     return f"{getattr(f, '__name__', type(f).__name__)}{inspect.Signature(bare)}"
 
 
-def _difference(got: Any, expected: Any, path: tuple, place: Callable[[tuple], str], leaf: str) -> str | None:
+def _difference(
+    got: Any, expected: Any, path: tuple, place: Callable[[tuple], str], leaf: str
+) -> str | None:
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None
     say = lambda x: leaf if leaf and jtu.all_leaves([x]) and x is not None else describe(x)
@@ -315,7 +328,9 @@ def _difference(got: Any, expected: Any, path: tuple, place: Callable[[tuple], s
             found = describe(ours[key]) if key in ours else "nothing"
             wanted = say(theirs[key]) if key in theirs else "nothing"
             return f"at {place(path + key)}: got {found}, expected {wanted}"
-    return f"at {place(path)}: got {type(got).__name__} with other static fields, expected equal ones"
+    return (
+        f"at {place(path)}: got {type(got).__name__} with other static fields, expected equal ones"
+    )
 
 
 def listed(items: Sequence[str], most: int) -> str:
@@ -332,8 +347,8 @@ def first_difference(got: Any, expected: Any, root: str = "", leaf: str = "") ->
     """Where two trees first differ, "at encoder/bias: got nothing, expected float32[3]"; or None.
 
     Container types, keys, `None`s and static fields count, shapes and dtypes do not: what
-    `jax.tree.map` asks for. Marks do not count. With `root` the place is "params['encoder']['bias']";
-    `leaf` is what to call an expected leaf instead.
+    `jax.tree.map` asks for. Marks do not count. With `root` the place is
+    "params['encoder']['bias']"; `leaf` is what to call an expected leaf instead.
     """
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None  # without a walk: the usual case
@@ -360,7 +375,9 @@ def square_sums(tree: Any) -> list[jax.Array]:
 # Owners
 
 
-def _owners_by_marks(init: Callable[[Any], Any], params: Any, keyed: list) -> list[int | None] | None:
+def _owners_by_marks(
+    init: Callable[[Any], Any], params: Any, keyed: list
+) -> list[int | None] | None:
     """None where `init` fails on marked parameters, or makes another state of them."""
     try:
         marked = jtu.tree_flatten_with_path(jax.eval_shape(init, _mark(params)))[0]

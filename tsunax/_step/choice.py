@@ -1,9 +1,10 @@
 """One choice per step: the state in which everything moved, or the one before.
 
-A verdict needs the norm of what the rule would add to params, so that it is known only after the rule ran. The choice
-between the two states then costs a select for each array: little where steps are long, and on other devices than a
-CPU, where XLA makes a few kernels of all of them. A CPU pays for each kernel's start, and for a small model three
-times as much as for the step itself (tiny MLP, Adam: 32 us without a verdict, 98 with selects, 37 with the cond below).
+A verdict needs the norm of what the rule would add to params, so that it is known only after the
+rule ran. The choice between the two states then costs a select for each array: little where steps
+are long, and on other devices than a CPU, where XLA makes a few kernels of all of them. A CPU pays
+for each kernel's start, and for a small model three times as much as for the step itself (tiny MLP,
+Adam: 32 us without a verdict, 98 with selects, 37 with the cond below).
 
 So states of small leaves are chosen by a `lax.cond` on a CPU. Its taken branch computes rule and
 application once more. XLA drops from the first run all but what the verdict reads: the norm of the
@@ -11,12 +12,12 @@ updates, which is one kernel, and the reports of rules. That pays as long as the
 rule costs less than the starts of its kernels: up to 16 KiB a leaf on average, and only for rules
 that work element by element. All others keep the selects: the second run of a norm, a product, a
 loop or a callback costs more than it saves, and a collective must not stand behind a condition.
-Under `vmap` the cond is a select by itself. Programs over a mesh, and devices inside `shard_map` that
-may decide differently, keep the selects too.
+Under `vmap` the cond is a select by itself. Programs over a mesh, and devices inside `shard_map`
+that may decide differently, keep the selects too.
 
 Both ways compute the same. Their bits are the same if a gradient ends in a product or a sum over
-rows, as that of a weight does. If it ends element by element (a penalty, scaled or tanh weights), XLA
-fuses that end into the update where both are in one computation, as in a plain optax step with
+rows, as that of a weight does. If it ends element by element (a penalty, scaled or tanh weights),
+XLA fuses that end into the update where both are in one computation, as in a plain optax step with
 selects, and rounds once less; a cond stands between them (`docs/live-rules.md`).
 """
 
@@ -46,8 +47,12 @@ _CHEAP = frozenset(
 )
 
 
-def candidate(applied: Callable[[], tuple], state: TrainState) -> tuple[tuple, Callable[[], tuple] | None]:
-    """What `applied()` gives, and a function that computes it once more, or None if that would not pay."""
+def candidate(
+    applied: Callable[[], tuple], state: TrainState
+) -> tuple[tuple, Callable[[], tuple] | None]:
+    """What `applied()` gives, and a function that computes it once more, or None if that would not
+    pay.
+    """
     leaves = jax.tree.leaves(trained_part(state))
     large = sum(x.size * x.dtype.itemsize for x in leaves) > SMALL * len(leaves)
     if large or state.plan.overwritten or any(map(is_apart, leaves)) or not axes.is_tracing():
@@ -56,7 +61,9 @@ def candidate(applied: Callable[[], tuple], state: TrainState) -> tuple[tuple, C
 
     program, shapes = jax.make_jaxpr(applied, return_shape=True)()  # traced once, for both runs
     shapes, treedef = jax.tree.flatten(shapes)
-    as_array = lambda x, s: x if hasattr(x, "dtype") else jnp.asarray(x, s.dtype)  # constants come back as numbers
+    as_array = lambda x, s: (
+        x if hasattr(x, "dtype") else jnp.asarray(x, s.dtype)
+    )  # constants come back as numbers
     run = lambda: treedef.unflatten(map(as_array, jaxpr_as_fun(program)(), shapes))
     return run(), run if _is_cheap(getattr(program, "jaxpr", program)) else None
 
@@ -68,8 +75,13 @@ def _is_cheap(jaxpr: Any) -> bool:
     return all(_is_cheap(part) for eqn in jaxpr.eqns for part in inner(eqn))
 
 
-def between(take, new: TrainState, old: TrainState, again: Callable[[], tuple] | None) -> TrainState:
-    """`new` if `take` is true, else `old`: every leaf that moves in a step. `again` computes `new` once more."""
+def between(
+    take, new: TrainState, old: TrainState, again: Callable[[], tuple] | None
+) -> TrainState:
+    """`new` if `take` is true, else `old`: every leaf that moves in a step.
+
+    `again` computes `new` once more.
+    """
     kind, still = (type(new), new.plan), split(new)[1]
     moving = lambda state: split(state)[0]
 

@@ -1,4 +1,5 @@
-"""What was wrong with a call: with its arguments if a program did not take them, with its numbers if it was rejected.
+"""What was wrong with a call: with its arguments if a program did not take them, with its numbers
+if it was rejected.
 
 A warm call never comes here.
 """
@@ -24,7 +25,9 @@ from tsunax.step import StepInfo, gradient_of, seen_by
 
 
 def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
-    """After a program did not take its arguments: what is wrong with them, where that can be seen."""
+    """After a program did not take its arguments: what is wrong with them, where that can be
+    seen.
+    """
     if isinstance(error, TsunaxError):
         error.__dict__.pop("__notes__", None)  # JAX's, on the frames that it has hidden
         return None
@@ -39,18 +42,26 @@ def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | No
 
 
 def _check_arguments(state: TrainState, batch, extra) -> None:
-    is_data = isinstance(batch, Iterator) or (hasattr(batch, "__iter__") and jax.tree_util.all_leaves([batch]))
+    is_data = isinstance(batch, Iterator) or (
+        hasattr(batch, "__iter__") and jax.tree_util.all_leaves([batch])
+    )
     if is_data and not trees.is_array(batch):
         fix = "A step takes one batch: for batch in data."
-        raise WrongTypeError(message("batch", "step()", trees.describe(batch), "a tree of arrays", fix))
+        raise WrongTypeError(
+            message("batch", "step()", trees.describe(batch), "a tree of arrays", fix)
+        )
     checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
     moving = {id(x) for x in jax.tree.leaves(split(state)[0])}
     for name, tree in {"batch": batch, **extra}.items():
         if name != "batch":
-            checks.check_arrays(tree, name, f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...).")
+            checks.check_arrays(
+                tree, name, f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...)."
+            )
         if any(id(x) in moving for x in jax.tree.leaves(tree)):
             fix = "The step donates them: copy, or train_step(..., donate=False)."
-            raise StateError(message(f"argument {name!r}", "step()", "arrays of the state itself", "others", fix))
+            raise StateError(
+                message(f"argument {name!r}", "step()", "arrays of the state itself", "others", fix)
+            )
     checks.check_arrays(state, "state")
     _check_places(state)
 
@@ -58,11 +69,17 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
 def _check_places(state: TrainState) -> None:
     """Raise StateError, with a path, where the arrays of a state lie on different devices."""
     named = jax.tree_util.tree_flatten_with_path(state)[0]
-    bound = [(path, x) for path, x in named if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed]
+    bound = [
+        (path, x)
+        for path, x in named
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed
+    ]
     places = collections.Counter(frozenset(x.sharding.device_set) for _, x in bound)
     if len(places) > 1:
         most = places.most_common(1)[0][0]
-        in_words = lambda devices: str(next(iter(devices))) if len(devices) == 1 else f"{len(devices)} devices"
+        in_words = lambda devices: (
+            str(next(iter(devices))) if len(devices) == 1 else f"{len(devices)} devices"
+        )
         path, x = next((path, x) for path, x in bound if x.sharding.device_set != most)
         fix = "Put all of it in one place: ts.shard(state, mesh) or ts.to_device(state, device)."
         got, expected = in_words(x.sharding.device_set), f"{in_words(most)}, as of the others"
@@ -70,7 +87,9 @@ def _check_places(state: TrainState) -> None:
 
 
 def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> None:
-    """Raise NonFiniteError for a step that was rejected, unless its loss scale is looking for its value."""
+    """Raise NonFiniteError for a step that was rejected, unless its loss scale is looking for its
+    value.
+    """
     verdict = int(info.verdict)
     if verdict <= 0 or is_searching(state, info, verdict):
         return
@@ -82,7 +101,10 @@ def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> 
 
 
 def why(step, state: TrainState, info: StepInfo, batch, extra) -> str:
-    """What was wrong with a step that was rejected: its leaf, and its micro-batch. Compiles, once, and waits."""
+    """What was wrong with a step that was rejected: its leaf, and its micro-batch.
+
+    Compiles, once, and waits.
+    """
     calls = int(state.calls)
     # the state is as it was: the gradients that were rejected can be had again
     grads, dropped = _again(step)(state.replace(calls=calls - 1), batch, extra)
@@ -98,7 +120,9 @@ def why(step, state: TrainState, info: StepInfo, batch, extra) -> str:
 
 
 def _about_labels(step, state: TrainState, batch, extra) -> str:
-    """What is wrong with the labels in a batch, as far as class losses of ours see them outside of a program."""
+    """What is wrong with the labels in a batch, as far as class losses of ours see them outside of
+    a program.
+    """
     fn = LossFn.of(step.loss_fn)
     with losses.faults() as found, contextlib.suppress(Exception):
         keywords = fn.keywords(state, batch, extra, train=True)
@@ -121,7 +145,9 @@ def _again(step) -> Any:
 
 
 def is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
-    """Whether a rejection only lowers the loss scale, which is looking for its value: nothing to raise for."""
+    """Whether a rejection only lowers the loss scale, which is looking for its value: nothing to
+    raise for.
+    """
     scale = state.loss_scale
     if scale is None or not scale.dynamic or not guard.overflowed(verdict):
         return False

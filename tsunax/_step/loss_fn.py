@@ -1,7 +1,7 @@
 """Calling a loss function: it is given the keywords that it names, and answers with a `Loss`.
 
-Here is what a loss function may ask for, and what is said when it asks for something else, fails, or returns
-something else. It knows nothing of gradients.
+Here is what a loss function may ask for, and what is said when it asks for something else, fails,
+or returns something else. It knows nothing of gradients.
 """
 
 from __future__ import annotations
@@ -29,14 +29,28 @@ from tsunax.state import TrainState, averaged_params, in_precision
 _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
 # what the step gives to loss_fn or to the rule itself: no name for what a user gives
 _TAKEN = (
-    *("model_state", "train", "step", "state", "params", "batch", "at", "grads", "loss", "on_nonfinite", "norms"),
+    *(
+        "model_state",
+        "train",
+        "step",
+        "state",
+        "params",
+        "batch",
+        "at",
+        "grads",
+        "loss",
+        "on_nonfinite",
+        "norms",
+    ),
     *("weight", "value", "grad", "value_fn", "obj_fn", "grad_fn", "updates", "outside", "flush"),
 )
 
 
 @dataclass(frozen=True)
 class LossFn:
-    """A loss function and the keywords that it names; it is given what it names and nothing else."""
+    """A loss function and the keywords that it names; it is given what it names and nothing
+    else.
+    """
 
     fn: Callable
     names: tuple[str, ...]
@@ -47,20 +61,34 @@ class LossFn:
     def of(cls, fn, where: str = "train_step()") -> LossFn:
         if not callable(fn) or isinstance(fn, type):
             got = f"{trees.describe(fn)}, not callable" if not callable(fn) else trees.describe(fn)
-            raise WrongTypeError(message("loss_fn", where, got, "a function loss_fn(params, batch, ...)"))
+            raise WrongTypeError(
+                message("loss_fn", where, got, "a function loss_fn(params, batch, ...)")
+            )
         if type(fn).__module__.startswith("tsunax.") and hasattr(fn, "loss_fn"):
             got, fix = f"a {type(fn).__name__}", "Its loss function is step.loss_fn."
-            raise WrongTypeError(message("loss_fn", where, got, "a function loss_fn(params, batch, ...)", fix))
+            raise WrongTypeError(
+                message("loss_fn", where, got, "a function loss_fn(params, batch, ...)", fix)
+            )
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except (ValueError, TypeError):  # builtins without a signature
             return cls(fn, (), frozenset(), False)
         kinds = inspect.Parameter
-        positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+        positional = [
+            p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        ]
         starred = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
-        if (len(positional) < 2 and not starred) or [p.name for p in positional[:2]] == ["batch", "params"]:
-            got, fix = trees.describe_call(fn), f"After these two it may name {', '.join(_OFFERED)}."
-            raise LossError(message("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix))
+        if (len(positional) < 2 and not starred) or [p.name for p in positional[:2]] == [
+            "batch",
+            "params",
+        ]:
+            got, fix = (
+                trees.describe_call(fn),
+                f"After these two it may name {', '.join(_OFFERED)}.",
+            )
+            raise LossError(
+                message("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix)
+            )
         rest = positional[2:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
         return cls(
             fn,
@@ -70,9 +98,14 @@ class LossFn:
         )
 
     def keywords(self, state: TrainState, batch, extra, *, train: bool) -> dict[str, Any]:
-        """What this function names, from the state and `extra`. Raises LossError for what is not there."""
+        """What this function names, from the state and `extra`.
+
+        Raises LossError for what is not there.
+        """
         _check_extra(state, extra, train)
-        if extra.get("mask") is not None:  # NumPy's is the one that nobody gave: known to let every row through
+        if (
+            extra.get("mask") is not None
+        ):  # NumPy's is the one that nobody gave: known to let every row through
             extra = extra | {"mask": as_array("mask", extra["mask"], "the step")}
         offered = {"train": train, "step": state.step, "mask": None, **extra}
         if train and state.key is not None:
@@ -102,14 +135,22 @@ class LossFn:
             return message(what, "loss_fn", "an evaluation, which has no key", "a default", fix)
         if name in ("key", "model_state", "ema"):
             value = {"key": "jax.random.key(0)", "ema": "0.999"}.get(name, "...")
-            return message(what, "loss_fn", "a state without one", "one", f"Give it: setup(..., {name}={value}).")
+            return message(
+                what,
+                "loss_fn",
+                "a state without one",
+                "one",
+                f"Give it: setup(..., {name}={value}).",
+            )
         fix = f"Or give it yourself, step(state, batch, {name}=...), or take it out of batch."
         return patterns.unknown("keyword", "loss_fn", name, [*_OFFERED, *extra], fix)
 
     def __call__(self, params, batch, keywords, *, merges: bool = False) -> Loss:
-        """The `Loss` of one batch; a scalar weighs its rows, those that `mask` lets through where it is given.
+        """The `Loss` of one batch; a scalar weighs its rows, those that `mask` lets through where
+        it is given.
 
-        Where leaves of the batch differ in rows nobody knows how many there are: it weighs 1, and raises where it
+        Where leaves of the batch differ in rows nobody knows how many there are: it weighs 1, and
+          raises where it
         `merges` with others.
         """
         mask, rows = keywords.get("mask"), rows_of(batch)
@@ -125,7 +166,9 @@ class LossFn:
             raise
         if isinstance(mask, jax.Array) and np.shape(mask) == (rows,):
             out = _weighed(out, jnp.sum(mask, dtype=jnp.float32))
-        if (mask is not None or not isinstance(out, Loss) or out.weight is None) and (found := uneven(batch)):
+        if (mask is not None or not isinstance(out, Loss) or out.weight is None) and (
+            found := uneven(batch)
+        ):
             if merges or mask is not None:
                 raise LossError(f"{found} Return ts.Loss.mean(values) or ts.Loss(total, weight).")
             rows = 1
@@ -133,7 +176,9 @@ class LossFn:
 
 
 def noting(mean, found: list):
-    """`mean` as it is. Its differentiation adds to `found` if it depends on what it is differentiated by."""
+    """`mean` as it is. Its differentiation adds to `found` if it depends on what it is
+    differentiated by.
+    """
 
     @jax.custom_jvp
     def same(x):
@@ -151,10 +196,15 @@ def noting(mean, found: list):
 
 
 def check_noted(found: list, fn: LossFn) -> None:
-    """Raise LossError for a loss that no trained leaf moves: its gradient is zero, whatever the batch."""
+    """Raise LossError for a loss that no trained leaf moves: its gradient is zero, whatever the
+    batch.
+    """
     if not found:
         got, expected = "one that does not depend on any trained leaf of params", "one that does"
-        fix = "Compute it from the params that loss_fn is given, without stop_gradient, argmax or rounding."
+        fix = (
+            "Compute it from the params that loss_fn is given, without stop_gradient, argmax or "
+            "rounding."
+        )
         raise LossError(message("loss", trees.describe_call(fn.fn), got, expected, fix))
 
 
@@ -170,7 +220,9 @@ def _check_extra(state: TrainState, extra, train: bool) -> None:
     for name in extra:
         if name in _TAKEN or (name == "key" and train and state.key is not None):
             fix = "The step gives this one itself."
-            raise LossError(message("keyword", "the step", repr(name), "another name for what you give it", fix))
+            raise LossError(
+                message("keyword", "the step", repr(name), "another name for what you give it", fix)
+            )
 
 
 A_STEP = "a function (state, batch) -> (state, info)"
@@ -184,14 +236,23 @@ def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> Non
         return
     if isinstance(out, Loss) or np.shape(out) == ():
         got = f"{trees.describe_call(f)}, a loss function"
-        fix = f"Give ts.{what if what == 'eval_step' else 'train_step'}({getattr(f, '__name__', 'loss_fn')})."
-        raise WrongTypeError(message(what, "", got, expected, fix.replace("<lambda>", "loss_fn"))) from None
+        fix = (
+            "Give "
+            f"ts.{what if what == 'eval_step' else 'train_step'}({getattr(f, '__name__', 'loss_fn')})."
+        )
+        raise WrongTypeError(
+            message(what, "", got, expected, fix.replace("<lambda>", "loss_fn"))
+        ) from None
 
 
 def _note(fn, batch, error: Exception) -> str:
     """The note on an exception of the user's code: its line, and the shapes of its batch."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(LIBRARIES)]
+    own = [
+        f
+        for f in frames
+        if "site-packages" not in f.filename and not f.filename.startswith(LIBRARIES)
+    ]
     frame = [*frames[:1], *own][-1] if frames else None
     place = f", in {frame.name} ({frame.filename}:{frame.lineno})" if frame else ""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
@@ -201,9 +262,11 @@ def _note(fn, batch, error: Exception) -> str:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Remove tsunax's frames from the traceback of an exception of other code, as JAX removes its own.
+    """Remove tsunax's frames from the traceback of an exception of other code, as JAX removes its
+    own.
 
-    They stay if the exception comes from tsunax, or from JAX called by it: then they show the fault.
+    They stay if the exception comes from tsunax, or from JAX called by it: then they show the
+    fault.
     """
     if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
         return

@@ -1,4 +1,7 @@
-"""Populations: states whose arrays have a leading axis of members. How one is told, and how a function is mapped."""
+"""Populations: states whose arrays have a leading axis of members.
+
+How one is told, and how a function is mapped.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from tsunax.state import TrainState
 
 
 def members_of(state: Any) -> int | None:
-    """How many members a population has; None for a single state, and for what is no `TrainState`."""
+    """How many members a population has; None for a single state, and for what is no
+    `TrainState`.
+    """
     if not isinstance(state, TrainState):
         return None
     shape: tuple[int, ...] = state.clock.shape
@@ -25,7 +30,8 @@ def members_of(state: Any) -> int | None:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("tree",), meta_fields=())
 @dataclass(frozen=True)
 class each:
-    """A tree whose arrays have a first axis of members: a batch for each, `step(runs, ts.populations.each(batches))`.
+    """A tree whose arrays have a first axis of members: a batch for each, `step(runs,
+    ts.populations.each(batches))`.
 
     >>> each(jax.numpy.zeros((3, 8))).tree.shape
     (3, 8)
@@ -35,7 +41,8 @@ class each:
 
 
 def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = None):
-    """`f(state, *trees)`, mapped over the members of a population; a tree in `each` has one for each of them.
+    """`f(state, *trees)`, mapped over the members of a population; a tree in `each` has one for
+    each of them.
 
     `at_once` of them together, one group after the other; None: all.
     """
@@ -45,7 +52,9 @@ def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = N
         if n is None or np.shape(x)[:1] != (n,):
             got, fix = f"shape {np.shape(x)}", "A batch for each member, along a new first axis."
             expected = f"a first axis of {n}" if n else "no each: the state is a single one"
-            raise StateError(message("leaf", "ts.populations.each", got, expected, fix if n else ""))
+            raise StateError(
+                message("leaf", "ts.populations.each", got, expected, fix if n else "")
+            )
     if n is None:
         return f(state, *trees)
 

@@ -1,6 +1,7 @@
 """Why a step was traced again: what each trace of it was given, and where two of them first differ.
 
-A trace costs seconds, so that a record of it costs nothing beside it; a step that is traced already never comes here.
+A trace costs seconds, so that a record of it costs nothing beside it; a step that is traced already
+never comes here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Trace:
     plan: Plan | None
     layout: Any  # on a mesh the sharding of each array that the step changes; None on one device
     moving: tuple[str, ...]  # the fields of the state that the step changes
-    mesh: str  # the axes that the state is on and of which type, also where one device is all of the mesh
+    # the axes that the state is on and of which type, also where one device is all of the mesh
+    mesh: str
     trees: dict[str, Any]  # {what it is called: tree of `jax.ShapeDtypeStruct`}
 
     @classmethod
@@ -35,7 +37,11 @@ class Trace:
             fields = {f"state.{f.name}": getattr(state, f.name) for f in state._fields}
         shapes = {name: jax.tree.map(_shape, tree) for name, tree in (fields | trees).items()}
         first = next(map(jax.typeof, jax.tree.leaves(state)), None)
-        axes = () if first is None else zip(first.sharding.mesh.axis_names, first.sharding.mesh.axis_types, strict=True)
+        axes = (
+            ()
+            if first is None
+            else zip(first.sharding.mesh.axis_names, first.sharding.mesh.axis_types, strict=True)
+        )
         mesh = ", ".join(f"{name}: {kind.name.lower()}" for name, kind in axes)
         moving = ("params", *state._moving) if plan is not None else ()
         return cls(kind, plan, None if home is None else home.layout, moving, mesh, shapes)
@@ -58,14 +64,23 @@ class Trace:
             found += _plans(self, other)
         follows = set()
         if found:  # parts of the state that follow from the plan
-            names = ("masters",) if found[0].startswith("precision") else ("opt_state", "numbers", "masters", "average")
+            names = (
+                ("masters",)
+                if found[0].startswith("precision")
+                else ("opt_state", "numbers", "masters", "average")
+            )
             follows = {f"state.{name}" for name in names}
         if self.members != other.members:
             found.append(f"the state is {_members(self)}, was {_members(other)}")
             follows = {name for name in self.trees if name.startswith("state.")}
         if "state.numbers" in self.trees and "state.numbers" not in follows:
-            cut = _difference("state.numbers", self.trees["state.numbers"], other.trees["state.numbers"])
-            found, follows = found + cut, follows | {"state.numbers"} | ({"state.opt_state"} if cut else set())
+            cut = _difference(
+                "state.numbers", self.trees["state.numbers"], other.trees["state.numbers"]
+            )
+            found, follows = (
+                found + cut,
+                follows | {"state.numbers"} | ({"state.opt_state"} if cut else set()),
+            )
         for name in other.trees | self.trees:
             if name in follows:
                 continue
@@ -75,7 +90,10 @@ class Trace:
             else:
                 found += _difference(name, self.trees[name], other.trees[name])
         if (self.layout is None) != (other.layout is None):
-            found.append(f"the state lies on {'one device' if self.layout is None else 'a mesh'}, not as before")
+            found.append(
+                f"the state lies on {'one device' if self.layout is None else 'a mesh'}, "
+                "not as before"
+            )
         elif self.layout is None and self.mesh != other.mesh:
             found.append(f"the state lies on {_mesh(self)}, was on {_mesh(other)}")
         elif not found and self.layout != other.layout:
@@ -103,12 +121,16 @@ def _plans(new: Trace, old: Trace) -> list[str]:
     if a.update != b.update or a.init != b.init:
         found.append("the rule is another one, in more than its numbers")
     if a.selected != b.selected:
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(new.trees["state.params"])[0]]
+        paths = [
+            path for path, _ in jax.tree_util.tree_flatten_with_path(new.trees["state.params"])[0]
+        ]
         everything = (True,) * len(paths)
         pairs = zip(paths, a.selected or everything, b.selected or everything, strict=False)
         what = next(((path, now) for path, now, before in pairs if now != before), None)
         where = (
-            "" if what is None else f": {_trees.access_str('params', what[0])} is {'' if what[1] else 'not '}trained"
+            ""
+            if what is None
+            else f": {_trees.access_str('params', what[0])} is {'' if what[1] else 'not '}trained"
         )
         found.append(f"trainable= selects other leaves{where}")
     if a.precision != b.precision:
@@ -121,14 +143,20 @@ def _difference(name: str, new: Any, old: Any) -> list[str]:
     if jax.tree.structure(new) != jax.tree.structure(old):
         if name == "state.frozen":
             return [
-                "the state has frozen flags, which it had not" if old is None else "the state lost its frozen flags"
+                "the state has frozen flags, which it had not"
+                if old is None
+                else "the state lost its frozen flags"
             ]
         if name == "state.numbers" and new is not None and old is not None:
             return ["the hyperparameters are cut into other groups (adjust)"]
         return [f"tree {_trees.first_difference(new, old, name)}"]
     pairs = zip(jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True)
     changed = [(path, x, y) for (path, x), y in pairs if _kind(x) != _kind(y)]
-    found = [f"{_trees.access_str(name, path)} has {what}" for path, x, y in changed[:3] for what in _leaf(x, y)]
+    found = [
+        f"{_trees.access_str(name, path)} has {what}"
+        for path, x, y in changed[:3]
+        for what in _leaf(x, y)
+    ]
     return [*found, f"and {len(changed) - 3} more leaves of {name}"] if len(changed) > 3 else found
 
 
@@ -138,7 +166,11 @@ def _kind(x: Any) -> tuple:
 
 def _leaf(new: Any, old: Any) -> list[str]:
     weak = lambda x: "a weak type (it was a Python number)" if x.weak_type else "a strong type"
-    pairs = {"shape ": (new.shape, old.shape), "dtype ": (new.dtype, old.dtype), "": (weak(new), weak(old))}
+    pairs = {
+        "shape ": (new.shape, old.shape),
+        "dtype ": (new.dtype, old.dtype),
+        "": (weak(new), weak(old)),
+    }
     return [f"{what}{x}, had {y}" for what, (x, y) in pairs.items() if x != y]
 
 
@@ -151,7 +183,11 @@ def _placement(new: Trace, old: Trace) -> list[str]:
         for field in new.moving
         for path, _ in jax.tree_util.tree_flatten_with_path(new.trees.get(f"state.{field}"))[0]
     ]
-    names = names if len(names) == len(found) else [_trees.access_str("state", path) for path, _ in found]
+    names = (
+        names
+        if len(names) == len(found)
+        else [_trees.access_str("state", path) for path, _ in found]
+    )
     for where, (_, a), b in zip(names, found, jax.tree.leaves(old.layout), strict=True):
         if a != b:
             what = "another mesh" if a.mesh != b.mesh else f"{a.spec}, was {b.spec}"
@@ -160,7 +196,8 @@ def _placement(new: Trace, old: Trace) -> list[str]:
 
 
 def why(traces: list[Trace], places: list[tuple[str, Any]]) -> list[str]:
-    """A line for each trace but the first of its kind: what was new in it, against the earlier one most like it.
+    """A line for each trace but the first of its kind: what was new in it, against the earlier one
+    most like it.
 
     Then one for each further device: there XLA compiles what was traced already.
     """
@@ -169,12 +206,17 @@ def why(traces: list[Trace], places: list[tuple[str, Any]]) -> list[str]:
         earlier = seen.setdefault(trace.kind, [])
         if earlier:
             found = trace.reasons(min(reversed(earlier), key=trace.distance))
-            same = "the same arguments as before: jax.clear_caches(), another jax.config, or a context of it"
+            same = (
+                "the same arguments as before: jax.clear_caches(), another jax.config, or a "
+                "context of it"
+            )
             lines.append(f"{trace.kind}: {'; '.join(found) or same}")
         earlier.append(trace)
     for kind in seen:
         devices = [device for of, device in places if of == kind]
-        lines += [f"{kind}: the state is on {b}, was on {a}" for a, b in itertools.pairwise(devices)]
+        lines += [
+            f"{kind}: the state is on {b}, was on {a}" for a, b in itertools.pairwise(devices)
+        ]
     return lines
 
 

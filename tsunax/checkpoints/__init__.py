@@ -1,4 +1,5 @@
-"""Checkpoints: a run on the disk, whole or not there, verified; and files of other libraries (`exchange`).
+"""Checkpoints: a run on the disk, whole or not there, verified; and files of other libraries
+(`exchange`).
 
 It knows states and the place in data. It must not know loops.
 """

@@ -27,7 +27,18 @@ __all__ = []
 MANIFEST, SUM, ARRAYS = "manifest.json", "manifest.sha256", "arrays"
 KNOWN = (MANIFEST, SUM, ARRAYS)
 _FOREIGN = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint", "commit_success.txt")
-_FOREIGN_ENDS = (".msgpack", ".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".safetensors", ".npz", ".h5", ".keras")
+_FOREIGN_ENDS = (
+    ".msgpack",
+    ".pkl",
+    ".pickle",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".safetensors",
+    ".npz",
+    ".h5",
+    ".keras",
+)
 NO_CODE = "Nothing in it was opened."
 
 
@@ -77,13 +88,25 @@ class Folder:
             real = durable_files.is_real_directory(self.path / name)
             if step is not None and real:
                 found.append(step)
-            elif warn and (step is not None or name.lstrip("-+").isdigit()) and os.path.lexists(self.path / name):
-                why = "a link" if os.path.islink(self.path / name) else "no step's name" if step is None else "a file"
+            elif (
+                warn
+                and (step is not None or name.lstrip("-+").isdigit())
+                and os.path.lexists(self.path / name)
+            ):
+                why = (
+                    "a link"
+                    if os.path.islink(self.path / name)
+                    else "no step's name"
+                    if step is None
+                    else "a file"
+                )
                 errors.warn(f"{self.path / name} is ignored: {why}.")
         return sorted(found)
 
     def known(self) -> dict[int, dict[str, float]]:
-        """The complete steps that are finite, and their metrics; read once, because nobody else writes here."""
+        """The complete steps that are finite, and their metrics; read once, because nobody else
+        writes here.
+        """
         if self._known is None:
             self._known = {}
             for step, manifest in self.manifests():
@@ -112,11 +135,16 @@ class Folder:
         odd = [name for name in names if name in _FOREIGN or name.lower().endswith(_FOREIGN_ENDS)]
         if odd:
             got, expected = trees.listed(odd, 4), "checkpoints of tsunax, or none"
-            fix = f"{NO_CODE} tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
+            fix = (
+                f"{NO_CODE} tsunax.exchange reads safetensors, flax's msgpack and orbax's "
+                "directories."
+            )
             raise CheckpointError(message("checkpoints", str(self.path), got, expected, fix))
 
     def tidy(self) -> None:
-        """Finish what a killed run left half done: drop what it was writing, put back what it was replacing."""
+        """Finish what a killed run left half done: drop what it was writing, put back what it was
+        replacing.
+        """
         for name in sorted(os.listdir(self.path)):
             mine, folder = durable_files.ours(name), self.path / name
             if mine is None or not durable_files.is_real_directory(folder):
@@ -131,7 +159,10 @@ class Folder:
                 durable_files.remove(folder, KNOWN)
 
     def complete(self, folder: Path, manifest: Manifest) -> Path | None:
-        """Give what was written into `folder` its manifest and its name. What had that name before, to be deleted."""
+        """Give what was written into `folder` its manifest and its name.
+
+        What had that name before, to be deleted.
+        """
         body, step = manifest.dump(), manifest.step
         if len(body) > LIMIT:
             raise ValueError(f"a manifest of {len(body)} bytes, more than {LIMIT}")
@@ -148,7 +179,9 @@ class Folder:
         return old
 
     def _make_room(self, step: int) -> Path | None:
-        """Move what has this step's name out of the way: to be deleted if it is a checkpoint, to stay if it is not."""
+        """Move what has this step's name out of the way: to be deleted if it is a checkpoint, to
+        stay if it is not.
+        """
         final = self.path / str(step)
         if not os.path.lexists(final):
             return None

@@ -1,4 +1,5 @@
-"""The files of `flax.serialization.to_bytes`: msgpack with arrays in it. Read here with a list of dtypes that may be.
+"""The files of `flax.serialization.to_bytes`: msgpack with arrays in it. Read here with a list of
+dtypes that may be.
 
 It knows bytes and NumPy, and no tree but dicts.
 """
@@ -28,7 +29,14 @@ def read(content: bytes) -> dict[str, Any]:
         tree = _whole(found)
     except Damaged:
         raise
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError, msgpack.UnpackException) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        RecursionError,
+        OverflowError,
+        msgpack.UnpackException,
+    ) as error:
         raise Damaged(f"{type(error).__name__} {str(error)[:80]}") from None
     if not isinstance(tree, dict):
         raise Damaged("no dict of arrays")

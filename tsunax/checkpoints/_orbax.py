@@ -1,7 +1,9 @@
-"""Directories of orbax's own, which are read and never written: those that others made, and checkpoints of format 1.
+"""Directories of orbax's own, which are read and never written: those that others made, and
+checkpoints of format 1.
 
-The only module that knows orbax. Whatever that raises for bytes that are not its own is Damaged here, in one line; no
-wait is without a limit, and nothing is read that the files are far too small for.
+The only module that knows orbax. Whatever that raises for bytes that are not its own is Damaged
+here, in one line; no wait is without a limit, and nothing is read that the files are far too small
+for.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ __all__ = []
 
 @contextlib.contextmanager
 def _quiet():
-    """Damaged bytes make asyncio and absl log pages, some when tasks are collected; the error says it in a line."""
+    """Damaged bytes make asyncio and absl log pages, some when tasks are collected; the error says
+    it in a line.
+    """
     drop = lambda record: False
     loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
     for logger in loggers:
@@ -41,7 +45,9 @@ def _quiet():
             logger.removeFilter(drop)
 
 
-def of_format_1(path: Path, shards: Mapping[str, tuple[manifest.Shard, Leaf]]) -> dict[str, np.ndarray]:
+def of_format_1(
+    path: Path, shards: Mapping[str, tuple[manifest.Shard, Leaf]]
+) -> dict[str, np.ndarray]:
     """Stored arrays of the first format: by number in one directory of orbax's."""
     about = foreign(path)
     for name, (s, leaf) in shards.items():
@@ -53,7 +59,9 @@ def of_format_1(path: Path, shards: Mapping[str, tuple[manifest.Shard, Leaf]]) -
 
 
 def foreign(path: Path) -> Any:
-    """The tree that a directory of orbax's own says it has, by its old interface or the new one. Raises Damaged."""
+    """The tree that a directory of orbax's own says it has, by its old interface or the new one.
+    Raises Damaged.
+    """
     durable_files.check_regular(path)
     found = _of_orbax(lambda ocp: ocp.metadata(path).metadata, "the description")
     if not isinstance(found, Mapping | list | tuple):
@@ -64,11 +72,16 @@ def foreign(path: Path) -> Any:
 def as_struct(x):
     """A leaf of such a description as what `leaf_of` knows: arrays as their shape and dtype."""
     is_array = getattr(x, "shape", None) is not None and getattr(x, "dtype", None) is not None
-    return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype) if is_array and not trees.is_array(x) else x
+    return (
+        jax.ShapeDtypeStruct(tuple(x.shape), x.dtype) if is_array and not trees.is_array(x) else x
+    )
 
 
 def read_foreign(path: Path, tree, names: list[str]) -> list[Any]:
-    """Leaves of such a directory by name, arrays as NumPy's. Nothing is read that its files are far too small for."""
+    """Leaves of such a directory by name, arrays as NumPy's.
+
+    Nothing is read that its files are far too small for.
+    """
     wanted, target, declared = set(names), [], 0
     leaves, treedef = jax.tree.flatten(tree)
     found_names = ["/".join(name) for name, _, _ in trees.leaves_with_names(tree)]
@@ -76,7 +89,9 @@ def read_foreign(path: Path, tree, names: list[str]) -> list[Any]:
         if name not in wanted:
             target.append(...)
         elif isinstance(about := as_struct(x), jax.ShapeDtypeStruct):
-            chunk = getattr(getattr(x, "storage_metadata", None), "chunk_shape", None) or about.shape
+            chunk = (
+                getattr(getattr(x, "storage_metadata", None), "chunk_shape", None) or about.shape
+            )
             declared += max(math.prod(chunk), about.size) * about.dtype.itemsize
             target.append(np.broadcast_to(np.zeros((), about.dtype), about.shape))
         else:
@@ -88,12 +103,15 @@ def read_foreign(path: Path, tree, names: list[str]) -> list[Any]:
     return [by_name[name] for name in names]
 
 
-# orbax names its operations by one count of the process, and one load would take another one's from under it
+# orbax names its operations by one count of the process, and one load would take another one's from
+# under it
 _ONE_AT_A_TIME = threading.Lock()
 
 
 def _of_orbax(f, what: str):
-    """`f(orbax)`, its logs kept quiet and whatever it raises as Damaged, given up after ten minutes."""
+    """`f(orbax)`, its logs kept quiet and whatever it raises as Damaged, given up after ten
+    minutes.
+    """
 
     def run():
         ocp = importlib.import_module("orbax.checkpoint").v1
@@ -107,7 +125,9 @@ def _of_orbax(f, what: str):
             return bounded(run, 600.0, what)
         except CheckpointError:
             raise
-        except Exception as error:  # whatever orbax, TensorStore and asyncio raise for bytes that are not theirs
+        except (
+            Exception
+        ) as error:  # whatever orbax, TensorStore and asyncio raise for bytes that are not theirs
             fault = Damaged(told(error))
     raise fault
 

@@ -22,7 +22,7 @@ from tsunax.state import TrainState, base
 
 __all__ = []
 
-# ------------------------------------------------------------------------------------------------- to a state
+# --------------------------------------------------------------------------------------- to a state
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,28 @@ class How:
     def plan(self, manifest: Manifest, folder: Path) -> Plan:
         """Compare. Raises CheckpointError with up to ten differences, both sides of each."""
         plan = self.compared(manifest)
-        fix = "Restore with the setup that saved it; params alone: params_only=True or partial='pattern'."
+        fix = (
+            "Restore with the setup that saved it; params alone: params_only=True or "
+            "partial='pattern'."
+        )
         refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
         return plan
 
     def compared(self, manifest: Manifest) -> Plan:
         mine = _manifest.tree_of(self.like)
         saved = {leaf.path: leaf for leaf in manifest.leaves}
-        return self._params(mine, manifest, saved) if self.only_params else self._whole(mine, manifest, saved)
+        return (
+            self._params(mine, manifest, saved)
+            if self.only_params
+            else self._whole(mine, manifest, saved)
+        )
 
     def _whole(self, mine: _manifest.Tree, manifest: Manifest, saved: dict) -> Plan:
         like, columns, alone = self.like, {}, {}
         if mine.states:
-            like = _map_states(self.like, mine, lambda path, s: _laid_out_like(path, s, manifest, saved))
+            like = _map_states(
+                self.like, mine, lambda path, s: _laid_out_like(path, s, manifest, saved)
+            )
             mine = _manifest.tree_of(like)
         found: list[str] = []
         given = _manifest.given_in(manifest)
@@ -70,39 +79,58 @@ class How:
             if s.loss_scale is not None and (handed is not None or not s.loss_scale.dynamic):
                 alone[(*path, ".loss_scale", ".scale")] = "loss scale", then("scale")
             found += _manifest.fact_differences(manifest.states[path], facts, path)
-        absent = {(*path, ".frozen") for path in mine.states if (*path, ".frozen") not in saved}  # none was frozen
+        absent = {
+            (*path, ".frozen") for path in mine.states if (*path, ".frozen") not in saved
+        }  # none was frozen
         wanted = [(path, path, x) for path, x in mine.leaves if path not in absent]
         more, pairs = _manifest.differences(wanted, saved, self.cast, skip=columns.__contains__)
         found += more + _manifest.extra_leaves(wanted, saved)
-        nodes = [{p: k for p, k in side.items() if p[-1:] != (".frozen",)} for side in (manifest.nodes, mine.nodes)]
+        nodes = [
+            {p: k for p, k in side.items() if p[-1:] != (".frozen",)}
+            for side in (manifest.nodes, mine.nodes)
+        ]
         shown = {line.partition(":")[0] for line in found}
         found += [d for d in _manifest.node_differences(*nodes) if d.partition(":")[0] not in shown]
         return Plan(like, mine, pairs, found, columns, alone, [])
 
     def _params(self, mine: _manifest.Tree, manifest: Manifest, saved: dict) -> Plan:
-        """Params and model state of each TrainState; or a bare tree of params from the one that was saved."""
+        """Params and model state of each TrainState; or a bare tree of params from the one that was
+        saved.
+        """
         fields = (".params",) if self.partial is not None else (".params", ".model_state")
         roots: dict = {(*path, field): (*path, field) for path in mine.states for field in fields}
         if not mine.states:
-            roots = {(): (*next(iter(manifest.states)), ".params") if len(manifest.states) == 1 else ()}
+            roots = {
+                (): (*next(iter(manifest.states)), ".params") if len(manifest.states) == 1 else ()
+            }
         home = lambda path: next((root for root in roots if path[: len(root)] == root), None)
-        wanted = [(p, roots[home(p)] + p[len(home(p)) :], x) for p, x in mine.leaves if home(p) is not None]  # type: ignore[arg-type]
+        wanted = [
+            (p, roots[home(p)] + p[len(home(p)) :], x)
+            for p, x in mine.leaves
+            if home(p) is not None
+        ]  # type: ignore[arg-type]
         if self.partial is not None:
             chosen = self._chosen(mine)
             wanted = [w for w in wanted if w[0] in chosen]
         found, pairs = _manifest.differences(wanted, saved, self.cast)
         if self.partial is None:
             tops = list(roots.values())
-            found += _manifest.extra_leaves(wanted, saved, lambda path: any(path[: len(t)] == t for t in tops))
+            found += _manifest.extra_leaves(
+                wanted, saved, lambda path: any(path[: len(t)] == t for t in tops)
+            )
         return Plan(self.like, mine, pairs, found, {}, {}, [])
 
     def _chosen(self, mine: _manifest.Tree) -> set:
-        """Paths of the leaves that the pattern matches, in the params of each TrainState or in the bare tree."""
+        """Paths of the leaves that the pattern matches, in the params of each TrainState or in the
+        bare tree.
+        """
         trees = {(*path, ".params"): s.params for path, s in mine.states.items()} or {(): self.like}
         chosen = set()
         for root, tree in trees.items():
             inside = [path for path, _ in mine.leaves if path[: len(root)] == root]
-            chosen |= {p for p, on in zip(inside, patterns.select(self.partial, tree), strict=True) if on}
+            chosen |= {
+                p for p, on in zip(inside, patterns.select(self.partial, tree), strict=True) if on
+            }
         return chosen
 
 
@@ -153,7 +181,9 @@ def _map_states(tree, known: _manifest.Tree, f: Callable[[tuple, TrainState], An
 
 @dataclass(frozen=True)
 class Plan:
-    """Which saved leaf goes where, what does not fit, and the numbers that are merged rather than taken."""
+    """Which saved leaf goes where, what does not fit, and the numbers that are merged rather than
+    taken.
+    """
 
     like: Any
     mine: _manifest.Tree
@@ -167,7 +197,12 @@ class Plan:
         """What this process needs of a saved leaf, as bounds of its axes; None for all of it."""
         sharding = getattr(pair.leaf, "sharding", None)
         is_merged = pair.path in self.columns or pair.path in self.alone
-        if sharding is None or sharding.is_fully_addressable or pair.saved.kind != "array" or is_merged:
+        if (
+            sharding is None
+            or sharding.is_fully_addressable
+            or pair.saved.kind != "array"
+            or is_merged
+        ):
             return None
         shape = pair.saved.shape
         indices = sharding.addressable_devices_indices_map(shape).values()
@@ -176,7 +211,10 @@ class Plan:
 
     def filled(self, values: list):
         """The target with these values, verified before, in the place of its own."""
-        new = {pair.path: self._placed(pair, value) for pair, value in zip(self.pairs, values, strict=True)}
+        new = {
+            pair.path: self._placed(pair, value)
+            for pair, value in zip(self.pairs, values, strict=True)
+        }
         leaves, treedef = jax.tree.flatten(self.like)
         paths = [path for path, _ in self.mine.leaves]
         out = treedef.unflatten([new.get(path, x) for path, x in zip(paths, leaves, strict=True)])
@@ -208,13 +246,18 @@ class Plan:
 def restarted(state: TrainState, **parts) -> TrainState:
     """A state whose optimizer starts at restored params."""
     state = state.replace(**parts)
-    return state if state.average is None else dataclasses.replace(state, average=state.average.of(base(state)))
+    return (
+        state
+        if state.average is None
+        else dataclasses.replace(state, average=state.average.of(base(state)))
+    )
 
 
 def placed(value, like, kind: str):
     """A verified host value as what stands in its place in `like`: same dtype, same devices.
 
-    Of an array over several processes the value may be what this process needs of it, see `Plan.needed`.
+    Of an array over several processes the value may be what this process needs of it, see
+    `Plan.needed`.
     """
     if not hasattr(like, "dtype"):
         return value
@@ -224,7 +267,9 @@ def placed(value, like, kind: str):
         return value.astype(like.dtype, copy=False)
     sharding, of_key = like.sharding, kind.removeprefix("key:") if kind.startswith("key:") else ""
     value = value if of_key else value.astype(like.dtype, copy=False)
-    if sharding is not None and not sharding.is_fully_addressable:  # each process makes its part, and nobody waits
+    if (
+        sharding is not None and not sharding.is_fully_addressable
+    ):  # each process makes its part, and nobody waits
         made = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
         return _manifest.wrap_key(made, of_key) if of_key else made
     value = _manifest.wrap_key(value, of_key) if of_key else value

@@ -1,11 +1,14 @@
-"""The safetensors format: a header with the name, dtype, shape and place of each array, and their bytes. No code in it.
+"""The safetensors format: a header with the name, dtype, shape and place of each array, and their
+bytes. No code in it.
 
-    8 bytes: length of the header | {"a/w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} | the bytes
+    8 bytes: length of the header | {"a/w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0,
+    24]}, ...} | the bytes
 
-Large sets are several files, and an index that says which name is where, as the Hugging Face hub has them. A header is
-believed only where it accounts for every byte of its file, so that nothing larger than the file is ever allocated.
-Written here rather than with the library of that name: that one reads no bfloat16 into NumPy, holds all arrays at once,
-and neither syncs nor renames. It knows files and NumPy, and no tree.
+Large sets are several files, and an index that says which name is where, as the Hugging Face hub
+has them. A header is believed only where it accounts for every byte of its file, so that nothing
+larger than the file is ever allocated. Written here rather than with the library of that name: that
+one reads no bfloat16 into NumPy, holds all arrays at once, and neither syncs nor renames. It knows
+files and NumPy, and no tree.
 """
 
 from __future__ import annotations
@@ -58,11 +61,14 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * np.dtype(manifest.dtype_of(dtype)).itemsize
 
 
-# --------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 def contents(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """What is in a file, or in all files of an index, and the text beside it. Raises Damaged, OSError."""
+    """What is in a file, or in all files of an index, and the text beside it.
+
+    Raises Damaged, OSError.
+    """
     if not path.name.endswith(INDEX):
         return _header(path)
     with durable_files.opened(path) as file:
@@ -73,7 +79,10 @@ def contents(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     where, about = body.get("weight_map"), body.get("metadata", {})
     if not isinstance(where, dict) or not isinstance(about, dict):
         raise Damaged("an index without weight_map")
-    files = {name: _header(path.parent / name)[0] for name in dict.fromkeys(map(_plain_name, where.values()))}
+    files = {
+        name: _header(path.parent / name)[0]
+        for name in dict.fromkeys(map(_plain_name, where.values()))
+    }
     for name, file in where.items():
         if name not in files[file]:
             raise Damaged(f"{name!r:.80} is not in {file}")
@@ -143,7 +152,11 @@ def _checked(name: str, x) -> tuple[str, tuple[int, ...], tuple[int, int]]:
     try:
         code, shape, (start, stop) = x["dtype"], tuple(x["shape"]), x["data_offsets"]
         numbers = [*shape, start, stop]
-        if len(x) != 3 or len(shape) > 64 or not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers):
+        if (
+            len(x) != 3
+            or len(shape) > 64
+            or not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers)
+        ):
             raise ValueError
     except (TypeError, KeyError, ValueError):
         raise Damaged(f"header: {name!r:.80} has no dtype, shape or place") from None
@@ -151,7 +164,9 @@ def _checked(name: str, x) -> tuple[str, tuple[int, ...], tuple[int, int]]:
     if dtype is None or manifest.dtype_of(dtype) is None:
         raise Damaged(f"{name!r:.80}: dtype {code!r:.20}, which NumPy does not have")
     if stop - start != _nbytes(dtype, shape):
-        raise Damaged(f"{name!r:.80}: {stop - start} bytes for {dtype}[{','.join(map(str, shape))}]")
+        raise Damaged(
+            f"{name!r:.80}: {stop - start} bytes for {dtype}[{','.join(map(str, shape))}]"
+        )
     if not manifest.is_shape(shape):  # an empty array, of 2**94 rows
         raise Damaged(f"{name!r:.80}: a shape that NumPy does not have, {list(shape)}")
     return dtype, shape, (start, stop)
@@ -171,20 +186,30 @@ def read(entry: Entry) -> np.ndarray:
     return out
 
 
-# --------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
-def save(path: Path, specs: Specs, get: Callable[[str], np.ndarray], about: dict[str, str], most: int | None) -> None:
-    """Write the arrays that `get` gives by name; files of at most `most` bytes of them, if that takes several.
+def save(
+    path: Path,
+    specs: Specs,
+    get: Callable[[str], np.ndarray],
+    about: dict[str, str],
+    most: int | None,
+) -> None:
+    """Write the arrays that `get` gives by name; files of at most `most` bytes of them, if that
+    takes several.
 
-    Whole or not at all: every file is written aside and synced before the first has its name, and an index goes before
-    what it leads to is replaced, and comes last. A link at one of the names is replaced, not followed.
+    Whole or not at all: every file is written aside and synced before the first has its name, and
+    an index goes before what it leads to is replaced, and comes last. A link at one of the names is
+    replaced, not followed.
     """
     groups = _groups(specs, most)
     index = path.with_name(path.name + INDEX)
     other = index if len(groups) == 1 else path
     if os.path.lexists(other):
-        raise FileExistsError(f"{other.name} is there, an export of other size; delete it or take another name")
+        raise FileExistsError(
+            f"{other.name} is there, an export of other size; delete it or take another name"
+        )
     ready: list[tuple[Path, Path]] = []
     try:
         for i, group in enumerate(groups):
@@ -192,11 +217,17 @@ def save(path: Path, specs: Specs, get: Callable[[str], np.ndarray], about: dict
             final = path if len(groups) == 1 else path.with_name(part)
             ready.append((durable_files.aside(path.parent, "tmp", 0), final))
             write(
-                ready[-1][0], {name: specs[name] for name in group}, get, about if len(groups) == 1 else _format(about)
+                ready[-1][0],
+                {name: specs[name] for name in group},
+                get,
+                about if len(groups) == 1 else _format(about),
             )
         if len(groups) > 1:
             where = {name: ready[i][1].name for i, group in enumerate(groups) for name in group}
-            body = {"metadata": {"total_size": sum(_nbytes(*x) for x in specs.values()), **about}, "weight_map": where}
+            body = {
+                "metadata": {"total_size": sum(_nbytes(*x) for x in specs.values()), **about},
+                "weight_map": where,
+            }
             ready.append((durable_files.aside(path.parent, "tmp", 0), index))
             durable_files.write(ready[-1][0], json.dumps(body, indent=1).encode())
             with contextlib.suppress(FileNotFoundError):
@@ -216,7 +247,9 @@ def _format(about: dict[str, str]) -> dict[str, str]:
 
 
 def _groups(specs: Specs, most: int | None) -> list[list[str]]:
-    """Names in order, cut where the bytes of a group would be more than `most`; a larger array is alone."""
+    """Names in order, cut where the bytes of a group would be more than `most`; a larger array is
+    alone.
+    """
     groups: list[list[str]] = [[]]
     used = 0
     for name, spec in specs.items():
@@ -229,14 +262,22 @@ def _groups(specs: Specs, most: int | None) -> list[list[str]]:
     return groups
 
 
-def write(path: Path, specs: Specs, get: Callable[[str], np.ndarray], about: dict[str, str]) -> None:
+def write(
+    path: Path, specs: Specs, get: Callable[[str], np.ndarray], about: dict[str, str]
+) -> None:
     """A new file, on the disk when this returns."""
     body: dict[str, Any] = {"__metadata__": about}
     at = 0
-    order = sorted(specs, key=lambda name: -np.dtype(manifest.dtype_of(specs[name][0])).itemsize)  # so all are aligned
+    order = sorted(
+        specs, key=lambda name: -np.dtype(manifest.dtype_of(specs[name][0])).itemsize
+    )  # so all are aligned
     for name in order:
         dtype, shape = specs[name]
-        body[name] = {"dtype": CODE_OF[dtype], "shape": list(shape), "data_offsets": [at, at + _nbytes(dtype, shape)]}
+        body[name] = {
+            "dtype": CODE_OF[dtype],
+            "shape": list(shape),
+            "data_offsets": [at, at + _nbytes(dtype, shape)],
+        }
         at = body[name]["data_offsets"][1]
     header = json.dumps(body, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)

@@ -1,9 +1,9 @@
 """What a checkpoint says of itself, and whether that fits what a script expects.
 
-A manifest is plain JSON: the step, every leaf by its key path with shape, dtype and a sha256 for each shard, the types
-of all containers, the rule, the names of the live numbers, the groups that `adjust` cut, and the plain values of data,
-history and callbacks. What is read is checked field by field and bounded; nothing in it is code. No file
-is opened here.
+A manifest is plain JSON: the step, every leaf by its key path with shape, dtype and a sha256 for
+each shard, the types of all containers, the rule, the names of the live numbers, the groups that
+`adjust` cut, and the plain values of data, history and callbacks. What is read is checked field by
+field and bounded; nothing in it is code. No file is opened here.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ __all__ = []
 
 FORMAT = 2  # 1 had all arrays in one directory of orbax's, and the values of one process
 LIMIT = 28 << 20  # bytes of a manifest: to parse one long string takes three times as much
-_PIECES = 1_000_000  # brackets and commas in it: what bounds the memory that parsing takes, to 100 MB
+_PIECES = (
+    1_000_000  # brackets and commas in it: what bounds the memory that parsing takes, to 100 MB
+)
 DEPTH = 64
-_PLAIN = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+_PLAIN = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 "
+    "complex128"
+)
 
 Path = tuple[str, ...]
 
@@ -53,12 +58,14 @@ class TooNew(Exception):
     """A manifest of a format that this version does not know."""
 
 
-# -------------------------------------------------------------------------------------------------------- leaves
+# ------------------------------------------------------------------------------------------- leaves
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A stored array: (start, stop) of each axis, the sha256 of its bytes, "file/number" where it is stored."""
+    """A stored array: (start, stop) of each axis, the sha256 of its bytes, "file/number" where it
+    is stored.
+    """
 
     bounds: tuple[tuple[int, int], ...]
     sha256: str
@@ -87,7 +94,9 @@ class Leaf:
 
 
 def dtype_name(x) -> str | None:
-    """The name of an array's dtype, if it can be saved; None for object, str, dates, records, and under a mask."""
+    """The name of an array's dtype, if it can be saved; None for object, str, dates, records, and
+    under a mask.
+    """
     name = np.dtype(x.dtype).name
     return name if dtype_of(name) == x.dtype and not isinstance(x, np.ma.MaskedArray) else None
 
@@ -95,7 +104,9 @@ def dtype_name(x) -> str | None:
 def dtype_of(name: str) -> np.dtype | None:
     if name in _PLAIN.split():
         return np.dtype(name)
-    if re.fullmatch(r"bfloat16|float[4-8]_\w{1,16}|u?int[124]", name, re.ASCII) and hasattr(ml_dtypes, name):
+    if re.fullmatch(r"bfloat16|float[4-8]_\w{1,16}|u?int[124]", name, re.ASCII) and hasattr(
+        ml_dtypes, name
+    ):
         return np.dtype(getattr(ml_dtypes, name))
     return None
 
@@ -111,7 +122,10 @@ def key_shape(shape: tuple[int, ...], dtype) -> tuple[int, ...]:
 
 
 def leaf_of(path: Path, x, root: str = "state") -> Leaf:
-    """What is expected of a leaf, or said of one that is saved: without its shards. WrongTypeError for other things."""
+    """What is expected of a leaf, or said of one that is saved: without its shards.
+
+    WrongTypeError for other things.
+    """
     if trees.is_key(x):
         return Leaf(path, f"key:{implementation(x.dtype)}", key_shape(x.shape, x.dtype), "uint32")
     if isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
@@ -122,7 +136,9 @@ def leaf_of(path: Path, x, root: str = "state") -> Leaf:
         value = [x.real, x.imag] if isinstance(x, complex) else x
         return Leaf(path, type(x).__name__, value=_finite(value))
     where, fix = show(root, path), "Leave it out of what is saved."
-    raise WrongTypeError(message("leaf", where, trees.describe(x), "an array, a number or a string", fix))
+    raise WrongTypeError(
+        message("leaf", where, trees.describe(x), "an array, a number or a string", fix)
+    )
 
 
 def plain_value(leaf: Leaf):
@@ -138,10 +154,12 @@ def _finite(x) -> Any:
 
 
 def _unfinite(x) -> Any:
-    return float(x[0]) if isinstance(x, list) and len(x) == 1 and x[0] in ("nan", "inf", "-inf") else x
+    return (
+        float(x[0]) if isinstance(x, list) and len(x) == 1 and x[0] in ("nan", "inf", "-inf") else x
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- trees
+# -------------------------------------------------------------------------------------------- trees
 
 
 def entry_name(entry) -> str:
@@ -157,7 +175,9 @@ def show(root: str, path: Path) -> str:
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree as paths: leaves in flatten order, the type of each container, and the training states in it."""
+    """A tree as paths: leaves in flatten order, the type of each container, and the training states
+    in it.
+    """
 
     leaves: list[tuple[Path, Any]]
     nodes: dict[Path, str]
@@ -181,15 +201,20 @@ def _walk(x, path: Path, in_box: bool, out: Tree) -> None:
     if isinstance(x, TrainState):
         out.states[path] = x
     for key, child in children:
-        inner = path if box and trees.key_name(key[0]) == "value" else path + tuple(map(entry_name, key))
+        inner = (
+            path
+            if box and trees.key_name(key[0]) == "value"
+            else path + tuple(map(entry_name, key))
+        )
         _walk(child, inner, box, out)
 
 
-# ---------------------------------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------------------- rules
 
 
 def rule_text(x, depth: int = 0, seen: frozenset = frozenset(), numbers: bool = False) -> str:
-    """What a rule is made of, without its numbers: names of functions, flags, strings. No two processes differ.
+    """What a rule is made of, without its numbers: names of functions, flags, strings. No two
+    processes differ.
 
     With `numbers`, those that are not live are in it too.
 
@@ -218,7 +243,9 @@ def rule_text(x, depth: int = 0, seen: frozenset = frozenset(), numbers: bool = 
     if isinstance(x, (tuple, list)):
         return f"({', '.join(map(inner, x))})"
     name = getattr(x, "__qualname__", type(x).__name__).split(".<locals>")[0]
-    cells = [inner(vars(x.__self__))] if inspect.ismethod(x) and hasattr(x.__self__, "__dict__") else []
+    cells = (
+        [inner(vars(x.__self__))] if inspect.ismethod(x) and hasattr(x.__self__, "__dict__") else []
+    )
     for cell in getattr(x, "__closure__", None) or ():
         try:
             cells.append(inner(cell.cell_contents))
@@ -229,13 +256,21 @@ def rule_text(x, depth: int = 0, seen: frozenset = frozenset(), numbers: bool = 
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 600 else f"{text[:560]}… {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return (
+        text
+        if len(text) <= 600
+        else f"{text[:560]}… {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    )
 
 
 def _schedule_text(schedule) -> str:
     if schedule is None:
         return ""
-    kinds = [getattr(leaf, "__qualname__", type(leaf).__name__) for leaf in schedule.leaves if leaf is not None]
+    kinds = [
+        getattr(leaf, "__qualname__", type(leaf).__name__)
+        for leaf in schedule.leaves
+        if leaf is not None
+    ]
     text = re.sub(r" at 0x[0-9a-fA-F]+", "", f"{schedule.treedef} {kinds}")
     return _short(text)
 
@@ -246,7 +281,9 @@ def state_facts(state: TrainState) -> dict[str, Any]:
     named = ["/".join(name) for name, _, _ in trees.leaves_with_names(state.params)]
     facts: dict[str, Any] = {
         "rule": _short(rule_text(plan.update)),
-        "trained": None if plan.selected is None else [n for n, on in zip(named, plan.selected, strict=True) if on],
+        "trained": None
+        if plan.selected is None
+        else [n for n, on in zip(named, plan.selected, strict=True) if on],
         "precision": None if plan.precision is None else rule_text(plan.precision),
         "average": None if average is None else "uniform" if average.uniform else "exponential",
         "columns": [],
@@ -257,14 +294,20 @@ def state_facts(state: TrainState) -> dict[str, Any]:
         facts["columns"] = [list(column) for column in numbers.column_names()]
         for at, s, group, _ in numbers.columns():
             pairs = zip(numbers.layout.names[at][group], s.live.schedules, strict=True)
-            facts["schedules"] |= {name: _schedule_text(schedule) for name, schedule in pairs if schedule}
+            facts["schedules"] |= {
+                name: _schedule_text(schedule) for name, schedule in pairs if schedule
+            }
         lives = [s for _, s in numbers.layout.lives]
-        facts["cuts"] = [[at, list(s.cut.of), list(s.cut.labels)] for at, s in enumerate(lives) if s.cut]
+        facts["cuts"] = [
+            [at, list(s.cut.of), list(s.cut.labels)] for at, s in enumerate(lives) if s.cut
+        ]
     return facts
 
 
 def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> TrainState:
-    """`state`, from `setup`, with the structure of the saved one: its cuts, room for frozen flags."""
+    """`state`, from `setup`, with the structure of the saved one: its cuts, room for frozen
+    flags.
+    """
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
         return jax.eval_shape(lambda s: _laid_out(s, facts, frozen), state)
     return _laid_out(state, facts, frozen)
@@ -280,14 +323,17 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
         for at, of, labels in facts["cuts"]:
             s = lives[at][1] if at < len(lives) else None
             if s is None or s.cut is not None or len(of) != len(s.paths):
-                continue  # another rule, or a script that cuts before it restores: the comparison tells
+                # another rule, or a script that cuts before it restores: the comparison tells
+                continue
             cuts[at] = live_rules.Cut(tuple(of), tuple(labels)), (0,) * len(labels)
         if cuts:
             opt_state, numbers = number_table.recut(opt_state, numbers, trained, cuts)
             old = state.numbers.values  # type: ignore[union-attr]
             if isinstance(old, jax.Array) and not trees.is_traced(old):  # a cut is made on the host
                 home = old.sharding if old.committed else None
-                numbers = dataclasses.replace(numbers, values=placement.whole(np.asarray(numbers.values), home))  # type: ignore[union-attr, type-var]
+                numbers = dataclasses.replace(
+                    numbers, values=placement.whole(np.asarray(numbers.values), home)
+                )  # type: ignore[union-attr, type-var]
     words = state.frozen
     if frozen and words is None:
         members, n = jnp.shape(state.clock)[:-1], len(jax.tree.leaves(trained))
@@ -298,7 +344,9 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
 
 
 def given_of(state: TrainState) -> dict[str, Any]:
-    """The numbers that a script gives with a state: its rule's, its average's rate, its loss scale."""
+    """The numbers that a script gives with a state: its rule's, its average's rate, its loss
+    scale.
+    """
     numbers, plain = state.numbers, lambda x: np.asarray(x).tolist()
     if numbers is not None and np.size(numbers.values) > 20_000:  # a manifest is bounded
         numbers = None
@@ -329,7 +377,11 @@ def given_in(manifest: Manifest) -> dict[Path, dict[str, Any]]:
 
 
 def merged_numbers(
-    saved: np.ndarray, saved_facts, mine: np.ndarray, my_facts, given: Mapping[str, Any] | None = None
+    saved: np.ndarray,
+    saved_facts,
+    mine: np.ndarray,
+    my_facts,
+    given: Mapping[str, Any] | None = None,
 ) -> tuple[np.ndarray, list[str]]:
     """The live numbers of a restored state, (..., 4, n), and what was edited in the script since.
 
@@ -387,7 +439,7 @@ def then_and_now(then, now) -> str:
     return f"{a} then, {b} now"
 
 
-# ----------------------------------------------------------------------------------------------- plain values, arrays
+# ----------------------------------------------------------------------------- plain values, arrays
 
 
 def encode(x: Any, keep: Callable[[np.ndarray], Any], where: str, depth: int = 0) -> Any:
@@ -412,7 +464,10 @@ def encode(x: Any, keep: Callable[[np.ndarray], Any], where: str, depth: int = 0
         found = [inner(value, i) for i, value in enumerate(x)]
         return found if isinstance(x, list) else {"$tuple": found}
     if trees.is_key(x):
-        return {"$key": implementation(trees.dtype_of(x)), "data": inner(np.asarray(jax.random.key_data(x)), "key")}
+        return {
+            "$key": implementation(trees.dtype_of(x)),
+            "data": inner(np.asarray(jax.random.key_data(x)), "key"),
+        }
     is_here = getattr(x, "is_fully_addressable", True) or getattr(x, "is_fully_replicated", True)
     if trees.is_array(x) and dtype_name(x) is not None and is_here:
         return {"$array": keep(np.array(x, copy=True))}
@@ -455,10 +510,12 @@ def wrap_key(data, name: str):
 @functools.cache
 def _generators() -> dict[str, str]:
     key = lambda known: jax.eval_shape(lambda: jax.random.key(0, impl=known))
-    return {implementation(key(known).dtype): known for known in ("threefry2x32", "rbg", "unsafe_rbg")}
+    return {
+        implementation(key(known).dtype): known for known in ("threefry2x32", "rbg", "unsafe_rbg")
+    }
 
 
-# ----------------------------------------------------------------------------------------------------- the manifest
+# ------------------------------------------------------------------------------------- the manifest
 
 
 @dataclass(frozen=True)
@@ -481,7 +538,9 @@ class Manifest:
     metrics: dict[str, float]
     fingerprint: dict[str, Any]
     versions: dict[str, str]
-    files: dict[str, tuple[int, str]]  # those that hold the arrays: size, and sha256 of the small ones
+    files: dict[
+        str, tuple[int, str]
+    ]  # those that hold the arrays: size, and sha256 of the small ones
     not_finite: str = ""  # the first trained leaf with a NaN or an infinity in it
 
     def of_arrays(self) -> list[Leaf]:
@@ -490,7 +549,14 @@ class Manifest:
         return [leaf for leaf in leaves if leaf.shards]
 
     def dump(self) -> bytes:
-        leaf = lambda x: [list(x.path), x.kind, list(x.shape), x.dtype, [shard(s) for s in x.shards], x.value]
+        leaf = lambda x: [
+            list(x.path),
+            x.kind,
+            list(x.shape),
+            x.dtype,
+            [shard(s) for s in x.shards],
+            x.value,
+        ]
         shard = lambda s: [[list(b) for b in s.bounds], s.sha256, s.name]
         body = {
             "format": FORMAT,
@@ -514,14 +580,27 @@ class Manifest:
         Unless it is of the `whole`, leaves may lack shards: those that other processes have.
         """
         check_pieces(content)
-        if len(content) > LIMIT or not content.isascii():  # others take four bytes for each character
+        if (
+            len(content) > LIMIT or not content.isascii()
+        ):  # others take four bytes for each character
             raise Damaged(f"manifest: {len(content)} bytes, expected at most {LIMIT}, all ASCII")
         try:
             body = json.loads(content)
-            if isinstance(body, dict) and type(body.get("format")) is int and body["format"] > FORMAT:
+            if (
+                isinstance(body, dict)
+                and type(body.get("format")) is int
+                and body["format"] > FORMAT
+            ):
                 raise TooNew(f"format {body['format']}")
             return _parsed(body, whole)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+            OverflowError,
+        ) as error:
             raise Damaged(f"manifest: {type(error).__name__} {str(error)[:80]}") from None
 
 
@@ -529,7 +608,9 @@ def merged(parts: list[Manifest]) -> Manifest:
     """One manifest of what several processes have of the shards of one tree."""
     leaves = []
     for same in zip(*(part.leaves for part in parts), strict=True):
-        leaves.append(dataclasses.replace(same[0], shards=tuple(s for leaf in same for s in leaf.shards)))
+        leaves.append(
+            dataclasses.replace(same[0], shards=tuple(s for leaf in same for s in leaf.shards))
+        )
     files = {name: facts for part in parts for name, facts in part.files.items()}
     own = [one for part in parts for one in part.parts]
     odd = next((part.not_finite for part in parts if part.not_finite), "")
@@ -538,7 +619,9 @@ def merged(parts: list[Manifest]) -> Manifest:
 
 def check_pieces(content: bytes) -> None:
     """Raise Damaged for JSON whose parsing would take far more memory than its own bytes."""
-    if sum(map(content.count, (b"[", b"{", b"{", b","))) > _PIECES:  # a dict takes as much as three lists
+    if (
+        sum(map(content.count, (b"[", b"{", b"{", b","))) > _PIECES
+    ):  # a dict takes as much as three lists
         raise Damaged(f"manifest: more than {_PIECES} entries")
 
 
@@ -559,7 +642,9 @@ def _size(x) -> int:
 
 
 def is_shape(shape) -> bool:
-    """Whether NumPy can have an array of this shape: also one without elements has a size without them."""
+    """Whether NumPy can have an array of this shape: also one without elements has a size without
+    them.
+    """
     sizes = all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
     return sizes and len(shape) <= 64 and math.prod(n for n in shape if n) < 1 << 48
 
@@ -569,7 +654,14 @@ def _leaf(x, whole: bool = True) -> Leaf:
     shape = tuple(_is(shape, list))
     if not is_shape(shape):
         raise ValueError("no shape")
-    leaf = Leaf(_path(path), _is(kind, str), shape, _is(dtype, str), tuple(map(_shard, _is(shards, list))), value)
+    leaf = Leaf(
+        _path(path),
+        _is(kind, str),
+        shape,
+        _is(dtype, str),
+        tuple(map(_shard, _is(shards, list))),
+        value,
+    )
     if not dtype:
         kinds = {"bool": bool, "int": int, "float": (float, list), "str": str, "complex": list}
         _is(value, kinds[kind])
@@ -579,7 +671,9 @@ def _leaf(x, whole: bool = True) -> Leaf:
         raise ValueError("an unknown dtype")
     total = 0
     for s in leaf.shards:
-        if len(s.bounds) != len(shape) or any(not a <= b <= n for (a, b), n in zip(s.bounds, shape, strict=True)):
+        if len(s.bounds) != len(shape) or any(
+            not a <= b <= n for (a, b), n in zip(s.bounds, shape, strict=True)
+        ):
             raise ValueError("a shard outside of its array")
         total += math.prod(s.shape)
     if whole and total != math.prod(shape):
@@ -598,7 +692,11 @@ def _shard(x) -> Shard:
 
 def _facts(x) -> dict[str, Any]:
     text = lambda y: None if y is None else _is(y, str)
-    trained = x["trained"] if x["trained"] is None else [_is(name, str) for name in _is(x["trained"], list)]
+    trained = (
+        x["trained"]
+        if x["trained"] is None
+        else [_is(name, str) for name in _is(x["trained"], list)]
+    )
     return {
         "rule": _is(x["rule"], str),
         "trained": trained,
@@ -624,7 +722,11 @@ def _parsed(body, whole: bool) -> Manifest:
     leaves = [_leaf(x, whole) for x in _is(body["leaves"], list)]
     parts = [[body["parts"], body["arrays"]]] if body["format"] == 1 else _is(body["parts"], list)
     parts = [_parts(*_is(x, list)) for x in parts]
-    names = [s.name for leaf in [*leaves, *(x for part in parts for x in part.arrays)] for s in leaf.shards]
+    names = [
+        s.name
+        for leaf in [*leaves, *(x for part in parts for x in part.arrays)]
+        for s in leaf.shards
+    ]
     if len(set(names)) != len(names):
         raise ValueError("two shards of one name")
     return Manifest(
@@ -636,13 +738,18 @@ def _parsed(body, whole: bool) -> Manifest:
         metrics={_is(k, str): float(_unfinite(v)) for k, v in _is(body["metrics"], dict).items()},
         fingerprint=_is(body["fingerprint"], dict),
         versions={_is(k, str): _is(v, str) for k, v in _is(body["versions"], dict).items()},
-        files={k: (_size(n), _is(digest, str)) for k, (n, digest) in _is(body["files"], dict).items()},
+        files={
+            k: (_size(n), _is(digest, str)) for k, (n, digest) in _is(body["files"], dict).items()
+        },
         not_finite=_is(body.get("not_finite", ""), str),
     )
 
 
 def _parts(values, arrays) -> Parts:
-    values, arrays = {_is(k, str): v for k, v in _is(values, dict).items()}, [_leaf(x) for x in _is(arrays, list)]
+    values, arrays = (
+        {_is(k, str): v for k, v in _is(values, dict).items()},
+        [_leaf(x) for x in _is(arrays, list)],
+    )
     _check_depth(values)
     if not all(leaf.dtype for leaf in arrays):
         raise ValueError("an array without a dtype")
@@ -652,13 +759,18 @@ def _parts(values, arrays) -> Parts:
 def _check_depth(x) -> None:
     level = [x]
     for _ in range(2 * DEPTH):
-        level = [z for y in level if isinstance(y, (dict, list)) for z in (y.values() if isinstance(y, dict) else y)]
+        level = [
+            z
+            for y in level
+            if isinstance(y, (dict, list))
+            for z in (y.values() if isinstance(y, dict) else y)
+        ]
         if not level:
             return
     raise ValueError("too many levels")
 
 
-# ------------------------------------------------------------------------------------------------------ comparison
+# --------------------------------------------------------------------------------------- comparison
 
 
 @dataclass(frozen=True)
@@ -676,7 +788,9 @@ def differences(
     cast: bool,
     skip: Callable[[Path], bool] = lambda _: False,
 ) -> tuple[list[str], list[Wanted]]:
-    """Compare what is wanted, (path here, path there, leaf), with what is there: (both sides of each, pairs)."""
+    """Compare what is wanted, (path here, path there, leaf), with what is there: (both sides of
+    each, pairs).
+    """
     found, pairs = [], []
     for here, there, x in wanted:
         mine, theirs = leaf_of(here, x), saved.get(there)
@@ -699,7 +813,9 @@ def fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
     return cast and floats(mine.dtype) and floats(theirs.dtype)
 
 
-def extra_leaves(wanted: list[tuple[Path, Path, Any]], saved: Mapping[Path, Leaf], under=lambda _: True) -> list[str]:
+def extra_leaves(
+    wanted: list[tuple[Path, Path, Any]], saved: Mapping[Path, Leaf], under=lambda _: True
+) -> list[str]:
     """What is saved and has no place."""
     known = {there for _, there, _ in wanted}
     return [f"{show('state', path)}: saved {leaf}, expected nothing" for path, leaf in saved.items()
@@ -707,7 +823,10 @@ def extra_leaves(wanted: list[tuple[Path, Path, Any]], saved: Mapping[Path, Leaf
 
 
 def node_differences(saved: Mapping[Path, str], mine: Mapping[Path, str]) -> list[str]:
-    """Containers of another type. Those that are on one side only show by their leaves, but for empty ones."""
+    """Containers of another type.
+
+    Those that are on one side only show by their leaves, but for empty ones.
+    """
     out = []
     for path in [*mine, *(p for p in saved if p not in mine)]:
         a, b = saved.get(path, "nothing"), mine.get(path, "nothing")
@@ -716,10 +835,15 @@ def node_differences(saved: Mapping[Path, str], mine: Mapping[Path, str]) -> lis
     return out
 
 
-def fact_differences(saved: Mapping[str, Any], mine: Mapping[str, Any], path: Path) -> Iterator[str]:
+def fact_differences(
+    saved: Mapping[str, Any], mine: Mapping[str, Any], path: Path
+) -> Iterator[str]:
     for name in ("rule", "trained", "precision", "average"):
         if saved[name] != mine[name]:
-            a, b = (_brief(x[name], "everything" if name == "trained" else "none") for x in (saved, mine))
+            a, b = (
+                _brief(x[name], "everything" if name == "trained" else "none")
+                for x in (saved, mine)
+            )
             yield f"{name} of {show('state', path)}: saved {a}, expected {b}"
 
 

@@ -35,14 +35,18 @@ _DEEP = 40
 
 
 def calls_of(tree) -> int:
-    """The calls of all training states in a tree; 0 if nothing has called them yet, or nobody here knows."""
+    """The calls of all training states in a tree; 0 if nothing has called them yet, or nobody here
+    knows.
+    """
     clocks = [s.clock for s in manifest.tree_of(tree).states.values()]
     known = all(getattr(x, "is_fully_replicated", True) or x.is_fully_addressable for x in clocks)
     return int(sum(np.sum(np.asarray(x)[..., 1]) for x in clocks)) if known else 0
 
 
 def script_of(step, state, data, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What a script gives to `fit`, in plain values: calls and numbers of its states, and the rest as texts."""
+    """What a script gives to `fit`, in plain values: calls and numbers of its states, and the rest
+    as texts.
+    """
     states = list(manifest.tree_of(state).states.values())
     found: dict[str, str] = {"loss_fn": code_text(getattr(step, "loss_fn", step))}
     if hasattr(step, "accumulate"):
@@ -58,7 +62,9 @@ def script_of(step, state, data, extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
-    """What a checkpoint of the state has not: the static numbers of its rule, average and loss scale; and its key."""
+    """What a checkpoint of the state has not: the static numbers of its rule, average and loss
+    scale; and its key.
+    """
     yield "rule", manifest.rule_text(state.plan.update, numbers=True)
     for name, x, fields in (
         ("average", state.average, ("start", "every", "warmup")),
@@ -68,7 +74,10 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
             yield f"{field} of the {name}", str(getattr(x, field))
     schedules = {f"the schedule of {name}": x for name, x in _schedules_of(state).items()}
     inside = list(_functions_in(state.plan.update, set()))
-    for name, functions in {**schedules, **({"a function in the rule": inside} if inside else {})}.items():
+    for name, functions in {
+        **schedules,
+        **({"a function in the rule": inside} if inside else {}),
+    }.items():
         kinds = ",".join(getattr(f, "__qualname__", type(f).__name__) for f in functions)
         yield name, f"{kinds}: " + ", ".join(map(code_text, functions))
     if state.key is not None:
@@ -96,7 +105,9 @@ def _functions_in(x: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
     if isinstance(x, types.FunctionType) and _package(x) not in ("tsunax", "optax", "jax"):
         yield x
         return
-    parts = _cells(x) if isinstance(x, types.FunctionType) else x if isinstance(x, tuple | list) else ()
+    parts = (
+        _cells(x) if isinstance(x, types.FunctionType) else x if isinstance(x, tuple | list) else ()
+    )
     if isinstance(x, functools.partial):
         parts = [x.func, *x.args, *x.keywords.values()]
     elif isinstance(x, types.MethodType):
@@ -140,7 +151,9 @@ def edits(then: Any, now: Mapping[str, str]) -> Iterator[str]:
         what, _, of = name.partition(" of state ")
         of = of and f" of state {of}"
         if what in ("loss_fn", "a function in the rule") or what.startswith("the schedule of "):
-            if theirs.partition(" ")[0] == mine.partition(" ")[0]:  # other Pythons compile to other codes
+            if (
+                theirs.partition(" ")[0] == mine.partition(" ")[0]
+            ):  # other Pythons compile to other codes
                 why = "its code, or a value that it refers to"
                 yield f"{name} has changed ({why}). The script's is used."
         elif what == "data":
@@ -176,14 +189,14 @@ def _first_difference(a: str, b: str) -> str:
     return f"{x[0] or 'an argument'} of {owner} from {x[2]} to {y[2]}"
 
 
-# ------------------------------------------------------------------------------------------------- functions
+# ---------------------------------------------------------------------------------------- functions
 
 
 def code_text(f) -> str:
     """The Python that compiled a function, and a hash of its code and of what it refers to.
 
-    What it refers to: defaults, closures, its object, and among the globals plain numbers, dicts and
-    lists, and functions, classes and objects of its own package; of classes and objects the
+    What it refers to: defaults, closures, its object, and among the globals plain numbers, dicts
+    and lists, and functions, classes and objects of its own package; of classes and objects the
     attributes that the code names. Arrays count by shape and dtype.
 
     No text depends on an address, or on the order of a set. What cannot be
@@ -201,20 +214,30 @@ def code_text(f) -> str:
 def _package(f) -> str:
     while isinstance(f, functools.partial):
         f = f.func
-    return (getattr(inspect.unwrap(f) if callable(f) else f, "__module__", None) or "").partition(".")[0]
+    return (getattr(inspect.unwrap(f) if callable(f) else f, "__module__", None) or "").partition(
+        "."
+    )[0]
 
 
-def _walk(x: Any, package: str, seen: dict[int, Any], named: set[str], parts: list[str], depth: int = 0) -> None:
-    """Add to `parts` what tells x from others; `named` are the attributes that the code so far reads."""
+def _walk(
+    x: Any, package: str, seen: dict[int, Any], named: set[str], parts: list[str], depth: int = 0
+) -> None:
+    """Add to `parts` what tells x from others; `named` are the attributes that the code so far
+    reads.
+    """
     inner = lambda *things: [_walk(y, package, seen, named, parts, depth + 1) for y in things]
-    read = lambda found: {name: y for name, y in found.items() if name in named or name == "__call__"}
+    read = lambda found: {
+        name: y for name, y in found.items() if name in named or name == "__call__"
+    }
     if len(parts) >= _MOST or depth > _DEEP:
         return
     if x is None or isinstance(x, (bool, int, float, complex, str, bytes, np.generic)):
         parts.append(repr(x))
         return
     if isinstance(x, (set, frozenset)):
-        parts.append(str(sorted(repr(y) for y in x if isinstance(y, (bool, int, float, str, bytes)))))
+        parts.append(
+            str(sorted(repr(y) for y in x if isinstance(y, (bool, int, float, str, bytes))))
+        )
         return
     if trees.dtype_of(x) is not None:
         parts.append(trees.describe(x))

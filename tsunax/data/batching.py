@@ -3,8 +3,9 @@
     for batch in ts.batches({"x": x, "y": y}, 128, shuffle=True, seed=0):
         ...
 
-A batch is any pytree of arrays with rows along axis 0. `batches` makes them from arrays, or from a stream of records;
-their order is a function of (seed, epoch), their place two integers. Nothing here knows of states and steps.
+A batch is any pytree of arrays with rows along axis 0. `batches` makes them from arrays, or from a
+stream of records; their order is a function of (seed, epoch), their place two integers. Nothing
+here knows of states and steps.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ ALL_ROWS = 2**62  # as a window of a shuffle: of the whole epoch
 
 
 def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
-    """The rows of a batch. Raises DataError for one that has none, or not the same number in every leaf.
+    """The rows of a batch. Raises DataError for one that has none, or not the same number in every
+    leaf.
 
-    Also for leaves without rows, WrongTypeError for leaves that are no numbers, StateError for deleted ones; `where` is
-    said in the message.
+    Also for leaves without rows, WrongTypeError for leaves that are no numbers, StateError for
+    deleted ones; `where` is said in the message.
 
     >>> check_batch({"x": np.zeros((8, 3)), "y": np.zeros(8)})
     8
@@ -58,18 +60,30 @@ def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
             shape = (len(leaf),)  # of a table of Hugging Face
         kinds = (np.number, np.bool_, jax.dtypes.prng_key)
         odd = dtype is None and not shape and trees.dtype_of(leaf) is None
-        if odd or (isinstance(dtype, np.dtype) and not any(jnp.issubdtype(dtype, kind) for kind in kinds)):
+        if odd or (
+            isinstance(dtype, np.dtype) and not any(jnp.issubdtype(dtype, kind) for kind in kinds)
+        ):
             fix = "Leave it out, or turn it into numbers."
-            raise WrongTypeError(message("leaf", at, trees.describe(leaf), "an array of numbers", fix))
+            raise WrongTypeError(
+                message("leaf", at, trees.describe(leaf), "an array of numbers", fix)
+            )
         if not shape:
-            fix = f"Give it a row axis, or leave it out of the {root}: step(state, batch, name=...)."
-            raise DataError(message("leaf", at, f"a scalar, {trees.describe(leaf)}", "rows along axis 0", fix))
+            fix = (
+                f"Give it a row axis, or leave it out of the {root}: step(state, batch, name=...)."
+            )
+            raise DataError(
+                message("leaf", at, f"a scalar, {trees.describe(leaf)}", "rows along axis 0", fix)
+            )
         rows.setdefault(shape[0], place)
     if len(rows) > 1:
         got = ", ".join(
-            f"{n} rows in {place}" if i == 0 else f"{n} in {place}" for i, (n, place) in enumerate(rows.items())
+            f"{n} rows in {place}" if i == 0 else f"{n} in {place}"
+            for i, (n, place) in enumerate(rows.items())
         )
-        fix = "If leaves differ in length, as of a graph, pad them, or call step(state, batch) yourself."
+        fix = (
+            "If leaves differ in length, as of a graph, pad them, or call step(state, batch) "
+            "yourself."
+        )
         fix = fix if root == "batch" else ""
         raise DataError(message(root, where, got, "the same in every leaf", fix))
     if 0 in rows:
@@ -110,8 +124,8 @@ def _lost(x: Any) -> tuple[str, str] | None:
 def check_casts(tree: Any, root: str, where: str = "") -> None:
     """Raise DataError for NumPy arrays of which JAX would lose something without a word.
 
-    Integers that wrap, numbers that become inf, a mask. Looks at the values of 64-bit arrays only, and
-    only where JAX cuts them to 32.
+    Integers that wrap, numbers that become inf, a mask. Looks at the values of 64-bit arrays only,
+    and only where JAX cuts them to 32.
     """
     if any(map(_lost, jax.tree.leaves(tree))):
         for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
@@ -129,7 +143,8 @@ def check_casts(tree: Any, root: str, where: str = "") -> None:
 def _draw(seed: int, epoch: int):
     """`draw(n)`: the next n random words of an epoch.
 
-    NumPy promises the words of a bit generator to every version and machine, but not its permutations.
+    NumPy promises the words of a bit generator to every version and machine, but not its
+    permutations.
     """
     return np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw
 
@@ -137,8 +152,8 @@ def _draw(seed: int, epoch: int):
 def _shuffled(words: np.ndarray) -> np.ndarray:
     """Orders by random words, along the last axis; uses them up.
 
-    The place of each word replaces its low bits, so that one plain sort orders the places: three times as fast as a
-    stable argsort.
+    The place of each word replaces its low bits, so that one plain sort orders the places: three
+    times as fast as a stable argsort.
     """
     n = words.shape[-1]
     low = np.uint64((1 << max(n - 1, 0).bit_length()) - 1)
@@ -150,7 +165,9 @@ def _shuffled(words: np.ndarray) -> np.ndarray:
 
 
 def _share(rows: int, process: tuple[int, int], is_whole: bool = False) -> slice:
-    """What a process has of a global batch: its part, or all of a short one that has none for every device."""
+    """What a process has of a global batch: its part, or all of a short one that has none for every
+    device.
+    """
     index, count = process
     return slice(rows) if is_whole else slice(index * rows // count, (index + 1) * rows // count)
 
@@ -171,17 +188,27 @@ def placement(device: Any, where: str) -> Any:
 
 
 def sharding_of(shape: tuple[int, ...], sharding: Any, axis: int = 0) -> Any:
-    """The sharding for an array whose rows lie along an axis. Raises DataError where they do not divide."""
+    """The sharding for an array whose rows lie along an axis.
+
+    Raises DataError where they do not divide.
+    """
     if not isinstance(sharding, NamedSharding):
         return sharding
     rows = sharding.spec[0] if len(sharding.spec) and shape else None
-    sharding = NamedSharding(sharding.mesh, PartitionSpec(*[None] * axis, rows) if rows else PartitionSpec())
+    sharding = NamedSharding(
+        sharding.mesh, PartitionSpec(*[None] * axis, rows) if rows else PartitionSpec()
+    )
     try:
         sharding.shard_shape(shape)
     except ValueError:
-        got = f"{shape[axis]} rows for the {sharding.mesh.size} devices of mesh {dict(sharding.mesh.shape)}"
-        fix = 'Choose another batch_size, tail="drop", or pad the batch and mask it.'
-        raise DataError(message("batch", "", got, "rows that divide by the devices along axis 0", fix)) from None
+        got = (
+            f"{shape[axis]} rows for the {sharding.mesh.size} devices of mesh "
+            f"{dict(sharding.mesh.shape)}"
+        )
+        fix = "Choose another batch_size, drop_remainder=True, or pad the batch and mask it."
+        raise DataError(
+            message("batch", "", got, "rows that divide by the devices along axis 0", fix)
+        ) from None
     return sharding
 
 
@@ -189,27 +216,36 @@ def _put(tree: Any, sharding: Any) -> Any:
     """Arrays that every process has, at a sharding that may span all of them."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree
+    )
 
 
 def gather(resident: Any, order: Any, first: Any, shape: tuple[int, ...]) -> Any:
-    """Rows `order[first : first + prod(shape)]` of arrays on the device, as `(*shape, ...)`; to be called inside jit.
+    """Rows `order[first : first + prod(shape)]` of arrays on the device, as `(*shape, ...)`; to be
+    called inside jit.
 
-    In a fused loop, batch i of an epoch: `gather(resident, order, i * rows, (rows,))`, with `data.resident` and
-    `data.device_order(epoch)` passed to the program as arguments. Without an order (None) they are taken as they lie.
+    In a fused loop, batch i of an epoch: `gather(resident, order, i * rows, (rows,))`, with
+    `data.resident` and `data.device_order(epoch)` passed to the program as arguments. Without an
+    order (None) they are taken as they lie.
     """
     n = math.prod(shape)
     if order is None:
         rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, n), resident)
     else:
         chosen = jax.lax.dynamic_slice_in_dim(order, first, n)
-        rows = jax.tree.map(lambda x: x.at[chosen].get(mode="promise_in_bounds", unique_indices=True), resident)
+        rows = jax.tree.map(
+            lambda x: x.at[chosen].get(mode="promise_in_bounds", unique_indices=True), resident
+        )
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), rows)
 
 
 @functools.lru_cache(maxsize=64)
 def _gather_to(sharding: Any, shape: tuple[int, ...], ordered: bool):
-    """`gather` compiled: rows chosen by the host, or from one row on. A slice of an order would be a kernel more."""
+    """`gather` compiled: rows chosen by the host, or from one row on.
+
+    A slice of an order would be a kernel more.
+    """
     placed = sharding_of(shape, sharding, len(shape) - 1)
     take = lambda resident, at: gather(resident, *((at, 0) if ordered else (None, at)), shape)
     return jax.jit(take, out_shardings=placed if isinstance(placed, NamedSharding) else None)
@@ -225,7 +261,9 @@ def _own(leaf: Any) -> Any:
         return _placement.copied(leaf)
     if isinstance(leaf, jax.Array | np.generic) or not hasattr(leaf, "__array__"):
         return leaf
-    return leaf.copy() if isinstance(leaf, np.ma.MaskedArray) else _placement.copied(np.asarray(leaf))
+    return (
+        leaf.copy() if isinstance(leaf, np.ma.MaskedArray) else _placement.copied(np.asarray(leaf))
+    )
 
 
 def _stack(*rows: Any) -> Any:
@@ -279,7 +317,9 @@ def _read(leaf: Any, rows: np.ndarray | slice) -> Any:
     if isinstance(leaf, _Records):
         return leaf.read(range(*rows.indices(leaf.shape[0])) if isinstance(rows, slice) else rows)
     if isinstance(leaf, np.ndarray):
-        return leaf[rows].copy() if isinstance(rows, slice) else leaf.take(rows, axis=0, mode="clip")
+        return (
+            leaf[rows].copy() if isinstance(rows, slice) else leaf.take(rows, axis=0, mode="clip")
+        )
     back: Any = slice(None)
     if not isinstance(rows, slice):  # h5py wants increasing rows
         order = np.argsort(rows)
@@ -338,11 +378,15 @@ class _Epoch:
         return batch
 
     def take(self, k: int) -> Any:
-        """The next k batches as one tree of `(k, rows, ...)`; fewer at the end, a short tail alone, then None."""
+        """The next k batches as one tree of `(k, rows, ...)`; fewer at the end, a short tail alone,
+        then None.
+        """
         return self._next(k)
 
     def advance(self, k: int) -> tuple[int, tuple[int, int]] | None:
-        """What `take(k)` would gather, `(first, (k, rows))` in the order of the epoch, for a program that does."""
+        """What `take(k)` would gather, `(first, (k, rows))` in the order of the epoch, for a
+        program that does.
+        """
         return self._advance(k)  # type: ignore[return-value]
 
 
@@ -371,11 +415,14 @@ class Data:
 
 
 class Batches(Data):
-    """What `batches` returns: data that can be iterated again and again, an epoch each time, and knows its place."""
+    """What `batches` returns: data that can be iterated again and again, an epoch each time, and
+    knows its place.
+    """
 
-    def __init__(self, arrays, batch_size, *, seed, window, tail, process, device):
+    def __init__(self, arrays, batch_size, *, seed, window, drop_remainder, process, device):
         self.batch_size, self.resident = batch_size, None
-        self._seed, self._window, self._tail, self._process = seed, window, tail, process
+        self._seed, self._window, self._process = seed, window, process
+        self._drop = drop_remainder
         self._place, self._restored = (0, 0), False
         self.share = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = window is not None or process[1] > 1
@@ -389,7 +436,9 @@ class Batches(Data):
         self._rows = check_batch(arrays, root="arrays")
         rest = self._rows % batch_size
         self._full = self._rows // batch_size
-        self._rest = len(range(rest)[_share(rest, process, self._is_whole(rest))])  # rows of the short batch
+        self._rest = len(
+            range(rest)[_share(rest, process, self._is_whole(rest))]
+        )  # rows of the short batch
         self._leaves, self._treedef = jax.tree.flatten(arrays)
         is_in_memory = lambda x: trees.is_array(x) and not isinstance(x, np.memmap)
         self._is_in_memory = all(map(is_in_memory, self._leaves))
@@ -403,9 +452,11 @@ class Batches(Data):
             fix = "prefetch brings batches there."
             raise DataError(message("device", "batches()", "records", "arrays", fix))
         self._sharding = placement(device, "batches()")
-        for rows in (self.share, self._rest if tail == "keep" else 0):
+        for rows in (self.share, 0 if drop_remainder else self._rest):
             sharding_of((rows,), self._sharding)
-        self._whole = sharding_of((), self._sharding)  # every device has all rows, and gathers its own: no traffic
+        self._whole = sharding_of(
+            (), self._sharding
+        )  # every device has all rows, and gathers its own: no traffic
         self.resident, self._leaves = _put(arrays, self._whole), []
         self._uploaded = (-1, None)
 
@@ -444,29 +495,44 @@ class Batches(Data):
     @property
     def settings(self) -> dict[str, Any]:
         """What the order of an epoch depends on, but for its number."""
-        size, seed, tail = self.batch_size, self._seed, self._tail
-        return {"rows": self._rows, "batch_size": size, "seed": seed, "shuffle_window": self._window, "tail": tail}
+        size, seed, drop = self.batch_size, self._seed, self._drop
+        return {
+            "rows": self._rows,
+            "batch_size": size,
+            "seed": seed,
+            "shuffle_window": self._window,
+            "drop_remainder": drop,
+        }
 
     def __len__(self) -> int:
-        """The number of batches of an epoch. Raises TypeError for a stream that does not know its own."""
+        """The number of batches of an epoch.
+
+        Raises TypeError for a stream that does not know its own.
+        """
         if self._rows is None:
             fix = "Give it a __len__, the number of its records; or say steps= in place of epochs=."
             got = "a stream that does not know it"
-            raise TypeError(message("length", "batches", got, "arrays, or a stream with len()", fix))
-        return self._rows // self.batch_size if self._tail == "drop" else -(-self._rows // self.batch_size)
+            raise TypeError(
+                message("length", "batches", got, "arrays, or a stream with len()", fix)
+            )
+        return self._rows // self.batch_size if self._drop else -(-self._rows // self.batch_size)
 
     def _is_whole(self, rows: int) -> bool:
-        """Whether a batch of so many rows is for every process whole: a short one that does not divide by the devices.
+        """Whether a batch of so many rows is for every process whole: a short one that does not
+        divide by the devices.
 
-        Equal parts are what an array of all processes is made of, and what keeps their programs the same.
+        Equal parts are what an array of all processes is made of, and what keeps their programs the
+        same.
         """
         count = self._process[1]
         return count > 1 and rows < self.batch_size and bool(rows % _parts(count))
 
     @property
     def tail_rows(self) -> int | None:
-        """Rows of the short batch that ends an epoch, of all processes; 0 without one, None where nobody knows."""
-        if self._tail == "drop":
+        """Rows of the short batch that ends an epoch, of all processes; 0 without one, None where
+        nobody knows.
+        """
+        if self._drop:
             return 0
         return None if self._rows is None else self._rows % self.batch_size
 
@@ -476,7 +542,9 @@ class Batches(Data):
         return f"Batches({size}, {self.batch_size} a batch, at epoch {epoch}, position {position})"
 
     def get_state(self) -> dict[str, int]:
-        """The place after the last batch given: `{"epoch", "position"}`; after an epoch the start of the next."""
+        """The place after the last batch given: `{"epoch", "position"}`; after an epoch the start
+        of the next.
+        """
         epoch, position = self._place
         if self._rows is not None and position >= len(self):
             epoch, position = epoch + 1, 0
@@ -484,16 +552,24 @@ class Batches(Data):
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Go on from a place that `get_state` gave: the next loop runs to the end of that epoch."""
-        values = [state.get(name) for name in ("epoch", "position")] if isinstance(state, Mapping) else [None]
+        values = (
+            [state.get(name) for name in ("epoch", "position")]
+            if isinstance(state, Mapping)
+            else [None]
+        )
         whole = all(isinstance(v, (int, np.integer)) and v >= 0 for v in values) and len(state) == 2
         if not whole or (self._rows is not None and int(state["position"]) > len(self)):
             end = "" if self._rows is None else f", position at most {len(self)}"
-            raise DataError(message("state", "set_state()", state, f'{{"epoch": int, "position": int}}{end}'))
+            raise DataError(
+                message("state", "set_state()", state, f'{{"epoch": int, "position": int}}{end}')
+            )
         self._place, self._restored = (int(state["epoch"]), int(state["position"])), True
         self._place = tuple(self.get_state().values())
 
     def _begin(self) -> tuple[int, int]:
-        """Where a loop that gives its first batch now starts: a new epoch, or the place that was set."""
+        """Where a loop that gives its first batch now starts: a new epoch, or the place that was
+        set.
+        """
         epoch, position = tuple(self.get_state().values())
         if position and not self._restored:
             epoch, position = epoch + 1, 0
@@ -501,7 +577,8 @@ class Batches(Data):
         return epoch, position
 
     def order(self, epoch: int) -> np.ndarray:
-        """The rows of an epoch, in order; of several processes, those of this one. Raises DataError for a stream.
+        """The rows of an epoch, in order; of several processes, those of this one. Raises DataError
+        for a stream.
 
         >>> data = batches(np.arange(6), 2, shuffle=True, seed=1)
         >>> data.order(0).tolist(), data.order(1).tolist()
@@ -519,7 +596,9 @@ class Batches(Data):
             rows = _shuffled(draw(cut).reshape(-1, k)).ravel()
             if k < n:
                 starts = np.repeat(np.arange(0, cut, k, dtype=dtype), k)
-                rows = np.concatenate([rows + starts, np.add(cut, _shuffled(draw(n - cut)), dtype=dtype)])
+                rows = np.concatenate(
+                    [rows + starts, np.add(cut, _shuffled(draw(n - cut)), dtype=dtype)]
+                )
         if self._process == (0, 1):
             return rows
         full = rows[: n - n % self.batch_size].reshape(-1, self.batch_size)
@@ -529,7 +608,9 @@ class Batches(Data):
         return np.concatenate([share.ravel() for share in shares])
 
     def device_order(self, epoch: int) -> jax.Array | None:
-        """`order(epoch)` next to the resident arrays, for `gather`; None where rows are taken as they lie."""
+        """`order(epoch)` next to the resident arrays, for `gather`; None where rows are taken as
+        they lie.
+        """
         if not self._is_ordered:
             return None
         if self._uploaded[0] != epoch:
@@ -545,13 +626,19 @@ class Batches(Data):
         batch = self._treedef.unflatten([_read(leaf, at) for leaf in self._leaves])
         if not self._is_in_memory:
             check_casts(batch, "batch", f"rows {first} to {rows.stop - 1} of an epoch")
-        return batch if len(shape) == 1 else jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
+        return (
+            batch
+            if len(shape) == 1
+            else jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return _Epoch(self) if self._records is None else self._stream()
 
     def _stream(self) -> Iterator[Any]:
-        """Records in windows, each in its own order; those before the place are read and dropped."""
+        """Records in windows, each in its own order; those before the place are read and
+        dropped.
+        """
         epoch, position = self._begin()
         draw, stream = _draw(self._seed, epoch), iter(self._records)
         window, size = self._window or self.batch_size, self.batch_size
@@ -562,10 +649,14 @@ class Batches(Data):
 
         def shuffled():
             while chunk := [jax.tree.map(_own, x) for x in itertools.islice(stream, window)]:
-                yield from chunk if self._window is None else map(chunk.__getitem__, _shuffled(draw(len(chunk))))
+                yield from (
+                    chunk
+                    if self._window is None
+                    else map(chunk.__getitem__, _shuffled(draw(len(chunk))))
+                )
 
         records = itertools.islice(shuffled(), skip % window, None)
-        enough = size if self._tail == "drop" else 1
+        enough = size if self._drop else 1
         rows = list(itertools.islice(records, size))
         while len(rows) >= enough:
             following = list(itertools.islice(records, size))
@@ -580,7 +671,9 @@ class Batches(Data):
 
 
 def _parts(count: int) -> int:
-    """Into how many parts the rows of so many processes are cut: those of their devices, once they train as one."""
+    """Into how many parts the rows of so many processes are cut: those of their devices, once they
+    train as one.
+    """
     return jax.device_count() if count == process_count() else count
 
 
@@ -592,7 +685,9 @@ def _spans(device: Any) -> bool:
 
 
 def _is_column(x: Any) -> bool:
-    """Whether it is indexed by arrays of rows: it has a shape and a dtype, or is of Hugging Face."""
+    """Whether it is indexed by arrays of rows: it has a shape and a dtype, or is of Hugging
+    Face.
+    """
     is_array = hasattr(x, "shape") and hasattr(x, "dtype")
     return is_array or hasattr(x, "column_names") or hasattr(x, "column_name")
 
@@ -639,7 +734,9 @@ def _as_columns(arrays: Any) -> Any:
         shape = getattr(leaf, "shape", ())
         if shape and hasattr(leaf, "__len__") and len(leaf) != shape[0]:
             got, expected = f"length {len(leaf)} and shape {tuple(shape)}", "an array or records"
-            fix = "An array is as long as it has rows; a data set of records has no shape and dtype."
+            fix = (
+                "An array is as long as it has rows; a data set of records has no shape and dtype."
+            )
             raise DataError(message("leaf", place, got, expected, fix))
         return leaf
 
@@ -649,7 +746,9 @@ def _as_columns(arrays: Any) -> Any:
     except TsunaxError as error:
         is_list = isinstance(arrays, list | tuple) and len(arrays) and not jtu.all_leaves(arrays)
         if is_list and len({jax.tree.structure(x) for x in arrays}) == 1:
-            fix = "Or are these records? Stack them: jax.tree.map(lambda *x: np.stack(x), *records)."
+            fix = (
+                "Or are these records? Stack them: jax.tree.map(lambda *x: np.stack(x), *records)."
+            )
             error.args = (f"{error} {fix}",)
         raise
     return columns
@@ -662,35 +761,40 @@ def batches(
     *,
     shuffle: bool = False,
     seed: int = 0,
-    tail: str = "keep",
+    drop_remainder: bool = False,
     shuffle_window: int | None = None,
     device: Any = None,
     process: tuple[int, int] | None = None,
 ) -> Batches:
     """Batches of arrays in memory or in files, or of a stream of records.
 
-        order = permutation(seed, epoch);  batch i = tree.map(lambda x: x[order[i * batch_size : (i + 1) * batch_size]])
+        order = permutation(seed, epoch);  batch i = tree.map(lambda x: x[order[i * batch_size : (i
+        + 1) * batch_size]])
 
-    A `for` runs one epoch; the next one runs the next epoch, in another order if shuffled. The order is a function of
-    `(seed, epoch)`, the same with every machine and NumPy: a sort by random words of PCG64. `get_state()` and
-    `set_state()` go on with the exact next batch, in the middle of an epoch too. A batch has the structure of `arrays`
-    and memory of its own.
+    A `for` runs one epoch; the next one runs the next epoch, in another order if shuffled. The
+    order is a function of `(seed, epoch)`, the same with every machine and NumPy: a sort by random
+    words of PCG64. `get_state()` and `set_state()` go on with the exact next batch, in the middle
+    of an epoch too. A batch has the structure of `arrays` and memory of its own.
 
     Args:
-      arrays: a pytree of arrays with the same rows along axis 0: NumPy's and JAX's, and what is indexed like them
-        (np.memmap, h5py, a column or a table of Hugging Face). Or records, pytrees without a row axis,
+      arrays: a pytree of arrays with the same rows along axis 0: NumPy's and JAX's, and what is
+        indexed like them (np.memmap, h5py, a column or a table of Hugging Face). Or records,
+        pytrees without a row axis,
         which are read one by one and stacked: by number from a map-style data set (`data[i]` and
         `len(data)`, no shape and dtype), or in sequence from an iterable. A list is a pytree.
       batch_size: rows of a batch, of all processes and devices together.
       shuffle: another order each epoch; of a stream with `shuffle_window`.
-      tail: "keep" the last, shorter batch of an epoch, or "drop" it.
-      shuffle_window: shuffle within windows of so many rows, read in sequence: for what is larger than memory.
-      device: True, a device, a Mesh or a NamedSharding: the arrays are put there once, on each device all of them, and
-        batches are gathered by a compiled program. `resident` and `device_order` are for loops that fuse.
-      process: `(index, count)`: of each batch the part of this process; by default what `ts.distributed` says. All have
-        equally many batches of equally many rows. A short last batch that does not divide by their devices is whole on
-        every one of them, as `is_whole` tells. With a device of all processes (a Mesh) each one has all rows, and a
-        batch is one array of theirs.
+      drop_remainder: leave out the last, shorter batch of an epoch.
+      shuffle_window: shuffle within windows of so many rows, read in sequence: for what is larger
+        than memory.
+      device: True, a device, a Mesh or a NamedSharding: the arrays are put there once, on each
+        device all of them, and batches are gathered by a compiled program. `resident` and
+        `device_order` are for loops that fuse.
+      process: `(index, count)`: of each batch the part of this process; by default what
+        `ts.distributed` says. All have equally many batches of equally many rows. A short last
+        batch that does not divide by their devices is whole on every one of them, as `is_whole`
+        tells. With a device of all processes (a Mesh) each one has all rows, and a batch is one
+        array of theirs.
 
     Raises DataError and WrongTypeError for arrays and settings that make no batches.
 
@@ -700,25 +804,38 @@ def batches(
     >>> len(data), data.get_state()
     (3, {'epoch': 1, 'position': 0})
     """
-    for name, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0), ("shuffle_window", shuffle_window, 1)):
-        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= least
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("seed", seed, 0),
+        ("shuffle_window", shuffle_window, 1),
+    ):
+        whole = (
+            isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= least
+        )
         if not (whole or (name == "shuffle_window" and value is None)):
             raise DataError(message(name, "batches()", repr(value), f"an int of {least} or more"))
-    if not checks.is_one_of(tail, ("keep", "drop")):
-        got = repr(tail) if isinstance(tail, str) else trees.describe(tail)
-        raise DataError(message("tail", "batches()", got, '"keep" or "drop"'))
+    checks.check_flags("batches()", drop_remainder=drop_remainder)
     if not isinstance(shuffle, bool | np.bool_):
-        raise WrongTypeError(message("shuffle", "batches()", trees.describe(shuffle), "True or False"))
+        raise WrongTypeError(
+            message("shuffle", "batches()", trees.describe(shuffle), "True or False")
+        )
     is_pair = process is None or (isinstance(process, tuple) and len(process) == 2)
     if not is_pair or not all(isinstance(x, int | np.integer) for x in process or ()):
-        raise WrongTypeError(message("process", "batches()", trees.describe(process), "(index, count), two ints"))
+        raise WrongTypeError(
+            message("process", "batches()", trees.describe(process), "(index, count), two ints")
+        )
     index, count = process or ((0, 1) if _spans(device) else (process_index(), process_count()))
     if not 0 <= index < count or (_spans(device) and count > 1):
-        expected = "(0, 1), with a device of all processes" if _spans(device) else "an index below the count"
+        expected = (
+            "(0, 1), with a device of all processes"
+            if _spans(device)
+            else "an index below the count"
+        )
         raise DataError(message("process", "batches()", process, expected))
     if batch_size % count:
         fix = (
-            f"Of all processes together: {count * (batch_size // count or 1)}, or {count * (batch_size // count + 1)}."
+            f"Of all processes together: {count * (batch_size // count or 1)}, or "
+            f"{count * (batch_size // count + 1)}."
         )
         expected = f"a multiple of the {count} processes"
         raise DataError(message("batch_size", "batches()", batch_size, expected, fix))
@@ -726,13 +843,23 @@ def batches(
         got, fix = "device=", "prefetch brings batches there."
         if device is None:
             got, window = "shuffle=True", max(1000, 10 * batch_size)
-            fix = f"A stream is shuffled in windows: shuffle_window={window} holds so many records. "
+            fix = (
+                f"A stream is shuffled in windows: shuffle_window={window} holds so many records. "
+            )
             fix += "A class with __getitem__ and __len__ is shuffled as a whole."
         raise DataError(message("stream", "batches()", got, "shuffle_window= and no device", fix))
     window = min(shuffle_window or ALL_ROWS, ALL_ROWS) if shuffle or shuffle_window else None
-    settings = {"seed": int(seed), "window": window, "tail": tail, "process": (index, count), "device": device}
+    settings = {
+        "seed": int(seed),
+        "window": window,
+        "drop_remainder": drop_remainder,
+        "process": (index, count),
+        "device": device,
+    }
     data = Batches(arrays, int(batch_size), **settings)
-    if data._rows is not None and data._rows < batch_size and tail == "drop":
+    if data._rows is not None and data._rows < batch_size and drop_remainder:
         got = f"{data._rows} rows, fewer than batch_size={batch_size}"
-        raise DataError(message("arrays", "batches()", got, 'one batch at least with tail="drop"'))
+        raise DataError(
+            message("arrays", "batches()", got, "one batch at least with drop_remainder=True")
+        )
     return data

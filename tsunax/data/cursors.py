@@ -1,7 +1,7 @@
 """What a loop sees of any data: the next batch, the next k at once, and the place to go on from.
 
-Data is any iterable of batches: `batches`, `prefetch`, a list, a generator, and the loaders of other libraries, whose
-state is found by duck type.
+Data is any iterable of batches: `batches`, `prefetch`, a list, a generator, and the loaders of
+other libraries, whose state is found by duck type.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class _Stack:
 
 
 class Source:
-    """A cursor over any iterable of batches: `next`, `take`, `state`, `restore`; what `as_source` returns.
+    """A cursor over any iterable of batches: `next`, `take`, `state`, `restore`; what `as_source`
+    returns.
 
     Every batch that it gives has memory of its own. Loaders may refill one buffer (h5py, shared
     memory, collate functions) while the batch before is still read: by a program that was
@@ -77,8 +78,11 @@ class Source:
     def __init__(self, data: Any):
         self.data, self.epoch, self.position = data, 0, 0
         self._batches: Any = None  # the iterator of this epoch
-        self._held: Any = None  # what `take` read too much, the state before it, and whether it is whole
-        self.is_whole = False  # whether the batch given last is the same on all processes: a short one, not shared
+        self._held: Any = (
+            None  # what `take` read too much, the state before it, and whether it is whole
+        )
+        # whether the batch given last is the same on all processes: a short one, not shared
+        self.is_whole = False
         self._given, self._restored = 0, False
         self._is_ours = isinstance(data, Data)
 
@@ -87,15 +91,24 @@ class Source:
 
     @property
     def restartable(self) -> bool:
-        """Whether there is a second epoch: an iterator, such as a generator, as a rule gives one only."""
+        """Whether there is a second epoch: an iterator, such as a generator, as a rule gives one
+        only.
+        """
         return not isinstance(self.data, Iterator)
 
     @property
     def resumable(self) -> bool:
-        """Whether the data knows its place: `restore` needs no replay. An iterator's state shows once there is one."""
+        """Whether the data knows its place: `restore` needs no replay.
+
+        An iterator's state shows once there is one.
+        """
         if self._is_ours:
             return self.data.resumable
-        return any(hasattr(x, name) for x in (self.data, self._batches) for name in ("set_state", "load_state_dict"))
+        return any(
+            hasattr(x, name)
+            for x in (self.data, self._batches)
+            for name in ("set_state", "load_state_dict")
+        )
 
     @property
     def trouble(self) -> str:
@@ -117,7 +130,9 @@ class Source:
         except TsunaxError:
             raise
         except Exception as error:
-            unparsed = type(error).__name__ == "UnparsedFlagAccessError"  # grain's workers, outside of absl.app
+            unparsed = (
+                type(error).__name__ == "UnparsedFlagAccessError"
+            )  # grain's workers, outside of absl.app
             fix = "Call absl.flags.FLAGS.mark_as_parsed() first." if unparsed else ""
             raise DataError(message("data", where, told(error), "a batch", fix)) from error
         if k is not None and batch is None:
@@ -136,7 +151,10 @@ class Source:
 
     def _ended(self) -> None:
         if self.position == 0:
-            where, fix = f"epoch {self.epoch}", "One for every epoch: a list, ts.batches(arrays, ...), grain."
+            where, fix = (
+                f"epoch {self.epoch}",
+                "One for every epoch: a list, ts.batches(arrays, ...), grain.",
+            )
             if self._given and not self.restartable:
                 got = f"a {type(self.data).__name__} that is used up after {self._given} batches"
                 raise DataError(message("data", where, got, "data that can be iterated again", fix))
@@ -147,7 +165,8 @@ class Source:
     def next(self) -> Any:
         """The next batch; None at the end of an epoch, after which the next one begins.
 
-        Raises DataError where the data raises (that is its cause), gives None, or has no batch left to begin with.
+        Raises DataError where the data raises (that is its cause), gives None, or has no batch left
+        to begin with.
         """
         batch = self._next()
         if batch is None or self._is_ours:
@@ -175,7 +194,8 @@ class Source:
         self.position, self._given, self._restored = self.position + n, self._given + n, False
 
     def take(self, k: int) -> Any:
-        """The next k batches as one tree with a leading axis; fewer at an end or where shapes change; None as `next`.
+        """The next k batches as one tree with a leading axis; fewer at an end or where shapes
+        change; None as `next`.
 
         Of `Batches` in one gather.
         """
@@ -208,7 +228,9 @@ class Source:
         return stacked
 
     def advance(self, k: int) -> tuple[int, tuple[int, int]] | None:
-        """What `take(k)` would gather, `(first row in the order, (k, rows))`, of `Batches` that are resident."""
+        """What `take(k)` would gather, `(first row in the order, (k, rows))`, of `Batches` that are
+        resident.
+        """
         if self._batches is None:
             self._batches = iter(self.data)
         ahead = self._batches.advance(k)
@@ -248,7 +270,9 @@ class Source:
         return False, None
 
     def state(self) -> dict:
-        """The place after the last batch given: `{"epoch", "position"}`, and the data's own state if it keeps one."""
+        """The place after the last batch given: `{"epoch", "position"}`, and the data's own state
+        if it keeps one.
+        """
         if self._held is not None:
             return self._held[1]
         if self._is_ours:
@@ -256,53 +280,77 @@ class Source:
         inner = self._call(("get_state", "state_dict"))[1]
         return {"epoch": self.epoch, "position": self.position, "data": inner}
 
-    def restore(self, state: Mapping, replay: bool = False) -> None:
+    def restore(self, state: Mapping, fast_forward: bool = False) -> None:
         """Go on from a place that `state` gave.
 
-        Data without get_state/set_state or state_dict/load_state_dict, of its own or of its iterator, is read from its
-        beginning and dropped up to there with `replay=True`: the same run if it gives the same batches again. Raises
-        DataError without.
+        Data without get_state/set_state or state_dict/load_state_dict, of its own or of its
+        iterator, is read from its beginning and dropped up to there with `fast_forward=True`: the
+        same run if it gives the same batches again. Raises DataError without.
         """
         keys = {"epoch", "position"} | (set() if self._is_ours else {"data"})
         if not isinstance(state, Mapping) or not keys <= set(state):
-            fix = "The data it was taken from was of another kind." if isinstance(state, Mapping) else ""
+            fix = (
+                "The data it was taken from was of another kind."
+                if isinstance(state, Mapping)
+                else ""
+            )
             raise DataError(message("state", "restore", state, f"{', '.join(sorted(keys))}", fix))
         self._batches = self._held = None
         self.epoch, self.position, self._restored = state["epoch"], state["position"], True
         if self._is_ours:
-            return self.data.set_state(state, **({} if self.data.resumable else {"replay": replay}))
+            return self.data.set_state(
+                state, **({} if self.data.resumable else {"fast_forward": fast_forward})
+            )
         if state["data"] is not None:
             setters = ("set_state", "load_state_dict")
             if not any(hasattr(self.data, name) for name in setters):
                 self._batches = iter(self.data)
             if not self._call(setters, state["data"])[0]:
                 got = f"a {type(self.data).__name__} without set_state and load_state_dict"
-                raise DataError(message("data", "restore", got, "data that can be put back to its place"))
+                raise DataError(
+                    message("data", "restore", got, "data that can be put back to its place")
+                )
         elif self.position or (self.epoch and not self.restartable):
-            self._replay(replay)
+            self._replay(fast_forward)
         return None
 
     def _replay(self, wanted: bool) -> None:
         goal = self.epoch, self.position
         if not wanted:
-            got = f"a {type(self.data).__name__} without a state, at epoch {goal[0]}, position {goal[1]}"
-            fix = "Use ts.batches or grain, or accept replay=True: all batches before are read again and dropped."
-            raise DataError(message("data", "restore", got, "get_state/set_state or state_dict/load_state_dict", fix))
+            got = (
+                f"a {type(self.data).__name__} without a state, at epoch {goal[0]}, position "
+                f"{goal[1]}"
+            )
+            fix = (
+                "Use ts.batches or grain, or accept fast_forward=True: all batches before are "
+                "read again and dropped."
+            )
+            raise DataError(
+                message(
+                    "data", "restore", got, "get_state/set_state or state_dict/load_state_dict", fix
+                )
+            )
         self.epoch = self.position = 0
         while (self.epoch, self.position) != goal:
             self.next()
             if (self.epoch, self.position) > goal:
-                got, place = f"the end of epoch {goal[0]} before", f"epoch {goal[0]}, position {goal[1]}"
-                raise DataError(message("data", "restore", got, place, "It gives fewer batches than it did."))
+                got, place = (
+                    f"the end of epoch {goal[0]} before",
+                    f"epoch {goal[0]}, position {goal[1]}",
+                )
+                raise DataError(
+                    message("data", "restore", got, place, "It gives fewer batches than it did.")
+                )
         self._restored = True
 
 
 def as_source(data: Any) -> Source:
-    """A cursor over any iterable of batches: `batches`, `prefetch`, a list, a generator, grain, torch, tf.data, ...
+    """A cursor over any iterable of batches: `batches`, `prefetch`, a list, a generator, grain,
+    torch, tf.data, ...
 
-    Leaves of other libraries, such as torch's tensors on the CPU, become NumPy arrays. The data's state is found by
-    duck type: get_state/set_state, or state_dict/load_state_dict, of the iterable or of its iterator. Raises
-    WrongTypeError for arrays and what else is no iterable of batches.
+    Leaves of other libraries, such as torch's tensors on the CPU, become NumPy arrays. The data's
+    state is found by duck type: get_state/set_state, or state_dict/load_state_dict, of the iterable
+    or of its iterator. Raises WrongTypeError for arrays and what else is no iterable of batches.
 
     >>> source = as_source([np.zeros(2), np.ones(2), np.ones(3)])
     >>> source.take(8).shape, source.take(8).shape, source.state()
@@ -317,9 +365,13 @@ def as_source(data: Any) -> Source:
         or isinstance(data, (Mapping, str))
         or (isinstance(data, tuple) and data and all(map(trees.is_array, data)))
     )
-    if are_arrays or not isinstance(data, Iterable):  # one with __getitem__ alone need not have an end
+    if are_arrays or not isinstance(
+        data, Iterable
+    ):  # one with __getitem__ alone need not have an end
         fix = "Of arrays: ts.batches(arrays, batch_size). One batch: [batch]." if are_arrays else ""
         if hasattr(data, "__getitem__") and not are_arrays:
             fix = "Of records by number: ts.batches(dataset, batch_size)."
-        raise WrongTypeError(message("data", "", trees.describe(data), "an iterable of batches", fix))
+        raise WrongTypeError(
+            message("data", "", trees.describe(data), "an iterable of batches", fix)
+        )
     return Source(data)

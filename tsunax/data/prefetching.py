@@ -1,4 +1,6 @@
-"""Data that is read ahead: a thread makes the next batches, and brings them to a device, while one is worked on."""
+"""Data that is read ahead: a thread makes the next batches, and brings them to a device, while one
+is worked on.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,25 @@ def _placer(device: Any):
         where = lambda x: sharding_of(np.shape(x), sharding)
         return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(where, batch))
     alone = sharding_of((), sharding)
-    put = lambda x, where: jax.make_array_from_process_local_data(where if np.ndim(x) else alone, np.asarray(x))
-    return lambda batch, is_whole: jax.tree.map(lambda x: put(x, alone if is_whole else sharding), batch)
+    put = lambda x, where: jax.make_array_from_process_local_data(
+        where if np.ndim(x) else alone, np.asarray(x)
+    )
+    return lambda batch, is_whole: jax.tree.map(
+        lambda x: put(x, alone if is_whole else sharding), batch
+    )
 
 
 def _run_ahead(source: Source, place, slots: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
-    """The thread: a batch, and the place after it, for every slot; ends at the end, an error, or a closed slot."""
+    """The thread: a batch, and the place after it, for every slot; ends at the end, an error, or a
+    closed slot.
+    """
     try:
         while slots.get():
             batch = source.next()
             is_whole = source.is_whole
-            ready.put((END if batch is None else place(batch, is_whole), (source.state(), is_whole), None))
+            ready.put(
+                (END if batch is None else place(batch, is_whole), (source.state(), is_whole), None)
+            )
             if batch is None:
                 return
     except BaseException as error:
@@ -60,7 +70,10 @@ def _end(slots: queue.SimpleQueue, thread: threading.Thread) -> None:
 
 
 class _Ahead:
-    """An iterator over what its thread has read. The thread does not know it, and ends when it is gone."""
+    """An iterator over what its thread has read.
+
+    The thread does not know it, and ends when it is gone.
+    """
 
     def __init__(self, owner: Prefetched):
         self._owner, self._thread = owner, None
@@ -80,8 +93,12 @@ class _Ahead:
         for _ in range(owner._size):
             self._slots.put(True)
         work = (owner._source, owner._place, self._slots, self._ready)
-        self._thread = threading.Thread(target=_run_ahead, args=work, name="tsunax-prefetch", daemon=True)
-        self._finish = weakref.finalize(self, _end, self._slots, self._thread)  # when it is collected, and at exit
+        self._thread = threading.Thread(
+            target=_run_ahead, args=work, name="tsunax-prefetch", daemon=True
+        )
+        self._finish = weakref.finalize(
+            self, _end, self._slots, self._thread
+        )  # when it is collected, and at exit
         self._thread.start()
 
     def __next__(self) -> Any:
@@ -112,7 +129,9 @@ class _Ahead:
 
 
 class Prefetched(Data):
-    """What `prefetch` returns: data that is read ahead while it is iterated; its place is that of the batches given."""
+    """What `prefetch` returns: data that is read ahead while it is iterated; its place is that of
+    the batches given.
+    """
 
     def __init__(self, data: Any, device: Any, size: int):
         self._source, self._place, self._size = as_source(data), _placer(device), size
@@ -156,7 +175,9 @@ class Prefetched(Data):
         return _Ahead(self)
 
     def get_state(self) -> dict:
-        """The place after the last batch given, whatever was read ahead: what the data itself would give there."""
+        """The place after the last batch given, whatever was read ahead: what the data itself would
+        give there.
+        """
         return self._source.state() if self._state is None else self._state
 
     def follow(self, state: Mapping) -> None:
@@ -174,28 +195,31 @@ class Prefetched(Data):
         if running := self._running():
             running.close()
 
-    def set_state(self, state: Mapping, replay: bool = False) -> None:
+    def set_state(self, state: Mapping, fast_forward: bool = False) -> None:
         """Go on from such a place; see `Source.restore`."""
         self.close()
-        self._source.restore(state, replay)
+        self._source.restore(state, fast_forward)
         self._state = None
 
 
 @patterns.suggests_names
 def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
-    """Data whose next `size` batches are made, and brought to a device, by a thread while this one is worked on.
+    """Data whose next `size` batches are made, and brought to a device, by a thread while this one
+    is worked on.
 
         for batch in prefetch(data, device):  # the same batches in the same order
             state, info = step(state, batch)
 
-    With a Mesh or NamedSharding the rows are spread over the devices along axis 0, and leaves without rows are there on
-    each; of several processes each one gives its own part. Without a device only the making runs ahead. An exception
-    of the data is the cause of the DataError that is raised here. The thread ends with the loop,
-    however that ends; a new loop ends an older one. Other loaders may fill one buffer again for
-    each batch, which is copied; batches of arrays in memory gain nothing. What was read ahead of data
-    that cannot be put to its place (a generator) is lost when a loop over it ends.
+    With a Mesh or NamedSharding the rows are spread over the devices along axis 0, and leaves
+    without rows are there on each; of several processes each one gives its own part. Without a
+    device only the making runs ahead. An exception of the data is the cause of the DataError that
+    is raised here. The thread ends with the loop, however that ends; a new loop ends an older one.
+    Other loaders may fill one buffer again for each batch, which is copied; batches of arrays in
+    memory gain nothing. What was read ahead of data that cannot be put to its place (a generator)
+    is lost when a loop over it ends.
 
-    Raises DataError for a size below 1, and while it runs for rows that do not divide by the devices.
+    Raises DataError for a size below 1, and while it runs for rows that do not divide by the
+    devices.
 
     >>> import tsunax as ts
     >>> data = prefetch(ts.batches(np.arange(6), 2))

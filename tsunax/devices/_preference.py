@@ -1,7 +1,8 @@
-"""Which kind of device is preferred: TSUNAX_DEVICE, then the file `.tsunax-device`, which holds one word.
+"""Which kind of device is preferred: TSUNAX_DEVICE, then the file `.tsunax-device`, which holds one
+word.
 
-The nearest file counts, in the current directory or above it, as with `.python-version`. It is written and deleted as a
-whole. This module does not know what a device is.
+The nearest file counts, in the current directory or above it, as with `.python-version`. It is
+written and deleted as a whole. This module does not know what a device is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _MOST = 100  # characters in a message; no kind is longer
 def _nearest(name: str) -> Path | None:
     """The nearest file of this name, in the current directory or above it."""
     here = Path.cwd()
-    return next((folder / name for folder in (here, *here.parents) if os.path.isfile(folder / name)), None)
+    return next(
+        (folder / name for folder in (here, *here.parents) if os.path.isfile(folder / name)), None
+    )
 
 
 def _kind_in(path: Path) -> str:
@@ -37,7 +40,10 @@ def _kind_in(path: Path) -> str:
 
 
 def read() -> tuple[str | None, str]:
-    """The kind that is preferred, and who says so. Raises ConfigError for a kind that is unknown."""
+    """The kind that is preferred, and who says so.
+
+    Raises ConfigError for a kind that is unknown.
+    """
     if said := os.environ.get("TSUNAX_DEVICE", "").strip():
         if said not in KINDS:
             raise ConfigError(patterns.unknown("device", "TSUNAX_DEVICE", said, KINDS))
@@ -47,10 +53,11 @@ def read() -> tuple[str | None, str]:
 
 
 def write(kind: str | None) -> tuple[Path, bool]:
-    """Make the nearest file prefer a kind, or delete it; which file that is, and whether it had to change.
+    """Make the nearest file prefer a kind, or delete it; which file that is, and whether it had to
+    change.
 
-    A new file is written beside the nearest pyproject.toml, or else into the current directory. Raises ConfigError
-    for a file that cannot be read or written, or that says something else.
+    A new file is written beside the nearest pyproject.toml, or else into the current directory.
+    Raises ConfigError for a file that cannot be read or written, or that says something else.
     """
     path = _nearest(NAME) or (_nearest("pyproject.toml") or Path.cwd() / NAME).with_name(NAME)
     if (_kind_in(path) if path.exists() else None) == kind:
@@ -61,5 +68,7 @@ def write(kind: str | None) -> tuple[Path, bool]:
         else:
             path.write_text(f"{kind}\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(message("file", str(path), told(error), "one that can be written")) from error
+        raise ConfigError(
+            message("file", str(path), told(error), "one that can be written")
+        ) from error
     return path, True

@@ -3,9 +3,10 @@
     params = ts.to_device(params)  # the preference, then TPU, GPU, CPU
     for batch in ts.to_device(data): ...
 
-A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable TSUNAX_DEVICE or the file
-`.tsunax-device`, the only configuration there is, may name the kind that `"auto"` tries first. All that JAX is asked
-goes through `_find` and `_started`. Nothing here knows of meshes, states and steps.
+A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable
+TSUNAX_DEVICE or the file `.tsunax-device`, the only configuration there is, may name the kind that
+`"auto"` tries first. All that JAX is asked goes through `_find` and `_started`. Nothing here knows
+of meshes, states and steps.
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -55,7 +56,10 @@ _PLATFORMS = {  # JAX's names; METAL is Apple's old plugin, mps the one of today
     "rocm": ("rocm",),
     "metal": ("METAL", "mps"),
 }
-_NONE = (RuntimeError, AssertionError)  # what JAX raises; the latter where JAX_PLATFORMS names nothing that is here
+_NONE = (
+    RuntimeError,
+    AssertionError,
+)  # what JAX raises; the latter where JAX_PLATFORMS names nothing that is here
 _ORDER = ("tpu", "gpu", "cpu")
 _PACKAGES = {
     "tpu": "jax[tpu]",
@@ -70,7 +74,10 @@ _PACKAGES = {
 
 
 def _find(platform: str | None) -> list[jax.Device]:
-    """The devices of a platform in this process, or JAX's default; starts the backend. Raises where there are none."""
+    """The devices of a platform in this process, or JAX's default; starts the backend.
+
+    Raises where there are none.
+    """
     return jax.local_devices(backend=platform)
 
 
@@ -85,7 +92,11 @@ def _absence(kind: str) -> str:
         return f"JAX_PLATFORMS={listed} leaves it out"
     if kind in ("gpu", "cuda") and visible in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides it"
-    return f'JAX finds none; its plugin: pip install "{_PACKAGES[kind]}"' if kind in _PACKAGES else "JAX finds none"
+    return (
+        f'JAX finds none; its plugin: pip install "{_PACKAGES[kind]}"'
+        if kind in _PACKAGES
+        else "JAX finds none"
+    )
 
 
 def _search(kind: str) -> tuple[list[jax.Device], str]:
@@ -102,7 +113,9 @@ def _search(kind: str) -> tuple[list[jax.Device], str]:
 
 
 def _automatic() -> tuple[list[jax.Device], list[str]]:
-    """The devices of the kind that is preferred, or else of the first one that is here; and the reasons."""
+    """The devices of the kind that is preferred, or else of the first one that is here; and the
+    reasons.
+    """
     wanted, source = _preference.read()
     reasons = [] if wanted else ["no preference"]
     if wanted and wanted != "auto":
@@ -119,12 +132,16 @@ def _automatic() -> tuple[list[jax.Device], list[str]]:
     try:
         return _find(None), [*reasons, "what JAX takes by default"]
     except _NONE as error:
-        raise DeviceError(message("devices", "", "; ".join(reasons), "a backend that starts")) from error
+        raise DeviceError(
+            message("devices", "", "; ".join(reasons), "a backend that starts")
+        ) from error
 
 
 def _check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
     if not isinstance(kind, str):
-        raise WrongTypeError(message("kind", where, trees.describe(kind), f"one of {', '.join(known)}"))
+        raise WrongTypeError(
+            message("kind", where, trees.describe(kind), f"one of {', '.join(known)}")
+        )
     if kind not in known:
         raise DeviceError(patterns.unknown("kind", where, kind, known))
 
@@ -135,8 +152,14 @@ def _resolve(kind: Any, where: str) -> tuple[list[jax.Device], list[str]]:
         return _automatic()
     found, why = _search(kind)
     if not found:
-        here = ", ".join(f"{other} ({len(there)})" for other in _ORDER if (there := _search(other)[0]))
-        raise DeviceError(message("device", where, f"no {kind}", f"one that is here: {here or 'none is'}", f"{why}."))
+        here = ", ".join(
+            f"{other} ({len(there)})" for other in _ORDER if (there := _search(other)[0])
+        )
+        raise DeviceError(
+            message(
+                "device", where, f"no {kind}", f"one that is here: {here or 'none is'}", f"{why}."
+            )
+        )
     return found, [f"{kind} was asked for"]
 
 
@@ -155,12 +178,15 @@ def _first(where: Any, call: str) -> jax.Device:
         return _resolve(where, f"{call[:-1]}{where!r})")[0][0]
     if not isinstance(where, jax.Device):
         fix = "prefetch(data, mesh) spreads batches over a mesh." if isinstance(where, Mesh) else ""
-        raise WrongTypeError(message("device", call, trees.describe(where), "a kind or a jax.Device", fix))
+        raise WrongTypeError(
+            message("device", call, trees.describe(where), "a kind or a jax.Device", fix)
+        )
     return where
 
 
 def supported_devices() -> tuple[str, ...]:
-    """The kinds of devices that have a name here; `is_available(kind)` says which of them are there.
+    """The kinds of devices that have a name here; `is_available(kind)` says which of them are
+    there.
 
     >>> supported_devices()
     ('tpu', 'gpu', 'cpu', 'cuda', 'rocm', 'metal')
@@ -169,7 +195,8 @@ def supported_devices() -> tuple[str, ...]:
 
 
 def is_available(kind: str) -> bool:
-    """Whether this process has a device of a kind. Starts JAX's backend; raises DeviceError for an unknown kind.
+    """Whether this process has a device of a kind. Starts JAX's backend; raises DeviceError for an
+    unknown kind.
 
     >>> is_available("cpu")
     True
@@ -181,11 +208,13 @@ def is_available(kind: str) -> bool:
 def devices(kind: str | Sequence[int | jax.Device] = "auto") -> list[jax.Device]:
     """The devices of a kind, or those of a list.
 
-        devices("gpu") == jax.local_devices(backend="gpu");  devices([0, 2]) == [devices()[0], devices()[2]]
+        devices("gpu") == jax.local_devices(backend="gpu");  devices([0, 2]) == [devices()[0],
+        devices()[2]]
 
-    A list, or a string such as "0,2", has indices into `devices()`, or devices. Raises DeviceError for a kind that is
-    not here, a list that is empty, has a device twice, devices of several platforms, or an index out of range. A bare
-    number is refused: `[2]` is device number 2, `devices()[:2]` are two of them.
+    A list, or a string such as "0,2", has indices into `devices()`, or devices. Raises DeviceError
+    for a kind that is not here, a list that is empty, has a device twice, devices of several
+    platforms, or an index out of range. A bare number is refused: `[2]` is device number 2,
+    `devices()[:2]` are two of them.
 
     >>> devices("0") == devices([0]) == devices()[:1]
     True
@@ -197,25 +226,33 @@ def devices(kind: str | Sequence[int | jax.Device] = "auto") -> list[jax.Device]
     if not isinstance(items, (Sequence, np.ndarray)):
         fix = f"[{items}] is device number {items}, devices()[:{items}] are {items} of them."
         fix = fix if isinstance(items, int) else ""
-        raise WrongTypeError(message("devices", where, trees.describe(items), "a kind or a list", fix))
+        raise WrongTypeError(
+            message("devices", where, trees.describe(items), "a kind or a list", fix)
+        )
     if len(items) == 0:
-        raise DeviceError(message("devices", where, "no devices", "one at least", "devices() are all."))
+        raise DeviceError(
+            message("devices", where, "no devices", "one at least", "devices() are all.")
+        )
     here = [] if all(isinstance(item, jax.Device) for item in items) else _resolve("auto", where)[0]
-    chosen: list[Any] = [item if isinstance(item, jax.Device) else _at(here, item, where) for item in items]
+    chosen: list[Any] = [
+        item if isinstance(item, jax.Device) else _at(here, item, where) for item in items
+    ]
     for i, one in enumerate(chosen):
         if one in chosen[:i]:
             raise DeviceError(message("devices", where, f"{items[i]} twice", "each device once"))
     if len(platforms := sorted({one.platform for one in chosen})) > 1:
-        raise DeviceError(message("devices", where, " and ".join(platforms), "devices of one platform"))
+        raise DeviceError(
+            message("devices", where, " and ".join(platforms), "devices of one platform")
+        )
     return chosen
 
 
 def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> jax.Device:
     """One device: number `index`, from 0, of a kind.
 
-    "auto" is the preference (see `prefer`), then TPU, GPU, CPU: the first that is here. A kind that is asked for by
-    name has to be here. `verbose` prints why it was this one. Raises DeviceError for an unknown or absent kind, and an
-    index out of range; the message says what is here.
+    "auto" is the preference (see `prefer`), then TPU, GPU, CPU: the first that is here. A kind that
+    is asked for by name has to be here. `verbose` prints why it was this one. Raises DeviceError
+    for an unknown or absent kind, and an index out of range; the message says what is here.
 
     >>> device("cpu", 0, verbose=True).id
     device cpu:0 (cpu): cpu was asked for
@@ -233,7 +270,8 @@ def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> jax.
 class DeviceInfo:
     """What a device says of itself: bytes of memory, None where it does not say, as CPUs do not.
 
-    `memory_total` is what this process may have: of a GPU three quarters, unless JAX's variables say otherwise.
+    `memory_total` is what this process may have: of a GPU three quarters, unless JAX's variables
+    say otherwise.
     """
 
     platform: str
@@ -258,11 +296,13 @@ def device_info(device: str | jax.Device = "auto") -> DeviceInfo:
 
 
 def simulate(n: int) -> None:
-    """Make this process see `n` CPU devices, and nothing else: for tests of sharded programs. The first thing to call.
+    """Make this process see `n` CPU devices, and nothing else: for tests of sharded programs. The
+    first thing to call.
 
-    Programs on simulated devices share one pool of threads. Where it has no more threads than there are devices, a
-    collective can wait for a participant that never runs, and XLA ends the process after 40 s: so the pool is made
-    large enough (the variable NPROC). Raises DeviceError once the backend has started.
+    Programs on simulated devices share one pool of threads. Where it has no more threads than there
+    are devices, a collective can wait for a participant that never runs, and XLA ends the process
+    after 40 s: so the pool is made large enough (the variable NPROC). Raises DeviceError once the
+    backend has started.
 
     >>> x = jnp.ones(2)
     >>> simulate(8)
@@ -272,10 +312,17 @@ def simulate(n: int) -> None:
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
         raise DeviceError(message("n", "simulate()", repr(n), "an int of 1 or more"))
     if _started():
-        fix = "Call it before anything makes an array or asks for devices; in a notebook restart the kernel first."
-        raise DeviceError(message("simulate", "", "a backend that has started", "to be called before that", fix))
+        fix = (
+            "Call it before anything makes an array or asks for devices; in a notebook restart "
+            "the kernel first."
+        )
+        raise DeviceError(
+            message("simulate", "", "a backend that has started", "to be called before that", fix)
+        )
     given = os.environ.get("NPROC", "")
-    os.environ["NPROC"] = str(max(16, 2 * n, os.cpu_count() or 1, int(given) if given.isdigit() else 0))
+    os.environ["NPROC"] = str(
+        max(16, 2 * n, os.cpu_count() or 1, int(given) if given.isdigit() else 0)
+    )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(n))
 
@@ -296,18 +343,22 @@ def preferred() -> str | None:
 
 
 def prefer(kind: str | None) -> None:
-    """Write into the file `.tsunax-device` which kind of device "auto" tries first; None deletes the file.
+    """Write into the file `.tsunax-device` which kind of device "auto" tries first; None deletes
+    the file.
 
-    The file holds one word, and counts in its directory and all below it. It is the nearest one; if there is none, a
-    new one beside the nearest pyproject.toml, or else in the current directory. Once the backend has started, a
-    warning says that a restart is needed. Raises DeviceError for an unknown kind, and ConfigError for a file that
-    cannot be read or written, or that holds another word.
+    The file holds one word, and counts in its directory and all below it. It is the nearest one; if
+    there is none, a new one beside the nearest pyproject.toml, or else in the current directory.
+    Once the backend has started, a warning says that a restart is needed. Raises DeviceError for an
+    unknown kind, and ConfigError for a file that cannot be read or written, or that holds another
+    word.
     """
     if kind is not None:
         _check_kind(kind, "prefer()", _preference.KINDS)
     path, changed = _preference.write(kind)
     if not changed:
-        print(f"{path} says {kind} already" if kind else f"there is no {path}: no kind is preferred")
+        print(
+            f"{path} says {kind} already" if kind else f"there is no {path}: no kind is preferred"
+        )
         return
     if said := os.environ.get("TSUNAX_DEVICE", "").strip():
         warnings.warn(f"TSUNAX_DEVICE={said} goes before {path}.", stacklevel=2)
@@ -325,7 +376,10 @@ def _can_move(x: Any) -> bool:
 
 
 def _is_there(x: Any, place: Sharding) -> bool:
-    """Whether it is committed to that place. One that is merely there would follow the first other array away."""
+    """Whether it is committed to that place.
+
+    One that is merely there would follow the first other array away.
+    """
     concrete = isinstance(x, jax.Array) and not trees.is_traced(x)
     return concrete and x.committed and x.sharding.is_equivalent_to(place, x.ndim)
 
@@ -338,7 +392,9 @@ def _is_loader(x: Any) -> bool:
 
 
 class _Moved:
-    """A loader whose batches are put on a device as they are taken; it is the loader in everything else."""
+    """A loader whose batches are put on a device as they are taken; it is the loader in everything
+    else.
+    """
 
     def __init__(self, data: Any, place: Sharding):
         self._data, self._place = data, place
@@ -368,19 +424,25 @@ class _Moving(_Moved):
 def to_device(tree: Any, device: str | jax.Device | Sharding = "auto") -> Any:
     """A tree with its arrays on a device; or a loader, whose batches are put there one by one.
 
-        tree.map(lambda x: jax.device_put(x, device), tree)  # of arrays; other leaves stay as they are
+        tree.map(lambda x: jax.device_put(x, device), tree)  # of arrays; other leaves stay as they
+        are
 
-    An array that is there already is returned as the same object, an array that occurs twice stays one, and keys stay
-    keys. NumPy's arrays are copied (`device_put` alone shares their memory on a CPU) and get JAX's widths: float64
-    becomes float32 unless x64 is on. A loader is any iterable that is itself no pytree, such as `batches` or a
-    generator, not a list; it keeps its length, its state and whether it can be iterated again. `prefetch` does the
-    same ahead of time. Raises StateError for a deleted array, and DeviceError as `device` does.
+    An array that is there already is returned as the same object, an array that occurs twice stays
+    one, and keys stay keys. NumPy's arrays are copied (`device_put` alone shares their memory on a
+    CPU) and get JAX's widths: float64 becomes float32 unless x64 is on. A loader is any iterable
+    that is itself no pytree, such as `batches` or a generator, not a list; it keeps its length, its
+    state and whether it can be iterated again. `prefetch` does the same ahead of time. Raises
+    StateError for a deleted array, and DeviceError as `device` does.
 
     >>> tree = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
     >>> tree["w"].device == device("cpu"), tree["name"], to_device(tree, "cpu")["w"] is tree["w"]
     (True, 'relu', True)
     """
-    place = device if isinstance(device, Sharding) else SingleDeviceSharding(_first(device, "to_device()"))
+    place = (
+        device
+        if isinstance(device, Sharding)
+        else SingleDeviceSharding(_first(device, "to_device()"))
+    )
     if _is_loader(tree):
         return (_Moving if isinstance(tree, Iterator) else _Moved)(tree, place)
     checks.check_all_alive(tree, "tree")
@@ -395,9 +457,9 @@ def to_device(tree: Any, device: str | jax.Device | Sharding = "auto") -> Any:
 def to_host(tree: Any) -> Any:
     """A tree with its JAX arrays as NumPy's, in memory of their own.
 
-    An array that occurs twice stays one. NumPy has no keys: they stay JAX's, on the CPU if JAX has one. Arrays that are
-    still donated later are not held back by it, as `np.asarray` would. Other leaves stay as they are.
-    Raises StateError for a deleted array.
+    An array that occurs twice stays one. NumPy has no keys: they stay JAX's, on the CPU if JAX has
+    one. Arrays that are still donated later are not held back by it, as `np.asarray` would. Other
+    leaves stay as they are. Raises StateError for a deleted array.
 
     >>> to_host({"name": "relu", "w": jnp.ones(2)})
     {'name': 'relu', 'w': array([1., 1.], dtype=float32)}
@@ -416,7 +478,8 @@ def to_host(tree: Any) -> Any:
 
 
 def device_of(tree: Any) -> jax.Device | None:
-    """The device that the JAX arrays of a tree are on; None if there are none, for NumPy's are nowhere.
+    """The device that the JAX arrays of a tree are on; None if there are none, for NumPy's are
+    nowhere.
 
     Raises DeviceError, with two paths, for arrays on several devices.
 

@@ -4,9 +4,10 @@
     state = ts.shard(state, mesh)          # or ts.shard(lambda: ts.setup(rule, init(key)), mesh): never whole anywhere
     state, info = step(state, batch)       # the rows of the batch go over the mesh, the numbers are those of one device
 
-A sharding says where the parts of an array lie; programs over sharded arrays compute the same numbers and communicate
-where they have to. So there is nothing here but a choice: one `PartitionSpec` for each parameter, and for what follows
-it (moments, averages, master copies). The step keeps it, and spreads rows (`_core/placement.py`).
+A sharding says where the parts of an array lie; programs over sharded arrays compute the same
+numbers and communicate where they have to. So there is nothing here but a choice: one
+`PartitionSpec` for each parameter, and for what follows it (moments, averages, master copies). The
+step keeps it, and spreads rows (`_core/placement.py`).
 """
 
 from __future__ import annotations
@@ -26,22 +27,30 @@ from tsunax.devices import kinds as _kinds
 from tsunax.distributed import processes
 from tsunax.errors import DeviceError, PatternError, WrongTypeError, message
 from tsunax.rules import number_table
-from tsunax.state import TrainState, base, check_flags, trained_part
+from tsunax.state import TrainState, base, trained_part
 
 __all__ = ["Placement", "describe_sharding", "mesh", "shard"]
 
 _AXES = ("data", "fsdp", "tensor")
-SMALL = 1024  # elements: what has fewer is whole on each device, which costs less than to collect it
+SMALL = (
+    1024  # elements: what has fewer is whole on each device, which costs less than to collect it
+)
 
 
-def mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None, explicit: bool = False) -> Mesh:
-    """A mesh of devices with the axes `data`, `fsdp` and `tensor`, of these sizes; -1 is what is left of the devices.
+def mesh(
+    data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None, explicit: bool = False
+) -> Mesh:
+    """A mesh of devices with the axes `data`, `fsdp` and `tensor`, of these sizes; -1 is what is
+    left of the devices.
 
-    Rows of a batch are spread over `data` and `fsdp`; parameters, and what follows them, over `fsdp` and `tensor`.
+    Rows of a batch are spread over `data` and `fsdp`; parameters, and what follows them, over
+    `fsdp` and `tensor`.
 
     Args:
-      devices: a list of them, or what `devices` takes; by default all of the backend, those of other processes too.
-      explicit: whether shardings are part of the types of arrays (`AxisType.Explicit`), or the compiler's to spread.
+      devices: a list of them, or what `devices` takes; by default all of the backend, those of
+        other processes too.
+      explicit: whether shardings are part of the types of arrays (`AxisType.Explicit`), or the
+        compiler's to spread.
 
     Raises DeviceError where the sizes do not multiply to the number of devices.
 
@@ -55,46 +64,75 @@ def mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None, explic
         devices = _kinds.devices(asked)
     sizes = dict(zip(_AXES, (data, fsdp, tensor), strict=True))
     for name, size in sizes.items():
-        if not isinstance(size, int | np.integer) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise DeviceError(message(name, "mesh()", trees.describe(size), "a number of devices, or -1 for the rest"))
+        if (
+            not isinstance(size, int | np.integer)
+            or isinstance(size, bool)
+            or (size < 1 and size != -1)
+        ):
+            raise DeviceError(
+                message(
+                    name, "mesh()", trees.describe(size), "a number of devices, or -1 for the rest"
+                )
+            )
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise DeviceError(message("mesh", "", f"-1 for {' and '.join(free)}", "-1 for one axis at most"))
+        raise DeviceError(
+            message("mesh", "", f"-1 for {' and '.join(free)}", "-1 for one axis at most")
+        )
     given = int(np.prod([size for size in sizes.values() if size != -1]))
     sizes |= {name: len(devices) // given for name in free}
     if given * (sizes[free[0]] if free else 1) != len(devices) or 0 in sizes.values():
-        got = " x ".join(f"{name}={size if name not in free else -1}" for name, size in sizes.items())
+        got = " x ".join(
+            f"{name}={size if name not in free else -1}" for name, size in sizes.items()
+        )
         fix = "Give it fewer: devices=jax.devices()[:4]." if given < len(devices) else ""
-        raise DeviceError(message("mesh", "", got, f"sizes that multiply to {len(devices)} devices", fix))
+        raise DeviceError(
+            message("mesh", "", got, f"sizes that multiply to {len(devices)} devices", fix)
+        )
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(_AXES)
     return jax.make_mesh(tuple(sizes.values()), _AXES, axis_types=kinds, devices=devices)
 
 
-def shard(state: Any, mesh: Mesh, rules=None, *, logical: Mapping[str, Any] | None = None, zero1: bool = False) -> Any:
-    """The same state over the devices of a mesh. Bits and programs of one device become those of many; see the module.
+def shard(
+    state: Any,
+    mesh: Mesh,
+    rules=None,
+    *,
+    logical: Mapping[str, Any] | None = None,
+    zero1: bool = False,
+) -> Any:
+    """The same state over the devices of a mesh. Bits and programs of one device become those of
+    many; see the module.
 
     Which axis of a parameter is spread over which axis of the mesh, the first that says something:
 
-    1. `rules`, by pattern: `{"**/mlp/up/kernel": P(None, "tensor"), "embed": P("tensor"), "norm/**": None}`. None is
+    1. `rules`, by pattern: `{"**/mlp/up/kernel": P(None, "tensor"), "embed": P("tensor"),
+    "norm/**": None}`. None is
        whole on each device.
-    2. The names that flax's metadata (`nn.with_partitioning`, `nnx.Param(sharding=...)`) gives to its axes, which
-       `logical` maps to axes of the mesh, `{"embed": "fsdp", "mlp": "tensor"}`; those of the mesh stand for themselves.
+    2. The names that flax's metadata (`nn.with_partitioning`, `nnx.Param(sharding=...)`) gives to
+    its axes, which
+       `logical` maps to axes of the mesh, `{"embed": "fsdp", "mlp": "tensor"}`; those of the mesh
+       stand for themselves.
     3. Nothing: whole.
 
-    Then, where the mesh has an axis `fsdp`, the largest free axis that divides is spread over it, unless a rule said
-    None or the array has fewer than 1,024 elements. Moments, averages and master copies follow their parameter; other
-    arrays of the optimizer and the model state are spread over `fsdp` by their own shape. The rest (clock, key, live
-    numbers) is whole.
+    Then, where the mesh has an axis `fsdp`, the largest free axis that divides is spread over it,
+    unless a rule said None or the array has fewer than 1,024 elements. Moments, averages and master
+    copies follow their parameter; other arrays of the optimizer and the model state are spread over
+    `fsdp` by their own shape. The rest (clock, key, live numbers) is whole.
 
     Args:
-      state: a `TrainState`, any tree of arrays, or a function that makes one: then nothing is ever whole on one device.
+      state: a `TrainState`, any tree of arrays, or a function that makes one: then nothing is ever
+        whole on one device.
       mesh: from `mesh`, or any `jax.sharding.Mesh`.
-      zero1: spread moments, averages and master copies over all data axes, and leave the parameters as they are.
+      zero1: spread moments, averages and master copies over all data axes, and leave the parameters
+        as they are.
 
-    What lies on a device of the mesh already is not copied: the first step consumes the state that was given, too.
+    What lies on a device of the mesh already is not copied: the first step consumes the state that
+    was given, too.
 
-    Raises PatternError for a rule that matches nothing, DeviceError for one that the mesh or the shape cannot follow.
-    Source of the scheme: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), GSPMD (Xu et al. 2021, arXiv:2105.04663).
+    Raises PatternError for a rule that matches nothing, DeviceError for one that the mesh or the
+    shape cannot follow. Source of the scheme: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054),
+    GSPMD (Xu et al. 2021, arXiv:2105.04663).
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -103,14 +141,20 @@ def shard(state: Any, mesh: Mesh, rules=None, *, logical: Mapping[str, Any] | No
     True
     """
     if not isinstance(mesh, Mesh):
-        raise WrongTypeError(message("mesh", "shard()", trees.describe(mesh), "a Mesh", "Make one: ts.mesh()."))
-    check_flags("shard()", zero1=zero1)
+        raise WrongTypeError(
+            message("mesh", "shard()", trees.describe(mesh), "a Mesh", "Make one: ts.mesh().")
+        )
+    checks.check_flags("shard()", zero1=zero1)
     rules = _as_dict("rules", rules, "a dict of specs by pattern")
-    choice = _Choice(mesh, rules, _as_dict("logical", logical, "a dict of axes of the mesh by name"), zero1)
+    choice = _Choice(
+        mesh, rules, _as_dict("logical", logical, "a dict of axes of the mesh by name"), zero1
+    )
     make = state if callable(state) and jax.tree_util.all_leaves([state]) else None
     like = state if make is None else jax.eval_shape(make)
     specs = choice.of_state(like) if isinstance(like, TrainState) else choice.of_params(like)
-    where = jax.tree.unflatten(jax.tree.structure(like), [NamedSharding(mesh, spec) for spec in specs])
+    where = jax.tree.unflatten(
+        jax.tree.structure(like), [NamedSharding(mesh, spec) for spec in specs]
+    )
     if make is not None:
         with jax.set_mesh(mesh):
             made = jax.jit(make, out_shardings=where)()
@@ -167,11 +211,19 @@ class _Choice:
         return out
 
     def of_state(self, state: TrainState) -> list[P]:
-        """Those of all leaves of a state: what belongs to a parameter follows it. Populations are cut by members."""
+        """Those of all leaves of a state: what belongs to a parameter follows it.
+
+        Populations are cut by members.
+        """
         if (n := members_of(state)) is not None:
             if n % self.mesh.size:
                 raise DeviceError(
-                    message("population", "shard()", f"{n} members", f"a multiple of {self.mesh.size} devices")
+                    message(
+                        "population",
+                        "shard()",
+                        f"{n} members",
+                        f"a multiple of {self.mesh.size} devices",
+                    )
                 )
             return [P(self.mesh.axis_names)] * len(jax.tree.leaves(state))
         params = self.of_params(state.params)
@@ -180,7 +232,9 @@ class _Choice:
         shapes = [np.shape(x) for x in jax.tree.leaves(trained_part(state))]
         follow = [self._spread(params[i], shape) for i, shape in zip(ruled, shapes, strict=True)]
 
-        owners = number_table.owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
+        owners = number_table.owners_of(
+            state.plan.init, state.opt_state, state.numbers, base(state)
+        )
         opt_state = []
         for owner, leaf in zip(owners, jax.tree.leaves(state.opt_state), strict=True):
             if owner is not None and np.shape(leaf) == shapes[owner]:
@@ -202,7 +256,9 @@ class _Choice:
         for pattern, spec in self.rules.items():
             if spec is not None and not isinstance(spec, P | tuple | list | str):
                 expected = "a PartitionSpec, a tuple of axis names, or None"
-                raise WrongTypeError(message("rule", f"shard(), {pattern!r}", trees.describe(spec), expected))
+                raise WrongTypeError(
+                    message("rule", f"shard(), {pattern!r}", trees.describe(spec), expected)
+                )
             spec = P(*((spec,) if isinstance(spec, str) else spec or ()))
             for i, on in enumerate(patterns.select(pattern, params)):
                 if on:
@@ -218,7 +274,9 @@ class _Choice:
         used = {name for names in trees.axis_names(params) if names for name in names}
         if unused := [name for name in self.logical if name not in used]:
             raise PatternError(
-                patterns.unknown("logical axis", "shard()", unused[0], sorted(name for name in used if name))
+                patterns.unknown(
+                    "logical axis", "shard()", unused[0], sorted(name for name in used if name)
+                )
             )
         return found
 
@@ -240,7 +298,9 @@ class _Choice:
                 expected = f"axes of the mesh: {', '.join(self.mesh.axis_names)}"
                 raise DeviceError(message("sharding", path, repr(missing[0]), expected))
             if twice := [name for name in names if name in used]:
-                raise DeviceError(message("sharding", path, f"{twice[0]!r} twice in {spec}", "each axis once"))
+                raise DeviceError(
+                    message("sharding", path, f"{twice[0]!r} twice in {spec}", "each axis once")
+                )
             used += names
             parts = int(np.prod([self.mesh.shape[name] for name in names]))
             if shape[axis] % parts:
@@ -250,14 +310,20 @@ class _Choice:
         return spec
 
     def _over(self, spec: P, leaf, *names: str) -> P:
-        """The spec with the largest free axis that divides spread over axes of the mesh, where it does not use them."""
+        """The spec with the largest free axis that divides spread over axes of the mesh, where it
+        does not use them.
+        """
         used = {name for entry in spec for name in placement.names_of(entry)}
-        names = tuple(name for name in names if self.mesh.shape.get(name, 1) > 1 and name not in used)
+        names = tuple(
+            name for name in names if self.mesh.shape.get(name, 1) > 1 and name not in used
+        )
         parts, shape = int(np.prod([self.mesh.shape[name] for name in names])), np.shape(leaf)
         if parts == 1 or np.prod(shape) < SMALL:
             return spec
         entries: list[Any] = [*spec, *[None] * (len(shape) - len(spec))]
-        free = [axis for axis, entry in enumerate(entries) if entry is None and shape[axis] % parts == 0]
+        free = [
+            axis for axis, entry in enumerate(entries) if entry is None and shape[axis] % parts == 0
+        ]
         if not free:
             return spec
         entries[max(free, key=lambda axis: shape[axis])] = names[0] if len(names) == 1 else names
@@ -277,7 +343,9 @@ class _Choice:
 class Placement:
     """What `describe_sharding` returns: prints as a table."""
 
-    rows: tuple[tuple[str, str, str, int], ...]  # path, dtype and shape, where, bytes on each device that has some
+    rows: tuple[
+        tuple[str, str, str, int], ...
+    ]  # path, dtype and shape, where, bytes on each device that has some
     bytes: Mapping[str, int]  # on each device of this process
     total: int  # of the whole tree, counted once
 
@@ -287,7 +355,8 @@ class Placement:
             rows = [*rows[:24], (f"... {len(rows) - 36} more", "", "", 0), *rows[-12:]]
         widths = [max((len(str(row[i])) for row in rows), default=0) for i in range(3)]
         lines = [
-            "  ".join(f"{row[i]:<{widths[i]}}" for i in range(3)) + (f"  {trees.bytes_str(row[3])}" if row[3] else "")
+            "  ".join(f"{row[i]:<{widths[i]}}" for i in range(3))
+            + (f"  {trees.bytes_str(row[3])}" if row[3] else "")
             for row in rows
         ]
         held = sorted(set(self.bytes.values())) or [0]
@@ -297,7 +366,10 @@ class Placement:
             else f"{trees.bytes_str(held[0])} to {trees.bytes_str(held[-1])}"
         )
         return "\n".join(
-            [*map(str.rstrip, lines), f"{trees.bytes_str(self.total)} in all, {on} on each of {len(self.bytes)}"]
+            [
+                *map(str.rstrip, lines),
+                f"{trees.bytes_str(self.total)} in all, {on} on each of {len(self.bytes)}",
+            ]
         )
 
 
@@ -310,7 +382,8 @@ def _as_dict(name: str, given: Any, expected: str) -> dict:
 
 
 def describe_sharding(tree) -> Placement:
-    """Who lives where: for each array of a tree how it is spread, and the bytes that each device holds.
+    """Who lives where: for each array of a tree how it is spread, and the bytes that each device
+    holds.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -329,7 +402,9 @@ def describe_sharding(tree) -> Placement:
         for device, n in parts:
             held[device] = held.get(device, 0) + n
         total += x.nbytes
-        rows.append((trees.access_str("", path), kind, _words(x), max((n for _, n in parts), default=0)))
+        rows.append(
+            (trees.access_str("", path), kind, _words(x), max((n for _, n in parts), default=0))
+        )
     return Placement(tuple(rows), held, total)
 
 
@@ -343,5 +418,7 @@ def _words(x: jax.Array) -> str:
     for axis, names in enumerate(spec):
         names = placement.names_of(names)
         if any(mesh.shape[name] > 1 for name in names):
-            parts.append(f"axis {axis} over {' x '.join(f'{name}={mesh.shape[name]}' for name in names)}")
+            parts.append(
+                f"axis {axis} over {' x '.join(f'{name}={mesh.shape[name]}' for name in names)}"
+            )
     return "; ".join(parts) or f"whole on {mesh.size}"

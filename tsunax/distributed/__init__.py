@@ -14,4 +14,13 @@ from tsunax.distributed.processes import (
     stop,
 )
 
-__all__ = ["barrier", "broadcast", "check_in_sync", "is_main", "process_count", "process_index", "start", "stop"]
+__all__ = [
+    "barrier",
+    "broadcast",
+    "check_in_sync",
+    "is_main",
+    "process_count",
+    "process_index",
+    "start",
+    "stop",
+]

@@ -1,13 +1,15 @@
-"""What the processes of one run say to each other: over the key-value store of JAX's coordination service.
+"""What the processes of one run say to each other: over the key-value store of JAX's coordination
+service.
 
     say/<thread>/<number>/<i>         what process i said at a gathering
     say/<thread>/<number>/verdict     the answer: what all said, or what was wrong
     event/<n>                         an exception, a lost process, a question: all read them in this order
     beat/<i>                          a number that grows while process i is alive
 
-`jax.distributed` runs the service in process 0, at the one port that the user named. The first writer of a key wins, so
-that all processes read the same verdict and the same events. Every wait ends. This file alone uses the parts of JAX
-that are not public (`jax._src.distributed`); orbax and others use the same. It needs no device and starts no backend.
+`jax.distributed` runs the service in process 0, at the one port that the user named. The first
+writer of a key wins, so that all processes read the same verdict and the same events. Every wait
+ends. This file alone uses the parts of JAX that are not public (`jax._src.distributed`); orbax and
+others use the same. It needs no device and starts no backend.
 """
 
 from __future__ import annotations
@@ -30,13 +32,19 @@ from jax._src import xla_bridge
 
 from tsunax.errors import ProcessError, message, told
 
-PATIENCE = 5.0  # seconds in which the others read what ends them, before process 0 and its service go
+PATIENCE = (
+    5.0  # seconds in which the others read what ends them, before process 0 and its service go
+)
 SLICE = 0.5  # seconds after which a wait looks again; Python handles Ctrl-C between two of them
-LONG = 600.0  # seconds of one wait for an event: the service keeps a few bytes for each wait that ran out
+# seconds of one wait for an event: the service keeps a few bytes for each wait that ran out
+LONG = 600.0
 
 
 class Store:
-    """JAX's key-value store, below `tsunax/<run>/`. All methods raise RuntimeError when process 0 is gone."""
+    """JAX's key-value store, below `tsunax/<run>/`.
+
+    All methods raise RuntimeError when process 0 is gone.
+    """
 
     def __init__(self, client: Any, run: int):
         self._client, self._root = client, f"tsunax/{run}"
@@ -57,7 +65,9 @@ class Store:
     def get(self, key: str, seconds: float) -> str | None:
         """The text of a key, once it is written; None if it is not within so many seconds."""
         try:
-            return self._client.blocking_key_value_get(f"{self._root}/{key}", max(1, round(1000 * seconds)))
+            return self._client.blocking_key_value_get(
+                f"{self._root}/{key}", max(1, round(1000 * seconds))
+            )
         except RuntimeError as error:
             if "GetKeyValue() timed out" not in str(error):
                 raise
@@ -74,7 +84,8 @@ class Store:
 
 
 def initialized() -> tuple[Any, int, int] | None:
-    """The client, the number of this process and the number of processes of `jax.distributed`; None before it starts.
+    """The client, the number of this process and the number of processes of `jax.distributed`; None
+    before it starts.
 
     This number is the launcher's. `jax.process_index()` may be another one on a TPU.
     """
@@ -83,10 +94,19 @@ def initialized() -> tuple[Any, int, int] | None:
 
 
 def forget() -> None:
-    """Let `jax.distributed` be started again, after a start that failed; and in a forked child, whose parent has it."""
+    """Let `jax.distributed` be started again, after a start that failed; and in a forked child,
+    whose parent has it.
+    """
     state = _jax_distributed.global_state
-    for leaked in (state.client, state.service, state.preemption_sync_manager, *xla_bridge._backends.values()):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(leaked))  # destructors would wait for the service, for ever
+    for leaked in (
+        state.client,
+        state.service,
+        state.preemption_sync_manager,
+        *xla_bridge._backends.values(),
+    ):
+        ctypes.pythonapi.Py_IncRef(
+            ctypes.py_object(leaked)
+        )  # destructors would wait for the service, for ever
     state.client = state.service = state.preemption_sync_manager = None
 
 
@@ -99,7 +119,8 @@ class Peers:
       run: how often the processes have met before: no key is used twice.
       timeout: seconds that a gathering waits.
 
-    Until `watch`, nobody is watched: when another process ends the run, the next gathering raises ProcessError.
+    Until `watch`, nobody is watched: when another process ends the run, the next gathering raises
+    ProcessError.
     """
 
     def __init__(self, client: Any, node: int, count: int, run: int = 0, timeout: float = 120.0):
@@ -120,8 +141,16 @@ class Peers:
         self._threads: list[threading.Thread] = []
 
     def meet(self, **hello: Any) -> None:
-        """The first gathering: every process says who it is. Raises ProcessError when they differ in something."""
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "num_processes": self.count, **hello}
+        """The first gathering: every process says who it is.
+
+        Raises ProcessError when they differ in something.
+        """
+        me = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "num_processes": self.count,
+            **hello,
+        }
         self._hellos = [json.loads(text) for text in self.gather("start()", json.dumps(me))]
         for name in ("num_processes", *hello):
             for i, other in enumerate(self._hellos):
@@ -130,8 +159,15 @@ class Peers:
                     raise ProcessError(message(name, self._name(i), other.get(name), expected))
 
     def watch(self, patience: float, timeout: float) -> None:
-        """From now on this process ends when another one is lost: has not beaten for `patience` seconds."""
-        self.patience, self.timeout, self._ends, self._answered = patience, timeout, True, time.monotonic()
+        """From now on this process ends when another one is lost: has not beaten for `patience`
+        seconds.
+        """
+        self.patience, self.timeout, self._ends, self._answered = (
+            patience,
+            timeout,
+            True,
+            time.monotonic(),
+        )
         self._run(self._beat)
         self._run(self._watch)
 
@@ -139,14 +175,18 @@ class Peers:
         self._run(self._listen)
 
     def _run(self, work: Callable[[], None]) -> None:
-        self._threads.append(threading.Thread(target=work, name=f"tsunax{work.__name__}", daemon=True))
+        self._threads.append(
+            threading.Thread(target=work, name=f"tsunax{work.__name__}", daemon=True)
+        )
         self._threads[-1].start()
 
-    # ------------------------------------------------------------------------------------------------- for callers
+    # ---------------------------------------------------------------------------------- for callers
 
     def name_of(self, index: int) -> str:
         """How messages call a process."""
-        return self._name(self._indices.index(index)) if index in self._indices else f"process {index}"
+        return (
+            self._name(self._indices.index(index)) if index in self._indices else f"process {index}"
+        )
 
     def _name(self, node: int) -> str:
         hello = self._hellos[node] if node < len(self._hellos) else {}
@@ -154,9 +194,15 @@ class Peers:
         return f"process {self._indices[node]}{where}"
 
     def gather(
-        self, name: str, text: str = "", timeout: float | None = None, thread: str = "", index: int | None = None
+        self,
+        name: str,
+        text: str = "",
+        timeout: float | None = None,
+        thread: str = "",
+        index: int | None = None,
     ) -> list[str]:
-        """What all processes said here, by index. Raises ProcessError if one did not come, or was elsewhere.
+        """What all processes said here, by index. Raises ProcessError if one did not come, or was
+        elsewhere.
 
         A thread beside the main one gives its name: its gatherings have an order of their own.
         """
@@ -164,13 +210,18 @@ class Peers:
         with self._changed:
             number = self._numbers[thread] = self._numbers.get(thread, 0) + 1
             if not thread:
-                self._calls = [number, 0]  # all are here: who called less often before is even again
+                self._calls = [
+                    number,
+                    0,
+                ]  # all are here: who called less often before is even again
         place = f"say/{thread.replace('/', ' ')}/{number}"
         said = json.dumps([self.node if index is None else index, name, text])
         try:
             self._store.put(f"{place}/{self.node}", said)
             verdict = self._verdict(place, name, timeout)
-            if "all" in verdict and self.node == 0:  # all have come this far: nobody reads the older ones any more
+            if (
+                "all" in verdict and self.node == 0
+            ):  # all have come this far: nobody reads the older ones any more
                 for old in self._old.pop(thread, []):
                     self._store.delete(old)
             self._old.setdefault(thread, []).append(place)
@@ -184,7 +235,9 @@ class Peers:
         return [each[1] for each in sorted(verdict["all"])]
 
     def _verdict(self, place: str, name: str, timeout: float) -> dict[str, Any]:
-        """The answer, which the first writes that can give it: process 0, or one that has waited long enough."""
+        """The answer, which the first writes that can give it: process 0, or one that has waited
+        long enough.
+        """
         start, has_said = time.monotonic(), timeout <= self.timeout
         while True:
             if self._ended and not self._ends:
@@ -205,7 +258,10 @@ class Peers:
                 return json.loads(text)
             if not has_said and time.monotonic() - start > self.timeout:
                 has_said = True
-                note = f"process {self._indices[self.node]} has waited for the others for {self.timeout:g} s at {name}"
+                note = (
+                    f"process {self._indices[self.node]} has waited for the others for "
+                    f"{self.timeout:g} s at {name}"
+                )
                 os.write(2, f"tsunax: {note}\n".encode())
 
     def _judged(self, said: dict[int, list], name: str, is_late: bool) -> dict[str, Any]:
@@ -213,18 +269,27 @@ class Peers:
         first = min(said)
         for i in sorted(said):
             if said[i][1] != said[first][1]:
-                got, expected = f"{said[i][1]} on {self._name(i)}", f"{said[first][1]}, as on {self._name(first)}"
+                got, expected = (
+                    f"{said[i][1]} on {self._name(i)}",
+                    f"{said[first][1]}, as on {self._name(first)}",
+                )
                 fix = "All processes call the same, in the same order."
                 return {"wrong": message("call", "", got, expected, fix)}
         if len(said) == self.count:
             return {"all": [[said[i][0], said[i][2]] for i in sorted(said)]}
         missing = ", ".join(self._name(i) for i in range(self.count) if i not in said)
-        return {"wrong": message(name, "", f"no word of {missing}", "all processes")} if is_late else {}
+        return (
+            {"wrong": message(name, "", f"no word of {missing}", "all processes")}
+            if is_late
+            else {}
+        )
 
     def agree(self, asked: int) -> int:
-        """0, until a process asked: then what it asked, on all of them at the same call. No wait but right then.
+        """0, until a process asked: then what it asked, on all of them at the same call. No wait
+        but right then.
 
-        Raises ProcessError when another process has ended the run, or does not say how often it has called.
+        Raises ProcessError when another process has ended the run, or does not say how often it has
+        called.
         """
         with self._changed:
             free = lambda: self._ended or not self._is_counting
@@ -261,18 +326,26 @@ class Peers:
                 thread.join(PATIENCE)
 
     def _wait_for_signs(self) -> None:
-        """Return once all other processes have answered, which those that are alive do within milliseconds.
+        """Return once all other processes have answered, which those that are alive do within
+        milliseconds.
 
-        When a process dies, a collective fails on the living: the dead one is to be named, and not who noticed. It will
+        When a process dies, a collective fails on the living: the dead one is to be named, and not
+          who noticed. It will
         be, for its silence, while this waits.
         """
         until = time.monotonic() + (self.patience + PATIENCE if self._ends else 0)
         self._post({"ping": self.node})
-        while not self._ended and time.monotonic() < until and len(self._store.under(f"pong/{self.node}")) < self.count:
+        while (
+            not self._ended
+            and time.monotonic() < until
+            and len(self._store.under(f"pong/{self.node}")) < self.count
+        ):
             time.sleep(SLICE / 50)
 
     def close(self) -> None:
-        """Part in peace. The thread that listens has to be woken: JAX would abort while it waits in C++."""
+        """Part in peace. The thread that listens has to be woken: JAX would abort while it waits in
+        C++.
+        """
         self._closing.set()
         with contextlib.suppress(RuntimeError):
             if not self._ends or self.node == 0:
@@ -280,10 +353,12 @@ class Peers:
         for thread in self._threads:
             thread.join(PATIENCE)
 
-    # -------------------------------------------------------------------------------------------------- the threads
+    # ---------------------------------------------------------------------------------- the threads
 
     def _post(self, event: dict[str, Any]) -> None:
-        """Say something to all processes, this one included; the events of all of them have one order."""
+        """Say something to all processes, this one included; the events of all of them have one
+        order.
+        """
         n = self._next
         while not self._store.put(f"event/{n}", json.dumps(event)):
             n += 1
@@ -306,7 +381,9 @@ class Peers:
 
     def _hear(self, event: dict[str, Any]) -> None:
         if "end" in event:
-            self._end("" if self._is_failing and not event.get("lost") else event["end"], event["of"])
+            self._end(
+                "" if self._is_failing and not event.get("lost") else event["end"], event["of"]
+            )
         elif "ping" in event:
             self._store.put(f"pong/{event['ping']}/{self.node}", "")
         with self._changed:
@@ -334,7 +411,9 @@ class Peers:
                 self._store.replace(f"beat/{self.node}", str(beats))
                 now = self._answered = time.monotonic()
                 if self.node == 0:
-                    stood_still = now - ticked > pause + self.patience / 4  # then it knows nothing of the others
+                    stood_still = (
+                        now - ticked > pause + self.patience / 4
+                    )  # then it knows nothing of the others
                     ticked, found = now, self._store.under("beat")
                     for i in range(1, self.count):
                         if stood_still or i not in seen or seen[i][0] != found.get(str(i)):
@@ -347,9 +426,11 @@ class Peers:
             self._end(self._lost(error))
 
     def _watch(self) -> None:
-        """Whether the service answers: a stopped process 0 leaves every call to it waiting, and so does an abort.
+        """Whether the service answers: a stopped process 0 leaves every call to it waiting, and so
+        does an abort.
 
-        The thread of JAX that aborts is the one that brings answers (`name_process_0`), so this asks the port itself.
+        The thread of JAX that aborts is the one that brings answers (`name_process_0`), so this
+        asks the port itself.
         """
         pause = min(1.0, self.patience / 10)
         before = time.monotonic()
@@ -361,8 +442,14 @@ class Peers:
             if now - self._answered > 2 * pause and _is_refused():
                 self._end(f"{self._name(0)} is gone: it was killed, or crashed")
             if now - self._answered > self.patience:
-                why = "it was stopped, or its host or network is down" if self.node else "JAX's service does not answer"
-                self._end(f"{self._name(0)} has been silent for {now - self._answered:.0f} s: {why}")
+                why = (
+                    "it was stopped, or its host or network is down"
+                    if self.node
+                    else "JAX's service does not answer"
+                )
+                self._end(
+                    f"{self._name(0)} has been silent for {now - self._answered:.0f} s: {why}"
+                )
 
     def _lost(self, error: Exception) -> str:
         if self.node == 0 or "UNAVAILABLE" not in str(error):
@@ -370,13 +457,22 @@ class Peers:
         return f"{self._name(0)} is gone: it was killed, or crashed"
 
     def _wait_until_heard(self, of: int) -> None:
-        """Process 0 carries the service: it stays until the others have read the end of one of them."""
-        until, others = time.monotonic() + PATIENCE, {str(i) for i in range(1, self.count) if i != of}
-        while self.node == 0 and others - set(self._store.under("heard")) and time.monotonic() < until:
+        """Process 0 carries the service: it stays until the others have read the end of one of
+        them.
+        """
+        until, others = (
+            time.monotonic() + PATIENCE,
+            {str(i) for i in range(1, self.count) if i != of},
+        )
+        while (
+            self.node == 0 and others - set(self._store.under("heard")) and time.monotonic() < until
+        ):
             time.sleep(SLICE / 50)
 
     def _end(self, text: str, of: int | None = None) -> None:
-        """This process is to end, because of one that the others have read of, or that it has lost itself."""
+        """This process is to end, because of one that the others have read of, or that it has lost
+        itself.
+        """
         with self._changed:
             self._ended = self._ended or text or "this process has ended the run"
             self._changed.notify_all()
@@ -403,10 +499,11 @@ def _is_refused() -> bool:
 def name_process_0() -> None:
     """Let Python name process 0 before JAX aborts this process because of its death.
 
-    JAX's client aborts within milliseconds when its connection to process 0 is lost, without a name. The thread that
-    aborts sleeps for six seconds first: `sleep` itself is the handler of SIGABRT, whose number is 6. It is allowed in a
-    signal handler, and needs no Python. By then a thread of `Peers` has named process 0 and ended this one. Any other
-    abort is delayed by these seconds, and faulthandler does not print for it. JAX 0.7 exits without an abort.
+    JAX's client aborts within milliseconds when its connection to process 0 is lost, without a
+    name. The thread that aborts sleeps for six seconds first: `sleep` itself is the handler of
+    SIGABRT, whose number is 6. It is allowed in a signal handler, and needs no Python. By then a
+    thread of `Peers` has named process 0 and ended this one. Any other abort is delayed by these
+    seconds, and faulthandler does not print for it. JAX 0.7 exits without an abort.
     """
     if sys.platform != "win32" and signal.SIGABRT == 6:
         libc = ctypes.CDLL(None)
@@ -420,11 +517,17 @@ def _flush() -> None:
 
 
 def leave(text: str, index: int) -> None:
-    """Say why, if there is something to say, and end this process: its main thread may be in a collective for ever."""
+    """Say why, if there is something to say, and end this process: its main thread may be in a
+    collective for ever.
+    """
     if text:
-        os.write(2, f"\ntsunax.errors.ProcessError: {text}. This process ({index}) ends too.\n".encode())
+        os.write(
+            2, f"\ntsunax.errors.ProcessError: {text}. This process ({index}) ends too.\n".encode()
+        )
     flush = threading.Thread(target=_flush, daemon=True)  # whoever holds the stream may be stuck
-    with contextlib.suppress(RuntimeError):  # at the exit of the interpreter none can start, and all is flushed
+    with contextlib.suppress(
+        RuntimeError
+    ):  # at the exit of the interpreter none can start, and all is flushed
         flush.start()
         flush.join(1.0)
     os._exit(1)

@@ -3,11 +3,12 @@
     ts.distributed.start()              # the first line of the script; alone, it does nothing
     ts.distributed.check_in_sync(seed=seed, params=params, settings=settings)
 
-`mpirun`, SLURM, Kubernetes and the like start the processes; `start` finds out from them who is who, brings all
-together, and starts `jax.distributed`. From then on `jax.devices()` are those of all processes, and arrays and programs
-span them. What is here is the rest: waits that end, errors that name a process, one answer for all. It works on the
-host, over the key-value store of JAX's coordination service (`_peers.py`), and knows nothing of meshes, states and
-steps. A run that `jax.distributed.initialize` started is served too.
+`mpirun`, SLURM, Kubernetes and the like start the processes; `start` finds out from them who is
+who, brings all together, and starts `jax.distributed`. From then on `jax.devices()` are those of
+all processes, and arrays and programs span them. What is here is the rest: waits that end, errors
+that name a process, one answer for all. It works on the host, over the key-value store of JAX's
+coordination service (`_peers.py`), and knows nothing of meshes, states and steps. A run that
+`jax.distributed.initialize` started is served too.
 """
 
 from __future__ import annotations
@@ -55,9 +56,12 @@ __all__ = [
     "words",
 ]
 
-SPARE = 10  # seconds after `peer_timeout` in which JAX, too, would end the process: should this module ever fail
+# seconds after `peer_timeout` in which JAX, too, would end the process: should this module ever
+# fail
+SPARE = 10
 SHOWN = 10  # differences in a message
-LAST = 1800.0  # seconds that processes wait for one that works by itself: a callback of `fit`, figures at the end
+# seconds that processes wait for one that works by itself: a callback of `fit`, figures at the end
+LAST = 1800.0
 
 NEVER = 10 * 365 * 86400  # seconds
 
@@ -81,7 +85,10 @@ class _Launch(NamedTuple):
 
 
 def _number(name: str) -> int | None:
-    """A variable of the environment as a number; None without. Raises ProcessError for one that is no number."""
+    """A variable of the environment as a number; None without.
+
+    Raises ProcessError for one that is no number.
+    """
     text = os.environ.get(name, "").strip()
     if text and not text.isdigit():
         raise ProcessError(message(name, "the environment", repr(text), "a number"))
@@ -111,7 +118,10 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
             method = "mpi4py"
             if is_one_host and (count, address) == (None, None):
                 job = os.environ.get("PMIX_NAMESPACE", str(os.getppid()))
-                port = os.environ.get("JAX_COORDINATOR_PORT") or 61440 + zlib.crc32(job.encode()) % 4096
+                port = (
+                    os.environ.get("JAX_COORDINATOR_PORT")
+                    or 61440 + zlib.crc32(job.encode()) % 4096
+                )
                 address, count, index = f"127.0.0.1:{port}", n, _number("OMPI_COMM_WORLD_RANK")
                 local_device_ids = local_device_ids or [_number("OMPI_COMM_WORLD_LOCAL_RANK")]
     elif "SLURM_STEP_NODELIST" in os.environ:
@@ -123,14 +133,21 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
     if count != 1 and None in (address, count, index):
         if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
             fix = "pip install mpi4py, or say coordinator_address=, num_processes= and process_id=."
-            raise ProcessError(message("launcher", "start()", "an MPI that JAX knows by mpi4py only", "mpi4py", fix))
+            raise ProcessError(
+                message(
+                    "launcher", "start()", "an MPI that JAX knows by mpi4py only", "mpi4py", fix
+                )
+            )
         try:
-            address, count, index, local_device_ids = ClusterEnv.auto_detect_unset_distributed_params(
-                address, count, index, local_device_ids, method, math.ceil(timeout)
+            address, count, index, local_device_ids = (
+                ClusterEnv.auto_detect_unset_distributed_params(
+                    address, count, index, local_device_ids, method, math.ceil(timeout)
+                )
             )
         except Exception as error:
             fix = (
-                "Say coordinator_address=, num_processes= and process_id=; start(num_processes=1) for a process alone."
+                "Say coordinator_address=, num_processes= and process_id=; "
+                "start(num_processes=1) for a process alone."
             )
             got = f"{told(error)}, when JAX asked it"
             raise ProcessError(message("launcher", "start()", got, "who is who", fix)) from error
@@ -142,27 +159,45 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
 def _checked(launch: _Launch, given: dict[str, Any]) -> tuple[str, int]:
     """The host and port of process 0. Raises ProcessError for what does not make sense."""
     for name, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0
+        ):
             raise ProcessError(message(name, "start()", repr(value), "an int of 0 or more"))
-    known = {"coordinator_address": launch.address, "num_processes": launch.count, "process_id": launch.index}
+    known = {
+        "coordinator_address": launch.address,
+        "num_processes": launch.count,
+        "process_id": launch.index,
+    }
     if missing := [name for name, value in known.items() if value is None]:
         fix = "No launcher was found that tells."
-        raise ProcessError(message("start()", "", f"no {' and no '.join(missing)}", ", ".join(known), fix))
+        raise ProcessError(
+            message("start()", "", f"no {' and no '.join(missing)}", ", ".join(known), fix)
+        )
     if launch.count < 1:
         raise ProcessError(message("num_processes", "start()", launch.count, "1 or more"))
     if launch.index >= launch.count:
         fix = "They count from 0."
         got = f"{launch.index} of num_processes {launch.count}"
-        raise ProcessError(message("process_id", "start()", got, f"at most {launch.count - 1}", fix))
+        raise ProcessError(
+            message("process_id", "start()", got, f"at most {launch.count - 1}", fix)
+        )
     host, _, port = str(launch.address).rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ProcessError(message("coordinator_address", "start()", repr(launch.address), "'host:port' of process 0"))
+        raise ProcessError(
+            message(
+                "coordinator_address", "start()", repr(launch.address), "'host:port' of process 0"
+            )
+        )
     return host.strip("[]"), int(port)
 
 
 def _check_seconds(where: str, **given: Any) -> None:
     for name, seconds in given.items():
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e6:
+        if (
+            isinstance(seconds, bool)
+            or not isinstance(seconds, (int, float))
+            or not 0 < seconds < 1e6
+        ):
             raise ProcessError(message(name, where, repr(seconds), "seconds, more than 0"))
 
 
@@ -175,34 +210,40 @@ def start(
     timeout: float = 120.0,
     peer_timeout: float = 30.0,
 ) -> None:
-    """Make this process one of many, before anything else asks JAX for a device; nothing to do for a process alone.
+    """Make this process one of many, before anything else asks JAX for a device; nothing to do for
+    a process alone.
 
         jax.distributed.initialize(...)    # with all processes there, and watched from then on
 
-    Without arguments it finds out by itself under SLURM (`srun`), Open MPI, MPICH and Intel MPI (with mpi4py), in an
-    indexed job of Kubernetes, on Cloud TPU, or from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. It
-    may be called again, and does nothing then.
+    Without arguments it finds out by itself under SLURM (`srun`), Open MPI, MPICH and Intel MPI
+    (with mpi4py), in an indexed job of Kubernetes, on Cloud TPU, or from JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. It may be called again, and does nothing then.
 
     Args:
-      coordinator_address: `host:port` of process 0, the same on all. Processes on one host say `localhost:port`: then
-        nobody else can connect.
+      coordinator_address: `host:port` of process 0, the same on all. Processes on one host say
+        `localhost:port`: then nobody else can connect.
       num_processes: how many there are; 1 is a process alone, whatever a launcher says.
       process_id: which one this is, from 0.
-      local_device_ids: the devices of this host that this process has. Under MPI and SLURM one GPU each, by the rank on
-        the host; else all.
-      timeout: seconds that any wait for processes which are alive may take, here, and in `barrier` and its like.
-      peer_timeout: seconds without a sign of life after which a process counts as dead, killed or stopped.
+      local_device_ids: the devices of this host that this process has. Under MPI and SLURM one GPU
+        each, by the rank on the host; else all.
+      timeout: seconds that any wait for processes which are alive may take, here, and in `barrier`
+        and its like.
+      peer_timeout: seconds without a sign of life after which a process counts as dead, killed or
+        stopped.
 
-    When a process dies, is stopped, or ends with an exception, all others end with exit code 1 and a line that names
-    it: a collective that has lost a member never returns. So does a process whose Python stands still for so long,
-    inside a C extension that keeps the interpreter's lock. At the end processes wait for each other, see `stop`.
-    SIGTERM keeps the handler that it had; JAX would replace it.
+    When a process dies, is stopped, or ends with an exception, all others end with exit code 1 and
+    a line that names it: a collective that has lost a member never returns. So does a process whose
+    Python stands still for so long, inside a C extension that keeps the interpreter's lock. At the
+    end processes wait for each other, see `stop`. SIGTERM keeps the handler that it had; JAX would
+    replace it.
 
-    If `jax.distributed.initialize` was called before, this only begins to watch the other processes. Without it the
-    rest of this module works in such a run, too; a lost process is then left to JAX.
+    If `jax.distributed.initialize` was called before, this only begins to watch the other
+    processes. Without it the rest of this module works in such a run, too; a lost process is then
+    left to JAX.
 
-    Raises ProcessError if not all processes come, or if their versions or counts differ; for arguments that do not fit;
-    if a device was used before; if the port of process 0 is taken. When two processes have one number, JAX aborts.
+    Raises ProcessError if not all processes come, or if their versions or counts differ; for
+    arguments that do not fit; if a device was used before; if the port of process 0 is taken. When
+    two processes have one number, JAX aborts.
 
     >>> start()
     >>> process_index(), process_count()
@@ -223,8 +264,15 @@ def start(
             _is_alone = num_processes == 1
             return
         if xla_bridge.backends_are_initialized():
-            fix = "Make it the first line: jax.devices(), jnp.ones() and jax.random.key() start the backend."
-            raise ProcessError(message("start()", "", "a backend that has started", "to be called before that", fix))
+            fix = (
+                "Make it the first line: jax.devices(), jnp.ones() and jax.random.key() start "
+                "the backend."
+            )
+            raise ProcessError(
+                message(
+                    "start()", "", "a backend that has started", "to be called before that", fix
+                )
+            )
         _initialize(launch, *address, timeout, peer_timeout)
         _is_ours = True
     else:
@@ -235,10 +283,15 @@ def start(
 
 
 def _check_same(found: tuple, num_processes: int | None, process_id: int | None) -> None:
-    for name, given, known in (("num_processes", num_processes, found[2]), ("process_id", process_id, found[1])):
+    for name, given, known in (
+        ("num_processes", num_processes, found[2]),
+        ("process_id", process_id, found[1]),
+    ):
         if given is not None and given != known:
             fix = "jax.distributed was initialized before: leave the arguments out."
-            raise ProcessError(message(name, "start()", given, f"{known}, as jax.distributed has it", fix))
+            raise ProcessError(
+                message(name, "start()", given, f"{known}, as jax.distributed has it", fix)
+            )
 
 
 def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_timeout: float) -> None:
@@ -272,7 +325,10 @@ def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_time
         thread.join(timeout)
     if thread.is_alive():
         _peers.forget()
-        got = f"not all {launch.count} of them within {timeout:g} s at {there}, seen from process {launch.index}"
+        got = (
+            f"not all {launch.count} of them within {timeout:g} s at {there}, seen from process "
+            f"{launch.index}"
+        )
         fix = (
             f"Were all started, with this address, num_processes={launch.count} and a process_id of their own? Is "
             "process 0 running there, and the port open between the hosts?"
@@ -280,23 +336,37 @@ def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_time
         raise ProcessError(message("processes", "start()", got, "all of them", fix))
     if failed:
         _peers.forget()
-        raise ProcessError(message("jax.distributed", "start()", told(failed[0]), "one that starts")) from failed[0]
+        raise ProcessError(
+            message("jax.distributed", "start()", told(failed[0]), "one that starts")
+        ) from failed[0]
 
 
 def _check_port(host: str, port: int, alone: bool) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host if alone else "", port), family=family if alone else socket.AF_INET).close()
+        socket.create_server(
+            (host if alone else "", port), family=family if alone else socket.AF_INET
+        ).close()
     except OSError as error:
-        fix = "Another program or run has it: give another port, coordinator_address= or JAX_COORDINATOR_PORT."
+        fix = (
+            "Another program or run has it: give another port, coordinator_address= or "
+            "JAX_COORDINATOR_PORT."
+        )
         got = os.strerror(error.errno or 0)
         raise ProcessError(message("port", f"{host}:{port}", got, "a free one", fix)) from error
 
 
 def _peers_here() -> _peers.Peers | None:
-    """The others: after `start`, or of a `jax.distributed` that somebody else has initialized; None alone."""
+    """The others: after `start`, or of a `jax.distributed` that somebody else has initialized; None
+    alone.
+    """
     global _peers_of_run
-    if _peers_of_run is None and not _has_given_up and (found := _peers.initialized()) is not None and found[2] > 1:
+    if (
+        _peers_of_run is None
+        and not _has_given_up
+        and (found := _peers.initialized()) is not None
+        and found[2] > 1
+    ):
         _peers_of_run = _meet(found, "without ts.distributed.start()", 120.0)
         atexit.register(_at_exit)
     return _peers_of_run
@@ -331,7 +401,9 @@ def _watch(timeout: float, peer_timeout: float) -> None:
 
 @contextlib.contextmanager
 def _same_sigterm():
-    """JAX's preemption service takes SIGTERM for itself, and a loop that does not ask it never ends."""
+    """JAX's preemption service takes SIGTERM for itself, and a loop that does not ask it never
+    ends.
+    """
     before = signal.getsignal(signal.SIGTERM)
     yield
     if before is not None and threading.current_thread() is threading.main_thread():
@@ -339,7 +411,8 @@ def _same_sigterm():
 
 
 def stop() -> None:
-    """Part from the other processes: waits until all are here. Called at the exit of the process, if not before.
+    """Part from the other processes: waits until all are here. Called at the exit of the process,
+    if not before.
 
     Raises ProcessError if one that is alive does not come within half an hour.
     """
@@ -358,8 +431,8 @@ def stop() -> None:
 def give_up(reason: object) -> None:
     """End all other processes, which say that this one ended, and why; this one goes on, alone.
 
-    A script that ends with an exception does so by itself. This is for what catches exceptions: a notebook, a framework
-    that runs your function, `sys.exit(1)`.
+    A script that ends with an exception does so by itself. This is for what catches exceptions: a
+    notebook, a framework that runs your function, `sys.exit(1)`.
     """
     global _has_given_up
     peers = _let_go()
@@ -408,13 +481,21 @@ def _here() -> tuple[int, int]:
     else:
         index, count = 0, 1
     if count == 1 and not _is_alone and (n := _launched()) > 1:
-        fix = "Call ts.distributed.start() first; start(num_processes=1) where each is to train by itself."
-        raise ProcessError(message("process", "", f"one of {n}, and not started", "ts.distributed.start()", fix))
+        fix = (
+            "Call ts.distributed.start() first; start(num_processes=1) where each is to train "
+            "by itself."
+        )
+        raise ProcessError(
+            message("process", "", f"one of {n}, and not started", "ts.distributed.start()", fix)
+        )
     return index, count
 
 
 def process_index() -> int:
-    """Which process this is, from 0. Raises ProcessError where a launcher made several, and `start` was not called."""
+    """Which process this is, from 0.
+
+    Raises ProcessError where a launcher made several, and `start` was not called.
+    """
     return _here()[0]
 
 
@@ -432,19 +513,25 @@ def is_main() -> bool:
 
 
 def _gather(name: str, text: str = "", timeout: float | None = None, thread: str = "") -> list[str]:
-    """What all processes say at this place, by index; a thread beside the main one has places of its own."""
+    """What all processes say at this place, by index; a thread beside the main one has places of
+    its own.
+    """
     index, count = _here()
     if count == 1:
         return [text]
     if (peers := _peers_here()) is None:
-        raise ProcessError(message(name, "", "a process that has given up", "one of those that train"))
+        raise ProcessError(
+            message(name, "", "a process that has given up", "one of those that train")
+        )
     return peers.gather(name, text, timeout, thread, index)
 
 
 def barrier(name: str = "barrier", timeout: float | None = None) -> None:
-    """Wait until all processes are here. Raises ProcessError that names who did not come, or is at another place.
+    """Wait until all processes are here. Raises ProcessError that names who did not come, or is at
+    another place.
 
-    On the host, and bounded by `timeout` seconds (that of `start` if None). It does not wait for the devices.
+    On the host, and bounded by `timeout` seconds (that of `start` if None). It does not wait for
+    the devices.
     """
     if timeout is not None:
         _check_seconds("barrier()", timeout=timeout)
@@ -452,14 +539,15 @@ def barrier(name: str = "barrier", timeout: float | None = None) -> None:
 
 
 def agree(asked: int = 0) -> int:
-    """0, until any process asks for something; then what it asked for, on all of them in the same call.
+    """0, until any process asks for something; then what it asked for, on all of them in the same
+    call.
 
         if signal := ts.distributed.agree(interrupt.asked):  # at every call of the compiled loop
             break
 
-    Every process calls it equally often. It waits for nobody: the processes settle on the next call that none of them
-    has reached. A process alone gets back what it asks. Where two ask at once, one of them is heard. Raises
-    ProcessError when another process has ended the run, or is lost.
+    Every process calls it equally often. It waits for nobody: the processes settle on the next call
+    that none of them has reached. A process alone gets back what it asks. Where two ask at once,
+    one of them is heard. Raises ProcessError when another process has ended the run, or is lost.
 
     >>> agree(), agree(15)
     (0, 15)
@@ -474,7 +562,10 @@ def spans_all(devices: Iterable[Any]) -> bool:
 
 
 def words(name: str, text: str) -> list[str]:
-    """What each process says at this place, by index. It waits for all of them, half an hour at most."""
+    """What each process says at this place, by index.
+
+    It waits for all of them, half an hour at most.
+    """
     return _gather(name, text, LAST)
 
 
@@ -486,10 +577,12 @@ def together(
     thread: str = "",
     kinds: Sequence[type[Exception]] = (),
 ) -> tuple[Any, list[str]]:
-    """`f()` on all processes, or an error on all of them: (its value, the words of all), where `f` gives (value, word).
+    """`f()` on all processes, or an error on all of them: (its value, the words of all), where `f`
+    gives (value, word).
 
-    Of several errors all raise one: the process whose error it is that one, the others a ProcessError that names it, or
-    one of these kinds, which are listed from the mildest on; any other is graver.
+    Of several errors all raise one: the process whose error it is that one, the others a
+    ProcessError that names it, or one of these kinds, which are listed from the mildest on; any
+    other is graver.
     """
     if process_count() == 1:
         value, word = f()
@@ -518,11 +611,13 @@ def name_of(index: int) -> str:
 
 
 def check_in_sync(**things: Any) -> None:
-    """Raise ProcessError on all processes unless each thing is the same on all: seeds, settings, trees, states.
+    """Raise ProcessError on all processes unless each thing is the same on all: seeds, settings,
+    trees, states.
 
-    The message names up to 10 leaves that differ, with both sides. Containers and static fields count as leaves do.
-    Arrays are compared by shape, dtype and a hash of their bytes; of an array that is spread over processes, shape and
-    dtype only. Objects are compared by their fields, functions by name, code, defaults and what they close over.
+    The message names up to 10 leaves that differ, with both sides. Containers and static fields
+    count as leaves do. Arrays are compared by shape, dtype and a hash of their bytes; of an array
+    that is spread over processes, shape and dtype only. Objects are compared by their fields,
+    functions by name, code, defaults and what they close over.
 
     >>> check_in_sync(seed=0, params={"w": np.ones(3)})
     """
@@ -533,7 +628,11 @@ def compare(where: str, things: Mapping[str, Any], timeout: float | None = None)
     """`check_in_sync` at a place, whose name the message has where others are at another one."""
     if process_count() == 1:
         return
-    parts = {place: text for name, thing in things.items() for place, text in stable_text.parts_of(name, thing).items()}
+    parts = {
+        place: text
+        for name, thing in things.items()
+        for place, text in stable_text.parts_of(name, thing).items()
+    }
     if len(set(_gather(where, stable_text.hash_of(json.dumps(parts).encode()), timeout))) == 1:
         return
     everyone = [json.loads(text) for text in _gather(f"{where} in detail", json.dumps(parts))]
@@ -543,15 +642,22 @@ def compare(where: str, things: Mapping[str, Any], timeout: float | None = None)
         for i, said in enumerate(everyone):
             if (other := said.get(place, "nothing")) != first:
                 cut = _where_they_part(other, first)
-                differ.append(f"{place}: got {_cut(other, cut)} on {name_of(i)}, {_cut(first, cut)} on process 0")
+                differ.append(
+                    f"{place}: got {_cut(other, cut)} on {name_of(i)}, {_cut(first, cut)} "
+                    "on process 0"
+                )
                 break
     more = f"; and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
     at = "" if where == "check_in_sync()" else f" at {where}"
-    raise ProcessError(f"processes differ{at}: {'; '.join(differ[:SHOWN])}{more}. They must be the same on all.")
+    raise ProcessError(
+        f"processes differ{at}: {'; '.join(differ[:SHOWN])}{more}. They must be the same on all."
+    )
 
 
 def _where_they_part(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def _cut(text: str, at: int) -> str:
@@ -563,25 +669,34 @@ def _cut(text: str, at: int) -> str:
 def broadcast(tree: Any, root: int = 0) -> Any:
     """The tree of one process, on all of them: to the bit, arrays in one transfer.
 
-    The trees have the same structure everywhere. Arrays (shape and dtype the same on all) travel over the devices, and
-    arrive as NumPy arrays where they were, else where they lay; numbers and strings may differ, and need no device.
-    Raises ProcessError for trees that do not fit, or a root that is not there, WrongTypeError for other leaves.
+    The trees have the same structure everywhere. Arrays (shape and dtype the same on all) travel
+    over the devices, and arrive as NumPy arrays where they were, else where they lay; numbers and
+    strings may differ, and need no device. Raises ProcessError for trees that do not fit, or a root
+    that is not there, WrongTypeError for other leaves.
 
     >>> broadcast({"run": "2026-11-21", "seed": 3})
     {'run': '2026-11-21', 'seed': 3}
     """
     index, count = _here()
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < count:
-        raise ProcessError(message("root", "broadcast()", repr(root), f"a process from 0 to {count - 1}"))
+        raise ProcessError(
+            message("root", "broadcast()", repr(root), f"a process from 0 to {count - 1}")
+        )
     keyed, treedef = jtu.tree_flatten_with_path(tree)
     known, values = {}, []
     for path, leaf in keyed:
         place = trees.access_str("tree", path)
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             got = f"{trees.describe(leaf)} of all processes"
-            raise ProcessError(message("leaf", place, got, "an array of this process", "It is one array already."))
-        if not (trees.is_array(leaf) or isinstance(leaf, (bool, int, float, str))) or _holds_objects(leaf):
-            raise WrongTypeError(message("leaf", place, trees.describe(leaf), "an array, a number or a string"))
+            raise ProcessError(
+                message("leaf", place, got, "an array of this process", "It is one array already.")
+            )
+        if not (
+            trees.is_array(leaf) or isinstance(leaf, (bool, int, float, str))
+        ) or _holds_objects(leaf):
+            raise WrongTypeError(
+                message("leaf", place, trees.describe(leaf), "an array, a number or a string")
+            )
         known[place] = _kind_of(leaf)
         values.append(None if trees.is_array(leaf) else leaf)
     if count == 1:
@@ -595,9 +710,15 @@ def broadcast(tree: Any, root: int = 0) -> Any:
         packed = np.concatenate([x.reshape(-1).view(np.uint8) for x in bits])
         packed = np.asarray(multihost_utils.broadcast_one_to_all(packed, is_source=index == root))
         cuts = np.cumsum([x.nbytes for x in bits])[:-1]
-        parts = [x.view(y.dtype).reshape(y.shape) for x, y in zip(np.split(packed, cuts), bits, strict=True)]
+        parts = [
+            x.view(y.dtype).reshape(y.shape)
+            for x, y in zip(np.split(packed, cuts), bits, strict=True)
+        ]
         news = iter(parts)
-        values = [_like(x, next(news)) if trees.is_array(x) else v for (_, x), v in zip(keyed, values, strict=True)]
+        values = [
+            _like(x, next(news)) if trees.is_array(x) else v
+            for (_, x), v in zip(keyed, values, strict=True)
+        ]
     return treedef.unflatten(values)
 
 

@@ -3,8 +3,8 @@
     results = ts.ray.run(train, 4, resources={"num_gpus": 1})        # train() in four processes that train as one
     result = ts.ray.trainer(train, 4, config={"seed": 0}).fit()      # the same with Ray Train's reports and restarts
 
-Each process is one of many (`ts.distributed`) before the function begins: it may call `ts.distributed.start()`, and so
-be the script that runs under `mpirun`. Needs the extra `ray`.
+Each process is one of many (`ts.distributed`) before the function begins: it may call
+`ts.distributed.start()`, and so be the script that runs under `mpirun`. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ __all__ = ["run", "trainer"]
 
 def _ray(part: str = "") -> Any:
     try:
-        return importlib.import_module(f"ray{part}")  # `import ray` would be this file to a type checker
+        return importlib.import_module(
+            f"ray{part}"
+        )  # `import ray` would be this file to a type checker
     except ModuleNotFoundError as error:
         fix = "pip install 'tsunax[ray]'"
-        raise MissingLibraryError(message("ray", "tsunax.ray", "no such library", "Ray", fix)) from error
+        raise MissingLibraryError(
+            message("ray", "tsunax.ray", "no such library", "Ray", fix)
+        ) from error
 
 
 def _free_port() -> int:
@@ -35,8 +39,12 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def _as_one(f: Callable, args: tuple, address: str, count: int, index: int, options: Mapping[str, Any]) -> Any:
-    """`f(*args)` as one process of many. Ray keeps its exceptions; the others, who may wait for it, end."""
+def _as_one(
+    f: Callable, args: tuple, address: str, count: int, index: int, options: Mapping[str, Any]
+) -> Any:
+    """`f(*args)` as one process of many. Ray keeps its exceptions; the others, who may wait for it,
+    end.
+    """
     processes.start(address, count, index, **options)
     try:
         result = f(*args)
@@ -65,17 +73,19 @@ def run(
     resources: Mapping[str, Any] | None = None,
     start: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """`f(*args)` in so many processes that train as one, each a Ray actor: what they return, by process.
+    """`f(*args)` in so many processes that train as one, each a Ray actor: what they return, by
+    process.
 
         ray.get([actor.run(f) for actor in actors])    # after ts.distributed.start() in each
 
     Args:
-      resources: of each actor, as in its `options`: `{"num_cpus": 4, "num_gpus": 1, "runtime_env": {...}}`. Where one
-        process has all GPUs of a host, `num_gpus` is their number.
+      resources: of each actor, as in its `options`: `{"num_cpus": 4, "num_gpus": 1, "runtime_env":
+        {...}}`. Where one process has all GPUs of a host, `num_gpus` is their number.
       start: options of `ts.distributed.start`, such as `{"peer_timeout": 60}`.
 
-    The exception of the first process that fails is raised, and all are ended. Raises MissingLibraryError without Ray.
-    Ray itself waits without a limit for a cluster that has the resources.
+    The exception of the first process that fails is raised, and all are ended. Raises
+    MissingLibraryError without Ray. Ray itself waits without a limit for a cluster that has the
+    resources.
     """
     checks.check_count(processes, "ray.run()", "processes")
     ray = _ray()
@@ -94,7 +104,9 @@ def run(
 
 
 def _first_errors(ray, waiting: list) -> list:
-    """The references of all results; waits until they are there, raises what the first that fails raises."""
+    """The references of all results; waits until they are there, raises what the first that fails
+    raises.
+    """
     left = waiting
     while left:
         done, left = ray.wait(left)
@@ -111,10 +123,11 @@ def trainer(
     scaling_config: Any = None,
     **options: Any,
 ) -> Any:
-    """Ray Train's JaxTrainer for `f()` or `f(config)`, whose workers train as one; `.fit()` runs it.
+    """Ray Train's JaxTrainer for `f()` or `f(config)`, whose workers train as one; `.fit()` runs
+    it.
 
-    Inside, `ray.train.report` and `get_checkpoint` work as ever. Processes are brought together by `ts.distributed` and
-    not by Ray: with bounded waits, and on CPUs too.
+    Inside, `ray.train.report` and `get_checkpoint` work as ever. Processes are brought together by
+    `ts.distributed` and not by Ray: with bounded waits, and on CPUs too.
 
     Args:
       workers: how many; or a `scaling_config` of Ray's.

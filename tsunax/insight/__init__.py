@@ -1,4 +1,7 @@
-"""Insight: what a step is and costs, where it broke, which batch size and learning rate fit. Nothing imports it."""
+"""Insight: what a step is and costs, where it broke, which batch size and learning rate fit.
+
+Nothing imports it.
+"""
 
 from tsunax.insight.batch_size import find_accumulation, find_batch_size
 from tsunax.insight.description import Description, describe, measured_peak

@@ -1,7 +1,8 @@
-"""What a program costs, read off it before it runs: arithmetic from its jaxpr, traffic and donation from its HLO.
+"""What a program costs, read off it before it runs: arithmetic from its jaxpr, traffic and donation
+from its HLO.
 
-XLA's own count takes the body of a loop once, however often it runs. Here a `scan` counts as long as it is, and dead
-equations, which XLA drops, not at all. It knows nothing of training.
+XLA's own count takes the body of a loop once, however often it runs. Here a `scan` counts as long
+as it is, and dead equations, which XLA drops, not at all. It knows nothing of training.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from tsunax._core.dataflow import inner
 class Flops:
     """Floating-point operations of a program on all devices together, a multiply-add as two."""
 
-    matmul: float = 0.0  # dot products and convolutions; zeros of padding and dilation are left out, as by XLA
+    matmul: float = (
+        0.0  # dot products and convolutions; zeros of padding and dilation are left out, as by XLA
+    )
     other: float = 0.0  # one for each element that arithmetic gives, or that a reduction reads
-    transcendental: float = 0.0  # exp, log, tanh, pow, sqrt and so on: calls, in neither of the others
+    transcendental: float = (
+        0.0  # exp, log, tanh, pow, sqrt and so on: calls, in neither of the others
+    )
     loops: int = 0  # `while` loops, whose trips nobody knows before they run: counted `trips` times
     opaque: tuple[str, ...] = ()  # what is in no count: kernels, factorisations
 
@@ -35,7 +40,8 @@ class Flops:
 
     def __add__(self, more: Flops) -> Flops:
         sums = {
-            name: getattr(self, name) + getattr(more, name) for name in ("matmul", "other", "transcendental", "loops")
+            name: getattr(self, name) + getattr(more, name)
+            for name in ("matmul", "other", "transcendental", "loops")
         }
         return Flops(**sums, opaque=tuple(dict.fromkeys(self.opaque + more.opaque)))
 
@@ -45,7 +51,10 @@ class Flops:
 
 
 _ONE = frozenset(
-    "abs add add_any atan2 ceil clamp div floor max min mul neg nextafter rem round sign square sub".split()
+    (
+        "abs add add_any atan2 ceil clamp div floor max min mul neg nextafter rem round sign "
+        "square sub"
+    ).split()
 )
 _TRANSCENDENTAL = frozenset(
     "acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 "
@@ -111,7 +120,10 @@ def _of_programs(eqn: Any, programs: list[Any], live: list[bool], trips: int) ->
         once = _counted(body, None, trips) + _counted(test, None, trips)
         return dataclasses.replace(once.times(trips), loops=once.loops + 1)
     if name == "cond":
-        return max((_counted(branch, live, trips) for branch in programs), key=lambda f: f.total + f.transcendental)
+        return max(
+            (_counted(branch, live, trips) for branch in programs),
+            key=lambda f: f.total + f.transcendental,
+        )
     total = Flops()
     for program in programs:
         same = len(program.outvars) == len(live)
@@ -135,10 +147,15 @@ def _of_convolution(eqn: Any) -> float:
     pairs = 1.0
     for i in range(len(p["window_strides"])):
         n, k, m = x[lhs[2 + i]], w[rhs[2 + i]], out[to[2 + i]]
-        place = np.arange(m)[:, None] * p["window_strides"][i] + np.arange(k)[None] * p["rhs_dilation"][i]
+        place = (
+            np.arange(m)[:, None] * p["window_strides"][i]
+            + np.arange(k)[None] * p["rhs_dilation"][i]
+        )
         place -= p["padding"][i][0]
         spacing = p["lhs_dilation"][i]
-        pairs *= int(np.count_nonzero((place >= 0) & (place <= (n - 1) * spacing) & (place % spacing == 0)))
+        pairs *= int(
+            np.count_nonzero((place >= 0) & (place <= (n - 1) * spacing) & (place % spacing == 0))
+        )
     return 2.0 * _factor(eqn.outvars[0].aval) * pairs * out[to[0]] * out[to[1]] * w[rhs[1]]
 
 
@@ -181,7 +198,7 @@ def _factor(aval: Any) -> int:
     return 4 if aval.dtype.kind == "c" else 1
 
 
-# --------------------------------------------------------------------------------------------------- compiled programs
+# -------------------------------------------------------------------------------- compiled programs
 
 
 @dataclass(frozen=True)
@@ -193,11 +210,16 @@ class Collective:
     bytes: float  # of what they give
 
 
-_KINDS = "all-reduce all-gather reduce-scatter all-to-all collective-permute collective-broadcast ragged-all-to-all"
+_KINDS = (
+    "all-reduce all-gather reduce-scatter all-to-all collective-permute collective-broadcast "
+    "ragged-all-to-all"
+)
 _CALL = re.compile(rf" = (.+?) ({'|'.join(_KINDS.split())})(-start)?\(")
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_CALLED = re.compile(r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _MADE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ([a-z]\w*)\[([\d,]*)\]\S* ([\w\-]+)\(([^)]*)\)")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -247,7 +269,9 @@ def _bytes(dtype: str, shape: str) -> float:
 
 
 def largest_convolution(text: str) -> float:
-    """Bytes of both operands of the convolution of a compiled program in which they are largest; 0 without one."""
+    """Bytes of both operands of the convolution of a compiled program in which they are largest; 0
+    without one.
+    """
     largest = 0.0
     for lines in _computations(text)[1].values():
         known = {made[1]: made for line in lines if (made := _MADE.match(line)) is not None}
@@ -260,11 +284,15 @@ def largest_convolution(text: str) -> float:
 
 
 def donated_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The names of the arguments of a compiled program, and of those whose memory it gives its results in."""
+    """The names of the arguments of a compiled program, and of those whose memory it gives its
+    results in.
+    """
     entry, computations = _computations(text)
     names = {}
     for line in computations[entry]:
-        if (found := re.search(r'parameter\((\d+)\).*?op_name="((?:[^"\\]|\\.)*)"', line)) is not None:
+        if (
+            found := re.search(r'parameter\((\d+)\).*?op_name="((?:[^"\\]|\\.)*)"', line)
+        ) is not None:
             names[int(found[1])] = found[2].replace("\\'", "'").replace('\\"', '"')
     head = text.partition("\n")[0]
     at = head.find("input_output_alias={")

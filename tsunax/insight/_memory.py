@@ -1,4 +1,5 @@
-"""What a compiled step needs of a device's memory, and how much of it there is; nothing is executed or allocated.
+"""What a compiled step needs of a device's memory, and how much of it there is; nothing is executed
+or allocated.
 
     need = state + batch + temporary + results that take no place of the state      (bytes on one device)
 
@@ -25,10 +26,11 @@ from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError, mess
 from tsunax.insight import _cost
 from tsunax.loss import rows_of
 
-# Of XLA, which its count leaves out: 34 to 66 MB, measured on three models with two threads, some 100 MB with eight and
-# 130 MB with sixteen. Each device has its own.
+# Of XLA, which its count leaves out: 34 to 66 MB, measured on three models with two threads, some
+# 100 MB with eight and 130 MB with sixteen. Each device has its own.
 CPU_SCRATCH = 40 << 20
-CPU_PACKED = 1.25  # of the operands of a convolution, which XLA:CPU packs into copies: 1.1 to 1.4, nine measured
+# of the operands of a convolution, which XLA:CPU packs into copies: 1.1 to 1.4, nine measured
+CPU_PACKED = 1.25
 # LLVM's work on a CPU, half the time of compiling: memory is laid out before it.
 CPU_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -53,7 +55,9 @@ class Need:
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     """An array as its shape, in the dtype that JAX would give it."""
     dtype = trees.dtype_of(x)
-    return jax.ShapeDtypeStruct(np.shape(x), dtype if trees.is_key(x) else jax.dtypes.canonicalize_dtype(dtype))
+    return jax.ShapeDtypeStruct(
+        np.shape(x), dtype if trees.is_key(x) else jax.dtypes.canonicalize_dtype(dtype)
+    )
 
 
 def mesh_of(state: Any) -> Any:
@@ -63,7 +67,10 @@ def mesh_of(state: Any) -> Any:
 
 
 def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
-    """What a step needs for such a batch, of arrays or shapes; on a mesh with all its rows. Compiles it."""
+    """What a step needs for such a batch, of arrays or shapes; on a mesh with all its rows.
+
+    Compiles it.
+    """
     batch, extra = as_shapes(state, batch, extra)
     lowered = step.lower(state, batch, **extra)
     try:
@@ -81,8 +88,12 @@ def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[
     mesh, extra = mesh_of(state), jax.tree.map(shape_of, extra)
     batch = jax.tree.map(shape_of, batch)
     if mesh is not None and mesh.size > 1:
-        spread = lambda x, axes: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, axes))
-        rows = PartitionSpec(placement.data_axes(mesh) if members_of(state) is None else ())  # all rows for each member
+        spread = lambda x, axes: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, axes)
+        )
+        rows = PartitionSpec(
+            placement.data_axes(mesh) if members_of(state) is None else ()
+        )  # all rows for each member
         batch = jax.tree.map(lambda x: spread(x, rows if x.ndim else PartitionSpec()), batch)
         extra = jax.tree.map(lambda x: spread(x, PartitionSpec()), extra)
     return batch, extra
@@ -93,7 +104,9 @@ def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
     found = compiled.memory_analysis()
     if found is None:
         fix = 'Use method="run", which executes trials.'
-        raise DeviceError(message("memory analysis", "find_batch_size()", "none of this backend", "one", fix))
+        raise DeviceError(
+            message("memory analysis", "find_batch_size()", "none of this backend", "one", fix)
+        )
     device = device_of_state(state)
     taken = sum(map(bytes_on_one, jax.tree.leaves(batch)))
     scratch = 0
@@ -168,33 +181,50 @@ def as_bytes(memory: Any, where: str) -> int:
         if found:
             memory = int(float(found[1]) * _UNITS[found[2].upper()])
     if isinstance(memory, str) or (isinstance(memory, (int, np.integer)) and memory <= 0):
-        raise HyperparameterError(message("memory", where, repr(memory), "bytes, as 80 * 2**30 or '80GiB'"))
+        raise HyperparameterError(
+            message("memory", where, repr(memory), "bytes, as 80 * 2**30 or '80GiB'")
+        )
     if not isinstance(memory, (int, np.integer)) or isinstance(memory, bool):
-        raise WrongTypeError(message("memory", where, trees.describe(memory), "bytes, as 80 * 2**30 or '80GiB'"))
+        raise WrongTypeError(
+            message("memory", where, trees.describe(memory), "bytes, as 80 * 2**30 or '80GiB'")
+        )
     return int(memory)
 
 
 def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
-    """Bytes of one device that state, batch and step may take together, and where that number is from."""
+    """Bytes of one device that state, batch and step may take together, and where that number is
+    from.
+    """
     if memory is not None:
         return as_bytes(memory, where), "as given"
     device, held = device_of_state(state), held_by(state)
     info = device_info(device)
     if info.memory_total is not None:
         others = max(0, (info.memory_in_use or 0) - held)
-        return info.memory_total - others, f"the limit of {device}, less {trees.bytes_str(others)} of others"
+        return (
+            info.memory_total - others,
+            f"the limit of {device}, less {trees.bytes_str(others)} of others",
+        )
     free = free_on_host() if device.platform == "cpu" else None
     if free is None:
         fix = "Give memory='16GiB'."
-        raise DeviceError(message("memory", where, f"{device}, which does not say how much it has", "a number", fix))
+        raise DeviceError(
+            message(
+                "memory", where, f"{device}, which does not say how much it has", "a number", fix
+            )
+        )
     n = _neighbours(state)
     return free // n + held, "free on this machine" + (f", over {n} devices" if n > 1 else "")
 
 
 def with_rows(example: Any, size: int, *, shapes: bool) -> Any:
-    """A batch of `size` rows like the example: its shapes, or on the host its own rows again and again."""
+    """A batch of `size` rows like the example: its shapes, or on the host its own rows again and
+    again.
+    """
     if shapes:
-        resized = lambda x: x if not x.shape else jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+        resized = lambda x: (
+            x if not x.shape else jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+        )
         return jax.tree.map(lambda x: resized(shape_of(x)), example)
     index = np.arange(size) % rows_of(example)
 

@@ -1,11 +1,14 @@
-"""Where a value that is not finite came from: a program run so that all it computes can be looked at, and walked back.
+"""Where a value that is not finite came from: a program run so that all it computes can be looked
+at, and walked back.
 
-    bad result -> the equation that gave it -> its bad operands -> ... -> the first one whose operands were all finite
+    bad result -> the equation that gave it -> its bad operands -> ... -> the first one whose
+    operands were all finite
 
-Only what leads to the bad result counts: an infinity that a mask puts in and `where` takes out again, or log(0) in a
-branch that is not taken, is nobody's fault. A constant that is infinite by intent (-inf in a mask) is blamed only for
-what is made of it. Inner programs (jit, scan, while, cond, checkpoint, custom derivatives) are looked into where the
-walk leads there, a loop at the first trip that went wrong. Knows nothing of training.
+Only what leads to the bad result counts: an infinity that a mask puts in and `where` takes out
+again, or log(0) in a branch that is not taken, is nobody's fault. A constant that is infinite by
+intent (-inf in a mask) is blamed only for what is made of it. Inner programs (jit, scan, while,
+cond, checkpoint, custom derivatives) are looked into where the walk leads there, a loop at the
+first trip that went wrong. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ class Origin:
     argument: int | None  # which argument of the program it is; None where the program made it
     primitive: str = ""
     sources: tuple[Any, ...] = ()  # `source_info` of its equation, then of the calls around that
-    trips: tuple[tuple[Any, int], ...] = ()  # the loops around it, outermost first: their equation, which trip
+    trips: tuple[
+        tuple[Any, int], ...
+    ] = ()  # the loops around it, outermost first: their equation, which trip
     operands: tuple[Any, ...] = ()  # what the primitive was given, on the host
     value: Any = None  # what it gave
     constant: bool = False  # whether it is, or comes from, a constant of the program: bad by intent
@@ -46,21 +51,29 @@ def bad(x: Any) -> Any:
 
 
 def origin(program: Any, arguments: Sequence[Any], place: int, where: Any) -> Origin:
-    """The origin of what is bad in one result of a closed jaxpr, at the places that `where` marks."""
+    """The origin of what is bad in one result of a closed jaxpr, at the places that `where`
+    marks.
+    """
     own = lambda i, places: Origin(i, value=np.asarray(arguments[i]))
-    return _Run(program.jaxpr, program.consts, arguments, own).of(program.jaxpr.outvars[place], where)
+    return _Run(program.jaxpr, program.consts, arguments, own).of(
+        program.jaxpr.outvars[place], where
+    )
 
 
 class _Run:
     """One run of a program, with every value that it computed."""
 
-    def __init__(self, jaxpr, consts, arguments, outer: Callable[[int, Any], Origin], trips=(), sources=()):
+    def __init__(
+        self, jaxpr, consts, arguments, outer: Callable[[int, Any], Origin], trips=(), sources=()
+    ):
         self.jaxpr, self.outer, self.trips, self.sources = jaxpr, outer, trips, sources
         self.argument_of = {v: i for i, v in enumerate(jaxpr.invars)}
         self.constants = set(jaxpr.constvars)
         self.maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.known: dict[tuple[Any, bytes], Origin] = {}
-        self.values = dict(zip(jaxpr.invars, arguments, strict=True)) | dict(zip(jaxpr.constvars, consts, strict=True))
+        self.values = dict(zip(jaxpr.invars, arguments, strict=True)) | dict(
+            zip(jaxpr.constvars, consts, strict=True)
+        )
         made = [v for eqn in jaxpr.eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
         self.values |= zip(made, _compiled(jaxpr, tuple(made))(consts, arguments), strict=True)
 
@@ -80,13 +93,17 @@ class _Run:
         return self.known[key]
 
     def through(self, eqn: Any, v: Any, where: Any) -> Origin:
-        """Of what a primitive made: of its bad operands, or its own work where they were not bad, or only by intent."""
+        """Of what a primitive made: of its bad operands, or its own work where they were not bad,
+        or only by intent.
+        """
         out = np.asarray(self.value(v))
         operands = [(x, self.at(eqn, i, x, where)) for i, x in enumerate(eqn.invars)]
         wrong = [(x, places) for x, places in operands if places is not None]
         made_nan = bool(np.isnan(out[where]).any())
         order = lambda pair: self.maker.get(pair[0], -1) if not hasattr(pair[0], "val") else -2
-        nans = [(x, p) for x, p in wrong if made_nan and np.isnan(np.asarray(self.value(x))[p]).any()]
+        nans = [
+            (x, p) for x, p in wrong if made_nan and np.isnan(np.asarray(self.value(x))[p]).any()
+        ]
         constant = None
         for x, places in sorted(nans or wrong, key=order):
             if nans:
@@ -103,10 +120,20 @@ class _Run:
 
     def blame(self, eqn: Any, out: Any, constant: bool = False) -> Origin:
         given = tuple(_on_host(self.value(x)) for x in eqn.invars)
-        return Origin(None, eqn.primitive.name, (eqn.source_info, *self.sources), self.trips, given, out, constant)
+        return Origin(
+            None,
+            eqn.primitive.name,
+            (eqn.source_info, *self.sources),
+            self.trips,
+            given,
+            out,
+            constant,
+        )
 
     def at(self, eqn: Any, i: int, x: Any, where: Any) -> Any:
-        """Where an operand is bad, as far as the result at `where` depends on it; None where it is not."""
+        """Where an operand is bad, as far as the result at `where` depends on it; None where it is
+        not.
+        """
         found = bad(self.value(x))
         if found is None:
             return None
@@ -123,7 +150,9 @@ class _Run:
         return found if found.any() else None
 
     def is_new(self, eqn: Any, out: Any, where: Any) -> bool:
-        """Whether an elementwise primitive made something bad where all its operands were finite."""
+        """Whether an elementwise primitive made something bad where all its operands were
+        finite.
+        """
         if eqn.primitive.name not in _ELEMENTWISE:
             return False
         fine = np.ones(out.shape, bool)
@@ -132,7 +161,7 @@ class _Run:
             fine = fine if found is None else fine & ~found
         return bool((fine & where & ~np.isfinite(out)).any())
 
-    # ------------------------------------------------------------------------------------------------ inner programs
+    # ------------------------------------------------------------------------------- inner programs
 
     def inside(self, eqn: Any, v: Any, where: Any) -> Origin | None:
         """The origin within the program of an equation; None where there is none to look into."""
@@ -156,7 +185,11 @@ class _Run:
     def in_scan(self, eqn: Any, given: list, place: int, where: Any) -> Origin:
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         fixed, carried = scanned(eqn)
-        consts, carry, rows = given[:fixed], given[fixed : fixed + carried], given[fixed + carried :]
+        consts, carry, rows = (
+            given[:fixed],
+            given[fixed : fixed + carried],
+            given[fixed + carried :],
+        )
         order = list(range(length))[:: -1 if eqn.params["reverse"] else 1]
         run = _compiled(body.jaxpr, None)
         before: list[list] = []  # what each trip was given
@@ -204,7 +237,9 @@ class _Run:
                 return walk(len(before) - 1, place, wrong)
         return self.blame(eqn, np.asarray(self.value(eqn.outvars[place])))
 
-    def in_trip(self, eqn: Any, body: Any, before: list, order: Sequence[int], outer: Callable, *at: Any) -> Origin:
+    def in_trip(
+        self, eqn: Any, body: Any, before: list, order: Sequence[int], outer: Callable, *at: Any
+    ) -> Origin:
         """Within one trip of a loop, the `at` of which is (trip, result, places)."""
         trip, place, where = at
         trips, sources = (*self.trips, (eqn, order[trip])), (eqn.source_info, *self.sources)
@@ -230,7 +265,11 @@ _ELEMENTWISE = frozenset(
 def _unnamed(jaxpr: Any) -> Any:
     """The debug info of a program that has other results, which it names."""
     info = jaxpr.debug_info
-    return info._replace(result_paths=None) if hasattr(info, "_replace") and hasattr(info, "result_paths") else info
+    return (
+        info._replace(result_paths=None)
+        if hasattr(info, "_replace") and hasattr(info, "result_paths")
+        else info
+    )
 
 
 @functools.lru_cache(maxsize=64)  # the body of a loop is walked trip by trip

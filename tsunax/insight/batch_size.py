@@ -3,8 +3,8 @@
     size, report = find_batch_size(step, state, example)       compiles, and executes nothing
     n, report = find_accumulation(step, state, example, 512)   the same for a batch that is given
 
-Functions of their arguments: the state, its key and the place of the data are afterwards what they were, bit by bit.
-What a program needs of a device is known to `insight/_memory.py`.
+Functions of their arguments: the state, its key and the place of the data are afterwards what they
+were, bit by bit. What a program needs of a device is known to `insight/_memory.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ __all__ = [
 ]
 
 _MOST = 1 << 31  # rows, where nobody gives a maximum
-_FIRST = 8  # times the start: batches of few rows are compiled into other programs than those of many
+_FIRST = (
+    8  # times the start: batches of few rows are compiled into other programs than those of many
+)
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,31 @@ class Report:
             parts = []
         lines = [["size", *parts, *(["need"] if parts else []), "fits", "how", "s"]]
         for t in self.trials:
-            bytes = [getattr(t.need, part) for part in parts] + [t.need.total] if t.need else [None] * (len(parts) + 1)
+            bytes = (
+                [getattr(t.need, part) for part in parts] + [t.need.total]
+                if t.need
+                else [None] * (len(parts) + 1)
+            )
             shown = ["" if b is None else trees.bytes_str(b) for b in bytes] if parts else []
-            lines.append([str(t.size), *shown, "yes" if t.fits else "no", t.how, f"{t.seconds:.1f}", t.said])
+            lines.append(
+                [str(t.size), *shown, "yes" if t.fits else "no", t.how, f"{t.seconds:.1f}", t.said]
+            )
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         rows = [
-            "  ".join([*(f"{x:>{n}}" for x, n in zip(line, widths, strict=False)), *line[len(widths) :]])
+            "  ".join(
+                [*(f"{x:>{n}}" for x, n in zip(line, widths, strict=False)), *line[len(widths) :]]
+            )
             for line in lines
         ]
-        within = "" if self.limit is None else f", within {trees.bytes_str(self.limit)} ({self.source})"
+        within = (
+            "" if self.limit is None else f", within {trees.bytes_str(self.limit)} ({self.source})"
+        )
         return "\n".join(
-            [f"{self.what} {self.found}{within}", *(row.rstrip() for row in rows), *filter(None, [self.note])]
+            [
+                f"{self.what} {self.found}{within}",
+                *(row.rstrip() for row in rows),
+                *filter(None, [self.note]),
+            ]
         )
 
 
@@ -91,7 +107,10 @@ class _Beyond(Exception):
 
 
 class _Search:
-    """Sizes in ascending order, and what was found of them. `attempt(size) -> Trial`, or raises _Beyond."""
+    """Sizes in ascending order, and what was found of them.
+
+    `attempt(size) -> Trial`, or raises _Beyond.
+    """
 
     def __init__(self, sizes: Sequence[int], attempt: Callable[[int], Trial], most: int):
         self.sizes, self.attempt, self.most = sizes, attempt, most
@@ -121,7 +140,9 @@ class _Search:
         return len(self.trials) >= self.most or not self.sizes
 
     def by_doubling(self, start: int) -> None:
-        """Twice as much until it fails, half as much until it fits, then by halves between the two."""
+        """Twice as much until it fails, half as much until it fits, then by halves between the
+        two.
+        """
         best, at = -1, self.floor(start)
         worst = len(self.sizes)
         failed = False
@@ -139,7 +160,9 @@ class _Search:
                 at = self.floor(2 * trial.size) if trial.fits else self.floor(trial.size // 2)
 
     def by_line(self, start: float, limit: int) -> None:
-        """Where the line through two trials meets the limit, until nothing larger is left to look at."""
+        """Where the line through two trials meets the limit, until nothing larger is left to look
+        at.
+        """
         at, before = self.floor(start), None
         while not self.is_over:
             trial = self.try_(at)
@@ -154,7 +177,9 @@ class _Search:
                 return
 
     def _next(self, limit: int, error: float | None) -> tuple[int, Callable | None]:
-        """What to look at next, a size already seen to end; and the line that says what it will need."""
+        """What to look at next, a size already seen to end; and the line that says what it will
+        need.
+        """
         known = {t.size: _total(t) for t in self.trials}
         lo = max((n for n, need in known.items() if need <= limit), default=None)
         hi = min((n for n, need in known.items() if need > limit and n > (lo or 0)), default=None)
@@ -163,8 +188,12 @@ class _Search:
         if most <= least + (lo is not None):
             return least, None
         if len(self.trials) == 1 and (need := self.trials[0].need) is not None:
-            known[0] = need.total - need.batch - need.temporary  # as if all that is temporary grew with the rows
-        nearest = sorted((n for n in known if known[n] < math.inf), key=lambda n: abs(known[n] - limit))[:2]
+            known[0] = (
+                need.total - need.batch - need.temporary
+            )  # as if all that is temporary grew with the rows
+        nearest = sorted(
+            (n for n in known if known[n] < math.inf), key=lambda n: abs(known[n] - limit)
+        )[:2]
         for pair in (nearest, [n for n in (lo, hi) if n is not None]):
             if len(pair) < 2:
                 continue
@@ -177,9 +206,14 @@ class _Search:
             if least < at < most or (lo is None and at < most) or (hi is None and at > least):
                 return min(at, most - 1), line
             if at == least:  # nothing larger, if the line has been right
-                is_sure = error is not None and _at_least(known, limit, self.sizes[least + 1]) - error > limit
+                is_sure = (
+                    error is not None
+                    and _at_least(known, limit, self.sizes[least + 1]) - error > limit
+                )
                 return (least if is_sure else least + 1), line
-            if lo is not None and hi is not None:  # beyond what does not fit: a bend between the two
+            if (
+                lo is not None and hi is not None
+            ):  # beyond what does not fit: a bend between the two
                 break
         if hi is None:
             return self.floor(2 * (lo or 1)), None
@@ -190,7 +224,9 @@ class _Search:
 
 
 def _at_least(known: dict[int, float], limit: int, size: int) -> float:
-    """What the line through the two largest that fit says of a larger size: memory that bends, bends upwards."""
+    """What the line through the two largest that fit says of a larger size: memory that bends,
+    bends upwards.
+    """
     fits = sorted(n for n, need in known.items() if need <= limit)[-2:]
     if len(fits) < 2:
         return -math.inf
@@ -224,31 +260,39 @@ def find_batch_size(
         compiled = step.lower(state, batch_of(size)).compile()
         state + batch + temporary + results not in place of the state  <=  (1 - margin) * memory
 
-    The real step is compiled at a few sizes, and XLA says what each program needs: rule, accumulation, precision and
-    sharding are in it, and nothing is executed or allocated. The sizes follow a line through those that were seen: two
-    or three are enough where memory grows evenly. What is returned was compiled (or executed), and did fit.
+    The real step is compiled at a few sizes, and XLA says what each program needs: rule,
+    accumulation, precision and sharding are in it, and nothing is executed or allocated. The sizes
+    follow a line through those that were seen: two or three are enough where memory grows evenly.
+    What is returned was compiled (or executed), and did fit.
 
     Args:
-      step: a `train_step`, or any jitted `(state, batch, **extra) -> (state, ...)`. With method="run" and no state,
-        a function of the size, which fails where memory ends.
-      state: arrays, or shapes (`jax.eval_shape(lambda: ts.setup(rule, params))`). It is not changed.
-      example: a batch of any number of rows, or its shapes; or a function of the size that gives a batch, or new data
-        of which the first batch is taken: a shorter one ends the search at what there is.
-      mode: "power" looks at start, 2 start, 4 start, ... (and start / 2, ...); "binsearch" at all sizes.
-      method: "analyse", or "run": execute `steps_per_trial` steps at each size, twice as many rows until memory ends,
-        then in "binsearch" by halves; for backends that analyse nothing. On a CPU, where an end of memory is the end of
-        the process, it executes only what by analysis fits.
-      max_size, multiple_of, max_trials: hold in both modes. Sizes are multiples of `multiple_of`, and of the step's
-        `accumulate` times the parts into which a mesh cuts rows; they count the rows of all devices and processes.
-      memory: bytes, or "80GiB", for state and step on one device; by default what the device gives to this process less
-        what others hold there, on a CPU what is free on this machine.
-      margin: the part of it that stays free, for batches on their way, evaluation, and what XLA does not count.
-      confirm: also execute `steps_per_trial` steps at the size found, on a copy of the state, and look at half of it
-        where memory ends. A copy that finds no room is said in the report.
+      step: a `train_step`, or any jitted `(state, batch, **extra) -> (state, ...)`. With
+        method="run" and no state, a function of the size, which fails where memory ends.
+      state: arrays, or shapes (`jax.eval_shape(lambda: ts.setup(rule, params))`). It is not
+        changed.
+      example: a batch of any number of rows, or its shapes; or a function of the size that gives a
+        batch, or new data of which the first batch is taken: a shorter one ends the search at what
+          there is.
+      mode: "power" looks at start, 2 start, 4 start, ... (and start / 2, ...); "binsearch" at all
+        sizes.
+      method: "analyse", or "run": execute `steps_per_trial` steps at each size, twice as many rows
+        until memory ends, then in "binsearch" by halves; for backends that analyse nothing. On a
+        CPU, where an end of memory is the end of the process, it executes only what by analysis
+        fits.
+      max_size, multiple_of, max_trials: hold in both modes. Sizes are multiples of `multiple_of`,
+        and of the step's `accumulate` times the parts into which a mesh cuts rows; they count the
+        rows of all devices and processes.
+      memory: bytes, or "80GiB", for state and step on one device; by default what the device gives
+        to this process less what others hold there, on a CPU what is free on this machine.
+      margin: the part of it that stays free, for batches on their way, evaluation, and what XLA
+        does not count.
+      confirm: also execute `steps_per_trial` steps at the size found, on a copy of the state, and
+        look at half of it where memory ends. A copy that finds no room is said in the report.
       extra: arguments for the step, as in `step(state, batch, **extra)`.
 
-    Raises DoesNotFitError where the smallest size does not fit; HyperparameterError and WrongTypeError for arguments
-    that make no sense. Source of the search by trials: Lightning's and toma's batch size finders.
+    Raises DoesNotFitError where the smallest size does not fit; HyperparameterError and
+    WrongTypeError for arguments that make no sense. Source of the search by trials: Lightning's and
+    toma's batch size finders.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -265,23 +309,37 @@ def find_batch_size(
     checks.check_choice(mode, where, "mode", ("power", "binsearch"))
     checks.check_choice(method, where, "method", ("analyse", "run"))
     if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
-        raise HyperparameterError(message("margin", where, trees.describe(margin), "a number from 0 to below 1"))
+        raise HyperparameterError(
+            message("margin", where, trees.describe(margin), "a number from 0 to below 1")
+        )
     if max_size is not None:
         checks.check_count(max_size, where, "max_size")
         if max_size < start:
-            raise HyperparameterError(message("max_size", where, max_size, f"start={start} or more"))
+            raise HyperparameterError(
+                message("max_size", where, max_size, f"start={start} or more")
+            )
     bare = state is None
-    unit = multiple_of if bare else math.lcm(multiple_of, _parts(state) * getattr(step, "accumulate", 1))
+    unit = (
+        multiple_of
+        if bare
+        else math.lcm(multiple_of, _parts(state) * getattr(step, "accumulate", 1))
+    )
     if max_size is not None and max_size < unit:
-        raise HyperparameterError(message("max_size", where, max_size, f"{unit} or more, of which sizes are multiples"))
+        raise HyperparameterError(
+            message("max_size", where, max_size, f"{unit} or more, of which sizes are multiples")
+        )
     sizes = _sizes(mode, start, unit, max_size or _MOST)
     if bare and (method != "run" or not callable(step)):
-        raise WrongTypeError(message("state", where, "None", "a state", "find_batch_size(step, state, example)."))
+        raise WrongTypeError(
+            message("state", where, "None", "a state", "find_batch_size(step, state, example).")
+        )
     if not bare:
         _check_parts(step, example, where)
         if method == "analyse" and not hasattr(step, "lower"):
             fix = 'jax.jit it, or method="run".'
-            raise WrongTypeError(message("step", where, trees.describe(step), "one that can be lowered", fix))
+            raise WrongTypeError(
+                message("step", where, trees.describe(step), "one that can be lowered", fix)
+            )
     limit, source = (None, "") if bare else _limit(memory, state, margin, where)
     trials = _Trials(step, state, example, extra, limit, steps_per_trial)
     if method == "analyse":
@@ -313,11 +371,13 @@ def find_accumulation(
     margin: float = 0.05,
     **extra: Any,
 ) -> tuple[int, Report]:
-    """Into how few micro-batches a batch of `batch_size` rows has to be cut to fit into memory: `(n, report)`.
+    """Into how few micro-batches a batch of `batch_size` rows has to be cut to fit into memory:
+    `(n, report)`.
 
-    The dual of `find_batch_size`: the batch, and so the course of training, is given, and memory says how it is
-    computed. Then `step = dataclasses.replace(step, accumulate=n)`. Arguments and errors as there; `multiple_of` is of
-    the micro-batch's rows, and the report's sizes are micro-batches.
+    The dual of `find_batch_size`: the batch, and so the course of training, is given, and memory
+    says how it is computed. Then `step = dataclasses.replace(step, accumulate=n)`. Arguments and
+    errors as there; `multiple_of` is of the micro-batch's rows, and the report's sizes are
+    micro-batches.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -330,11 +390,19 @@ def find_accumulation(
     """
     where = "find_accumulation()"
     if not isinstance(step, TrainStep):
-        raise WrongTypeError(message("step", where, trees.describe(step), "a train_step", "Others cut no batches."))
-    for name, n in {"batch_size": batch_size, "multiple_of": multiple_of, "max_trials": max_trials}.items():
+        raise WrongTypeError(
+            message("step", where, trees.describe(step), "a train_step", "Others cut no batches.")
+        )
+    for name, n in {
+        "batch_size": batch_size,
+        "multiple_of": multiple_of,
+        "max_trials": max_trials,
+    }.items():
         checks.check_count(n, where, name)
     if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
-        raise HyperparameterError(message("margin", where, trees.describe(margin), "a number from 0 to below 1"))
+        raise HyperparameterError(
+            message("margin", where, trees.describe(margin), "a number from 0 to below 1")
+        )
     _check_parts(step, example, where)
     unit = math.lcm(multiple_of, _parts(state))
     small = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
@@ -348,8 +416,13 @@ def find_accumulation(
         try:
             trial = _Trials(cut, state, example, extra, limit, 0).compiled(batch_size)
         except _Beyond as beyond:
-            got, fix = f"{beyond.rows} rows", "Give a batch_size that the data have, or a batch to be read as shapes."
-            raise DataError(message("batch", f"example({batch_size})", got, f"{batch_size} rows", fix)) from None
+            got, fix = (
+                f"{beyond.rows} rows",
+                "Give a batch_size that the data have, or a batch to be read as shapes.",
+            )
+            raise DataError(
+                message("batch", f"example({batch_size})", got, f"{batch_size} rows", fix)
+            ) from None
         return dataclasses.replace(trial, size=micro)
 
     search = _Search(sizes, attempt, max_trials)
@@ -413,7 +486,9 @@ class _Trials:
             jax.block_until_ready((state, others))  # the end of memory may show only here
 
     def _batch(self, size: int, shapes: bool) -> Any:
-        """A batch of that many rows: of all processes, or where it is to be executed of this one."""
+        """A batch of that many rows: of all processes, or where it is to be executed of this
+        one.
+        """
         example: Any = self.example
         if callable(example) and jax.tree_util.all_leaves([example]):
             example = example(size)
@@ -428,7 +503,10 @@ class _Trials:
 
 
 def _ran_out(run: Callable[[], Any]) -> str:
-    """Why memory ended in `run`; "" where it did not. Keeps no traceback, which would keep arrays."""
+    """Why memory ended in `run`; "" where it did not.
+
+    Keeps no traceback, which would keep arrays.
+    """
     try:
         run()
     except Exception as error:
@@ -502,14 +580,22 @@ def _no_size(where: str, trials: list[Trial], limit: int | None, source: str) ->
     need = "" if smallest.need is None else f" needs {trees.bytes_str(smallest.need.total)}"
     got = f"{smallest.size} that{need or ' ran out of memory'}"
     expected = "one that fits" if limit is None else f"at most {trees.bytes_str(limit)} ({source})"
-    fix = "remat=True, a lower precision or a mesh with fsdp need less." if limit is not None else ""
+    fix = (
+        "remat=True, a lower precision or a mesh with fsdp need less." if limit is not None else ""
+    )
     return DoesNotFitError(message("smallest batch size", where, got, expected, fix))
 
 
 def _check_parts(step: Any, example: Any, where: str) -> None:
     if not callable(step):
         raise WrongTypeError(
-            message("step", where, trees.describe(step), "a train_step", f"{where[:-1]}step, state, ...).")
+            message(
+                "step",
+                where,
+                trees.describe(step),
+                "a train_step",
+                f"{where[:-1]}step, state, ...).",
+            )
         )
     if example is None or (not callable(example) and not jax.tree.leaves(example)):
         fix = "A batch of one row, or its shapes, is enough."

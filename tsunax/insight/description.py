@@ -1,4 +1,5 @@
-"""See into a step before it runs: what it costs, what it does to each leaf, and why it compiled again.
+"""See into a step before it runs: what it costs, what it does to each leaf, and why it compiled
+again.
 
     describe(step, state, batch)   compiles, executes nothing
 
@@ -48,9 +49,13 @@ class Leaf:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    status: str  # "trained", "frozen", "2 of 8 frozen" (members), "not trained", or "overwritten" by its gradient
+    # "trained", "frozen", "2 of 8 frozen" (members), "not trained", or "overwritten" by its
+    # gradient
+    status: str
     rule: str  # the live rules that see it, with the pattern of their group
-    values: Mapping[str, Any]  # live hyperparameters by name; a decay is 0 where a mask spares the leaf
+    values: Mapping[
+        str, Any
+    ]  # live hyperparameters by name; a decay is 0 where a mask spares the leaf
     clip: str
     sharding: str  # "" on one device
 
@@ -74,7 +79,9 @@ class Description:
     not_aliased: tuple[str, ...]  # the leaves whose donation failed
     communication: tuple[Collective, ...]
     leaves: tuple[Leaf, ...]
-    seconds: Mapping[str, float]  # to trace, lower and compile it now: none where that was done before
+    seconds: Mapping[
+        str, float
+    ]  # to trace, lower and compile it now: none where that was done before
     traces: int  # of this step so far, this one included
     recompiles: tuple[str, ...]  # why, for each but the first
     device: str
@@ -82,10 +89,11 @@ class Description:
     peak: float | None  # FLOP/s of one device
 
     def utilisation(self, seconds_per_step: float, peak: float | None = None) -> float:
-        """The part of the peak that the dot products and convolutions of a step reach (MFU), 0 to 1.
+        """The part of the peak that the dot products and convolutions of a step reach (MFU), 0 to
+        1.
 
-        What rematerialisation computes again counts as work. `peak`: FLOP/s of one device; without it that of
-        `describe`.
+        What rematerialisation computes again counts as work. `peak`: FLOP/s of one device; without
+        it that of `describe`.
         """
         where = "utilisation()"
         found = self.peak if peak is None else peak
@@ -104,24 +112,31 @@ class Description:
         return f'<pre style="{style}">{html.escape(repr(self))}</pre>'
 
 
-def describe(step: TrainStep, state: TrainState, batch, *, peak: Any = None, **extra) -> Description:
-    """What a step costs and does, read off its program: compiled, never executed. Prints as a page of text.
+def describe(
+    step: TrainStep, state: TrainState, batch, *, peak: Any = None, **extra
+) -> Description:
+    """What a step costs and does, read off its program: compiled, never executed. Prints as a page
+    of text.
 
-    FLOPs are counted over the program of the step, gradient and rule included, with loops (`accumulate=`, a scan over
-    layers) as often as they run, and what `remat` computes again; see `Flops` for what is one. The loops of
-    `run_steps` and `fit` cost this much a step. Memory, donation and communication are those of the compiled program.
-    The table has a line for each leaf of params, or for each kind of leaf where there are many.
+    FLOPs are counted over the program of the step, gradient and rule included, with loops
+    (`accumulate=`, a scan over layers) as often as they run, and what `remat` computes again; see
+    `Flops` for what is one. The loops of `run_steps` and `fit` cost this much a step. Memory,
+    donation and communication are those of the compiled program. The table has a line for each leaf
+    of params, or for each kind of leaf where there are many.
 
     Args:
       step: a `train_step`.
       state, batch, extra: as for the step; arrays, or shapes (`jax.ShapeDtypeStruct`).
-      peak: FLOP/s of one device, for `utilisation`; or "measure", which runs matrix products for a second or two.
+      peak: FLOP/s of one device, for `utilisation`; or "measure", which runs matrix products for a
+        second or two.
 
-    `recompiles` says why this step was traced more often than once since it was made, `fit` included: the leaf with
-    another shape, dtype or weak type, the other rule, selection or precision, or where the trees differ. Steps that are
-    equal, of one function, share the loop of `fit` and what is known of it; one of a new function knows nothing.
+    `recompiles` says why this step was traced more often than once since it was made, `fit`
+    included: the leaf with another shape, dtype or weak type, the other rule, selection or
+    precision, or where the trees differ. Steps that are equal, of one function, share the loop of
+    `fit` and what is known of it; one of a new function knows nothing.
 
-    Raises WrongTypeError for what is no train_step, and what the step itself raises for these arguments.
+    Raises WrongTypeError for what is no train_step, and what the step itself raises for these
+    arguments.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -144,23 +159,34 @@ def describe(step: TrainStep, state: TrainState, batch, *, peak: Any = None, **e
         _check_positive(peak, where, "peak", " of one device, or 'measure'")
     shapes, more = _memory.as_shapes(state, batch, extra)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # it is said here, with the leaves
+        warnings.filterwarnings(
+            "ignore", "Some donated buffers were not usable"
+        )  # it is said here, with the leaves
         started = time.perf_counter()
         traced = step.trace(state, shapes, **more)
         then = time.perf_counter()
         lowered = traced.lower()
         later = time.perf_counter()
         compiled = lowered.compile()
-    seconds = {"trace": then - started, "lower": later - then, "compile": time.perf_counter() - later}
+    seconds = {
+        "trace": then - started,
+        "lower": later - then,
+        "compile": time.perf_counter() - later,
+    }
     text = compiled.as_text() or ""
     analysis, device = compiled.memory_analysis(), _memory.device_of_state(state)
     donated, failed = _donation(step, state, text)
     costs = compiled.cost_analysis() or {}
     costs = costs[0] if isinstance(costs, list) else costs
     shared = _loop_of(step)
-    traces = [*step.traces, *(trace for trace in shared.traces if trace.kind == "loop" and shared is not step)]
+    traces = [
+        *step.traces,
+        *(trace for trace in shared.traces if trace.kind == "loop" and shared is not step),
+    ]
     loop = fused_loop.fused(step, step.donate)
-    places = [(kind, x) for kind, of in (("step", step), ("loop", loop)) for x in of.programs.devices]
+    places = [
+        (kind, x) for kind, of in (("step", step), ("loop", loop)) for x in of.programs.devices
+    ]
     return Description(
         flops=_cost.flops_of(traced.jaxpr),
         bytes_accessed=costs.get("bytes accessed"),
@@ -185,7 +211,9 @@ def _is_shapes(tree) -> bool:
 
 
 def _loop_of(step: TrainStep) -> TrainStep:
-    """Whose compiled loop a step uses: equal ones share it, while alone each has a program of its own."""
+    """Whose compiled loop a step uses: equal ones share it, while alone each has a program of its
+    own.
+    """
     other = fused_loop.fused(step, step.donate).step
     return other if isinstance(other, TrainStep) else step
 
@@ -203,11 +231,14 @@ def _check_positive(x, where: str, name: str, more: str = "") -> None:
         raise HyperparameterError(message(name, where, x, expected))
 
 
-def measured_peak(device: Any = None, dtype: Any = "float32", size: int | None = None, seconds: float = 0.5) -> float:
-    """FLOP/s that a square matrix product of this dtype reaches on a device, the best of those in so many seconds.
+def measured_peak(
+    device: Any = None, dtype: Any = "float32", size: int | None = None, seconds: float = 0.5
+) -> float:
+    """FLOP/s that a square matrix product of this dtype reaches on a device, the best of those in
+    so many seconds.
 
-    `size`: of the matrices; without it they grow from 1024 to 16384 while a product takes less than 10 ms, since a fast
-    device spends a short one on starting it.
+    `size`: of the matrices; without it they grow from 1024 to 16384 while a product takes less than
+    10 ms, since a fast device spends a short one on starting it.
 
     >>> measured_peak(size=128, seconds=0.01) > 1e6
     True
@@ -222,7 +253,9 @@ def measured_peak(device: Any = None, dtype: Any = "float32", size: int | None =
     try:
         dtype = jnp.dtype(dtype)
     except TypeError:
-        raise WrongTypeError(message("dtype", where, trees.describe(dtype), "the name of a dtype")) from None
+        raise WrongTypeError(
+            message("dtype", where, trees.describe(dtype), "the name of a dtype")
+        ) from None
     product = jax.jit(lambda x: x @ x)
     best, n = 0.0, size or 1024
     while True:
@@ -255,7 +288,7 @@ def _donation(step: TrainStep, state: TrainState, text: str) -> tuple[int, tuple
     return total, tuple(failed)
 
 
-# ----------------------------------------------------------------------------------------------------------- the leaves
+# --------------------------------------------------------------------------------------- the leaves
 
 
 def _leaves(state: TrainState) -> tuple[Leaf, ...]:
@@ -268,9 +301,22 @@ def _leaves(state: TrainState) -> tuple[Leaf, ...]:
     for (name, path, x), on, new in zip(named, selected, replaced, strict=True):
         status = ("overwritten" if new else "not trained") if not on else next(frozen) or "trained"
         rules, values, clip = ruled.get(path, ([], {}, []))
-        rule = ", ".join(rules) or ("" if status in ("not trained", "overwritten") else "an optax rule")
+        rule = ", ".join(rules) or (
+            "" if status in ("not trained", "overwritten") else "an optax rule"
+        )
         kind = str(trees.dtype_of(x))
-        found.append(Leaf(trees.show(name), np.shape(x), kind, status, rule, values, ", ".join(clip), _sharding(x)))
+        found.append(
+            Leaf(
+                trees.show(name),
+                np.shape(x),
+                kind,
+                status,
+                rule,
+                values,
+                ", ".join(clip),
+                _sharding(x),
+            )
+        )
     return tuple(found)
 
 
@@ -281,7 +327,10 @@ def _frozen_words(state: TrainState) -> list[str]:
     flags = frozen_flags(state)
     if flags.ndim == 1:
         return ["frozen" if on else "" for on in flags]
-    return ["frozen" if on.all() else f"{on.sum()} of {len(on)} frozen" if on.any() else "" for on in flags.T]
+    return [
+        "frozen" if on.all() else f"{on.sum()} of {len(on)} frozen" if on.any() else ""
+        for on in flags.T
+    ]
 
 
 def _sharding(x) -> str:
@@ -309,7 +358,9 @@ def _ruled(state: TrainState) -> dict[tuple, tuple[list[str], dict[str, Any], li
             rules, values, clip = found.setdefault(path, ([], {}, []))
             title = s.live.title
             if title.startswith("clip"):
-                clip.append(" ".join([title, *(_number(known[name]) for name in flat if name in known)]))
+                clip.append(
+                    " ".join([title, *(_number(known[name]) for name in flat if name in known)])
+                )
                 continue
             rules.append(f"{title}@{pattern}" if pattern else title)
             for name, label in zip(s.live.names, flat, strict=True):
@@ -326,7 +377,9 @@ def _decays(s, state: TrainState) -> list[bool]:
     if where is None:
         return everywhere
     seen, part = frozenset(s.paths), trained_part(state)
-    part = trees.partition(part, [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(part)[0]])[0]
+    part = trees.partition(
+        part, [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(part)[0]]
+    )[0]
     if "mask" not in s.live.statics:
         flags = list(patterns.select(where, part, allow_empty=True))
     else:
@@ -335,7 +388,7 @@ def _decays(s, state: TrainState) -> list[bool]:
     return flags if len(flags) == len(s.paths) else everywhere
 
 
-# ------------------------------------------------------------------------------------------------------------- in words
+# ----------------------------------------------------------------------------------------- in words
 
 
 def _number(x) -> str:
@@ -344,7 +397,9 @@ def _number(x) -> str:
 
 
 def _si(x: float, unit: str) -> str:
-    n, letter = next(((n, c) for n, c in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if x >= n), (1, ""))
+    n, letter = next(
+        ((n, c) for n, c in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if x >= n), (1, "")
+    )
     return f"{x / n:.3g} {letter}{unit}"
 
 
@@ -352,34 +407,57 @@ def _summary(d: Description) -> list[str]:
     total = sum(d.seconds.values())
     on = d.device if d.devices == 1 else f"{d.devices} x {d.device}"
     parts = ", ".join(f"{name} {x:.2f}" for name, x in d.seconds.items())
-    head = f"a step on {on}, " + (f"compiled in {total:.2f} s ({parts})" if total > 0.005 else "compiled before")
+    head = f"a step on {on}, " + (
+        f"compiled in {total:.2f} s ({parts})" if total > 0.005 else "compiled before"
+    )
     return [head, *(line for name, text in _facts(d) for line in _wrapped(name, text))]
 
 
 def _wrapped(name: str, text: str, most: int = 4) -> list[str]:
     """A fact within the width of the page, in not too many lines."""
     begin, then = f"  {name:<8}  ", " " * (12 if name else 14)
-    how = {"initial_indent": begin, "subsequent_indent": then, "break_long_words": False, "break_on_hyphens": False}
+    how = {
+        "initial_indent": begin,
+        "subsequent_indent": then,
+        "break_long_words": False,
+        "break_on_hyphens": False,
+    }
     return textwrap.wrap(text, WIDTH, max_lines=most, placeholder=" ...", **how)
 
 
 def _facts(d: Description) -> Iterator[tuple[str, str]]:
     """What there is to say, and a word for it."""
-    share = f", {d.flops.matmul / d.flops.total:.1%} in products and convolutions" if d.flops.total else ""
-    yield "work", f"{_si(d.flops.total, 'FLOP')}{share}; {_si(d.flops.transcendental, 'calls')} of exp, sqrt, ..."
+    share = (
+        f", {d.flops.matmul / d.flops.total:.1%} in products and convolutions"
+        if d.flops.total
+        else ""
+    )
+    yield (
+        "work",
+        (
+            f"{_si(d.flops.total, 'FLOP')}{share}; {_si(d.flops.transcendental, 'calls')} of "
+            "exp, sqrt, ..."
+        ),
+    )
     if n := d.flops.loops:
         bodies = "the body of a while loop is" if n == 1 else f"the bodies of {n} while loops are"
         yield "", f"{bodies} counted once: nobody knows how often they run"
     if d.flops.opaque:
         yield "", f"not counted: {', '.join(d.flops.opaque)}"
     if d.bytes_accessed is not None:
-        yield "traffic", f"{trees.bytes_str(d.bytes_accessed)} read and written, loop bodies counted once"
+        yield (
+            "traffic",
+            f"{trees.bytes_str(d.bytes_accessed)} read and written, loop bodies counted once",
+        )
     if (need := d.memory) is not None:
         named = ("state", "batch", "temporary", "results", "runtime")
         shown = ", ".join(f"{name} {trees.bytes_str(getattr(need, name))}" for name in named)
         yield "memory", f"{trees.bytes_str(need.total)}: {shown}"
     if d.donates:
-        yield "donated", f"{trees.bytes_str(d.donated)}, of which results take {trees.bytes_str(d.aliased)}"
+        yield (
+            "donated",
+            f"{trees.bytes_str(d.donated)}, of which results take {trees.bytes_str(d.aliased)}",
+        )
     else:
         yield "donated", "nothing: donate=False"
     if d.not_aliased:
@@ -398,7 +476,10 @@ def _facts(d: Description) -> Iterator[tuple[str, str]]:
 
 
 def _rows(leaves: tuple[Leaf, ...]) -> list[str]:
-    """The table: a line for each leaf, or where there are many for each kind. What all have in common is said once."""
+    """The table: a line for each leaf, or where there are many for each kind.
+
+    What all have in common is said once.
+    """
     if len(leaves) <= MOST_ROWS:
         groups = [[leaf] for leaf in leaves]
     else:
@@ -422,9 +503,17 @@ def _rows(leaves: tuple[Leaf, ...]) -> list[str]:
         cells = path, shape, first.status, first.rule, *values, first.clip, first.sharding
         rows.append(cells)
     columns = [(title, _shortened([row[i] for row in rows])) for i, title in enumerate(head)]
-    common = [f"{name}={x[0]}" if name in numbers else x[0] for name, x in columns[2:] if len(set(x)) == 1 and x[0]]
-    tables = _blocks(columns[0], [columns[1], *((name, x) for name, x in columns[2:] if len(set(x)) > 1)])
-    told = textwrap.wrap(f"all: {', '.join(common)}", WIDTH, subsequent_indent="     ", break_on_hyphens=False)
+    common = [
+        f"{name}={x[0]}" if name in numbers else x[0]
+        for name, x in columns[2:]
+        if len(set(x)) == 1 and x[0]
+    ]
+    tables = _blocks(
+        columns[0], [columns[1], *((name, x) for name, x in columns[2:] if len(set(x)) > 1)]
+    )
+    told = textwrap.wrap(
+        f"all: {', '.join(common)}", WIDTH, subsequent_indent="     ", break_on_hyphens=False
+    )
     return [*tables, *(told if common else [])]
 
 
@@ -432,18 +521,25 @@ def _shortened(cells: list[str]) -> list[str]:
     """What is too long without its middle, cut where those that differ go on to, if that can be."""
     cut = lambda x, n: x if len(x) < MOST_CELL else f"{x[:n]}...{x[n + 3 - MOST_CELL :]}"
     ways = ([cut(x, n) for x in cells] for n in (17, *range(MOST_CELL - 4, 0, -1)))
-    return next((way for way in ways if len(set(way)) == len(set(cells))), [cut(x, 17) for x in cells])
+    return next(
+        (way for way in ways if len(set(way)) == len(set(cells))), [cut(x, 17) for x in cells]
+    )
 
 
 def _blocks(first: tuple[str, list[str]], columns: list[tuple[str, list[str]]]) -> list[str]:
-    """Columns beside each other, and where the page is too narrow for all of them below, with the first one again."""
+    """Columns beside each other, and where the page is too narrow for all of them below, with the
+    first one again.
+    """
     lines, block = [], [first]
     wide = lambda block: sum(max(map(len, [title, *cells])) + 2 for title, cells in block) - 2
     for column in [*columns, None]:
         if column is None or (len(block) > 1 and wide([*block, column]) > WIDTH):
             width = [max(map(len, [title, *cells])) for title, cells in block]
             table = zip(*([title, *cells] for title, cells in block), strict=True)
-            lines += ["  ".join(f"{x:<{n}}" for x, n in zip(row, width, strict=True)).rstrip() for row in table]
+            lines += [
+                "  ".join(f"{x:<{n}}" for x, n in zip(row, width, strict=True)).rstrip()
+                for row in table
+            ]
             block = [first]
         if column is not None:
             block.append(column)
@@ -456,7 +552,11 @@ def _told(leaves: tuple[Leaf, ...]) -> list[str]:
     for leaf in leaves:
         for name, x in leaf.values.items():
             seen.setdefault(name, set()).add(str(x))
-    return [name for name, values in seen.items() if len(values) > 1 or "rate" in name or "decay" in name]
+    return [
+        name
+        for name, values in seen.items()
+        if len(values) > 1 or "rate" in name or "decay" in name
+    ]
 
 
 def _common(paths: list[str]) -> str:

@@ -48,28 +48,45 @@ class RangeTest:
         low, high = self.rates[0], self.rates[-1]
         ended = f", diverged at {self.rates[self.used]:.2g}" if self.used < len(self.rates) else ""
         found = f"steepest at {self.steepest:.2g}, a tenth of the minimum's {self.tenth:.2g}"
-        return f"{self.name} from {low:.2g} to {high:.2g} in {len(self.rates)} steps{ended}: {found}"
+        return (
+            f"{self.name} from {low:.2g} to {high:.2g} in {len(self.rates)} steps{ended}: {found}"
+        )
 
     def plot(self):
-        """A matplotlib Figure: the loss over the rate, both suggestions, and the band of several seeds."""
+        """A matplotlib Figure: the loss over the rate, both suggestions, and the band of several
+        seeds.
+        """
         try:
             from matplotlib.figure import Figure
         except ImportError:
             fix = "pip install 'tsunax[plot]'"
-            raise MissingLibraryError(message("library", "plot()", "no matplotlib", "matplotlib", fix)) from None
+            raise MissingLibraryError(
+                message("library", "plot()", "no matplotlib", "matplotlib", fix)
+            ) from None
         figure = Figure(figsize=(6.4, 2.8), dpi=150, layout="constrained")
         axes = figure.subplots()
         shown = self.rates[: self.used]
         losses = self.losses[: self.used].reshape(len(shown), -1)
         plots._draw(axes, "loss", {"loss": (shown, self.smoothed[: self.used])})
         if losses.shape[1] > 1:
-            axes.fill_between(shown, losses.min(1), losses.max(1), color=plots._COLOURS[0], alpha=0.18, linewidth=0)
+            axes.fill_between(
+                shown,
+                losses.min(1),
+                losses.max(1),
+                color=plots._COLOURS[0],
+                alpha=0.18,
+                linewidth=0,
+            )
             low, high = losses.min(), self.smoothed[: self.used].max()
-            axes.set_ylim(top=min(axes.get_ylim()[1], high + 0.5 * (high - low)))  # one seed goes up before the others
+            axes.set_ylim(
+                top=min(axes.get_ylim()[1], high + 0.5 * (high - low))
+            )  # one seed goes up before the others
         if self.mode == "exponential":
             axes.set_xscale("log")
         for rate, colour, name in ((self.steepest, 1, "steepest"), (self.tenth, 2, "minimum / 10")):
-            axes.axvline(rate, color=plots._COLOURS[colour], linewidth=1, label=f"{name}: {rate:.2g}")
+            axes.axvline(
+                rate, color=plots._COLOURS[colour], linewidth=1, label=f"{name}: {rate:.2g}"
+            )
         axes.set_xlabel(self.name.replace("_", " "), fontsize=9)
         axes.legend(fontsize=8, frameon=False)
         figure._repr_png_ = functools.partial(plots._png, figure)  # type: ignore[attr-defined]
@@ -78,7 +95,9 @@ class RangeTest:
 
 @dataclass(frozen=True)
 class _Ramp:
-    """The step at a hyperparameter that rises from call to call: `ramp` is (low, ratio or difference, first call)."""
+    """The step at a hyperparameter that rises from call to call: `ramp` is (low, ratio or
+    difference, first call).
+    """
 
     step: TrainStep
     name: str
@@ -89,7 +108,9 @@ class _Ramp:
         return self.step.masks
 
     def __call__(self, state: TrainState, batch, *, ramp, **extra):
-        one = lambda state: self.step.pure(adjust(state, **{self.name: self.rate(ramp, state.calls)}), batch, extra)
+        one = lambda state: self.step.pure(
+            adjust(state, **{self.name: self.rate(ramp, state.calls)}), batch, extra
+        )
         state, info = over_members(one, state)
         return state, {"loss": info.loss, "verdict": info.verdict}
 
@@ -120,23 +141,26 @@ def find_learning_rate(
             state = ts.adjust(state, learning_rate=low * (high / low) ** (i / (points - 1)))
             state, info = step(state, next(batches))
 
-    on a copy of the state, in the compiled loop of `run_steps`. The losses end where their exponential average
-    (bias-corrected, `smooth`) is above `stop` times its minimum, or a step is rejected. `rate` is where they fall most
-    steeply: of lines through the points around each, a sixth of the range wide, so never in its first or last twelfth,
-    where a "linear" range may well begin too high. A tenth of the rate at the minimum of the average is in the report.
+    on a copy of the state, in the compiled loop of `run_steps`. The losses end where their
+    exponential average (bias-corrected, `smooth`) is above `stop` times its minimum, or a step is
+    rejected. `rate` is where they fall most steeply: of lines through the points around each, a
+    sixth of the range wide, so never in its first or last twelfth, where a "linear" range may well
+    begin too high. A tenth of the rate at the minimum of the average is in the report.
 
     Args:
-      data: as for `fit`; read anew after its end, and put back to its place. What can be read only once is refused.
+      data: as for `fit`; read anew after its end, and put back to its place. What can be read only
+        once is refused.
       points: of the range, 10 to 10,000.
       mode: "exponential" rates, or "linear" ones.
-      seeds: so many runs at once, from keys folded from the state's: the mean is looked at, the band is drawn. `state`
-        may then be a function of a key that makes one, so that each starts elsewhere.
+      seeds: so many runs at once, from keys folded from the state's: the mean is looked at, the
+        band is drawn. `state` may then be a function of a key that makes one, so that each starts
+        elsewhere.
       name: of the hyperparameter, where there are several: "learning_rate@head", "1.learning_rate".
       extra: arguments for the step.
 
-    Raises HyperparameterError for numbers that make no sense, a rule without that live name, and a loss that never
-    falls. Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2017); defaults as fastai's and
-    Lightning's finders, with less smoothing.
+    Raises HyperparameterError for numbers that make no sense, a rule without that live name, and a
+    loss that never falls. Source: Smith, "Cyclical Learning Rates for Training Neural Networks"
+    (2017); defaults as fastai's and Lightning's finders, with less smoothing.
 
     >>> import tsunax as ts
     >>> x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
@@ -154,21 +178,36 @@ def find_learning_rate(
     if not 10 <= points <= MOST:
         raise HyperparameterError(message("points", where, points, f"10 or more, {MOST:,} at most"))
     if not (checks.is_real(low) and checks.is_real(high) and 0 < low < high < math.inf):
-        raise HyperparameterError(message("low and high", where, f"{low!r} and {high!r}", "0 < low < high"))
+        raise HyperparameterError(
+            message("low and high", where, f"{low!r} and {high!r}", "0 < low < high")
+        )
     if not (checks.is_real(smooth) and 0 <= smooth < 1):
-        raise HyperparameterError(message("smooth", where, trees.describe(smooth), "a number from 0 to below 1"))
+        raise HyperparameterError(
+            message("smooth", where, trees.describe(smooth), "a number from 0 to below 1")
+        )
     if not (checks.is_real(stop) and stop > 1):
         raise HyperparameterError(message("stop", where, trees.describe(stop), "a number above 1"))
     if isinstance(data, Iterator):
         fix = "Give a list, or ts.batches: the search reads from its start and puts it back."
-        raise WrongTypeError(message("data", where, trees.describe(data), "data that can be read again", fix))
+        raise WrongTypeError(
+            message("data", where, trees.describe(data), "data that can be read again", fix)
+        )
     state = _copies(state, seeds, where)
     ramp_of = _Ramp(step, name, mode)
     slope = math.log(high / low) if mode == "exponential" else high - low
     first = np.asarray(state.calls).ravel()[0].astype(np.int32)
     ramp = (np.float32(low), np.float32(slope / (points - 1)), first)
-    rates = np.asarray(jax.vmap(lambda i: ramp_of.rate(ramp, first + i))(jnp.arange(points)), np.float64)
-    losses = _losses(ramp_of, state, data, points, {**extra, "ramp": ramp}, lambda seen: _cut(seen, smooth, stop)[1])
+    rates = np.asarray(
+        jax.vmap(lambda i: ramp_of.rate(ramp, first + i))(jnp.arange(points)), np.float64
+    )
+    losses = _losses(
+        ramp_of,
+        state,
+        data,
+        points,
+        {**extra, "ramp": ramp},
+        lambda seen: _cut(seen, smooth, stop)[1],
+    )
     smoothed, used = _cut(losses, smooth, stop)
     return _suggested(name, mode, rates, losses, smoothed, used, where)
 
@@ -179,21 +218,32 @@ def _copies(state: Any, seeds: int | None, where: str) -> TrainState:
         return jax.tree.map(own, state)
     if seeds is None:
         raise WrongTypeError(
-            message("state", where, trees.describe(state), "a TrainState", "Or seeds=, with a function.")
+            message(
+                "state", where, trees.describe(state), "a TrainState", "Or seeds=, with a function."
+            )
         )
     checks.check_count(seeds, where, "seeds")
     if isinstance(state, TrainState):
         if state.key is None:
             fix = "setup(..., key=0), or give a function of a key."
-            raise HyperparameterError(message("seeds", where, f"{seeds} for a state without a key", "a key", fix))
+            raise HyperparameterError(
+                message("seeds", where, f"{seeds} for a state without a key", "a key", fix)
+            )
         keys = jax.vmap(lambda i: jax.random.fold_in(state.key, i))(jnp.arange(seeds))
         return jax.vmap(lambda key: state.replace(key=key))(keys)
     return jax.vmap(state)(jax.random.split(jax.random.key(0), seeds))
 
 
 def _losses(ramp: _Ramp, state, data, points: int, extra, used) -> np.ndarray:
-    """The losses of the steps as f64, NaN where one was rejected, until it is clear that they have diverged."""
-    loop, feed, parts, calls = fused_loop.fused(ramp, True), _feed.Feed(ramp, data, state, "auto", float("inf")), [], 0
+    """The losses of the steps as f64, NaN where one was rejected, until it is clear that they have
+    diverged.
+    """
+    loop, feed, parts, calls = (
+        fused_loop.fused(ramp, True),
+        _feed.Feed(ramp, data, state, "auto", float("inf")),
+        [],
+        0,
+    )
     try:
         while calls < points:
             chunk = feed.take(points - calls, state, calls)
@@ -215,8 +265,14 @@ def _losses(ramp: _Ramp, state, data, points: int, extra, used) -> np.ndarray:
 
 
 def _cut(losses: np.ndarray, smooth: float, stop: float) -> tuple[np.ndarray, int]:
-    """The bias-corrected average of the losses, of all seeds, and how many there are before they diverge."""
-    mean, average, smoothed = losses.reshape(len(losses), -1).mean(1), 0.0, np.full(len(losses), np.nan)
+    """The bias-corrected average of the losses, of all seeds, and how many there are before they
+    diverge.
+    """
+    mean, average, smoothed = (
+        losses.reshape(len(losses), -1).mean(1),
+        0.0,
+        np.full(len(losses), np.nan),
+    )
     for i, loss in enumerate(mean):
         average = smooth * average + (1 - smooth) * loss
         smoothed[i] = average / (1 - smooth ** (i + 1))
@@ -225,14 +281,22 @@ def _cut(losses: np.ndarray, smooth: float, stop: float) -> tuple[np.ndarray, in
     return smoothed, len(losses)
 
 
-def _suggested(name, mode, rates, losses, smoothed, used: int, where: str) -> tuple[float, RangeTest]:
+def _suggested(
+    name, mode, rates, losses, smoothed, used: int, where: str
+) -> tuple[float, RangeTest]:
     mean = losses.reshape(len(losses), -1).mean(1)[:used]
     half = min(len(rates) // 12 + 1, (used - 1) // 2)
-    weights = np.arange(-half, half + 1.0)  # of a line through the points around each: symmetric, so without a lag
+    weights = np.arange(
+        -half, half + 1.0
+    )  # of a line through the points around each: symmetric, so without a lag
     slopes = np.correlate(mean, weights, "valid") if half > 0 else np.zeros(1)
     if not slopes.min() < 0:
         at = f"{rates[min(used, len(rates) - 1)]:.2g}"
-        got = f"a loss that never falls, up to {at}" if used > 2 else f"a loss that diverges at {at} already"
+        got = (
+            f"a loss that never falls, up to {at}"
+            if used > 2
+            else f"a loss that diverges at {at} already"
+        )
         fix = "Other low= and high=, or a larger batch." if used > 2 else "Give a smaller low=."
         raise HyperparameterError(message(name, where, got, "one that falls somewhere", fix))
     steepest = float(rates[half + int(slopes.argmin())])

@@ -1,7 +1,9 @@
-"""Where a value that is not finite came from: `replay(step, state, batch)` runs that one step again, with checks.
+"""Where a value that is not finite came from: `replay(step, state, batch)` runs that one step
+again, with checks.
 
-It computes what the step itself computes, keeps every value, and walks back from a bad result to what made it so; the
-walk is in `insight/_origin.py`. It is a function of what the step was given, and changes none of it.
+It computes what the step itself computes, keeps every value, and walks back from a bad result to
+what made it so; the walk is in `insight/_origin.py`. It is a function of what the step was given,
+and changes none of it.
 """
 
 from __future__ import annotations
@@ -31,10 +33,16 @@ __all__ = ["Report", "replay"]
 class Report:
     """What `replay` returns: plain data, and a paragraph when it is printed."""
 
-    result: str  # what was not finite: "loss", "gradient of params['w']", "new params['w']" (a rule's work); or ""
-    argument: str  # the leaf of the batch, the params or the model state that was not finite when it was given; or ""
+    # what was not finite: "loss", "gradient of params['w']", "new params['w']" (a rule's work); or
+    # ""
+    result: str
+    # the leaf of the batch, the params or the model state that was not finite when it was given; or
+    # ""
+    argument: str
     micro_batch: int | None  # of `accumulate`, counted from 0
-    primitive: str  # of JAX, that gave the first value that is not finite; "" where it was an argument
+    primitive: (
+        str  # of JAX, that gave the first value that is not finite; "" where it was an argument
+    )
     line: str  # "path.py:12 (function)" in the user's code
     code: str  # the text of that line
     in_gradient: bool  # whether the loss itself was finite
@@ -46,24 +54,26 @@ class Report:
 
 
 def replay(step: TrainStep, state: TrainState, batch, **extra) -> Report:
-    """Where the first value that is not finite came from, in a step that was rejected: runs it again, with checks.
+    """Where the first value that is not finite came from, in a step that was rejected: runs it
+    again, with checks.
 
-    The loss and its gradient are computed once more, with keys, mask, model state and micro-batches as in that call, so
-    that every value can be looked at; then they are walked back from what was not finite to what made it so. Where both
-    are finite, so is what the step makes of them: params, model state, optimizer state, average. It names the
-    micro-batch, the argument or the primitive, and the line: the user's own, or that of a library that has none of the
-    user's around it. -inf that a mask puts in, or log(0) in a branch that `where` does not take, is not blamed. Nothing
-    is donated, and the state stays as it is. It needs memory for every intermediate value of the step.
+    The loss and its gradient are computed once more, with keys, mask, model state and micro-batches
+    as in that call, so that every value can be looked at; then they are walked back from what was
+    not finite to what made it so. Where both are finite, so is what the step makes of them: params,
+    model state, optimizer state, average. It names the micro-batch, the argument or the primitive,
+    and the line: the user's own, or that of a library that has none of the user's around it. -inf
+    that a mask puts in, or log(0) in a branch that `where` does not take, is not blamed. Nothing is
+    donated, and the state stays as it is. It needs memory for every intermediate value of the step.
 
     Args:
       step: the `train_step`.
-      state: as it was given to that call. A rejected step leaves it as it was, but for the count: of the one after it
-        `state.replace(calls=state.calls - 1)`, with a loss scale also that one's. What `fit` rejected knows them:
-        `replay(step, *error.rejected[-1].of(error.state))`.
+      state: as it was given to that call. A rejected step leaves it as it was, but for the count:
+        of the one after it `state.replace(calls=state.calls - 1)`, with a loss scale also that
+        one's. What `fit` rejected knows them: `replay(step, *error.rejected[-1].of(error.state))`.
       batch, extra: the arguments of that call.
 
-    Raises WrongTypeError for what is no train_step, state or array, StateError for a population and under jit, and what
-    the step itself raises for these arguments.
+    Raises WrongTypeError for what is no train_step, state or array, StateError for a population and
+    under jit, and what the step itself raises for these arguments.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -78,7 +88,15 @@ def replay(step: TrainStep, state: TrainState, batch, **extra) -> Report:
         raise WrongTypeError(message("step", where, trees.describe(step), "a train_step", fix))
     check_state(state, where, batch)
     if members_of(state) is not None:
-        raise StateError(message("state", where, "a population", "one member", "Give ts.populations.member(state, i)."))
+        raise StateError(
+            message(
+                "state",
+                where,
+                "a population",
+                "one member",
+                "Give ts.populations.member(state, i).",
+            )
+        )
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
         fix = "Call it outside of jit, with the arrays of that call."
         raise StateError(message("state", where, "a traced one", "a concrete one", fix))
@@ -116,11 +134,19 @@ MOVED = "new params", "new model_state", "new average", "new opt_state"
 
 def _moved(state: TrainState) -> tuple:
     """What a step makes of a state beside its counts."""
-    return trained_part(state), state.model_state, state.average and state.average.params, state.opt_state
+    return (
+        trained_part(state),
+        state.model_state,
+        state.average and state.average.params,
+        state.opt_state,
+    )
 
 
-def _searched(f: Callable, names: tuple[str, ...], given: tuple, n: int, before: Any = None) -> Report | None:
-    """A report on the first result of `f(*given)` that is not finite, where it was `before`; None where there is none.
+def _searched(
+    f: Callable, names: tuple[str, ...], given: tuple, n: int, before: Any = None
+) -> Report | None:
+    """A report on the first result of `f(*given)` that is not finite, where it was `before`; None
+    where there is none.
 
     `f` cuts its batch into n micro-batches, and returns trees of these names.
     """
@@ -134,7 +160,9 @@ def _searched(f: Callable, names: tuple[str, ...], given: tuple, n: int, before:
         if bad is not None and bad.any():
             name = trees.access_str(names[path[0].idx], path[1:])
             what = f"{name} is {_what(np.asarray(values[i]))}"
-            return _report(given, n, name, what, _origin.origin(program, jax.tree.leaves(given), i, bad))
+            return _report(
+                given, n, name, what, _origin.origin(program, jax.tree.leaves(given), i, bad)
+            )
     return None
 
 
@@ -150,7 +178,7 @@ def _nothing(state: TrainState, look: Callable, given: tuple) -> Report:
         return Report(found, "", None, "", "", "", True, (), text)
     text = (
         "Loss, gradients and the new state are finite. If the step was rejected, a rule did it (a spike, "
-        "clip_array_norm), the state is not the one of that call, or the step computes in another order where nobody "
+        "clip_by_norm), the state is not the one of that call, or the step computes in another order where nobody "
         "looks."
     )
     return Report("", "", None, "", "", "", False, (), text)
@@ -174,10 +202,16 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin
         said = "a constant" if origin.constant else _what(origin.value)
         derivative = "the derivative of " if in_gradient else ""
         at = f" at {derivative}{line}" if line else ""
-        made = f"{origin.primitive} gave {said}{_from(origin)}{at}" + (f": `{code}`" if code else "")
+        made = f"{origin.primitive} gave {said}{_from(origin)}{at}" + (
+            f": `{code}`" if code else ""
+        )
     places = [f"micro-batch {micro} of {n}"] if micro is not None else []
     places += [f"trip {i} of a loop" for i in trips]
-    text = f"The {what}. The first such value: {made}" + (f" ({', '.join(places)})" if places else "") + "."
+    text = (
+        f"The {what}. The first such value: {made}"
+        + (f" ({', '.join(places)})" if places else "")
+        + "."
+    )
     primitive = "" if origin.argument is not None else origin.primitive
     return Report(result, argument, micro, primitive, line, code, in_gradient, trips, text)
 
@@ -194,14 +228,24 @@ def _what(x: np.ndarray) -> str:
     bad = ~np.isfinite(x)
     first = tuple(int(i) for i in np.argwhere(bad)[0])
     value = f"{x[first]}"
-    return value if not x.shape else f"{value} at {list(first)}, {int(bad.sum())} of {x.size} not finite"
+    return (
+        value
+        if not x.shape
+        else f"{value} at {list(first)}, {int(bad.sum())} of {x.size} not finite"
+    )
 
 
 def _from(origin: _origin.Origin) -> str:
     """The operands where the first bad value is, for a primitive that works element by element."""
     out = np.asarray(origin.value)
     first = tuple(np.argwhere(~np.isfinite(out))[0])
-    operands = [np.asarray(x) for x in origin.operands if hasattr(x, "dtype") or isinstance(x, (int, float))]
-    if not operands or len(operands) != len(origin.operands) or any(x.shape not in ((), out.shape) for x in operands):
+    operands = [
+        np.asarray(x) for x in origin.operands if hasattr(x, "dtype") or isinstance(x, (int, float))
+    ]
+    if (
+        not operands
+        or len(operands) != len(origin.operands)
+        or any(x.shape not in ((), out.shape) for x in operands)
+    ):
         return ""
     return " from " + " and ".join(f"{x[first] if x.shape else x[()]}" for x in operands)

@@ -1,7 +1,7 @@
 """Rules of Optimisers.jl (Flux) that optax's namesakes do not reproduce under any arguments.
 
-Plain optax factories with optax's names for numbers; `tsunax.rules` makes them live. Where arguments of optax's rule
-are enough there is nothing here but a line in docs/rules.md.
+Plain optax factories with optax's names for numbers; `tsunax.rules` makes them live. Where
+arguments of optax's rule are enough there is nothing here but a line in docs/rules.md.
 """
 
 from __future__ import annotations
@@ -12,31 +12,43 @@ import jax
 import jax.numpy as jnp
 import optax
 
-__all__ = ["flux_adagrad", "flux_adamw", "flux_amsgrad", "flux_momentum", "flux_oadam", "flux_rprop"]
+__all__ = [
+    "flux_adagrad",
+    "flux_adamw",
+    "flux_amsgrad",
+    "flux_momentum",
+    "flux_oadam",
+    "flux_rprop",
+]
 
 
 def flux_momentum(learning_rate, momentum=0.9, nesterov=False):
-    """`Momentum` and `Nesterov` of Optimisers.jl: the rate is inside the velocity, so old steps keep the old rate.
+    """`Momentum` and `Nesterov` of Optimisers.jl: the rate is inside the velocity, so old steps
+    keep the old rate.
 
-    v ← momentum·v + learning_rate·g, params ← params − v; with `nesterov`, params ← params − (momentum·v +
-    learning_rate·g). `sgd` has the rate outside, where a new one applies to the whole history. At a constant rate
-    both are the same (Sutskever et al. 2013, whose "classical momentum" this is).
+    v ← momentum·v + learning_rate·g, params ← params − v; with `nesterov`, params ← params −
+    (momentum·v + learning_rate·g). `sgd` has the rate outside, where a new one applies to the whole
+    history. At a constant rate both are the same (Sutskever et al. 2013, whose "classical momentum"
+    this is).
 
     >>> rule = flux_momentum(0.1)
     >>> updates, state = rule.update(jnp.ones(1), rule.init(jnp.ones(1)))
     >>> rule.update(jnp.ones(1), state)[0]
     Array([-0.19], dtype=float32)
     """
-    return optax.chain(optax.scale_by_learning_rate(learning_rate), optax.trace(momentum, nesterov=nesterov))
+    return optax.chain(
+        optax.scale_by_learning_rate(learning_rate), optax.trace(momentum, nesterov=nesterov)
+    )
 
 
 def flux_rprop(learning_rate, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, max_step_size=50.0):
-    """`Rprop` of Optimisers.jl (and of PyTorch): each number has a step size of its own, only signs of gradients count.
+    """`Rprop` of Optimisers.jl (and of PyTorch): each number has a step size of its own, only signs
+    of gradients count.
 
-    Same sign as before: the size grows, times `eta_plus`. Other sign: it shrinks, times `eta_minus`, and the number
-    rests for one step. params ← params − size·sign(g). The sizes start at `learning_rate` and live in the state:
-    changing it later changes nothing. (`optax.rprop` makes each of these moves one step late.) iRprop⁻ of Igel and
-    Hüsken 2000.
+    Same sign as before: the size grows, times `eta_plus`. Other sign: it shrinks, times
+    `eta_minus`, and the number rests for one step. params ← params − size·sign(g). The sizes start
+    at `learning_rate` and live in the state: changing it later changes nothing. (`optax.rprop`
+    makes each of these moves one step late.) iRprop⁻ of Igel and Hüsken 2000.
 
     >>> rule = flux_rprop(0.1)
     >>> updates, state = rule.update(jnp.ones(1), rule.init(jnp.ones(1)))
@@ -45,7 +57,9 @@ def flux_rprop(learning_rate, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, m
     """
 
     def init(params):
-        return optax.ScaleByRpropState(optax.tree.full_like(params, learning_rate), optax.tree.zeros_like(params))
+        return optax.ScaleByRpropState(
+            optax.tree.full_like(params, learning_rate), optax.tree.zeros_like(params)
+        )
 
     def update(updates, state: Any, params=None):
         del params
@@ -55,11 +69,19 @@ def flux_rprop(learning_rate, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, m
 
         def resize(turn, size):
             grown = jnp.minimum(size * eta_plus, max_step_size)
-            return jnp.where(turn > 0, grown, jnp.where(turn < 0, jnp.maximum(size * eta_minus, min_step_size), size))
+            return jnp.where(
+                turn > 0,
+                grown,
+                jnp.where(turn < 0, jnp.maximum(size * eta_minus, min_step_size), size),
+            )
 
         sizes = jax.tree.map(resize, turns, state.step_sizes)
-        signs = jax.tree.map(lambda turn, sign: jnp.where(turn < 0, jnp.zeros_like(sign), sign), turns, signs)
-        return jax.tree.map(lambda size, sign: -size * sign, sizes, signs), optax.ScaleByRpropState(sizes, signs)
+        signs = jax.tree.map(
+            lambda turn, sign: jnp.where(turn < 0, jnp.zeros_like(sign), sign), turns, signs
+        )
+        return jax.tree.map(lambda size, sign: -size * sign, sizes, signs), optax.ScaleByRpropState(
+            sizes, signs
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -84,11 +106,13 @@ def flux_adagrad(learning_rate, eps=1e-8):
 
 
 def flux_amsgrad(learning_rate, b1=0.9, b2=0.999, eps=1e-8):
-    """`AMSGrad` of Optimisers.jl: no bias correction, and both moments and the maximum start at `eps`.
+    """`AMSGrad` of Optimisers.jl: no bias correction, and both moments and the maximum start at
+    `eps`.
 
-    m ← b1·m + (1 − b1)·g, v ← b2·v + (1 − b2)·g², v̂ ← max(v̂, v), params ← params − learning_rate·m / (√v̂ + eps).
-    `amsgrad(..., bias_correction_mu=False, bias_correction_nu=False)` starts at 0 (as do Reddi et al. 2018), which
-    tells where |g| is below √(eps / (1 − b2)).
+    m ← b1·m + (1 − b1)·g, v ← b2·v + (1 − b2)·g², v̂ ← max(v̂, v), params ← params −
+    learning_rate·m / (√v̂ + eps). `amsgrad(..., bias_correction_mu=False,
+    bias_correction_nu=False)` starts at 0 (as do Reddi et al. 2018), which tells where |g| is below
+    √(eps / (1 − b2)).
 
     >>> rule = flux_amsgrad(1.0)
     >>> rule.update(jnp.array([1e-4]), rule.init(jnp.ones(1)))[0]
@@ -107,8 +131,9 @@ def flux_amsgrad(learning_rate, b1=0.9, b2=0.999, eps=1e-8):
 def flux_adamw(learning_rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, couple=True):
     """`AdamW` of Optimisers.jl, whose decay need not follow the rate.
 
-    params ← params − learning_rate·(u + weight_decay·params) with u of Adam, which is `adamw`; with `couple=False`,
-    params ← params − learning_rate·u − weight_decay·params (Loshchilov and Hutter 2019, without their schedule).
+    params ← params − learning_rate·(u + weight_decay·params) with u of Adam, which is `adamw`; with
+    `couple=False`, params ← params − learning_rate·u − weight_decay·params (Loshchilov and Hutter
+    2019, without their schedule).
 
     >>> rule = flux_adamw(0.1, weight_decay=0.5, couple=False)
     >>> rule.update(jnp.zeros(1), rule.init(jnp.ones(1)), jnp.ones(1))[0]
@@ -116,14 +141,17 @@ def flux_adamw(learning_rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, coup
     """
     rate = optax.scale_by_learning_rate(learning_rate)
     decay = optax.add_decayed_weights(weight_decay if couple else -weight_decay)
-    return optax.chain(optax.scale_by_adam(b1, b2, eps), *((decay, rate) if couple else (rate, decay)))
+    return optax.chain(
+        optax.scale_by_adam(b1, b2, eps), *((decay, rate) if couple else (rate, decay))
+    )
 
 
 def flux_oadam(learning_rate, b1=0.5, b2=0.9, eps=1e-8):
-    """`OAdam` of Optimisers.jl: with uₜ = learning_rate·(what Adam gives), params ← params − 2uₜ + uₜ₋₁, where u₀ = 0.
+    """`OAdam` of Optimisers.jl: with uₜ = learning_rate·(what Adam gives), params ← params − 2uₜ +
+    uₜ₋₁, where u₀ = 0.
 
-    `optimistic_adam_v2` starts from u₀ = u₁, uses Nesterov's momentum by default, and has the rate outside, where a
-    new one applies to uₜ₋₁ too. Daskalakis et al. 2018.
+    `optimistic_adam_v2` starts from u₀ = u₁, uses Nesterov's momentum by default, and has the rate
+    outside, where a new one applies to uₜ₋₁ too. Daskalakis et al. 2018.
 
     >>> rule = flux_oadam(0.1)
     >>> rule.update(jnp.ones(1), rule.init(jnp.ones(1)))[0]
@@ -139,7 +167,8 @@ def flux_oadam(learning_rate, b1=0.5, b2=0.9, eps=1e-8):
         moments: Any = adam.update(updates, state[0], params)[1]
         m = optax.tree.bias_correction(moments.mu, b1, moments.count)
         v = optax.tree.bias_correction(moments.nu, b2, moments.count)
-        # the division last: XLA keeps its result, but would also store what a product behind it is made of (+12 %)
+        # the division last: XLA keeps its result, but would also store what a product behind it is
+        # made of (+12 %)
         now = jax.tree.map(lambda m, v: -learning_rate * m / (jnp.sqrt(v) + eps), m, v)
         return jax.tree.map(lambda now, before: 2 * now - before, now, state[1]), (moments, now)
 

@@ -1,7 +1,8 @@
-"""`rules.accumulate`: the gradients of several calls as one, and which calls moved parameters for it.
+"""`rules.accumulate`: the gradients of several calls as one, and which calls moved parameters for
+it.
 
-Sums of weight times gradient and of weight, in float32, divided once. Everything here selects and never multiplies by
-a flag: 0 · NaN is NaN.
+Sums of weight times gradient and of weight, in float32, divided once. Everything here selects and
+never multiplies by a flag: 0 · NaN is NaN.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _is_window(x) -> bool:
 
 
 def emitted(opt_state):
-    """Whether the call that left this state moved parameters; None where nothing waits: some rule runs on every call.
+    """Whether the call that left this state moved parameters; None where nothing waits: some rule
+    runs on every call.
 
     A chain waits for its last rule, groups for any of theirs if all of them have a window.
     """
@@ -54,7 +56,11 @@ def emitted(opt_state):
         return emitted(opt_state[-1]) if opt_state else None
     parts = getattr(opt_state, "inner", None)
     found = [emitted(part) for part in parts.values()] if isinstance(parts, dict) else []
-    return functools.reduce(operator.or_, found) if found and all(x is not None for x in found) else None
+    return (
+        functools.reduce(operator.or_, found)
+        if found and all(x is not None for x in found)
+        else None
+    )
 
 
 def any_emitted(opt_state):
@@ -64,7 +70,10 @@ def any_emitted(opt_state):
 
 
 def in_sums(opt_state) -> list[bool]:
-    """For each leaf whether it is a sum under way. Those go on for frozen leaves, with nothing added to them."""
+    """For each leaf whether it is a sum under way.
+
+    Those go on for frozen leaves, with nothing added to them.
+    """
 
     def flags(x):
         if not _is_window(x):
@@ -84,9 +93,17 @@ class _Init:
         if any(isinstance(x, SpikeState) for x in guard.reports(inner)):
             fix = "A window that it rejected would stay and be rejected for ever."
             raise RuleError(
-                message("reject_spikes", "accumulate()", "it inside", "chain(reject_spikes(), accumulate(...))", fix)
+                message(
+                    "reject_spikes",
+                    "accumulate()",
+                    "it inside",
+                    "chain(reject_spikes(), accumulate(...))",
+                    fix,
+                )
             )
-        sums = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), params)
+        sums = jax.tree.map(
+            lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), params
+        )
         return Window(inner, sums, zero, zero, jnp.int32(0), jnp.int32(0), jnp.bool_(False))
 
     def blank(self) -> _Init:
@@ -101,11 +118,15 @@ class Gather:
     def text(self, init: Any) -> str:
         return f"accumulate({live_rules.text_of(init.init, self.update)}, every={self.every})"
 
-    def __call__(self, grads, state: Window, params=None, *, weight=None, flush: bool = False, **extra):
+    def __call__(
+        self, grads, state: Window, params=None, *, weight=None, flush: bool = False, **extra
+    ):
         weight = jnp.float32(1 if weight is None else weight)
         value = jnp.float32(extra.get("value", 0))
         take = (weight > 0) & jnp.isfinite(global_norm(grads)) & jnp.isfinite(value)
-        add = lambda sum, x: jnp.where(take, sum + weight.astype(sum.dtype) * x.astype(sum.dtype), sum)
+        add = lambda sum, x: jnp.where(
+            take, sum + weight.astype(sum.dtype) * x.astype(sum.dtype), sum
+        )
         sums = jax.tree.map(add, state.sums, grads)
         total, value = add(state.weight, jnp.float32(1)), add(state.value, value)
         calls = state.calls + take.astype(jnp.int32)
@@ -116,32 +137,42 @@ class Gather:
         due = (total > 0) & ((calls >= n) | flush)
 
         def apply():
-            mean = jax.tree.map(lambda sum, g: (sum / total.astype(sum.dtype)).astype(g.dtype), sums, grads)
+            mean = jax.tree.map(
+                lambda sum, g: (sum / total.astype(sum.dtype)).astype(g.dtype), sums, grads
+            )
             known = {"value": value / total, "grad": mean}
             given = extra | {name: x for name, x in known.items() if name in extra or flush}
             return self.update(mean, state.inner, params, weight=total, **given)
 
         def gather():
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(apply)[0]), state.inner
+            return jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(apply)[0]
+            ), state.inner
 
         updates, inner = jax.lax.cond(due, apply, gather)
         begin = lambda x: jnp.where(due, jnp.zeros_like(x), x)
         sums, value, total, calls = jax.tree.map(begin, (sums, value, total, calls))
-        return updates, Window(inner, sums, value, total, calls, state.count + due.astype(jnp.int32), due)
+        return updates, Window(
+            inner, sums, value, total, calls, state.count + due.astype(jnp.int32), due
+        )
 
 
-def accumulate(rule: optax.GradientTransformation, every: Any) -> optax.GradientTransformationExtraArgs:
-    """Gather the gradients of `every` calls and give the rule their weighted mean: `Σ weight · g / Σ weight`.
+def accumulate(
+    rule: optax.GradientTransformation, every: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Gather the gradients of `every` calls and give the rule their weighted mean: `Σ weight · g /
+    Σ weight`.
 
-    The other calls change no parameter and no state of the rule; `state.step` and schedules wait, `state.calls` counts
-    on, and `info.applied` says which it was. Weights are those of the losses (in plain optax code, `weight=`). A call
-    whose gradient is not finite is left out and not counted. `every` is an int, or a schedule of `step`. What the
-    last, short window holds is applied by `ts.rules.flush(state)`. Rules before it in a chain see every
-    call; it is the last one itself. In `groups` beside a rule that runs on every call, `state.step` counts calls.
+    The other calls change no parameter and no state of the rule; `state.step` and schedules wait,
+    `state.calls` counts on, and `info.applied` says which it was. Weights are those of the losses
+    (in plain optax code, `weight=`). A call whose gradient is not finite is left out and not
+    counted. `every` is an int, or a schedule of `step`. What the last, short window holds is
+    applied by `ts.rules.flush(state)`. Rules before it in a chain see every call; it is the last
+    one itself. In `partition` beside a rule that runs on every call, `state.step` counts calls.
 
-    The rule runs on the last call of a window only (`lax.cond`); under `vmap` that becomes a select, so that it runs
-    on every call: same numbers, more work. In memory it costs one f32 gradient in the state; `train_step(...,
-    accumulate=n)` needs it only during the step.
+    The rule runs on the last call of a window only (`lax.cond`); under `vmap` that becomes a
+    select, so that it runs on every call: same numbers, more work. In memory it costs one f32
+    gradient in the state; `train_step(..., accumulate=n)` needs it only during the step.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=2), {"w": jnp.zeros(2)})
@@ -163,8 +194,8 @@ def accumulate(rule: optax.GradientTransformation, every: Any) -> optax.Gradient
 def flush(state):
     """Apply what an unfinished window of `accumulate` holds, at the end of an epoch or a run.
 
-    It is divided by the weight that it has, not by that of a full window. A state whose windows are empty stays as
-    it is, but for `calls`.
+    It is divided by the weight that it has, not by that of a full window. A state whose windows are
+    empty stays as it is, but for `calls`.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=4), {"w": jnp.zeros(2)})

@@ -1,10 +1,12 @@
-"""Live rules: any optax factory whose numbers are arrays in the state instead of constants in the program.
+"""Live rules: any optax factory whose numbers are arrays in the state instead of constants in the
+program.
 
-A live rule keeps the *untouched* optax state beside a small table of its numbers. At every update the
-factory is called again, inside the trace, with `Number` objects read from that table, so a new value is a new
-array and never a new program. A table may hold several *groups* of values for disjoint sets of leaves (a
-subtree that `adjust` cut off): the factory then runs once per group on the whole tree, and each leaf takes the
-result of its own group. Moments never move, a global norm stays global, and XLA drops what nobody takes.
+A live rule keeps the *untouched* optax state beside a small table of its numbers. At every update
+the factory is called again, inside the trace, with `Number` objects read from that table, so a new
+value is a new array and never a new program. A table may hold several *groups* of values for
+disjoint sets of leaves (a subtree that `adjust` cut off): the factory then runs once per group on
+the whole tree, and each leaf takes the result of its own group. Moments never move, a global norm
+stays global, and XLA drops what nobody takes.
 
 This module knows optax and trees. It must not know `TrainState`.
 """
@@ -20,7 +22,7 @@ import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, ParamSpec, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,7 @@ from tsunax._core import patterns, trees
 from tsunax.errors import HyperparameterError, RuleError, TsunaxError, WrongTypeError, message, told
 from tsunax.rules import numbers as _numbers
 
-# ------------------------------------------------------------------------------------------ the rule
+# ----------------------------------------------------------------------------------------- the rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,13 +57,16 @@ class Live:
         return len(self.names) + sum(s.size for s in self.schedules if s)
 
     def __eq__(self, other):
-        return self is other or (  # without a global name: the interpreter's last comparisons find none
-            type(other) is type(self)
-            and self.factory == other.factory
-            and self.names == other.names
-            and self.schedules == other.schedules
-            and self.statics.keys() == other.statics.keys()
-            and all(self._same(v, other.statics[k]) for k, v in self.statics.items())
+        return (
+            self is other
+            or (  # without a global name: the interpreter's last comparisons find none
+                type(other) is type(self)
+                and self.factory == other.factory
+                and self.names == other.names
+                and self.schedules == other.schedules
+                and self.statics.keys() == other.statics.keys()
+                and all(self._same(v, other.statics[k]) for k, v in self.statics.items())
+            )
         )
 
     def __hash__(self):
@@ -124,8 +129,8 @@ def module_of(factory) -> str:
 class Home:
     """Where a live state is used. It decides nothing in an update, so that all of them are equal.
 
-    optax makes states of one rule from other trees and maps over both: from placeholders (`tree_map_params`), and from
-    the params of the moment (`lookahead`, `sam`).
+    optax makes states of one rule from other trees and maps over both: from placeholders
+    (`tree_map_params`), and from the params of the moment (`lookahead`, `sam`).
     """
 
     paths: tuple = field(compare=False)  # key path of each leaf that the rule sees
@@ -141,21 +146,32 @@ class Home:
 class LiveState:
     """State of a live rule."""
 
-    table: Any  # (4, groups, columns): value, complement, held, given. None where a TrainState keeps it
+    # (4, groups, columns): value, complement, held, given. None where a TrainState keeps it
+    table: Any
     inner: Any  # the optax state, with group 0's counters
-    extra: tuple  # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
-    count: Any  # int32: updates of this rule, the clock of its schedules if no `step=` is given; else None
+    extra: (
+        tuple  # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
+    )
+    # int32: updates of this rule, the clock of its schedules if no `step=` is given; else None
+    count: Any
     live: Live
     cut: Cut | None
     home: Home
 
     def __init__(self, table, inner, extra=(), count=None, *, live, cut=None, home=Home(())):
         fields = self.__dict__
-        fields["table"], fields["inner"], fields["extra"], fields["count"] = table, inner, extra, count
+        fields["table"], fields["inner"], fields["extra"], fields["count"] = (
+            table,
+            inner,
+            extra,
+            count,
+        )
         fields["live"], fields["cut"], fields["home"] = live, cut, home
 
     def __getattr__(self, name: str):
-        """The fields of the optax state: `state.plateau_count`, as code that was written for that reads them."""
+        """The fields of the optax state: `state.plateau_count`, as code that was written for that
+        reads them.
+        """
         if name.startswith("_") or name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -195,7 +211,9 @@ def is_live(x) -> bool:
 
 
 def table_of(live: Live, values: tuple) -> Any:
-    """The table of one group, from the numbers that the user gave (schedules: their own numbers)."""
+    """The table of one group, from the numbers that the user gave (schedules: their own
+    numbers).
+    """
     numbers, inner = [], []
     for value, schedule in zip(values, live.schedules, strict=True):
         numbers.append(0.0 if schedule else value)
@@ -214,9 +232,13 @@ class LiveInit:
     def plain(self):
         """The optax rule of the first step."""
         numbers = {}
-        for name, value, schedule in zip(self.live.names, self.values, self.live.schedules, strict=True):
+        for name, value, schedule in zip(
+            self.live.names, self.values, self.live.schedules, strict=True
+        ):
             value = value(0) if schedule else value
-            numbers[name] = _numbers.Number(value, 1 - value) if trees.is_traced(value) else float(value)
+            numbers[name] = (
+                _numbers.Number(value, 1 - value) if trees.is_traced(value) else float(value)
+            )
         return self.live.build(numbers)
 
     def __call__(self, params) -> LiveState:
@@ -249,7 +271,9 @@ class BlankInit:
 
 @dataclass(frozen=True)
 class _PlainInit:
-    """The init half of a rule that `step=` is not given to: schedules in it have their own clock."""
+    """The init half of a rule that `step=` is not given to: schedules in it have their own
+    clock.
+    """
 
     init: Callable
 
@@ -264,20 +288,27 @@ def _on_own_clocks(state):
     def mark(x):
         if not is_live(x):
             return x
-        return dataclasses.replace(x, inner=_on_own_clocks(x.inner), home=Home(x.paths, own_clock=True))
+        return dataclasses.replace(
+            x, inner=_on_own_clocks(x.inner), home=Home(x.paths, own_clock=True)
+        )
 
     return jax.tree.map(mark, state, is_leaf=is_live)
 
 
 @dataclass(frozen=True)
 class PlainUpdate:
-    """The update half of a rule that takes some extra arguments only, or none. Compares as that half does."""
+    """The update half of a rule that takes some extra arguments only, or none.
+
+    Compares as that half does.
+    """
 
     update: Callable
     takes: tuple[str, ...]
 
     def __call__(self, updates, state, params=None, **extra):
-        return self.update(updates, state, params, **{name: extra[name] for name in self.takes if name in extra})
+        return self.update(
+            updates, state, params, **{name: extra[name] for name in self.takes if name in extra}
+        )
 
 
 class Rule(optax.GradientTransformationExtraArgs):
@@ -295,7 +326,9 @@ def as_rule(init: Any, update: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def text_of(init: Any, update: Any) -> str:
-    """The call that makes a rule: its first argument, and those not at their defaults; of a rule of others its name."""
+    """The call that makes a rule: its first argument, and those not at their defaults; of a rule of
+    others its name.
+    """
     return update.text(init) if hasattr(update, "text") else f"{_name_of_update(update)}(...)"
 
 
@@ -308,7 +341,9 @@ def _show(value: Any) -> str:
 
 
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The rule as one that takes any extra argument, and gets those in its signature; equal rules stay equal."""
+    """The rule as one that takes any extra argument, and gets those in its signature; equal rules
+    stay equal.
+    """
     takes = _extra_arguments(rule)
     if takes is None:
         return as_rule(rule.init, rule.update)
@@ -353,7 +388,9 @@ def keywords_of(update: Callable) -> frozenset[str] | None:
 
 
 def parts_of(update: Callable) -> list[Any] | None:
-    """The functions, code and other objects that an update is made of; None if nothing can be seen."""
+    """The functions, code and other objects that an update is made of; None if nothing can be
+    seen.
+    """
     seen, left = {}, [update]
     while left:
         x = left.pop()
@@ -411,8 +448,8 @@ def _extra_of(code: types.CodeType) -> set[str]:
 def accepting(f: Callable, names) -> Callable:
     """The same function, which takes these keywords too and ignores them.
 
-    optax's line searches give every extra argument that is not their own to the loss function, by the names of its
-    signature, and raise for the others.
+    optax's line searches give every extra argument that is not their own to the loss function, by
+    the names of its signature, and raise for the others.
     """
     try:
         parameters = list(inspect.signature(f).parameters.values())
@@ -426,7 +463,11 @@ def accepting(f: Callable, names) -> Callable:
     def of(*args, **kwargs):
         return f(*args, **{name: x for name, x in kwargs.items() if name not in new})
 
-    last = [parameters.pop()] if parameters and parameters[-1].kind == inspect.Parameter.VAR_KEYWORD else []
+    last = (
+        [parameters.pop()]
+        if parameters and parameters[-1].kind == inspect.Parameter.VAR_KEYWORD
+        else []
+    )
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in new]
     of.__signature__ = inspect.Signature([*parameters, *more, *last])  # pyright: ignore[reportAttributeAccessIssue]
     return of
@@ -459,12 +500,16 @@ SEARCHES = ("value_fn", "obj_fn", "grad_fn")  # extra arguments that are functio
 
 
 def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
-    """Raise RuleError for a rule of others whose update fails on these params, or returns other shapes or dtypes.
+    """Raise RuleError for a rule of others whose update fails on these params, or returns other
+    shapes or dtypes.
 
-    Traced for shapes. An extra argument that is missing is no fault yet: `ts.update` may be given it.
+    Traced for shapes. An extra argument that is missing is no fault yet: `ts.update` may be given
+    it.
     """
     named = jax.tree_util.tree_flatten_with_path(params)[0]
-    complex_ = [pair for pair in named if jnp.issubdtype(trees.dtype_of(pair[1]), jnp.complexfloating)]
+    complex_ = [
+        pair for pair in named if jnp.issubdtype(trees.dtype_of(pair[1]), jnp.complexfloating)
+    ]
     if not complex_ and _is_ours(rule.update):
         return
     wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -489,7 +534,9 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
         name = next(filter(_WAYS.__contains__, parts), _name_of_update(rule.update))
         got = _unlike(updates, params)
         if not got and (difference := trees.first_difference(after, before, "opt_state")):
-            raise RuleError(f"optimizer state {difference}. The rule {name} changes it from call to call.")
+            raise RuleError(
+                f"optimizer state {difference}. The rule {name} changes it from call to call."
+            )
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
         if not got and all(u.dtype == p.dtype for u, p in pairs if complex_):
             return
@@ -505,7 +552,7 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
 
 _IN_OPTAX = (
     "optax's wrappers give extra arguments to all rules inside, also to those that take others: join them with "
-    "ts.rules.chain or ts.rules.groups."
+    "ts.rules.chain or ts.rules.partition."
 )
 
 
@@ -513,9 +560,14 @@ def _unlike(updates, params) -> str:
     """How updates differ from the params in structure or shape; "" if they do not."""
     if difference := trees.first_difference(updates, params, "updates"):
         return f"another tree ({difference})"
-    for (path, p), u in zip(jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(updates), strict=True):
+    for (path, p), u in zip(
+        jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(updates), strict=True
+    ):
         if u.shape != jnp.shape(p):
-            return f"an update of shape {u.shape} of {trees.access_str('params', path)}, {trees.describe(p)}"
+            return (
+                f"an update of shape {u.shape} of {trees.access_str('params', path)}, "
+                f"{trees.describe(p)}"
+            )
     return ""
 
 
@@ -551,12 +603,17 @@ def _name_of_update(update: Any) -> str:
         update = update.update
     if isinstance(update, LiveUpdate):
         return update.live.title
-    name = getattr(update, "__qualname__", type(update).__name__.strip("_").removesuffix("Update").lower())
+    name = getattr(
+        update, "__qualname__", type(update).__name__.strip("_").removesuffix("Update").lower()
+    )
     return name.partition(".<locals>")[0].removesuffix(".update")
 
 
 def _meant(rule) -> str:
-    if all(callable(getattr(rule, name, None)) for name in ("init", "update", "gradient_transformation")):
+    if all(
+        callable(getattr(rule, name, None))
+        for name in ("init", "update", "gradient_transformation")
+    ):
         return "Call rule.gradient_transformation(), or use ts.rules.accumulate(rule, every=n)."
     is_rule = lambda x: isinstance(x, optax.GradientTransformation)
     if isinstance(rule, LiveFactory) or (callable(rule) and not isinstance(rule, type)):
@@ -567,12 +624,14 @@ def _meant(rule) -> str:
     if type(rule) is tuple and len(rule) == 2 and all(map(callable, rule)):
         return "Name the two: optax.GradientTransformation(init, update)."
     if isinstance(rule, Mapping) and rule and all(map(is_rule, rule.values())):
-        return "Give each its part: ts.rules.groups({pattern: rule})."
+        return "Give each its part: ts.rules.partition({pattern: rule})."
     return "For example ts.rules.adam(1e-3)."
 
 
 def blank(init: Any) -> Callable:
-    """The init half of any rule with the numbers of its live parts left out, so that it compares by value."""
+    """The init half of any rule with the numbers of its live parts left out, so that it compares by
+    value.
+    """
     return init.blank() if hasattr(init, "blank") else init
 
 
@@ -588,17 +647,29 @@ class LiveUpdate:
         for i, p in enumerate(inspect.signature(self.live.factory).parameters.values()):
             value = given.get(p.name, p.default)
             plain = isinstance(value, (bool, int, float, str, tuple))
-            if p.name in given and (i == 0 or not (value is p.default or (plain and value == p.default))):
+            if p.name in given and (
+                i == 0 or not (value is p.default or (plain and value == p.default))
+            ):
                 shown.append(f"{p.name}={_show(value)}")
         return f"{self.live.title}({', '.join(shown)})"
 
     def __call__(self, updates, state: LiveState, params=None, *, step=None, **extra):
         if not is_live(state) or state.table is None:
             fix = "The state of a TrainState is another one: use ts.update."
-            raise RuleError(message("state", f"{self.live.title}()", trees.describe(state), "what its init made", fix))
+            raise RuleError(
+                message(
+                    "state",
+                    f"{self.live.title}()",
+                    trees.describe(state),
+                    "what its init made",
+                    fix,
+                )
+            )
         clock = state.count if step is None else step
         runs = [
-            _run(self.live, state.table[:, i], clock, updates, inner, params, {**extra, "step": step})
+            _run(
+                self.live, state.table[:, i], clock, updates, inner, params, {**extra, "step": step}
+            )
             for i, inner in enumerate(_inners(self.live, state, updates))
         ]
         updates, inner, counters = _collect(self.live, state, updates, runs)
@@ -615,7 +686,9 @@ class LiveUpdate:
 
 
 def _run(live: Live, table, clock, updates, inner, params, extra):
-    """One run of the plain rule: with exact complements, or, where a factory cannot take those, without."""
+    """One run of the plain rule: with exact complements, or, where a factory cannot take those,
+    without.
+    """
     extra = {k: v for k, v in extra.items() if v is not None}
 
     def run(convert, updates, inner, params):
@@ -630,7 +703,8 @@ def _run(live: Live, table, clock, updates, inner, params, extra):
     full = all(trees.dtype_of(x) == table.dtype for x in jax.tree.leaves(updates))
     if full and module_of(live.factory).partition(".")[0] in ("optax", "tsunax"):
         return run(exact, updates, inner, params)
-    try:  # some rules turn an exact complement into a strong float32 and would promote bfloat16 state
+    # some rules turn an exact complement into a strong float32 and would promote bfloat16 state
+    try:
         exact_is_fine = full or avals(exact) == avals(_numbers.as_scalar)
         if exact_is_fine:
             return run(exact, updates, inner, params)
@@ -643,10 +717,14 @@ def _run(live: Live, table, clock, updates, inner, params, extra):
 
 def _owners(live: Live, params) -> list[int | None]:
     leaves, treedef = jax.tree.flatten(params)
-    return _owners_like(live, treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
+    return _owners_like(
+        live, treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    )
 
 
-@functools.lru_cache(maxsize=128)  # a trace of `init` each: every cut asks, and every trace of a cut rule
+@functools.lru_cache(
+    maxsize=128
+)  # a trace of `init` each: every cut asks, and every trace of a cut rule
 def _owners_like(live: Live, treedef, shapes: tuple) -> list[int | None]:
     halves = dict.fromkeys(live.names, 0.5)
     return trees.owners(live.build(halves).init, treedef.unflatten(shapes))[-1]
@@ -661,7 +739,11 @@ def _inners(live: Live, state: LiveState, params) -> list:
     out = [state.inner]
     for counters in state.extra:
         own = iter(counters)
-        out.append(treedef.unflatten([next(own) if o is None else x for x, o in zip(leaves, owners, strict=True)]))
+        out.append(
+            treedef.unflatten(
+                [next(own) if o is None else x for x, o in zip(leaves, owners, strict=True)]
+            )
+        )
     return out
 
 
@@ -672,18 +754,24 @@ def _collect(live: Live, state: LiveState, params, runs):
     assert state.cut is not None
     of, owners = state.cut.of, _owners(live, params)
     per_run = [jax.tree.leaves(u) for u, _ in runs]
-    updates = jax.tree.unflatten(jax.tree.structure(runs[0][0]), [per_run[g][k] for k, g in enumerate(of)])
+    updates = jax.tree.unflatten(
+        jax.tree.structure(runs[0][0]), [per_run[g][k] for k, g in enumerate(of)]
+    )
     inners = [jax.tree.leaves(inner) for _, inner in runs]
     inner = jax.tree.unflatten(
         jax.tree.structure(runs[0][1]),
         [inners[0 if o is None else of[o]][j] for j, o in enumerate(owners)],
     )
-    counters = tuple(tuple(x for x, o in zip(leaves, owners, strict=True) if o is None) for leaves in inners[1:])
+    counters = tuple(
+        tuple(x for x, o in zip(leaves, owners, strict=True) if o is None) for leaves in inners[1:]
+    )
     return updates, inner, counters
 
 
 def recut(state: LiveState, cut: Cut, parents: tuple[int, ...], params) -> LiveState:
-    """The same state with finer groups; group i inherits values and counters of the old group `parents[i]`."""
+    """The same state with finer groups; group i inherits values and counters of the old group
+    `parents[i]`.
+    """
     leaves = jax.tree.leaves(state.inner)
     owners = _owners(state.live, params)
     first = tuple(x for x, o in zip(leaves, owners, strict=True) if o is None)
@@ -694,12 +782,15 @@ def recut(state: LiveState, cut: Cut, parents: tuple[int, ...], params) -> LiveS
     return dataclasses.replace(state, table=table, extra=extra, cut=interned(cut))
 
 
-# --------------------------------------------------------------------------------------------- live()
+# ------------------------------------------------------------------------------------------- live()
 
 
 @dataclass(frozen=True)
 class PatternMask:
-    """optax's `mask=` from a pattern: the function that it takes. (To optax a str is a tree that is true.)"""
+    """optax's `mask=` from a pattern: the function that it takes.
+
+    (To optax a str is a tree that is true.)
+    """
 
     where: Any
 
@@ -711,18 +802,27 @@ class PatternMask:
 
 
 def _is_pattern(x) -> bool:
-    return isinstance(x, str) or (type(x) in (list, tuple) and bool(x) and all(isinstance(p, str) for p in x))
+    return isinstance(x, str) or (
+        type(x) in (list, tuple) and bool(x) and all(isinstance(p, str) for p in x)
+    )
 
 
-class LiveFactory:
+P = ParamSpec("P")
+
+
+class LiveFactory(Generic[P]):
     """What `live(factory)` returns: call it like the factory."""
 
     advice = ""  # what an error about its arguments ends with
 
-    def __init__(self, factory: Callable, static: tuple[str, ...] = ()):
+    def __init__(
+        self, factory: Callable[P, optax.GradientTransformation], static: tuple[str, ...] = ()
+    ):
         self.__signature__ = _signature(factory)
         if isinstance(factory, functools.partial) and not factory.args:
-            factory = factory.func  # its keywords are defaults of the signature, and this one compares by value
+            factory = (
+                factory.func
+            )  # its keywords are defaults of the signature, and this one compares by value
         self.factory, self.static = factory, frozenset(static)
         self.__name__ = self.__qualname__ = name_of(factory)
         self.__module__ = "tsunax.rules"
@@ -731,17 +831,30 @@ class LiveFactory:
     def __repr__(self):
         return f"live({'.'.join(filter(None, (module_of(self.factory), name_of(self.factory))))})"
 
-    def __call__(self, *args, **kwargs) -> optax.GradientTransformationExtraArgs:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
         arguments = self._bind(args, kwargs)
         statics, names, values, schedules = {}, [], [], []
         for name, value in arguments.items():
             parameter = self.__signature__.parameters[name]
-            if isinstance(parameter.default, bool) and not isinstance(value, (bool, np.bool_)) and "mask" not in name:
-                raise WrongTypeError(message(name, f"{self.__name__}()", trees.describe(value), "True or False"))
-            if _building.get() or name in self.static or not _numbers.takes_number(parameter, value):
+            if (
+                isinstance(parameter.default, bool)
+                and not isinstance(value, (bool, np.bool_))
+                and "mask" not in name
+            ):
+                raise WrongTypeError(
+                    message(name, f"{self.__name__}()", trees.describe(value), "True or False")
+                )
+            if (
+                _building.get()
+                or name in self.static
+                or not _numbers.takes_number(parameter, value)
+            ):
                 value = PatternMask(value) if "mask" in name and _is_pattern(value) else value
-                # a copy: statics are part of what rules are compared by, and must not change under them
-                statics[name] = jax.tree.map(lambda x: x, value) if isinstance(value, (dict, list)) else value
+                # a copy: statics are part of what rules are compared by, and must not change under
+                # them
+                statics[name] = (
+                    jax.tree.map(lambda x: x, value) if isinstance(value, (dict, list)) else value
+                )
                 continue
             if callable(value):
                 _numbers.check_schedule(f"{self.__name__}()", name, value)
@@ -751,33 +864,41 @@ class LiveFactory:
                 schedule = None
             names.append(name), values.append(value), schedules.append(schedule)
         if _building.get():
-            return with_extra(self.factory(**statics))
+            return with_extra(cast(Callable, self.factory)(**statics))
         live = Live(self.factory, statics, tuple(names), tuple(schedules))
         init = LiveInit(live, tuple(values))
         self._try(init)
         return as_rule(init, LiveUpdate(live))
 
     def _try(self, init: LiveInit) -> None:
-        """Build the plain rule once: what its factory does not take is told where it was written."""
+        """Build the plain rule once: what its factory does not take is told where it was
+        written.
+        """
         where = f"{self.__name__}()"
         try:
             init.plain()
         except TsunaxError:
             raise
         except Exception as error:
-            raise RuleError(message("rule", where, told(error), "arguments that make a rule")) from error
+            raise RuleError(
+                message("rule", where, told(error), "arguments that make a rule")
+            ) from error
 
     def _bind(self, args, kwargs) -> dict[str, Any]:
         known = list(self.__signature__.parameters)
         for name in kwargs:
             if name not in known:
-                raise HyperparameterError(patterns.unknown("parameter", f"{self.__name__}()", name, known, self.advice))
+                raise HyperparameterError(
+                    patterns.unknown("parameter", f"{self.__name__}()", name, known, self.advice)
+                )
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
             names = f"{self.__name__}({trees.listed(known, 12)})"
             got = str(error).replace("missing a required argument:", "none for")
-            raise WrongTypeError(message("arguments", f"{self.__name__}()", got, names, self.advice)) from None
+            raise WrongTypeError(
+                message("arguments", f"{self.__name__}()", got, names, self.advice)
+            ) from None
         bound.apply_defaults()
         return dict(bound.arguments)
 
@@ -788,7 +909,9 @@ def _signature(factory: Callable) -> inspect.Signature:
     try:
         signature = inspect.signature(factory)
     except (ValueError, TypeError):
-        raise WrongTypeError(message("factory", "live()", trees.describe(factory), expected)) from None
+        raise WrongTypeError(
+            message("factory", "live()", trees.describe(factory), expected)
+        ) from None
     for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
             got = f"{name_of(factory)}(..., {p.replace(annotation=p.empty)}, ...)"
@@ -797,31 +920,41 @@ def _signature(factory: Callable) -> inspect.Signature:
 
 
 def _no_factory(got: str, fix: str = "") -> WrongTypeError:
-    return WrongTypeError(message("factory", "live()", got, "a function that makes an optax rule", fix))
+    return WrongTypeError(
+        message("factory", "live()", got, "a function that makes an optax rule", fix)
+    )
 
 
 def _check_static(static: Any, factory: Callable) -> None:
     known = list(_signature(factory).parameters)
     if isinstance(static, str) or not all(isinstance(name, str) for name in static):
-        raise WrongTypeError(message("static", "live()", trees.describe(static), "a tuple of names"))
+        raise WrongTypeError(
+            message("static", "live()", trees.describe(static), "a tuple of names")
+        )
     for name in static:
         if name not in known:
             raise HyperparameterError(patterns.unknown("static", "live()", name, known))
 
 
-def live(factory: Callable, *, static: tuple[str, ...] = ()) -> LiveFactory:
-    """Make the numbers of an optax factory live: arrays in the state that can be read, changed and scheduled.
+def live(
+    factory: Callable[P, optax.GradientTransformation], *, static: tuple[str, ...] = ()
+) -> LiveFactory[P]:
+    """Make the numbers of an optax factory live: arrays in the state that can be read, changed and
+    scheduled.
 
-    `live(optax.adam)(1e-3)` trains as `optax.adam(1e-3)` does, to the last bit of float32 for most rules, but
-    `ts.adjust(state, learning_rate=1e-4)` changes it without a new compilation. Floats, and schedules of floats,
-    become live; counts, flags, masks and dtypes stay part of the program.
+    `live(optax.adam)(1e-3)` trains as `optax.adam(1e-3)` does, to the last bit of float32 for most
+    rules, but `ts.adjust(state, learning_rate=1e-4)` changes it without a new compilation. Floats,
+    and schedules of floats, become live; counts, flags, masks and dtypes stay part of the program.
 
     Args:
-      factory: any function of numbers that returns an `optax.GradientTransformation`, your own chain included.
-      static: names of numeric parameters that the factory branches on in Python; they stay constants.
+      factory: any function of numbers that returns an `optax.GradientTransformation`, your own
+        chain included.
+      static: names of numeric parameters that the factory branches on in Python; they stay
+        constants.
 
     Raises:
-      HyperparameterError: unknown parameter, a number that is not finite or out of range, a bad schedule.
+      HyperparameterError: unknown parameter, a number that is not finite or out of range, a bad
+        schedule.
       WrongTypeError: not a factory; a string, `None` or a flag where a number belongs.
 
     >>> import jax.numpy as jnp, optax, tsunax as ts

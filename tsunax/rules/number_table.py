@@ -1,9 +1,9 @@
 """Numbers beside the optimizer state: what `TrainState` carries instead of live states.
 
-`hoist` takes the tables of all live states of an optimizer state out, into one array, and leaves plain optax
-states behind; `lower` puts them back for an update, with the state's step as the clock of their schedules. Outside,
-the numbers are an argument that a step never returns: they cost one leaf, are never donated, and reading or changing
-them waits for no step that is still running.
+`hoist` takes the tables of all live states of an optimizer state out, into one array, and leaves
+plain optax states behind; `lower` puts them back for an update, with the state's step as the clock
+of their schedules. Outside, the numbers are an argument that a step never returns: they cost one
+leaf, are never donated, and reading or changing them waits for no step that is still running.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Layout:
     tables: tuple[int, ...]  # which leaves of `full` are tables
     clocks: tuple[int, ...]  # and which are clocks of schedules: in a TrainState its step
     names: tuple  # flat names, per live state and group
-    homes: tuple  # paths and own_clock per live state: two structures that differ there only are equal
+    homes: (
+        tuple  # paths and own_clock per live state: two structures that differ there only are equal
+    )
 
     @functools.cached_property
     def skeleton(self):
@@ -47,7 +49,9 @@ class Layout:
         return live_states(self.skeleton)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("layout",))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("layout",)
+)
 @dataclass(frozen=True, eq=False)
 class Numbers:
     """All live numbers of an optimizer state."""
@@ -68,13 +72,17 @@ class Numbers:
                 start += s.live.columns
 
     def column_names(self) -> list[tuple[str, int]]:
-        """What each column holds: (flat name, 0), or (flat name, j) for the j-th number of its schedule."""
+        """What each column holds: (flat name, 0), or (flat name, j) for the j-th number of its
+        schedule.
+        """
         out = []
         for at, s, group, _ in self.columns():
             names = self.layout.names[at][group]
             inner = zip(names, s.live.schedules, strict=True)
             out += [(name, 0) for name in names]
-            out += [(name, 1 + j) for name, schedule in inner if schedule for j in range(schedule.size)]
+            out += [
+                (name, 1 + j) for name, schedule in inner if schedule for j in range(schedule.size)
+            ]
         return out
 
     def named(self, step, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
@@ -83,7 +91,9 @@ class Numbers:
         Schedules on a clock of their own are read at `counts`, see `own_counts`, or left out.
         """
         out = {}
-        values = self.values if trees.is_traced(self.values) else np.asarray(self.values)  # one wait, not one each
+        values = (
+            self.values if trees.is_traced(self.values) else np.asarray(self.values)
+        )  # one wait, not one each
         for at, s, group, start in self.columns():
             table = values[..., start : start + s.live.columns]
             inner = len(s.live.names)
@@ -115,7 +125,9 @@ def hoist(opt_state) -> tuple[Any, Numbers | None]:
     layout = interned(Layout(full, plain, tables, clocks, labels(opt_state), homes))
     rows = [leaves[i].reshape(*leaves[i].shape[:-2], -1) for i in tables]
     on_host = all(isinstance(row, np.ndarray) for row in rows)
-    return _without(layout, leaves), Numbers((np if on_host else jnp).concatenate(rows, axis=-1), layout)
+    return _without(layout, leaves), Numbers(
+        (np if on_host else jnp).concatenate(rows, axis=-1), layout
+    )
 
 
 def lower(opt_state, numbers: Numbers | None, step: Any = 0):
@@ -144,8 +156,12 @@ def hoist_like(opt_state, numbers: Numbers | None):
     return _without(numbers.layout, leaves)
 
 
-def recut(opt_state, numbers: Numbers, params, cuts: Mapping[int, tuple]) -> tuple[Any, Numbers | None]:
-    """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}, see `_live.recut`."""
+def recut(
+    opt_state, numbers: Numbers, params, cuts: Mapping[int, tuple]
+) -> tuple[Any, Numbers | None]:
+    """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}, see
+    `_live.recut`.
+    """
 
     def one(place: int, s):
         if place not in cuts:
@@ -155,13 +171,17 @@ def recut(opt_state, numbers: Numbers, params, cuts: Mapping[int, tuple]) -> tup
         cut, parents = cuts[place]
         return _recut(s, cut, parents, trees.partition(params, flags)[0])
 
-    if not trees.is_traced(numbers.values):  # on the host: each cut has shapes of its own, and they would all compile
+    if not trees.is_traced(
+        numbers.values
+    ):  # on the host: each cut has shapes of its own, and they would all compile
         numbers = dataclasses.replace(numbers, values=np.array(numbers.values))
     return hoist(map_live(one, lower(opt_state, numbers)))
 
 
 def own_counts(opt_state, numbers: Numbers) -> dict[int, Any]:
-    """{live state: its count} of a plain optimizer state, where schedules run on that and not on the clock."""
+    """{live state: its count} of a plain optimizer state, where schedules run on that and not on
+    the clock.
+    """
     layout = numbers.layout
     leaves = dict(zip(_kept(layout), jax.tree.leaves(opt_state), strict=True))
     own = [(at, s.count) for at, (_, s) in enumerate(layout.lives) if s.own_clock]
@@ -175,7 +195,11 @@ def _places(leaves, among) -> tuple[int, ...]:
 
 def _kept(layout: Layout) -> list[int]:
     """Which leaves of the whole optimizer state a TrainState carries in its `opt_state`."""
-    return [i for i in range(layout.full.num_leaves) if i not in layout.tables and i not in layout.clocks]
+    return [
+        i
+        for i in range(layout.full.num_leaves)
+        if i not in layout.tables and i not in layout.clocks
+    ]
 
 
 def _without(layout: Layout, leaves):
@@ -183,7 +207,9 @@ def _without(layout: Layout, leaves):
 
 
 def _plain(opt_state):
-    """A live state as the optax state that it keeps; with its own clock and the counters of further groups, if any."""
+    """A live state as the optax state that it keeps; with its own clock and the counters of further
+    groups, if any.
+    """
 
     def one(s):
         if not is_live(s):
@@ -195,7 +221,9 @@ def _plain(opt_state):
 
 
 def live_states(opt_state) -> list[tuple[tuple, LiveState]]:
-    """Every live state with its key path, outer ones first: the order of their tables among the leaves."""
+    """Every live state with its key path, outer ones first: the order of their tables among the
+    leaves.
+    """
     out = []
     for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_live)[0]:
         if is_live(x):
@@ -217,7 +245,9 @@ def map_live(f: Callable[[int, LiveState], LiveState], opt_state):
 
 
 def owners_of(init: Callable, opt_state, numbers: Numbers | None, params) -> list[int | None]:
-    """For each leaf of a plain optimizer state the index of the parameter that it belongs to, or None."""
+    """For each leaf of a plain optimizer state the index of the parameter that it belongs to, or
+    None.
+    """
     shapes, _, owners = trees.owners(init, params)
     if numbers is None:
         return owners
@@ -234,7 +264,7 @@ def owners_of(init: Callable, opt_state, numbers: Numbers | None, params) -> lis
     return [None if aligned[i] < 0 else aligned[i] for i in _kept(numbers.layout)]
 
 
-# ------------------------------------------------------------------------------------------------------- names
+# -------------------------------------------------------------------------------------------- names
 
 
 def patterns(path) -> tuple[str, ...]:
@@ -243,11 +273,15 @@ def patterns(path) -> tuple[str, ...]:
 
 
 def chain_indices(lives) -> list[str]:
-    """Where each live state stands: "0", "1.0" in a chain within a chain, "" for the outermost rule."""
+    """Where each live state stands: "0", "1.0" in a chain within a chain, "" for the outermost
+    rule.
+    """
     places = []
     for path, _ in lives:
         fields = (
-            getattr(k, "idx", getattr(k, "name", getattr(k, "key", ""))) for k in path if not isinstance(k, DictKey)
+            getattr(k, "idx", getattr(k, "name", getattr(k, "key", "")))
+            for k in path
+            if not isinstance(k, DictKey)
         )
         index = ".".join(str(field) for field in fields if field != "inner")
         while (index, patterns(path)) in places:  # a rule right inside of another one
@@ -259,8 +293,8 @@ def chain_indices(lives) -> list[str]:
 def labels(opt_state) -> tuple:
     """The flat name of every number: per live state, per group, per name. No two are equal.
 
-    A name alone where one rule has it; `name@pattern` in a group of rules; `i.name` where a chain repeats it. In a cut
-    subtree that, and `@pattern`.
+    A name alone where one rule has it; `name@pattern` in a group of rules; `i.name` where a chain
+    repeats it. In a cut subtree that, and `@pattern`.
     """
     lives = live_states(opt_state)
     indices, outer = chain_indices(lives), [patterns(path) for path, _ in lives]
@@ -272,7 +306,9 @@ def labels(opt_state) -> tuple:
         for name in lives[at][1].live.names:
             index = indices[at] if rules_there[name, outer[at]] > 1 else ""
             groups = outer[at] if rules[name] > 1 else ()
-            flat = ".".join(filter(None, (index, "@".join(filter(None, (name, *groups, cuts[at][g]))))))
+            flat = ".".join(
+                filter(None, (index, "@".join(filter(None, (name, *groups, cuts[at][g])))))
+            )
             while flat in out:  # a cut like a group of rules beside it
                 flat += "'"
             out[flat] = at, g

@@ -1,8 +1,8 @@
 """A number that stays an array: what it is inside a trace, what it may be, and how it is stored.
 
-A live number is a column of four: its value, its complement `1 - value`, whether it holds against its schedule, and
-the value that `setup` was given, which tells a restored run what was edited since. Inside a trace it becomes a
-`Number`, which behaves like the Python float that the user gave.
+A live number is a column of four: its value, its complement `1 - value`, whether it holds against
+its schedule, and the value that `setup` was given, which tells a restored run what was edited
+since. Inside a trace it becomes a `Number`, which behaves like the Python float that the user gave.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def weak(x):
 class Number:
     """A traced float32 that behaves like the Python float it came from.
 
-    It carries its complement, rounded once from the user's float: `1 - f32(0.999)` is 1.3e-5 away from
-    `f32(1 - 0.999)`, enough to leave optax's trajectory by 10⁵ ulps in 200 steps. In products it takes the other
-    side's dtype, as a Python float does. A pytree, because optax passes betas into functions that it jits.
+    It carries its complement, rounded once from the user's float: `1 - f32(0.999)` is 1.3e-5 away
+    from `f32(1 - 0.999)`, enough to leave optax's trajectory by 10⁵ ulps in 200 steps. In products
+    it takes the other side's dtype, as a Python float does. A pytree, because optax passes betas
+    into functions that it jits.
     """
 
     def __init__(self, value, complement):
@@ -104,7 +105,7 @@ for _name in ("sub", "lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Number, f"__{_name}__", _forward(_name))
 
 
-# ------------------------------------------------------------------------------------ what a user gave
+# --------------------------------------------------------------------------------- what a user gave
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,19 @@ _NEVER_NUMBERS = {"key", "seed", "mask", "mu_dtype"}
 
 
 _NUMBER_WORDS = ("float", "Scalar", "ArrayLike", "Schedule")
-_OTHER_WORDS = ("Mask", "ArrayTree", "Mapping", "Iterable")  # one for each array, or a function of the params
+_OTHER_WORDS = (
+    "Mask",
+    "ArrayTree",
+    "Mapping",
+    "Iterable",
+)  # one for each array, or a function of the params
 
 
 def takes_number(parameter: inspect.Parameter, value) -> bool:
     """Does this parameter of a factory hold a number, or a schedule of one, given this value?
 
-    Counts, flags, names, masks, dtypes, keys, tuples and functions do not: they are part of the program.
+    Counts, flags, names, masks, dtypes, keys, tuples and functions do not: they are part of the
+    program.
     """
     default, annotation = parameter.default, str(parameter.annotation)
     if parameter.name in _NEVER_NUMBERS or any(word in annotation for word in _OTHER_WORDS):
@@ -148,7 +155,9 @@ def takes_number(parameter: inspect.Parameter, value) -> bool:
     is_empty = default is parameter.empty
     if isinstance(default, (bool, int, str, tuple)) or (callable(default) and not is_empty):
         return False
-    if re.match(r"(typing\.|collections\.abc\.)?Callable\b", annotation):  # not a number or a function of the step
+    if re.match(
+        r"(typing\.|collections\.abc\.)?Callable\b", annotation
+    ):  # not a number or a function of the step
         return False
     expected = (
         isinstance(default, float)
@@ -173,7 +182,9 @@ _RANGES = {
 }
 
 
-_FIXES: dict[str, str] = dict.fromkeys(("max_norm", "max_delta"), "To clip nothing, leave the rule out.")
+_FIXES: dict[str, str] = dict.fromkeys(
+    ("max_norm", "max_delta"), "To clip nothing, leave the rule out."
+)
 
 
 def check_number(where: str, name: str, value, expected: str = "a number or a schedule") -> None:
@@ -183,7 +194,9 @@ def check_number(where: str, name: str, value, expected: str = "a number or a sc
     if trees.is_traced(value):
         return
     if np.ndim(value):
-        raise HyperparameterError(message(name, where, f"an array of shape {np.shape(value)}", "one number"))
+        raise HyperparameterError(
+            message(name, where, f"an array of shape {np.shape(value)}", "one number")
+        )
     fix, most = _FIXES.get(name, ""), float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max)
     number = value if isinstance(value, int) else float(np.asarray(value))
     if not -most <= number <= most:  # NaN too
@@ -215,11 +228,15 @@ def _at(where: str, name: str, schedule, step):
     try:
         return schedule(step)
     except Exception as error:
-        raise HyperparameterError(message(name, where, told(error), "a number", remedy(error))) from error
+        raise HyperparameterError(
+            message(name, where, told(error), "a number", remedy(error))
+        ) from error
 
 
 def as_rows(values) -> Any:
-    """(4, n): values, their complements rounded once from float64 where they are concrete, zeros, the values again."""
+    """(4, n): values, their complements rounded once from float64 where they are concrete, zeros,
+    the values again.
+    """
     dtype = jax.dtypes.canonicalize_dtype(float)
     exact = np.asarray([0.0 if trees.is_traced(v) else float(v) for v in values], np.float64)
     rows = jnp.asarray(np.stack([exact, 1 - exact, np.zeros_like(exact), exact]).astype(dtype))
@@ -231,7 +248,9 @@ def as_rows(values) -> Any:
 
 
 def as_float(value, complement):
-    """The shortest Python float that would give this value and this complement: 0.999, not 0.9990000129."""
+    """The shortest Python float that would give this value and this complement: 0.999, not
+    0.9990000129.
+    """
     if trees.is_traced(value) or np.ndim(value):
         return value
     value = np.asarray(value)

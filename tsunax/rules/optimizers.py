@@ -1,441 +1,83 @@
-"""Rules: optax transformations whose numbers are live, and the few that optax lacks.
+"""optax's optimizers made live, by name, and six rules of Optimisers.jl that optax has otherwise.
 
-Each name of `OPTAX` is optax's own optimizer made live: the same arguments and defaults, and the same
-trajectory up to rounding (docs/live-rules.md lists the rules that differ, and by how much). Any rule
-here works in plain optax code, and any optax rule works in tsunax.
+Each is optax's own optimizer: the same arguments and defaults, and the same trajectory up to
+rounding (docs/live-rules.md lists the rules that differ, and by how much).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib
 
-from tsunax._core import patterns as _patterns
-from tsunax._core import trees
-from tsunax.errors import PatternError, RuleError, WrongTypeError, message
-from tsunax.guard import GOT, Report, choose
-from tsunax.rules import _flux, accumulation, live_rules, number_table, numbers, spikes
+from tsunax.rules import _flux
 from tsunax.rules.live_rules import LiveFactory, live
 
-# ---------------------------------------------------------------------------------------------- optax's, made live
-
-OPTAX = (
-    "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw", "adan", "amsgrad",
-    "fromage", "lamb", "lars", "lbfgs", "lion", "nadam", "nadamw", "noisy_sgd", "novograd", "optimistic_adam",
-    "optimistic_adam_v2", "optimistic_gradient_descent", "polyak_sgd", "radam", "rmsprop", "rprop", "sgd", "sign_sgd",
-    "signum", "sm3", "yogi",
-)  # fmt: skip
-CONTRIB = (
-    "acprop", "ademamix", "adopt", "cocob", "dadapt_adamw", "dog", "dowg", "galore", "madgrad", "momo",
-    "momo_adam", "muon", "prodigy", "reduce_on_plateau", "schedule_free_adamw", "schedule_free_sgd",
-    "simplified_ademamix", "sophia",
-)  # fmt: skip
-
-
-# numbers that a factory checks in Python, so that they cannot be live
-_STATIC = {"reduce_on_plateau": ("factor", "rtol", "atol")}
-
-
-def _alias(module, name: str) -> LiveFactory:
-    rule = live(getattr(module, name), static=_STATIC.get(name, ()))
-    rule.__name__ = rule.__qualname__ = name
-    same = "the same arguments and defaults, the same trajectory up to rounding"
-    rule.__doc__ = f"`{module.__name__}.{name}` with live numbers: {same}."
-    return rule
-
-
-for _name in OPTAX:
-    globals()[_name] = _alias(optax, _name)
-for _name in CONTRIB:
-    if hasattr(optax.contrib, _name):
-        globals()[_name] = _alias(optax.contrib, _name)
-for _name in _flux.__all__:
-    globals()[_name] = live(getattr(_flux, _name))
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> LiveFactory: ...
-
-
-# ----------------------------------------------------------------------------------------------------- composition
-
-
-@dataclass(frozen=True)
-class _ChainInit:
-    inits: tuple[Callable, ...]
-
-    def __call__(self, params):
-        return tuple(init(params) for init in self.inits)
-
-    def blank(self):
-        return _ChainInit(tuple(live_rules.blank(init) for init in self.inits))
-
-
-@dataclass(frozen=True)
-class _ChainUpdate:
-    updates: tuple[Callable, ...]
-
-    def text(self, init: Any) -> str:
-        return f"chain({', '.join(map(live_rules.text_of, init.inits, self.updates))})"
-
-    def __call__(self, grads, states, params=None, **extra):
-        if extra.get("flush"):  # of the window at its end; the others see real calls only
-            grads, last = self.updates[-1](grads, states[-1], params, **extra)
-            return grads, (*states[:-1], last)
-        new = []
-        for update, state in zip(self.updates, states, strict=True):
-            grads, state = update(grads, state, params, **extra)
-            new.append(state)
-            extra.pop("outside", None)  # the norm of what the other groups received: no measure for other rules' output
-        return grads, tuple(new)
-
-
-def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Apply rules one after the other, each on the updates of the one before: `optax.chain`, compared by value.
-
-    Order is meaning: `chain(weight_decay(1e-4), adam(1e-3))` is an L2 penalty. Behind `adam`, whose updates point
-    downhill already, decay would make weights grow: the decoupled kind is `adamw`, or
-    `chain(live(optax.scale_by_adam)(), weight_decay(1e-4), live(optax.scale_by_learning_rate)(1e-3))`.
-    A chain of none passes gradients on.
-
-    >>> import tsunax as ts
-    >>> rule = ts.rules.chain(ts.rules.clip_global_norm(1.0), ts.rules.sgd(0.1))
-    >>> rule.update == ts.rules.chain(ts.rules.clip_global_norm(5.0), ts.rules.sgd(0.2)).update
-    True
-    """
-    for rule in rules:
-        live_rules.check_rule(rule, "chain()")
-    rules = tuple(map(live_rules.with_extra, rules))
-    if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
-        fix = "What follows would run on every call: accumulate(chain(...), every)."
-        raise RuleError(message("accumulate", "chain()", "a rule behind it", "it at the end", fix))
-    return live_rules.as_rule(_ChainInit(tuple(r.init for r in rules)), _ChainUpdate(tuple(r.update for r in rules)))
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("inner",), meta_fields=())
-@dataclass(frozen=True)
-class GroupsState:
-    """State of `groups`."""
-
-    inner: dict[str, Any]  # the state of each rule, by its pattern; it sees its own leaves only
-
-
-@dataclass(frozen=True)
-class _Assign:
-    """Which group each leaf belongs to."""
-
-    patterns: tuple[str, ...]
-    labels: Any = field(default=None, hash=False)
-
-    def __call__(self, params) -> dict[str, tuple[bool, ...]]:
-        named = trees.leaves_with_names(params)
-        owner: list = [None] * len(named)
-        if self.labels is not None:
-            owner = self._by_label(params, named)
-        else:
-            for pattern in self.patterns:
-                flags = _patterns.select(pattern, params)
-                owner = [o or (pattern if flag else None) for o, flag in zip(owner, flags, strict=True)]
-        for o, (_, path, _) in zip(owner, named, strict=True):
-            if o is None:
-                raise PatternError(
-                    message(
-                        "leaf",
-                        trees.access_str("params", path),
-                        "no pattern that matches it",
-                        f"a match by one of {', '.join(map(repr, self.patterns))}",
-                        "Add a last pattern '**' for the rest.",
-                    )
-                )
-        for pattern in self.patterns:
-            if pattern not in owner:
-                by_label = self.labels is not None
-                fix = "No label names it." if by_label else "The patterns before it take all of its leaves."
-                raise PatternError(message(f"group {pattern!r}", "groups()", "no leaf", "at least one", fix))
-        return {pattern: tuple(o == pattern for o in owner) for pattern in self.patterns}
-
-    def _by_label(self, params, named) -> list:
-        if callable(self.labels):
-            labels = [self.labels("/".join(names), leaf) for names, _, leaf in named]
-        else:
-            if difference := trees.first_difference(self.labels, params, "params", "a label"):
-                raise PatternError(f"labels {difference}. Make them with jax.tree.map over the params.")
-            labels = jax.tree.leaves(self.labels)
-        for label, (_, path, _) in zip(labels, named, strict=True):
-            if not isinstance(label, str) or label not in self.patterns:
-                known, got = ", ".join(map(repr, self.patterns)), trees.describe(label)
-                got = repr(label) if isinstance(label, str) else got
-                raise PatternError(message("label", trees.access_str("params", path), got, f"one of {known}"))
-        return labels
-
-
-@dataclass(frozen=True)
-class _GroupsInit:
-    assign: _Assign
-    inits: tuple[Callable, ...]
-
-    def __call__(self, params):
-        flags = self.assign(params)
-        parts = {pattern: trees.partition(params, f)[0] for pattern, f in flags.items()}
-        return GroupsState({p: init(parts[p]) for p, init in zip(self.assign.patterns, self.inits, strict=True)})
-
-    def blank(self):
-        return _GroupsInit(self.assign, tuple(live_rules.blank(init) for init in self.inits))
-
-
-@dataclass(frozen=True)
-class _GroupsUpdate:
-    assign: _Assign
-    updates: tuple[Callable, ...]
-
-    def text(self, init: Any) -> str:
-        parts = zip(self.assign.patterns, map(live_rules.text_of, init.inits, self.updates), strict=True)
-        return f"groups({{{', '.join(f'{pattern!r}: {rule}' for pattern, rule in parts)}}})"
-
-    def __call__(self, grads, state, params=None, *, grad=None, outside=0.0, **extra):
-        flags = self.assign(grads if params is None else params)
-        squares = trees.square_sums(grads)
-        searches = {name: extra.pop(name) for name in live_rules.SEARCHES if extra.get(name) is not None}
-        out, inner = list(jax.tree.leaves(grads)), {}
-        for pattern, update in zip(self.assign.patterns, self.updates, strict=True):
-            mine = flags[pattern]
-            part = lambda tree, mine=mine: None if tree is None else trees.partition(tree, mine)[0]
-            others = sum((s for s, own in zip(squares, mine, strict=True) if not own), outside)
-            given = {"outside": others, **extra}
-            if grad is not None:
-                given["grad"] = part(grad)
-            given |= {name: _for_part(f, params, mine, name == "grad_fn") for name, f in searches.items()}
-            if extra.get("flush") and accumulation.any_emitted(state.inner[pattern]) is None:
-                inner[pattern] = state.inner[pattern]
-                continue
-            updates, inner[pattern] = update(part(grads), state.inner[pattern], part(params), **given)
-            new = iter(jax.tree.leaves(updates))
-            out = [next(new) if own else u for own, u in zip(mine, out, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(grads), out), GroupsState(inner)
-
-
-def _for_part(f, params, mine, is_gradient: bool):
-    """A function of all leaves as one of one group's, the others as they are."""
-    rest = trees.partition(params, mine)[1]
-
-    @functools.wraps(f)
-    def of_part(part, *args, **extra):
-        out = f(trees.merge(part, rest), *args, **extra)
-        return trees.partition(out, mine)[0] if is_gradient else out
-
-    return live_rules.accepting(of_part, ["outside"])
-
-
-def groups(
-    rules: Mapping[str, optax.GradientTransformation], *, labels: Any = None
-) -> optax.GradientTransformationExtraArgs:
-    """A rule for each part of the params: `{pattern: rule}`; the first pattern that matches a leaf takes it.
-
-    Each rule sees its own leaves only, but `clip_global_norm` at the head of a group is over the norm of all groups.
-    With `labels` (a tree of strings like params, or `f(path, leaf) -> str`) the keys are labels instead.
-
-    Raises PatternError, at setup, for a leaf without a group, a group without a leaf, an unknown label.
-
-    >>> import tsunax as ts
-    >>> rule = groups({"head/**": ts.rules.sgd(0.1), "**": ts.rules.adam(1e-3)})
-    >>> state = ts.setup(rule, {"body": jnp.ones(2), "head": jnp.ones(2)})
-    >>> {k: v for k, v in ts.hyperparams(state).items() if "rate" in k}
-    {'learning_rate@**': 0.001, 'learning_rate@head/**': 0.1}
-    """
-    if not isinstance(rules, Mapping) or not rules:
-        kind = RuleError if isinstance(rules, Mapping) else WrongTypeError
-        raise kind(message("rules", "groups()", trees.describe(rules), "{pattern: rule}"))
-    for pattern, rule in rules.items():
-        if not isinstance(pattern, str):
-            raise WrongTypeError(message("pattern", "groups()", trees.describe(pattern), "a str"))
-        if labels is None:
-            _patterns.compile_where(pattern)
-        live_rules.check_rule(rule, f"groups({{{pattern!r}: ...}})")
-    assign = _Assign(tuple(rules), labels)
-    parts = [live_rules.with_extra(rule) for rule in rules.values()]
-    return live_rules.as_rule(
-        _GroupsInit(assign, tuple(r.init for r in parts)),
-        _GroupsUpdate(assign, tuple(r.update for r in parts)),
-    )
-
-
-@dataclass(frozen=True)
-class _SkipZeroUpdate:
-    init: Callable  # without its numbers: it only tells which leaf of the state belongs to which parameter
-    update: Callable
-
-    def text(self, init: Any) -> str:
-        return f"skip_zero({live_rules.text_of(init, self.update)})"
-
-    def __call__(self, grads, state, params=None, **extra):
-        moves = [jnp.any(g != 0) for g in jax.tree.leaves(grads)]  # NaN is not 0
-        updates, new = self.update(grads, state, params, **extra)
-        updates = choose(moves, updates, jax.tree.map(jnp.zeros_like, updates))
-        nothing_hoisted = number_table.Numbers(
-            None, number_table.Layout(jax.tree.structure(state), None, (), (), (), ())
-        )
-        owners = number_table.owners_of(self.init, state, nothing_hoisted, grads)
-        return updates, choose([o is None or moves[o] for o in owners], new, state)
-
-
-def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Leave alone every leaf whose gradient is exactly zero: no update, no decay, and its moments stay as they are.
-
-    JAX gives zeros to leaves that took no part in the loss (another task's head, the other player of a GAN), and
-    most rules go on moving them. This cannot tell them from a gradient that is zero by itself: a leaf whose units
-    are all dead is left alone too. Counts that leaves share go on, as for frozen ones. Put it outermost: behind
-    `weight_decay` no gradient is zero.
-
-    >>> import tsunax as ts
-    >>> rule = skip_zero(chain(ts.rules.weight_decay(0.5), ts.rules.sgd(0.5)))
-    >>> state = ts.setup(rule, {"a": jnp.ones(1), "b": jnp.ones(1)})
-    >>> state, _ = ts.update(state, {"a": jnp.ones(1), "b": jnp.zeros(1)})
-    >>> state.params
-    {'a': Array([0.25], dtype=float32), 'b': Array([1.], dtype=float32)}
-    """
-    live_rules.check_rule(rule, "skip_zero()")
-    rule = live_rules.with_extra(rule)
-    return live_rules.as_rule(rule.init, _SkipZeroUpdate(live_rules.blank(rule.init), rule.update))
-
-
-# ------------------------------------------------------------------------------------------------- clipping, decay
-
-
-def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
-    """A rule without state from `f(updates, params, **extra) -> updates`."""
-
-    def update(updates, state, params=None, **extra):
-        return f(updates, params, **extra), state
-
-    return live_rules.as_rule(lambda params: optax.EmptyState(), update)
-
-
-def _clip_value(max_delta: float = 10.0):
-    """Clamp every component of the gradient to [-max_delta, max_delta]; NaN stays NaN. It changes the direction."""
-    bound = numbers.as_scalar(max_delta)
-    return _stateless(lambda updates, params, **_: jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates))
-
-
-def _clip_global_norm(max_norm: float = 1.0):
-    """Scale the whole gradient to an L2 norm of at most `max_norm`.
-
-    One f32 norm over everything that is trained and not frozen; at the head of a group's chain it is across all
-    `groups`, behind another rule over its own group. Where it is not finite the
-    step is rejected by its verdict; in plain optax code it is as in `optax.clip_by_global_norm`.
-    """
-    bound = numbers.as_scalar(max_norm)
-
-    def clip(updates, params, *, outside=0.0, **_):
-        norm = jnp.sqrt(sum(trees.square_sums(updates)) + outside)
-        small = norm < bound
-        return jax.tree.map(lambda g: jnp.where(small, g, (g / norm.astype(g.dtype)) * bound), updates)
-
-    return _stateless(clip)
-
-
-def _clip_array_norm(max_norm: float = 10.0, p: float = 2, throw: bool = True):
-    """Scale each array by itself to a p-norm of at most `max_norm` (Optimisers.jl's `ClipNorm`).
-
-    `p` is any real number, ±inf, or 0 (the count of nonzeros). Norms are taken in f32. With `throw`, a norm that
-    is not finite rejects the step, and its verdict names p, the norm, the path and the shape; without, it flows
-    on, as does NaN.
-    """
-    if isinstance(p, bool) or not isinstance(p, (int, float, np.integer, np.floating)) or p != p:
-        raise WrongTypeError(message("p", "clip_array_norm()", trees.describe(p), "a real number, ±inf or 0"))
-    bound = numbers.as_scalar(max_norm)
-
-    def report(params, values):
-        leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-        name = lambda path: f"clip_array_norm, p={p}, of {trees.access_str('grads', path)}"
-        whats = (f"{name(path)}, shape {x.shape}: {GOT}" for path, x in leaves)
-        return Report(values, tuple(whats))
-
-    def init(params):
-        n = len(jax.tree.leaves(params))
-        return report(params, jnp.zeros(n, jnp.float32)) if throw else optax.EmptyState()
-
-    def update(updates, state, params=None, **_):
-        leaves, treedef = jax.tree.flatten(updates)
-        norms = [array_norm(g, p) for g in leaves]
-        scaled = [g * jnp.minimum(bound / n, 1).astype(g.dtype) for g, n in zip(leaves, norms, strict=True)]
-        return treedef.unflatten(scaled), report(updates, jnp.stack(norms).astype(jnp.float32)) if throw else state
-
-    return live_rules.as_rule(init, update)
-
-
-def array_norm(x, p: float):
-    """(Σ|x|ᵖ)^(1/p) of one array in f32; max |x| for inf, min |x| for -inf, the count of nonzeros for 0."""
-    x = jnp.abs(x).astype(jnp.promote_types(jnp.float32, jnp.abs(x).dtype))
-    if p == 0:
-        return jnp.where(jnp.any(jnp.isnan(x)), jnp.nan, jnp.sum(x != 0).astype(x.dtype))
-    if p in (float("inf"), float("-inf")):
-        return jnp.max(x) if p > 0 else jnp.min(x)
-    if p == 1:
-        return jnp.sum(x)
-    if p == 2:
-        return jnp.sqrt(jnp.sum(x * x))
-    return jnp.sum(x**p) ** (1 / p)
-
-
-def _weight_decay(weight_decay: float = 5e-4, where: Any = "**"):
-    """Add `weight_decay · params` to the gradient of the leaves that `where` matches.
-
-    First in a chain it is the gradient of `weight_decay / 2 · Σ params²` added to the loss; between an adaptive
-    scaling and the learning rate, decoupled decay (see `chain`).
-    """
-    rate = numbers.as_scalar(weight_decay)
-    return _decay(where, lambda g, p: g + rate * p)
-
-
-def _sign_decay(sign_decay: float = 1e-3, where: Any = "**"):
-    """Add `sign_decay · sign(params)` to the gradient: first in a chain, `sign_decay · Σ|params|` in the loss."""
-    rate = numbers.as_scalar(sign_decay)
-    return _decay(where, lambda g, p: g + rate * jnp.sign(p))
-
-
-def _decay(where, f):
-    _patterns.compile_where(where)  # raises now for a pattern that is malformed
-
-    def init(params):
-        _patterns.select(where, params)  # raises now for a pattern that matches nothing
-        return optax.EmptyState()
-
-    def update(updates, state, params=None, **_):
-        if params is None:
-            raise RuleError(message("params", "update()", "None", "the params, to decay them"))
-        flags = _patterns.select(where, params)
-        leaves, treedef = jax.tree.flatten(updates)
-        params = jax.tree.leaves(params)
-        new = [f(g, p) if flag else g for g, p, flag in zip(leaves, params, flags, strict=True)]
-        return treedef.unflatten(new), state
-
-    return live_rules.as_rule(init, update)
-
-
-clip_value = live(_clip_value)
-clip_global_norm = live(_clip_global_norm)
-clip_array_norm = live(_clip_array_norm, static=("p", "throw"))
-for _clip in (clip_value, clip_global_norm, clip_array_norm):
-    _clip.advice = "Choose one of clip_global_norm, clip_array_norm, clip_value."
-weight_decay = live(_weight_decay)
-accumulate, flush, reject_spikes = accumulation.accumulate, accumulation.flush, spikes.reject_spikes
-sign_decay = live(_sign_decay)
-
-__all__ = sorted([
-    *(n for n in (*OPTAX, *CONTRIB) if n in globals()), *_flux.__all__,
-    "accumulate", "chain", "clip_array_norm", "clip_global_norm", "clip_value", "flush", "groups", "live",
-    "reject_spikes",
-    "sign_decay", "skip_zero", "weight_decay",
-])  # fmt: skip
-
-
-def __dir__() -> list[str]:
-    return __all__
+adabelief = live(optax.adabelief)
+adadelta = live(optax.adadelta)
+adafactor = live(optax.adafactor)
+adagrad = live(optax.adagrad)
+adam = live(optax.adam)
+adamax = live(optax.adamax)
+adamaxw = live(optax.adamaxw)
+adamw = live(optax.adamw)
+adan = live(optax.adan)
+amsgrad = live(optax.amsgrad)
+fromage = live(optax.fromage)
+lamb = live(optax.lamb)
+lars = live(optax.lars)
+lbfgs = live(optax.lbfgs)
+lion = live(optax.lion)
+nadam = live(optax.nadam)
+nadamw = live(optax.nadamw)
+noisy_sgd = live(optax.noisy_sgd)
+novograd = live(optax.novograd)
+optimistic_adam = live(optax.optimistic_adam)
+optimistic_adam_v2 = live(optax.optimistic_adam_v2)
+optimistic_gradient_descent = live(optax.optimistic_gradient_descent)
+polyak_sgd = live(optax.polyak_sgd)
+radam = live(optax.radam)
+rmsprop = live(optax.rmsprop)
+rprop = live(optax.rprop)
+sgd = live(optax.sgd)
+sign_sgd = live(optax.sign_sgd)
+signum = live(optax.signum)
+sm3 = live(optax.sm3)
+yogi = live(optax.yogi)
+
+acprop = live(optax.contrib.acprop)
+ademamix = live(optax.contrib.ademamix)
+adopt = live(optax.contrib.adopt)
+cocob = live(optax.contrib.cocob)
+dadapt_adamw = live(optax.contrib.dadapt_adamw)
+dog = live(optax.contrib.dog)
+dowg = live(optax.contrib.dowg)
+galore = live(optax.contrib.galore)
+madgrad = live(optax.contrib.madgrad)
+momo = live(optax.contrib.momo)
+momo_adam = live(optax.contrib.momo_adam)
+muon = live(optax.contrib.muon)
+prodigy = live(optax.contrib.prodigy)
+# its factory checks these in Python
+reduce_on_plateau = live(
+    optax.contrib.reduce_on_plateau, static=("factor", "rtol", "atol")
+)  # it checks the others in Python
+schedule_free_adamw = live(optax.contrib.schedule_free_adamw)
+schedule_free_sgd = live(optax.contrib.schedule_free_sgd)
+simplified_ademamix = live(optax.contrib.simplified_ademamix)
+sophia = live(optax.contrib.sophia)
+
+flux_adagrad = live(_flux.flux_adagrad)
+flux_adamw = live(_flux.flux_adamw)
+flux_amsgrad = live(_flux.flux_amsgrad)
+flux_momentum = live(_flux.flux_momentum)
+flux_oadam = live(_flux.flux_oadam)
+flux_rprop = live(_flux.flux_rprop)
+
+_LIVE = {name: rule for name, rule in globals().items() if isinstance(rule, LiveFactory)}
+OPTAX = tuple(name for name in _LIVE if hasattr(optax, name))
+CONTRIB = tuple(name for name in _LIVE if name not in OPTAX and hasattr(optax.contrib, name))
+for _name in (*OPTAX, *CONTRIB):
+    _home = "optax" if _name in OPTAX else "optax.contrib"
+    _same = "the same arguments and defaults, the same trajectory up to rounding"
+    _LIVE[_name].__name__ = _LIVE[_name].__qualname__ = _name
+    _LIVE[_name].__doc__ = f"`{_home}.{_name}` with live numbers: {_same}."

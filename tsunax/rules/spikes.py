@@ -1,4 +1,6 @@
-"""`reject_spikes`: a rule that reports gradient norms and losses far above their running band to the verdict."""
+"""`reject_spikes`: a rule that reports gradient norms and losses far above their running band to
+the verdict.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ from tsunax.rules import live_rules, numbers
 class SpikeState:
     """State of `reject_spikes`: running statistics of the steps that were applied, and its report.
 
-    One array, because on a small step each further one costs as much as all of the arithmetic. Columns: the log of
-    the gradient norm, the loss. Rows: their centres, their mean distances from it, how many, inf for a spike.
+    One array, because on a small step each further one costs as much as all of the arithmetic.
+    Columns: the log of the gradient norm, the loss. Rows: their centres, their mean distances from
+    it, how many, inf for a spike.
     """
 
     band: Any  # f32[4, 2]
@@ -33,17 +36,22 @@ class SpikeState:
         return _SPIKES
 
 
-_SPIKES = ("gradient norm: a spike, above its running band", "loss: a spike, above its running band")
+_SPIKES = (
+    "gradient norm: a spike, above its running band",
+    "loss: a spike, above its running band",
+)
 
 
 def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
-    """Reject a step whose gradient norm or loss is far above what it was lately; for the head of a chain.
+    """Reject a step whose gradient norm or loss is far above what it was lately; for the head of a
+    chain.
 
-    The band of the last steps, about `1 / (1 - decay)` of them, reaches `factor` mean distances above the mean (of a
-    Gaussian 4.8 standard deviations at 6: one step in a million), and at least to the double, so that a quiet run is
-    not cut short by a ripple. The norm is looked at on a log scale. Nothing is rejected in the first `warmup` steps:
-    norms are wild at the start of a run. Rejected steps change no statistics. A level that has risen for good is
-    rejected for good: watch `state.rejected_in_a_row`.
+    The band of the last steps, about `1 / (1 - decay)` of them, reaches `factor` mean distances
+    above the mean (of a Gaussian 4.8 standard deviations at 6: one step in a million), and at least
+    to the double, so that a quiet run is not cut short by a ripple. The norm is looked at on a log
+    scale. Nothing is rejected in the first `warmup` steps: norms are wild at the start of a run.
+    Rejected steps change no statistics. A level that has risen for good is rejected for good: watch
+    `state.rejected_in_a_row`.
     """
     reach, rate = numbers.as_scalar(factor), 1 - decay
 
@@ -55,7 +63,9 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
         now = jnp.stack([jnp.log(jnp.maximum(norm, 1e-30)), value]).astype(jnp.float32)
         centre, spread, seen, _ = state.band
         distance = now - centre
-        room = jnp.where(np.array([True, False]), np.float32(np.log(2)), jnp.abs(centre))  # the double of either
+        room = jnp.where(
+            np.array([True, False]), np.float32(np.log(2)), jnp.abs(centre)
+        )  # the double of either
         spike = (distance > jnp.maximum(reach * spread, room)) & (seen >= warmup)
         step = jnp.where(seen == 0, 1, jnp.float32(rate))
         spread = spread + step * jnp.where(seen == 0, 0, jnp.abs(distance) - spread)

@@ -1,9 +1,11 @@
-"""What `fit` and `evaluate` make sure of where several processes train one state: that all of them do the same.
+"""What `fit` and `evaluate` make sure of where several processes train one state: that all of them
+do the same.
 
-A program over all devices is run by every process, with its part of the same arrays. XLA does not look: other rows,
-another number of batches, another rate on one of them are wrong numbers, or a wait for ever. So the processes compare
-what decides: settings and data at the start, batches of other loaders as they come, and what a callback changed.
-Each comparison is a word over JAX's coordination service. A state on devices of one process is that one's own affair.
+A program over all devices is run by every process, with its part of the same arrays. XLA does not
+look: other rows, another number of batches, another rate on one of them are wrong numbers, or a
+wait for ever. So the processes compare what decides: settings and data at the start, batches of
+other loaders as they come, and what a callback changed. Each comparison is a word over JAX's
+coordination service. A state on devices of one process is that one's own affair.
 """
 
 from __future__ import annotations
@@ -33,21 +35,36 @@ class Alike:
 
     def __init__(self, where: str, state: Any, data: Any):
         self.where = where
-        leaves = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not x.is_fully_addressable)
+        leaves = (
+            x
+            for x in jax.tree.leaves(state)
+            if isinstance(x, jax.Array) and not x.is_fully_addressable
+        )
         spread = next(leaves, None)
         self.spans = spread is not None
         self._speaks = spread is not None and processes.spans_all(spread.sharding.device_set)
         data = innermost(data)
         self._data = data if isinstance(data, Batches) else None
-        self._is_known = self._data is not None and self._data.is_of_arrays  # then its settings say what will come
+        self._is_known = (
+            self._data is not None and self._data.is_of_arrays
+        )  # then its settings say what will come
         self._has_warned = False
         if self.spans and members_of(state) is not None:
-            fix = "Members of its own for each process: ts.shard(population, ts.mesh(devices=jax.local_devices()))."
-            raise StateError(message("population", where, "members on devices of several processes", "of one", fix))
+            fix = (
+                "Members of its own for each process: ts.shard(population, "
+                "ts.mesh(devices=jax.local_devices()))."
+            )
+            raise StateError(
+                message(
+                    "population", where, "members on devices of several processes", "of one", fix
+                )
+            )
         if self._data is not None and processes.process_count() > 1:
             self._check_part(*self._data.process)
         if self.spans and not self._speaks:
-            text = f"{where}: the state is on devices of some processes only, which are not compared"
+            text = (
+                f"{where}: the state is on devices of some processes only, which are not compared"
+            )
             warn(f"{text}, and a signal or a limit ends one of them alone")
 
     def _check_part(self, part: int, parts: int) -> None:
@@ -58,34 +75,53 @@ class Alike:
         index, count = processes.process_index(), processes.process_count()
         if self.spans and parts not in (1, count):
             expected = f"of {count}, or of one with rows of its own"
-            raise DataError(message("data", self.where, f"batches(process=) of {parts} processes", expected))
+            raise DataError(
+                message("data", self.where, f"batches(process=) of {parts} processes", expected)
+            )
         if parts > 1 and part != index:
             got, expected = f"the part of process {part} on process {index}", "its own"
-            raise DataError(message("data", self.where, got, expected, "It is so without process=."))
+            raise DataError(
+                message("data", self.where, got, expected, "It is so without process=.")
+            )
 
     def start(self, **settings: Any) -> None:
-        """Compare settings, and the data. Raises ProcessError on all processes where they differ."""
+        """Compare settings, and the data.
+
+        Raises ProcessError on all processes where they differ.
+        """
         if not self._speaks:
             return
         if self._data is not None:
             data = dict(self._data.settings)
-            if self._data.process[1] == 1 and self._data.resident is None:  # rows of its own, in their own order
+            if (
+                self._data.process[1] == 1 and self._data.resident is None
+            ):  # rows of its own, in their own order
                 length = len(self._data) if self._data.is_of_arrays else None
-                data |= {"seed": None, "rows": None, "batches": length, "rows of the last": self._data.tail_rows}
+                data |= {
+                    "seed": None,
+                    "rows": None,
+                    "batches": length,
+                    "rows of the last": self._data.tail_rows,
+                }
             else:
                 data["some rows"] = self._data.sample()
             settings["data"] = data
         processes.compare(self.where, settings, processes.LAST)
 
     def batch(self, place: str, batch: Any, steps: int = 1, then: str = "") -> None:
-        """Compare how the next batches look, None after the last, of data that may be another one on each process.
+        """Compare how the next batches look, None after the last, of data that may be another one
+        on each process.
 
         What comes `then` is said too: an error, if one is known already.
         """
         if not self._speaks or self._is_known:
             return
         shapes = ", ".join(trees.describe(x) for x in jax.tree.leaves(batch))
-        found = f"{then}{then and ', after '}{steps} of {shapes}" if shapes else "none, the data have ended"
+        found = (
+            f"{then}{then and ', after '}{steps} of {shapes}"
+            if shapes
+            else "none, the data have ended"
+        )
         processes.compare(f"{place} of {self.where}", {"batches": found}, processes.LAST)
 
     def chunk(self, step: int, chunk: Chunk | None, source: Source) -> Chunk | None:
@@ -93,24 +129,41 @@ class Alike:
         if chunk is None:
             self.batch(f"step {step}", None)
         else:
-            self.batch(f"step {step}", getattr(chunk.feed, "batch", chunk.feed), chunk.steps, source.trouble)
+            self.batch(
+                f"step {step}",
+                getattr(chunk.feed, "batch", chunk.feed),
+                chunk.steps,
+                source.trouble,
+            )
         return chunk
 
     def numbers(self, place: str, found: dict[str, float]) -> dict[str, float]:
-        """Those of process 0. Raises ProcessError for other names; warns, once, of other numbers."""
+        """Those of process 0. Raises ProcessError for other names; warns, once, of other
+        numbers.
+        """
         if not self._speaks:
             return found
-        everyone = [json.loads(text) for text in processes.words(f"{place} of {self.where}", json.dumps(found))]
+        everyone = [
+            json.loads(text)
+            for text in processes.words(f"{place} of {self.where}", json.dumps(found))
+        ]
         first = everyone[0]
         for i, other in enumerate(everyone):
             if other.keys() != first.keys():
                 got = f"{', '.join(other)} on {processes.name_of(i)}"
-                raise ProcessError(message("numbers", place, got, f"{', '.join(first)}, as on process 0"))
-            differ = [k for k in first if not np.isclose(other[k], first[k], rtol=1e-5, equal_nan=True)]
+                raise ProcessError(
+                    message("numbers", place, got, f"{', '.join(first)}, as on process 0")
+                )
+            differ = [
+                k for k in first if not np.isclose(other[k], first[k], rtol=1e-5, equal_nan=True)
+            ]
             if differ and not self._has_warned:
                 self._has_warned = True
                 name = differ[0]
-                text = f"{name} is {first[name]:.6g} on process 0, and {other[name]:.6g} on {processes.name_of(i)}"
+                text = (
+                    f"{name} is {first[name]:.6g} on process 0, and {other[name]:.6g} on "
+                    f"{processes.name_of(i)}"
+                )
                 fix = "ts.evaluate over batches of all processes gives the same number to all"
                 warn(f"{place}: {text}: that of process 0 counts on all. {fix}.")
         return first
@@ -136,7 +189,9 @@ class Alike:
             return asked
         said = processes.words(f"the end of {self.where}", str(asked))
         found = next((int(text) for text in said if text != "0"), 0)
-        while found and not processes.agree(found):  # or what one has asked for would end the next run
+        while found and not processes.agree(
+            found
+        ):  # or what one has asked for would end the next run
             time.sleep(1e-3)
         return found
 

@@ -1,11 +1,13 @@
 """Callbacks: what happens between the steps of a run, as plain values.
 
-A callback is any `f(run) -> None | state`. Those here are frozen values that print as the call that makes them. What
-they must remember lies in `run.memory`, a dict that JSON can hold: it is saved with the run, so that a resumed run goes
-on where it was. The loop makes a boundary at the multiples of `callback.every` and at the steps `callback.at`; one with
-`callback.events` is called at those alone.
+A callback is any `f(run) -> None | state`. Those here are frozen values that print as the call that
+makes them. What they must remember lies in `run.memory`, a dict that JSON can hold: it is saved
+with the run, so that a resumed run goes on where it was. The loop makes a boundary at the multiples
+of `callback.every` and at the steps `callback.at`; one with `callback.events` is called at those
+alone.
 
-Those that watch a metric look at each value of it once, when it is new, however many events a step has.
+Those that watch a metric look at each value of it once, when it is new, however many events a step
+has.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def __dir__() -> list[str]:
 
 Mode = Literal["min", "max"]  # of a metric: what is better
 
-# ----------------------------------------------------------------------------------------------------------- arguments
+# ---------------------------------------------------------------------------------------- arguments
 
 
 def _whole(where: str, name: str, value, least: int = 1) -> None:
@@ -56,7 +58,9 @@ def _whole(where: str, name: str, value, least: int = 1) -> None:
 def _real(where: str, name: str, value, least: float, below: float = math.inf) -> None:
     numbers.check_number(where, name, value, "a number")
     if not least <= value < below:
-        raise HyperparameterError(message(name, where, value, f"≥ {least}" + f" and < {below}" * (below < math.inf)))
+        raise HyperparameterError(
+            message(name, where, value, f"≥ {least}" + f" and < {below}" * (below < math.inf))
+        )
 
 
 def _function(where: str, name: str, fn) -> None:
@@ -66,15 +70,19 @@ def _function(where: str, name: str, fn) -> None:
 
 def _watched(where: str, metric, mode) -> None:
     if not isinstance(metric, str) or not metric:
-        raise WrongTypeError(message("metric", where, trees.describe(metric), "a name, as in 'val/loss'"))
+        raise WrongTypeError(
+            message("metric", where, trees.describe(metric), "a name, as in 'val/loss'")
+        )
     checks.check_choice(mode, where, "mode", ("min", "max"))
 
 
-# ------------------------------------------------------------------------------------------------------------ watching
+# ----------------------------------------------------------------------------------------- watching
 
 
 def _news(where: str, metric: str, run) -> tuple[int, float] | None:
-    """(step, value) of the metric if it is new since the last look; RowError at an evaluation without it."""
+    """(step, value) of the metric if it is new since the last look; RowError at an evaluation
+    without it.
+    """
     newest = run.history.newest(metric)
     if newest is None:
         if run.event == "evaluate":
@@ -94,28 +102,39 @@ def _is_better(value: float, other: float, mode: Mode, by: float = 0.0) -> bool:
 
 def is_watching(callback) -> bool:
     """Whether it is one of those here that wait for a metric of an evaluation."""
-    return isinstance(callback, (early_stopping, best, plateau)) and not callback.metric.startswith("best")
+    return isinstance(callback, (early_stopping, best, plateau)) and not callback.metric.startswith(
+        "best"
+    )
 
 
 def may_log(callback) -> bool:
-    """Whether it may log a name that somebody waits for: all but those here that call nobody else."""
+    """Whether it may log a name that somebody waits for: all but those here that call nobody
+    else.
+    """
     return not isinstance(callback, (early_stopping, best, plateau, time_limit, sample, At))
 
 
 def _events_of(metric: str) -> tuple[str, ...] | None:
-    """The events that can bring news of a metric: evaluations for "val/loss", any for one of the training rows."""
+    """The events that can bring news of a metric: evaluations for "val/loss", any for one of the
+    training rows.
+    """
     return ("start", "evaluate", "end") if "/" in metric and not metric.startswith("best") else None
 
 
 def _improves(memory: dict, step: int, value: float, mode: Mode, min_delta: float = 0.0) -> bool:
-    """Whether `value` beats the best one by more than `min_delta`; then it is the best. NaN never does."""
-    if math.isnan(value) or ("best" in memory and not _is_better(value, memory["best"], mode, min_delta)):
+    """Whether `value` beats the best one by more than `min_delta`; then it is the best.
+
+    NaN never does.
+    """
+    if math.isnan(value) or (
+        "best" in memory and not _is_better(value, memory["best"], mode, min_delta)
+    ):
         return False
     memory.update(best=value, best_step=step)
     return True
 
 
-# ------------------------------------------------------------------------------------------------- how often: wrappers
+# ------------------------------------------------------------------------------ how often: wrappers
 
 
 @dataclass(frozen=True)
@@ -145,9 +164,10 @@ class every:
 class throttle:
     """`fn(run)` at most once in `seconds`, whatever the number of boundaries.
 
-    `leading` calls it at the first boundary, else `seconds` later. With `trailing`, a boundary that came too early is
-    made up for at the first one after the wait, or at the end of the run. Flux's `throttle`, without its timer thread:
-    only boundaries are calls. Wall clocks of several processes differ: what it calls should not change the state there.
+    `leading` calls it at the first boundary, else `seconds` later. With `trailing`, a boundary that
+    came too early is made up for at the first one after the wait, or at the end of the run. Flux's
+    `throttle`, without its timer thread: only boundaries are calls. Wall clocks of several
+    processes differ: what it calls should not change the state there.
     """
 
     fn: Callable[[Any], Any]
@@ -161,7 +181,9 @@ class throttle:
 
     def __call__(self, run):
         memory, now = run.memory, time.time()
-        is_waiting = now < memory.get("throttled_until", 0.0) <= now + self.seconds  # a clock set back ends the wait
+        is_waiting = (
+            now < memory.get("throttled_until", 0.0) <= now + self.seconds
+        )  # a clock set back ends the wait
         is_due = memory.get("throttled", False)
         if is_waiting and not (run.event == "end" and is_due):
             memory["throttled"] = is_due or self.trailing
@@ -172,7 +194,8 @@ class throttle:
 
 @dataclass(frozen=True)
 class sample:
-    """Show what `fn(state)` returns at every multiple of n steps: generated text, a table, a picture in characters.
+    """Show what `fn(state)` returns at every multiple of n steps: generated text, a table, a
+    picture in characters.
 
     It appears above the progress bar, or wherever `print` goes. None shows nothing.
     """
@@ -194,23 +217,25 @@ class sample:
             getattr(run, "note", print)(f"step {run.step}: {shown}")
 
 
-# -------------------------------------------------------------------------------------------------------- when to stop
+# ------------------------------------------------------------------------------------- when to stop
 
 
 @dataclass(frozen=True)
 class early_stopping:
     """Stop when a metric has not improved for `patience` of its values.
 
-    A value improves if it is more than `min_delta` better than the best so far, and only such a value becomes the best:
-    a creep below `min_delta` does not shift the bar. The first number always improves. NaN and ±inf stop the run at
-    once; with `check_finite=False` they count as no improvement. A value worse than `divergence` stops it at once, too.
-    Raises RowError at an evaluation without the metric, and at the first rows if nobody can give it
-    later. Warns at the end of a run that never had it.
+    A value improves if it is more than `min_delta` better than the best so far, and only such a
+    value becomes the best: a creep below `min_delta` does not shift the bar. The first number
+    always improves. NaN and ±inf stop the run at once; with `check_finite=False` they count as no
+    improvement. A value worse than `divergence` stops it at once, too. Raises RowError at an
+    evaluation without the metric, and at the first rows if nobody can give it later. Warns at the
+    end of a run that never had it.
 
     >>> early_stopping("val/accuracy", mode="max", patience=3)
     early_stopping(metric='val/accuracy', patience=3, min_delta=0.0, mode='max', check_finite=True, divergence=None)
 
-    As in Keras and Lightning. Flux's `early_stopping` moves its bar on a creep and forgets its best on a NaN.
+    As in Keras and Lightning. Flux's `early_stopping` moves its bar on a creep and forgets its best
+    on a NaN.
     """
 
     metric: str = "val/loss"
@@ -240,11 +265,17 @@ class early_stopping:
             if self.check_finite and not math.isfinite(value):
                 return run.stop(f"{self.metric} is {value} at step {step}")
             if self.divergence is not None and _is_better(self.divergence, value, self.mode):
-                return run.stop(f"{self.metric} is {value:.6g} at step {step}, worse than {self.divergence:.6g}")
+                return run.stop(
+                    f"{self.metric} is {value:.6g} at step {step}, worse than {self.divergence:.6g}"
+                )
             better = _improves(memory, step, value, self.mode, self.min_delta)
             memory["wait"] = 0 if better else memory.get("wait", 0) + 1
-        if memory.get("wait", 0) >= self.patience:  # also at the start of a run that it has stopped before
-            best = f"{memory['best']:.6g} at step {memory['best_step']}" if "best" in memory else "NaN"
+        if (
+            memory.get("wait", 0) >= self.patience
+        ):  # also at the start of a run that it has stopped before
+            best = (
+                f"{memory['best']:.6g} at step {memory['best_step']}" if "best" in memory else "NaN"
+            )
             run.stop(f"{self.metric} is no better than {best} for {memory['wait']} values")
 
 
@@ -252,8 +283,8 @@ class early_stopping:
 class patience:
     """Stop when `predicate(run)` has been true n times in a row.
 
-    It is asked once for each step that has a boundary, so at every multiple of `log_every`; inside `every(k, ...)` at
-    multiples of k. Flux's `patience`, with its count in the run's memory.
+    It is asked once for each step that has a boundary, so at every multiple of `log_every`; inside
+    `every(k, ...)` at multiples of k. Flux's `patience`, with its count in the run's memory.
 
     >>> patience(lambda run: run.metrics.get("val/accuracy", 0) > 0.99, 3).n
     3
@@ -273,13 +304,16 @@ class patience:
         memory["asked"] = run.step
         memory["times"] = memory.get("times", 0) + 1 if self.predicate(run) else 0
         if memory["times"] >= self.n:
-            name = getattr(self.predicate, "__name__", "the predicate").replace("<lambda>", "the predicate")
+            name = getattr(self.predicate, "__name__", "the predicate").replace(
+                "<lambda>", "the predicate"
+            )
             run.stop(f"{name} was true {memory['times']} times in a row")
 
 
 @dataclass(frozen=True)
 class time_limit:
-    """Stop when the run has taken `seconds`, the runs before a resume included, the time between them not.
+    """Stop when the run has taken `seconds`, the runs before a resume included, the time between
+    them not.
 
     It looks at every boundary, so a run goes over by up to `log_every` steps.
     """
@@ -298,15 +332,17 @@ class time_limit:
             run.stop(f"the time limit of {self.seconds:g} s is reached")
 
 
-# ------------------------------------------------------------------------------------------------------- what to change
+# ----------------------------------------------------------------------------------- what to change
 
 
 @dataclass(frozen=True)
 class best:
-    """Remember the best value of a metric and its step, and log them as `best/<metric>` and `best_step/<metric>`.
+    """Remember the best value of a metric and its step, and log them as `best/<metric>` and
+    `best_step/<metric>`.
 
-    `keep(run)` is called at each new best one, to save or copy `run.state`: copy it, because the next step may donate
-    its arrays. NaN is never the best. Raises as `early_stopping` does where the metric is missing.
+    `keep(run)` is called at each new best one, to save or copy `run.state`: copy it, because the
+    next step may donate its arrays. NaN is never the best. Raises as `early_stopping` does where
+    the metric is missing.
     """
 
     metric: str = "val/loss"
@@ -329,18 +365,26 @@ class best:
         if _improves(memory, *news, self.mode) and self.keep is not None:
             self.keep(run)
         if "best" in memory:
-            run.log(**{f"best/{self.metric}": memory["best"], f"best_step/{self.metric}": memory["best_step"]})
+            run.log(
+                **{
+                    f"best/{self.metric}": memory["best"],
+                    f"best_step/{self.metric}": memory["best_step"],
+                }
+            )
 
 
 @dataclass(frozen=True)
 class plateau:
-    """Multiply the learning rate by `factor` each time a metric has not improved for `patience` of its values.
+    """Multiply the learning rate by `factor` each time a metric has not improved for `patience` of
+    its values.
 
-    It goes down to `min_learning_rate` and no further; one that is lower stays. Improvement is `early_stopping`'s, and
-    NaN is none. Rates that groups of leaves have of their own each get their factor, inside `where` only. A rate that
-    follows a schedule leaves it: from then on it is what it was, times `factor`.
+    It goes down to `min_learning_rate` and no further; one that is lower stays. Improvement is
+    `early_stopping`'s, and NaN is none. Rates that groups of leaves have of their own each get
+    their factor, inside `where` only. A rate that follows a schedule leaves it: from then on it is
+    what it was, times `factor`.
 
-    Raises as `early_stopping` does, and HyperparameterError at the start for a state without a live learning rate.
+    Raises as `early_stopping` does, and HyperparameterError at the start for a state without a live
+    learning rate.
 
     >>> plateau(factor=0.1, patience=3).metric
     'val/loss'
@@ -375,12 +419,17 @@ class plateau:
         if news is None:
             return None
         memory = run.memory
-        memory["wait"] = 0 if _improves(memory, *news, self.mode, self.min_delta) else memory.get("wait", 0) + 1
+        memory["wait"] = (
+            0 if _improves(memory, *news, self.mode, self.min_delta) else memory.get("wait", 0) + 1
+        )
         if memory["wait"] < self.patience:
             return None
         memory["wait"] = 0
         state, rates = _rates(run.state, self.where)
-        lower = {k: max(rate * self.factor, min(rate, self.min_learning_rate)) for k, rate in rates.items()}
+        lower = {
+            k: max(rate * self.factor, min(rate, self.min_learning_rate))
+            for k, rate in rates.items()
+        }
         changes = (f"{name} {rate:.3g} → {lower[name]:.3g}" for name, rate in rates.items())
         run.history.mark("plateau", run.step, ", ".join(changes))
         return adjust(state, **lower)
@@ -397,9 +446,11 @@ def _rates(state, where) -> tuple[Any, dict[str, float]]:
 
 @dataclass(frozen=True)
 class At:
-    """A change of the state at one step, made once, also over resumes: what `thaw_at` and its like return.
+    """A change of the state at one step, made once, also over resumes: what `thaw_at` and its like
+    return.
 
-    The change is tried at the start of the run, so that a pattern without a leaf or an unknown name is found there.
+    The change is tried at the start of the run, so that a pattern without a leaf or an unknown name
+    is found there.
     """
 
     step: int
@@ -421,7 +472,9 @@ class At:
         if run.step < self.step:
             return None
         run.memory["done"] = True
-        text = ", ".join([str(self.where), *(f"{name}={value}" for name, value in self.values.items())])
+        text = ", ".join(
+            [str(self.where), *(f"{name}={value}" for name, value in self.values.items())]
+        )
         run.history.mark(self.change.__name__, run.step, text)
         return state if state is not None else self.change(run.state, self.where, **self.values)
 
@@ -432,12 +485,16 @@ def thaw_at(step: int, where: Any = "**") -> At:
 
 
 def freeze_at(step: int, where: Any) -> At:
-    """`ts.freeze(state, where)` at a step. A state that never froze must be `setup(..., freezable=True)`."""
+    """`ts.freeze(state, where)` at a step.
+
+    A state that never froze must be `setup(..., freezable=True)`.
+    """
     return At(step, freeze, where, {})
 
 
 def adjust_at(step: int, where: Any = "**", /, **values: Any) -> At:
-    """`ts.adjust(state, where, **values)` at a step. Leaves that `where` cuts off must have been cut before.
+    """`ts.adjust(state, where, **values)` at a step. Leaves that `where` cuts off must have been
+    cut before.
 
     >>> adjust_at(1000, learning_rate=1e-4).at
     (1000,)

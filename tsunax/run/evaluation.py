@@ -22,12 +22,16 @@ from tsunax.program import EvalStep
 from tsunax.run.agreement import Alike
 from tsunax.state import TrainState
 
-_ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar("one batch of each data set", default=False)
+_ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "one batch of each data set", default=False
+)
 
 
 @contextlib.contextmanager
 def one_batch() -> Iterator[None]:
-    """A context in which `evaluate` takes the first batch only: `fit` looks which names come back."""
+    """A context in which `evaluate` takes the first batch only: `fit` looks which names come
+    back.
+    """
     token = _ONE_BATCH.set(True)
     try:
         yield
@@ -36,16 +40,17 @@ def one_batch() -> Iterator[None]:
 
 
 def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
-    """`{"loss": ..., metrics...}` of a state over all of `data`, exact whatever the sizes of its batches.
+    """`{"loss": ..., metrics...}` of a state over all of `data`, exact whatever the sizes of its
+    batches.
 
-    Batches are merged as sums and weights, on the device, and read once at the end. A batch that is shorter than the
-    first one is padded and masked if the loss function names `mask`, and so runs the same program; if not it runs as it
-    is, and compiles one more.
+    Batches are merged as sums and weights, on the device, and read once at the end. A batch that is
+    shorter than the first one is padded and masked if the loss function names `mask`, and so runs
+    the same program; if not it runs as it is, and compiles one more.
 
     Args:
       eval_step: `eval_step(loss_fn)`, or any `f(state, batch, **extra) -> Loss`.
-      data: batches, one epoch of them, from `batches` or any iterable; or several by name, `{"val": a, "test": b}`,
-        which gives `val/loss` and so on. Iterators are used up.
+      data: batches, one epoch of them, from `batches` or any iterable; or several by name, `{"val":
+        a, "test": b}`, which gives `val/loss` and so on. Iterators are used up.
       extra: given to `eval_step` by name.
 
     Metrics that compute to an array give one number per element, `name/0`, `name/1`, ...
@@ -61,16 +66,26 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
     """
     if isinstance(data, Mapping):
         if not data or not all(isinstance(name, str) for name in data):
-            raise WrongTypeError(message("data", "evaluate()", trees.describe(data), "{name: data}, with str names"))
+            raise WrongTypeError(
+                message("data", "evaluate()", trees.describe(data), "{name: data}, with str names")
+            )
         if all(trees.is_array(part) for part in data.values()):
             got = f"a batch, {trees.describe(data)}"
             fix = "Give [batch], or ts.batches(arrays, batch_size)."
-            raise WrongTypeError(message("data", "evaluate()", got, "batches, or {name: batches}", fix))
+            raise WrongTypeError(
+                message("data", "evaluate()", got, "batches, or {name: batches}", fix)
+            )
         parts = {name: evaluate(eval_step, state, part, **extra) for name, part in data.items()}
         return {f"{name}/{inner}": x for name, part in parts.items() for inner, x in part.items()}
     if not callable(eval_step):
-        raise WrongTypeError(message("eval_step", "evaluate()", trees.describe(eval_step), "ts.eval_step(loss_fn)"))
-    pads = isinstance(eval_step, EvalStep) and "mask" in LossFn.of(eval_step.loss_fn).names and "mask" not in extra
+        raise WrongTypeError(
+            message("eval_step", "evaluate()", trees.describe(eval_step), "ts.eval_step(loss_fn)")
+        )
+    pads = (
+        isinstance(eval_step, EvalStep)
+        and "mask" in LossFn.of(eval_step.loss_fn).names
+        and "mask" not in extra
+    )
     total, rows, home = None, 0, placement.home_of(state)
     extra = placement.whole(extra, home)
     alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
@@ -86,7 +101,9 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
         mask = {}
         if pads:
             most = max(here, rows)
-            batch, mask["mask"] = placement.padded(batch, here, most + -most % placement.divisor(home))
+            batch, mask["mask"] = placement.padded(
+                batch, here, most + -most % placement.divisor(home)
+            )
         alike.batch("the next batch", batch)
         parts = batch, mask
         if source.is_whole or is_population:
@@ -101,7 +118,9 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
             raise
         if not isinstance(loss, Loss):
             fix = "Of a loss function: ts.eval_step(loss_fn)."
-            raise WrongTypeError(message("result", "eval_step", trees.describe(loss), "a ts.Loss", fix))
+            raise WrongTypeError(
+                message("result", "eval_step", trees.describe(loss), "a ts.Loss", fix)
+            )
         total = loss if total is None else merged(total, loss)
         if _ONE_BATCH.get():
             break

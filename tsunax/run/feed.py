@@ -1,4 +1,6 @@
-"""From batches to what one call of the compiled loop takes: stacked, and placed where the state lives."""
+"""From batches to what one call of the compiled loop takes: stacked, and placed where the state
+lives.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tsunax.program import TrainStep
 from tsunax.run import fused_loop
 from tsunax.state import TrainState
 
-BUFFER_BYTES = 1 << 20  # of batches that one call takes: in a cache, and a fraction of what a model needs
+BUFFER_BYTES = (
+    1 << 20
+)  # of batches that one call takes: in a cache, and a fraction of what a model needs
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
 RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
 MOST_ROOM = 1024  # of a call for so many steps; for more only what is left, if that is known
@@ -55,7 +59,8 @@ class Feed:
         interval: float,
         left: float = float("inf"),
         *,
-        # a new state begins with the first batch, a trained one goes on in the middle of an epoch; else as a `for`
+        # a new state begins with the first batch, a trained one goes on in the middle of an epoch;
+        # else as a `for`
         goes_on: bool = False,
         crosses: bool = False,  # whether a call may go beyond the end of an epoch that is shorter
     ):
@@ -74,13 +79,19 @@ class Feed:
             data.restart()
         self.source = as_source(data)
         if isinstance(data, Data) and self.source.resumable and not begins:
-            place, is_placed = (data.get_state(), data.is_placed) if self._given is None else self._was
+            place, is_placed = (
+                (data.get_state(), data.is_placed) if self._given is None else self._was
+            )
             if goes_on or is_placed:  # in the middle of an epoch, if they are there
                 self.source.restore(place)
             elif self._given is not None:
-                self.source.restore({"epoch": place["epoch"] + (place["position"] > 0), "position": 0})
+                self.source.restore(
+                    {"epoch": place["epoch"] + (place["position"] > 0), "position": 0}
+                )
         self._start = self.source.state() if self.source.resumable else None
-        if isinstance(steps_per_call, int):  # room for so many more than are left would never be filled
+        if isinstance(
+            steps_per_call, int
+        ):  # room for so many more than are left would never be filled
             steps_per_call = int(min(steps_per_call, max(MOST_ROOM, left)))
         self._setting, self._interval = steps_per_call, interval
         self.size = 1  # batches of a call at most, of the shape of the first one
@@ -97,7 +108,9 @@ class Feed:
         return self.source.epoch
 
     def steps_to(self, epochs: int, start: int) -> int | None:
-        """The step at which so many epochs are over, if none is rejected; None where the data does not know."""
+        """The step at which so many epochs are over, if none is rejected; None where the data does
+        not know.
+        """
         try:
             return start + (epochs - self.epoch) * len(self.source.data) - self.source.position
         except TypeError:
@@ -117,10 +130,13 @@ class Feed:
         except TypeError:  # a stream does not know its length
             return False
 
-    def take(self, n: int, state, step: int, limit: int = NO_LIMIT, until: float = 1) -> Chunk | None:
+    def take(
+        self, n: int, state, step: int, limit: int = NO_LIMIT, until: float = 1
+    ) -> Chunk | None:
         """The next batches, n at most and all of one shape; None at the end of an epoch.
 
-        `until` so many steps nobody looks at the place of the data: that far more may be read than is given.
+        `until` so many steps nobody looks at the place of the data: that far more may be read than
+        is given.
         """
         chunk = self._take(n, state, step, limit, until)
         self._has_begun = True
@@ -219,7 +235,9 @@ class Feed:
         return Chunk(fused_loop.Single(batch), None, 1, np.full(1, epoch), bytes)
 
     def sync(self) -> None:
-        """Put data from which more was read than given to where they would be without that; the state may move now."""
+        """Put data from which more was read than given to where they would be without that; the
+        state may move now.
+        """
         self._home, self._repeated = _UNKNOWN, None
         if self._block is not None:
             place, self._block = self.place(), None
@@ -227,7 +245,9 @@ class Feed:
         self._tell()
 
     def _resident(self, data: Batches, n: int, state, limit: int) -> Chunk | None:
-        """The next rows of arrays that lie on the device: the program gathers them, and nothing is copied."""
+        """The next rows of arrays that lie on the device: the program gathers them, and nothing is
+        copied.
+        """
         epoch = self.epoch
         self.size = max(2, min(len(data), RESIDENT))
         ahead = self.source.advance(min(n, self.size))
@@ -238,7 +258,9 @@ class Feed:
         self._rows = max(self._rows, rows)
         size = self.size if rows == self._rows else 2  # the short batch at the end
         spread = None if self._is_population else placement.rows_over(self._home_of(state), rows)
-        feed = fused_loop.Gathered(data.resident, data.device_order(epoch), np.int32(first), rows, size, spread)
+        feed = fused_loop.Gathered(
+            data.resident, data.device_order(epoch), np.int32(first), rows, size, spread
+        )
         epochs = np.full(count, epoch)
         return Chunk(feed, np.array([count, limit], np.int32), count, epochs, 0)
 
@@ -248,7 +270,8 @@ class Feed:
         return self._home
 
     def _known(self, treedef, leaves: list, step: int, stacked: int) -> tuple[int, int]:
-        """For how many batches of this shape a call has room, and the bytes of one. Raises for what cannot be.
+        """For how many batches of this shape a call has room, and the bytes of one. Raises for what
+        cannot be.
 
         The leaves have so many axes before those of a batch.
         """
@@ -276,15 +299,36 @@ class Feed:
         ):
             if x.dtype != y.dtype:
                 name = trees.access_str("batch", path)
-                raise DataError(message("dtype", f"{name}, step {step}", x.dtype, f"{y.dtype}, as in the first batch"))
+                raise DataError(
+                    message(
+                        "dtype",
+                        f"{name}, step {step}",
+                        x.dtype,
+                        f"{y.dtype}, as in the first batch",
+                    )
+                )
             rows_only &= x.shape[1:] == y.shape[1:]
         if len(self._sizes) >= SHAPES:
-            got, fix = f"shape number {SHAPES + 1}", "Each one compiles: pad the batches to a few sizes."
-            raise DataError(message("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix))
-        if not rows_only or len(self._sizes) > 1:  # the short batch at the end of an epoch is expected
-            new, old = (", ".join(str(x.shape) for x in jax.tree.leaves(tree)) for tree in (one, self._first))
+            got, fix = (
+                f"shape number {SHAPES + 1}",
+                "Each one compiles: pad the batches to a few sizes.",
+            )
+            raise DataError(
+                message("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix)
+            )
+        if (
+            not rows_only or len(self._sizes) > 1
+        ):  # the short batch at the end of an epoch is expected
+            new, old = (
+                ", ".join(str(x.shape) for x in jax.tree.leaves(tree))
+                for tree in (one, self._first)
+            )
             warn(f"{where}: shapes {new} after {old}, which compiles the step once more")
-        if rows_only and check_batch(one) < check_batch(self._first) and isinstance(self.source.data, Batches):
+        if (
+            rows_only
+            and check_batch(one) < check_batch(self._first)
+            and isinstance(self.source.data, Batches)
+        ):
             return 2  # one in an epoch
         self.size = self._new_size(one, leaves)
         return self.size
@@ -302,8 +346,11 @@ class Feed:
             place = block.before | {"position": block.before["position"] + block.at}
         return place if settings is None else {**place, "settings": settings}
 
-    def go_to(self, place, replay: bool) -> None:
-        """Go on from such a place. Raises DataError for data that cannot, unless it is read again up to there."""
+    def go_to(self, place, fast_forward: bool) -> None:
+        """Go on from such a place.
+
+        Raises DataError for data that cannot, unless it is read again up to there.
+        """
         if place is None:
             return
         settings, now = place.get("settings"), _settings_of(self.source.data)
@@ -316,16 +363,20 @@ class Feed:
         if settings is not None and now is not None and dict(settings) != now:
             differ = [name for name in now if settings.get(name) != now[name]]
             said = lambda name, x: f"{name} {'of all rows' if x == ALL_ROWS else x}"
-            got, expected = (", ".join(said(name, x.get(name)) for name in differ) for x in (now, settings))
+            got, expected = (
+                ", ".join(said(name, x.get(name)) for name in differ) for x in (now, settings)
+            )
             fix = "Another order of the data is another run: give it another path."
-            raise DataError(message("data", "resume", got, f"{expected}, as in the checkpoint", fix))
-        place = self._restore(place, replay)
+            raise DataError(
+                message("data", "resume", got, f"{expected}, as in the checkpoint", fix)
+            )
+        place = self._restore(place, fast_forward)
         if self._given is not None:
             self._given.set_state(place)
 
-    def _restore(self, place, replay: bool = False) -> dict[str, Any]:
+    def _restore(self, place, fast_forward: bool = False) -> dict[str, Any]:
         place = {name: x for name, x in place.items() if name != "settings"}
-        self.source.restore(place, replay)
+        self.source.restore(place, fast_forward)
         return place
 
     def back(self) -> None:
@@ -344,15 +395,26 @@ class Feed:
 
 
 class _Block:
-    """Batches that were read together, and are given out in calls: each a view of `size` of them, no copy."""
+    """Batches that were read together, and are given out in calls: each a view of `size` of them,
+    no copy.
+    """
 
     def __init__(self, leaves: list, treedef, n: int, size: int, bytes: int, before):
         """Of stacked leaves, of which n batches at most go into the first call."""
         count = len(leaves[0])
         self.size = max(size, count) if count <= n else size
-        room = self.size if count <= n else count + size - 1  # the last call may look beyond the end
-        self.leaves, self.treedef, self.count, self.bytes = [_padded(x, room) for x in leaves], treedef, count, bytes
-        self.before = before  # the place of the data where it begins; None where nothing was read ahead
+        room = (
+            self.size if count <= n else count + size - 1
+        )  # the last call may look beyond the end
+        self.leaves, self.treedef, self.count, self.bytes = (
+            [_padded(x, room) for x in leaves],
+            treedef,
+            count,
+            bytes,
+        )
+        self.before = (
+            before  # the place of the data where it begins; None where nothing was read ahead
+        )
         self.at = 0
 
     def next(self, n: int) -> tuple[Any, int]:
@@ -388,23 +450,28 @@ def _repeated(x, n: int):
 
 
 def buffer_size(batch, leaves, steps_per_call, interval: float, bytes: int = BUFFER_BYTES) -> int:
-    """How many batches a call has room for: at least 2, since a loop of one would be another program.
+    """How many batches a call has room for: at least 2, since a loop of one would be another
+    program.
 
-    Of sizes and settings alone: what a clock on the wall says may choose how many of them are filled, not this.
+    Of sizes and settings alone: what a clock on the wall says may choose how many of them are
+    filled, not this.
     """
     if isinstance(steps_per_call, int):
         return max(2, steps_per_call)
     size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
-    on_device = any(isinstance(x, jax.Array) for x in leaves)  # stacked by a program of that many operands
+    on_device = any(
+        isinstance(x, jax.Array) for x in leaves
+    )  # stacked by a program of that many operands
     most = min(bytes // max(int(size), 1), 8 if on_device else MOST)
     return int(max(2, min(most, interval)))
 
 
 def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) -> tuple[Any, Any]:
-    """Stacked batches, in memory of ours, where the state lives; jit is the fastest way to one device.
+    """Stacked batches, in memory of ours, where the state lives; jit is the fastest way to one
+    device.
 
-    Rows that do not divide by the devices of a mesh are padded where the step masks. A batch that is `whole` on every
-    process stays so.
+    Rows that do not divide by the devices of a mesh are padded where the step masks. A batch that
+    is `whole` on every process stays so.
     """
     count = np.array([n, limit], np.int32)
     masks, accumulate = getattr(step, "masks", False), getattr(step, "accumulate", 1)

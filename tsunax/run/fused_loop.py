@@ -3,8 +3,9 @@
     for i in range(n):
         state, infos[i] = step(state, feed.at(i))
 
-The body of a loop is compiled apart from the same step alone, and may differ from it in the last digit. So single
-steps run through the loop as well, and how many go into a call never changes a bit. It knows nothing of epochs.
+The body of a loop is compiled apart from the same step alone, and may differ from it in the last
+digit. So single steps run through the loop as well, and how many go into a call never changes a
+bit. It knows nothing of epochs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Single:
         return self.batch
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("batches", "mask"), meta_fields=())
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("batches", "mask"), meta_fields=()
+)
 @dataclass(frozen=True)
 class Stacked:
     """Batches along a new first axis."""
@@ -61,15 +64,21 @@ class Stacked:
         return jax.tree.map(lambda x: x[0], self.batches)
 
     def at(self, i):
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), self.batches)
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), self.batches
+        )
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("arrays", "order", "first"), meta_fields=("rows", "size", "spread")
+    jax.tree_util.register_dataclass,
+    data_fields=("arrays", "order", "first"),
+    meta_fields=("rows", "size", "spread"),
 )
 @dataclass(frozen=True)
 class Gathered:
-    """Rows of arrays that lie on the device: batch i has those at `order[first + i·rows : first + (i + 1)·rows]`."""
+    """Rows of arrays that lie on the device: batch i has those at `order[first + i·rows : first +
+    (i + 1)·rows]`.
+    """
 
     arrays: Any
     order: Any  # int32 (all rows,); None: as they lie
@@ -93,7 +102,9 @@ class Gathered:
 )
 @dataclass(frozen=True)
 class Infos:
-    """The infos of many steps on their way to the host: all numbers of 32 bits in one array, for one transfer."""
+    """The infos of many steps on their way to the host: all numbers of 32 bits in one array, for
+    one transfer.
+    """
 
     table: Any  # f32 (steps, numbers): others of 32 bits as they lie in memory
     others: list[Any]  # what is not one such number, stacked
@@ -113,7 +124,9 @@ class Infos:
         return cls(table, others, treedef, dtypes, ())
 
     def unpacked(self, parts: list[tuple[Infos, int]]) -> tuple[Any, dict[str, np.ndarray]]:
-        """Infos of this form on the host, stacked by steps, and hyperparameters by name: the first n of each part."""
+        """Infos of this form on the host, stacked by steps, and hyperparameters by name: the first
+        n of each part.
+        """
         table = np.concatenate([part.table[:n] for part, n in parts])
         columns = iter(range(table.shape[1]))
         others = iter(zip(*(([x[:n] for x in part.others]) for part, n in parts), strict=True))
@@ -121,13 +134,18 @@ class Infos:
             np.concatenate(next(others)) if dtype is None else table[:, next(columns)].view(dtype)
             for dtype in self.dtypes
         ]
-        return self.treedef.unflatten(leaves), {name: table[:, i] for name, i in zip(self.named, columns, strict=True)}
+        return self.treedef.unflatten(leaves), {
+            name: table[:, i] for name, i in zip(self.named, columns, strict=True)
+        }
 
     def stacked(self, numbers) -> Any:
         """The infos as a step would give them, on the device."""
         columns, others = iter(range(self.table.shape[-1])), iter(self.others)
         as_dtype = jax.lax.bitcast_convert_type
-        leaves = [next(others) if d is None else as_dtype(self.table[..., next(columns)], d) for d in self.dtypes]
+        leaves = [
+            next(others) if d is None else as_dtype(self.table[..., next(columns)], d)
+            for d in self.dtypes
+        ]
         infos = self.treedef.unflatten(leaves)
         return infos._replace(numbers=numbers) if isinstance(infos, StepInfo) else infos
 
@@ -136,9 +154,9 @@ class Infos:
 class Fused:
     """The compiled loop of a step: `(state, feed, (n, limit), extra) -> (state, infos)`.
 
-    `step` is any function `(state, batch, **extra) -> (state, info)` that can be traced. `Infos` are as long as the
-    feed; the first n of them are filled. A `TrainState` with `limit` rejected steps in a row goes no further: where the
-    host learns of it late, it is still as it was then.
+    `step` is any function `(state, batch, **extra) -> (state, info)` that can be traced. `Infos`
+    are as long as the feed; the first n of them are filled. A `TrainState` with `limit` rejected
+    steps in a row goes no further: where the host learns of it late, it is still as it was then.
     """
 
     step: Callable
@@ -153,29 +171,41 @@ class Fused:
             traces = self.step.traces if isinstance(self.step, TrainStep) else None
             whole = lambda moving: moving if kind is None else assemble(kind, moving, still)
             state = whole(moving)
-            trace = None if traces is None else Trace.of("loop", home, state, {"batches": feed, **extra})
+            trace = (
+                None
+                if traces is None
+                else Trace.of("loop", home, state, {"batches": feed, **extra})
+            )
 
             def one(moving, batch):
                 state = whole(moving)
                 run = self.step.pure if isinstance(self.step, TrainStep) else self.once
                 mask = getattr(feed, "mask", None)
-                given = extra if mask is None else {**extra, "mask": masked(extra.get("mask"), mask)}
+                given = (
+                    extra if mask is None else {**extra, "mask": masked(extra.get("mask"), mask)}
+                )
                 with leaves_apart(home is not None):
                     new, info = run(state, batch, given)
                 if isinstance(info, StepInfo) and kind is not None:
                     info = info._replace(numbers=None)  # they do not move
                 _check_same(state, new)
-                return new if kind is None else split(new)[0], Infos.of(jax.tree.map(jnp.asarray, info))
+                return new if kind is None else split(new)[0], Infos.of(
+                    jax.tree.map(jnp.asarray, info)
+                )
 
             one = jax.jit(convolutions.fast(one))  # traced once for the shapes and the loop
             shapes = jax.eval_shape(one, moving, feed.at(0))[1]
             # made of the clock, so that on a mesh with explicit axes they are on that mesh
             zero = 0 if kind is None else jnp.sum(state.clock) * 0
-            infos = jax.tree.map(lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype), shapes)
+            infos = jax.tree.map(
+                lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype), shapes
+            )
 
             def goes_on(carry):
                 i, moving, _ = carry
-                return (i < n[0]) & (True if kind is None else jnp.any(whole(moving).rejected_in_a_row < n[1]))
+                return (i < n[0]) & (
+                    True if kind is None else jnp.any(whole(moving).rejected_in_a_row < n[1])
+                )
 
             def body(carry):
                 i, moving, infos = carry
@@ -189,7 +219,12 @@ class Fused:
             return moving, _with_scheduled(infos, None if kind is None else state.numbers)
 
         out = None if home is None else (home.layout, home.whole)
-        return jax.jit(train_steps, static_argnums=0, donate_argnums=(1,) if self.donate else (), out_shardings=out)
+        return jax.jit(
+            train_steps,
+            static_argnums=0,
+            donate_argnums=(1,) if self.donate else (),
+            out_shardings=out,
+        )
 
     def once(self, state, batch, extra):
         """One call of the step, as it is."""
@@ -200,7 +235,9 @@ class Fused:
                 check_no_loss_fn(self.step, state, batch, "step", A_STEP)
             raise
         if not isinstance(out, tuple) or len(out) != 2:
-            raise StateError(message("result", "step", trees.describe(out), "two things: (state, info)"))
+            raise StateError(
+                message("result", "step", trees.describe(out), "two things: (state, info)")
+            )
         return out
 
     def __call__(self, state, feed, n, extra) -> tuple[Any, Infos]:
@@ -215,24 +252,34 @@ class Fused:
         try:
             moving, infos = self.programs[home](kind, moving, still, feed, n, extra)
         except Exception as error:
-            batch = jax.tree.map(lambda x: x[0], feed.batches if isinstance(feed, Stacked) else feed.arrays)
-            if isinstance(state, TrainState) and (fault := failures.fault(error, state, batch, extra)):
+            batch = jax.tree.map(
+                lambda x: x[0], feed.batches if isinstance(feed, Stacked) else feed.arrays
+            )
+            if isinstance(state, TrainState) and (
+                fault := failures.fault(error, state, batch, extra)
+            ):
                 raise fault from None
             raise
         return moving if kind is None else assemble(kind, moving, still), infos
 
 
 def _with_scheduled(infos: Infos, numbers) -> Infos:
-    """The infos with the hyperparameters that schedules move as further columns, those of every step."""
+    """The infos with the hyperparameters that schedules move as further columns, those of every
+    step.
+    """
     if numbers is None or not numbers.scheduled:
         return infos
     stacked = infos.stacked(numbers)
     if not isinstance(stacked, StepInfo):
         return infos
     held = numbers.named(None)
-    moved = jax.vmap(lambda step: {k: x for k, x in numbers.named(step).items() if k not in held})(stacked.step)
+    moved = jax.vmap(lambda step: {k: x for k, x in numbers.named(step).items() if k not in held})(
+        stacked.step
+    )
     columns = dict(column for name, x in moved.items() for column in by_member(name, x))
-    table = jnp.concatenate([infos.table, *(x.astype(jnp.float32)[:, None] for x in columns.values())], 1)
+    table = jnp.concatenate(
+        [infos.table, *(x.astype(jnp.float32)[:, None] for x in columns.values())], 1
+    )
     return dataclasses.replace(infos, table=table, named=tuple(columns))
 
 
@@ -243,7 +290,15 @@ def by_member(name: str, x) -> list[tuple[str, Any]]:
 
 def _check_same(old, new) -> None:
     if isinstance(old, TrainState) and not isinstance(new, TrainState):
-        raise StateError(message("state", "step", trees.describe(new), "a TrainState", "A step returns (state, info)."))
+        raise StateError(
+            message(
+                "state",
+                "step",
+                trees.describe(new),
+                "a TrainState",
+                "A step returns (state, info).",
+            )
+        )
     checks.check_like("state", new, old, "A step returns a state like the one that it got.")
 
 

@@ -1,8 +1,8 @@
 """What a run was like: rows of numbers by step, and marks where something happened.
 
-A `History` is filled by the loop and read by people: columns as NumPy arrays, a DataFrame, a plot. `check_row` and
-`join` say what a row is: names that may stand in a file and numbers on the host. This module knows of no device, no
-state and no file.
+A `History` is filled by the loop and read by people: columns as NumPy arrays, a DataFrame, a plot.
+`check_row` and `join` say what a row is: names that may stand in a file and numbers on the host.
+This module knows of no device, no state and no file.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ MOST = 50_000  # rows of a history that are kept; of more every second, every fo
 MOST_MARKS = 10_000
 
 
-# -------------------------------------------------------------------------------------------------------------- history
+# ------------------------------------------------------------------------------------------ history
 
 
 class History:
     """Rows of numbers by step, as columns, and the marks beside them.
 
-    A row need not have every name. A number costs 16 bytes, a row 8 more. A history of a long run is thinned: beyond
-    50,000 rows every second one goes, then three of four, and so on; the newest stays, and rows with a
-    name that few have (an evaluation's). What is kept depends on the rows alone, not on when they came.
+    A row need not have every name. A number costs 16 bytes, a row 8 more. A history of a long run
+    is thinned: beyond 50,000 rows every second one goes, then three of four, and so on; the newest
+    stays, and rows with a name that few have (an evaluation's). What is kept depends on the rows
+    alone, not on when they came.
 
     >>> history = History()
     >>> history.add({"loss": 2.5, "learning_rate": 0.1}, step=10)
@@ -51,22 +52,30 @@ class History:
 
     def __init__(self):
         self._steps = array("q")
-        self._columns: dict[str, tuple[array, array]] = {}  # the rows that have it, and its values there
+        self._columns: dict[
+            str, tuple[array, array]
+        ] = {}  # the rows that have it, and its values there
         self.marks: list[tuple[int, str, str]] = []
         self._closing: tuple[int, tuple[str, ...]] = -1, ()  # the step and the names of `close`
-        self._every = 0  # of the rows of the `_dense` names those at multiples of this step stay; 0: all of them
+        # of the rows of the `_dense` names those at multiples of this step stay; 0: all of them
+        self._every = 0
         self._dense: set[str] = set()
-        self._settled = -1  # rows up to this step stay, or go with all others when there are too many
+        self._settled = (
+            -1
+        )  # rows up to this step stay, or go with all others when there are too many
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
-        """Add a row; numbers of a step that is there already join its row, and the newer one of a name wins.
+        """Add a row; numbers of a step that is there already join its row, and the newer one of a
+        name wins.
 
         Raises as `check_row` does, and RowError for a step before the last one.
         """
         row, last = check_row(row, f"step {step}"), self._steps[-1] if self._steps else None
         if last is not None and step < last:
             fix = "A history goes forward: start a new one, or restore the one of that step."
-            raise RowError(message("row", "History.add()", f"step {step}", f"step {last} or later", fix))
+            raise RowError(
+                message("row", "History.add()", f"step {step}", f"step {last} or later", fix)
+            )
         if step != last:
             self._settle()
             self._steps.append(step)
@@ -80,7 +89,8 @@ class History:
                 values.append(value)
 
     def extend(self, columns: Mapping[str, np.ndarray], steps: np.ndarray) -> None:
-        """Add a row for each step, in order and beyond the last one: as `add`, for many rows at once.
+        """Add a row for each step, in order and beyond the last one: as `add`, for many rows at
+        once.
 
         >>> history = History()
         >>> history.extend({"loss": np.array([0.5, 0.25])}, np.array([10, 20]))
@@ -95,7 +105,13 @@ class History:
         if (last is not None and steps[0] <= last) or np.any(np.diff(steps) <= 0):
             fix = "A history goes forward: start a new one, or restore the one of that step."
             raise RowError(
-                message("rows", "History.extend()", f"steps from {steps[0]}", f"increasing, beyond {last}", fix)
+                message(
+                    "rows",
+                    "History.extend()",
+                    f"steps from {steps[0]}",
+                    f"increasing, beyond {last}",
+                    fix,
+                )
             )
         self._settle()
         while len(steps):
@@ -104,7 +120,9 @@ class History:
             cut = len(steps) if np.sum(stays) <= room else int(np.flatnonzero(stays)[room]) + 1
             stays[cut - 1] = True  # the newest, until there is a newer one
             taken = np.flatnonzero(stays[:cut])
-            rows = np.arange(len(self._steps), len(self._steps) + len(taken), dtype=np.int64).tobytes()
+            rows = np.arange(
+                len(self._steps), len(self._steps) + len(taken), dtype=np.int64
+            ).tobytes()
             self._steps.frombytes(steps[taken].tobytes())
             for name, values in columns.items():
                 at, column = self._columns.setdefault(name, (array("q"), array("d")))
@@ -115,17 +133,25 @@ class History:
                 self._settle()
 
     def _stays(self, steps: np.ndarray, names: Iterable[str], before: int | None) -> np.ndarray:
-        """Which of these rows are no longer to be thinned out: the first in `_every` steps, those of few names."""
+        """Which of these rows are no longer to be thinned out: the first in `_every` steps, those
+        of few names.
+        """
         if not self._every or not self._dense.issuperset(names):
             return np.full(len(steps), True)
         spans = steps // self._every
-        return spans != np.concatenate([[-1 if before is None else before // self._every], spans[:-1]])
+        return spans != np.concatenate(
+            [[-1 if before is None else before // self._every], spans[:-1]]
+        )
 
     def _settle(self) -> None:
-        """Before a row is added: drop the newest one unless it stays, and thin all of them if they are too many."""
+        """Before a row is added: drop the newest one unless it stays, and thin all of them if they
+        are too many.
+        """
         n = len(self._steps)
         if n > 1 and self._every and self._steps[-1] > self._settled:
-            with_it = {name: column for name, column in self._columns.items() if column[0][-1] == n - 1}
+            with_it = {
+                name: column for name, column in self._columns.items() if column[0][-1] == n - 1
+            }
             if not self._stays(np.array(self._steps[-1:]), with_it, self._steps[-2])[0]:
                 self._steps.pop()
                 for name, (rows, values) in with_it.items():
@@ -155,7 +181,10 @@ class History:
         self._steps = array("q", np.array(self._steps, np.int64)[kept].tobytes())
         for name, (rows, values) in list(self._columns.items()):
             at = np.array(rows, np.int64)
-            column = array("q", new[at[kept[at]]].tobytes()), array("d", np.array(values)[kept[at]].tobytes())
+            column = (
+                array("q", new[at[kept[at]]].tobytes()),
+                array("d", np.array(values)[kept[at]].tobytes()),
+            )
             self._columns[name] = column
 
     def close(self, row: Mapping[str, Any], step: int) -> None:
@@ -183,7 +212,9 @@ class History:
         return None
 
     def mark(self, name: str, step: int, text: str = "") -> None:
-        """Note that something happened: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
+        """Note that something happened: "evaluate", "rejected", "thaw", "restart", "stop", or a
+        name of yours.
+        """
         self.marks.append((int(step), str(name), str(text)))
         if len(self.marks) > MOST_MARKS:  # of what comes most often, every second one goes
             names = [name for _, name, _ in self.marks]
@@ -217,24 +248,30 @@ class History:
         return column
 
     def plot(self, *, names: Sequence[str] | None = None, x: str = "step"):
-        """A matplotlib Figure of the run: loss, metrics and learning rate, with what happened on the way.
+        """A matplotlib Figure of the run: loss, metrics and learning rate, with what happened on
+        the way.
 
-        `names` are the columns to draw instead; those that end alike share a panel. `x` is "step", or a
-        column to lay them out along ("epoch"). More than a few hundred points are drawn as their median
-        with a band from the 10th to the 90th percentile. The members of a population have a color each,
-        and their validation is dashed; more than a dozen lines in a panel are shades of one scale.
-        Values that are not finite are crosses at the lower edge, rejected steps red ticks there,
-        evaluations gray ones; other marks (thaw, restart, stop, yours) are vertical lines.
+        `names` are the columns to draw instead; those that end alike share a panel. `x` is "step",
+        or a column to lay them out along ("epoch"). More than a few hundred points are drawn as
+        their median with a band from the 10th to the 90th percentile. The members of a population
+        have a color each, and their validation is dashed; more than a dozen lines in a panel are
+        shades of one scale. Values that are not finite are crosses at the lower edge, rejected
+        steps red ticks there, evaluations gray ones; other marks (thaw, restart, stop, yours) are
+        vertical lines.
 
-        `history.plot().savefig("run.pdf")` keeps it; as the last line of a notebook's cell it shows itself.
-        Raises MissingLibraryError without matplotlib, and RowError for unknown names and a history without rows.
+        `history.plot().savefig("run.pdf")` keeps it; as the last line of a notebook's cell it shows
+        itself. Raises MissingLibraryError without matplotlib, and RowError for unknown names and a
+        history without rows.
         """
         from tsunax.run import plots
 
         return plots.plot(self, names, x)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps int64, values float64) of the rows that have `name`. Raises RowError for an unknown one."""
+        """(steps int64, values float64) of the rows that have `name`.
+
+        Raises RowError for an unknown one.
+        """
         rows, values = self._column(name)
         return self["step"][np.array(rows, np.int64)], np.array(values, np.float64)
 
@@ -255,13 +292,18 @@ class History:
             names = list(vars(self).get("_columns", ()))
             fix = f". The column is history[{name!r}]." if name in names else ""
             if names and not fix:
-                fix = f". history.names are {trees.listed(names, 6)}; a column is history[{names[0]!r}]."
+                fix = (
+                    f". history.names are {trees.listed(names, 6)}; a column is "
+                    f"history[{names[0]!r}]."
+                )
             raise AttributeError(f"'History' object has no attribute {name!r}{fix}")
 
     def _column(self, name: str) -> tuple[array, array]:
         if not isinstance(name, str):
             example = next(iter(self._columns), "loss")
-            fix = f"history[{example!r}][0] is its first value, history.last({example!r}) the newest."
+            fix = (
+                f"history[{example!r}][0] is its first value, history.last({example!r}) the newest."
+            )
             got = f"{name!r} ({type(name).__name__})"
             raise WrongTypeError(message("name", "history", got, "a column's name", fix))
         if name not in self._columns:
@@ -269,34 +311,55 @@ class History:
         return self._columns[name]
 
     def to_dataframe(self):
-        """A pandas DataFrame with a row for each step, its index. Raises MissingLibraryError without pandas."""
+        """A pandas DataFrame with a row for each step, its index.
+
+        Raises MissingLibraryError without pandas.
+        """
         try:
             import pandas
         except ImportError:
             fix = "pip install pandas"
-            raise MissingLibraryError(message("library", "to_dataframe()", "no pandas", "pandas", fix)) from None
+            raise MissingLibraryError(
+                message("library", "to_dataframe()", "no pandas", "pandas", fix)
+            ) from None
         index = pandas.Index(self["step"], name="step")
         return pandas.DataFrame({name: self[name] for name in self.names}, index=index)
 
     def plain(self) -> dict[str, Any]:
-        """All of it as lists, strings and NumPy arrays: `History.of(history.plain())` is the same history."""
+        """All of it as lists, strings and NumPy arrays: `History.of(history.plain())` is the same
+        history.
+        """
         columns = [
-            [name, np.array(rows, np.int64), np.array(v, np.float64)] for name, (rows, v) in self._columns.items()
+            [name, np.array(rows, np.int64), np.array(v, np.float64)]
+            for name, (rows, v) in self._columns.items()
         ]
-        rows = {"step": self["step"], "columns": columns, "every": self._every, "dense": sorted(self._dense)}
+        rows = {
+            "step": self["step"],
+            "columns": columns,
+            "every": self._every,
+            "dense": sorted(self._dense),
+        }
         rows["settled"] = self._settled
         closing = [self._closing[0], list(self._closing[1])]
         return {"rows": rows, "marks": [list(mark) for mark in self.marks], "closing": closing}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> History:
-        """The history that `plain` describes; arrays may have become lists on the way through JSON."""
+        """The history that `plain` describes; arrays may have become lists on the way through
+        JSON.
+        """
         history = cls()
         history._steps.extend(np.asarray(plain["rows"]["step"], np.int64).tolist())
         for name, rows, values in plain["rows"]["columns"]:
-            whole, real = np.asarray(rows, np.int64).tolist(), np.asarray(values, np.float64).tolist()
+            whole, real = (
+                np.asarray(rows, np.int64).tolist(),
+                np.asarray(values, np.float64).tolist(),
+            )
             history._columns[str(name)] = array("q", whole), array("d", real)
-        history._every, history._dense = int(plain["rows"].get("every", 0)), set(plain["rows"].get("dense", ()))
+        history._every, history._dense = (
+            int(plain["rows"].get("every", 0)),
+            set(plain["rows"].get("dense", ())),
+        )
         history._settled = int(plain["rows"].get("settled", -1))
         history.marks = [(int(step), str(name), str(text)) for step, name, text in plain["marks"]]
         step, names = plain.get("closing", (-1, ()))
@@ -307,14 +370,18 @@ class History:
         span = f", steps {self._steps[0]:,} to {self._steps[-1]:,}" if self._steps else ""
         marks = f", {len(self.marks)} marks" if self.marks else ""
         kinds = families(self.names)
-        labels = {kind: f"{kind}/0…{len(m) - 1}" if len(m) > 1 else kind for kind, m in kinds.items()}
+        labels = {
+            kind: f"{kind}/0…{len(m) - 1}" if len(m) > 1 else kind for kind, m in kinds.items()
+        }
         width = max(map(len, labels.values()), default=0)
         lines = [f"History({len(self):,} rows{span}{marks})"]
         if kinds:
             lines.append(f"  {'':{width}} {'last':>11} {'min':>11} {'max':>11} {'rows':>8}")
         for kind, members in kinds.items():
             columns = [self._columns[name][1] for name in members]
-            newest = sorted(v for v in (values[-1] for values in columns) if math.isfinite(v)) or [math.nan]
+            newest = sorted(v for v in (values[-1] for values in columns) if math.isfinite(v)) or [
+                math.nan
+            ]
             is_one = len(columns) == 1  # of many members, the middle one
             last = columns[0][-1] if is_one else newest[len(newest) // 2]
             finite = [v for values in columns for v in values if math.isfinite(v)] or [math.nan]

@@ -1,9 +1,10 @@
 """Loggers: where the rows of a run go.
 
-A logger is any `f(row, step=step)` with a row of Python numbers by name; `wandb.log` is one. Those here also have
-`start(settings)`, called once before the first row, and `close()`, called at the end of every run. To make one opens
-nothing, so that it may be made on every process and used on the main one. A path that cannot be written to is a
-SaveError at `start`, before a run has compiled anything.
+A logger is any `f(row, step=step)` with a row of Python numbers by name; `wandb.log` is one. Those
+here also have `start(settings)`, called once before the first row, and `close()`, called at the end
+of every run. To make one opens nothing, so that it may be made on every process and used on the
+main one. A path that cannot be written to is a SaveError at `start`, before a run has compiled
+anything.
 
 A file goes on where it was. The first row's step, or an earlier "rows_from" in the settings of a
 run that `fit` resumes, says from where: rows of that step and later ones are what the interrupted
@@ -33,7 +34,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tsunax._core import durable_files, trees
-from tsunax.errors import HyperparameterError, MissingLibraryError, RowError, SaveError, WrongTypeError, message, warn
+from tsunax.errors import (
+    HyperparameterError,
+    MissingLibraryError,
+    RowError,
+    SaveError,
+    WrongTypeError,
+    message,
+    warn,
+)
 
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
 
@@ -52,8 +61,13 @@ def _opening(where: str, path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        got, fix = f"{type(error).__name__} {error.strerror or error}", "Give a path that can be written to."
-        raise SaveError(message("log", f"{where}, {path}", got, "a file that can be opened", fix)) from error
+        got, fix = (
+            f"{type(error).__name__} {error.strerror or error}",
+            "Give a path that can be written to.",
+        )
+        raise SaveError(
+            message("log", f"{where}, {path}", got, "a file that can be opened", fix)
+        ) from error
 
 
 def _check_opens(where: str, path: Path) -> None:
@@ -63,7 +77,9 @@ def _check_opens(where: str, path: Path) -> None:
         if path.exists():
             open(path, "a").close()
         else:
-            tempfile.TemporaryFile(dir=next(folder for folder in path.parents if folder.exists())).close()
+            tempfile.TemporaryFile(
+                dir=next(folder for folder in path.parents if folder.exists())
+            ).close()
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
@@ -76,12 +92,15 @@ def _write(path: Path, lines: Iterable[str]) -> None:
     os.replace(new, path)
 
 
-def _resume(path: Path, first: int, step_of: Callable[[str], int | None], runs: tuple[Any, Any]) -> list[str]:
-    """The lines of a log that are older than step `first` or of no step; the file has no others then.
+def _resume(
+    path: Path, first: int, step_of: Callable[[str], int | None], runs: tuple[Any, Any]
+) -> list[str]:
+    """The lines of a log that are older than step `first` or of no step; the file has no others
+    then.
 
-    `runs` are the run that wrote it, and this one. If rows of another one would be lost, the file is kept
-    under another name, and nothing of it is taken over. A last line without its end was being written
-    when the process died. Raises RowError for a line of another kind.
+    `runs` are the run that wrote it, and this one. If rows of another one would be lost, the file
+    is kept under another name, and nothing of it is taken over. A last line without its end was
+    being written when the process died. Raises RowError for a line of another kind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -90,7 +109,9 @@ def _resume(path: Path, first: int, step_of: Callable[[str], int | None], runs: 
         whole = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError:
         fix = "Give the log a path of its own."
-        raise RowError(message("log", str(path), "bytes that are no text", "rows of this logger", fix)) from None
+        raise RowError(
+            message("log", str(path), "bytes that are no text", "rows of this logger", fix)
+        ) from None
     lines, kept, older = [f"{line}\n" for line in whole[:-1]], [], False
     for number, line in enumerate(lines, start=1):
         try:
@@ -98,7 +119,9 @@ def _resume(path: Path, first: int, step_of: Callable[[str], int | None], runs: 
             is_kept = step is None or step < first
         except (ValueError, AttributeError, TypeError):
             fix = "Give the log a path of its own."
-            raise RowError(message("line", f"{path}:{number}", f"{line[:40]!r}", "a row of this logger", fix)) from None
+            raise RowError(
+                message("line", f"{path}:{number}", f"{line[:40]!r}", "a row of this logger", fix)
+            ) from None
         older = older or (is_kept and step is not None)
         if is_kept:
             kept.append(line)
@@ -123,7 +146,11 @@ def _run_of(texts: Iterable[str]) -> Any:
     """The name of the run in the first of these texts that are settings."""
     for text in texts:
         with contextlib.suppress(ValueError, AttributeError, TypeError):
-            if "run" in text and (run := (found := json.loads(text)).get("settings", found).get("run")) is not None:
+            if (
+                "run" in text
+                and (run := (found := json.loads(text)).get("settings", found).get("run"))
+                is not None
+            ):
                 return run
     return None
 
@@ -146,16 +173,24 @@ class console:
 
     def __post_init__(self):
         if isinstance(self.every, bool) or not isinstance(self.every, int):
-            raise WrongTypeError(message("every", "console()", trees.describe(self.every), "a whole number"))
+            raise WrongTypeError(
+                message("every", "console()", trees.describe(self.every), "a whole number")
+            )
         if self.every < 1:
             raise HyperparameterError(message("every", "console()", self.every, "≥ 1"))
         is_binary = isinstance(self.file, (io.RawIOBase, io.BufferedIOBase))
         if self.file is not None and (is_binary or not callable(getattr(self.file, "write", None))):
             fix = "Open it: console(file=open(path, 'a'))."
-            raise WrongTypeError(message("file", "console()", trees.describe(self.file), "an open file", fix))
+            raise WrongTypeError(
+                message("file", "console()", trees.describe(self.file), "an open file", fix)
+            )
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        print(*(f"{name}={value}" for name, value in settings.items()), sep="  ", file=self.file or sys.stdout)
+        print(
+            *(f"{name}={value}" for name, value in settings.items()),
+            sep="  ",
+            file=self.file or sys.stdout,
+        )
 
     def __call__(self, row: Row, step: int) -> None:
         self._rows += 1
@@ -182,8 +217,9 @@ def short(value: float) -> str:
 class csv:
     """Rows in a CSV file, one column a name, "step" first; empty where a row has no such number.
 
-    Numbers are written in full, NaN as `nan`. A name that is new rewrites the file with a column more, at once and
-    whole. The run's settings go to `<path>.settings.json`. Raises RowError for a file that is none of this logger's.
+    Numbers are written in full, NaN as `nan`. A name that is new rewrites the file with a column
+    more, at once and whole. The run's settings go to `<path>.settings.json`. Raises RowError for a
+    file that is none of this logger's.
     """
 
     path: str | os.PathLike
@@ -220,7 +256,13 @@ class csv:
                 self.close()
                 lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() else []
                 self._names += new
-                _write(path, [_csv_line(["step", *self._names]), *(line + "," * len(new) + "\n" for line in lines)])
+                _write(
+                    path,
+                    [
+                        _csv_line(["step", *self._names]),
+                        *(line + "," * len(new) + "\n" for line in lines),
+                    ],
+                )
             if self._file is None:
                 self._file = open(path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
         self._file.write(_csv_line([step, *(row.get(name, "") for name in self._names)]))
@@ -243,10 +285,11 @@ def _csv_line(fields: Iterable[Any]) -> str:
 
 @dataclass(eq=False)
 class jsonl:
-    """A line of JSON for each row, `{"step": 100, "loss": 0.69}`, and one of settings for each start of the run.
+    """A line of JSON for each row, `{"step": 100, "loss": 0.69}`, and one of settings for each
+    start of the run.
 
-    Valid JSON for every reader: NaN and ±inf are null. A number that a row has not is not there at all.
-    Raises RowError for a file that is none of this logger's.
+    Valid JSON for every reader: NaN and ±inf are null. A number that a row has not is not there at
+    all. Raises RowError for a file that is none of this logger's.
     """
 
     path: str | os.PathLike
@@ -266,7 +309,11 @@ class jsonl:
             with _opening("jsonl()", self.path):
                 path = Path(self.path)
                 lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
-                runs = (None, None) if self._used else (_run_of(reversed(lines)), self._settings.get("run"))
+                runs = (
+                    (None, None)
+                    if self._used
+                    else (_run_of(reversed(lines)), self._settings.get("run"))
+                )
                 self._used = True
                 first = _first(step, self._settings)
                 _resume(path, first, lambda line: json.loads(line).get("step"), runs)
@@ -286,8 +333,8 @@ class jsonl:
 class tensorboard:
     """Scalars for TensorBoard in a directory, by tensorboardX; the settings as the text "settings".
 
-    Look at them with `tensorboard --logdir directory`. Characters that a tag may not have become "_".
-    Raises MissingLibraryError, when it is made, without tensorboardX.
+    Look at them with `tensorboard --logdir directory`. Characters that a tag may not have become
+    "_". Raises MissingLibraryError, when it is made, without tensorboardX.
     """
 
     directory: str | os.PathLike
@@ -300,7 +347,9 @@ class tensorboard:
             import tensorboardX  # noqa: F401
         except ImportError:
             got, fix = "no tensorboardX", "pip install 'tsunax[loggers]'"
-            raise MissingLibraryError(message("library", "tensorboard()", got, "tensorboardX", fix)) from None
+            raise MissingLibraryError(
+                message("library", "tensorboard()", got, "tensorboardX", fix)
+            ) from None
 
     def start(self, settings: Mapping[str, Any]) -> None:
         _check_opens("tensorboard()", Path(self.directory) / "events")
@@ -310,11 +359,14 @@ class tensorboard:
         if self._writer is None:
             from tensorboardX import SummaryWriter
 
-            name = f".{time.time_ns()}"  # its own name has seconds: a run of less would be overwritten by the next
+            # its own name has seconds: a run of less would be overwritten by the next
+            name = f".{time.time_ns()}"
             directory = os.fspath(self.directory)
             with _opening("tensorboard()", directory):
                 first = _first(step, self._settings)
-                self._writer = SummaryWriter(directory, purge_step=first, flush_secs=10, filename_suffix=name)
+                self._writer = SummaryWriter(
+                    directory, purge_step=first, flush_secs=10, filename_suffix=name
+                )
             table = "".join(f"| {name} | {value} |\n" for name, value in self._settings.items())
             if table:
                 self._writer.add_text("settings", f"| name | value |\n| --- | --- |\n{table}", step)

@@ -1,4 +1,6 @@
-"""What `fit` was asked for, checked before anything runs: a goal, when to evaluate, whom to call."""
+"""What `fit` was asked for, checked before anything runs: a goal, when to evaluate, whom to
+call.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,16 @@ class Goal:
     """`steps` or `epochs`, whichever was given: a place to reach, not a number to add."""
 
     def __init__(self, where: str, steps, epochs):
-        check_whole(where, **{name: x for name, x in (("steps", steps), ("epochs", epochs)) if x is not None})
+        check_whole(
+            where,
+            **{name: x for name, x in (("steps", steps), ("epochs", epochs)) if x is not None},
+        )
         if (steps is None) == (epochs is None):
-            got = "neither steps nor epochs" if steps is None else f"steps={steps} and epochs={epochs}"
+            got = (
+                "neither steps nor epochs"
+                if steps is None
+                else f"steps={steps} and epochs={epochs}"
+            )
             raise WrongTypeError(message("goal", where, got, "one of them"))
         self.steps, self.epochs = steps, epochs
 
@@ -54,13 +63,18 @@ class Options:
     max_bad: int
     extra: Mapping[str, Any]
     saver: Any  # `Checkpoints`, or None
-    smoke: bool  # every callback is called at the end, whatever it waits for
+    dry_run: bool  # every callback is called at the end, whatever it waits for
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """Of the callbacks, each its own: the key of its memory, wherever it stands among the others."""
+        """Of the callbacks, each its own: the key of its memory, wherever it stands among the
+        others.
+        """
         names = [_name(f) for f in self.callbacks]
-        return [f"{name} #{names[:i].count(name)}" if name in names[:i] else name for i, name in enumerate(names)]
+        return [
+            f"{name} #{names[:i].count(name)}" if name in names[:i] else name
+            for i, name in enumerate(names)
+        ]
 
     @functools.cached_property
     def intervals(self) -> list[int]:
@@ -77,13 +91,26 @@ class Options:
 
     def deciding(self) -> dict[str, Any]:
         """What decides when a call ends: the same on all processes."""
-        names = "evaluate_steps", "evaluate_epochs", "log_every", "steps_per_call", "max_bad", "smoke", "intervals"
+        names = (
+            "evaluate_steps",
+            "evaluate_epochs",
+            "log_every",
+            "steps_per_call",
+            "max_bad",
+            "dry_run",
+            "intervals",
+        )
         found = {name: getattr(self, name) for name in (*names, "places", "listens_to_epochs")}
         return {"goal": str(self.goal), "evaluate": self.evaluate is not None, **found}
 
     @property
     def listens_to_epochs(self) -> bool:
-        listeners = self.evaluate_epochs, self.goal.epochs, self.saves_epochs, any(map(is_bare, self.callbacks))
+        listeners = (
+            self.evaluate_epochs,
+            self.goal.epochs,
+            self.saves_epochs,
+            any(map(is_bare, self.callbacks)),
+        )
         return any(listeners)
 
     @property
@@ -93,7 +120,9 @@ class Options:
 
     def next_boundary(self, step: int) -> float:
         """The first step beyond this one that somebody waits for."""
-        found = [(step // n + 1) * n for n in self.intervals] + [place for place in self.places if place > step]
+        found = [(step // n + 1) * n for n in self.intervals] + [
+            place for place in self.places if place > step
+        ]
         if self.goal.steps is not None:
             found.append(self.goal.steps)
         return min(found, default=float("inf"))
@@ -101,7 +130,8 @@ class Options:
     def events(self, step: int) -> list[str]:
         """What happens at this step, in order."""
         due = {
-            "step": any(step % f.every == 0 for f in self.callbacks if is_every(f)) or step in self.places,
+            "step": any(step % f.every == 0 for f in self.callbacks if is_every(f))
+            or step in self.places,
             "log": step % self.log_every == 0,
             "evaluate": bool(self.evaluate_steps) and step % self.evaluate_steps == 0,
         }
@@ -113,7 +143,11 @@ def is_every(callback) -> bool:
 
 
 def is_bare(callback) -> bool:
-    return not is_every(callback) and not hasattr(callback, "at") and getattr(callback, "events", None) is None
+    return (
+        not is_every(callback)
+        and not hasattr(callback, "at")
+        and getattr(callback, "events", None) is None
+    )
 
 
 def _name(callback) -> str:
@@ -130,14 +164,26 @@ def _name(callback) -> str:
 
 def wants(callback, event: str, step: int) -> bool:
     if event == "step":
-        return (is_every(callback) and step % callback.every == 0) or step in getattr(callback, "at", ())
+        return (is_every(callback) and step % callback.every == 0) or step in getattr(
+            callback, "at", ()
+        )
     if getattr(callback, "events", None) is not None:
         return event in callback.events
     return is_bare(callback) or (event == "start" and hasattr(callback, "at"))
 
 
 def options_of(
-    goal, evaluate, every, callbacks, logger, log_every, steps_per_call, max_bad, extra, saver, smoke
+    goal,
+    evaluate,
+    every,
+    callbacks,
+    logger,
+    log_every,
+    steps_per_call,
+    max_bad,
+    extra,
+    saver,
+    dry_run,
 ) -> Options:
     """The arguments of `fit`, each checked by itself."""
     where = "fit()"
@@ -145,26 +191,41 @@ def options_of(
     epochs: int | None = None
     if evaluate is not None and not callable(evaluate):
         fix = "For example lambda state: ts.evaluate(eval_step, state, data)."
-        raise WrongTypeError(message("evaluate", where, trees.describe(evaluate), "f(state) -> {name: number}", fix))
+        raise WrongTypeError(
+            message("evaluate", where, trees.describe(evaluate), "f(state) -> {name: number}", fix)
+        )
     if evaluate is not None:
         check_takes("evaluate", where, evaluate, "f(state)", None)
     if isinstance(every, str) and (found := re.fullmatch(r"(?:(\d+) )?epochs?", every)):
         epochs = int(found[1] or 1)
     else:
         steps = every
-    check_whole(where, evaluate_every=every if epochs is None else epochs, log_every=log_every, max_bad=max_bad)
+    check_whole(
+        where,
+        evaluate_every=every if epochs is None else epochs,
+        log_every=log_every,
+        max_bad=max_bad,
+    )
     if evaluate is None:
         if every != "epoch":
             fix = "It says when to call evaluate."
-            raise WrongTypeError(message("evaluate", where, f"None, but evaluate_every={every!r}", "a function", fix))
+            raise WrongTypeError(
+                message("evaluate", where, f"None, but evaluate_every={every!r}", "a function", fix)
+            )
         steps = epochs = None
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
-        raise WrongTypeError(message("extra", where, trees.describe(extra), "{name: arrays}, with str names"))
+        raise WrongTypeError(
+            message("extra", where, trees.describe(extra), "{name: arrays}, with str names")
+        )
     checks.check_arrays(extra, "extra", "Bind it to the step instead, with functools.partial.")
-    if not (steps_per_call is None or (isinstance(steps_per_call, str) and steps_per_call == "auto")):
+    if not (
+        steps_per_call is None or (isinstance(steps_per_call, str) and steps_per_call == "auto")
+    ):
         check_whole(where, steps_per_call=steps_per_call)
     callbacks = tuple(callbacks) if isinstance(callbacks, list | tuple) else (callbacks,)
-    loggers = tuple(logger) if isinstance(logger, list | tuple) else () if logger is None else (logger,)
+    loggers = (
+        tuple(logger) if isinstance(logger, list | tuple) else () if logger is None else (logger,)
+    )
     for name, found in (("callback", callbacks), ("logger", loggers)):
         for f in found:
             if not callable(f):
@@ -180,7 +241,18 @@ def options_of(
     if jax.process_index():
         loggers = ()
     return Options(
-        goal, evaluate, steps, epochs, callbacks, loggers, log_every, steps_per_call, max_bad, extra, saver, smoke
+        goal,
+        evaluate,
+        steps,
+        epochs,
+        callbacks,
+        loggers,
+        log_every,
+        steps_per_call,
+        max_bad,
+        extra,
+        saver,
+        dry_run,
     )
 
 
@@ -189,7 +261,11 @@ def check_step(where: str, step, state) -> None:
     expected = A_STEP
     if not callable(step):
         is_state = isinstance(step, TrainState)
-        fix = f"The order is {where[:-1]}step, state, data, ...)." if is_state else "Make one: ts.train_step(loss_fn)."
+        fix = (
+            f"The order is {where[:-1]}step, state, data, ...)."
+            if is_state
+            else "Make one: ts.train_step(loss_fn)."
+        )
         raise WrongTypeError(message("step", where, trees.describe(step), expected, fix))
     if isinstance(step, TrainStep):
         check_state(state, where)
@@ -202,7 +278,9 @@ def check_step(where: str, step, state) -> None:
 
 
 def check_takes(what: str, where: str, f: Callable, expected: str, *args, **kwargs) -> None:
-    """Raise WrongTypeError for a function that cannot be called so, as far as its signature tells."""
+    """Raise WrongTypeError for a function that cannot be called so, as far as its signature
+    tells.
+    """
     try:
         inspect.signature(f).bind(*args, **kwargs)
     except TypeError:
@@ -224,4 +302,13 @@ def check_whole(where: str, **values) -> None:
         checks.check_count(value, where, name)
 
 
-__all__ = ["Goal", "Options", "check_step", "check_whole", "is_bare", "is_every", "options_of", "wants"]
+__all__ = [
+    "Goal",
+    "Options",
+    "check_step",
+    "check_whole",
+    "is_bare",
+    "is_every",
+    "options_of",
+    "wants",
+]

@@ -1,7 +1,8 @@
 """Pictures of a history, by matplotlib.
 
-The panels are the loss, a panel for each metric, the learning rate; what training and evaluation call by
-the same name ("accuracy", "val/accuracy") shares one. No state of pyplot is read or written, and nothing is shown.
+The panels are the loss, a panel for each metric, the learning rate; what training and evaluation
+call by the same name ("accuracy", "val/accuracy") shares one. No state of pyplot is read or
+written, and nothing is shown.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789?"
 _RANKS = {"loss": 0, "learning_rate": 2}  # metrics lie between
 _LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
 
-# --------------------------------------------------------------------------------------------------- what is in a panel
+# ------------------------------------------------------------------------------- what is in a panel
 
 
 def _base(name: str) -> str:
-    """The panel of a name: `val/accuracy` → accuracy, `1.learning_rate@head` → learning_rate, `loss/31` → loss."""
+    """The panel of a name: `val/accuracy` → accuracy, `1.learning_rate@head` → learning_rate,
+    `loss/31` → loss.
+    """
     return _column(name.partition("@")[0]).rpartition("/")[2].rpartition(".")[2]
 
 
@@ -46,17 +49,27 @@ def _column(name: str) -> str:
 
 
 def _panels(history, names: Sequence[str] | None, where: str) -> dict[str, list[str]]:
-    """The names of each panel: of those given, else the loss, metrics that moved, and the learning rate."""
+    """The names of each panel: of those given, else the loss, metrics that moved, and the learning
+    rate.
+    """
     if not history.names:
-        raise RowError(message("history", where, "no rows", "at least one", "Nothing was logged yet."))
+        raise RowError(
+            message("history", where, "no rows", "at least one", "Nothing was logged yet.")
+        )
     if isinstance(names, str):
         names = [names]
     panels: dict[str, list[str]] = {}
     for name in history.names if names is None else names:
         values = history.series(name)[1]
         base = _base(name)
-        is_aside = name.startswith(("best/", "best_step/")) or name.endswith("_per_second") or base in _LEFT_OUT
-        is_still = "/" not in name and base not in _RANKS and np.unique(values).size == 1  # a hyperparameter
+        is_aside = (
+            name.startswith(("best/", "best_step/"))
+            or name.endswith("_per_second")
+            or base in _LEFT_OUT
+        )
+        is_still = (
+            "/" not in name and base not in _RANKS and np.unique(values).size == 1
+        )  # a hyperparameter
         is_shown = not (is_aside or is_still)
         if names is not None or is_shown:
             panels.setdefault(base, []).append(name)
@@ -92,7 +105,7 @@ def _finite(*columns: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-# ----------------------------------------------------------------------------------------------------------- matplotlib
+# --------------------------------------------------------------------------------------- matplotlib
 
 
 def plot(history, names: Sequence[str] | None, x: str):
@@ -119,7 +132,9 @@ def _figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         fix = "pip install 'tsunax[plot]'"
-        raise MissingLibraryError(message("library", "plot()", "no matplotlib", "matplotlib", fix)) from None
+        raise MissingLibraryError(
+            message("library", "plot()", "no matplotlib", "matplotlib", fix)
+        ) from None
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython asks for it
     return figure
@@ -160,7 +175,9 @@ def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) ->
 
 def _quiet(axes) -> None:
     axes.yaxis.get_offset_text().set_fontsize(8)
-    axes.tick_params(which="both", labelsize=8)  # of a short logarithmic axis the minor ones have labels, too
+    axes.tick_params(
+        which="both", labelsize=8
+    )  # of a short logarithmic axis the minor ones have labels, too
     axes.grid(color="0.92", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -200,18 +217,43 @@ def _draw_marks(axes, history, x: str, labelled: bool) -> None:
     for kind, colour, size in (("evaluate", "0.6", 3), ("rejected", "#C00000", 8)):
         if steps := [step for step, name, _ in history.marks if name == kind]:
             label = f"rejected ({len(steps):,})" if labelled and kind == "rejected" else None
-            style = dict(transform=edge, clip_on=False, in_layout=False, color=colour, label=label, zorder=3)
+            style = dict(
+                transform=edge, clip_on=False, in_layout=False, color=colour, label=label, zorder=3
+            )
             axes.plot(_along(history, steps, x), [0.0] * len(steps), "|", markersize=size, **style)
     others = [mark for mark in history.marks if mark[1] not in ("evaluate", "rejected")]
-    for at, (_, name, text) in zip(_along(history, [step for step, *_ in others], x), others, strict=True):
+    for at, (_, name, text) in zip(
+        _along(history, [step for step, *_ in others], x), others, strict=True
+    ):
         axes.axvline(at, color="0.45", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
         if labelled and len(others) <= 12:
-            said = f"{name} {text}" if text and name in ("thaw", "freeze", "adjust") and len(text) <= 24 else name
-            axes.text(at, 1.02, said, transform=edge, rotation=30, fontsize=7, color="0.35", ha="left", va="bottom")
+            said = (
+                f"{name} {text}"
+                if text and name in ("thaw", "freeze", "adjust") and len(text) <= 24
+                else name
+            )
+            axes.text(
+                at,
+                1.02,
+                said,
+                transform=edge,
+                rotation=30,
+                fontsize=7,
+                color="0.35",
+                ha="left",
+                va="bottom",
+            )
 
 
-def scatter(columns: dict[str, list], values: Sequence[float | None], groups: Sequence[str], best: int, label="value"):
-    """A matplotlib Figure with a panel for each column: `values` over what is in it, coloured by their group.
+def scatter(
+    columns: dict[str, list],
+    values: Sequence[float | None],
+    groups: Sequence[str],
+    best: int,
+    label="value",
+):
+    """A matplotlib Figure with a panel for each column: `values` over what is in it, coloured by
+    their group.
 
     What is no number lies side by side. None and what is not finite are crosses at the upper edge.
     """
@@ -229,37 +271,71 @@ def scatter(columns: dict[str, list], values: Sequence[float | None], groups: Se
     for axes in panels[:, 0]:
         axes.set_ylabel(label, fontsize=9)
     handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside upper right", ncols=len(labels))
+    figure.legend(
+        handles, labels, fontsize=8, frameon=False, loc="outside upper right", ncols=len(labels)
+    )
     return figure
 
 
 _GROUP_COLOURS = {"done": "#0072B2", "pruned": "0.6", "failed": "#C00000", "interrupted": "0.6"}
 
 
-def _draw_column(axes, name: str, column: list, y: np.ndarray, groups: np.ndarray, best: int) -> None:
+def _draw_column(
+    axes, name: str, column: list, y: np.ndarray, groups: np.ndarray, best: int
+) -> None:
     there = np.array([x is not None for x in column])
-    is_number = all(isinstance(x, int | float) and not isinstance(x, bool) for x in column if x is not None)
+    is_number = all(
+        isinstance(x, int | float) and not isinstance(x, bool) for x in column if x is not None
+    )
     if is_number:
         x = np.array([np.nan if value is None else value for value in column], float)
         if _is_wide(_finite(x)):
             axes.set_xscale("log")
     else:
         labels = list(dict.fromkeys(str(value) for value in column if value is not None))
-        spread = 0.25 * np.cos(2.4 * np.arange(len(column)))  # side by side, and the same in every picture
-        x = np.array([labels.index(str(value)) if value is not None else np.nan for value in column]) + spread
+        spread = 0.25 * np.cos(
+            2.4 * np.arange(len(column))
+        )  # side by side, and the same in every picture
+        x = (
+            np.array(
+                [labels.index(str(value)) if value is not None else np.nan for value in column]
+            )
+            + spread
+        )
         is_long = sum(map(len, labels)) > 24  # side by side they would run into each other
-        axes.set_xticks(range(len(labels)), labels, **(dict(rotation=20, ha="right") if is_long else {}))
+        axes.set_xticks(
+            range(len(labels)), labels, **(dict(rotation=20, ha="right") if is_long else {})
+        )
         axes.set_xlim(-0.6, len(labels) - 0.4)
     for group, colour in _GROUP_COLOURS.items():
         mine = there & (groups == group)
         known = mine & np.isfinite(y)
         style = dict(linestyle="", color=colour)
         if known.any() and group != "failed":
-            axes.plot(x[known], y[known], "o", markersize=4, alpha=0.8, markeredgewidth=0, label=group, **style)
+            axes.plot(
+                x[known],
+                y[known],
+                "o",
+                markersize=4,
+                alpha=0.8,
+                markeredgewidth=0,
+                label=group,
+                **style,
+            )
         lost = mine if group == "failed" else mine & ~known
         if lost.any():
             edge = np.full(lost.sum(), 0.97)
-            axes.plot(x[lost], edge, "x", transform=axes.get_xaxis_transform(), markersize=4, label=group, **style)
-    axes.plot(x[best], y[best], "*", color="#D55E00", markersize=11, linestyle="", label="best", zorder=3)
+            axes.plot(
+                x[lost],
+                edge,
+                "x",
+                transform=axes.get_xaxis_transform(),
+                markersize=4,
+                label=group,
+                **style,
+            )
+    axes.plot(
+        x[best], y[best], "*", color="#D55E00", markersize=11, linestyle="", label="best", zorder=3
+    )
     axes.set_xlabel(name.replace("_", " "), fontsize=9)
     _quiet(axes)

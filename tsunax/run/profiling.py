@@ -13,10 +13,14 @@ FIRST, CALLS = 2, 10  # the first call compiles; ten show a rhythm, and more is 
 
 
 class Profile:
-    """Starts with the second call and ends ten calls later; `phase(name)` is a context that the trace shows."""
+    """Starts with the second call and ends ten calls later; `phase(name)` is a context that the
+    trace shows.
+    """
 
     def __init__(self, directory):
-        self.directory = None if directory is None else durable_files.local(directory, "profile", "fit()")
+        self.directory = (
+            None if directory is None else durable_files.local(directory, "profile", "fit()")
+        )
         self.calls, self.running = 0, False
 
     def call(self) -> None:

@@ -1,9 +1,9 @@
 """Progress: what a person sees of a run while it runs.
 
 `Progress` decides when to draw and what to say, its view how: two lines that redraw themselves on a
-terminal and in a notebook, a plain line now and then anywhere else, or a tqdm of the user's. All of it
-goes to stderr, as tqdm's does, so that stdout has only what the script prints. There is no thread: the
-loop calls `show`, which nearly always only looks at the clock.
+terminal and in a notebook, a plain line now and then anywhere else, or a tqdm of the user's. All of
+it goes to stderr, as tqdm's does, so that stdout has only what the script prints. There is no
+thread: the loop calls `show`, which nearly always only looks at the clock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Facts:
     step: int
     total: int | None
     unit: str
-    rate: float | None  # units per second, lately; None before any were timed: the first ones compile
+    rate: (
+        float | None
+    )  # units per second, lately; None before any were timed: the first ones compile
     elapsed: float  # seconds
     numbers: Mapping[str, float]
     reason: str | None = None  # why it ended; None while it runs, "" if the goal was reached
@@ -52,14 +54,26 @@ class Facts:
     @property
     def pace(self) -> list[str]:
         """The time left (at the end the time that it took), rates of one stretch, memory."""
-        times = [f"{_duration(self.elapsed)} in all"] if self.reason is not None else ["compiling"] * self.is_first
+        times = (
+            [f"{_duration(self.elapsed)} in all"]
+            if self.reason is not None
+            else ["compiling"] * self.is_first
+        )
         if self.rate and self.total is not None and not times:
             times = [f"{_duration((self.total - self.step) / self.rate)} left"]
-        known = {n.removesuffix("_per_second"): x for n, x in self.numbers.items() if n.endswith("_per_second")}
+        known = {
+            n.removesuffix("_per_second"): x
+            for n, x in self.numbers.items()
+            if n.endswith("_per_second")
+        }
         own = known.pop(f"{self.unit}s", None)
         rates = {f"{self.unit}s": self.rate} if self.rate else {}
-        if self.rate or not own:  # rows are of another stretch, but say how many examples a step has
-            rates |= {what: x * self.rate / own if own and self.rate else x for what, x in known.items()}
+        if (
+            self.rate or not own
+        ):  # rows are of another stretch, but say how many examples a step has
+            rates |= {
+                what: x * self.rate / own if own and self.rate else x for what, x in known.items()
+            }
         memory = [text] if (text := _memory()) else []
         return [*times, *(f"{_si(rate)} {what}/s" for what, rate in rates.items()), *memory]
 
@@ -72,7 +86,9 @@ class Facts:
             or (name not in _ASIDE and any(one in moved for one in members))
             for name, members in groups.items()
         }
-        order = sorted(filter(is_shown.get, groups), key=lambda name: (name != "loss", "/" not in name))
+        order = sorted(
+            filter(is_shown.get, groups), key=lambda name: (name != "loss", "/" not in name)
+        )
         found = summary({one: self.numbers[one] for name in order for one in groups[name]})
         if rejected := self.numbers.get("rejected"):
             found.append(f"rejected {rejected:,.0f}")
@@ -111,12 +127,16 @@ def _si(rate: float) -> str:
     >>> [_si(x) for x in (3.4567, 999.4, 999.6, 123456.0, 5e6)]
     ['3.46', '999', '1k', '123k', '5M']
     """
-    size, letter = next(((n, x) for n, x in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if rate >= 0.9995 * n), (1, ""))
+    size, letter = next(
+        ((n, x) for n, x in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if rate >= 0.9995 * n), (1, "")
+    )
     return f"{rate / size:.3g}{letter}"
 
 
 def _memory() -> str:
-    """What the fullest device of this process holds, of how much; the resident set where devices do not say."""
+    """What the fullest device of this process holds, of how much; the resident set where devices do
+    not say.
+    """
     found = []
     for device in jax.local_devices():
         with contextlib.suppress(RuntimeError):
@@ -133,7 +153,7 @@ def _memory() -> str:
         return ""
 
 
-# --------------------------------------------------------------------------------------------------------------- views
+# -------------------------------------------------------------------------------------------- views
 
 
 def _say(text: str) -> None:
@@ -173,19 +193,33 @@ def _picture(facts: Facts, moved: set[str], width: int):
         room = lambda: width - len(facts.count) - len("  ".join(pace)) - 12
         while len(pace) > 1 and room() < 12:
             rest.insert(0, pace.pop())
-        bar = ProgressBar(facts.total, facts.step, width=min(40, room()), complete_style=colour, finished_style=colour)
+        bar = ProgressBar(
+            facts.total,
+            facts.step,
+            width=min(40, room()),
+            complete_style=colour,
+            finished_style=colour,
+        )
         percent = Text(f"{facts.step / facts.total:4.0%}", style=colour)
         cells += [bar, percent] if room() >= 12 else [percent]
     first = Table.grid(padding=(0, 2, 0, 0))
     for cell in [*cells, Text()]:
-        first.add_column(no_wrap=True, overflow="ellipsis", min_width=len(cell) if isinstance(cell, Text) else None)
+        first.add_column(
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=len(cell) if isinstance(cell, Text) else None,
+        )
     first.add_row(*cells, Text("  ".join(pace), style="dim"))
     second = Text(no_wrap=True, overflow="ellipsis")
     for result in facts.results(moved):
         name, _, value = result.rpartition(" ")
         second.append(f"{name} ", style="dim").append(value, style="bold").append("  ")
     second.append("  ".join(rest), style="dim")
-    return Group(first, *([second] if second else []), *([Text(facts.reason, style=colour)] if facts.reason else []))
+    return Group(
+        first,
+        *([second] if second else []),
+        *([Text(facts.reason, style=colour)] if facts.reason else []),
+    )
 
 
 class _Terminal:
@@ -196,7 +230,9 @@ class _Terminal:
     def __init__(self, console):
         from rich.live import Live
 
-        is_shared = sys.stdout is not None and sys.stdout.isatty()  # else it is a file, and stays one
+        is_shared = (
+            sys.stdout is not None and sys.stdout.isatty()
+        )  # else it is a file, and stays one
         self.live = Live(console=console, auto_refresh=False, redirect_stdout=is_shared)
 
     def interval(self, elapsed: float) -> float:
@@ -214,7 +250,9 @@ class _Terminal:
 
 
 class _Notebook:
-    """The same two lines as HTML that is redrawn in place, with or without ipywidgets; the last ones are saved."""
+    """The same two lines as HTML that is redrawn in place, with or without ipywidgets; the last
+    ones are saved.
+    """
 
     redraws = True
 
@@ -231,10 +269,16 @@ class _Notebook:
         from IPython.display import HTML, display
         from rich.console import Console
 
-        console = Console(record=True, file=io.StringIO(), width=110, force_terminal=True, force_jupyter=False)
+        console = Console(
+            record=True, file=io.StringIO(), width=110, force_terminal=True, force_jupyter=False
+        )
         console.print(_picture(facts, moved, 110))
         style = "white-space:pre;overflow-x:auto;line-height:1.4;font-family:Menlo,Consolas,monospace;margin:0"
-        html = HTML(console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>'))
+        html = HTML(
+            console.export_html(
+                inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>'
+            )
+        )
         if self.handle is None:
             self.handle = display(html, display_id=True)
         else:
@@ -268,12 +312,15 @@ class _Tqdm:
         self.bar.close()
 
 
-# ------------------------------------------------------------------------------------------------------------ progress
+# ----------------------------------------------------------------------------------------- progress
 
 
 @dataclass(eq=False)
 class Progress:
-    """A run as its view shows it. `show` after every call of the step, `note` for a line above, `close` at the end."""
+    """A run as its view shows it.
+
+    `show` after every call of the step, `note` for a line above, `close` at the end.
+    """
 
     view: Any
     total: int | None
@@ -285,7 +332,9 @@ class Progress:
     _moved: set[str] = field(default_factory=set, init=False)
     _began: float = field(default_factory=lambda: time.perf_counter(), init=False)
     _next: float = field(default=0.0, init=False)
-    _recent: collections.deque = field(default_factory=lambda: collections.deque(maxlen=30), init=False)
+    _recent: collections.deque = field(
+        default_factory=lambda: collections.deque(maxlen=30), init=False
+    )
     _timed: tuple[float, int] | None = field(default=None, init=False)  # when the first steps ended
     _newest: tuple[float, int] = field(default=(0.0, 0), init=False)
     _is_drawn: bool = field(default=False, init=False)
@@ -322,14 +371,20 @@ class Progress:
         self.view.close()
 
     def _draw(self, now: float, reason: str | None) -> None:
-        moved = (name for name, value in self._row.items() if self._first.setdefault(name, value) != value)
+        moved = (
+            name
+            for name, value in self._row.items()
+            if self._first.setdefault(name, value) != value
+        )
         self._moved.update(moved)
         rate = None
         if self._recent:
             (since, before), (until, step) = self._recent[0], self._recent[-1]
             rate = (step - before) / (until - since) if step > before and until > since else None
         is_first = self._step == self.start
-        facts = Facts(self._step, self.total, self.unit, rate, now - self._began, self._row, reason, is_first)
+        facts = Facts(
+            self._step, self.total, self.unit, rate, now - self._began, self._row, reason, is_first
+        )
         self.view.draw(facts, self._moved)
         self._is_drawn = True
         self._next = time.perf_counter() + self.view.interval(now - self._began)
@@ -349,10 +404,11 @@ class _Silent:
 
 
 def progress(progress: Any = True, total: int | None = None, start: int = 0, unit: str = "step"):
-    """What shows a run of `total` steps (None: nobody knows) that begins at `start`: see `Progress`.
+    """What shows a run of `total` steps (None: nobody knows) that begins at `start`: see
+    `Progress`.
 
-    True draws on a terminal and in notebooks and writes lines elsewhere, False is silent; a tqdm, or its class, is
-    used as it is. Raises WrongTypeError for anything else.
+    True draws on a terminal and in notebooks and writes lines elsewhere, False is silent; a tqdm,
+    or its class, is used as it is. Raises WrongTypeError for anything else.
 
     >>> bar = progress(False, total=100)
     >>> bar.show(10, {"loss": 0.5}), bar.close()

@@ -1,11 +1,13 @@
-"""What happened in a sweep, line by line: JSON, appended, on the disk before anything follows from it.
+"""What happened in a sweep, line by line: JSON, appended, on the disk before anything follows from
+it.
 
     {"sweep": {...}, "crc": ...}        what is searched: a directory goes on with this and nothing else
     {"start": [3], "crc": ...}
     {"end": [{"index": 3, ...}], "crc": ...}
 
-A process may die at any byte. The line that it did not finish is cut off by the next one, and everything before it
-stands; a line that was damaged since is an error. It knows nothing of objectives.
+A process may die at any byte. The line that it did not finish is cut off by the next one, and
+everything before it stands; a line that was damaged since is an error. It knows nothing of
+objectives.
 """
 
 from __future__ import annotations
@@ -31,19 +33,29 @@ _FIRST = b'{"sweep": {'  # what every journal begins with
 
 
 class Journal:
-    """The journal of a directory, for one process at a time; `records` are those that were there before."""
+    """The journal of a directory, for one process at a time; `records` are those that were there
+    before.
+    """
 
     def __init__(self, folder: Path, about: dict[str, Any]):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = durable_files.Lock(folder, reader="ts.tuning.read(directory)")
         except OSError as error:
-            raise CheckpointError(message("directory", str(folder), told(error), "one to write into")) from error
+            raise CheckpointError(
+                message("directory", str(folder), told(error), "one to write into")
+            ) from error
         self._path, self._fd = folder / NAME, -1
         try:
             self.records = list(read(self._path)) if self._path.exists() else []
             cut_torn_line(self._path)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+            flags = (
+                os.O_WRONLY
+                | os.O_CREAT
+                | os.O_APPEND
+                | getattr(os, "O_NOFOLLOW", 0)
+                | getattr(os, "O_CLOEXEC", 0)
+            )
             self._fd = os.open(self._path, flags, 0o666)
             if self.records:
                 _check_same(self.records[0], about, folder)
@@ -55,7 +67,10 @@ class Journal:
             raise
 
     def write(self, record: dict[str, Any]) -> None:
-        """One line more, on the disk when this returns. Raises SaveError, and the journal is as it was."""
+        """One line more, on the disk when this returns.
+
+        Raises SaveError, and the journal is as it was.
+        """
         size = os.fstat(self._fd).st_size
         line = memoryview(_line(record))
         try:
@@ -65,7 +80,9 @@ class Journal:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, size)
-            raise SaveError(message("journal", str(self._path), told(error), "a line more")) from error
+            raise SaveError(
+                message("journal", str(self._path), told(error), "a line more")
+            ) from error
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -75,12 +92,17 @@ class Journal:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a journal, but for a last line that is still being written. Raises CheckpointError."""
+    """The records of a journal, but for a last line that is still being written.
+
+    Raises CheckpointError.
+    """
     try:
         with durable_files.opened(path) as file:
             content = file.read()
     except OSError as error:
-        raise CheckpointError(message("journal", str(path), told(error), "a sweep's journal")) from error
+        raise CheckpointError(
+            message("journal", str(path), told(error), "a sweep's journal")
+        ) from error
     *lines, last = content.split(b"\n")
     if not lines and not last.startswith(_FIRST[: len(last)]):
         raise CheckpointError(message("journal", str(path), repr(last[:40]), "a sweep's journal"))
@@ -96,9 +118,13 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         assert record is not None
         if i == 0 and (version := record["sweep"].get("version")) != VERSION:
             fix = "Another tsunax wrote it."
-            raise CheckpointError(message("journal", str(path), f"version {version}", f"version {VERSION}", fix))
+            raise CheckpointError(
+                message("journal", str(path), f"version {version}", f"version {VERSION}", fix)
+            )
         if i == 0 and not _is_about(record["sweep"]):
-            raise CheckpointError(message("journal", f"{path}, line 1", repr(line[:40]), "a space and a mode"))
+            raise CheckpointError(
+                message("journal", f"{path}, line 1", repr(line[:40]), "a space and a mode")
+            )
         yield record
 
 
@@ -111,7 +137,10 @@ def cut_torn_line(path: Path) -> None:
             if whole < len(content):
                 file.truncate(whole)
                 os.fsync(file.fileno())
-                warnings.warn(f"{path}: a line that was cut short is dropped: {content[whole:][:40]!r}", stacklevel=4)
+                warnings.warn(
+                    f"{path}: a line that was cut short is dropped: {content[whole:][:40]!r}",
+                    stacklevel=4,
+                )
     except FileNotFoundError:
         pass
 
@@ -137,7 +166,9 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_record(record: Any, i: int) -> bool:
-    """Whether a line says what the lines of a journal say; its trials are looked at when they are made."""
+    """Whether a line says what the lines of a journal say; its trials are looked at when they are
+    made.
+    """
     if not isinstance(record, dict) or len(record) != 1:
         return False
     ((kind, said),) = record.items()
@@ -176,18 +207,31 @@ def _decoded(x: Any) -> Any:
 
 
 def _check_same(first: dict[str, Any], about: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError if a directory is of another sweep, naming what differs; warn of another objective."""
+    """Raise CheckpointError if a directory is of another sweep, naming what differs; warn of
+    another objective.
+    """
     old, new = dict(first["sweep"]), json.loads(json.dumps(about))
     fix = "Give another directory."
     there, here = old.pop("objective", None), new.pop("objective", None)
     if there != here and there is not None and here is not None:
-        was = f"other code of {here[0]!r}" if there[0] == here[0] else f"another objective, {there[0]!r}"
-        text = f"tune(): the trials in {folder} are of {was}, and are kept as they are. {fix[:-1]} to run all anew."
+        was = (
+            f"other code of {here[0]!r}"
+            if there[0] == here[0]
+            else f"another objective, {there[0]!r}"
+        )
+        text = (
+            f"tune(): the trials in {folder} are of {was}, and are kept as they are. {fix[:-1]} "
+            "to run all anew."
+        )
         warnings.warn(text, stacklevel=4)
     for name in {**old.get("space", {}), **new["space"]}:
         there, here = old.get("space", {}).get(name, "nothing"), new["space"].get(name, "nothing")
         if there != here:
-            raise CheckpointError(message(f"space[{name!r}]", "tune()", here, f"{there}, as in {folder}", fix))
+            raise CheckpointError(
+                message(f"space[{name!r}]", "tune()", here, f"{there}, as in {folder}", fix)
+            )
     for name in {**old, **new}:
         if old.get(name) != new.get(name):
-            raise CheckpointError(message(name, "tune()", new.get(name), f"{old.get(name)}, as in {folder}", fix))
+            raise CheckpointError(
+                message(name, "tune()", new.get(name), f"{old.get(name)}, as in {folder}", fix)
+            )

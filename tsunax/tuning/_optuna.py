@@ -1,6 +1,7 @@
 """Values that Optuna proposes: its samplers, its pruners, its journal, by ask and tell.
 
-The number of a trial is Optuna's too. One that was asked for and has no end, since the process died, is taken up again.
+The number of a trial is Optuna's too. One that was asked for and has no end, since the process
+died, is taken up again.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ def _optuna(part: str = "") -> Any:
         return importlib.import_module(f"optuna{part}")
     except ModuleNotFoundError as error:
         fix = "pip install 'tsunax[tune]'"
-        raise MissingLibraryError(message("optuna", "tune()", "no such library", "Optuna", fix)) from error
+        raise MissingLibraryError(
+            message("optuna", "tune()", "no such library", "Optuna", fix)
+        ) from error
 
 
 class _NoLock:
-    """The directory has a lock of ours, which the kernel drops with the process; Optuna's would outlive it."""
+    """The directory has a lock of ours, which the kernel drops with the process; Optuna's would
+    outlive it.
+    """
 
     def acquire(self) -> bool:
         return True
@@ -40,11 +45,15 @@ class _NoLock:
 class Proposed(_sweep.Drawn):
     """A study, with the methods of `Drawn`."""
 
-    def __init__(self, space: dict[str, Any], seed: int, mode: str, pruner: Any, sampler: Any = None):
+    def __init__(
+        self, space: dict[str, Any], seed: int, mode: str, pruner: Any, sampler: Any = None
+    ):
         super().__init__(space, seed, mode, pruner, None)
         optuna = _optuna()
         make = (lambda seed: optuna.samplers.TPESampler(seed=seed)) if sampler is None else sampler
-        self.make, self.sampler = (None, make) if isinstance(make, optuna.samplers.BaseSampler) else (make, None)
+        self.make, self.sampler = (
+            (None, make) if isinstance(make, optuna.samplers.BaseSampler) else (make, None)
+        )
         if self.sampler is None and not callable(make):
             expected = "an Optuna sampler, or a function of a seed that makes one"
             raise WrongTypeError(message("sampler", "tune()", repr(make), expected))
@@ -77,7 +86,9 @@ class Proposed(_sweep.Drawn):
         return found
 
     def _seed(self, index: int, name: str) -> None:
-        """A new sampler for each trial and name: where the process dies between two, it goes on as it would have."""
+        """A new sampler for each trial and name: where the process dies between two, it goes on as
+        it would have.
+        """
         if self.make is not None:
             self.study.sampler = self.make(spaces.seed_of(self.seed, index, name))
 
@@ -90,7 +101,9 @@ class Proposed(_sweep.Drawn):
             else:
                 self.asked[index] = self.study.ask()
             _check_there(self.asked[index].number, index)
-            _ = self.asked[index].relative_params  # what is drawn together, lazily: now, by this seed
+            _ = self.asked[
+                index
+            ].relative_params  # what is drawn together, lazily: now, by this seed
         return self.asked[index]
 
     def prunes(self, index: int, reports: dict[int, float], others) -> bool:
@@ -108,19 +121,25 @@ class Proposed(_sweep.Drawn):
                 return
         states = _optuna(".trial").TrialState
         state = {"done": states.COMPLETE, "pruned": states.PRUNED}.get(trial.status, states.FAIL)
-        self.study.tell(self._trial(trial.index), trial.value if trial.status == "done" else None, state)
+        self.study.tell(
+            self._trial(trial.index), trial.value if trial.status == "done" else None, state
+        )
         del self.asked[trial.index]
 
 
 def _check_there(found: int, wanted: int) -> None:
     if found < wanted:
         expected = f"{wanted}, as in {_journal.NAME}"
-        raise CheckpointError(message(_NAME, "tune()", f"{found} trials", expected, "Give another directory."))
+        raise CheckpointError(
+            message(_NAME, "tune()", f"{found} trials", expected, "Give another directory.")
+        )
 
 
 def _suggested(trial: Any, name: str, entry: Any) -> Any:
     if isinstance(entry, spaces.uniform | spaces.log_uniform):
-        return trial.suggest_float(name, entry.low, entry.high, log=isinstance(entry, spaces.log_uniform))
+        return trial.suggest_float(
+            name, entry.low, entry.high, log=isinstance(entry, spaces.log_uniform)
+        )
     if isinstance(entry, spaces.integer):
         return trial.suggest_int(name, entry.low, entry.high, log=entry.log)
     if isinstance(entry, spaces.choice):

@@ -1,7 +1,8 @@
-"""Trials on a Ray cluster, many at once, under Ray Tune's schedulers. What is tried is drawn here, and recorded here.
+"""Trials on a Ray cluster, many at once, under Ray Tune's schedulers. What is tried is drawn here,
+and recorded here.
 
-Each trial is a function trainable that computes its values from its number, and reports its record in the end. The
-driver writes the journal as the records come in; Ray's own files are thrown away.
+Each trial is a function trainable that computes its values from its number, and reports its record
+in the end. The driver writes the journal as the records come in; Ray's own files are thrown away.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def _tune() -> Any:
         return importlib.import_module("ray.tune")
     except ModuleNotFoundError as error:
         fix = "pip install 'tsunax[ray]'"
-        raise MissingLibraryError(message("ray", "tune()", "no such library", "Ray", fix)) from error
+        raise MissingLibraryError(
+            message("ray", "tune()", "no such library", "Ray", fix)
+        ) from error
 
 
 def trainable(objective: Callable[..., Any], metric: str) -> Callable[[Mapping[str, Any]], None]:
@@ -42,7 +45,9 @@ def trainable(objective: Callable[..., Any], metric: str) -> Callable[[Mapping[s
             tune.report({metric: float(value), "step": int(step)})
 
         own = _trials.own(objective, tune.get_context().get_trial_id(), report)
-        metrics, value = _trials.numbers(objective(**config, **own), metric if metric != "value" else None)
+        metrics, value = _trials.numbers(
+            objective(**config, **own), metric if metric != "value" else None
+        )
         tune.report({**metrics, metric: value})
 
     return train
@@ -51,11 +56,22 @@ def trainable(objective: Callable[..., Any], metric: str) -> Callable[[Mapping[s
 class Spread(_sweep.Drawn):
     """A `Drawn` whose trials run elsewhere."""
 
-    def __init__(self, space, seed, mode, pruner, scheduler: Any = None, resources: Any = None, concurrent: Any = None):
+    def __init__(
+        self,
+        space,
+        seed,
+        mode,
+        pruner,
+        scheduler: Any = None,
+        resources: Any = None,
+        concurrent: Any = None,
+    ):
         super().__init__(space, seed, mode, pruner, None)
         if pruner is not None:
             fix = 'ray.tune.schedulers.ASHAScheduler(time_attr="step", max_t=...), say.'
-            raise WrongTypeError(message("pruner", "tune(backend='ray')", repr(pruner), "scheduler=", fix))
+            raise WrongTypeError(
+                message("pruner", "tune(backend='ray')", repr(pruner), "scheduler=", fix)
+            )
         self.scheduler, self.resources, self.concurrent = scheduler, resources, concurrent
         self.started: set[int] = set()
         _tune()
@@ -69,18 +85,27 @@ class Spread(_sweep.Drawn):
         if self.resources is not None:
             train = tune.with_resources(train, self.resources)
         config = tune.TuneConfig(
-            metric="value", mode=self.mode, scheduler=self.scheduler, max_concurrent_trials=self.concurrent
+            metric="value",
+            mode=self.mode,
+            scheduler=self.scheduler,
+            max_concurrent_trials=self.concurrent,
         )
-        with tempfile.TemporaryDirectory(prefix="tsunax-ray-", ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="tsunax-ray-", ignore_cleanup_errors=True
+        ) as folder:
             run = tune.RunConfig(storage_path=folder, callbacks=[_recorder(sweep)], verbose=0)
             space = {"trial": tune.grid_search(left)}
             try:
                 tune.Tuner(train, param_space=space, tune_config=config, run_config=run).fit()
             finally:
                 sweep = _SWEEPS.pop(id(sweep))
-        if missing := [i for i in left if i not in sweep.trials]:  # Ray heard a signal itself, and returned
+        if missing := [
+            i for i in left if i not in sweep.trials
+        ]:  # Ray heard a signal itself, and returned
             sweep.ending.asked = sweep.ending.asked or signal.SIGINT
-            sweep.interrupt([Trial(i, self.values(i), "interrupted") for i in missing if i in self.started])
+            sweep.interrupt(
+                [Trial(i, self.values(i), "interrupted") for i in missing if i in self.started]
+            )
 
 
 def _recorded(values: Callable, objective: Callable, metric: str | None) -> Callable:
@@ -101,7 +126,13 @@ def _recorded(values: Callable, objective: Callable, metric: str | None) -> Call
             outcome = _trials.cause_of(error)
         trial = _trials.judged(index, mine, outcome, metric, reports, time.perf_counter() - began)
         value = float("nan") if trial.value is None else trial.value
-        tune.report({"value": value, "step": max(reports, default=0), "record": json.dumps(_trials.as_record(trial))})
+        tune.report(
+            {
+                "value": value,
+                "step": max(reports, default=0),
+                "record": json.dumps(_trials.as_record(trial)),
+            }
+        )
 
     return train
 
@@ -122,7 +153,9 @@ def _recorder(sweep: _sweep.Sweep) -> Any:
 
         def on_trial_result(self, iteration, trials, trial, result, **_):
             if "record" not in result and "step" in result:
-                self.reports.setdefault(trial.config["trial"], {})[result["step"]] = float(result["value"])
+                self.reports.setdefault(trial.config["trial"], {})[result["step"]] = float(
+                    result["value"]
+                )
 
         def on_trial_complete(self, iteration, trials, trial, **_):
             self._end(trial, "pruned", None)
@@ -138,7 +171,18 @@ def _recorder(sweep: _sweep.Sweep) -> Any:
                 return
             reports = self.reports.get(index, {})
             value = next(reversed(reports.values()), None)
-            sweep.end([Trial(index, sweep.source.values(index), status, value, cause=cause, reports=reports)])
+            sweep.end(
+                [
+                    Trial(
+                        index,
+                        sweep.source.values(index),
+                        status,
+                        value,
+                        cause=cause,
+                        reports=reports,
+                    )
+                ]
+            )
 
     _SWEEPS[id(sweep)] = sweep
     return Recorder(id(sweep))

@@ -1,4 +1,6 @@
-"""A sweep under way: which trials are left, one after the other, each on the disk before the next."""
+"""A sweep under way: which trials are left, one after the other, each on the disk before the
+next.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,16 @@ class Drawn:
 
     is_theirs = False  # a pruner of another library
 
-    def __init__(self, space: dict[str, Any], seed: int, mode: str, pruner: Any, points: list[dict] | None):
-        self.space, self.seed, self.mode, self.pruner, self.points = space, seed, mode, pruner, points
+    def __init__(
+        self, space: dict[str, Any], seed: int, mode: str, pruner: Any, points: list[dict] | None
+    ):
+        self.space, self.seed, self.mode, self.pruner, self.points = (
+            space,
+            seed,
+            mode,
+            pruner,
+            points,
+        )
 
     def begin(self, folder: Any) -> None:
         pass
@@ -55,9 +65,13 @@ class Drawn:
                 raise HyperparameterError(message("trials", where, "None", "an int ≥ 1"))
             return trials
         entries = map(spaces.innermost, self.space.values())
-        is_drawn = any(hasattr(entry, "at") and not isinstance(entry, spaces.grid) for entry in entries)
+        is_drawn = any(
+            hasattr(entry, "at") and not isinstance(entry, spaces.grid) for entry in entries
+        )
         if trials is not None and trials > len(self.points) and not is_drawn:
-            raise HyperparameterError(message("trials", where, trials, f"at most {len(self.points)}, the whole grid"))
+            raise HyperparameterError(
+                message("trials", where, trials, f"at most {len(self.points)}, the whole grid")
+            )
         return len(self.points) if trials is None else trials
 
     def values(self, index: int) -> dict[str, Any]:
@@ -70,7 +84,9 @@ class Drawn:
             return False
         signed = lambda found: {step: _trials.ranked(x, self.mode) for step, x in found.items()}
         is_lost = not math.isfinite(next(reversed(reports.values())))
-        return is_lost or bool(self.pruner(signed(reports), [signed(t.reports) for t in others if t.reports]))
+        return is_lost or bool(
+            self.pruner(signed(reports), [signed(t.reports) for t in others if t.reports])
+        )
 
     def tell(self, trial: Trial) -> None:
         pass
@@ -83,12 +99,25 @@ class Drawn:
 
 
 class Sweep:
-    """The trials so far, and how one more is run. Values come from a `source`: a `Drawn`, or what has its methods."""
+    """The trials so far, and how one more is run. Values come from a `source`: a `Drawn`, or what
+    has its methods.
+    """
 
-    def __init__(self, objective, metric, source, journal: _journal.Journal | None, attempts: int, bar, ending: Ending):
+    def __init__(
+        self,
+        objective,
+        metric,
+        source,
+        journal: _journal.Journal | None,
+        attempts: int,
+        bar,
+        ending: Ending,
+    ):
         self.objective, self.metric, self.source = objective, metric, source
         self.journal, self.attempts, self.bar, self.ending = journal, attempts, bar, ending
-        self.trials, self.deaths, self.deaths_together = replayed([] if journal is None else journal.records)
+        self.trials, self.deaths, self.deaths_together = replayed(
+            [] if journal is None else journal.records
+        )
         self.interrupted: list[Trial] = []
         self.best = min(map(self._rank, self.trials.values()), default=math.inf)
 
@@ -96,7 +125,9 @@ class Sweep:
         return _trials.ranked(trial.value if trial.status == "done" else None, self.source.mode)
 
     def go_together(self, left: Iterable[int], names: tuple[str, ...], members: int) -> None:
-        """Groups, but for trials whose group ended the process too often: one of them did it, so each goes alone."""
+        """Groups, but for trials whose group ended the process too often: one of them did it, so
+        each goes alone.
+        """
         is_alone = lambda i: self.deaths_together.get(i, 0) >= self.attempts
         for group in _groups(left, self.source, names, members, is_alone):
             if self.ending.asked:
@@ -124,7 +155,10 @@ class Sweep:
             self.end([_trials.judged(index, values, outcome, self.metric, reports, seconds)])
 
     def run_together(self, indices: list[int], names: tuple[str, ...]) -> None:
-        """Trials that agree in all but the values of these names, in one call. Where it raises, one by one."""
+        """Trials that agree in all but the values of these names, in one call.
+
+        Where it raises, one by one.
+        """
         values = {i: self.source.values(i) for i in indices}
         indices = [i for i in indices if not self.died(i, values[i])]
         if not indices:
@@ -132,11 +166,14 @@ class Sweep:
         self.start(indices)
         shared = values[indices[0]]
         given = {
-            name: np.array([values[i][name] for i in indices]) if name in names else shared[name] for name in shared
+            name: np.array([values[i][name] for i in indices]) if name in names else shared[name]
+            for name in shared
         }
         reports: dict[int, np.ndarray] = {}
         began = time.perf_counter()
-        outcome = self._called(given, np.array(indices), functools.partial(_trials.note_all, reports, len(indices)))
+        outcome = self._called(
+            given, np.array(indices), functools.partial(_trials.note_all, reports, len(indices))
+        )
         seconds = (time.perf_counter() - began) / len(indices)
         if self.ending.asked:
             self.interrupt([Trial(i, values[i], "interrupted") for i in indices])
@@ -146,17 +183,25 @@ class Sweep:
                     self.run_together([i], names)
         else:
             ended = []
-            for at, (i, part) in enumerate(zip(indices, _trials.apart(outcome, len(indices)), strict=True)):
+            for at, (i, part) in enumerate(
+                zip(indices, _trials.apart(outcome, len(indices)), strict=True)
+            ):
                 mine = {step: float(found[at]) for step, found in reports.items()}
                 ended.append(_trials.judged(i, values[i], part, self.metric, mine, seconds))
             self.end(ended)
 
     def _called(self, values: dict[str, Any], index: Any, report: Callable) -> Any:
-        """What the objective returns, `Pruned`, or a Cause; where a signal asks for the end nobody looks at it."""
+        """What the objective returns, `Pruned`, or a Cause; where a signal asks for the end nobody
+        looks at it.
+        """
         own = _trials.own(self.objective, index, report)
         try:
             self.ending.is_inside = True
-            return None if self.ending.asked else jax.block_until_ready(self.objective(**values, **own))
+            return (
+                None
+                if self.ending.asked
+                else jax.block_until_ready(self.objective(**values, **own))
+            )
         except Pruned:
             return Pruned
         except BaseException as error:
@@ -198,7 +243,9 @@ class Sweep:
             self.journal.write(record)
 
 
-def _groups(left: Iterable[int], source: Any, names: tuple[str, ...], members: int, is_alone) -> Iterator[list[int]]:
+def _groups(
+    left: Iterable[int], source: Any, names: tuple[str, ...], members: int, is_alone
+) -> Iterator[list[int]]:
     """Trials that agree in all but the values of these names, at most so many at once."""
     alike: dict[str, list[int]] = {}
     for i in left:
@@ -206,7 +253,8 @@ def _groups(left: Iterable[int], source: Any, names: tuple[str, ...], members: i
             yield [i]
             continue
         shared = json.dumps(
-            {name: None if name in names else x for name, x in source.values(i).items()}, sort_keys=True
+            {name: None if name in names else x for name, x in source.values(i).items()},
+            sort_keys=True,
         )
         alike.setdefault(shared, []).append(i)
         if len(alike[shared]) == members:
@@ -214,8 +262,12 @@ def _groups(left: Iterable[int], source: Any, names: tuple[str, ...], members: i
     yield from alike.values()
 
 
-def replayed(records: Sequence[dict[str, Any]]) -> tuple[dict[int, Trial], dict[int, int], dict[int, int]]:
-    """The trials that ended; how often the process died in one that did not; and how often in its whole group."""
+def replayed(
+    records: Sequence[dict[str, Any]],
+) -> tuple[dict[int, Trial], dict[int, int], dict[int, int]]:
+    """The trials that ended; how often the process died in one that did not; and how often in its
+    whole group.
+    """
     trials: dict[int, Trial] = {}
     deaths: dict[int, int] = {}
     together: dict[int, int] = {}
@@ -230,7 +282,9 @@ def replayed(records: Sequence[dict[str, Any]]) -> tuple[dict[int, Trial], dict[
                 trial = _trials.from_record(found)
             except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
                 got = f"{reprlib.repr(found)} ({told(error)})"
-                raise CheckpointError(message("journal", "a trial", got, "what tune writes of a trial")) from error
+                raise CheckpointError(
+                    message("journal", "a trial", got, "what tune writes of a trial")
+                ) from error
             if trial.index in trials:
                 raise CheckpointError(message("journal", f"trial {trial.index}", "two ends", "one"))
             trials[trial.index] = trial

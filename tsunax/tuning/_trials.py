@@ -21,7 +21,13 @@ from tsunax.errors import HyperparameterError, TsunaxError, WrongTypeError, mess
 __all__ = []
 
 RESERVED = ("report", "trial")  # what an objective may name beside the space
-COLUMNS = ("trial", "value", "status", "seconds", "cause")  # of the table, beside the space and the metrics
+COLUMNS = (
+    "trial",
+    "value",
+    "status",
+    "seconds",
+    "cause",
+)  # of the table, beside the space and the metrics
 
 
 class Pruned(TsunaxError):
@@ -46,7 +52,9 @@ class Trial:
     index: int
     values: dict[str, Any]
     status: str  # "done", "failed", "pruned"; "interrupted": it will be run again
-    value: float | None = None  # what the best is sought of; of a pruned trial the last that it reported
+    value: float | None = (
+        None  # what the best is sought of; of a pruned trial the last that it reported
+    )
     metrics: dict[str, float] = field(default_factory=dict)
     cause: Cause | None = None
     seconds: float = 0.0
@@ -66,7 +74,9 @@ def parameters(objective: Callable) -> tuple[dict[str, inspect.Parameter], bool]
         found = inspect.signature(objective).parameters
     except (TypeError, ValueError):
         return {}, True
-    named = {name: p for name, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = {
+        name: p for name, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
     return named, any(p.kind is p.VAR_KEYWORD for p in found.values())
 
 
@@ -79,11 +89,15 @@ def own(objective: Callable, trial: Any, report: Callable) -> dict[str, Any]:
 # What came back
 
 
-def judged(index: int, values: dict, outcome: Any, metric: str | None, reports: dict, seconds: float) -> Trial:
+def judged(
+    index: int, values: dict, outcome: Any, metric: str | None, reports: dict, seconds: float
+) -> Trial:
     """The trial whose objective returned `outcome`, was `Pruned`, or raised what is in a Cause."""
     trial = Trial(index, values, "done", seconds=round(seconds, 6), reports=dict(reports))
     if outcome is Pruned:
-        return dataclasses.replace(trial, status="pruned", value=next(reversed(reports.values()), None))
+        return dataclasses.replace(
+            trial, status="pruned", value=next(reversed(reports.values()), None)
+        )
     if isinstance(outcome, Cause):
         return dataclasses.replace(trial, status="failed", cause=outcome)
     try:
@@ -107,7 +121,9 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
     name = next(iter(metrics)) if metric is None and len(metrics) == 1 else metric
     if name is None:
         got = f"{len(metrics)} numbers ({trees.listed(list(metrics), 8)})"
-        raise HyperparameterError(message("result", "objective", got, "one", "Say which: tune(..., metric=...)."))
+        raise HyperparameterError(
+            message("result", "objective", got, "one", "Say which: tune(..., metric=...).")
+        )
     if name not in metrics:
         raise HyperparameterError(patterns.unknown("metric", "objective", name, metrics))
     return metrics, metrics[name]
@@ -115,7 +131,9 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
 
 def _number(x: Any, where: str) -> float:
     if not _is_number(x):
-        raise WrongTypeError(message("result", where, trees.describe(x), "a number, or a dict of numbers"))
+        raise WrongTypeError(
+            message("result", where, trees.describe(x), "a number, or a dict of numbers")
+        )
     return _float(x)
 
 
@@ -127,7 +145,9 @@ def _float(x: Any) -> float:
 
 
 def _is_number(x: Any) -> bool:
-    return (checks.is_real(x) and np.size(x) == 1) or (isinstance(x, int | float) and not isinstance(x, bool))
+    return (checks.is_real(x) and np.size(x) == 1) or (
+        isinstance(x, int | float) and not isinstance(x, bool)
+    )
 
 
 def apart(outcome: Any, n: int) -> list[Any]:
@@ -140,7 +160,9 @@ def apart(outcome: Any, n: int) -> list[Any]:
             columns[name] = column = np.array([_float(x) for x in column])
         if not checks.is_real(column) or np.shape(column) != (n,):
             at = f"objective, {name!r}" if name else "objective"
-            text = message("result", at, trees.describe(column), f"an array of {n} numbers, one for each trial")
+            text = message(
+                "result", at, trees.describe(column), f"an array of {n} numbers, one for each trial"
+            )
             return [Cause("WrongTypeError", text)] * n
     rows = [{name: float(column[i]) for name, column in columns.items()} for i in range(n)]
     return rows if isinstance(outcome, Mapping) else [row[""] for row in rows]
@@ -156,19 +178,25 @@ def note(reports: dict[int, float], step: Any, value: Any) -> None:
 def note_all(reports: dict[int, Any], n: int, step: Any, values: Any) -> None:
     """A report of n trials at once."""
     if np.shape(values) != (n,):
-        raise WrongTypeError(message("values", "report()", trees.describe(values), f"one for each of {n} trials"))
+        raise WrongTypeError(
+            message("values", "report()", trees.describe(values), f"one for each of {n} trials")
+        )
     note({}, step, 0.0)
     reports[int(step)] = np.asarray(values, np.float64)
 
 
 def cause_of(error: BaseException) -> Cause:
     """An exception as text: it would hold frames, and they arrays."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename
+    ]
     own = [f for f in frames if not f.filename.startswith(LIBRARIES)]
     where = ""
     if own:
         line = (own[-1].line or linecache.getline(own[-1].filename, own[-1].lineno or 0)).strip()
-        where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" + (f": {line}" if line else "")
+        where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" + (
+            f": {line}" if line else ""
+        )
     try:
         text = str(error).strip().splitlines() or [""]
     except Exception:  # of the exception's own
@@ -189,7 +217,11 @@ def from_record(record: Mapping[str, Any]) -> Trial:
     found["reports"] = {int(step): float(x) for step, x in found["reports"]}
     found["values"] = {name: _tuples(x) for name, x in found["values"].items()}
     trial = Trial(**found)
-    numbers = [*trial.metrics.values(), trial.seconds, *([] if trial.value is None else [trial.value])]
+    numbers = [
+        *trial.metrics.values(),
+        trial.seconds,
+        *([] if trial.value is None else [trial.value]),
+    ]
     texts = [trial.status, *trial.values, *trial.metrics, *(trial.cause or ())]
     is_one = type(trial.index) is int and all(type(x) in (int, float) for x in numbers)
     if not is_one or not all(isinstance(x, str) for x in texts):

@@ -7,8 +7,9 @@
         "width": 64,
     }
 
-What is drawn is a function of (seed, trial, name) alone: neither the order of the trials, nor what was drawn before,
-nor another name in the space changes it. It knows nothing of objectives, journals or libraries that search.
+What is drawn is a function of (seed, trial, name) alone: neither the order of the trials, nor what
+was drawn before, nor another name in the space changes it. It knows nothing of objectives, journals
+or libraries that search.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ class log_uniform:
 
     def at(self, u: float) -> float:
         """The value below which the part u of the space lies."""
-        return min(max(math.exp(math.log(self.low) + u * math.log(self.high / self.low)), self.low), self.high)
+        return min(
+            max(math.exp(math.log(self.low) + u * math.log(self.high / self.low)), self.low),
+            self.high,
+        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,8 @@ class choice:
 
 
 class grid(choice):
-    """All of some values, where `tune(..., backend="grid")` looks at every combination; elsewhere a `choice`.
+    """All of some values, where `tune(..., backend="grid")` looks at every combination; elsewhere a
+    `choice`.
 
     >>> grid(np.logspace(-3, -1, 3)).options
     (0.001, 0.01, 0.1)
@@ -122,7 +127,8 @@ class grid(choice):
 
 @dataclass(frozen=True)
 class when:
-    """An entry that is there only where another one, which comes before it, has a value (or one of a list of them).
+    """An entry that is there only where another one, which comes before it, has a value (or one of
+    a list of them).
 
     >>> space = {"rule": choice(["adam", "sgd"]), "momentum": when("rule", "sgd", uniform(0.5, 0.99))}
     >>> [sorted(sample(space, 0, trial)) for trial in range(3)]
@@ -145,7 +151,9 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def sample(space: Mapping[str, Any], seed: int, trial: int, fixed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def sample(
+    space: Mapping[str, Any], seed: int, trial: int, fixed: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The values of a trial: those that are `fixed`, and the others drawn."""
     found: dict[str, Any] = {}
     for name, entry in space.items():
@@ -203,7 +211,9 @@ def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
             options = [inner] if not is_absent(inner) and not hasattr(inner, "at") else options
             if len(grown) + len(options) > _MOST:
                 fix = "Fewer values of each, or backend='random'."
-                raise HyperparameterError(message("grid", "tune()", f"over {_MOST:,} combinations", "fewer", fix))
+                raise HyperparameterError(
+                    message("grid", "tune()", f"over {_MOST:,} combinations", "fewer", fix)
+                )
             grown += [{**point, name: option} for option in options] or [point]
         found = grown
     return found
@@ -213,40 +223,59 @@ def checked(space: Any, where: str, backend: str) -> dict[str, Any]:
     """A space as it can be drawn from: plain values as Python's own. Raises for one that cannot."""
     if not isinstance(space, Mapping):
         fix = 'A dict: {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1)}.'
-        raise WrongTypeError(message("space", where, trees.describe(space), "names and what they may be", fix))
+        raise WrongTypeError(
+            message("space", where, trees.describe(space), "names and what they may be", fix)
+        )
     if not space:
         raise HyperparameterError(message("space", where, "an empty one", "at least one name"))
     found: dict[str, Any] = {}
     for name, entry in space.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise WrongTypeError(message("name", f"space of {where}", repr(name), "a name as of an argument"))
+            raise WrongTypeError(
+                message("name", f"space of {where}", repr(name), "a name as of an argument")
+            )
         at = f"space[{name!r}]"
         found[name] = _checked_entry(entry, at, space, found, backend)
-    if backend == "grid" and not any(isinstance(innermost(entry), grid) for entry in found.values()):
+    if backend == "grid" and not any(
+        isinstance(innermost(entry), grid) for entry in found.values()
+    ):
         fix = "Give ts.tuning.spaces.grid([...]) for what is to be laid out, or backend='random'."
-        raise HyperparameterError(message("space", f"{where}, backend 'grid'", "no grid", "at least one", fix))
+        raise HyperparameterError(
+            message("space", f"{where}, backend 'grid'", "no grid", "at least one", fix)
+        )
     return found
 
 
-def _checked_entry(entry: Any, at: str, space: Mapping[str, Any], before: Mapping[str, Any], backend: str) -> Any:
+def _checked_entry(
+    entry: Any, at: str, space: Mapping[str, Any], before: Mapping[str, Any], backend: str
+) -> Any:
     if isinstance(entry, type) and hasattr(entry, "at"):
-        raise WrongTypeError(message("entry", at, f"{entry.__name__} itself", f"{entry.__name__}(...)"))
+        raise WrongTypeError(
+            message("entry", at, f"{entry.__name__} itself", f"{entry.__name__}(...)")
+        )
     if hasattr(entry, "at"):
         return entry
     if isinstance(entry, list):
         fix = "A constant that is a sequence is a tuple."
         if entry:
             shown = reprlib.repr(entry)
-            fix = f"For one of them in each trial: ts.tuning.spaces.choice({shown}), or grid({shown}). {fix}"
+            fix = (
+                f"For one of them in each trial: ts.tuning.spaces.choice({shown}), or "
+                f"grid({shown}). {fix}"
+            )
         raise WrongTypeError(
-            message("entry", at, f"a list, {reprlib.repr(entry)}", "an entry of ts.tuning.spaces", fix)
+            message(
+                "entry", at, f"a list, {reprlib.repr(entry)}", "an entry of ts.tuning.spaces", fix
+            )
         )
     if not isinstance(entry, when):
         return _plain(entry, at)
     name = entry.name
     if name not in before:
         if name in space:
-            raise HyperparameterError(message("when", at, f"{name!r}, which comes after it", "a name before it"))
+            raise HyperparameterError(
+                message("when", at, f"{name!r}, which comes after it", "a name before it")
+            )
         raise HyperparameterError(patterns.unknown("when", at, str(name), before))
     wanted = [_plain(value, at) for value in entry.values]
     if not wanted:
@@ -256,7 +285,9 @@ def _checked_entry(entry: Any, at: str, space: Mapping[str, Any], before: Mappin
     inner = _checked_entry(entry.entry, at, space, before, backend)
     if backend == "grid" and isinstance(innermost(inner), grid) and not _is_laid_out(before, name):
         fix = f"Make {name!r} a grid too."
-        raise HyperparameterError(message("grid", at, f"one under {name!r}, which is drawn", "one under a grid", fix))
+        raise HyperparameterError(
+            message("grid", at, f"one under {name!r}, which is drawn", "one under a grid", fix)
+        )
     return when(name, wanted, inner)
 
 
@@ -277,7 +308,9 @@ def _check_value(name: str, value: Any, other: Any, at: str) -> None:
 
 
 def _is_laid_out(space: Mapping[str, Any], name: str) -> bool:
-    """Whether a grid decides a name: it is in the grid itself, or plain, and so are those that it depends on."""
+    """Whether a grid decides a name: it is in the grid itself, or plain, and so are those that it
+    depends on.
+    """
     entry = space[name]
     while isinstance(entry, when):
         if not _is_laid_out(space, entry.name):
@@ -323,8 +356,13 @@ def _plain(value: Any, at: str) -> Any:
         if math.isfinite(value):
             return value
         raise HyperparameterError(message("value", at, value, "a finite number"))
-    fix = "Give its name, and look it up in the objective; or bind it: functools.partial(objective, x=...)."
-    raise WrongTypeError(message("value", at, trees.describe(value), "None, a bool, number, string, or a tuple", fix))
+    fix = (
+        "Give its name, and look it up in the objective; or bind it: "
+        "functools.partial(objective, x=...)."
+    )
+    raise WrongTypeError(
+        message("value", at, trees.describe(value), "None, a bool, number, string, or a tuple", fix)
+    )
 
 
 def _keep_bounds(entry: Any, where: str, positive: bool = False) -> None:
@@ -337,10 +375,14 @@ def _keep_bounds(entry: Any, where: str, positive: bool = False) -> None:
         if not abs(x) <= sys.float_info.max:
             raise HyperparameterError(message(name, where, reprlib.repr(x), "a finite number"))
         if positive and x <= 0:
-            raise HyperparameterError(message(name, where, x, "a number > 0, which has a logarithm"))
+            raise HyperparameterError(
+                message(name, where, x, "a number > 0, which has a logarithm")
+            )
         object.__setattr__(entry, name, x)
     low, high = entry.low, entry.high
     span = float(high) / float(low) if positive else float(high) - float(low)
     if low >= high or not math.isfinite(span):
         fix = "A value that does not change is given as it is." if low == high else ""
-        raise HyperparameterError(message("bounds", where, f"low={low}, high={high}", "low < high", fix))
+        raise HyperparameterError(
+            message("bounds", where, f"low={low}, high={high}", "low < high", fix)
+        )

@@ -4,12 +4,13 @@
         ...
         return ts.evaluate(score, state, held_out)["loss"]
 
-    space = {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1), "width": ts.tuning.spaces.choice([64, 128])}
-    result = ts.tune(objective, space, trials=50, directory="sweep")
-    result.best.values, result.best.value
+    space = {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1), "width":
+    ts.tuning.spaces.choice([64, 128])} result = ts.tune(objective, space, trials=50,
+    directory="sweep") result.best.values, result.best.value
 
-What a trial is given is a function of (seed, trial) alone, and what it gave is on the disk before the next one starts:
-a sweep that is killed goes on, and ends as if it had not been. It knows nothing of states or steps.
+What a trial is given is a function of (seed, trial) alone, and what it gave is on the disk before
+the next one starts: a sweep that is killed goes on, and ends as if it had not been. It knows
+nothing of states or steps.
 """
 
 from __future__ import annotations
@@ -29,16 +30,33 @@ import numpy as np
 from tsunax._core import checks, durable_files, patterns, stable_text, trees
 from tsunax._core.interrupts import in_notebook
 from tsunax.distributed import processes
-from tsunax.errors import CheckpointError, HyperparameterError, ProcessError, TrialError, WrongTypeError, message
+from tsunax.errors import (
+    CheckpointError,
+    HyperparameterError,
+    ProcessError,
+    TrialError,
+    WrongTypeError,
+    message,
+)
 from tsunax.run import plots
 from tsunax.run import progress as _progress
 from tsunax.tuning import _journal, _optuna, _ray_tune, _sweep, _trials, spaces
 from tsunax.tuning._trials import Cause, Pruned, Trial
 
-__all__ = ["Cause", "Pruned", "Result", "Trial", "as_trainable", "halving", "median", "read", "tune"]
+__all__ = [
+    "Cause",
+    "Pruned",
+    "Result",
+    "Trial",
+    "as_trainable",
+    "halving",
+    "median",
+    "read",
+    "tune",
+]
 
 
-# ---------------------------------------------------------------------------------------------------------- the result
+# --------------------------------------------------------------------------------------- the result
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,7 +90,10 @@ class Result:
             {"trial": trial.index}
             | {name: trial.values.get(name) for name in self.space}
             | {"value": trial.value}
-            | {f"metrics/{name}" if name in taken else name: trial.metrics.get(name) for name in metrics}
+            | {
+                f"metrics/{name}" if name in taken else name: trial.metrics.get(name)
+                for name in metrics
+            }
             | {"status": trial.status, "seconds": trial.seconds, "cause": str(trial.cause or "")}
             for trial in self.trials
         ]
@@ -82,7 +103,9 @@ class Result:
         rows = self.rows
         if not isinstance(name, str):
             fix = "result.trials[0] is a trial, result.best the best one."
-            raise WrongTypeError(message("name", "Result", trees.describe(name), "a column's name", fix))
+            raise WrongTypeError(
+                message("name", "Result", trees.describe(name), "a column's name", fix)
+            )
         if not rows or name not in rows[0]:
             known = rows[0] if rows else ()
             raise TrialError(patterns.unknown("column", "Result", name, known))
@@ -93,22 +116,34 @@ class Result:
 
     def __repr__(self) -> str:
         order = {"done": 0, "pruned": 1}
-        rank = lambda trial: (order.get(trial.status, 2), _trials.ranked(trial.value, self.mode), trial.index)
+        rank = lambda trial: (
+            order.get(trial.status, 2),
+            _trials.ranked(trial.value, self.mode),
+            trial.index,
+        )
         shown = {trial.index: row for trial, row in zip(self.trials, self.rows, strict=True)}
         rows = [shown[trial.index] for trial in sorted(self.trials, key=rank)][:_SHOWN]
-        names = [name for name in (rows[0] if rows else ()) if any(row[name] not in (None, "") for row in rows)]
+        names = [
+            name
+            for name in (rows[0] if rows else ())
+            if any(row[name] not in (None, "") for row in rows)
+        ]
         lines = [names, *([_cell(row[name]) for name in names] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         right = [all(isinstance(row[name], int | float | None) for row in rows) for name in names]
         pad = lambda x, n, is_right: f"{x:>{n}}" if is_right else f"{x:<{n}}"
         text = ["  ".join(map(pad, line, widths, right)).rstrip() for line in lines]
         counts = {name: sum(trial.status == name for trial in self.trials) for name in _STATUSES}
-        head = f"{len(self.trials)} trials: " + ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+        head = f"{len(self.trials)} trials: " + ", ".join(
+            f"{n} {name}" for name, n in counts.items() if n
+        )
         rest = [f"... {len(self.trials) - len(rows)} more"] if len(rows) < len(self.trials) else []
         return "\n".join([head.removesuffix(": "), *text, *rest])
 
     def plot(self):
-        """A matplotlib Figure: a panel for each name, the value of the trials over it; the best is marked."""
+        """A matplotlib Figure: a panel for each name, the value of the trials over it; the best is
+        marked.
+        """
         return plots.scatter(
             {name: [trial.values.get(name) for trial in self.trials] for name in self._varied()},
             [trial.value for trial in self.trials],
@@ -132,15 +167,16 @@ def _cell(x: Any) -> str:
     return text if len(text) <= 60 else text[:59] + "…"
 
 
-# ------------------------------------------------------------------------------------------------- when to end a trial
+# ------------------------------------------------------------------------------ when to end a trial
 
 
 @dataclass(frozen=True)
 class median:
-    """Prune a trial whose best report so far is worse than the median of what others had at that step.
+    """Prune a trial whose best report so far is worse than the median of what others had at that
+    step.
 
-    `startup` others must have come that far, and nothing is pruned before the step `warmup`. As Vizier's median rule
-    (Golovin et al. 2017).
+    `startup` others must have come that far, and nothing is pruned before the step `warmup`. As
+    Vizier's median rule (Golovin et al. 2017).
     """
 
     startup: int = 5
@@ -160,7 +196,8 @@ class median:
 
 @dataclass(frozen=True)
 class halving:
-    """Prune a trial that is not among the best 1/`factor` at a rung: the steps `first`, `first * factor`, ...
+    """Prune a trial that is not among the best 1/`factor` at a rung: the steps `first`, `first *
+    factor`, ...
 
     Asynchronous successive halving (ASHA, Li et al. 2018) in its stopping form.
     """
@@ -189,7 +226,7 @@ def _best_until(step: int, reports: Mapping[int, float]) -> float:
     return min((x for s, x in reports.items() if s <= step and not math.isnan(x)), default=math.inf)
 
 
-# ------------------------------------------------------------------------------------------------------------ the sweep
+# ---------------------------------------------------------------------------------------- the sweep
 
 
 def tune(
@@ -202,7 +239,7 @@ def tune(
     mode: str = "min",
     metric: str | None = None,
     pruner: Any = None,
-    vectorised: Sequence[str] = (),
+    vectorized: Sequence[str] = (),
     members: int = 32,
     directory: str | os.PathLike | None = None,
     attempts: int = 3,
@@ -216,34 +253,42 @@ def tune(
             record(trial, values, objective(**values))
 
     Args:
-      objective: takes the names of the space as keywords, and returns a number or a dict of numbers (what `evaluate`
-        gives). It may also name `trial`, the number of the trial (for a folder, or a key), and `report`: with
-        `report(step, value)` on the way it is told by an exception that it is not worth going on.
-      space: names, and what `tsunax.spaces` has; or plain values, which are constants. A list is refused: say
-        `spaces.choice([...])`, or give a tuple.
-      trials: how many; of a grid all of them by default. More of them go on with a directory that has some.
-      backend: "random"; "grid", every combination of the entries that are `grid`; "optuna", where the next values
-        follow from what was found (extra `tune`); "ray", many at once on a Ray cluster (extra `ray`).
+      objective: takes the names of the space as keywords, and returns a number or a dict of numbers
+        (what `evaluate` gives). It may also name `trial`, the number of the trial (for a folder, or
+        a key), and `report`: with `report(step, value)` on the way it is told by an exception that
+        it is not worth going on.
+      space: names, and what `tsunax.spaces` has; or plain values, which are constants. A list is
+        refused: say `spaces.choice([...])`, or give a tuple.
+      trials: how many; of a grid all of them by default. More of them go on with a directory that
+        has some.
+      backend: "random"; "grid", every combination of the entries that are `grid`; "optuna", where
+        the next values follow from what was found (extra `tune`); "ray", many at once on a Ray
+        cluster (extra `ray`).
       seed: the values of a trial are a function of it and of the trial's number.
       mode, metric: "min" or "max", and of which number in a dict.
-      pruner: `median()`, `halving()`, or any `f(reports, others) -> bool` of {step: value} of this trial and of the
-        others, smaller being better; with backend="optuna" one of Optuna's.
-      vectorised: names that the objective takes as arrays, up to `members` trials at once, which agree in all other
-        values; `trial` is an array then, too, and it returns an array, or a dict of arrays. For populations: numbers
-        that are live in a rule. Where it raises, its trials are run again one by one.
-      directory: where the journal is kept (`trials.jsonl`). The same command goes on after whatever ended it: trials
-        that are there are not run again, and an objective with other code gives a warning. With "optuna", its own
+      pruner: `median()`, `halving()`, or any `f(reports, others) -> bool` of {step: value} of this
+        trial and of the others, smaller being better; with backend="optuna" one of Optuna's.
+      vectorized: names that the objective takes as arrays, up to `members` trials at once, which
+        agree in all other values; `trial` is an array then, too, and it returns an array, or a dict
+        of arrays. For populations: numbers that are live in a rule. Where it raises, its trials are
+        run again one by one.
+      directory: where the journal is kept (`trials.jsonl`). The same command goes on after whatever
+        ended it: trials that are there are not run again, and an objective with other code gives a
+          warning. With "optuna", its own
         journal is there too (`optuna.journal`).
       attempts: a trial in which the process died so many times has failed.
-      options: "optuna": `sampler`, an Optuna sampler, or a function of a seed that makes one. "ray": `scheduler`,
-        `resources` of a trial as {"cpu": 1, "gpu": 1}, `concurrent`, how many at once.
+      options: "optuna": `sampler`, an Optuna sampler, or a function of a seed that makes one.
+        "ray": `scheduler`, `resources` of a trial as {"cpu": 1, "gpu": 1}, `concurrent`, how many
+        at once.
 
-    A trial that raises, or gives no finite number, has failed, and the others go on; its `cause` says why. Ctrl-C and
-    SIGTERM end the sweep, and the trial under way is run again when it goes on: KeyboardInterrupt or SystemExit(143),
-    with the `result` so far; in a notebook Ctrl-C returns it.
+    A trial that raises, or gives no finite number, has failed, and the others go on; its `cause`
+    says why. Ctrl-C and SIGTERM end the sweep, and the trial under way is run again when it goes
+    on: KeyboardInterrupt or SystemExit(143), with the `result` so far; in a notebook Ctrl-C returns
+    it.
 
-    Raises HyperparameterError and WrongTypeError for a space, an objective or options that cannot be, before anything
-    runs; CheckpointError for a directory of another sweep; MissingLibraryError without Optuna or Ray.
+    Raises HyperparameterError and WrongTypeError for a space, an objective or options that cannot
+    be, before anything runs; CheckpointError for a directory of another sweep; MissingLibraryError
+    without Optuna or Ray.
 
     >>> space = {"x": spaces.uniform(-1.0, 1.0), "y": spaces.grid([1, 2])}
     >>> result = tune(lambda x, y: (x - 0.5) ** 2 + y, space, trials=20, progress=False)
@@ -254,7 +299,7 @@ def tune(
     _check(objective, trials, backend, seed, mode, metric, members, attempts, where)
     space = spaces.checked(space, where, backend)
     _check_objective(objective, space, where)
-    names = _check_vectorised(vectorised, space, backend, pruner, where)
+    names = _check_vectorised(vectorized, space, backend, pruner, where)
     source = _source(backend, space, seed, mode, pruner, options, where)
     _check_pruner(pruner, source.is_theirs, where)
     trials = source.count(trials, where)
@@ -264,10 +309,14 @@ def tune(
         "backend": backend,
     }
     about["objective"] = list(stable_text.name_and_code(objective))
-    about |= {"seed": seed, "mode": mode, "metric": metric, "vectorised": list(names)}
+    about |= {"seed": seed, "mode": mode, "metric": metric, "vectorized": list(names)}
     folder = None if directory is None else durable_files.folder_of(directory, "directory", where)
     with contextlib.ExitStack() as stack:
-        journal = None if folder is None else stack.enter_context(contextlib.closing(_journal.Journal(folder, about)))
+        journal = (
+            None
+            if folder is None
+            else stack.enter_context(contextlib.closing(_journal.Journal(folder, about)))
+        )
         source.begin(folder)
         stack.enter_context(ending := _sweep.Ending())
         bar = _progress.progress(progress, total=trials, unit="trial")
@@ -289,20 +338,28 @@ def _ended(result: Result, asked: int) -> Result:
         error = KeyboardInterrupt(f"after {len(result)} trials; `error.result` has them")
     else:
         if result.trials and all(trial.status == "failed" for trial in result.trials):
-            text = f"tune(): all {len(result)} trials failed, the first with {result.trials[0].cause}"
+            text = (
+                f"tune(): all {len(result)} trials failed, the first with {result.trials[0].cause}"
+            )
             warnings.warn(text, RuntimeWarning, stacklevel=3)
         return result
     error.result = result  # type: ignore[attr-defined]
     raise error
 
 
-def _source(backend, space, seed, mode, pruner, options: dict[str, Any], where: str) -> _sweep.Drawn:
+def _source(
+    backend, space, seed, mode, pruner, options: dict[str, Any], where: str
+) -> _sweep.Drawn:
     """Where the values come from."""
-    known = {"optuna": ["sampler"], "ray": ["scheduler", "resources", "concurrent"]}.get(backend, [])
+    known = {"optuna": ["sampler"], "ray": ["scheduler", "resources", "concurrent"]}.get(
+        backend, []
+    )
     for name in options:
         if name not in known:
             own = [name for name in inspect.signature(tune).parameters if name != "options"]
-            raise WrongTypeError(patterns.unknown("option", f"tune(backend={backend!r})", name, [*own, *known]))
+            raise WrongTypeError(
+                patterns.unknown("option", f"tune(backend={backend!r})", name, [*own, *known])
+            )
     if backend == "optuna":
         return _optuna.Proposed(space, seed, mode, pruner, **options)
     if backend == "ray":
@@ -317,30 +374,37 @@ def _check_pruner(pruner: Any, is_theirs: bool, where: str) -> None:
     if isinstance(pruner, type) or not callable(pruner):
         fix = "ts.tuning.median(), say; Optuna's own with backend='optuna'."
         got = pruner.__name__ + " itself" if isinstance(pruner, type) else trees.describe(pruner)
-        raise WrongTypeError(message("pruner", where, got, "a function (reports, others) -> bool", fix))
+        raise WrongTypeError(
+            message("pruner", where, got, "a function (reports, others) -> bool", fix)
+        )
 
 
 def read(directory: str | os.PathLike) -> Result:
     """The trials of a directory so far, also while a sweep writes there. Raises CheckpointError."""
-    records = list(_journal.read(durable_files.folder_of(directory, "directory", "read()") / _journal.NAME))
+    records = list(
+        _journal.read(durable_files.folder_of(directory, "directory", "read()") / _journal.NAME)
+    )
     if not records:
         raise CheckpointError(message("journal", str(directory), "an empty one", "a sweep's"))
     (trials, *_), about = _sweep.replayed(records), records[0]["sweep"]
     return Result(tuple(trials[i] for i in sorted(trials)), about["space"], about["mode"])
 
 
-def as_trainable(objective: Callable[..., Any], metric: str = "value") -> Callable[[Mapping[str, Any]], None]:
+def as_trainable(
+    objective: Callable[..., Any], metric: str = "value"
+) -> Callable[[Mapping[str, Any]], None]:
     """An objective as a function trainable of Ray Tune, for a `ray.tune.Tuner` of your own.
 
-        tuner = ray.tune.Tuner(ts.tuning.as_trainable(objective), param_space={"learning_rate": ray.tune.uniform(0, 1)})
+        tuner = ray.tune.Tuner(ts.tuning.as_trainable(objective), param_space={"learning_rate":
+        ray.tune.uniform(0, 1)})
 
-    What it returns and reports comes to Ray under `metric`, with the `step` of a report beside it: a scheduler takes
-    `time_attr="step"`. An exception of the objective is Ray's to handle.
+    What it returns and reports comes to Ray under `metric`, with the `step` of a report beside it:
+    a scheduler takes `time_attr="step"`. An exception of the objective is Ray's to handle.
     """
     return _ray_tune.trainable(objective, metric)
 
 
-# ----------------------------------------------------------------------------------------------------- what was given
+# ----------------------------------------------------------------------------------- what was given
 
 
 def _check_objective(objective: Callable, space: Mapping[str, Any], where: str) -> None:
@@ -348,39 +412,60 @@ def _check_objective(objective: Callable, space: Mapping[str, Any], where: str) 
     for name in space:
         if name in _trials.RESERVED or name in _trials.COLUMNS:
             fix = f"tune gives {name!r} itself."
-            raise HyperparameterError(message("name", f"space of {where}", repr(name), "another name", fix))
+            raise HyperparameterError(
+                message("name", f"space of {where}", repr(name), "another name", fix)
+            )
         if not is_open and name not in takes:
             known = [p for p in takes if p not in _trials.RESERVED]
             fix = "The objective does not take it."
-            raise HyperparameterError(patterns.unknown("name", f"space of {where}", name, known, fix))
+            raise HyperparameterError(
+                patterns.unknown("name", f"space of {where}", name, known, fix)
+            )
     for name, p in takes.items():
         if p.default is not p.empty or name in _trials.RESERVED:
             continue
         if name not in space:
             fix = "Put it into the space, or bind it: functools.partial(objective, x=...)."
-            raise HyperparameterError(message("objective", where, f"a parameter {name!r}", "names of the space", fix))
+            raise HyperparameterError(
+                message("objective", where, f"a parameter {name!r}", "names of the space", fix)
+            )
         if isinstance(space[name], spaces.when):
             fix = f"It is not always there: give {name!r} a default."
-            raise HyperparameterError(message("objective", where, f"{name!r} without a default", "one with", fix))
+            raise HyperparameterError(
+                message("objective", where, f"{name!r} without a default", "one with", fix)
+            )
 
 
-def _check_vectorised(vectorised: Any, space, backend: str, pruner: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(vectorised, str | Sequence):
-        raise WrongTypeError(message("vectorised", where, trees.describe(vectorised), "names of the space"))
-    names = (vectorised,) if isinstance(vectorised, str) else tuple(vectorised)
+def _check_vectorised(
+    vectorized: Any, space, backend: str, pruner: Any, where: str
+) -> tuple[str, ...]:
+    if not isinstance(vectorized, str | Sequence):
+        raise WrongTypeError(
+            message("vectorized", where, trees.describe(vectorized), "names of the space")
+        )
+    names = (vectorized,) if isinstance(vectorized, str) else tuple(vectorized)
     for name in names:
         if name not in space:
-            raise HyperparameterError(patterns.unknown("vectorised", where, str(name), space))
+            raise HyperparameterError(patterns.unknown("vectorized", where, str(name), space))
         entry = spaces.innermost(space[name])
         options = getattr(entry, "options", () if hasattr(entry, "at") else (entry,))
         if any(isinstance(x, bool) or not isinstance(x, int | float) for x in options):
             fix = "Only numbers can be an array's."
-            raise HyperparameterError(message(f"vectorised {name!r}", where, repr(entry), "numbers", fix))
+            raise HyperparameterError(
+                message(f"vectorized {name!r}", where, repr(entry), "numbers", fix)
+            )
     if names and backend not in ("random", "grid"):
-        raise HyperparameterError(message("vectorised", where, f"backend {backend!r}", "'random' or 'grid'"))
+        raise HyperparameterError(
+            message("vectorized", where, f"backend {backend!r}", "'random' or 'grid'")
+        )
     if names and pruner is not None:
-        fix = "A population trains all of its members to the end; ts.populations.select keeps the better half."
-        raise HyperparameterError(message("pruner", where, "one beside vectorised", "one of them", fix))
+        fix = (
+            "A population trains all of its members to the end; ts.populations.select keeps the "
+            "better half."
+        )
+        raise HyperparameterError(
+            message("pruner", where, "one beside vectorized", "one of them", fix)
+        )
     return names
 
 
@@ -388,7 +473,9 @@ def _check(objective, trials, backend, seed, mode, metric, members, attempts, wh
     if not callable(objective):
         fix = "tune(objective, space, ...)."
         got = trees.describe(objective)
-        raise WrongTypeError(message("objective", where, got, "a function that returns a number", fix))
+        raise WrongTypeError(
+            message("objective", where, got, "a function that returns a number", fix)
+        )
     for name, value, known in (
         ("backend", backend, ("random", "grid", "optuna", "ray")),
         ("mode", mode, ("min", "max")),
@@ -400,7 +487,9 @@ def _check(objective, trials, backend, seed, mode, metric, members, attempts, wh
     for name, (n, least) in (counts | ({} if trials is None else {"trials": (trials, 1)})).items():
         checks.check_count(n, where, name, least)
     if metric is not None and not isinstance(metric, str):
-        raise WrongTypeError(message("metric", where, trees.describe(metric), "a name in what the objective returns"))
+        raise WrongTypeError(
+            message("metric", where, trees.describe(metric), "a name in what the objective returns")
+        )
     if (count := processes.process_count()) > 1:
         fix = "One process searches; backend='ray' gives trials to others."
         raise ProcessError(message("tune", "", f"{count} processes", "one", fix))

@@ -1,0 +1,156 @@
+"""Clipping and decay: rules that change gradients before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tsunax._core import patterns as _patterns
+from tsunax._core import trees
+from tsunax.errors import RuleError, WrongTypeError, message
+from tsunax.guard import GOT, Report
+from tsunax.rules import live_rules, numbers
+from tsunax.rules.live_rules import live
+
+
+def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
+    """A rule without state from `f(updates, params, **extra) -> updates`."""
+
+    def update(updates, state, params=None, **extra):
+        return f(updates, params, **extra), state
+
+    return live_rules.as_rule(lambda params: optax.EmptyState(), update)
+
+
+def _clip(max_delta: float = 10.0):
+    """Clamp every component of the gradient to [-max_delta, max_delta]; NaN stays NaN.
+
+    It changes the direction.
+    """
+    bound = numbers.as_scalar(max_delta)
+    return _stateless(
+        lambda updates, params, **_: jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates)
+    )
+
+
+def _clip_by_global_norm(max_norm: float = 1.0):
+    """Scale the whole gradient to an L2 norm of at most `max_norm`.
+
+    One f32 norm over everything that is trained and not frozen; at the head of a group's chain it
+    is across all `partition`, behind another rule over its own group. Where it is not finite the
+    step is rejected by its verdict; in plain optax code it is as in `optax.clip_by_global_norm`.
+    """
+    bound = numbers.as_scalar(max_norm)
+
+    def clip(updates, params, *, outside=0.0, **_):
+        norm = jnp.sqrt(sum(trees.square_sums(updates)) + outside)
+        small = norm < bound
+        return jax.tree.map(
+            lambda g: jnp.where(small, g, (g / norm.astype(g.dtype)) * bound), updates
+        )
+
+    return _stateless(clip)
+
+
+def _clip_by_norm(max_norm: float = 10.0, p: float = 2, throw: bool = True):
+    """Scale each array by itself to a p-norm of at most `max_norm` (Optimisers.jl's `ClipNorm`).
+
+    `p` is any real number, ±inf, or 0 (the count of nonzeros). Norms are taken in f32. With
+    `throw`, a norm that is not finite rejects the step, and its verdict names p, the norm, the path
+    and the shape; without, it flows on, as does NaN.
+    """
+    if isinstance(p, bool) or not isinstance(p, (int, float, np.integer, np.floating)) or p != p:
+        raise WrongTypeError(
+            message("p", "clip_by_norm()", trees.describe(p), "a real number, ±inf or 0")
+        )
+    bound = numbers.as_scalar(max_norm)
+
+    def report(params, values):
+        leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+        name = lambda path: f"clip_by_norm, p={p}, of {trees.access_str('grads', path)}"
+        whats = (f"{name(path)}, shape {x.shape}: {GOT}" for path, x in leaves)
+        return Report(values, tuple(whats))
+
+    def init(params):
+        n = len(jax.tree.leaves(params))
+        return report(params, jnp.zeros(n, jnp.float32)) if throw else optax.EmptyState()
+
+    def update(updates, state, params=None, **_):
+        leaves, treedef = jax.tree.flatten(updates)
+        norms = [array_norm(g, p) for g in leaves]
+        scaled = [
+            g * jnp.minimum(bound / n, 1).astype(g.dtype)
+            for g, n in zip(leaves, norms, strict=True)
+        ]
+        return treedef.unflatten(scaled), report(
+            updates, jnp.stack(norms).astype(jnp.float32)
+        ) if throw else state
+
+    return live_rules.as_rule(init, update)
+
+
+def array_norm(x, p: float):
+    """(Σ|x|ᵖ)^(1/p) of one array in f32; max |x| for inf, min |x| for -inf, the count of nonzeros
+    for 0.
+    """
+    x = jnp.abs(x).astype(jnp.promote_types(jnp.float32, jnp.abs(x).dtype))
+    if p == 0:
+        return jnp.where(jnp.any(jnp.isnan(x)), jnp.nan, jnp.sum(x != 0).astype(x.dtype))
+    if p in (float("inf"), float("-inf")):
+        return jnp.max(x) if p > 0 else jnp.min(x)
+    if p == 1:
+        return jnp.sum(x)
+    if p == 2:
+        return jnp.sqrt(jnp.sum(x * x))
+    return jnp.sum(x**p) ** (1 / p)
+
+
+def _add_decayed_weights(weight_decay: float = 5e-4, where: Any = "**"):
+    """Add `weight_decay · params` to the gradient of the leaves that `where` matches.
+
+    First in a chain it is the gradient of `weight_decay / 2 · Σ params²` added to the loss; between
+    an adaptive scaling and the learning rate, decoupled decay (see `chain`).
+    """
+    rate = numbers.as_scalar(weight_decay)
+    return _decay(where, lambda g, p: g + rate * p)
+
+
+def _sign_decay(sign_decay: float = 1e-3, where: Any = "**"):
+    """Add `sign_decay · sign(params)` to the gradient: first in a chain, `sign_decay · Σ|params|`
+    in the loss.
+    """
+    rate = numbers.as_scalar(sign_decay)
+    return _decay(where, lambda g, p: g + rate * jnp.sign(p))
+
+
+def _decay(where, f):
+    _patterns.compile_where(where)  # raises now for a pattern that is malformed
+
+    def init(params):
+        _patterns.select(where, params)  # raises now for a pattern that matches nothing
+        return optax.EmptyState()
+
+    def update(updates, state, params=None, **_):
+        if params is None:
+            raise RuleError(message("params", "update()", "None", "the params, to decay them"))
+        flags = _patterns.select(where, params)
+        leaves, treedef = jax.tree.flatten(updates)
+        params = jax.tree.leaves(params)
+        new = [f(g, p) if flag else g for g, p, flag in zip(leaves, params, flags, strict=True)]
+        return treedef.unflatten(new), state
+
+    return live_rules.as_rule(init, update)
+
+
+clip = live(_clip)
+clip_by_global_norm = live(_clip_by_global_norm)
+clip_by_norm = live(_clip_by_norm, static=("p", "throw"))
+for _rule in (clip, clip_by_global_norm, clip_by_norm):
+    _rule.advice = "Choose one of clip_by_global_norm, clip_by_norm, clip."
+add_decayed_weights = live(_add_decayed_weights)
+sign_decay = live(_sign_decay)

@@ -1,0 +1,292 @@
+"""Rules made of rules: one after the other, one for each part of the params, and leaving alone what
+has no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tsunax._core import patterns as _patterns
+from tsunax._core import trees
+from tsunax.errors import PatternError, RuleError, WrongTypeError, message
+from tsunax.guard import choose
+from tsunax.rules import accumulation, live_rules, number_table
+
+
+@dataclass(frozen=True)
+class _ChainInit:
+    inits: tuple[Callable, ...]
+
+    def __call__(self, params):
+        return tuple(init(params) for init in self.inits)
+
+    def blank(self):
+        return _ChainInit(tuple(live_rules.blank(init) for init in self.inits))
+
+
+@dataclass(frozen=True)
+class _ChainUpdate:
+    updates: tuple[Callable, ...]
+
+    def text(self, init: Any) -> str:
+        return f"chain({', '.join(map(live_rules.text_of, init.inits, self.updates))})"
+
+    def __call__(self, grads, states, params=None, **extra):
+        if extra.get("flush"):  # of the window at its end; the others see real calls only
+            grads, last = self.updates[-1](grads, states[-1], params, **extra)
+            return grads, (*states[:-1], last)
+        new = []
+        for update, state in zip(self.updates, states, strict=True):
+            grads, state = update(grads, state, params, **extra)
+            new.append(state)
+            extra.pop(
+                "outside", None
+            )  # the norm of what the other groups received: no measure for other rules' output
+        return grads, tuple(new)
+
+
+def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Apply rules one after the other, each on the updates of the one before: `optax.chain`,
+    compared by value.
+
+    Order is meaning: `chain(add_decayed_weights(1e-4), adam(1e-3))` is an L2 penalty. Behind
+    `adam`, whose updates point downhill already, decay would make weights grow: the decoupled kind
+    is `adamw`, or `chain(live(optax.scale_by_adam)(), add_decayed_weights(1e-4),
+    live(optax.scale_by_learning_rate)(1e-3))`. A chain of none passes gradients on.
+
+    >>> import tsunax as ts
+    >>> rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.sgd(0.1))
+    >>> rule.update == ts.rules.chain(ts.rules.clip_by_global_norm(5.0), ts.rules.sgd(0.2)).update
+    True
+    """
+    for rule in rules:
+        live_rules.check_rule(rule, "chain()")
+    rules = tuple(map(live_rules.with_extra, rules))
+    if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
+        fix = "What follows would run on every call: accumulate(chain(...), every)."
+        raise RuleError(message("accumulate", "chain()", "a rule behind it", "it at the end", fix))
+    return live_rules.as_rule(
+        _ChainInit(tuple(r.init for r in rules)), _ChainUpdate(tuple(r.update for r in rules))
+    )
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("inner",), meta_fields=())
+@dataclass(frozen=True)
+class PartitionState:
+    """State of `partition`."""
+
+    inner: dict[str, Any]  # the state of each rule, by its pattern; it sees its own leaves only
+
+
+@dataclass(frozen=True)
+class _Assign:
+    """Which group each leaf belongs to."""
+
+    patterns: tuple[str, ...]
+    labels: Any = field(default=None, hash=False)
+
+    def __call__(self, params) -> dict[str, tuple[bool, ...]]:
+        named = trees.leaves_with_names(params)
+        owner: list = [None] * len(named)
+        if self.labels is not None:
+            owner = self._by_label(params, named)
+        else:
+            for pattern in self.patterns:
+                flags = _patterns.select(pattern, params)
+                owner = [
+                    o or (pattern if flag else None) for o, flag in zip(owner, flags, strict=True)
+                ]
+        for o, (_, path, _) in zip(owner, named, strict=True):
+            if o is None:
+                raise PatternError(
+                    message(
+                        "leaf",
+                        trees.access_str("params", path),
+                        "no pattern that matches it",
+                        f"a match by one of {', '.join(map(repr, self.patterns))}",
+                        "Add a last pattern '**' for the rest.",
+                    )
+                )
+        for pattern in self.patterns:
+            if pattern not in owner:
+                by_label = self.labels is not None
+                fix = (
+                    "No label names it."
+                    if by_label
+                    else "The patterns before it take all of its leaves."
+                )
+                raise PatternError(
+                    message(f"group {pattern!r}", "partition()", "no leaf", "at least one", fix)
+                )
+        return {pattern: tuple(o == pattern for o in owner) for pattern in self.patterns}
+
+    def _by_label(self, params, named) -> list:
+        if callable(self.labels):
+            labels = [self.labels("/".join(names), leaf) for names, _, leaf in named]
+        else:
+            if difference := trees.first_difference(self.labels, params, "params", "a label"):
+                raise PatternError(
+                    f"labels {difference}. Make them with jax.tree.map over the params."
+                )
+            labels = jax.tree.leaves(self.labels)
+        for label, (_, path, _) in zip(labels, named, strict=True):
+            if not isinstance(label, str) or label not in self.patterns:
+                known, got = ", ".join(map(repr, self.patterns)), trees.describe(label)
+                got = repr(label) if isinstance(label, str) else got
+                raise PatternError(
+                    message("label", trees.access_str("params", path), got, f"one of {known}")
+                )
+        return labels
+
+
+@dataclass(frozen=True)
+class _PartitionInit:
+    assign: _Assign
+    inits: tuple[Callable, ...]
+
+    def __call__(self, params):
+        flags = self.assign(params)
+        parts = {pattern: trees.partition(params, f)[0] for pattern, f in flags.items()}
+        return PartitionState(
+            {p: init(parts[p]) for p, init in zip(self.assign.patterns, self.inits, strict=True)}
+        )
+
+    def blank(self):
+        return _PartitionInit(self.assign, tuple(live_rules.blank(init) for init in self.inits))
+
+
+@dataclass(frozen=True)
+class _PartitionUpdate:
+    assign: _Assign
+    updates: tuple[Callable, ...]
+
+    def text(self, init: Any) -> str:
+        parts = zip(
+            self.assign.patterns, map(live_rules.text_of, init.inits, self.updates), strict=True
+        )
+        return f"partition({{{', '.join(f'{pattern!r}: {rule}' for pattern, rule in parts)}}})"
+
+    def __call__(self, grads, state, params=None, *, grad=None, outside=0.0, **extra):
+        flags = self.assign(grads if params is None else params)
+        squares = trees.square_sums(grads)
+        searches = {
+            name: extra.pop(name) for name in live_rules.SEARCHES if extra.get(name) is not None
+        }
+        out, inner = list(jax.tree.leaves(grads)), {}
+        for pattern, update in zip(self.assign.patterns, self.updates, strict=True):
+            mine = flags[pattern]
+            part = lambda tree, mine=mine: None if tree is None else trees.partition(tree, mine)[0]
+            others = sum((s for s, own in zip(squares, mine, strict=True) if not own), outside)
+            given = {"outside": others, **extra}
+            if grad is not None:
+                given["grad"] = part(grad)
+            given |= {
+                name: _for_part(f, params, mine, name == "grad_fn") for name, f in searches.items()
+            }
+            if extra.get("flush") and accumulation.any_emitted(state.inner[pattern]) is None:
+                inner[pattern] = state.inner[pattern]
+                continue
+            updates, inner[pattern] = update(
+                part(grads), state.inner[pattern], part(params), **given
+            )
+            new = iter(jax.tree.leaves(updates))
+            out = [next(new) if own else u for own, u in zip(mine, out, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(grads), out), PartitionState(inner)
+
+
+def _for_part(f, params, mine, is_gradient: bool):
+    """A function of all leaves as one of one group's, the others as they are."""
+    rest = trees.partition(params, mine)[1]
+
+    @functools.wraps(f)
+    def of_part(part, *args, **extra):
+        out = f(trees.merge(part, rest), *args, **extra)
+        return trees.partition(out, mine)[0] if is_gradient else out
+
+    return live_rules.accepting(of_part, ["outside"])
+
+
+def partition(
+    rules: Mapping[str, optax.GradientTransformation], *, labels: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """A rule for each part of the params: `{pattern: rule}`; the first pattern that matches a leaf
+    takes it.
+
+    Each rule sees its own leaves only, but `clip_by_global_norm` at the head of a group is over the
+    norm of all groups. With `labels` (a tree of strings like params, or `f(path, leaf) -> str`) the
+    keys are labels instead.
+
+    Raises PatternError, at setup, for a leaf without a group, a group without a leaf, an unknown
+    label.
+
+    >>> import tsunax as ts
+    >>> rule = partition({"head/**": ts.rules.sgd(0.1), "**": ts.rules.adam(1e-3)})
+    >>> state = ts.setup(rule, {"body": jnp.ones(2), "head": jnp.ones(2)})
+    >>> {k: v for k, v in ts.hyperparams(state).items() if "rate" in k}
+    {'learning_rate@**': 0.001, 'learning_rate@head/**': 0.1}
+    """
+    if not isinstance(rules, Mapping) or not rules:
+        kind = RuleError if isinstance(rules, Mapping) else WrongTypeError
+        raise kind(message("rules", "partition()", trees.describe(rules), "{pattern: rule}"))
+    for pattern, rule in rules.items():
+        if not isinstance(pattern, str):
+            raise WrongTypeError(
+                message("pattern", "partition()", trees.describe(pattern), "a str")
+            )
+        if labels is None:
+            _patterns.compile_where(pattern)
+        live_rules.check_rule(rule, f"partition({{{pattern!r}: ...}})")
+    assign = _Assign(tuple(rules), labels)
+    parts = [live_rules.with_extra(rule) for rule in rules.values()]
+    return live_rules.as_rule(
+        _PartitionInit(assign, tuple(r.init for r in parts)),
+        _PartitionUpdate(assign, tuple(r.update for r in parts)),
+    )
+
+
+@dataclass(frozen=True)
+class _SkipZeroUpdate:
+    # without its numbers: it only tells which leaf of the state belongs to which parameter
+    init: Callable
+    update: Callable
+
+    def text(self, init: Any) -> str:
+        return f"skip_zero({live_rules.text_of(init, self.update)})"
+
+    def __call__(self, grads, state, params=None, **extra):
+        moves = [jnp.any(g != 0) for g in jax.tree.leaves(grads)]  # NaN is not 0
+        updates, new = self.update(grads, state, params, **extra)
+        updates = choose(moves, updates, jax.tree.map(jnp.zeros_like, updates))
+        nothing_hoisted = number_table.Numbers(
+            None, number_table.Layout(jax.tree.structure(state), None, (), (), (), ())
+        )
+        owners = number_table.owners_of(self.init, state, nothing_hoisted, grads)
+        return updates, choose([o is None or moves[o] for o in owners], new, state)
+
+
+def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Leave alone every leaf whose gradient is exactly zero: no update, no decay, and its moments
+    stay as they are.
+
+    JAX gives zeros to leaves that took no part in the loss (another task's head, the other player
+    of a GAN), and most rules go on moving them. This cannot tell them from a gradient that is zero
+    by itself: a leaf whose units are all dead is left alone too. Counts that leaves share go on, as
+    for frozen ones. Put it outermost: behind `weight_decay` no gradient is zero.
+
+    >>> import tsunax as ts
+    >>> rule = skip_zero(chain(ts.rules.add_decayed_weights(0.5), ts.rules.sgd(0.5)))
+    >>> state = ts.setup(rule, {"a": jnp.ones(1), "b": jnp.ones(1)})
+    >>> state, _ = ts.update(state, {"a": jnp.ones(1), "b": jnp.zeros(1)})
+    >>> state.params
+    {'a': Array([0.25], dtype=float32), 'b': Array([1.], dtype=float32)}
+    """
+    live_rules.check_rule(rule, "skip_zero()")
+    rule = live_rules.with_extra(rule)
+    return live_rules.as_rule(rule.init, _SkipZeroUpdate(live_rules.blank(rule.init), rule.update))
