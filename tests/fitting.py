@@ -10,7 +10,7 @@ import warnings
 
 import numpy as np
 import tsunax as ts
-from tsunax import distributed
+from tsunax.distributed import processes as distributed
 
 
 def problem(rows: int):

@@ -121,7 +121,7 @@ def test_batch_statistics_of_averaged_params():
     assert int(averaged.step) == int(state.step)
     with pytest.raises(WrongTypeError, match=r"leaf at batch\['x'\]: got 'text' \(str\)"):
         refresh(state, {"x": "text"})
-    with pytest.raises(LossError, match=r"model_state at refresh\(\)"):
+    with pytest.raises(LossError, match=r"model_state at update_batch_stats\(\)"):
         ts.averages.update_batch_stats(lambda params, batch: jnp.mean(batch @ params["w"]))(state, batch)
 
 

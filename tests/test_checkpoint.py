@@ -1168,7 +1168,7 @@ PROGRAM = """
 import os, sys, time, signal
 import jax.numpy as jnp
 from tsunax.checkpoints.saving import Checkpoints
-from tsunax import _store
+from tsunax.checkpoints import _arrays as _store
 path, what = sys.argv[1:]
 if what == "full":
     _store.write = lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
-from tsunax import distributed
+from tsunax.distributed import processes as distributed
 from tsunax.data.batching import batches, check_batch, gather
 from tsunax.data.cursors import as_source
 from tsunax.data.prefetching import prefetch

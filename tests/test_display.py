@@ -233,7 +233,7 @@ def test_the_picture_fits_its_width(clock, width, total):
 
 SCRIPT = """
 import sys, time, warnings
-from tsunax import display
+from tsunax.run import progress as display
 bar = display.progress(True, 40, 0, "step")
 for step in range(1, 41):
     time.sleep(0.02)
@@ -299,7 +299,7 @@ def test_stdout_in_a_file_has_only_what_the_user_prints(tmp_path):
 
 def test_notes_wrap_between_words():
     script = """
-from tsunax import display
+from tsunax.run import progress as display
 bar = display.progress(True, 40, 0, "step")
 bar.show(1, {"loss": 1.0})
 bar.note("step 1: " + ", ".join(f"validation/metric_{i} 0.123456" for i in range(4)))

@@ -22,7 +22,7 @@ from tests import processes
 from tests.faults import peers
 from tests.faults.peers import free_port
 from tests.helpers import absent, need
-from tsunax import distributed
+from tsunax.distributed import processes as distributed
 from tsunax.distributed import _peers
 from tsunax.errors import DataError, ProcessError, WrongTypeError
 from tsunax.run.agreement import Alike

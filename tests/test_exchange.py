@@ -698,7 +698,7 @@ def test_a_pipe_in_an_orbax_directory_is_refused_at_once(orbax_dirs, tmp_path):
 
 def test_nothing_is_unpickled():
     text = "".join(
-        Path(m.__file__).read_text() for m in (exchange, exchange._safetensors, exchange._msgpack, exchange._store)
+        Path(m.__file__).read_text() for m in (exchange, exchange._safetensors, exchange._msgpack, exchange._arrays)
     )
     assert not any(
         f"{name}" in text for name in ("import pickle", "eval(", "exec(", "allow_pickle", "import_module(about")

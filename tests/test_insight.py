@@ -500,7 +500,7 @@ def test_a_peak_must_be_had():
 
 def test_the_peak_is_that_of_the_dtype_that_the_step_computes_in(monkeypatch):
     asked = []
-    monkeypatch.setattr(ts.insight, "measured_peak", lambda device, dtype: asked.append(dtype) or 1e12)
+    monkeypatch.setattr(ts.insight.description, "measured_peak", lambda device, dtype: asked.append(dtype) or 1e12)
     params, x = {"w": np.ones((4, 2), np.float32)}, np.ones((8, 4), np.float32)
     for precision in (None, "bfloat16"):
         about = describe(ts.train_step(square), state_of(params, precision=precision), x, peak="measure")

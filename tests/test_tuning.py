@@ -476,7 +476,8 @@ def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path, monkeypatch):
 
 SWEEP = """
 import sys, time
-from tsunax import spaces, tuning
+from tsunax.tuning import spaces
+from tsunax import tuning
 def objective(x, trial):
     open(sys.argv[1] + "/ran", "a").write(f"{trial} ")
     time.sleep(0.05 if trial < 3 else 30 if sys.argv[2] == "slow" else 0)
