@@ -1,5 +1,4 @@
-"""The largest batch that fits into a given memory, and a learning rate for it: found before the
-run, not by crashing.
+"""The largest batch that fits into a given memory, and a learning rate for it, before the run.
 
     python examples/batch_size.py           # options: --memory, --epochs, --target, --seed
 

@@ -1,5 +1,4 @@
-"""A small convolutional network on scikit-learn's handwritten digits, in a run that changes while
-it runs.
+"""A small convolutional network on scikit-learn's handwritten digits, changed while it runs.
 
     python examples/digits.py        # options: --seed, --epochs (5 or more), --target
 

@@ -1,5 +1,4 @@
-"""A learning rate and a weight decay for each array, found by the gradient of the held-out loss
-through the training.
+"""A learning rate and a weight decay for each array, by gradients through the training.
 
 Real data (scikit-learn's digits), 200 rows of it to train on, a small network, 60 steps of SGD with
 momentum. The inner training is a scan of steps under `jax.checkpoint`, the outer one is

@@ -1,5 +1,4 @@
-"""The same network on scikit-learn's digits in several precisions, and a loss scale that starts far
-too high.
+"""One network on scikit-learn's digits in several precisions, and a loss scale far too high.
 
     python examples/mixed_precision.py      # options: --seeds, --epochs
 

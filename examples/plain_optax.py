@@ -1,5 +1,4 @@
-"""A small network on scikit-learn's digits, trained in plain JAX and optax. `with_tsunax.py` is its
-twin.
+"""A small network on scikit-learn's digits, trained in plain JAX and optax. Twin: `with_tsunax.py`.
 
     python examples/plain_optax.py
 

@@ -1,5 +1,4 @@
-"""A run that is killed with `kill -9` again and again, and ends with the bits of one that never
-was.
+"""A run that is killed with `kill -9` again and again, and ends with the bits of one left alone.
 
     python examples/resume.py        # options: --steps, --kills, --seed
 

@@ -1,5 +1,4 @@
-"""Learning rate, weight decay and width of one model: 48 trials, as populations where only numbers
-vary.
+"""Learning rate, decay and width of one model: 48 trials, as populations if only numbers vary.
 
 Real data (scikit-learn's digits), a small network, AdamW. The sweep is kept in a directory, and
 goes on where it was ended: press Ctrl-C and start it again. `--backend optuna` searches (needs

@@ -85,7 +85,7 @@ def misused() -> dict:
         ),
         "own batches": lambda: fit(ts.batches(one(0, 16 + 4 * i), 4, process=(0, 1))),
         "iterate": lambda: [*ts.loop.iterate(step, make(), ts.batches(arrays, 8, seed=i, shuffle=True), epochs=1)],
-        "train_epoch": lambda: ts.loop.run_epoch(step, make(), [one(0)] * (3 + i)),
+        "run_epoch": lambda: ts.loop.run_epoch(step, make(), [one(0)] * (3 + i)),
         "parts": lambda: fit(ts.batches(arrays, 8, process=(0, 4))),
         "init": lambda: ts.shard({"w": np.full(3, i)}, ts.mesh()),
         "key": lambda: ts.shard(lambda: ts.setup(ts.rules.sgd(0.1), {"w": np.ones(3, np.float32)}, key=i), ts.mesh()),

@@ -442,7 +442,7 @@ __all__ = ["mse", "metrics", "rules", "Bare", "setup", "search", "Lazy", "LIMIT"
     ]
     assert [problem.split()[0] for problem in shadowing_problems(seen)] == [
         "tsunax.metrics",
-        "tsunax.insight.batch_size",
+        "tsunax.search",
     ]
     docs = tmp_path / "docs"
     docs.mkdir()

@@ -461,7 +461,7 @@ MISMATCHES = {
         lambda: make(rule=ts.rules.chain(ts.rules.clip(1.0), ts.rules.adam(1e-2))),
         r"clip\(max_delta\)",
     ),
-    "groups": (lambda: make(rule=ts.rules.partition({"**": ts.rules.adam(1e-2)})), r"expected _Groups"),
+    "groups": (lambda: make(rule=ts.rules.partition({"**": ts.rules.adam(1e-2)})), r"expected _Partition"),
     "plain": (lambda: make(rule=optax.adam(1e-2)), r"rule of state: saved adam\(.*expected chain\(\("),
     "selected": (lambda: make(trainable="head"), "trained of state: saved everything, expected head"),
     "average": (lambda: make(ema=0.9), "average of state: saved none, expected exponential"),

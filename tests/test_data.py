@@ -709,12 +709,12 @@ def test_foreign_state(kind, ahead):
     assert [len(chunked.take(4)) for _ in range(2)] == [4, 1] and chunked.state() == states[5]
     for i in (0, 1, 4, 5, 7, 10):
         source = make_source()
-        source.restore(states[i], replay=kind == "replay")
+        source.restore(states[i], fast_forward=kind == "replay")
         got = [int(b[0]) for _ in range(3) for b in source]
         assert got[:6] == ([1, 2, 3, 4, 5] * 5)[i : i + 6], i
         # a place also goes between data with and without prefetch
         other = as_source(make() if ahead else prefetch(make()))
-        other.restore(states[i], replay=kind == "replay")
+        other.restore(states[i], fast_forward=kind == "replay")
         assert [int(b[0]) for _ in range(3) for b in other][:4] == ([1, 2, 3, 4, 5] * 5)[i : i + 4]
 
 

@@ -218,7 +218,7 @@ def test_an_example_answers_help_before_it_trains(name):
     lines = source.splitlines()
     first = ast.get_docstring(ast.parse(source)).splitlines()[0]
     parsed = next(i for i, line in enumerate(lines) if ".parse_args()" in line)
-    assert "description=" in "".join(lines[parsed - 8 : parsed + 1]), "its first line is its description"
+    assert "description=" in "".join(lines[parsed - 12 : parsed + 1]), "its first line is its description"
     work = re.compile(r"\w.*(load_digits\(|ts\.simulate|distributed\.start|print\()")
     trains = [i for i, line in enumerate(lines) if work.match(line)]
     assert all(parsed < i for i in trains) and first.endswith(".")

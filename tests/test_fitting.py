@@ -56,7 +56,7 @@ SAYS = {
     "part": "DataError data at fit(): got the part of process ",
     "own batches": "processes differ at fit(): data['batches']: got 5 on process 1 (",
     "iterate": "processes differ at iterate(): data['seed']: got 1 on process 1 (",
-    "train_epoch": "processes differ at step 2 of train_epoch(): batches: got '3 of float32[",
+    "run_epoch": "processes differ at step 2 of run_epoch(): batches: got '3 of float32[",
     "parts": "DataError data at fit(): got batches(process=) of 4 processes, expected of 2, or of one",
     "init": "processes differ at shard(): state['w']: got int64[3] ",
     "key": "processes differ at shard(): state.key: got key<fry>[] ",

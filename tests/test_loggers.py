@@ -174,7 +174,7 @@ def test_fit_names_its_runs(tmp_path, kind):
 
     def fit(steps, checkpoint=None):
         state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)})
-        given = {"progress": False, "log_every": 1, "logger": make(tmp_path / f"log.{kind}"), "replay": True}
+        given = {"progress": False, "log_every": 1, "logger": make(tmp_path / f"log.{kind}"), "fast_forward": True}
         ts.fit(step, state, rows, steps=steps, checkpoint=checkpoint, **given)
 
     fit(3, tmp_path / "run")

@@ -17,7 +17,7 @@ from tsunax import testing
 from tsunax.checkpoints.saving import Best
 from tsunax.errors import DataError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.loop import fit as loud_fit
-from tsunax.loop import iterate, train_epoch, train_steps
+from tsunax.loop import iterate, run_epoch, run_steps
 from tsunax.run import callbacks, fitting, fused_loop
 
 fit = functools.partial(loud_fit, progress=False)
@@ -222,7 +222,7 @@ def test_any_state_and_any_step():
 
 def test_run_steps():
     stacked = (X[:48].reshape(6, 8, 6), Y[:48].reshape(6, 8, 3))
-    state, infos = train_steps(STEP, ts.setup(RULE, init()), stacked)
+    state, infos = run_steps(STEP, ts.setup(RULE, init()), stacked)
     expected, seen = plainly(STEP, ts.setup(RULE, init()), data(shuffle=False), 6)
     assert_trees_close(state.params, expected.params, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(infos.loss, [info.loss for info in seen], rtol=1e-5)
@@ -232,13 +232,13 @@ def test_run_steps():
     assert infos.applied.all() and infos.verdict.dtype == jnp.int32
     cut = ts.setup(RULE, init())
     for rows in (slice(0, 1), slice(1, 6)):
-        cut, infos = train_steps(STEP, cut, jax.tree.map(lambda x, rows=rows: x[rows], stacked))
+        cut, infos = run_steps(STEP, cut, jax.tree.map(lambda x, rows=rows: x[rows], stacked))
         assert infos.loss.shape == (rows.stop - rows.start,)
     assert_trees_equal(cut, state)
     with pytest.raises(StateError, match="donated"):
-        train_steps(STEP, _used(), stacked)
-    with pytest.raises(StateError, match=r"batches at train_steps\(\): got .*, expected arrays with one first axis"):
-        train_steps(STEP, state, (np.ones((2, 3)), np.ones((3, 3))))
+        run_steps(STEP, _used(), stacked)
+    with pytest.raises(StateError, match=r"batches at run_steps\(\): got .*, expected arrays with one first axis"):
+        run_steps(STEP, state, (np.ones((2, 3)), np.ones((3, 3))))
 
 
 def _used():
@@ -251,7 +251,7 @@ def test_run_epoch():
     expected, rows = fit(STEP, ts.setup(RULE, init()), data(), epochs=2, log_every=1)
     used, state, losses = data(), ts.setup(RULE, init()), []
     for _ in range(2):
-        state, infos = train_epoch(STEP, state, used)
+        state, infos = run_epoch(STEP, state, used)
         losses.extend(np.asarray(infos.loss))
     assert_trees_equal(state, expected)
     np.testing.assert_array_equal(losses, rows["loss"].astype(np.float32))
@@ -272,7 +272,7 @@ def test_run_epoch_reads_as_a_for_does(wrap):
             used.set_state({"epoch": 2, "position": 3})
 
     plain = lambda data: [float(batch[0]) for batch in data]
-    epoch = lambda data: train_epoch(step, state, data)[1]["first"].tolist()
+    epoch = lambda data: run_epoch(step, state, data)[1]["first"].tolist()
     for look in (lambda used: None, lambda used: next(iter(used)), put):
         assert seen(epoch, look) == seen(plain, look)
 
@@ -281,12 +281,12 @@ def test_run_epoch_reads_as_a_for_does(wrap):
     ("call", "text"),
     {
         "a loss": (lambda: fit(loss_fn, _fresh(), data(), steps=1), r"step at fit\(\): got loss_fn\(params, batch\)"),
-        "steps of a loss": (lambda: train_steps(loss_fn, _fresh(), (X[None], Y[None])), r"step at train_steps\(\)"),
+        "steps of a loss": (lambda: run_steps(loss_fn, _fresh(), (X[None], Y[None])), r"step at run_steps\(\)"),
         "steps of params": (
-            lambda: train_steps(STEP, init(), (X[None], Y[None])),
-            r"state at train_steps\(\): got dict",
+            lambda: run_steps(STEP, init(), (X[None], Y[None])),
+            r"state at run_steps\(\): got dict",
         ),
-        "epoch of none": (lambda: train_epoch(None, _fresh(), data()), r"step at train_epoch\(\): got None"),
+        "epoch of none": (lambda: run_epoch(None, _fresh(), data()), r"step at run_epoch\(\): got None"),
         "iterate by none": (lambda: next(_iterate(None)), r"steps_per_call at iterate\(\): got None"),
         "iterate by name": (lambda: next(_iterate("auto")), r"steps_per_call at iterate\(\): got 'auto'"),
         "iterate by 0": (lambda: next(_iterate(0)), r"steps_per_call at iterate\(\): got 0, expected an int ≥ 1"),
@@ -321,8 +321,8 @@ def test_metrics_with_a_number_for_each_row(per_call):
     expected = errors(init(), (X[:8], Y[:8]))
     np.testing.assert_allclose([rows[f"row/{i}"][0] for i in range(8)], expected, rtol=1e-6)
     assert np.isfinite(rows["row/3"]).all() and np.isnan(rows["row/4"]).tolist() == [False, True, False, True]
-    with pytest.raises(StateError, match=r"info at train_epoch\(\): got .*expected the same numbers of every step"):
-        train_epoch(step, ts.setup(RULE, init()), short())
+    with pytest.raises(StateError, match=r"info at run_epoch\(\): got .*expected the same numbers of every step"):
+        run_epoch(step, ts.setup(RULE, init()), short())
 
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda data: data])
@@ -1189,7 +1189,7 @@ def test_applied_steps_are_in_the_history_of_an_error():
     assert int(caught.value.state.step) == 25 == caught.value.history["step"][-1] == seen[-1]
 
 
-@pytest.mark.parametrize("how", ["auto", 1, 3, None, "iterate", "train_epoch", "train_steps", "prefetch", "mesh"])
+@pytest.mark.parametrize("how", ["auto", 1, 3, None, "iterate", "run_epoch", "run_steps", "prefetch", "mesh"])
 def test_a_loader_may_refill_its_buffer(how):
     def refilled():
         for i in range(8):
@@ -1204,9 +1204,9 @@ def test_a_loader_may_refill_its_buffer(how):
     big, state = np.empty((256, 256), np.float32), jnp.zeros(())
     if how == "iterate":
         *_, (state, _) = ts.loop.iterate(step, state, refilled(), steps=8, steps_per_call=2)
-    elif how == "train_epoch":
+    elif how == "run_epoch":
         state, _ = ts.loop.run_epoch(step, state, refilled())
-    elif how == "train_steps":
+    elif how == "run_steps":
         two = np.empty((2, 256, 256), np.float32)
         for i in range(0, 8, 2):
             two[:] = np.array([i, i + 1])[:, None, None]

@@ -16,7 +16,8 @@ import optax
 import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax import averages, distributed
+from tsunax import averages
+from tsunax.distributed import processes as distributed
 from tsunax.checkpoints import _folder
 from tsunax.checkpoints.resume import code_text
 from tsunax.checkpoints.saving import Best, Checkpoints

@@ -1194,7 +1194,7 @@ def test_sign_decay_pulls_towards_zero_and_stays_there():
     np.testing.assert_array_equal(updated(rule, grads, params)["w"], [2.5, -1.5, 0.0])
 
 
-@pytest.mark.parametrize("kind", ["weight_decay", "sign_decay"])
+@pytest.mark.parametrize("kind", ["add_decayed_weights", "sign_decay"])
 def test_a_penalty_in_the_loss_is_decay_first_in_the_chain(kind):
     penalty = {"weight_decay": lambda p: 0.5 * jnp.sum(p**2), "sign_decay": lambda p: jnp.sum(jnp.abs(p))}[kind]
     loss = lambda p, batch: loss_fn(p, batch) + 0.03 * penalty(p["kernel"])
@@ -1209,7 +1209,7 @@ def test_a_penalty_in_the_loss_is_decay_first_in_the_chain(kind):
     assert_trees_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["weight_decay", "sign_decay"])
+@pytest.mark.parametrize("kind", ["add_decayed_weights", "sign_decay"])
 def test_decay_of_nothing_raises_at_setup(kind):
     with pytest.raises(ts.errors.PatternError, match="hea"):
         ts.setup(rules.chain(getattr(rules, kind)(0.1, where="haed"), rules.sgd(0.1)), SMALL)

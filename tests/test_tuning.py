@@ -514,7 +514,7 @@ def test_signals_end_a_sweep(tmp_path, kind, status):
 def test_a_run_that_is_interrupted_inside_a_trial(tmp_path, monkeypatch):
     """`fit` hears Ctrl-C itself, and in a notebook returns: what it returns is no result."""
     monkeypatch.setattr("tsunax.loop.in_notebook", lambda: True)
-    monkeypatch.setattr("tsunax.tuning.in_notebook", lambda: True)
+    monkeypatch.setattr("tsunax.tuning.tuner.in_notebook", lambda: True)
     step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
     data = ts.batches(np.ones((8, 2), np.float32), 4)
 
@@ -696,7 +696,7 @@ def test_another_objective_is_noticed(tmp_path, recwarn):
 @pytest.mark.parametrize("entry", [[1e-3, 1e-2], [], spaces.when("rule", "sgd", [1, 2])], ids=repr)
 def test_a_list_is_no_entry(entry):
     space = {"rule": spaces.choice(["adam", "sgd"]), "lr": entry}
-    fix = r"ts\.spaces\.choice\(\[" if entry else "A constant that is a sequence is a tuple"
+    fix = r"ts\.tuning\.spaces\.choice\(\[" if entry else "A constant that is a sequence is a tuple"
     with pytest.raises(WrongTypeError, match=rf"entry at space\['lr'\]: got a list, \[.*{fix}"):
         tune(lambda rule, lr=0: 0.0, space)
     assert tune(lambda rule, lr: lr[1], {"rule": "adam", "lr": (1, 2)}, trials=1).best.value == 2

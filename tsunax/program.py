@@ -478,3 +478,5 @@ def batch_stats_updated(loss_fn: Callable) -> Callable:
             raise
 
     return call
+
+__all__ = ["EvalStep", "TrainStep", "eval_step", "train_step"]

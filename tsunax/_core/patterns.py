@@ -54,9 +54,7 @@ def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "
     return message(what, where, repr(name), expected, " ".join([*hint, fix]).strip())
 
 
-_OURS: dict[str, str] = dict.fromkeys(
-    ("drop_last", "drop_remainder"), "drop_remainder=True"
-)  # for arguments of other libraries
+_OURS = {"drop_last": "drop_remainder=True"}  # for arguments of other libraries
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -150,3 +150,7 @@ __all__ = [
     "sophia",
     "yogi",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

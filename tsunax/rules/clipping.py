@@ -27,7 +27,7 @@ def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
     return live_rules.as_rule(lambda params: optax.EmptyState(), update)
 
 
-def _clip(max_delta: float = 10.0):
+def _clip(max_delta: float):
     """Clamp every component of the gradient to [-max_delta, max_delta]; NaN stays NaN.
 
     It changes the direction.
@@ -38,7 +38,7 @@ def _clip(max_delta: float = 10.0):
     )
 
 
-def _clip_by_global_norm(max_norm: float = 1.0):
+def _clip_by_global_norm(max_norm: float):
     """Scale the whole gradient to an L2 norm of at most `max_norm`.
 
     One f32 norm over everything that is trained and not frozen; at the head of a group's chain it
@@ -57,7 +57,7 @@ def _clip_by_global_norm(max_norm: float = 1.0):
     return _stateless(clip)
 
 
-def _clip_by_norm(max_norm: float = 10.0, p: float = 2, throw: bool = True):
+def _clip_by_norm(max_norm: float, p: float = 2, throw: bool = True):
     """Scale each array by itself to a p-norm of at most `max_norm` (Optimisers.jl's `ClipNorm`).
 
     `p` is any real number, ±inf, or 0 (the count of nonzeros). Norms are taken in f32. With
@@ -110,7 +110,7 @@ def array_norm(x, p: float):
     return jnp.sum(x**p) ** (1 / p)
 
 
-def _add_decayed_weights(weight_decay: float = 5e-4, where: Any = "**"):
+def _add_decayed_weights(weight_decay: float, where: Any = "**"):
     """Add `weight_decay · params` to the gradient of the leaves that `where` matches.
 
     First in a chain it is the gradient of `weight_decay / 2 · Σ params²` added to the loss; between
