@@ -89,10 +89,8 @@ def moves(folder: Path) -> dict:
 
 def shares(folder: Path) -> dict:
     """What is each process's own, what must be the same, and what one of them does wrong."""
-    from tsunax._core import durable_files
-    from tsunax.checkpoints import _arrays
+    from tsunax.checkpoints import _files
 
-    durable_files.SMALL = 0  # no file is small: only who reads a shard knows of damage in it
     me, found = distributed.process_index(), {}
     state = ts.shard(trained(), ts.mesh(data=1, fsdp=-1))
     like = ts.shard(blank(), ts.mesh(data=1, fsdp=-1))
@@ -114,12 +112,12 @@ def shares(folder: Path) -> dict:
         found["older"] = told(of, checkpoints, state, 1)
         found["tree"] = told(of, checkpoints, {"a": np.ones(2)} if me else {"b": np.ones(2)}, 3)
 
-        write = _arrays.write
+        write = _files.write_arrays
         if me:
-            _arrays.write = full_disk
+            _files.write_arrays = full_disk
         found["full"] = told(of, checkpoints, state, 3)
         found["left"] = sorted(os.listdir(path))
-        _arrays.write = write
+        _files.write_arrays = write
         of(checkpoints, state.replace(step=3), data=None if me else {"n": 3})
         found["data of the first alone"] = checkpoints.restore(like).data
         found["steps there"] = checkpoints.steps()
@@ -147,18 +145,18 @@ def shares(folder: Path) -> dict:
         time.sleep(0.6 * (("a" in file.parts) == bool(me)))
         write(file, arrays)
 
-    _arrays.write = slowly
+    _files.write_arrays = slowly
     two = [ts.Checkpoints(folder / name) for name in "ab"]
     found["two at once"] = [told(one.save, state) for one in two] + [told(one.wait) for one in two]
     found["two at once"] += [one.steps() for one in two]
-    _arrays.write = write
+    _files.write_arrays = write
     found["other settings"] = told(ts.Checkpoints, folder / "run", every=2 + me, keep_last=3, fingerprint={"rows": me})
     if not me:
         (folder / "elsewhere").mkdir()
     found["elsewhere"] = told(ts.Checkpoints, folder / ("elsewhere" if me else "run"))
     slow = ts.Checkpoints(folder / "slow", timeout=3.0)
     if me:
-        _arrays.write = lambda *_: time.sleep(8)
+        _files.write_arrays = lambda *_: time.sleep(8)
     start = time.monotonic()
     found["hangs"] = told(of, slow, state, 3)
     found["after"] = time.monotonic() - start

@@ -120,7 +120,7 @@ def test_the_file_is_as_the_format_says(tmp_path):
     assert all(header[name]["data_offsets"][0] % size.get(header[name]["dtype"], 1) == 0 for name in parts)
     about = header["__metadata__"]
     assert (about["format"], about["note"]) == ("flax", "mine") and set(about) == {
-        "format", "note", "tsunax", "tsunax.names", "tsunax.sha256"
+        "format", "note", "tsunax", "tsunax.sha256"
     }  # fmt: skip
 
 
@@ -363,7 +363,7 @@ def test_paths_that_lead_to_nothing(tmp_path):
     cases = {
         "none.safetensors": "FileNotFoundError",
         "pipe.safetensors": "not a regular file",
-        "text.safetensors": "no safe",
+        "text.safetensors": "header too small",
     }
     for name, text in cases.items():
         got = error_of(lambda name=name: exchange.restore(tmp_path / name))
@@ -383,40 +383,39 @@ def entry(dtype="F32", shape=(1,), start=0, stop=4, **more):
 
 
 HEADERS = {  # file, what the error says
-    "empty": (b"", "no safetensors header"),
-    "short": (b"\2\0\0", "no safetensors header"),
-    "length beyond the file": (raw({}, length=1 << 20), "no safetensors header"),
-    "length beyond all": (raw({}, length=2**64 - 1), "no safetensors header"),
-    "not json": (raw(b"{]"), "JSONDecodeError"),
-    "no dict": (raw([1]), "no dict"),
-    "nested": (raw(b"[" * 50_000 + b"]" * 50_000), "RecursionError"),
-    "NaN": (raw(b'{"a": NaN}'), "ValueError NaN"),
-    "long number": (raw(b'{"a": ' + b"9" * 10_000 + b"}"), "ValueError"),
-    "twice": (raw(b'{"a": 1, "a": 2}'), "a name that is there twice"),
-    "not utf-8": (raw(b'{"\xff": 1}'), "UnicodeDecodeError"),
-    "no fields": (raw({"a": {}}), "no dtype, shape or place"),
-    "a list": (raw({"a": []}), "no dtype, shape or place"),
-    "more fields": (raw({"a": entry(more=1)}, bytes(4)), "no dtype, shape or place"),
-    "negative": (raw({"a": entry(shape=(-1,))}, bytes(4)), "no dtype, shape or place"),
-    "a float": (raw({"a": entry(shape=(1.0,))}, bytes(4)), "no dtype, shape or place"),
-    "a bool": (raw({"a": entry(shape=(True,))}, bytes(4)), "no dtype, shape or place"),
-    "huge": (raw({"a": entry(shape=(2**40,), stop=2**42)}, bytes(4)), "bytes where its header has"),
-    "huge, wrapped": (raw({"a": entry(shape=(2**47, 2**47))}, bytes(4)), "4 bytes for float32"),
-    "huge and empty": (raw({"a": entry(shape=(2**47, 2**47, 0), stop=0)}), "shape that NumPy does not have"),
-    "many axes": (raw({"a": entry(shape=(1,) * 65)}, bytes(4)), "no dtype, shape or place"),
-    "unknown dtype": (raw({"a": entry(dtype="O")}, bytes(4)), "dtype 'O'"),
+    "empty": (b"", "header too small"),
+    "short": (b"\2\0\0", "header too small"),
+    "length beyond the file": (raw({}, length=1 << 20), "invalid header length"),
+    "length beyond all": (raw({}, length=2**64 - 1), "header too large"),
+    "not json": (raw(b"{]"), "invalid JSON"),
+    "no dict": (raw([1]), "invalid JSON"),
+    "nested": (raw(b"[" * 50_000 + b"]" * 50_000), "invalid JSON"),
+    "NaN": (raw(b'{"a": NaN}'), "invalid JSON"),
+    "long number": (raw(b'{"a": ' + b"9" * 10_000 + b"}"), "number out of range"),
+    "twice": (raw(b'{"a": 1, "a": 2}'), "invalid JSON"),
+    "not utf-8": (raw(b'{"\xff": 1}'), "invalid UTF-8"),
+    "no fields": (raw({"a": {}}), "missing field `dtype`"),
+    "a list": (raw({"a": []}), "invalid length 0"),
+    "negative": (raw({"a": entry(shape=(-1,))}, bytes(4)), "invalid value: integer `-1`"),
+    "a float": (raw({"a": entry(shape=(1.0,))}, bytes(4)), "floating point `1.0`"),
+    "a bool": (raw({"a": entry(shape=(True,))}, bytes(4)), "boolean `true`"),
+    "huge": (raw({"a": entry(shape=(2**40,), stop=2**42)}, bytes(4)), "not fully covered"),
+    "huge, wrapped": (raw({"a": entry(shape=(2**47, 2**47))}, bytes(4)), "overflow computing"),
+    "huge and empty": (raw({"a": entry(shape=(2**47, 2**47, 0), stop=0)}), "overflow computing"),
+    "many axes": (raw({"a": entry(shape=(1,) * 65)}, bytes(4)), "shape that NumPy does not have"),
+    "unknown dtype": (raw({"a": entry(dtype="O")}, bytes(4)), "unknown variant `O`"),
     "packed dtype": (raw({"a": entry(dtype="F4", shape=(8,))}, bytes(4)), "dtype 'F4'"),
-    "dtype of numpy": (raw({"a": entry(dtype="float32")}, bytes(4)), "dtype 'float32'"),
-    "backwards": (raw({"a": entry(start=4, stop=0)}, bytes(4)), "-4 bytes"),
-    "overlap": (raw({"a": entry(), "b": entry(start=2, stop=6)}, bytes(6)), "overlap or leave a gap"),
-    "the same": (raw({"a": entry(), "b": entry()}, bytes(4)), "overlap or leave a gap"),
-    "a gap": (raw({"a": entry(start=4, stop=8)}, bytes(8)), "overlap or leave a gap"),
-    "bytes left": (raw({"a": entry()}, bytes(5)), "bytes where its header has"),
-    "bytes missing": (raw({"a": entry()}, bytes(3)), "bytes where its header has"),
-    "text that is none": (raw({"__metadata__": {"a": 1}}), "not text"),
+    "dtype of numpy": (raw({"a": entry(dtype="float32")}, bytes(4)), "unknown variant `float32`"),
+    "backwards": (raw({"a": entry(start=4, stop=0)}, bytes(4)), "invalid offset"),
+    "overlap": (raw({"a": entry(), "b": entry(start=2, stop=6)}, bytes(6)), "invalid offset"),
+    "the same": (raw({"a": entry(), "b": entry()}, bytes(4)), "invalid offset"),
+    "a gap": (raw({"a": entry(start=4, stop=8)}, bytes(8)), "invalid offset"),
+    "bytes left": (raw({"a": entry()}, bytes(5)), "not fully covered"),
+    "bytes missing": (raw({"a": entry()}, bytes(3)), "not fully covered"),
+    "text that is none": (raw({"__metadata__": {"a": 1}}), "expected a string"),
     "a bool of 2": (raw({"a": entry("BOOL", (4,))}, b"\0\1\2\3"), "neither 0 nor 1"),
     "a manifest that is none": (raw({"__metadata__": {"tsunax": "{}"}}), "no format"),
-    "a newer one": (raw({"__metadata__": {"tsunax": '{"format": 9}'}}), "format 9, expected format 2 or earlier"),
+    "a newer one": (raw({"__metadata__": {"tsunax": '{"format": 9}'}}), "format 9, expected format 1 or earlier"),
     "deep names": (raw({"a/" * 100_000 + "b": entry()}, bytes(4)), "more than 64 levels"),
     "a leaf above another": (raw({"a": entry(), "a/b": entry(start=4, stop=8)}, bytes(8)), "no tree"),
 }  # fmt: skip
@@ -619,7 +618,7 @@ def test_hostile_flax_files(tmp_path):
         "records": array([1], "i4,O", bytes(12)),
         "strings": array([1], "U1", bytes(4)),
         "too few": array([2**40], "float32", bytes(4)),
-        "negative": array([-1], "float32", bytes(4)),
+        "negative": array([-1, -1], "float32", bytes(8)),
         "huge and empty": array([2**47, 2**47, 0], "float32", b""),
         "a dtype of 5": array([1], 5, bytes(4)),
         "a shape of 5": array(5, "float32", bytes(4)),
@@ -697,9 +696,7 @@ def test_a_pipe_in_an_orbax_directory_is_refused_at_once(orbax_dirs, tmp_path):
 
 
 def test_nothing_is_unpickled():
-    text = "".join(
-        Path(m.__file__).read_text() for m in (exchange, exchange._safetensors, exchange._msgpack, exchange._arrays)
-    )
+    text = "".join(path.read_text() for path in Path(exchange.__file__).parent.glob("*.py"))
     assert not any(
         f"{name}" in text for name in ("import pickle", "eval(", "exec(", "allow_pickle", "import_module(about")
     )

@@ -18,7 +18,7 @@ import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages
 from tsunax.distributed import processes as distributed
-from tsunax.checkpoints import _folder
+from tsunax.checkpoints import _files
 from tsunax.checkpoints.resume import code_text
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.errors import DataError, RowError, StateError
@@ -95,7 +95,7 @@ def test_a_state_as_it_was_saved_goes_on_without_a_word(tmp_path):
 def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypatch):
     """A manifest that one process cannot read ends the call on all of them; alone, the others would wait."""
     state, _ = fit(tmp_path, make(), 3)
-    together, manifest_in, inside, seen = distributed.together, _folder.manifest_in, [], []
+    together, manifest, inside, seen = distributed.together, _files.Files.manifest, [], []
 
     def all_of_them(*args, **given):
         inside.append(1)
@@ -105,8 +105,8 @@ def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypa
             inside.pop()
 
     monkeypatch.setattr(distributed, "together", all_of_them)
-    read = lambda *args: seen.append(bool(inside)) or manifest_in(*args)
-    monkeypatch.setattr(_folder, "manifest_in", read)
+    read = lambda *args: seen.append(bool(inside)) or manifest(*args)
+    monkeypatch.setattr(_files.Files, "manifest", read)
     with Checkpoints(tmp_path) as checkpoints:
         new = state.replace(params={"w": jnp.full(4, 2.0)})
         with pytest.warns(UserWarning, match=r"differs from it: state\.params\['w'\]"):
@@ -256,7 +256,7 @@ PAIRS = {
     "window": (
         lambda: ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), 1), {"w": jnp.zeros(4)}),
         lambda: ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), 2), {"w": jnp.zeros(4)}),
-        r"the rule has changed: an argument of \w+ from 1 to 2\.",
+        r"the rule has changed: every of \w+ from 1 to 2\.",
     ),
 }
 
@@ -487,12 +487,12 @@ SIGNALLED = """
 import signal, sys, time
 import jax.numpy as jnp, numpy as np
 import tsunax as ts
-from tsunax.checkpoints import _arrays as _store
+from tsunax.checkpoints import _files as _store
 
 for number in (signal.SIGTERM, signal.SIGINT):  # what comes between two runs
     signal.signal(number, lambda *_: None)
-write = _store.write
-_store.write = lambda *args: (time.sleep(0.1), write(*args))
+write = _store.write_arrays
+_store.write_arrays = lambda *args: (time.sleep(0.1), write(*args))
 step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
 data = ts.batches(np.ones((8, 2), np.float32), 4)
 for i in range(6):

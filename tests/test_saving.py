@@ -11,7 +11,6 @@ import tsunax as ts
 from tests import saving
 from tests.faults import fleet
 from tests.test_distributed import Started, found, free_port, ready
-from tsunax._core import durable_files
 from tsunax.errors import CheckpointError
 
 
@@ -106,7 +105,6 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeyp
     assert re.match(rf"CheckpointError: {who[1]}: path at .*: got another directory, expected that", zero["elsewhere"])
     assert re.search(rf"step 3 at .*: got part of step 3: got no word of {who[1]}, expected all", zero["hangs"])
     alone = ts.Checkpoints(tmp_path / "saved" / "run", read_only=True)
-    monkeypatch.setattr(durable_files, "SMALL", 0)
     with pytest.raises(CheckpointError) as refused:
         alone.restore(saving.blank(), step=2)
     assert str(refused.value) == (

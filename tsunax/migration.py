@@ -23,7 +23,7 @@ import numpy as np
 
 from tsunax._core import checks, trees
 from tsunax._step.members import members_of
-from tsunax.checkpoints import manifest
+from tsunax.checkpoints import live_numbers
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
 from tsunax.hyper import hyperparams
 from tsunax.rules import live_rules, number_table
@@ -502,9 +502,9 @@ def _cuts(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
 def _numbers(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
     if old.numbers is None or new.numbers is None:
         return new, Report((), (), (), ())
-    facts = [manifest.state_facts(state) for state in (old, new)]
+    facts = [live_numbers.state_facts(state) for state in (old, new)]
     values = [np.asarray(state.numbers.values) for state in (old, new)]
-    merged, edited = manifest.merged_numbers(values[0], facts[0], values[1], facts[1])
+    merged, edited = live_numbers.merged_numbers(values[0], facts[0], values[1], facts[1])
     known = {name for name, _ in facts[0]["columns"]}
     notes = [note for note in edited if note.partition(":")[0] in known]
     mine, then = {name for name, _ in facts[1]["columns"]}, hyperparams(old)

@@ -57,11 +57,13 @@ def make(width: int = 32):
 def leave_out(what: str) -> None:
     """Take a precaution out of tsunax, in this process."""
     from tsunax._core import durable_files
+    from tsunax.checkpoints import checksums
 
     if what == "sync":
         os.fsync = lambda fd: None
     if what == "hash":
         durable_files.sha256 = lambda content: "0" * 64
+        checksums.of = lambda *_: 0
     if what == "lock":
         durable_files.Lock._take = lambda self, *_: None
 

@@ -2,13 +2,17 @@
 
     python -m tests.golden.make format-1    # refuses a name that is there
 
-Written once for each format of the manifest, and never again: an archive that is made anew proves nothing. `setups`
-makes what a script would give to `restore`; a change of tsunax that needs another setup here breaks users' scripts too.
+Written once for each format of the manifest that was released, and never again: an archive that is made anew proves
+nothing. `setups` makes what a script would give to `restore`; a change of tsunax that needs another setup here breaks
+users' scripts too.
 """
 
 import functools
 import hashlib
 import json
+import os
+import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -87,6 +91,23 @@ def digest(tree) -> str:
     return out.hexdigest()
 
 
+def of_two_processes(top: Path) -> str:
+    """What `tests.saving` saves from two processes, arrays spread over both; the digest of its state."""
+    from tests import saving
+
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    given = {"coordinator_address": f"localhost:{port}", "num_processes": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.saving", "moves", folder]
+        env = lambda i: {**os.environ, "XLA_FLAGS": "", "TSUNAX_TEST_START": json.dumps({**given, "process_id": i})}
+        started = [subprocess.Popen(command, env=env(i)) for i in range(2)]
+        assert [one.wait() for one in started] == [0, 0]
+        (top / "processes").mkdir()
+        (Path(folder) / "2 spread" / "2").rename(top / "processes" / "2")
+    return digest(saving.trained())
+
+
 def main(archive: str) -> None:
     top = HERE / archive
     top.mkdir()
@@ -102,6 +123,7 @@ def main(archive: str) -> None:
         digests[name] = {"step": step, "state": digest(state), "params": digest(state.params)}
     exchange.save(top / "mlp.safetensors", trained("mlp", setups()["mlp"]))
     digests["parts"] = digest(PARTS)
+    digests["processes"] = of_two_processes(top)
     (top / "digests.json").write_text(json.dumps(digests, indent=2) + "\n")
 
 

@@ -7,6 +7,7 @@ and what it keeps.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -21,7 +22,7 @@ import numpy as np
 
 from tsunax._core import trees
 
-_DEEP = 12  # objects within objects, beyond which nobody looks
+_DEEP = 14  # objects within objects, beyond which nobody looks
 
 
 def bits_of(array: Any) -> np.ndarray | None:
@@ -39,50 +40,77 @@ def hash_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
 
-def words_of(x: Any, depth: int = 0, seen: frozenset = frozenset()) -> str:
+def words_of(
+    x: Any, depth: int = 0, seen: frozenset = frozenset(), code: bool = True, numbers: bool = True
+) -> str:
     """What a value is, in full.
+
+    Without `code` it is an outline, for files that other versions read: functions by their names
+    and what they close over, arrays and (without `numbers`) numbers as "#". An object with
+    `in_words(inner)` says itself what its outline is.
 
     >>> words_of({"rate": 0.1, "sizes": {3, 1}, "f": max})
     "{'rate': 0.1, 'sizes': {1, 3}, 'f': max}"
     >>> words_of(np.ones(3, np.float32))
     'float32[3] 8a31a40ecac0'
+    >>> words_of({"rate": 0.1}, code=False, numbers=False)
+    "{'rate': #}"
     """
-    if x is None or isinstance(x, (bool, int, float, complex, str, bytes)):
+    if x is None or isinstance(x, (bool, str, bytes)):
         return repr(x)
+    if isinstance(x, (int, float, complex)) and not trees.is_array(x):
+        return repr(x) if numbers else "#"
     if trees.is_array(x):
-        return _of_array(x)
+        return _of_array(x) if code else "#"
     if depth > _DEEP or id(x) in seen:
         return "…"
-    inner = lambda y: words_of(y, depth + 1, seen | {id(x)})
+    inner = lambda y: words_of(y, depth + 1, seen | {id(x)}, code, numbers)
     kind = type(x).__name__
+    if not code and (in_words := getattr(type(x), "in_words", None)):
+        return in_words(x, inner)
     if isinstance(x, type):
-        return f"{x.__module__}.{x.__qualname__}"
+        return f"{x.__module__}.{x.__qualname__}" if code else x.__name__
     if isinstance(x, Mapping):
-        return f"{kind * (kind != 'dict')}{{{', '.join(f'{inner(k)}: {inner(v)}' for k, v in x.items())}}}"
+        inside = ", ".join(f"{inner(k)}: {inner(v)}" for k, v in x.items())
+        return f"{kind * (kind != 'dict')}{{{inside}}}"
     if isinstance(x, Set):
         return f"{kind * (kind != 'set')}{{{', '.join(sorted(map(inner, x)))}}}"
     if isinstance(x, (list, tuple)):
         inside = ", ".join(map(inner, x))
-        return (
-            f"[{inside}]"
-            if kind == "list"
-            else f"({inside})"
-            if kind == "tuple"
-            else f"{kind}({inside})"
-        )
+        left, right = {"list": "[]", "tuple": "()"}.get(kind) or (f"{kind}(", ")")
+        return f"{left}{inside}{right}"
     if isinstance(x, functools.partial):
         return f"partial({inner(x.func)}, {inner(x.args)}, {inner(x.keywords)})"
     if isinstance(x, types.MethodType):
         return f"{inner(x.__self__)}.{x.__name__}"
     if isinstance(x, types.FunctionType):
-        return _of_function(x, inner)
+        return _of_function(x, inner, code)
     if callable(x) and hasattr(x, "__qualname__"):
         return x.__qualname__
-    if dataclasses.is_dataclass(x):
-        return f"{kind}({', '.join(f'{f.name}={inner(getattr(x, f.name, None))}' for f in dataclasses.fields(x))})"
-    if type(x).__repr__ is object.__repr__ and (fields := getattr(x, "__dict__", None)):
-        return f"{kind}({', '.join(f'{name}={inner(y)}' for name, y in fields.items())})"
+    fields = [f.name for f in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else []
+    if not fields and type(x).__repr__ is object.__repr__:
+        fields = list(getattr(x, "__dict__", {}))
+    if fields or dataclasses.is_dataclass(x):
+        return f"{kind}({', '.join(f'{name}={inner(getattr(x, name, None))}' for name in fields)})"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(x))
+
+
+def _of_function(f: types.FunctionType, inner: Callable[[Any], str], code: bool) -> str:
+    if not code:
+        kept = [text for text in map(inner, cells_of(f)) if text not in ("#", "None")]
+        return f.__qualname__.split(".<locals>")[0] + (f"({', '.join(kept)})" if kept else "")
+    kept = [f.__defaults__, f.__kwdefaults__, *cells_of(f)]
+    text = inner([x for x in kept if x is not None])
+    return f"{f.__qualname__} {_hash_of_code(f.__code__)}" + (f" of {text}" if text != "[]" else "")
+
+
+def cells_of(f: Any) -> list[Any]:
+    """What a function closes over."""
+    found = []
+    for cell in getattr(f, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # not filled yet
+            found.append(cell.cell_contents)
+    return found
 
 
 def _of_array(x: Any) -> str:
@@ -99,17 +127,6 @@ def _of_array(x: Any) -> str:
         if bits.ndim == 0
         else f"{words} {hash_of(np.ascontiguousarray(bits).tobytes())}"
     )
-
-
-def _of_function(f: types.FunctionType, inner: Callable[[Any], str]) -> str:
-    kept = [f.__defaults__, f.__kwdefaults__]
-    for cell in f.__closure__ or ():
-        try:
-            kept.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            continue
-    text = inner([x for x in kept if x is not None])
-    return f"{f.__qualname__} {_hash_of_code(f.__code__)}" + (f" of {text}" if text != "[]" else "")
 
 
 def _hash_of_code(code: types.CodeType) -> str:

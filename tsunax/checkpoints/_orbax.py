@@ -1,9 +1,7 @@
-"""Directories of orbax's own, which are read and never written: those that others made, and
-checkpoints of format 1.
+"""Directories that others wrote with orbax, which are read and never written.
 
-The only module that knows orbax. Whatever that raises for bytes that are not its own is Damaged
-here, in one line; no wait is without a limit, and nothing is read that the files are far too small
-for.
+Whatever orbax raises for bytes that are not its own is Damaged here, in one line; nothing is read
+that the files are far too small for.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import logging
 import math
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +20,20 @@ import jax
 import numpy as np
 
 from tsunax._core import durable_files, trees
-from tsunax.checkpoints import manifest
-from tsunax.checkpoints.manifest import Damaged, Leaf
-from tsunax.errors import CheckpointError, message, told
+from tsunax.checkpoints._background import bounded
+from tsunax.checkpoints.leaves import Damaged
+from tsunax.errors import CheckpointError, told
 
 __all__ = []
 
-
-@contextlib.contextmanager
-def _quiet():
-    """Damaged bytes make asyncio and absl log pages, some when tasks are collected; the error says
-    it in a line.
-    """
-    drop = lambda record: False
-    loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
-    for logger in loggers:
-        logger.addFilter(drop)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(drop)
+_LIMIT = 600.0  # seconds
+# orbax names its operations by one count of the process: one load would take another one's away
+_ONE_AT_A_TIME = threading.Lock()
 
 
-def of_format_1(
-    path: Path, shards: Mapping[str, tuple[manifest.Shard, Leaf]]
-) -> dict[str, np.ndarray]:
-    """Stored arrays of the first format: by number in one directory of orbax's."""
-    about = foreign(path)
-    for name, (s, leaf) in shards.items():
-        known = about.get(name) if isinstance(about, Mapping) else None
-        if known is None or tuple(known.shape) != s.shape or str(known.dtype) != leaf.dtype:
-            raise Damaged(f"arrays: {name} is not as the manifest says")
-    found = dict(zip(shards, read_foreign(path, about, list(shards)), strict=True))
-    return {name: np.asarray(x) for name, x in found.items()}
-
-
-def foreign(path: Path) -> Any:
-    """The tree that a directory of orbax's own says it has, by its old interface or the new one.
-    Raises Damaged.
+def description(path: Path) -> Any:
+    """The tree that a directory says it has, by orbax's old interface or the new one. Raises
+    Damaged.
     """
     durable_files.check_regular(path)
     found = _of_orbax(lambda ocp: ocp.metadata(path).metadata, "the description")
@@ -72,46 +45,39 @@ def foreign(path: Path) -> Any:
 def as_struct(x):
     """A leaf of such a description as what `leaf_of` knows: arrays as their shape and dtype."""
     is_array = getattr(x, "shape", None) is not None and getattr(x, "dtype", None) is not None
-    return (
-        jax.ShapeDtypeStruct(tuple(x.shape), x.dtype) if is_array and not trees.is_array(x) else x
-    )
+    if not is_array or trees.is_array(x):
+        return x
+    return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
 
 
-def read_foreign(path: Path, tree, names: list[str]) -> list[Any]:
+def read(path: Path, tree, names: list[str]) -> list[Any]:
     """Leaves of such a directory by name, arrays as NumPy's.
 
     Nothing is read that its files are far too small for.
     """
     wanted, target, declared = set(names), [], 0
     leaves, treedef = jax.tree.flatten(tree)
-    found_names = ["/".join(name) for name, _, _ in trees.leaves_with_names(tree)]
-    for name, x in zip(found_names, leaves, strict=True):
+    known = ["/".join(name) for name, _, _ in trees.leaves_with_names(tree)]
+    for name, x in zip(known, leaves, strict=True):
+        about = as_struct(x)
         if name not in wanted:
             target.append(...)
-        elif isinstance(about := as_struct(x), jax.ShapeDtypeStruct):
-            chunk = (
-                getattr(getattr(x, "storage_metadata", None), "chunk_shape", None) or about.shape
-            )
-            declared += max(math.prod(chunk), about.size) * about.dtype.itemsize
+        elif isinstance(about, jax.ShapeDtypeStruct):
+            chunk = getattr(getattr(x, "storage_metadata", None), "chunk_shape", None)
+            size = max(math.prod(chunk or about.shape), about.size)
+            declared += size * about.dtype.itemsize
             target.append(np.broadcast_to(np.zeros((), about.dtype), about.shape))
         else:
             target.append(x)
     if declared > (64 << 20) + 256 * durable_files.sizes(path):
         raise Damaged(f"{declared} bytes declared, far more than its files have")
     found = _of_orbax(lambda ocp: ocp.load(path, treedef.unflatten(target)), "the arrays")
-    by_name = dict(zip(found_names, jax.tree.leaves(found), strict=True))
+    by_name = dict(zip(known, jax.tree.leaves(found), strict=True))
     return [by_name[name] for name in names]
 
 
-# orbax names its operations by one count of the process, and one load would take another one's from
-# under it
-_ONE_AT_A_TIME = threading.Lock()
-
-
 def _of_orbax(f, what: str):
-    """`f(orbax)`, its logs kept quiet and whatever it raises as Damaged, given up after ten
-    minutes.
-    """
+    """`f(orbax)`, its logs kept quiet, given up after ten minutes; whatever it raises as Damaged."""
 
     def run():
         ocp = importlib.import_module("orbax.checkpoint").v1
@@ -122,32 +88,23 @@ def _of_orbax(f, what: str):
     with _quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it was saved with shardings: given ones win
         try:
-            return bounded(run, 600.0, what)
+            return bounded(run, _LIMIT, what)
         except CheckpointError:
             raise
-        except (
-            Exception
-        ) as error:  # whatever orbax, TensorStore and asyncio raise for bytes that are not theirs
+        except Exception as error:  # of orbax, TensorStore and asyncio
             fault = Damaged(told(error))
     raise fault
 
 
-def bounded(f: Callable[[], Any], limit: float, what: str):
-    """`f()` in a thread that is given up after `limit` seconds."""
-    answer: list[Any] = []
-    done = threading.Event()
-
-    def run():
-        try:
-            answer.append((f(), None))
-        except BaseException as error:
-            answer.append((None, error))
-        done.set()
-
-    threading.Thread(target=run, name="tsunax-restore", daemon=True).start()
-    if not done.wait(limit):
-        raise CheckpointError(message(what, "restore()", f"nothing after {limit:g} s", "an answer"))
-    value, error = answer[0]
-    if error is not None:
-        raise error
-    return value
+@contextlib.contextmanager
+def _quiet():
+    """Without the pages that asyncio and absl log for damaged bytes."""
+    drop = lambda record: False
+    loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
+    for logger in loggers:
+        logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(drop)

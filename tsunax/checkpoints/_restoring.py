@@ -1,21 +1,25 @@
 """Where saved leaves go: comparing a checkpoint with what a script expects, and filling that in.
 
-It reads manifests and verified host arrays, and knows no file.
+It gets manifests and host arrays, and opens no file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import patterns
-from tsunax.checkpoints import manifest as _manifest
+from tsunax._core import patterns, trees
+from tsunax.checkpoints import leaves, live_numbers
+from tsunax.checkpoints._host_copies import holders_of
+from tsunax.checkpoints.checksums import MODULUS, Bounds
+from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import CheckpointError, warn
 from tsunax.state import TrainState, base
@@ -49,27 +53,23 @@ class How:
         return plan
 
     def compared(self, manifest: Manifest) -> Plan:
-        mine = _manifest.tree_of(self.like)
+        mine = leaves.tree_of(self.like)
         saved = {leaf.path: leaf for leaf in manifest.leaves}
-        return (
-            self._params(mine, manifest, saved)
-            if self.only_params
-            else self._whole(mine, manifest, saved)
-        )
+        of = self._params if self.only_params else self._whole
+        return of(mine, manifest, saved)
 
-    def _whole(self, mine: _manifest.Tree, manifest: Manifest, saved: dict) -> Plan:
+    def _whole(self, mine: Tree, manifest: Manifest, saved: dict) -> Plan:
         like, columns, alone = self.like, {}, {}
         if mine.states:
-            like = _map_states(
-                self.like, mine, lambda path, s: _laid_out_like(path, s, manifest, saved)
-            )
-            mine = _manifest.tree_of(like)
+            layout = lambda path, s: _laid_out_like(path, s, manifest, saved)
+            like = _map_states(self.like, mine, layout)
+            mine = leaves.tree_of(like)
         found: list[str] = []
-        given = _manifest.given_in(manifest)
+        given = live_numbers.given_in(manifest)
         for path, s in mine.states.items():
-            facts = _manifest.state_facts(s)
+            facts = live_numbers.state_facts(s)
             if path not in manifest.states:
-                found.append(f"{_manifest.show('state', path)}: saved no TrainState, expected one")
+                found.append(f"{show('state', path)}: saved no TrainState, expected one")
                 continue
             handed = given.get(path)
             columns[(*path, ".numbers", ".values")] = manifest.states[path], facts, handed
@@ -78,59 +78,51 @@ class How:
                 alone[(*path, ".average", ".rate")] = "ema decay", then("rate")
             if s.loss_scale is not None and (handed is not None or not s.loss_scale.dynamic):
                 alone[(*path, ".loss_scale", ".scale")] = "loss scale", then("scale")
-            found += _manifest.fact_differences(manifest.states[path], facts, path)
-        absent = {
-            (*path, ".frozen") for path in mine.states if (*path, ".frozen") not in saved
-        }  # none was frozen
+            found += _fact_differences(manifest.states[path], facts, path)
+        # nothing was frozen where the flags were not saved
+        absent = {(*path, ".frozen") for path in mine.states} - saved.keys()
         wanted = [(path, path, x) for path, x in mine.leaves if path not in absent]
-        more, pairs = _manifest.differences(wanted, saved, self.cast, skip=columns.__contains__)
-        found += more + _manifest.extra_leaves(wanted, saved)
-        nodes = [
-            {p: k for p, k in side.items() if p[-1:] != (".frozen",)}
-            for side in (manifest.nodes, mine.nodes)
-        ]
+        more, pairs = _differences(wanted, saved, self.cast, skip=columns)
+        found += more + _extra_leaves(wanted, saved)
         shown = {line.partition(":")[0] for line in found}
-        found += [d for d in _manifest.node_differences(*nodes) if d.partition(":")[0] not in shown]
+        nodes = _node_differences(manifest.nodes, mine.nodes)
+        found += [line for line in nodes if line.partition(":")[0] not in shown]
         return Plan(like, mine, pairs, found, columns, alone, [])
 
-    def _params(self, mine: _manifest.Tree, manifest: Manifest, saved: dict) -> Plan:
+    def _params(self, mine: Tree, manifest: Manifest, saved: dict) -> Plan:
         """Params and model state of each TrainState; or a bare tree of params from the one that was
         saved.
         """
         fields = (".params",) if self.partial is not None else (".params", ".model_state")
         roots: dict = {(*path, field): (*path, field) for path in mine.states for field in fields}
         if not mine.states:
-            roots = {
-                (): (*next(iter(manifest.states)), ".params") if len(manifest.states) == 1 else ()
-            }
-        home = lambda path: next((root for root in roots if path[: len(root)] == root), None)
-        wanted = [
-            (p, roots[home(p)] + p[len(home(p)) :], x)
-            for p, x in mine.leaves
-            if home(p) is not None
-        ]  # type: ignore[arg-type]
+            one = len(manifest.states) == 1
+            roots = {(): (*next(iter(manifest.states)), ".params") if one else ()}
+        wanted = []
+        for path, x in mine.leaves:
+            root = next((root for root in roots if path[: len(root)] == root), None)
+            if root is not None:
+                wanted.append((path, roots[root] + path[len(root) :], x))
         if self.partial is not None:
             chosen = self._chosen(mine)
             wanted = [w for w in wanted if w[0] in chosen]
-        found, pairs = _manifest.differences(wanted, saved, self.cast)
+        found, pairs = _differences(wanted, saved, self.cast)
         if self.partial is None:
             tops = list(roots.values())
-            found += _manifest.extra_leaves(
-                wanted, saved, lambda path: any(path[: len(t)] == t for t in tops)
-            )
+            under = lambda path: any(path[: len(top)] == top for top in tops)
+            found += _extra_leaves(wanted, saved, under)
         return Plan(self.like, mine, pairs, found, {}, {}, [])
 
-    def _chosen(self, mine: _manifest.Tree) -> set:
+    def _chosen(self, mine: Tree) -> set:
         """Paths of the leaves that the pattern matches, in the params of each TrainState or in the
         bare tree.
         """
-        trees = {(*path, ".params"): s.params for path, s in mine.states.items()} or {(): self.like}
+        params = {(*path, ".params"): s.params for path, s in mine.states.items()}
         chosen = set()
-        for root, tree in trees.items():
+        for root, tree in (params or {(): self.like}).items():
             inside = [path for path, _ in mine.leaves if path[: len(root)] == root]
-            chosen |= {
-                p for p, on in zip(inside, patterns.select(self.partial, tree), strict=True) if on
-            }
+            flags = patterns.select(self.partial, tree)
+            chosen |= {path for path, on in zip(inside, flags, strict=True) if on}
         return chosen
 
 
@@ -144,10 +136,9 @@ class Clocks:
     def plan(self, manifest: Manifest, folder: Path) -> Plan:
         clocks = {(*path, ".clock") for path in manifest.states}
         saved = [leaf for leaf in manifest.leaves if leaf.path in clocks]
-        like = [np.zeros(leaf.shape, _manifest.dtype_of(leaf.dtype)) for leaf in saved]
-        mine = _manifest.tree_of(like)
-        places = zip(mine.leaves, saved, strict=True)
-        pairs = [_manifest.Wanted(at, x, leaf) for (at, x), leaf in places]
+        like = [np.zeros(leaf.shape, leaves.dtype_of(leaf.dtype)) for leaf in saved]
+        mine = leaves.tree_of(like)
+        pairs = [Pair(at, x, leaf) for (at, x), leaf in zip(mine.leaves, saved, strict=True)]
         return Plan(like, mine, pairs, [], {}, {}, [])
 
 
@@ -169,14 +160,37 @@ def _laid_out_like(path, state: TrainState, manifest: Manifest, saved: Mapping) 
     facts = manifest.states.get(path)
     if facts is None:
         return state
-    return _manifest.laid_out(state, facts, (*path, ".frozen") in saved)
+    return live_numbers.laid_out(state, facts, (*path, ".frozen") in saved)
 
 
-def _map_states(tree, known: _manifest.Tree, f: Callable[[tuple, TrainState], Any]):
+def _map_states(tree, known: Tree, f: Callable[[tuple, TrainState], Any]):
     """`f(path, state)` on every TrainState of a tree, in the order of `tree_of`."""
     is_state = lambda x: isinstance(x, TrainState)
     paths = iter(known.states)
     return jax.tree.map(lambda x: f(next(paths), x) if is_state(x) else x, tree, is_leaf=is_state)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A leaf of the target, and the saved one that goes there."""
+
+    path: Keys
+    leaf: Any
+    saved: Leaf
+
+
+def _sets_of(sharding, shape) -> dict[int, tuple[Bounds, ...]] | None:
+    """The parts of an array that each process has. None if each has all of it, or if two have
+    some parts in common but not all: then each reads, and verifies, all of it.
+    """
+    holders = holders_of(sharding, shape)
+    found: dict[int, tuple[Bounds, ...]] = {}
+    for bounds, processes in holders.items():
+        for i in processes:
+            found[i] = (*found.get(i, ()), bounds)
+    distinct = set(found.values())
+    are_apart = len(distinct) > 1 and sum(map(len, distinct)) == len(holders)
+    return found if are_apart else None
 
 
 @dataclass(frozen=True)
@@ -186,59 +200,66 @@ class Plan:
     """
 
     like: Any
-    mine: _manifest.Tree
-    pairs: list[_manifest.Wanted]
+    mine: Tree
+    pairs: list[Pair]
     differences: list[str]
     columns: dict
     alone: dict  # other numbers, by path: (name, what the script gave at the start, if known)
     edited: list[str]
 
-    def needed(self, pair: _manifest.Wanted) -> tuple | None:
+    def needed(self, pair: Pair) -> tuple[Bounds, ...] | None:
         """What this process needs of a saved leaf, as bounds of its axes; None for all of it."""
         sharding = getattr(pair.leaf, "sharding", None)
         is_merged = pair.path in self.columns or pair.path in self.alone
-        if (
-            sharding is None
-            or sharding.is_fully_addressable
-            or pair.saved.kind != "array"
-            or is_merged
-        ):
+        if sharding is None or sharding.is_fully_addressable or is_merged:
             return None
-        shape = pair.saved.shape
-        indices = sharding.addressable_devices_indices_map(shape).values()
-        cut = lambda index: tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
-        return tuple(dict.fromkeys(map(cut, indices)))
+        if pair.saved.kind != "array":
+            return None
+        sets = _sets_of(sharding, pair.saved.shape)
+        return None if sets is None else sets.get(jax.process_index())
+
+    def check_sums(self, everyone: list[dict[str, int]]) -> None:
+        """Verify the leaves of which each process has read only a part: their sums make up the
+        saved hash. `everyone` has the sums of each process, by name. Raises Damaged.
+        """
+        for pair in self.pairs:
+            name = pair.saved.name
+            if not any(name in sums for sums in everyone):
+                continue
+            sets = _sets_of(pair.leaf.sharding, pair.saved.shape) or {}
+            found = {parts: everyone[i].get(name, -1) for i, parts in sets.items()}
+            same = all(found[parts] == everyone[i].get(name) for i, parts in sets.items())
+            if not same or sum(found.values()) % MODULUS != pair.saved.hash:
+                where = show("state", pair.saved.path)
+                raise Damaged(f"{where}: other bytes than were saved (hash)")
 
     def filled(self, values: list):
         """The target with these values, verified before, in the place of its own."""
-        new = {
-            pair.path: self._placed(pair, value)
-            for pair, value in zip(self.pairs, values, strict=True)
-        }
-        leaves, treedef = jax.tree.flatten(self.like)
-        paths = [path for path, _ in self.mine.leaves]
-        out = treedef.unflatten([new.get(path, x) for path, x in zip(paths, leaves, strict=True)])
+        both = zip(self.pairs, values, strict=True)
+        new = {pair.path: self._placed(pair, value) for pair, value in both}
+        treedef = jax.tree.structure(self.like)
+        out = treedef.unflatten([new.get(path, x) for path, x in self.mine.leaves])
         if self.columns or not self.mine.states:
             return out
-        fresh = iter(_manifest.tree_of(out).states.values())
+        fresh = iter(leaves.tree_of(out).states.values())
         parts = ({"params": s.params, "model_state": s.model_state} for s in fresh)
         return _map_states(self.like, self.mine, lambda _, old: restarted(old, **next(parts)))
 
-    def _placed(self, pair: _manifest.Wanted, value):
+    def _placed(self, pair: Pair, value):
         is_concrete = isinstance(pair.leaf, (jax.Array, np.ndarray))
         if pair.path in self.columns:
             theirs, mine, given = self.columns[pair.path]
             value = np.asarray(value)
             if is_concrete:
                 here = np.asarray(pair.leaf)
-                value, edited = _manifest.merged_numbers(value, theirs, here, mine, given)
+                value, edited = live_numbers.merged_numbers(value, theirs, here, mine, given)
                 self.edited.extend(edited)
         elif pair.path in self.alone and is_concrete:
             name, then = self.alone[pair.path]
             then, mine = value if then is None else then, np.asarray(pair.leaf)
             if not np.array_equal(then, mine):
                 turn = (lambda x: 1 - np.float64(x)) if name == "ema decay" else np.asarray
-                self.edited.append(f"{name}: {_manifest.then_and_now(turn(then), turn(mine))}")
+                self.edited.append(f"{name}: {live_numbers.then_and_now(turn(then), turn(mine))}")
                 value = mine
         return placed(value, pair.leaf, pair.saved.kind)
 
@@ -246,11 +267,9 @@ class Plan:
 def restarted(state: TrainState, **parts) -> TrainState:
     """A state whose optimizer starts at restored params."""
     state = state.replace(**parts)
-    return (
-        state
-        if state.average is None
-        else dataclasses.replace(state, average=state.average.of(base(state)))
-    )
+    if state.average is None:
+        return state
+    return dataclasses.replace(state, average=state.average.of(base(state)))
 
 
 def placed(value, like, kind: str):
@@ -267,12 +286,68 @@ def placed(value, like, kind: str):
         return value.astype(like.dtype, copy=False)
     sharding, of_key = like.sharding, kind.removeprefix("key:") if kind.startswith("key:") else ""
     value = value if of_key else value.astype(like.dtype, copy=False)
-    if (
-        sharding is not None and not sharding.is_fully_addressable
-    ):  # each process makes its part, and nobody waits
+    if sharding is not None and not sharding.is_fully_addressable:
+        # each process makes its part, and nobody waits
         made = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
-        return _manifest.wrap_key(made, of_key) if of_key else made
-    value = _manifest.wrap_key(value, of_key) if of_key else value
+        return leaves.wrap_key(made, of_key) if of_key else made
+    value = leaves.wrap_key(value, of_key) if of_key else value
     if sharding is None or (isinstance(like, jax.Array) and not like.committed):
         return jax.device_put(value)
     return jax.device_put(value, sharding)
+
+
+# --------------------------------------------------------------------------------------- comparison
+
+Wanted = list[tuple[Keys, Keys, Any]]  # path here, path there, leaf
+
+
+def _differences(wanted: Wanted, saved: Mapping, cast: bool, skip=()) -> tuple[list[str], list]:
+    """Compare what is wanted with what is there: (both sides of each difference, pairs)."""
+    found, pairs = [], []
+    for here, there, x in wanted:
+        mine, theirs = leaves.leaf_of(here, x), saved.get(there)
+        if theirs is None:
+            found.append(f"{show('state', here)}: nothing saved, expected {mine}")
+        elif here not in skip and not fits(mine, theirs, cast):
+            found.append(f"{show('state', here)}: saved {theirs}, expected {mine}")
+        else:
+            pairs.append(Pair(here, x, theirs))
+    return found, pairs
+
+
+def fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
+    if (mine.kind, mine.shape) != (theirs.kind, theirs.shape):
+        return False
+    is_float = lambda name: bool(name) and jnp.issubdtype(np.dtype(name), np.floating)
+    return mine.dtype == theirs.dtype or (cast and is_float(mine.dtype) and is_float(theirs.dtype))
+
+
+def _extra_leaves(wanted: Wanted, saved: Mapping, under=lambda _: True) -> list[str]:
+    """What is saved and has no place."""
+    known = {there for _, there, _ in wanted}
+    return [f"{show('state', path)}: saved {leaf}, expected nothing" for path, leaf in saved.items()
+            if path not in known and under(path)]  # fmt: skip
+
+
+def _node_differences(saved: Mapping[Keys, str], mine: Mapping[Keys, str]) -> list[str]:
+    """Containers of another type. Those on one side only have leaves that say so, or are empty."""
+    out = []
+    for path in dict.fromkeys([*mine, *saved]):
+        a, b = saved.get(path, "nothing"), mine.get(path, "nothing")
+        if a != b and path[-1:] != (".frozen",):
+            out.append(f"{show('state', path)}: saved {a}, expected {b}")
+    return out
+
+
+def _fact_differences(saved: Mapping, mine: Mapping, path: Keys) -> Iterator[str]:
+    for name in ("rule", "trained", "precision", "average"):
+        if saved[name] != mine[name]:
+            absent = "everything" if name == "trained" else "none"
+            a, b = (_brief(x[name], absent) for x in (saved, mine))
+            yield f"{name} of {show('state', path)}: saved {a}, expected {b}"
+
+
+def _brief(x, absent: str) -> str:
+    if isinstance(x, list):
+        return trees.listed([str(name) for name in x], 6)
+    return absent if x is None else str(x) if len(str(x)) <= 200 else f"{str(x)[:180]}…"

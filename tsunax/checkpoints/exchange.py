@@ -19,18 +19,28 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from tsunax._core import checks, durable_files, patterns, trees
-from tsunax.checkpoints import _arrays, _msgpack, _orbax, _restoring, _safetensors
+from tsunax.checkpoints import (
+    _host_copies,
+    _orbax,
+    _restoring,
+    _safetensors,
+    checksums,
+    leaves,
+    live_numbers,
+)
 from tsunax.checkpoints import manifest as _manifest
-from tsunax.checkpoints.manifest import Damaged, Leaf, Manifest, TooNew
+from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree, show
+from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import CheckpointError, SaveError, WrongTypeError, message, told
 from tsunax.state import TrainState
 
 __all__ = ["contents", "restore", "restore_flax", "restore_orbax", "save"]
 
 Rename = Callable[[str], str] | Mapping[str, str] | None
-_MANIFEST, _NAMES, _SUM = "tsunax", "tsunax.names", "tsunax.sha256"  # of both texts
+_MANIFEST, _SUM = "tsunax", "tsunax.sha256"  # in the text beside the arrays
 _PARAMS = "params/"  # what the names of a whole state's params begin with
 _DEPTH = 64
 
@@ -50,8 +60,8 @@ def save(
 
     A name is the path that patterns match, "encoder/0/kernel"; of a state
     "params/encoder/0/kernel", "opt_state/0/mu/encoder/0/kernel", "model_state/...", "key". Beside
-    the arrays the file has, as text, the types of containers and keys, Python numbers and a sha256
-    of each array: `restore` builds the state from that and verifies it; others need not look. The
+    the arrays the file has, as text, the types of containers and keys, Python numbers and a hash of
+    each array: `restore` builds the state from that and verifies it; others need not look. The
     file is whole or not there, and an older one stays until then.
 
     Args:
@@ -76,90 +86,125 @@ def save(
     """
     path = _as_path(path)
     if not path.name.endswith(".safetensors") or path.name == ".safetensors":
-        raise CheckpointError(
-            message("path", "save()", repr(path.name), "a name that ends in .safetensors")
-        )
+        expected = "a name that ends in .safetensors"
+        raise CheckpointError(message("path", "save()", repr(path.name), expected))
     if max_bytes is not None:
         checks.check_count(max_bytes, "save()", "max_bytes")
     about = _texts(metadata)
-    known = _manifest.tree_of(tree)
-    _arrays.check_saveable(known)
-    names = _names_in(tree, rename)
-    leaves, arrays = _described(known, names)
+    known = leaves.tree_of(tree)
+    _host_copies.check_saveable(known)
+    found = _described(known, _names_in(tree, rename))
+    arrays = {leaf.name: x for leaf, (_, x) in zip(found, known.leaves, strict=True) if leaf.dtype}
     if not arrays:
         raise WrongTypeError(message("tree", "save()", "no array", "at least one"))
-    step = _arrays.step_of(known, None) if known.states else 0
-    states = {at: _manifest.state_facts(s) for at, s in known.states.items()}
-    manifest = Manifest(step, leaves, known.nodes, states, [], {}, {}, _arrays.versions(), {})
-    texts = manifest.dump().decode(), json.dumps(names)
-    about |= {
-        _MANIFEST: texts[0],
-        _NAMES: texts[1],
-        _SUM: durable_files.sha256("".join(texts).encode()),
-    }
-    specs = {name: (leaf.dtype, leaf.shape) for name, (leaf, _) in arrays.items()}
+    hashes = {name: checksums.of(trees.on_host(x)) for name, x in arrays.items()}
+    step = _host_copies.step_of(known, None) if known.states else 0
+    states = {at: live_numbers.state_facts(s) for at, s in known.states.items()}
+    manifest = Manifest(step, found, known.nodes, states, versions=_host_copies.versions())
+    text = manifest.with_hashes(hashes).dump()
+    about |= {_MANIFEST: text.decode(), _SUM: durable_files.sha256(text)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _safetensors.save(
-            path, specs, lambda name: trees.on_host(arrays[name][1]), about, max_bytes
-        )
+        _write(path, arrays, about, max_bytes)
     except (OSError, ValueError) as error:
         raise SaveError(message("save", str(path), told(error), "a finished file")) from error
 
 
-def _described(
-    known: _manifest.Tree, names: list[str]
-) -> tuple[list[Leaf], dict[str, tuple[Leaf, Any]]]:
-    """Every leaf for the manifest, and those that are arrays by their name in the file."""
-    leaves, arrays = [], {}
+def _described(known: Tree, names: list[str]) -> list[Leaf]:
+    """Every leaf under its name in the file, checked."""
+    found: dict[str, Leaf] = {}
     for (path, x), name in zip(known.leaves, names, strict=True):
-        leaf = _manifest.leaf_of(path, x)
-        if leaf.dtype:
-            _check_array(path, x, leaf)
-            digest = _arrays.digest(trees.on_host(x))
-            shard = _manifest.Shard(tuple((0, n) for n in leaf.shape), digest, str(len(arrays)))
-            leaf = Leaf(path, leaf.kind, leaf.shape, leaf.dtype, (shard,))
-            if name in arrays:
-                both = " and ".join(_manifest.show("tree", p) for p in (arrays[name][0].path, path))
-                raise CheckpointError(
-                    message(f"name {name!r}", "save()", f"two arrays, {both}", "one name for each")
-                )
-            if not name or name.startswith("__metadata__") or not name.isprintable():
-                where = _manifest.show("tree", path)
-                raise CheckpointError(
-                    message("name", where, repr(name), "printable text", "rename= gives another.")
-                )
-            arrays[name] = leaf, x
-        leaves.append(leaf)
-    return leaves, arrays
+        leaf, where = leaves.leaf_of(path, x, name), show("tree", path)
+        if leaf.dtype and leaf.dtype not in _safetensors.DTYPES:
+            expected, fix = "a dtype that safetensors has", "Cast it, or save with Checkpoints."
+            raise WrongTypeError(message("leaf", where, str(leaf), expected, fix))
+        if not _host_copies.is_local(x) and not x.is_fully_replicated:
+            got = "an array of which other processes have a part"
+            fix = "Gather it: jax.experimental.multihost_utils.process_allgather."
+            raise WrongTypeError(message("leaf", where, got, "a whole", fix))
+        if name in found:
+            got = f"two arrays, {show('tree', found[name].path)} and {where}"
+            raise CheckpointError(message(f"name {name!r}", "save()", got, "one name for each"))
+        if not name or name.startswith("__metadata__") or not name.isprintable():
+            fix = "rename= gives another."
+            raise CheckpointError(message("name", where, repr(name), "printable text", fix))
+        found[name] = leaf
+    return list(found.values())
 
 
-def _check_array(path, x, leaf: Leaf) -> None:
-    where = _manifest.show("tree", path)
-    if leaf.dtype not in _safetensors.CODE_OF:
-        fix = "Cast it, or save with Checkpoints."
-        raise WrongTypeError(message("leaf", where, str(leaf), "a dtype that safetensors has", fix))
-    if not _arrays.is_local(x) and not x.is_fully_replicated:
-        fix = "Gather it: jax.experimental.multihost_utils.process_allgather."
-        raise WrongTypeError(
-            message("leaf", where, "an array of which other processes have a part", "a whole", fix)
-        )
+def _write(path: Path, arrays: Mapping[str, Any], about: dict[str, str], most: int | None) -> None:
+    """Files of at most `most` bytes of arrays, and an index if that takes several.
+
+    Whole or not at all: every file is written aside and synced before the first has its name; an
+    old index goes before what it leads to is replaced, and the new one comes last. A link at one of
+    the names is replaced, not followed.
+    """
+    groups = _groups(arrays, most)
+    index = path.with_name(path.name + _safetensors.INDEX)
+    other = index if len(groups) == 1 else path
+    if os.path.lexists(other):
+        fix = "an export of other size; delete it or take another name"
+        raise FileExistsError(f"{other.name} is there, {fix}")
+    ready: list[tuple[Path, Path]] = []
+
+    def aside(final: Path) -> Path:
+        ready.append((durable_files.aside(path.parent, "tmp", 0), final))
+        return ready[-1][0]
+
+    try:
+        where: dict[str, str] = {}
+        for i, group in enumerate(groups):
+            part = f"{path.stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+            final = path if len(groups) == 1 else path.with_name(part)
+            text = about if len(groups) == 1 else {"format": about["format"]}
+            on_host = {name: trees.on_host(arrays[name]) for name in group}
+            _safetensors.write(aside(final), on_host, text)
+            where |= dict.fromkeys(group, final.name)
+        if len(groups) > 1:
+            size = sum(map(_nbytes, arrays.values()))
+            body = {"metadata": {"total_size": size, **about}, "weight_map": where}
+            durable_files.write(aside(index), json.dumps(body, indent=1).encode())
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(index)
+            durable_files.sync(path.parent)
+        for temporary, final in ready:
+            os.replace(temporary, final)
+        durable_files.sync(path.parent)
+    finally:
+        for temporary, _ in ready:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def _nbytes(x) -> int:
+    return trees.on_host(x).nbytes
+
+
+def _groups(arrays: Mapping[str, Any], most: int | None) -> list[list[str]]:
+    """Names in order, cut where the bytes of a group would be more than `most`; a larger array is
+    alone.
+    """
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, x in arrays.items():
+        if most is not None and groups[-1] and used + _nbytes(x) > most:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += _nbytes(x)
+    return groups
 
 
 def _texts(metadata) -> dict[str, str]:
-    metadata = {} if metadata is None else metadata
-    if not isinstance(metadata, Mapping) or not all(
-        isinstance(x, str) for pair in metadata.items() for x in pair
-    ):
-        raise WrongTypeError(
-            message("metadata", "save()", trees.describe(metadata), "a dict of strings")
-        )
-    found = {"format": "flax", **metadata}
+    found = {} if metadata is None else metadata
+    is_text = lambda pair: all(isinstance(x, str) for x in pair)
+    if not isinstance(found, Mapping) or not all(map(is_text, found.items())):
+        got = trees.describe(found)
+        raise WrongTypeError(message("metadata", "save()", got, "a dict of strings"))
     if taken := [name for name in found if name.startswith("tsunax")]:
-        raise WrongTypeError(
-            message("metadata", "save()", repr(taken[0]), "a name that is not tsunax's own")
-        )
-    return found
+        expected = "a name that is not tsunax's own"
+        raise WrongTypeError(message("metadata", "save()", repr(taken[0]), expected))
+    return {"format": "flax", **found}
 
 
 # ---------------------------------------------------------------------------------------- restoring
@@ -220,7 +265,7 @@ def restore_flax(
     with _refusing("flax file", path):
         file = _as_path(path)
         with durable_files.opened(file) as opened:
-            source = _from_tree(file, _msgpack.read(opened.read()))
+            source = _from_tree(file, _of_flax(opened.read()))
         return _restored(source, like, where, rename, cast, "restore_flax()")
 
 
@@ -242,9 +287,9 @@ def restore_orbax(
     fix = "Give the directory of one step, with _CHECKPOINT_METADATA in it."
     with _refusing("orbax checkpoint", path, fix):
         folder = _as_path(path)
-        about = _orbax.foreign(folder)
+        about = _orbax.description(folder)
         source = _from_tree(folder, about)
-        source.read = lambda names: _orbax.read_foreign(folder, about, names)
+        source.read = lambda names: _orbax.read(folder, about, names)
         return _restored(source, like, where, rename, cast, "restore_orbax()")
 
 
@@ -255,10 +300,8 @@ def contents(path: str | os.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
     """
     with _refusing("safetensors file", path):
         entries, _ = _safetensors.contents(_found(path))
-    return {
-        name: jax.ShapeDtypeStruct(x.shape, _manifest.dtype_of(x.dtype))
-        for name, x in entries.items()
-    }
+    struct = lambda x: jax.ShapeDtypeStruct(x.shape, leaves.dtype_of(x.dtype))
+    return {name: struct(x) for name, x in entries.items()}
 
 
 @contextlib.contextmanager
@@ -272,9 +315,8 @@ def _refusing(what: str, path, fix: str = ""):
     except Damaged as error:
         raise CheckpointError(message(what, str(path), error, "a whole one", fix)) from None
     except OSError as error:
-        raise CheckpointError(
-            message(what, str(path), told(error), "one that can be read", fix)
-        ) from error
+        expected = "one that can be read"
+        raise CheckpointError(message(what, str(path), told(error), expected, fix)) from error
 
 
 @dataclass
@@ -285,73 +327,60 @@ class _Source:
     leaves: dict[str, Leaf]
     read: Callable[[list[str]], list[Any]]
     manifest: Manifest | None = None
-    names: list[str] | None = None  # of the manifest's leaves
 
 
 def _from_safetensors(path: Path) -> _Source:
     entries, about = _safetensors.contents(path)
-    leaves = {name: Leaf((name,), "array", x.shape, x.dtype) for name, x in entries.items()}
-    source = _Source(
-        path, leaves, lambda names: [_safetensors.read(entries[name]) for name in names]
-    )
+    found = {name: Leaf((name,), "array", x.shape, x.dtype) for name, x in entries.items()}
     if _MANIFEST not in about:
-        return source
-    texts = about[_MANIFEST], about.get(_NAMES, "")
-    manifest = Manifest.parse(texts[0].encode())
-    if durable_files.sha256("".join(texts).encode()) != about.get(_SUM):
+        read = lambda names: [_safetensors.read(entries[name]) for name in names]
+        return _Source(path, found, read)
+    text = about[_MANIFEST].encode()
+    manifest = Manifest.parse(text)
+    if durable_files.sha256(text) != about.get(_SUM):
         raise Damaged("description: other text than was saved (sha256)")
-    names = _names_of(texts[1], len(manifest.leaves))
-    for name, leaf in zip(names, manifest.leaves, strict=True):
-        mine = leaves.get(name)
-        same = (
-            mine is not None
-            and (mine.shape, mine.dtype) == (leaf.shape, leaf.dtype)
-            and len(leaf.shards) == 1
-        )
-        if leaf.dtype and not same:
-            raise Damaged(f"{name!r:.80} is not as its own description says")
-        leaves[name] = leaf
-    return _Source(
-        path,
-        leaves,
-        lambda wanted: [_verified(name, leaves[name], entries) for name in wanted],
-        manifest,
-        names,
-    )
+    for leaf in manifest.leaves:
+        mine = found.get(leaf.name)
+        if leaf.dtype and (mine is None or (mine.shape, mine.dtype) != (leaf.shape, leaf.dtype)):
+            raise Damaged(f"{leaf.name!r:.80} is not as its own description says")
+        found[leaf.name] = leaf
+    read = lambda names: [_verified(found[name], entries) for name in names]
+    return _Source(path, found, read, manifest)
 
 
-def _names_of(text: str, n: int) -> list[str]:
-    try:
-        _manifest.check_pieces(text.encode())
-        names = json.loads(text)
-    except (ValueError, RecursionError):
-        names = []
-    if not isinstance(names, list) or not all(isinstance(x, str) for x in names):
-        names = []
-    if not len(set(names)) == len(names) == n:
-        raise Damaged(f"{_NAMES}: no list of {n} names")
-    return names
-
-
-def _verified(name: str, leaf: Leaf, entries: Mapping[str, _safetensors.Entry]):
+def _verified(leaf: Leaf, entries: Mapping[str, _safetensors.Entry]):
     if not leaf.dtype:
-        return _manifest.plain_value(leaf)
-    array = _safetensors.read(entries[name])
-    if leaf.shards and _arrays.digest(array) != leaf.shards[0].sha256:
-        raise Damaged(f"{name!r:.80}: other bytes than were saved (sha256)")
+        return leaves.plain_value(leaf)
+    array = _safetensors.read(entries[leaf.name or leaf.path[0]])
+    if leaf.name and checksums.of(array) != leaf.hash:
+        raise Damaged(f"{leaf.name!r:.80}: other bytes than were saved (hash)")
     return array
+
+
+def _of_flax(content: bytes) -> dict[str, Any]:
+    """The nested dicts of a file of flax's. Raises Damaged for anything else."""
+    import flax.serialization
+
+    own = lambda x: np.array(x) if isinstance(x, np.ndarray) else x  # flax's cannot be written to
+    try:
+        tree = jax.tree.map(own, flax.serialization.msgpack_restore(content))
+    except Exception as error:  # of msgpack, NumPy and flax
+        raise Damaged(told(error)) from None
+    if not isinstance(tree, dict):
+        raise Damaged("no dict of arrays")
+    return tree
 
 
 def _from_tree(path: Path, tree) -> _Source:
     """Of nested dicts of arrays, or of what describes them."""
     named = {"/".join(name): x for name, _, x in trees.leaves_with_names(tree)}
-    leaves = {}
+    found = {}
     for name, x in named.items():
         try:
-            leaves[name] = _manifest.leaf_of((name,), _orbax.as_struct(x))
+            found[name] = leaves.leaf_of((name,), _orbax.as_struct(x))
         except WrongTypeError:
             raise Damaged(f"{name!r:.80}: {trees.describe(x)}, no array") from None
-    return _Source(path, leaves, lambda names: [named[name] for name in names])
+    return _Source(path, found, lambda names: [named[name] for name in names])
 
 
 def _restored(source: _Source, like, where, rename: Rename, cast: bool, call: str):
@@ -360,18 +389,11 @@ def _restored(source: _Source, like, where, rename: Rename, cast: bool, call: st
         patterns.compile_where(where)
     if like is None:
         if rename is not None:
-            raise WrongTypeError(
-                message("rename", call, "no like=", "the tree whose names are renamed")
-            )
+            expected = "the tree whose names are renamed"
+            raise WrongTypeError(message("rename", call, "no like=", expected))
         return _nested(source, where)
-    has_states = isinstance(like, TrainState) or bool(_manifest.tree_of(like).states)
-    if (
-        has_states
-        and where is None
-        and rename is None
-        and source.manifest is not None
-        and source.manifest.states
-    ):
+    is_by_name = where is not None or rename is not None or not leaves.tree_of(like).states
+    if not is_by_name and source.manifest is not None and source.manifest.states:
         return _whole(source, source.manifest, like, cast)
     if isinstance(like, TrainState):
         return _restoring.restarted(like, params=_by_name(source, like.params, where, rename, cast))
@@ -383,26 +405,23 @@ def _whole(source: _Source, manifest: Manifest, like, cast: bool):
     plan = _restoring.How(like, None, cast, False).compared(manifest)
     fix = "Restore with the setup that saved it; params alone: restore(path, state, where='**')."
     _restoring.refuse(f"another state in {source.path}", plan.differences, fix)
-    names = {
-        leaf.path: name for leaf, name in zip(manifest.leaves, source.names or (), strict=True)
-    }
-    out = plan.filled(source.read([names[pair.saved.path] for pair in plan.pairs]))
+    out = plan.filled(source.read([pair.saved.name for pair in plan.pairs]))
     _restoring.warn_of_edits(plan.edited)
     return out
 
 
 def _by_name(source: _Source, tree, where, rename: Rename, cast: bool):
     """`tree` with the leaves that `where` selects from the file, found by their names."""
-    leaves, treedef = jax.tree.flatten(tree)
-    flags = patterns.select(where, tree) if where is not None else (True,) * len(leaves)
+    flat, treedef = jax.tree.flatten(tree)
+    flags = patterns.select(where, tree) if where is not None else (True,) * len(flat)
     of_state = rename is None and source.manifest is not None and () in source.manifest.states
     prefix = _PARAMS if of_state else ""
     names = [prefix + name for name in _names_in(tree, rename)]
-    paths = [_manifest.show("tree", path) for path, _ in _manifest.tree_of(tree).leaves]
+    paths = [show("tree", path) for path, _ in leaves.tree_of(tree).leaves]
     wanted = [i for i, flag in enumerate(flags) if flag]
     differences, missing = [], ""
     for i in wanted:
-        mine, theirs = _manifest.leaf_of((paths[i],), leaves[i]), source.leaves.get(names[i])
+        mine, theirs = leaves.leaf_of((paths[i],), flat[i]), source.leaves.get(names[i])
         if theirs is None:
             missing = missing or names[i]
             differences.append(f"{paths[i]}: nothing named {names[i]!r}, expected {mine}")
@@ -410,33 +429,25 @@ def _by_name(source: _Source, tree, where, rename: Rename, cast: bool):
             differences.append(f"{paths[i]}: {names[i]!r} is {theirs}, expected {mine}")
     if where is None:
         known = set(names)
-        more = [name for name in source.leaves if name.startswith(prefix) and name not in known]
-        differences += [
-            f"{name!r} is {source.leaves[name]}, expected nothing of that name" for name in more
-        ]
-    likely = [name for name in source.leaves if len(name) < 200][
-        :2000
-    ]  # comparing texts takes its time
-    near = ", ".join(map(repr, patterns.nearest(missing, likely))) if missing else ""
-    fix = (
-        f"Nearest to {missing!r}: {near}. rename= finds other names."
-        if near
-        else "where= takes a part."
-    )
+        for name, leaf in source.leaves.items():
+            if name.startswith(prefix) and name not in known:
+                differences.append(f"{name!r} is {leaf}, expected nothing of that name")
+    fix = "where= takes a part."
+    if missing:  # comparing texts takes its time
+        likely = [name for name in source.leaves if len(name) < 200][:2000]
+        near = ", ".join(map(repr, patterns.nearest(missing, likely)))
+        fix = f"Nearest to {missing!r}: {near}. rename= finds other names." if near else fix
     _restoring.refuse(f"other arrays in {source.path}", differences, fix)
     values = source.read([names[i] for i in wanted])
     for i, value in zip(wanted, values, strict=True):
-        kind = _manifest.leaf_of((), leaves[i]).kind
-        leaves[i] = _restoring.placed(value, leaves[i], kind)
-    return treedef.unflatten(leaves)
+        flat[i] = _restoring.placed(value, flat[i], leaves.leaf_of((), flat[i]).kind)
+    return treedef.unflatten(flat)
 
 
 def _fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
-    if (
-        mine.kind.startswith("key:") and theirs.kind == "array"
-    ):  # other programs have the numbers of a key only
+    if mine.kind.startswith("key:") and theirs.kind == "array":  # other programs have no typed keys
         return (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-    return _manifest.fits(mine, theirs, cast)
+    return _restoring.fits(mine, theirs, cast)
 
 
 def _nested(source: _Source, where):
@@ -456,18 +467,15 @@ def _nested(source: _Source, where):
         node[last] = name
     names, treedef = jax.tree.flatten(out)
     flags = patterns.select(where, out) if where is not None else (True,) * len(names)
-    read = iter(source.read([name for name, flag in zip(names, flags, strict=True) if flag]))
-    values = [
-        _typed(next(read), source.leaves[name].kind) if flag else None
-        for name, flag in zip(names, flags, strict=True)
-    ]
-    return treedef.unflatten(values)
+    chosen = [name for name, flag in zip(names, flags, strict=True) if flag]
+    read = dict(zip(chosen, source.read(chosen), strict=True))
+    return treedef.unflatten(
+        [_typed(read[name], source.leaves[name].kind) if name in read else None for name in names]
+    )
 
 
 def _typed(value, kind: str):
-    return (
-        _manifest.wrap_key(value, kind.removeprefix("key:")) if kind.startswith("key:") else value
-    )
+    return leaves.wrap_key(value, kind.removeprefix("key:")) if kind.startswith("key:") else value
 
 
 # ------------------------------------------------------------------------------------- names, paths

@@ -1,7 +1,5 @@
-"""What a run that goes on takes from its checkpoint, from the state in hand, and from the script.
-
-`script_of` describes what a script gave to `fit`: it is saved with each checkpoint, and compared
-when the script is started again. It knows states, rules and data, and no file.
+"""What a script gives to `fit`, in plain values: saved with each checkpoint, and compared when the
+script is started again. It knows states, rules and data, and no file.
 """
 
 from __future__ import annotations
@@ -20,8 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import trees
-from tsunax.checkpoints import manifest
+from tsunax._core import stable_text, trees
+from tsunax.checkpoints import leaves, live_numbers
+from tsunax.checkpoints._state_in_hand import calls_of
 from tsunax.data.batching import Batches
 from tsunax.data.prefetching import Prefetched
 from tsunax.rules import live_rules
@@ -34,20 +33,9 @@ _LONG = 100  # entries of a list or dict
 _DEEP = 40
 
 
-def calls_of(tree) -> int:
-    """The calls of all training states in a tree; 0 if nothing has called them yet, or nobody here
-    knows.
-    """
-    clocks = [s.clock for s in manifest.tree_of(tree).states.values()]
-    known = all(getattr(x, "is_fully_replicated", True) or x.is_fully_addressable for x in clocks)
-    return int(sum(np.sum(np.asarray(x)[..., 1]) for x in clocks)) if known else 0
-
-
 def script_of(step, state, data, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What a script gives to `fit`, in plain values: calls and numbers of its states, and the rest
-    as texts.
-    """
-    states = list(manifest.tree_of(state).states.values())
+    """Calls and numbers of a script's states, and the rest of what it gives as texts."""
+    states = list(leaves.tree_of(state).states.values())
     found: dict[str, str] = {"loss_fn": code_text(getattr(step, "loss_fn", step))}
     if hasattr(step, "accumulate"):
         found["accumulate"] = str(step.accumulate)
@@ -57,7 +45,7 @@ def script_of(step, state, data, extra: Mapping[str, Any]) -> dict[str, Any]:
     found |= {f"extra{jax.tree_util.keystr(at)}": _value_text(x) for at, x in _leaves_of(extra)}
     if (rows := _some_rows(data)) is not None:
         found["data"] = rows
-    given = [manifest.given_of(s) for s in states]
+    given = [live_numbers.given_of(s) for s in states]
     return {"calls": calls_of(state), "states": given, "settings": found}
 
 
@@ -65,7 +53,7 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
     """What a checkpoint of the state has not: the static numbers of its rule, average and loss
     scale; and its key.
     """
-    yield "rule", manifest.rule_text(state.plan.update, numbers=True)
+    yield "rule", stable_text.words_of(state.plan.update, code=False)
     for name, x, fields in (
         ("average", state.average, ("start", "every", "warmup")),
         ("loss_scale", state.loss_scale, ("dynamic", "interval", "factor", "floor", "ceiling")),
@@ -105,9 +93,7 @@ def _functions_in(x: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
     if isinstance(x, types.FunctionType) and _package(x) not in ("tsunax", "optax", "jax"):
         yield x
         return
-    parts = (
-        _cells(x) if isinstance(x, types.FunctionType) else x if isinstance(x, tuple | list) else ()
-    )
+    parts = list(x) if isinstance(x, tuple | list) else stable_text.cells_of(x)
     if isinstance(x, functools.partial):
         parts = [x.func, *x.args, *x.keywords.values()]
     elif isinstance(x, types.MethodType):
@@ -256,7 +242,7 @@ def _walk(
             parts.append(f"{x.__code__.co_code.hex()} {x.__code__.co_names}")
             named.update(x.__code__.co_names)
             inner(*[y for y in x.__code__.co_consts if y != x.__doc__])
-            inner(x.__defaults__, x.__kwdefaults__, *_cells(x), *_globals(x, package))
+            inner(x.__defaults__, x.__kwdefaults__, *stable_text.cells_of(x), *_globals(x, package))
     elif isinstance(x, types.MethodType):
         inner(x.__func__, x.__self__)
     elif isinstance(x, functools.partial):
@@ -279,16 +265,6 @@ def _walk(
     elif _package(type(x)) == package and package != "tsunax":
         inner(type(x))
         inner(read(getattr(x, "__dict__", {})))
-
-
-def _cells(f: types.FunctionType) -> list[Any]:
-    found = []
-    for cell in f.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            found.append(None)
-    return found
 
 
 def _globals(f: types.FunctionType, package: str) -> list[Any]:

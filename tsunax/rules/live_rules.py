@@ -52,6 +52,11 @@ class Live:
     def title(self) -> str:
         return name_of(self.factory)
 
+    def in_words(self, inner: Callable[[Any], str]) -> str:
+        """The rule without its numbers, for checkpoints."""
+        flags = (f"{name}={inner(x)}" for name, x in sorted(self.statics.items()))
+        return f"{self.title}({', '.join([*self.names, *flags])})"
+
     @functools.cached_property
     def columns(self) -> int:
         return len(self.names) + sum(s.size for s in self.schedules if s)
@@ -640,6 +645,9 @@ class LiveUpdate:
     """The update half; numbers come from the state."""
 
     live: Live
+
+    def in_words(self, inner: Callable[[Any], str]) -> str:
+        return self.live.in_words(inner)
 
     def text(self, init: Any) -> str:
         numbers = dict(zip(self.live.names, getattr(init, "values", ()), strict=False))

@@ -1,0 +1,140 @@
+"""Saves in the background: threads, what is waited for at the end of the interpreter, and which
+object of this process has a directory's lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tsunax._core import durable_files
+from tsunax.checkpoints import _files
+from tsunax.errors import CheckpointError, SaveError, message, told
+
+__all__ = []
+
+_LOCK = threading.RLock()
+_JOBS: list[Job] = []
+_HOOKED: list[bool] = []
+_HELD: dict[tuple[int, int], tuple[durable_files.Lock, weakref.ref]] = {}
+
+
+class Job:
+    """One save, run by a daemon thread: a hung disk must not keep the process, and `_finish` waits
+    for all others.
+    """
+
+    def __init__(self, work: Callable[[], None], path: Path, step: int, timeout: float):
+        self.path, self.step, self.timeout, self.pid = path, step, timeout, os.getpid()
+        self.error: BaseException | None = None
+        self.done, self.told, self.given_up = threading.Event(), False, False
+        with _LOCK:
+            _JOBS[:] = [job for job in _JOBS if not job.told]
+            _JOBS.append(self)
+            if not _HOOKED:
+                _HOOKED.append(True)
+                # before concurrent.futures refuses new work, and before any `atexit`, where
+                # processes part
+                getattr(threading, "_register_atexit", atexit.register)(_finish)
+        thread = threading.Thread(
+            target=self._run, args=(work,), name=f"tsunax-save-{step}", daemon=True
+        )
+        thread.start()
+
+    def _run(self, work) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+
+def _finish() -> None:
+    """At the interpreter's end: wait for saves; one that failed unseen, or hangs, makes the exit
+    status 1.
+    """
+    failed, mine = False, [job for job in _JOBS if job.pid == os.getpid()]
+    for job in mine:
+        if job.told or (job.done.wait(0.0 if job.given_up else job.timeout) and not job.error):
+            continue
+        why = f"nothing after {job.timeout:g} s" if job.error is None else told(job.error)
+        what, where = f"save of step {job.step}", str(job.path / str(job.step))
+        fix = "Call close() in time, or write `with Checkpoints(...)`."
+        print("tsunax: " + message(what, where, why, "a finished save", fix), file=sys.stderr)
+        failed = True
+    if failed or not all(job.done.is_set() for job in mine):
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)
+
+
+def bounded(f: Callable[[], Any], limit: float, what: str):
+    """`f()` in a thread that is given up after `limit` seconds."""
+    answer: list[Any] = []
+    done = threading.Event()
+
+    def run():
+        try:
+            answer.append((f(), None))
+        except BaseException as error:
+            answer.append((None, error))
+        done.set()
+
+    threading.Thread(target=run, name="tsunax-restore", daemon=True).start()
+    if not done.wait(limit):
+        raise CheckpointError(message(what, "restore()", f"nothing after {limit:g} s", "an answer"))
+    value, error = answer[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def take_lock(owner, is_first: bool) -> durable_files.Lock:
+    """Make `owner.path` and take its lock; from an earlier owner in this process, once that has
+    nothing to write. An owner has `path`, `wait()` and `_lock`.
+    """
+    path, where = owner.path, str(owner.path)
+    fix = "Give the path of a directory that can be written."
+    if os.path.exists(path) and not os.path.isdir(path):
+        expected = "a directory of checkpoints"
+        fix = f"{_files.NO_CODE} {fix}"
+        raise CheckpointError(message("path", where, "a file", expected, fix))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError("not writable")
+        about = os.stat(path)
+        key = about.st_dev, about.st_ino
+        with _LOCK:
+            lock, previous = _HELD.get(key, (None, lambda: None))
+            if lock is not None and lock.pid == os.getpid():
+                if (other := previous()) is not None and other._lock is lock:
+                    other.wait()
+                    other._lock = None
+            else:
+                lock = durable_files.Lock(path, is_mine=is_first)
+            _HELD[key] = lock, weakref.ref(owner)
+            return lock
+    except OSError as error:
+        if isinstance(error, SaveError):
+            raise
+        expected = "a directory that can be written"
+        raise CheckpointError(message("path", where, told(error), expected, fix)) from error
+
+
+def release(owner) -> None:
+    with _LOCK:
+        lock, owner._lock = owner._lock, None
+        for key, (held, _) in list(_HELD.items()):
+            if held is lock:
+                del _HELD[key]
+                held.release()

@@ -1,0 +1,217 @@
+"""What is saved of a state, on the host: checked, copied, and looked through for what is not
+finite.
+
+A *block* is what a file holds under one name: an array, or this process's part of an array that is
+spread over several, whose name ends in the bounds of the part: "params/w[0:128,0:64]".
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax._core import checks, trees
+from tsunax.checkpoints import _values, leaves
+from tsunax.checkpoints.checksums import Bounds
+from tsunax.checkpoints.leaves import Leaf, Tree
+from tsunax.checkpoints.manifest import Parts
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
+from tsunax.state import donated, overwritten_part, trained_part
+
+__all__ = []
+
+Blocks = dict[str, np.ndarray]
+
+
+def check_saveable(tree: Tree) -> None:
+    if not tree.leaves:
+        got = "a tree without leaves"
+        raise WrongTypeError(message("state", "save()", got, "at least one array"))
+    for path, x in tree.leaves:
+        where = leaves.show("state", path)
+        if trees.is_traced(x):
+            fix = "Save outside of jit, vmap and scan."
+            raise WrongTypeError(message("leaf", where, "a traced array", "a concrete one", fix))
+        if trees.is_gone(x):
+            raise StateError(donated("save()"))
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise WrongTypeError(message("leaf", where, "a ShapeDtypeStruct", "an array"))
+
+
+def check_members(tree: Tree, where: str) -> None:
+    for state in tree.states.values():
+        if not (is_local(state.clock) or state.clock.is_fully_replicated):
+            got = "members on devices of several processes"
+            fix = "Let each process have members of its own, and save them with tsunax.exchange."
+            raise StateError(message("population", where, got, "of one", fix))
+
+
+def step_of(tree: Tree, step) -> int:
+    if step is None:
+        if not tree.states:
+            got, fix = "a tree without a TrainState", "save(state, step=...)."
+            raise WrongTypeError(message("state", "save()", got, "one, or step=", fix))
+        step = int(np.max(np.asarray(next(iter(tree.states.values())).clock)[..., 0]))
+    checks.check_count(step, "save()", "step", 0)
+    if step >= 1 << 48:
+        raise HyperparameterError(message("step", "save()", step, "< 2**48"))
+    return int(step)
+
+
+def is_local(x) -> bool:
+    """Whether a leaf is no array over several processes: then each of them has all of it."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def block_name(name: str, bounds: Bounds, shape: tuple[int, ...]) -> str:
+    if bounds == whole(shape):
+        return name
+    return f"{name}[{','.join(f'{a}:{b}' for a, b in bounds)}]"
+
+
+def whole(shape) -> Bounds:
+    return tuple((0, n) for n in shape)
+
+
+def bounds_of(index, shape) -> Bounds:
+    """(start, stop) of each axis of what an index selects."""
+    return tuple(cut.indices(n)[:2] for cut, n in zip(index, shape, strict=True))
+
+
+def holders_of(sharding, shape) -> dict[Bounds, list[int]]:
+    """The parts of an array under this sharding, and the processes that hold each."""
+    found: dict[Bounds, set[int]] = {}
+    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+        found.setdefault(bounds_of(index, shape), set()).add(device.process_index)
+    return {bounds: sorted(held) for bounds, held in found.items()}
+
+
+def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
+    """Every leaf, and the blocks that are for this process to save, copied to the host."""
+    found = [leaves.leaf_of(path, x, name)
+             for (path, x), name in zip(tree.leaves, tree.names, strict=True)]  # fmt: skip
+    blocks = {name: block for name, block, _, _ in blocks_of(tree, found, process, copy=True)}
+    return found, blocks
+
+
+def blocks_of(
+    tree: Tree, found: list[Leaf], process: int, copy: bool
+) -> Iterator[tuple[str, np.ndarray, Bounds, Leaf]]:
+    """The blocks that are for this process to save: (name, array on the host, bounds, leaf).
+
+    What several processes hold is written by the one that has the least to write so far, so that
+    a state that all of them have is not written by the first alone. All know all shardings, and
+    come to the same plan. Without `copy`, arrays of a CPU are not to be kept: a view of them would
+    keep the state from being donated.
+    """
+    work, loads = [], [0] * jax.process_count()
+    for leaf, (_, x) in zip(found, tree.leaves, strict=True):
+        if not leaf.dtype:
+            continue
+        data = jax.random.key_data(x) if trees.is_key(x) else x
+        held = {whole(leaf.shape): [0]} if is_local(x) else holders_of(data.sharding, leaf.shape)
+        size = np.dtype(leaf.dtype).itemsize
+        for bounds, processes in held.items():
+            writer = min(processes, key=lambda i: (loads[i], i))
+            loads[writer] += math.prod(stop - start for start, stop in bounds) * size
+            if writer == process and math.prod(leaf.shape):
+                work.append((leaf, bounds, data, _shards_of(data, bounds, is_local(x))))
+    for *_, shards in work:
+        for s in shards:
+            if s.device.platform != "cpu":
+                s.data.copy_to_host_async()  # all transfers run at once
+    for leaf, bounds, data, shards in work:
+        name = block_name(leaf.name, bounds, leaf.shape)
+        yield name, _on_host(data, shards, copy), bounds, leaf
+
+
+def _shards_of(data, bounds: Bounds, is_all: bool) -> list:
+    if not isinstance(data, jax.Array):
+        return []
+    shards = data.addressable_shards
+    if is_all:
+        return [s for s in shards if s.replica_id == 0]
+    return [s for s in shards if bounds_of(s.index, data.shape) == bounds][:1]
+
+
+def _on_host(data, shards: list, copy: bool) -> np.ndarray:
+    if not shards:
+        return np.array(data, copy=copy or None)
+    if len(shards) == 1:  # on another device than a CPU it is a copy anyway
+        is_view = shards[0].device.platform == "cpu"
+        return np.array(shards[0].data, copy=(copy and is_view) or None)
+    out = np.empty(data.shape, data.dtype)
+    for s in shards:
+        out[s.index] = np.asarray(s.data)
+    return out
+
+
+def encoded(given: Mapping[str, Any], blocks: Blocks, process: int) -> Parts:
+    """Data, history and callbacks; their arrays are added to the blocks."""
+    arrays: list[Leaf] = []
+
+    def keep(at: tuple, x: np.ndarray) -> int:
+        name = f"@{process}/{leaves.joined(tuple(map(str, at)))}"
+        arrays.append(Leaf(tuple(map(str, at)), "array", x.shape, x.dtype.name, name=name))
+        if x.size:
+            blocks[name] = x
+        return len(arrays) - 1
+
+    return Parts({name: _values.encode(x, keep, name) for name, x in given.items()}, arrays)
+
+
+# ----------------------------------------------------------------------------------- what is in them
+
+
+def watched(tree: Tree, found: list[Leaf]) -> dict[str, str]:
+    """The names of leaves that are finite in a state that can be trained on: params, masters,
+    averages. With them how a message calls the leaf.
+
+    What is trained, and params that their gradient replaces (fp8 scales): a mask of -inf among the
+    other params, and NaN in the model state, may belong there. Members of a population may diverge
+    alone.
+    """
+    paths = set()
+    for path, s in tree.states.items():
+        average = None if s.average is None else s.average.params
+        trained = ((".params",), trained_part(s)), ((".params",), overwritten_part(s))
+        trained += ((".masters",), s.masters), ((".average", ".params"), average)
+        for name, part in trained if np.ndim(s.clock) == 1 else ():
+            paths |= {(*path, *name, *at) for at, _ in leaves.tree_of(part).leaves}
+    return {x.name: leaves.show("state", x.path) for x in found if x.path in paths and x.dtype}
+
+
+def not_finite(blocks: Blocks, names: Mapping[str, str]) -> str:
+    """The first of these leaves that is not finite; "" if all are.
+
+    7 ms for 100 MB, beside 150 ms of hashing.
+    """
+    n = 1 << 18
+    for name, block in blocks.items():
+        if (shown := names.get(name.partition("[")[0])) is not None:
+            flat = block.reshape(-1)
+            if not all(np.isfinite(flat[at : at + n]).all() for at in range(0, flat.size, n)):
+                return shown
+    return ""
+
+
+def devices_of(tree: Tree) -> str:
+    """The devices that a tree is on, in words: "4 cpu", "16 NVIDIA H100 of 2 processes"; "" of one
+    without.
+    """
+    shardings = {getattr(x, "sharding", None) for _, x in tree.leaves}
+    devices = {one for sharding in shardings if sharding is not None for one in sharding.device_set}
+    kinds = " ".join(sorted({one.device_kind for one in devices}))
+    n = len({one.process_index for one in devices})
+    return f"{len(devices)} {kinds}" + (f" of {n} processes" if n > 1 else "") if devices else ""
+
+
+def versions() -> dict[str, str]:
+    names = ("jax", "jaxlib", "numpy", "optax", "flax", "safetensors", "tsunax")
+    found = {name: getattr(sys.modules.get(name), "__version__", "") for name in names}
+    return {name: str(version) for name, version in found.items() if version}

@@ -1,0 +1,194 @@
+"""Which checkpoint is taken, and how it is read: the newest good one, on all processes alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tsunax._core import checks, durable_files, trees
+from tsunax.checkpoints import _host_copies, _restoring, _values, leaves
+from tsunax.checkpoints import manifest as _manifest
+from tsunax.checkpoints._background import bounded
+from tsunax.checkpoints.leaves import Damaged, NotFinite, TooNew
+from tsunax.checkpoints.manifest import Manifest, Parts
+from tsunax.distributed import processes
+from tsunax.errors import CheckpointError, WrongTypeError, message, warn
+
+__all__ = ["Restored"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `Checkpoints.restore` found.
+
+    `step` is None if there was nothing, and `state` is what was given.
+    """
+
+    state: Any
+    data: Any = None
+    history: Any = None
+    callbacks: Any = None
+    step: int | None = None
+    script: Any = None
+
+
+def newest(
+    run, like, step: int | str | None, resume: str, alike: Mapping, read: Callable[[int], Restored]
+) -> Restored:
+    """What `read(step)` makes of the newest good checkpoint, of the best one, or of that of a
+    step. `run` is the `Checkpoints`.
+    """
+    if not checks.is_one_of(resume, ("auto", "must", "never")):
+        got, expected = trees.describe(resume), "'auto', 'must' or 'never'"
+        raise WrongTypeError(message("resume", "restore()", got, expected))
+    processes.compare("restore()", {"resume": resume, **alike}, run.timeout + 10)
+    where = str(run.path)
+
+    def look():
+        run.wait()
+        _host_copies.check_members(leaves.tree_of(like), "restore()")
+        found = _by_metric(run) if step == "best" else run.store.steps(warn=not run.process)
+        return None, json.dumps(found)
+
+    found = json.loads(run.together("restore()", look)[1][0])
+    if resume == "never":
+        if found:
+            got, fix = f"steps {_brief(found)}", "Give another path, or delete them yourself."
+            expected = "none: resume='never'"
+            raise CheckpointError(message("checkpoints", where, got, expected, fix))
+        return Restored(like)
+    if isinstance(step, str):
+        if step != "best" or not found:
+            expected = "a step, or 'best' where metrics were saved"
+            fix = f"{run.keep_best} is in none of them." if step == "best" else ""
+            raise CheckpointError(message("step", "restore()", repr(step), expected, fix))
+    elif step is not None:
+        checks.check_count(step, "restore()", "step", 0)
+        if step not in found:
+            expected = f"one of {_brief(found)}"
+            raise CheckpointError(message("checkpoint", where, f"step {step}", expected))
+        found = [int(step)]
+    problems: list[str] = []
+    for at in reversed(found):
+        try:
+            restored = read(at)
+        except Damaged as error:
+            there = lambda at=at: (None, str(run.store.is_there(at)))
+            if step is None and run.together("restore()", there)[1][0] != "True":
+                continue  # a writer replaced it meanwhile
+            if not isinstance(error, NotFinite):
+                run.store.bad[at] = str(error)
+            problems.append(f"step {at}: {error}")
+            continue
+        for problem in problems:
+            warn(f"checkpoint skipped in {where}, {problem}.")
+        return restored
+    if run.read_only and step is None and found and not problems:
+        return newest(run, like, step, resume, alike, read)
+    if problems:
+        fix = "restore() without step= takes an older one."
+        fix = "To start afresh, give another path." if step is None else fix
+        more = f"; and {len(problems) - 10} more" if problems[10:] else ""
+        got = "; ".join(problems[:10]) + more
+        raise CheckpointError(message("checkpoints", where, got, "a good one", fix))
+    run.together("restore()", lambda: (run.store.check_not_foreign(), ""))
+    if resume == "must":
+        expected = "at least one: resume='must'"
+        raise CheckpointError(message("checkpoints", where, "none", expected))
+    return Restored(like)
+
+
+def _by_metric(run) -> list[int]:
+    """Steps that have the metric of `keep_best`, the best one last."""
+    if run.keep_best is None:
+        got = "'best' without keep_best="
+        fix = "Say what is best: Checkpoints(path, keep_best=Best('val/loss', mode='min'))."
+        raise CheckpointError(message("step", "restore()", got, "a step", fix))
+    known = run.metrics()
+    return dataclasses.replace(run.keep_best, k=len(known) or 1).of(known)[::-1]
+
+
+def _brief(steps: list[int]) -> str:
+    if len(steps) > 10:
+        return f"{steps[0]} … {steps[-1]} ({len(steps)} steps)"
+    return ", ".join(map(str, steps)) or "none"
+
+
+def read(
+    run, step: int, how: _restoring.How | _restoring.Clocks, is_named: bool = False
+) -> Restored:
+    """One checkpoint: compared, then read, then verified. Raises Damaged, CheckpointError."""
+    folder, name = run.path / str(step), f"restore of step {step}"
+
+    def describe():
+        try:
+            manifest = run.store.manifest(step)
+        except TooNew as error:
+            expected = f"format {_manifest.FORMAT} or earlier"
+            text = message("checkpoint", str(folder), error, expected, "Update tsunax.")
+            raise CheckpointError(text) from None
+        _check_fingerprint(run, manifest)
+        several = processes.process_count() > 1
+        return manifest, durable_files.sha256(manifest.dump()) if several else ""
+
+    def read_arrays():
+        plan = how.plan(manifest, folder)
+        parts = [] if how.only_params else _parts(run, manifest)
+        arrays = [x for part in parts for x in part.arrays]
+        wanted = [*(pair.saved for pair in plan.pairs), *arrays]
+        needed = [*map(plan.needed, plan.pairs), *[None] * len(arrays)]
+        found, sums = bounded(
+            lambda: run.store.read(step, manifest, wanted, needed), run.timeout, name
+        )
+        return (plan, parts, found[: len(plan.pairs)], found[len(plan.pairs) :]), json.dumps(sums)
+
+    # what follows each of these may run programs over all devices, for which every process has to
+    # be there
+    manifest, digests = run.together(f"{name}: manifest", describe)
+    if len(set(digests)) > 1:
+        raise Damaged("manifest: processes read different ones; is it one directory?")
+    if manifest.not_finite and not is_named:
+        raise NotFinite(f"{manifest.not_finite} is not finite")
+    (plan, parts, found, arrays), sums = run.together(f"{name}: arrays", read_arrays)
+    plan.check_sums(list(map(json.loads, sums)))
+    state = plan.filled(found)
+    _restoring.warn_of_edits(plan.edited)
+    there, here = manifest.versions.get("devices", ""), _host_copies.devices_of(plan.mine)
+    if manifest.states and not how.only_params and there and here and there != here:
+        text = "the same values, but what follows may differ in the last bits."
+        warn(f"saved on {there}, restored on {here}: {text}")
+    values: dict[str, Any] = {}
+    for part in parts:
+        own, arrays = arrays[: len(part.arrays)], arrays[len(part.arrays) :]
+        values |= {key: _values.decode(x, own) for key, x in part.values.items()}
+    names = ("data", "history", "callbacks", "script")
+    return Restored(state, step=step, **{key: values.get(key) for key in names})
+
+
+def _parts(run, manifest: Manifest) -> list[Parts]:
+    """Data, history and callbacks for this process: those of the first one, and what it had of
+    its own.
+    """
+    first, count = manifest.parts[:1], processes.process_count()
+    if len(manifest.parts) == count:
+        return first + manifest.parts[run.process : run.process + 1] * bool(run.process)
+    if any("data" in part.values for part in manifest.parts[1:]):
+        got = f"those of {len(manifest.parts)} processes, each at its own"
+        where = str(run.path / str(manifest.step))
+        fix = "Go on with as many; or take the state, restore(like, params_only=True), and start the data anew."
+        raise CheckpointError(message("places of the data", where, got, f"{count}", fix))
+    return first
+
+
+def _check_fingerprint(run, manifest: Manifest) -> None:
+    theirs, mine = manifest.fingerprint, run.fingerprint
+    keys = [key for key in {**mine, **theirs} if theirs.get(key) != mine.get(key)]
+    if not mine or not keys:  # who names nothing, accepts anything
+        return
+    a, b = (", ".join(f"{key}={x.get(key)!r:.60}" for key in keys[:10]) for x in (theirs, mine))
+    where = str(run.path / str(manifest.step))
+    fix = "It is of another run, or of other data: give another path."
+    raise CheckpointError(message("checkpoint of another run", where, a, b, fix))

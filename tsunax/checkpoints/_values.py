@@ -1,0 +1,88 @@
+"""Values of a user as JSON and back: data, history and callbacks, with their arrays beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax._core import trees
+from tsunax.checkpoints import leaves
+from tsunax.checkpoints.leaves import Damaged
+from tsunax.errors import WrongTypeError, message
+
+__all__ = []
+
+DEPTH = 64
+
+
+def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *at) -> Any:
+    """A value as JSON; its arrays are given to `keep(at, array)`, which returns their number."""
+    inner = lambda y, key: encode(y, keep, *at, key)
+    where = lambda: at[0] + "".join(f"[{key!r}]" for key in at[1:])
+    if len(at) > DEPTH:
+        raise WrongTypeError(message("value", where(), f"more than {DEPTH} levels", "fewer"))
+    if x is None or isinstance(x, bool):
+        return x
+    if isinstance(x, str):
+        return str(x)
+    if isinstance(x, int) and abs(x) < 1 << 1024:
+        return int(x)
+    if isinstance(x, float):
+        return {"$float": repr(x)} if not math.isfinite(x) else float(x)
+    if isinstance(x, Mapping):
+        if not all(isinstance(key, str) for key in x):
+            got, expected = trees.describe(x), "keys that are strings"
+            raise WrongTypeError(message("dict", where(), got, expected))
+        found = {key: inner(value, key) for key, value in x.items()}
+        return {"$dict": found} if any(key.startswith("$") for key in found) else found
+    if isinstance(x, (list, tuple)):
+        found = [inner(value, i) for i, value in enumerate(x)]
+        return found if isinstance(x, list) else {"$tuple": found}
+    if trees.is_key(x):
+        data = inner(np.asarray(jax.random.key_data(x)), "key")
+        return {"$key": leaves.implementation(trees.dtype_of(x)), "data": data}
+    is_here = getattr(x, "is_fully_addressable", True) or getattr(x, "is_fully_replicated", True)
+    if trees.is_array(x) and is_here and leaves.can_be_saved(x):
+        return {"$array": keep(at, np.array(x, copy=True))}
+    expected = "None, numbers, strings, arrays, and lists, tuples and dicts of them"
+    raise WrongTypeError(message("value", where(), trees.describe(x), expected))
+
+
+def decode(x, arrays: list[np.ndarray], depth: int = 0):
+    """The inverse of `encode`; arrays come back as NumPy's."""
+    inner = lambda y: decode(y, arrays, depth + 1)
+    if depth > 2 * DEPTH:
+        raise Damaged(f"manifest: values of more than {2 * DEPTH} levels")
+    if isinstance(x, list):
+        return [inner(y) for y in x]
+    if not isinstance(x, dict):
+        return x
+    match x:
+        case {"$dict": dict(found)} if len(x) == 1:
+            return {key: inner(y) for key, y in found.items()}
+        case {"$tuple": list(found)} if len(x) == 1:
+            return tuple(inner(y) for y in found)
+        case {"$float": "nan" | "inf" | "-inf"} if len(x) == 1:
+            return float(x["$float"])
+        case {"$array": int(i)} if len(x) == 1 and 0 <= i < len(arrays):
+            return arrays[i]
+        case {"$key": str(name), "data": {"$array": int(i)}} if 0 <= i < len(arrays):
+            return leaves.wrap_key(arrays[i], name)
+    if any(key.startswith("$") for key in x):
+        raise Damaged("manifest: a value that cannot be read")
+    return {key: inner(y) for key, y in x.items()}
+
+
+def check_depth(x) -> None:
+    """Raise ValueError for JSON of too many levels, without a recursion."""
+    level = [x]
+    for _ in range(2 * DEPTH):
+        level = [z for y in level if isinstance(y, dict | list)
+                 for z in (y.values() if isinstance(y, dict) else y)]  # fmt: skip
+        if not level:
+            return
+    raise ValueError("too many levels")

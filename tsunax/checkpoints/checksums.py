@@ -1,0 +1,82 @@
+"""A hash of an array that does not depend on how the array is cut.
+
+    hash = sum over its elements of mix(bits of the element, its index in the whole array) mod 2**64
+
+A sum has no order: each process hashes the parts that it has, and the sum of their hashes is the
+hash of the array, whatever the sharding. So a manifest has one number for a leaf, on one device
+or on a thousand; a run on another mesh reads the parts that its devices need, and the processes
+verify together what none of them has read as a whole. With sha256 each saved shard had a hash of
+its own: a manifest grew with leaves x devices, and whoever needed a tenth of a shard had to read
+all of it.
+
+For one index `mix` is a bijection of 64 bits (multiplications by odd numbers, and xors of the high
+half into the low one, as in splitmix64), so another value of one element always changes the hash;
+any other damage goes unnoticed in one of 2**64 cases. It is no signature: who can write the files
+can write the manifest, too. On one core it takes 1.3 ns for a byte of float32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+__all__ = []
+
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each axis
+
+MODULUS = 1 << 64
+_STRIDE, _ONE, _TWO = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_CHUNK = 1 << 16  # elements at a time: half a megabyte of temporaries
+
+
+def of(block: np.ndarray, bounds: Bounds | None = None, shape: tuple[int, ...] = ()) -> int:
+    """The part that `block` has in the hash of an array of this `shape`; by default it is all."""
+    if not block.size:
+        return 0
+    flat = np.ascontiguousarray(block).reshape(-1)
+    words = flat.view(f"u{min(block.itemsize, 8)}")
+    starts, run = runs(bounds, shape) if bounds is not None else (np.zeros(1, np.uint64), flat.size)
+    per = words.size // flat.size  # complex128 is two words
+    starts, run = starts * np.uint64(per) * np.uint64(_STRIDE), run * per
+    words = words.reshape(-1, run)
+    rows, total = max(1, _CHUNK // run), 0
+    for row in range(0, len(words), rows):
+        for at in range(0, run, _CHUNK):
+            some = words[row : row + rows, at : at + _CHUNK]
+            offset = np.uint64(at * _STRIDE % MODULUS)
+            x = _ramp()[: some.shape[1]] + (starts[row : row + rows, None] + offset)
+            x ^= some
+            x *= np.uint64(_ONE)
+            x ^= x >> np.uint64(31)
+            x *= np.uint64(_TWO)
+            x ^= x >> np.uint64(32)
+            total += int(x.sum(dtype=np.uint64))
+    return total % MODULUS
+
+
+@functools.cache
+def _ramp() -> np.ndarray:
+    return np.arange(_CHUNK, dtype=np.uint64) * np.uint64(_STRIDE)
+
+
+def runs(bounds: Bounds, shape: tuple[int, ...]) -> tuple[np.ndarray, int]:
+    """Where a block lies in its array: the index of the first element of each contiguous run, and
+    how long these are.
+    """
+    axis = len(shape)  # from which on the block has all of each axis
+    while axis and bounds[axis - 1] == (0, shape[axis - 1]):
+        axis -= 1
+    run, stride, starts = 1, 1, np.zeros(1, np.uint64)
+    for n in shape[axis:]:
+        stride *= n
+    run = stride
+    for i in reversed(range(axis)):
+        start, stop = bounds[i]
+        if i == axis - 1:
+            starts, run = starts + np.uint64(start * stride), (stop - start) * stride
+        else:
+            rows = np.arange(start, stop, dtype=np.uint64) * np.uint64(stride)
+            starts = (rows[:, None] + starts).reshape(-1)
+        stride *= shape[i]
+    return starts, run

@@ -1,0 +1,210 @@
+"""A saved tree on paper: each leaf by its path and name, with shape, dtype and hash. No file is
+opened.
+
+A *path* tells a list's 0 from a dict's: (".params", "['encoder']", "[0]"); paths are compared. A
+*name* is what files have: "params/encoder/0".
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from tsunax._core import trees
+from tsunax.errors import WrongTypeError, message
+from tsunax.state import TrainState
+
+__all__ = []
+
+Keys = tuple[str, ...]
+
+_DTYPES = re.compile(
+    r"bool|u?int(1|2|4|8|16|32|64)|float(16|32|64)|complex(64|128)|bfloat16|float[4-8]_\w{1,16}",
+    re.ASCII,
+)
+_ODD = re.compile(r"[^ -~]|[%/\[\]]|^@|^(?=__metadata__$)")  # in a key: what names are made of
+
+
+class Damaged(Exception):
+    """A checkpoint that must not be used; the text says why."""
+
+
+class NotFinite(Damaged):
+    """A checkpoint of a state that cannot be trained on, every byte as it was saved."""
+
+
+class TooNew(Exception):
+    """A manifest of a format that this version does not know."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of a saved tree: an array, or a plain Python value."""
+
+    path: Keys
+    kind: str  # "array", "key:<implementation>", or the type of a plain value
+    shape: tuple[int, ...] = ()
+    dtype: str = ""  # of an array, as NumPy calls it
+    value: Any = None
+    name: str = ""  # in files
+    hash: int = 0  # of the whole array, see `checksums`
+
+    def __str__(self) -> str:
+        if self.dtype:
+            kind = self.kind if self.kind.startswith("key") else self.dtype
+            return f"{kind}[{','.join(map(str, self.shape))}]"
+        return f"{self.kind} {self.value!r:.40}" if self.value is not None else self.kind
+
+
+def dtype_of(name: str) -> np.dtype | None:
+    """The dtype with this name, if arrays of it can be saved: no objects, strings, dates."""
+    try:
+        return np.dtype(name) if _DTYPES.fullmatch(name) else None
+    except TypeError:  # one that this version of ml_dtypes does not have
+        return None
+
+
+def is_shape(shape) -> bool:
+    """Whether NumPy can have an array of this shape: also one without elements has a size without
+    the axes of length 0.
+    """
+    sizes = all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
+    return sizes and len(shape) <= 64 and math.prod(n for n in shape if n) < 1 << 48
+
+
+def leaf_of(path: Keys, x, name: str = "") -> Leaf:
+    """What is said of a leaf that is saved, or expected of one that is restored.
+
+    WrongTypeError for other things.
+    """
+    if trees.is_key(x):
+        kind = f"key:{implementation(x.dtype)}"
+        return Leaf(path, kind, key_shape(x.shape, x.dtype), "uint32", name=name)
+    if trees.is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
+        if can_be_saved(x):
+            return Leaf(path, "array", tuple(x.shape), np.dtype(x.dtype).name, name=name)
+    elif isinstance(x, (bool, int, float, complex, str)) and type(x).__module__ == "builtins":
+        value = [x.real, x.imag] if isinstance(x, complex) else x
+        return Leaf(path, type(x).__name__, value=finite(value), name=name)
+    got, expected = trees.describe(x), "an array, a number or a string"
+    fix = "Leave it out of what is saved."
+    raise WrongTypeError(message("leaf", show("state", path), got, expected, fix))
+
+
+def can_be_saved(x) -> bool:
+    return dtype_of(np.dtype(x.dtype).name) == x.dtype and not isinstance(x, np.ma.MaskedArray)
+
+
+def plain_value(leaf: Leaf):
+    """The Python value of a leaf that is no array."""
+    value = unfinite(leaf.value)
+    return complex(*map(unfinite, value)) if leaf.kind == "complex" else value
+
+
+def finite(x) -> Any:
+    """JSON has no NaN: floats that are not finite become strings in a list."""
+    if isinstance(x, list):
+        return [finite(v) for v in x]
+    return [repr(x)] if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def unfinite(x) -> Any:
+    is_odd = isinstance(x, list) and len(x) == 1 and x[0] in ("nan", "inf", "-inf")
+    return float(x[0]) if is_odd else x
+
+
+# --------------------------------------------------------------------------------------------- keys
+
+
+def implementation(dtype) -> str:
+    """The name of the generator of a key dtype: "fry"."""
+    return re.sub(r"[^\w]", "", str(dtype).removeprefix("key"))[:40]
+
+
+@functools.cache  # `eval_shape` keeps a kilobyte of each call for ever
+def key_shape(shape: tuple[int, ...], dtype) -> tuple[int, ...]:
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype)).shape
+
+
+@functools.cache
+def _generators() -> dict[str, str]:
+    key = lambda known: jax.eval_shape(lambda: jax.random.key(0, impl=known))
+    known = ("threefry2x32", "rbg", "unsafe_rbg")
+    return {implementation(key(name).dtype): name for name in known}
+
+
+def wrap_key(data, name: str):
+    """Key data as typed keys of the generator with this name."""
+    if name not in _generators():
+        raise Damaged(f"a key of the generator {name!r}, which is not known here")
+    return jax.random.wrap_key_data(data, impl=_generators()[name])
+
+
+# -------------------------------------------------------------------------------------------- trees
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree as paths: its leaves and their names in flatten order, the type of each container,
+    and the training states in it.
+    """
+
+    leaves: list[tuple[Keys, Any]]
+    nodes: dict[Keys, str]
+    states: dict[Keys, TrainState]
+    names: list[str]
+
+
+def tree_of(tree) -> Tree:
+    out, names, taken = Tree([], {}, {}, []), [], {}
+    _walk(tree, (), (), False, out, names)
+    for name in names:  # of a custom node, the keys may differ in their type alone
+        taken[name] = n = taken.get(name, 0) + 1
+        out.names.append(joined(name) + (f"%~{n}" if n > 1 else ""))
+    return out
+
+
+def _walk(x, path: Keys, name: Keys, in_box: bool, out: Tree, names: list[Keys]) -> None:
+    children = trees._children(x)
+    if not children and x is not None and jtu.all_leaves([x]):
+        out.leaves.append((path, x))
+        names.append(name)
+        return
+    box = trees._is_box(x)  # the wrappers of flax come and go between its versions
+    if not box and not in_box:
+        out.nodes[path] = type(x).__name__
+    if isinstance(x, TrainState):
+        out.states[path] = x
+    for key, child in children:
+        inner = path + tuple(map(_entry, key)), name + tuple(map(trees.key_name, key))
+        is_inside = box and trees.key_name(key[0]) == "value"
+        _walk(child, *((path, name) if is_inside else inner), box, out, names)
+
+
+def _entry(entry) -> str:
+    """A key entry in one string that tells a list's 0 from a dict's."""
+    if isinstance(entry, jtu.DictKey) and not isinstance(entry.key, str):
+        return f"{{{entry.key!r}}}"
+    return str(entry)
+
+
+def joined(keys: tuple[str, ...]) -> str:
+    """Keys as one name: "encoder/0/kernel". What would be taken for something else in a name is
+    written as in an URL.
+
+    >>> joined(("encoder", "0", "kernel")), joined(("a/b", "", "[0]"))
+    ('encoder/0/kernel', 'a%2f%b/%/%5b0%5d')
+    """
+    escape = lambda found: f"%{ord(found[0]):02x}" if found[0] else "%"
+    return "/".join(_ODD.sub(escape, key) or "%" for key in keys)
+
+
+def show(root: str, path: Keys) -> str:
+    return root + "".join(path)

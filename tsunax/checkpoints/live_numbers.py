@@ -1,0 +1,200 @@
+"""What a checkpoint says of a training state beside its leaves, and which numbers win when it comes
+back: the names in the table of live numbers, the groups that `adjust` cut, the schedules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._core import placement, stable_text, trees
+from tsunax.checkpoints import _values
+from tsunax.checkpoints.leaves import Damaged, Keys
+from tsunax.checkpoints.manifest import Manifest, is_size
+from tsunax.rules import live_rules, number_table
+from tsunax.state import TrainState
+
+__all__ = []
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 600 else f"{text[:560]}… {stable_text.hash_of(text.encode())}"
+
+
+def _schedule_text(schedule) -> str:
+    if schedule is None:
+        return ""
+    name = lambda leaf: getattr(leaf, "__qualname__", type(leaf).__name__)
+    kinds = [name(leaf) for leaf in schedule.leaves if leaf is not None]
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", f"{schedule.treedef} {kinds}")
+    return _short(text)
+
+
+def state_facts(state: TrainState) -> dict[str, Any]:
+    """What a checkpoint says of a training state beside its leaves."""
+    plan, numbers, average = state.plan, state.numbers, state.average
+    trained = None
+    if plan.selected is not None:
+        named = ["/".join(name) for name, _, _ in trees.leaves_with_names(state.params)]
+        trained = [name for name, on in zip(named, plan.selected, strict=True) if on]
+    outline = lambda x: stable_text.words_of(x, code=False, numbers=False)
+    facts: dict[str, Any] = {
+        "rule": _short(outline(plan.update)),
+        "trained": trained,
+        "precision": None if plan.precision is None else outline(plan.precision),
+        "average": None if average is None else "uniform" if average.uniform else "exponential",
+        "columns": [],
+        "schedules": {},
+        "cuts": [],
+    }
+    if numbers is not None:
+        facts["columns"] = [list(column) for column in numbers.column_names()]
+        for at, s, group, _ in numbers.columns():
+            pairs = zip(numbers.layout.names[at][group], s.live.schedules, strict=True)
+            facts["schedules"] |= {name: _schedule_text(x) for name, x in pairs if x}
+        lives = enumerate(s for _, s in numbers.layout.lives)
+        facts["cuts"] = [[at, list(s.cut.of), list(s.cut.labels)] for at, s in lives if s.cut]
+    return facts
+
+
+def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> TrainState:
+    """`state`, from `setup`, with the structure of the saved one: its cuts, room for frozen
+    flags.
+    """
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
+        return jax.eval_shape(lambda s: _laid_out(s, facts, frozen), state)
+    return _laid_out(state, facts, frozen)
+
+
+def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> TrainState:
+    trained = state.params
+    if state.plan.selected is not None:
+        trained = trees.partition(state.params, state.plan.selected)[0]
+    opt_state, numbers = state.opt_state, state.numbers
+    if numbers is not None:
+        lives, cuts = numbers.layout.lives, {}
+        for at, of, labels in facts["cuts"]:
+            s = lives[at][1] if at < len(lives) else None
+            if s is None or s.cut is not None or len(of) != len(s.paths):
+                # another rule, or a script that cuts before it restores: the comparison tells
+                continue
+            cuts[at] = live_rules.Cut(tuple(of), tuple(labels)), (0,) * len(labels)
+        if cuts:
+            opt_state, numbers = number_table.recut(opt_state, numbers, trained, cuts)
+            old = state.numbers.values  # type: ignore[union-attr]
+            if isinstance(old, jax.Array) and not trees.is_traced(old):  # a cut is made on the host
+                home = old.sharding if old.committed else None
+                values = placement.whole(np.asarray(numbers.values), home)  # type: ignore[union-attr]
+                numbers = dataclasses.replace(numbers, values=values)  # type: ignore[type-var]
+    words = state.frozen
+    if frozen and words is None:
+        members, n = jnp.shape(state.clock)[:-1], len(jax.tree.leaves(trained))
+        words = jnp.zeros((*members, -(-n // 32)), jnp.uint32)
+        if not trees.is_traced(state.clock) and state.clock.committed:
+            words = placement.whole(words, state.clock.sharding)
+    return dataclasses.replace(state, opt_state=opt_state, numbers=numbers, frozen=words)
+
+
+def given_of(state: TrainState) -> dict[str, Any]:
+    """The numbers that a script gives with a state: its rule's, its average's rate, its loss
+    scale.
+    """
+    numbers, plain = state.numbers, lambda x: np.asarray(x).tolist()
+    if numbers is not None and np.size(numbers.values) > 20_000:  # a manifest is bounded
+        numbers = None
+    return {
+        "columns": [] if numbers is None else [list(column) for column in numbers.column_names()],
+        "values": [] if numbers is None else plain(numbers.values),
+        "rate": None if state.average is None else plain(state.average.rate),
+        "scale": None if state.loss_scale is None else plain(state.loss_scale.scale),
+    }
+
+
+def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
+    """What `given_of` told of each state at the start of the run; empty if nobody saved it."""
+    try:
+        found: Any = _values.decode(manifest.parts[0].values["script"], [])
+        out = {}
+        for path, x in zip(manifest.states, found["states"], strict=True):
+            columns = [(str(name), is_size(j)) for name, j in x["columns"]]
+            values = np.asarray(x["values"], np.float32)
+            if columns and values.shape[-1] != len(columns):
+                raise ValueError("numbers that are no table of their names")
+            number = lambda y: None if y is None else np.asarray(y, np.float32)
+            rate, scale = number(x["rate"]), number(x["scale"])
+            out[path] = {"columns": columns, "values": values, "rate": rate, "scale": scale}
+        return out
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return {}
+
+
+def merged_numbers(
+    saved: np.ndarray,
+    saved_facts,
+    mine: np.ndarray,
+    my_facts,
+    given: Mapping[str, Any] | None = None,
+) -> tuple[np.ndarray, list[str]]:
+    """The live numbers of a restored state, (..., 4, n), and what was edited in the script since.
+
+    A number goes on with its live value if the script gives it as it did: the same at `setup`, and
+    the same when it was given to `fit`, if `given` is known. One that was edited is the script's.
+    """
+    if saved.shape != (*mine.shape[:-1], len(saved_facts["columns"])) or saved.dtype != mine.dtype:
+        raise Damaged("manifest: live numbers that are no table of its names")
+    places, own = _by_name(saved_facts["columns"]), _by_name(my_facts["columns"])
+    out, edited = np.array(mine), []
+    for name, here in own.items():
+        there = places.get(name, [])
+        schedules = saved_facts["schedules"].get(name, ""), my_facts["schedules"].get(name, "")
+        if schedules[0] != schedules[1] or len(there) != len(here):
+            say = lambda text: f"the schedule {_factory_of(text)}" if text else "a number"
+            edited.append(f"{name}: {say(schedules[0])} then, {say(schedules[1])} now")
+            continue
+        pairs = [(saved[..., 3, there], mine[..., 3, here])]
+        if given is not None and given["values"].shape[:-1] == mine.shape[:-1]:
+            at = _by_name(given["columns"]).get(name, [])
+            table = given["values"][..., at]
+            pairs += [(table[..., i, :], mine[..., i, here]) for i in range(3) if at]
+        if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
+            out[..., here] = saved[..., there]
+        else:
+            edited.append(f"{_edited_name(name, schedules[1], *edit)}: {then_and_now(*edit)}")
+    return out, edited
+
+
+def _by_name(columns) -> dict[str, list[int]]:
+    """The columns of the table that each number has: its value, and those of its schedule."""
+    found: dict[str, list[int]] = {}
+    for i, (name, _) in enumerate(columns):
+        found.setdefault(name, []).append(i)
+    return found
+
+
+def _factory_of(text: str) -> str:
+    """The function that made a schedule, from `_schedule_text`."""
+    found = re.search(r"<function ([\w.]+)|\['([\w.<>]+)'\]$", text)
+    return (found[1] or found[2]).removesuffix(".<locals>.schedule") if found else "of another kind"
+
+
+def _edited_name(name: str, schedule: str, then: np.ndarray, now: np.ndarray) -> str:
+    """The name of an edited number, or the first argument of its schedule that was edited."""
+    labels = re.findall(r"'(\w+)': \*", schedule)
+    if then.shape != now.shape or now.shape[-1] != 1 + len(labels) or not labels:
+        return name
+    differ = np.flatnonzero(np.any(np.reshape(then != now, (-1, now.shape[-1])), 0))
+    return name if differ[0] == 0 else f"{labels[differ[0] - 1]} of {name}"
+
+
+def then_and_now(then, now) -> str:
+    """The first three numbers that differ, on both sides."""
+    then, now = np.ravel(then), np.ravel(now)
+    differ = then != now if then.shape == now.shape else slice(None)
+    a, b = (", ".join(f"{v:.6g}" for v in x[differ][:3]) for x in (then, now))
+    return f"{a} then, {b} now"
