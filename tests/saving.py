@@ -89,7 +89,8 @@ def moves(folder: Path) -> dict:
 
 def shares(folder: Path) -> dict:
     """What is each process's own, what must be the same, and what one of them does wrong."""
-    from tsunax.checkpoints import _files
+    import jax
+    from tsunax.checkpoints import _blocks, _safetensors
 
     me, found = distributed.process_index(), {}
     state = ts.shard(trained(), ts.mesh(data=1, fsdp=-1))
@@ -103,7 +104,14 @@ def shares(folder: Path) -> dict:
     with ts.Checkpoints(path, keep_last=None, timeout=60) as checkpoints:
         own = {"data": {"file": f"part {me}"}, "callbacks": {"same": np.arange(3)}, "history": {"rate": [float(me)]}}
         of(checkpoints, **own)
+        read, read_here = _safetensors.read, []
+        _safetensors.read = lambda *args: read_here.append(read(*args)) or read_here[-1]
         back = checkpoints.restore(like)
+        _safetensors.read = read
+        whole = sum(x.nbytes for x in jax.tree.leaves(like) if x.size >= 4096)  # what the mesh spreads
+        large = [x.nbytes for x in read_here if x.nbytes >= 4096]
+        found["bytes read of the large leaves"] = [sum(large), whole]
+        found["written by"] = sorted(p.name for p in (path / "2" / "arrays").iterdir())
         found["own"] = [back.data, back.callbacks["same"].tolist(), back.history, same(back.state, trained())]
         local = {"w": np.full(3, float(me)), "x": np.ones(2), "n": 3}
         found["bad history"] = told(of, checkpoints, history=None if me else {"loss": object()})
@@ -112,12 +120,12 @@ def shares(folder: Path) -> dict:
         found["older"] = told(of, checkpoints, state, 1)
         found["tree"] = told(of, checkpoints, {"a": np.ones(2)} if me else {"b": np.ones(2)}, 3)
 
-        write = _files.write_arrays
+        write = _blocks.write_arrays
         if me:
-            _files.write_arrays = full_disk
+            _blocks.write_arrays = full_disk
         found["full"] = told(of, checkpoints, state, 3)
         found["left"] = sorted(os.listdir(path))
-        _files.write_arrays = write
+        _blocks.write_arrays = write
         of(checkpoints, state.replace(step=3), data=None if me else {"n": 3})
         found["data of the first alone"] = checkpoints.restore(like).data
         found["steps there"] = checkpoints.steps()
@@ -145,18 +153,18 @@ def shares(folder: Path) -> dict:
         time.sleep(0.6 * (("a" in file.parts) == bool(me)))
         write(file, arrays)
 
-    _files.write_arrays = slowly
+    _blocks.write_arrays = slowly
     two = [ts.Checkpoints(folder / name) for name in "ab"]
     found["two at once"] = [told(one.save, state) for one in two] + [told(one.wait) for one in two]
     found["two at once"] += [one.steps() for one in two]
-    _files.write_arrays = write
+    _blocks.write_arrays = write
     found["other settings"] = told(ts.Checkpoints, folder / "run", every=2 + me, keep_last=3, fingerprint={"rows": me})
     if not me:
         (folder / "elsewhere").mkdir()
     found["elsewhere"] = told(ts.Checkpoints, folder / ("elsewhere" if me else "run"))
     slow = ts.Checkpoints(folder / "slow", timeout=3.0)
     if me:
-        _files.write_arrays = lambda *_: time.sleep(8)
+        _blocks.write_arrays = lambda *_: time.sleep(8)
     start = time.monotonic()
     found["hangs"] = told(of, slow, state, 3)
     found["after"] = time.monotonic() - start

@@ -28,7 +28,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.faults import hostile, target
 from tests.helpers import assert_trees_equal, need
 from tsunax._core import durable_files
-from tsunax.checkpoints import _background, _files, checksums, leaves, saving
+from tsunax.checkpoints import (
+    _background,
+    _blocks,
+    _files,
+    _safetensors,
+    checksums,
+    leaves,
+    saving,
+)
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.errors import (
@@ -181,8 +189,8 @@ def test_a_whole_training_state_goes_on_to_the_last_bit(tmp_path):
 
 
 def test_what_is_saved_is_the_state_at_the_call_whatever_happens_to_it(tmp_path, monkeypatch):
-    go, write = threading.Event(), _files.write_arrays
-    monkeypatch.setattr(_files, "write_arrays", lambda *a: (go.wait(20), write(*a)))
+    go, write = threading.Event(), _blocks.write_arrays
+    monkeypatch.setattr(_blocks, "write_arrays", lambda *a: (go.wait(20), write(*a)))
     array = np.ones(3)
     state = {"w": jnp.ones(3), "n": array}
     with Checkpoints(tmp_path) as checkpoints:
@@ -370,6 +378,35 @@ def test_arrays_on_several_devices_are_stored_whole_and_once(saved_sharded):
         found = safetensors.load_file(there / "1" / "arrays" / "0.safetensors")
         assert_trees_equal({name: found[name] for name in TREE}, jax.tree.map(np.asarray, TREE))
         assert set(found) == {*TREE, "key"}
+
+
+def test_a_part_of_an_array_is_read_without_the_rest(tmp_path, monkeypatch):
+    draw, arrays = np.random.default_rng(0), {"scalar": np.float32(3)}
+    for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int8", "bool"):
+        arrays[dtype] = draw.integers(0, 2, (40, 6, 5)).astype(np.float32).astype(dtype)
+    _safetensors.write(tmp_path / "a.safetensors", arrays, {})
+    entries, _ = _safetensors.contents(tmp_path / "a.safetensors")
+    assert_trees_equal({name: _safetensors.read(x) for name, x in entries.items()}, arrays)
+    for at_once in (_safetensors._AT_ONCE, 64):
+        monkeypatch.setattr(_safetensors, "_AT_ONCE", at_once)
+        for bounds in (((3, 7), (0, 6), (0, 5)), ((0, 40), (2, 3), (1, 4)), ((5, 5), (0, 6), (0, 5))):
+            for name in arrays.keys() - {"scalar"}:
+                part = arrays[name][tuple(slice(*cut) for cut in bounds)]
+                assert_trees_equal(_safetensors.read(entries[name], bounds), part)
+
+
+def test_a_manifest_does_not_grow_with_the_devices_and_takes_no_time(tmp_path):
+    """A model of 7e9 parameters, its 290 arrays and the moments of Adam, described and read in under a second."""
+    layer = {"q": (4096, 4096), "k": (4096, 4096), "v": (4096, 4096), "o": (4096, 4096), "up": (4096, 11008),
+             "gate": (4096, 11008), "down": (11008, 4096), "norm": (4096,), "norm2": (4096,)}  # fmt: skip
+    struct = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    params = {str(i): {name: struct(shape) for name, shape in layer.items()} for i in range(32)}
+    tree = leaves.tree_of({"params": params, "mu": params, "nu": params})
+    start = time.monotonic()
+    found = [leaves.leaf_of(path, x, name) for (path, x), name in zip(tree.leaves, tree.names, strict=True)]
+    known = _manifest.Manifest(0, found, tree.nodes, {}).with_hashes({x.name: 2**64 - 1 for x in found})
+    assert _manifest.Manifest.parse(known.dump()) == known and len(found) == 864
+    assert time.monotonic() - start < 1
 
 
 def test_the_hash_of_an_array_does_not_depend_on_its_sharding(saved_sharded):
@@ -985,7 +1022,7 @@ def test_what_is_kept(tmp_path):
 
 
 def test_an_old_one_goes_only_when_the_newer_reads_back_as_it_was(tmp_path, monkeypatch):
-    write = _files.write_arrays
+    write = _blocks.write_arrays
 
     def spoiled(path, arrays):
         write(path, {name: array + 1 for name, array in arrays.items()})
@@ -993,7 +1030,7 @@ def test_an_old_one_goes_only_when_the_newer_reads_back_as_it_was(tmp_path, monk
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     checkpoints.save({"w": jnp.ones(3)}, step=1)
     checkpoints.wait()
-    monkeypatch.setattr(_files, "write_arrays", spoiled)
+    monkeypatch.setattr(_blocks, "write_arrays", spoiled)
     checkpoints.save({"w": jnp.ones(3)}, step=2)
     with pytest.raises(SaveError, match=r"save of step 2 at .*2: got state\['w'\]: other bytes than were saved"):
         checkpoints.wait()
@@ -1057,7 +1094,7 @@ def test_a_failed_save_is_told_by_the_next_call(tmp_path, monkeypatch):
         "expected a finished save. Earlier checkpoints are as they were."
     )
     for call in ("save", "wait", "close", "restore"):
-        monkeypatch.setattr(_files, "write_arrays", full_disk)
+        monkeypatch.setattr(_blocks, "write_arrays", full_disk)
         checkpoints = Checkpoints(tmp_path)
         checkpoints.save(updated(state))
         checkpoints._job.done.wait(20)
@@ -1073,7 +1110,7 @@ def test_a_failed_save_is_told_by_the_next_call(tmp_path, monkeypatch):
 
 
 def test_leaving_a_with_block_never_hides_a_lost_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(_files, "write_arrays", full_disk)
+    monkeypatch.setattr(_blocks, "write_arrays", full_disk)
     with pytest.raises(SaveError), Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(make())
     with pytest.raises(KeyError) as told, Checkpoints(tmp_path) as checkpoints:
@@ -1084,7 +1121,7 @@ def test_leaving_a_with_block_never_hides_a_lost_save(tmp_path, monkeypatch):
 
 def test_a_save_that_hangs_is_given_up(tmp_path, monkeypatch):
     go = threading.Event()
-    monkeypatch.setattr(_files, "write_arrays", lambda *_: go.wait(30) and full_disk())
+    monkeypatch.setattr(_blocks, "write_arrays", lambda *_: go.wait(30) and full_disk())
     checkpoints = Checkpoints(tmp_path, timeout=0.05)
     checkpoints.save(make())
     start = time.monotonic()
@@ -1103,9 +1140,9 @@ def test_a_save_that_hangs_is_given_up(tmp_path, monkeypatch):
 def test_fit_does_not_let_go_of_signals_before_its_last_save_is_written(tmp_path, monkeypatch):
     import signal
 
-    seen, write = [], _files.write_arrays
+    seen, write = [], _blocks.write_arrays
     monkeypatch.setattr(
-        _files, "write_arrays", lambda *a: (time.sleep(0.05), seen.append(signal.getsignal(signal.SIGTERM)), write(*a))
+        _blocks, "write_arrays", lambda *a: (time.sleep(0.05), seen.append(signal.getsignal(signal.SIGTERM)), write(*a))
     )
     step = ts.train_step(lambda params, x: jnp.mean((x.mean(0) - params["w"]) ** 2))
     data = ts.batches(np.full((8, 2), 3.0, np.float32), 4)
@@ -1116,14 +1153,14 @@ def test_fit_does_not_let_go_of_signals_before_its_last_save_is_written(tmp_path
 def test_a_second_sigterm_does_not_cut_the_save_short(tmp_path, monkeypatch):
     import signal
 
-    again, write = [], _files.write_arrays
+    again, write = [], _blocks.write_arrays
 
     def slowly(*arguments):
         again.append(os.kill(os.getpid(), signal.SIGTERM))
         time.sleep(0.2)
         write(*arguments)
 
-    monkeypatch.setattr(_files, "write_arrays", slowly)
+    monkeypatch.setattr(_blocks, "write_arrays", slowly)
     stop = ts.callbacks.every(3, lambda run: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         ts.fit(STEP, make(), data(), steps=10**6, checkpoint=tmp_path, callbacks=[stop], progress=False)
@@ -1163,8 +1200,8 @@ def test_the_lock_is_kept_from_those_who_delete_what_is_old(tmp_path):
 
 
 def test_a_save_that_was_given_up_never_appears_after_the_lock_has_gone(tmp_path, monkeypatch):
-    go, write = threading.Event(), _files.write_arrays
-    monkeypatch.setattr(_files, "write_arrays", lambda *a: (go.wait(30), write(*a)))
+    go, write = threading.Event(), _blocks.write_arrays
+    monkeypatch.setattr(_blocks, "write_arrays", lambda *a: (go.wait(30), write(*a)))
     checkpoints = Checkpoints(tmp_path, timeout=1.0)
     checkpoints.save(make())
     job = checkpoints._job
@@ -1179,7 +1216,7 @@ def test_a_save_that_was_given_up_never_appears_after_the_lock_has_gone(tmp_path
 
 def test_a_restore_that_hangs_is_given_up(three, monkeypatch):
     go = threading.Event()
-    monkeypatch.setattr(_files, "_read", lambda *_: go.wait(30) and {})
+    monkeypatch.setattr(_blocks, "read_leaf", lambda *_: go.wait(30) and {})
     with pytest.raises(CheckpointError, match=r"restore of step 2 at restore\(\): got nothing after 0.05 s"):
         Checkpoints(three[0], read_only=True, timeout=0.05).restore(make())
     go.set()
@@ -1207,7 +1244,7 @@ PROGRAM = """
 import os, sys, time, signal
 import jax.numpy as jnp
 from tsunax.checkpoints.saving import Checkpoints
-from tsunax.checkpoints import _files as _store
+from tsunax.checkpoints import _blocks as _store
 path, what = sys.argv[1:]
 if what == "full":
     _store.write_arrays = lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
@@ -1415,6 +1452,20 @@ def test_empty_arrays_of_huge_shape_are_no_raw_error(copy):
     rewrite(copy[0] / "2", claim)
     with pytest.raises(CheckpointError, match="ValueError no shape"):
         restored(copy[0], make(), step=2)
+
+
+def test_a_manifest_with_fewer_axes_than_the_arrays_is_no_raw_error(copy):
+    def claim(body):
+        next(x for x in body["leaves"] if x[0] == "numbers/values")[3] = [4]
+
+    rewrite(copy[0] / "2", claim)
+    with pytest.raises(CheckpointError):
+        restored(copy[0], make(), step=2)
+    tree = {"w": jnp.ones((4, 11))}
+    save(copy[0] / "other", tree, step=0)
+    rewrite(copy[0] / "other" / "0", lambda body: body["leaves"][0].__setitem__(3, [4]))
+    with pytest.raises(CheckpointError, match="'w' is not as the manifest says"):
+        restored(copy[0] / "other", {"w": jnp.ones(4)})
 
 
 @pytest.mark.slow  # twelve seconds

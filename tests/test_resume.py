@@ -487,7 +487,7 @@ SIGNALLED = """
 import signal, sys, time
 import jax.numpy as jnp, numpy as np
 import tsunax as ts
-from tsunax.checkpoints import _files as _store
+from tsunax.checkpoints import _blocks as _store
 
 for number in (signal.SIGTERM, signal.SIGINT):  # what comes between two runs
     signal.signal(number, lambda *_: None)

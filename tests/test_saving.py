@@ -63,6 +63,10 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeyp
     who = [rf"process {i} \(host \S+, pid {each.process.pid}\)" for i, each in enumerate(started)]
     for i, own in enumerate([zero["own"], one["own"]]):  # a history is that of the first one
         assert own == [{"file": f"part {i}"}, [0, 1, 2], {"rate": [0.0]}, True]
+    for each in zero, one:  # half of what is spread over two processes, and both wrote some of it
+        read, whole = each["bytes read of the large leaves"]
+        assert 2 * read == whole > 0
+        assert each["written by"] == ["0.safetensors", "1.safetensors"]
     assert zero["bad history"].startswith("WrongTypeError: value at history['loss']: got object")
     assert re.match(rf"ProcessError: {who[0]}: value at history", one["bad history"])
     assert [zero["data of the first alone"], one["data of the first alone"]] == [{"n": 3}, None]

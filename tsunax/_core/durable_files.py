@@ -29,7 +29,6 @@ from tsunax.errors import CheckpointError, message, told, warn
 __all__ = []
 
 LOCK = "tsunax.lock"
-SMALL = 1 << 20  # bytes: larger files are array data, whose hashes are those of the arrays
 _URL = re.compile(
     r"[A-Za-z][\w+.-]+:/"
 )  # of one letter it is a drive; a Path has lost the second slash
@@ -158,23 +157,6 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def listing(top: Path) -> dict[str, tuple[int, str]]:
-    """Every file from `top` down: its size, and the sha256 of a small one.
-
-    ValueError for links and other things.
-    """
-    out = {}
-    for folder, folders, files in os.walk(top):
-        for name in [*folders, *files]:
-            path = Path(folder, name)
-            about = os.lstat(path)
-            if not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
-                raise ValueError(f"{path.relative_to(top)} is no file of ours")
-            if stat.S_ISREG(about.st_mode):
-                out[path.relative_to(top).as_posix()] = facts(path)
-    return out
-
-
 def check_regular(top: Path) -> None:
     """Raise OSError unless all that lies in a directory can be read without a wait: a pipe would
     block.
@@ -184,12 +166,6 @@ def check_regular(top: Path) -> None:
         for name in files:
             if not stat.S_ISREG(os.stat(os.path.join(folder, name)).st_mode):
                 raise OSError(f"{name} is no regular file")
-
-
-def facts(path: Path) -> tuple[int, str]:
-    """The size of a file, and the sha256 of a small one."""
-    size = os.lstat(path).st_size
-    return size, sha256(read(path, SMALL)) if size <= SMALL else ""
 
 
 def sizes(top: Path) -> int:

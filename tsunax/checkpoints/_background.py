@@ -26,15 +26,31 @@ _HOOKED: list[bool] = []
 _HELD: dict[tuple[int, int], tuple[durable_files.Lock, weakref.ref]] = {}
 
 
-class Job:
-    """One save, run by a daemon thread: a hung disk must not keep the process, and `_finish` waits
-    for all others.
-    """
+class Task:
+    """`f()` in a daemon thread: a hung disk must not keep the process."""
+
+    def __init__(self, f: Callable[[], Any], name: str):
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        threading.Thread(target=self._run, args=(f,), name=f"tsunax-{name}", daemon=True).start()
+
+    def _run(self, f) -> None:
+        try:
+            self.value = f()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+
+class Job(Task):
+    """One save, which `_finish` waits for."""
 
     def __init__(self, work: Callable[[], None], path: Path, step: int, timeout: float):
         self.path, self.step, self.timeout, self.pid = path, step, timeout, os.getpid()
-        self.error: BaseException | None = None
-        self.done, self.told, self.given_up = threading.Event(), False, False
+        self.told, self.given_up = False, False
+        super().__init__(work, f"save-{step}")
         with _LOCK:
             _JOBS[:] = [job for job in _JOBS if not job.told]
             _JOBS.append(self)
@@ -43,18 +59,6 @@ class Job:
                 # before concurrent.futures refuses new work, and before any `atexit`, where
                 # processes part
                 getattr(threading, "_register_atexit", atexit.register)(_finish)
-        thread = threading.Thread(
-            target=self._run, args=(work,), name=f"tsunax-save-{step}", daemon=True
-        )
-        thread.start()
-
-    def _run(self, work) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.done.set()
 
 
 def _finish() -> None:
@@ -79,23 +83,12 @@ def _finish() -> None:
 
 def bounded(f: Callable[[], Any], limit: float, what: str):
     """`f()` in a thread that is given up after `limit` seconds."""
-    answer: list[Any] = []
-    done = threading.Event()
-
-    def run():
-        try:
-            answer.append((f(), None))
-        except BaseException as error:
-            answer.append((None, error))
-        done.set()
-
-    threading.Thread(target=run, name="tsunax-restore", daemon=True).start()
-    if not done.wait(limit):
+    task = Task(f, "restore")
+    if not task.done.wait(limit):
         raise CheckpointError(message(what, "restore()", f"nothing after {limit:g} s", "an answer"))
-    value, error = answer[0]
-    if error is not None:
-        raise error
-    return value
+    if task.error is not None:
+        raise task.error
+    return task.value
 
 
 def take_lock(owner, is_first: bool) -> durable_files.Lock:

@@ -22,23 +22,17 @@ from __future__ import annotations
 
 import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded
 import contextlib
-import dataclasses
-import math
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tsunax import errors
 from tsunax._core import durable_files, trees
-from tsunax.checkpoints import _safetensors, checksums, leaves
+from tsunax.checkpoints import _blocks, _safetensors, checksums
 from tsunax.checkpoints import manifest as _manifest
-from tsunax.checkpoints._host_copies import Blocks, bounds_of, whole
-from tsunax.checkpoints._safetensors import Entry
+from tsunax.checkpoints._blocks import Blocks
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew
 from tsunax.checkpoints.manifest import LIMIT, Manifest
@@ -161,8 +155,8 @@ class Files:
         if any(leaf.dtype for leaf in wanted) and not durable_files.is_real_directory(arrays):
             raise Damaged("arrays: missing")
         try:
-            stored = _stored(arrays / f"{i}.safetensors" for i in range(len(found.parts)))
-            one = lambda leaf, parts: _read(leaf, parts, stored.get(leaf.name, []))
+            stored = _blocks.stored_in(arrays / f"{i}.safetensors" for i in range(len(found.parts)))
+            one = lambda leaf, parts: _blocks.read_leaf(leaf, parts, stored.get(leaf.name, []))
             with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
                 answers = list(pool.map(one, wanted, needed))
         except OSError as error:
@@ -189,19 +183,21 @@ class Files:
             new.mkdir(exist_ok=True)
         file = arrays / f"{process}.safetensors"
         saved = {leaf.name: leaf for leaf in part.arrays()}
-        hashes = _hashes(saved, blocks, lambda block, _: blocks[block])
+        hashes = _blocks.hashes_of(saved, blocks, lambda block, _: blocks[block])
         if blocks:
-            write_arrays(file, blocks)
+            _blocks.write_arrays(file, blocks)
         found = hashes()
         if prove and blocks:
             entries = _safetensors.contents(file)[0]
-            again = _hashes(saved, entries, lambda block, leaf: _read_entry(entries[block], leaf))()
+            again = _blocks.hashes_of(
+                saved, entries, lambda block, leaf: _blocks.read_entry(entries[block], leaf)
+            )()
             for block, value in found.items():
                 if again.get(block) != value:
-                    raise Damaged(_other_bytes(saved[_parsed(block)[0]]))
+                    raise Damaged(_blocks.other_bytes(saved[_blocks.parse_name(block)[0]]))
         sums: dict[str, int] = {}
         for block, value in found.items():
-            leaf = _parsed(block)[0]
+            leaf = _blocks.parse_name(block)[0]
             sums[leaf] = (sums.get(leaf, 0) + value) % checksums.MODULUS
         part = part.with_hashes(sums)
         durable_files.sync(arrays)
@@ -305,144 +301,3 @@ class Files:
 
 def _part(process: int) -> str:
     return f"part-{process}.json"
-
-
-def write_arrays(file: Path, blocks: Blocks) -> None:
-    """Blocks by name, on the disk when this returns. Dtypes that the format lacks are bytes."""
-    plain = lambda x: x if x.dtype.name in _safetensors.DTYPES else _bytes_of(x)
-    _safetensors.write(file, {name: plain(x) for name, x in blocks.items()}, {})
-
-
-def _bytes_of(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(*x.shape, x.itemsize)
-
-
-def _hashes(
-    saved: Mapping[str, Leaf], blocks: Iterable[str], get: Callable[[str, Leaf], np.ndarray]
-) -> Callable[[], dict[str, int]]:
-    """The part of each block in the hash of its leaf, when the function that this returns is
-    called; until then threads are at work on it.
-    """
-
-    def one(block: str) -> int:
-        leaf, bounds = _parsed(block)
-        known = saved.get(leaf)
-        return -1 if known is None else checksums.of(get(block, known), bounds, known.shape)
-
-    names = list(blocks)
-    pool = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1))
-    try:
-        jobs = [pool.submit(one, name) for name in names]
-    except RuntimeError:  # Python 3.12 allows no new thread at its end
-        return lambda: {name: one(name) for name in names}
-    finally:
-        pool.shutdown(wait=False)
-    return lambda: {name: job.result() for name, job in zip(names, jobs, strict=True)}
-
-
-# ------------------------------------------------------------------------------------------- reading
-
-
-@dataclasses.dataclass(frozen=True)
-class Pieces:
-    """Those parts of an array that one process needs, where that is not all of it: `pieces[index]`
-    is one of them.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    parts: Mapping[Bounds, np.ndarray]
-
-    def __getitem__(self, index) -> np.ndarray:
-        return self.parts[bounds_of(index, self.shape)]
-
-    def astype(self, dtype, copy: bool = True) -> Pieces:
-        cast = {at: x.astype(dtype, copy=copy) for at, x in self.parts.items()}
-        return Pieces(self.shape, dtype, cast)
-
-
-def _parsed(block: str) -> tuple[str, Bounds | None]:
-    """The leaf of a block, and its bounds unless it is all of the leaf: see `block_name`."""
-    name, _, cut = block.partition("[")
-    if not cut:
-        return name, None
-    if not re.fullmatch(r"(\d{1,15}:\d{1,15},)*\d{1,15}:\d{1,15}\]", cut):
-        raise Damaged(f"arrays: {block!r:.80} is no name of a block")
-    pairs = (axis.split(":") for axis in cut[:-1].split(","))
-    return name, tuple((int(a), int(b)) for a, b in pairs)
-
-
-def _stored(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, Entry]]]:
-    """The blocks of each leaf, over the files of all processes."""
-    found: dict[str, list] = {}
-    for file in files:
-        if file.is_symlink():
-            raise Damaged(f"arrays: {file.name} is a link")
-        if file.exists():
-            for block, entry in _safetensors.contents(file)[0].items():
-                name, bounds = _parsed(block)
-                found.setdefault(name, []).append((bounds, entry))
-    return found
-
-
-def _read(leaf: Leaf, parts, stored: list) -> tuple[Any, int | None]:
-    if not leaf.dtype:
-        return leaves.plain_value(leaf), None
-    if parts is None:
-        found = _part_of(leaf, whole(leaf.shape), stored)
-        if checksums.of(found) != leaf.hash:
-            raise Damaged(_other_bytes(leaf))
-        return found, None
-    pieces = {bounds: _part_of(leaf, bounds, stored) for bounds in parts}
-    total = sum(checksums.of(x, bounds, leaf.shape) for bounds, x in pieces.items())
-    return Pieces(leaf.shape, leaves.dtype_of(leaf.dtype), pieces), total % checksums.MODULUS
-
-
-def _part_of(leaf: Leaf, bounds: Bounds, stored: list) -> np.ndarray:
-    """A part of a leaf, from the blocks that hold it."""
-    size = lambda cut: math.prod(b - a for a, b in cut)
-    found = []
-    for cut, entry in stored:
-        at = whole(leaf.shape) if cut is None else cut
-        if len(at) != len(leaf.shape) or entry.shape[: len(at)] != tuple(b - a for a, b in at):
-            raise Damaged(f"arrays: {leaf.name!r:.80} is not as the manifest says")
-        if (both := _overlap(at, bounds)) is not None:
-            found.append((at, both, entry))
-    if sum(size(both) for _, both, _ in found) != size(bounds):
-        raise Damaged(f"{_shown(leaf)}: not all of it is there")
-    if len(found) == 1:
-        return _read_entry(found[0][2], leaf, _inside(found[0][1], found[0][0]))
-    out = np.zeros([b - a for a, b in bounds], leaves.dtype_of(leaf.dtype))
-    for at, both, entry in found:
-        cut = tuple(slice(a, b) for a, b in _inside(both, bounds))
-        out[cut] = _read_entry(entry, leaf, _inside(both, at))
-    return out
-
-
-def _overlap(a: Bounds, b: Bounds) -> Bounds | None:
-    both = tuple((max(i, k), min(j, n)) for (i, j), (k, n) in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
-
-
-def _inside(part: Bounds, of: Bounds) -> Bounds:
-    return tuple((a - start, b - start) for (a, b), (start, _) in zip(part, of, strict=True))
-
-
-def _read_entry(entry: Entry, leaf: Leaf, bounds: Bounds | None = None) -> np.ndarray:
-    dtype = np.dtype(leaves.dtype_of(leaf.dtype))
-    if entry.dtype == leaf.dtype:
-        return _safetensors.read(entry, bounds)
-    if leaf.dtype in _safetensors.DTYPES or entry.shape[-1:] != (dtype.itemsize,):
-        raise Damaged(f"arrays: {leaf.name!r:.80} is not as the manifest says")
-    bytes_ = _safetensors.read(entry, None if bounds is None else (*bounds, (0, dtype.itemsize)))
-    return bytes_.view(dtype).reshape(bytes_.shape[:-1])
-
-
-def _other_bytes(leaf: Leaf) -> str:
-    return f"{_shown(leaf)}: other bytes than were saved (hash)"
-
-
-def _shown(leaf: Leaf) -> str:
-    if leaf.name.startswith("@"):
-        return "history, data or callbacks"
-    return leaves.show("state", leaf.path)

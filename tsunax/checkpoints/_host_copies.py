@@ -1,8 +1,5 @@
 """What is saved of a state, on the host: checked, copied, and looked through for what is not
 finite.
-
-A *block* is what a file holds under one name: an array, or this process's part of an array that is
-spread over several, whose name ends in the bounds of the part: "params/w[0:128,0:64]".
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ import numpy as np
 
 from tsunax._core import checks, trees
 from tsunax.checkpoints import _values, leaves
+from tsunax.checkpoints._blocks import Blocks, block_name, bounds_of, whole
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Leaf, Tree
 from tsunax.checkpoints.manifest import Parts
@@ -24,8 +22,6 @@ from tsunax.errors import HyperparameterError, StateError, WrongTypeError, messa
 from tsunax.state import donated, overwritten_part, trained_part
 
 __all__ = []
-
-Blocks = dict[str, np.ndarray]
 
 
 def check_saveable(tree: Tree) -> None:
@@ -66,21 +62,6 @@ def step_of(tree: Tree, step) -> int:
 def is_local(x) -> bool:
     """Whether a leaf is no array over several processes: then each of them has all of it."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable
-
-
-def block_name(name: str, bounds: Bounds, shape: tuple[int, ...]) -> str:
-    if bounds == whole(shape):
-        return name
-    return f"{name}[{','.join(f'{a}:{b}' for a, b in bounds)}]"
-
-
-def whole(shape) -> Bounds:
-    return tuple((0, n) for n in shape)
-
-
-def bounds_of(index, shape) -> Bounds:
-    """(start, stop) of each axis of what an index selects."""
-    return tuple(cut.indices(n)[:2] for cut, n in zip(index, shape, strict=True))
 
 
 def holders_of(sharding, shape) -> dict[Bounds, list[int]]:

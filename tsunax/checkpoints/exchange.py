@@ -11,7 +11,6 @@ goes on from its `Checkpoints`; these are the files that one gives away.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -105,7 +104,7 @@ def save(
     about |= {_MANIFEST: text.decode(), _SUM: durable_files.sha256(text)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, arrays, about, max_bytes)
+        _safetensors.write_files(path, arrays, about, max_bytes)
     except (OSError, ValueError) as error:
         raise SaveError(message("save", str(path), told(error), "a finished file")) from error
 
@@ -130,69 +129,6 @@ def _described(known: Tree, names: list[str]) -> list[Leaf]:
             raise CheckpointError(message("name", where, repr(name), "printable text", fix))
         found[name] = leaf
     return list(found.values())
-
-
-def _write(path: Path, arrays: Mapping[str, Any], about: dict[str, str], most: int | None) -> None:
-    """Files of at most `most` bytes of arrays, and an index if that takes several.
-
-    Whole or not at all: every file is written aside and synced before the first has its name; an
-    old index goes before what it leads to is replaced, and the new one comes last. A link at one of
-    the names is replaced, not followed.
-    """
-    groups = _groups(arrays, most)
-    index = path.with_name(path.name + _safetensors.INDEX)
-    other = index if len(groups) == 1 else path
-    if os.path.lexists(other):
-        fix = "an export of other size; delete it or take another name"
-        raise FileExistsError(f"{other.name} is there, {fix}")
-    ready: list[tuple[Path, Path]] = []
-
-    def aside(final: Path) -> Path:
-        ready.append((durable_files.aside(path.parent, "tmp", 0), final))
-        return ready[-1][0]
-
-    try:
-        where: dict[str, str] = {}
-        for i, group in enumerate(groups):
-            part = f"{path.stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-            final = path if len(groups) == 1 else path.with_name(part)
-            text = about if len(groups) == 1 else {"format": about["format"]}
-            on_host = {name: trees.on_host(arrays[name]) for name in group}
-            _safetensors.write(aside(final), on_host, text)
-            where |= dict.fromkeys(group, final.name)
-        if len(groups) > 1:
-            size = sum(map(_nbytes, arrays.values()))
-            body = {"metadata": {"total_size": size, **about}, "weight_map": where}
-            durable_files.write(aside(index), json.dumps(body, indent=1).encode())
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(index)
-            durable_files.sync(path.parent)
-        for temporary, final in ready:
-            os.replace(temporary, final)
-        durable_files.sync(path.parent)
-    finally:
-        for temporary, _ in ready:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-
-
-def _nbytes(x) -> int:
-    return trees.on_host(x).nbytes
-
-
-def _groups(arrays: Mapping[str, Any], most: int | None) -> list[list[str]]:
-    """Names in order, cut where the bytes of a group would be more than `most`; a larger array is
-    alone.
-    """
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, x in arrays.items():
-        if most is not None and groups[-1] and used + _nbytes(x) > most:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += _nbytes(x)
-    return groups
 
 
 def _texts(metadata) -> dict[str, str]:

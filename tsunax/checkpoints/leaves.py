@@ -200,7 +200,7 @@ def joined(keys: tuple[str, ...]) -> str:
     written as in an URL.
 
     >>> joined(("encoder", "0", "kernel")), joined(("a/b", "", "[0]"))
-    ('encoder/0/kernel', 'a%2f%b/%/%5b0%5d')
+    ('encoder/0/kernel', 'a%2fb/%/%5b0%5d')
     """
     escape = lambda found: f"%{ord(found[0]):02x}" if found[0] else "%"
     return "/".join(_ODD.sub(escape, key) or "%" for key in keys)

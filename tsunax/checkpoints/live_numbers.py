@@ -16,7 +16,7 @@ import numpy as np
 from tsunax._core import placement, stable_text, trees
 from tsunax.checkpoints import _values
 from tsunax.checkpoints.leaves import Damaged, Keys
-from tsunax.checkpoints.manifest import Manifest, is_size
+from tsunax.checkpoints.manifest import Manifest, Size, check
 from tsunax.rules import live_rules, number_table
 from tsunax.state import TrainState
 
@@ -122,7 +122,7 @@ def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
         found: Any = _values.decode(manifest.parts[0].values["script"], [])
         out = {}
         for path, x in zip(manifest.states, found["states"], strict=True):
-            columns = [(str(name), is_size(j)) for name, j in x["columns"]]
+            check(columns := x["columns"], [(str, Size)])
             values = np.asarray(x["values"], np.float32)
             if columns and values.shape[-1] != len(columns):
                 raise ValueError("numbers that are no table of their names")

@@ -92,10 +92,8 @@ class Manifest:
                     raise TooNew(f"format {body['format']}")
                 return _parsed(body)
             raise ValueError("no format")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
             raise Damaged(f"manifest: {type(error).__name__} {str(error)[:80]}") from None
-        except OverflowError as error:
-            raise Damaged(f"manifest: {str(error)[:80]}") from None
 
 
 def merged(parts: list[Manifest]) -> Manifest:
@@ -119,87 +117,96 @@ def check_pieces(content: bytes) -> None:
 # ------------------------------------------------------------------------------------------- parsing
 
 
-def _is(x, kind: type | tuple):
-    if not isinstance(x, kind) or (isinstance(x, bool) and kind is int):
-        raise ValueError(f"{type(x).__name__} where {getattr(kind, '__name__', kind)} belongs")
-    return x
+class Size(int):
+    """In a schema: a number from 0 on of up to 48 bits."""
 
 
-def is_size(x) -> int:
-    if not 0 <= _is(x, int) < 1 << 48:
-        raise ValueError("a size out of range")
-    return x
+_LEAF = (str, [str], str, [Size], str, str, object)
+_SCHEMA = {
+    "step": Size,
+    "leaves": [_LEAF],
+    "nodes": [([str], str)],
+    "states": [([str], {
+        "rule": str, "trained": ([str], None), "precision": (str, None), "average": (str, None),
+        "columns": [(str, Size)], "schedules": {str: str}, "cuts": [(Size, [Size], [str])],
+    })],
+    "parts": [({str: object}, [_LEAF])],
+    "metrics": {str: object},
+    "fingerprint": {str: object},
+    "versions": {str: str},
+    "not_finite": str,
+}  # fmt: skip
 
 
-def list_of(x, kind) -> list:
-    return [_is(y, kind) for y in _is(x, list)]
-
-
-def _path(x) -> Keys:
-    return tuple(list_of(x, str))
+def check(x, schema) -> None:
+    """Raise ValueError unless JSON is as a schema: [of each], (of the first, of the second),
+    (schema, None) for what may be None, {key: of its value}, {str: of all values}, or a type.
+    """
+    if isinstance(schema, tuple) and schema[1] is None:
+        return None if x is None else check(x, schema[0])
+    if schema is Size:
+        if type(x) is not int or not 0 <= x < 1 << 48:
+            raise ValueError("a size out of range")
+        return
+    kinds = {tuple: list, list: list, dict: dict}  # JSON has no tuples
+    kind = kinds.get(type(schema), schema)
+    if not isinstance(x, kind):
+        raise ValueError(f"{type(x).__name__} where {kind.__name__} belongs")
+    pairs: Any = ()
+    if isinstance(schema, list):
+        pairs = ((y, schema[0]) for y in x)
+    elif isinstance(schema, tuple):
+        pairs = zip(x, schema, strict=True)
+    elif isinstance(schema, dict) and str in schema:
+        pairs = ((y, schema[str]) for y in x.values())
+    elif isinstance(schema, dict):
+        pairs = ((x[key], of) for key, of in schema.items())
+    for y, of in pairs:
+        check(y, of)
 
 
 def _leaf(x) -> Leaf:
-    name, path, kind, shape, dtype, digest, value = _is(x, list)
-    shape = tuple(_is(shape, list))
+    name, path, kind, shape, dtype, digest, value = x
     if not leaves.is_shape(shape):
         raise ValueError("no shape")
-    if not re.fullmatch(r"[0-9a-f]{16}", _is(digest, str)):
+    if not re.fullmatch(r"[0-9a-f]{16}", digest):
         raise ValueError("a leaf without a hash")
-    leaf = Leaf(_path(path), _is(kind, str), shape, _is(dtype, str), value, _is(name, str),
-                int(digest, 16))  # fmt: skip
+    leaf = Leaf(tuple(path), kind, tuple(shape), dtype, value, name, int(digest, 16))
     if not dtype:
-        _is(value, _KINDS[kind])
+        if not isinstance(value, _KINDS[kind]) or (kind == "int" and isinstance(value, bool)):
+            raise ValueError("a value of another type")
         leaves.plain_value(leaf)
     elif leaves.dtype_of(dtype) is None or not (kind == "array" or kind.startswith("key:")):
         raise ValueError("an unknown dtype")
     return leaf
 
 
-def _facts(x) -> dict[str, Any]:
-    text = lambda y: None if y is None else _is(y, str)
-    return {
-        "rule": _is(x["rule"], str),
-        "trained": None if x["trained"] is None else list_of(x["trained"], str),
-        "precision": text(x["precision"]),
-        "average": text(x["average"]),
-        "columns": [[_is(name, str), is_size(j)] for name, j in _is(x["columns"], list)],
-        "schedules": {_is(k, str): _is(v, str) for k, v in _is(x["schedules"], dict).items()},
-        "cuts": [_cut(cut) for cut in _is(x["cuts"], list)],
-    }
-
-
-def _cut(x) -> list:
-    at, of, labels = _is(x, list)
-    of, labels = [is_size(g) for g in _is(of, list)], list_of(labels, str)
-    if not labels or any(g >= len(labels) for g in of):
-        raise ValueError("a cut with unknown groups")
-    return [is_size(at), of, labels]
-
-
-def _parts(x) -> Parts:
-    values, arrays = _is(x, list)
-    _values.check_depth(_is(values, dict))
-    arrays = [_leaf(x) for x in _is(arrays, list)]
-    if not all(leaf.dtype for leaf in arrays):
+def _parts(values, arrays) -> Parts:
+    _values.check_depth(values)
+    found = list(map(_leaf, arrays))
+    if not all(leaf.dtype for leaf in found):
         raise ValueError("an array without a dtype")
-    return Parts(values, arrays)
+    return Parts(values, found)
 
 
 def _parsed(body) -> Manifest:
-    found = [_leaf(x) for x in _is(body["leaves"], list)]
-    parts = [_parts(x) for x in _is(body["parts"], list)]
+    check(body, _SCHEMA)
+    states = {tuple(path): facts for path, facts in body["states"]}
+    for _, of, labels in (cut for facts in states.values() for cut in facts["cuts"]):
+        if not labels or any(group >= len(labels) for group in of):
+            raise ValueError("a cut with unknown groups")
+    found, parts = list(map(_leaf, body["leaves"])), [_parts(*part) for part in body["parts"]]
     names = [x.name for x in [*found, *(y for part in parts for y in part.arrays)]]
     if len(set(names)) != len(names):
         raise ValueError("two leaves of one name")
     return Manifest(
-        step=is_size(body["step"]),
+        step=body["step"],
         leaves=found,
-        nodes={_path(path): _is(kind, str) for path, kind in _is(body["nodes"], list)},
-        states={_path(path): _facts(facts) for path, facts in _is(body["states"], list)},
+        nodes={tuple(path): kind for path, kind in body["nodes"]},
+        states=states,
         parts=parts,
-        metrics={_is(k, str): float(unfinite(v)) for k, v in _is(body["metrics"], dict).items()},
-        fingerprint=_is(body["fingerprint"], dict),
-        versions={_is(k, str): _is(v, str) for k, v in _is(body["versions"], dict).items()},
-        not_finite=_is(body["not_finite"], str),
+        metrics={name: float(unfinite(x)) for name, x in body["metrics"].items()},
+        fingerprint=body["fingerprint"],
+        versions=body["versions"],
+        not_finite=body["not_finite"],
     )

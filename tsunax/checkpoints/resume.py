@@ -42,7 +42,8 @@ def script_of(step, state, data, extra: Mapping[str, Any]) -> dict[str, Any]:
     for i, s in enumerate(states):
         of = f" of state {i}" if len(states) > 1 else ""
         found |= {name + of: text for name, text in _settings_of(s)}
-    found |= {f"extra{jax.tree_util.keystr(at)}": _value_text(x) for at, x in _leaves_of(extra)}
+    for at, x in jax.tree_util.tree_leaves_with_path(dict(extra)):
+        found[f"extra{jax.tree_util.keystr(at)}"] = _value_text(x)
     if (rows := _some_rows(data)) is not None:
         found["data"] = rows
     given = [live_numbers.given_of(s) for s in states]
@@ -60,29 +61,24 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
     ):
         for field in fields if x is not None else ():
             yield f"{field} of the {name}", str(getattr(x, field))
-    schedules = {f"the schedule of {name}": x for name, x in _schedules_of(state).items()}
-    inside = list(_functions_in(state.plan.update, set()))
-    for name, functions in {
-        **schedules,
-        **({"a function in the rule": inside} if inside else {}),
-    }.items():
-        kinds = ",".join(getattr(f, "__qualname__", type(f).__name__) for f in functions)
-        yield name, f"{kinds}: " + ", ".join(map(code_text, functions))
+    functions = {f"the schedule of {name}": found for name, found in _schedules_of(state)}
+    if inside := list(_functions_in(state.plan.update, set())):
+        functions["a function in the rule"] = inside
+    for name, found in functions.items():
+        kinds = ",".join(getattr(f, "__qualname__", type(f).__name__) for f in found)
+        yield name, f"{kinds}: " + ", ".join(map(code_text, found))
     if state.key is not None:
         key = jax.random.key_data(state.key) if trees.is_key(state.key) else state.key
         yield "key", hashlib.sha256(np.asarray(key).tobytes()).hexdigest()[:16]
 
 
-def _schedules_of(state: TrainState) -> dict[str, list[Any]]:
+def _schedules_of(state: TrainState) -> Iterator[tuple[str, list[Any]]]:
     """The schedules that are plain functions, optax's for example, whose numbers no table holds."""
-    found: dict[str, list[Any]] = {}
-    if (numbers := state.numbers) is None:
-        return found
-    for at, s, group, _ in numbers.columns():
-        for name, x in zip(numbers.layout.names[at][group], s.live.schedules, strict=True):
-            if x and (functions := [f for f in x.leaves if f is not None]):
-                found[name] = functions
-    return found
+    if (numbers := state.numbers) is not None:
+        for at, s, group, _ in numbers.columns():
+            for name, x in zip(numbers.layout.names[at][group], s.live.schedules, strict=True):
+                if x and (functions := [f for f in x.leaves if f is not None]):
+                    yield name, functions
 
 
 def _functions_in(x: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
@@ -102,10 +98,6 @@ def _functions_in(x: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
         parts = [getattr(x, f.name, None) for f in dataclasses.fields(x)]
     for part in parts:
         yield from _functions_in(part, seen, depth + 1)
-
-
-def _leaves_of(extra: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_flatten_with_path(dict(extra))[0]
 
 
 def _value_text(x: Any) -> str:
@@ -137,9 +129,7 @@ def edits(then: Any, now: Mapping[str, str]) -> Iterator[str]:
         what, _, of = name.partition(" of state ")
         of = of and f" of state {of}"
         if what in ("loss_fn", "a function in the rule") or what.startswith("the schedule of "):
-            if (
-                theirs.partition(" ")[0] == mine.partition(" ")[0]
-            ):  # other Pythons compile to other codes
+            if theirs.split()[0] == mine.split()[0]:  # other Pythons compile to other codes
                 why = "its code, or a value that it refers to"
                 yield f"{name} has changed ({why}). The script's is used."
         elif what == "data":
@@ -188,83 +178,74 @@ def code_text(f) -> str:
     No text depends on an address, or on the order of a set. What cannot be
     looked at makes no text, and no error: it would be no reason to end a run.
     """
-    parts: list[str] = []
     try:
-        _walk(f, _package(f), {}, set(), parts)
+        parts = itertools.islice(_parts(f, _package(f), {}, set(), 0), _MOST)
+        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     except Exception:  # objects of any library, and their properties
         return "unknown"
-    digest = hashlib.sha256("\n".join(parts[:_MOST]).encode()).hexdigest()[:16]
-    return f"{sys.version_info[0]}.{sys.version_info[1]}/2 {digest}"  # 2: of what is looked at
+    return f"{sys.version_info[0]}.{sys.version_info[1]} {digest}"
 
 
 def _package(f) -> str:
     while isinstance(f, functools.partial):
         f = f.func
-    return (getattr(inspect.unwrap(f) if callable(f) else f, "__module__", None) or "").partition(
-        "."
-    )[0]
+    f = inspect.unwrap(f) if callable(f) else f
+    return (getattr(f, "__module__", None) or "").partition(".")[0]
 
 
-def _walk(
-    x: Any, package: str, seen: dict[int, Any], named: set[str], parts: list[str], depth: int = 0
-) -> None:
-    """Add to `parts` what tells x from others; `named` are the attributes that the code so far
-    reads.
-    """
-    inner = lambda *things: [_walk(y, package, seen, named, parts, depth + 1) for y in things]
-    read = lambda found: {
-        name: y for name, y in found.items() if name in named or name == "__call__"
-    }
-    if len(parts) >= _MOST or depth > _DEEP:
+def _parts(x, package: str, seen: dict[int, Any], named: set[str], depth: int) -> Iterator[str]:
+    """What tells x from others; `named` are the attributes that the code so far reads."""
+    is_own = lambda y: _package(y) == package != "tsunax"
+    read = lambda found: {k: y for k, y in found.items() if k in named or k == "__call__"}
+    inside: Any = ()
+    if depth > _DEEP:
         return
     if x is None or isinstance(x, (bool, int, float, complex, str, bytes, np.generic)):
-        parts.append(repr(x))
+        yield repr(x)
         return
     if isinstance(x, (set, frozenset)):
-        parts.append(
-            str(sorted(repr(y) for y in x if isinstance(y, (bool, int, float, str, bytes))))
-        )
+        yield str(sorted(repr(y) for y in x if isinstance(y, (bool, int, float, str, bytes))))
         return
     if trees.dtype_of(x) is not None:
-        parts.append(trees.describe(x))
+        yield trees.describe(x)
         return
-    parts.append(f"{type(x).__module__}.{type(x).__qualname__}")
+    yield f"{type(x).__module__}.{type(x).__qualname__}"
     if id(x) in seen:
         return
     seen[id(x)] = x  # kept, or another one would come to have its id
     if isinstance(x, types.CodeType):
-        parts.append(f"{x.co_code.hex()} {x.co_names}")  # the names of attributes are there alone
+        yield f"{x.co_code.hex()} {x.co_names}"  # the names of attributes are there alone
         named.update(x.co_names)
-        inner(*x.co_consts)
+        inside = x.co_consts
     elif isinstance(x, types.FunctionType):
-        parts.append(x.__qualname__)
-        if _package(x) == package and package != "tsunax":
-            parts.append(f"{x.__code__.co_code.hex()} {x.__code__.co_names}")
+        yield x.__qualname__
+        if is_own(x):
+            yield f"{x.__code__.co_code.hex()} {x.__code__.co_names}"
             named.update(x.__code__.co_names)
-            inner(*[y for y in x.__code__.co_consts if y != x.__doc__])
-            inner(x.__defaults__, x.__kwdefaults__, *stable_text.cells_of(x), *_globals(x, package))
+            inside = [y for y in x.__code__.co_consts if y != x.__doc__]
+            inside += [x.__defaults__, x.__kwdefaults__, *stable_text.cells_of(x)]
+            inside += _globals(x, package)
     elif isinstance(x, types.MethodType):
-        inner(x.__func__, x.__self__)
+        inside = x.__func__, x.__self__
     elif isinstance(x, functools.partial):
-        inner(x.func, x.args, x.keywords)
+        inside = x.func, x.args, x.keywords
     elif hasattr(x, "__wrapped__"):
-        inner(x.__wrapped__)
+        inside = (x.__wrapped__,)
     elif isinstance(x, (type, types.ModuleType, types.BuiltinFunctionType)):
-        parts.append(x.__name__)
-        if isinstance(x, type) and _package(x) == package and package != "tsunax":
-            inner(read(vars(x)))
+        yield x.__name__
+        inside = [read(vars(x))] if isinstance(x, type) and is_own(x) else ()
     elif isinstance(x, (Mapping, list, tuple)):
-        parts.append(str(len(x)))
+        yield str(len(x))
         if len(x) <= _LONG:
-            inner(*(x.items() if isinstance(x, Mapping) else x))
+            inside = x.items() if isinstance(x, Mapping) else x
     elif dataclasses.is_dataclass(x):
-        inner(
-            vars(type(x)).get("__call__"),
-            *(getattr(x, f.name, None) for f in dataclasses.fields(x)),
-        )
-    elif _package(type(x)) == package and package != "tsunax":
-        inner(type(x))
-        inner(read(getattr(x, "__dict__", {})))
+        fields = (getattr(x, f.name, None) for f in dataclasses.fields(x))
+        inside = [vars(type(x)).get("__call__"), *fields]
+    elif is_own(type(x)):
+        yield from _parts(type(x), package, seen, named, depth + 1)  # whose code names attributes
+        inside = [read(getattr(x, "__dict__", {}))]
+    for y in inside:
+        yield from _parts(y, package, seen, named, depth + 1)
 
 
 def _globals(f: types.FunctionType, package: str) -> list[Any]:

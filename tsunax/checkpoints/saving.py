@@ -10,30 +10,14 @@ is there and commits. This module knows threads, locks and processes; `store` ha
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from tsunax._core import checks, durable_files, patterns, trees
-from tsunax.checkpoints import (
-    _background,
-    _host_copies,
-    _reading,
-    _restoring,
-    _state_in_hand,
-    _values,
-    checksums,
-    leaves,
-    live_numbers,
-    retention,
-)
-from tsunax.checkpoints import manifest as _manifest
+from tsunax.checkpoints import _background, _reading, _restoring, _state_in_hand, _values, _writing
 from tsunax.checkpoints._files import Files
 from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged
@@ -43,7 +27,6 @@ from tsunax.errors import (
     CheckpointError,
     HyperparameterError,
     ProcessError,
-    RowError,
     SaveError,
     WrongTypeError,
     message,
@@ -136,7 +119,7 @@ class Checkpoints:
         self.process, self.store = processes.process_index(), Files(self.path)
         self._job: _background.Job | None = None
         self._lock: durable_files.Lock | None = None
-        self._thread = ""  # its threads speak under a name of their own: there may be others
+        self.thread = ""  # its threads speak under a name of their own: there may be others
         if not read_only:
             self._open({**counts, "keep_best": keep_best, "timeout": timeout})
 
@@ -168,7 +151,7 @@ class Checkpoints:
         alike = {"fingerprint": self.fingerprint, **settings}
         processes.compare("Checkpoints()", alike, self.timeout + 10)
         _, words = self.together("Checkpoints()", take)
-        text, self._thread = json.loads(words[0])
+        text, self.thread = json.loads(words[0])
         if processes.process_count() > 1:
             self.together("Checkpoints()", join)
 
@@ -218,117 +201,7 @@ class Checkpoints:
     def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
         """`save`, also for `fit`, which adds what it knows of the `script`."""
         given = {"data": data, "history": history, "callbacks": callbacks, "script": script}
-        copy = lambda: self._copied(state, step, given, metrics)
-        (tree, manifest, blocks), words = self.together("save()", copy)
-        first, mine = json.loads(words[0]), json.loads(words[self.process])
-        if processes.process_count() > 1:
-            alike = {"step": manifest.step, "setup": list(manifest.states.values())}
-            for (path, x), leaf in zip(tree.leaves, manifest.leaves, strict=True):
-                same = x if _host_copies.is_local(x) else str(leaf)
-                alike[leaves.show("state", path)] = same
-            processes.compare("save()", alike, self.timeout + 10)
-        if self.process:  # of data and callbacks what differs from the first process's
-            own = {name: given[name] for name, digest in mine["digests"].items()
-                   if digest != first["digests"][name]}  # fmt: skip
-            parts = [_host_copies.encoded(own, blocks, self.process)]
-            manifest = dataclasses.replace(manifest, parts=parts)
-        watched = _host_copies.watched(tree, manifest.leaves)
-        name, drop = first["name"], first["drop"]
-        work = lambda: self._write(name, drop, manifest, blocks, watched)
-        self._job = _background.Job(work, self.path, manifest.step, self.timeout)
-
-    def _copied(self, state, step: int | None, given: Mapping[str, Any], metrics):
-        """The state on the host, (its tree, its manifest, its blocks), and a word of it for the
-        other processes.
-        """
-        self._check_writer("save()")
-        self.wait()
-        numbers = _numbers(metrics)
-        if numbers and given["script"] is None and not self.process:  # `fit` looks by itself
-            before = [name for known in self.store.known().values() for name in known]
-            if text := self.lacks([*numbers, *before], "save()"):
-                raise RowError(text)
-        tree = leaves.tree_of(state)
-        _host_copies.check_saveable(tree)
-        _host_copies.check_members(tree, "save()")
-        at = _host_copies.step_of(tree, step)
-        found, blocks = _host_copies.copied(tree, self.process)
-        manifest = _manifest.Manifest(
-            step=at,
-            leaves=found,
-            nodes=tree.nodes,
-            states={path: live_numbers.state_facts(s) for path, s in tree.states.items()},
-            parts=[] if self.process else [_host_copies.encoded(given, blocks, 0)],
-            metrics=numbers,
-            fingerprint=self.fingerprint,
-            versions=_host_copies.versions() | {"devices": _host_copies.devices_of(tree)},
-        )
-        word: dict[str, Any] = {"digests": {}}
-        if processes.process_count() > 1:
-            word["digests"] = {name: _digest(given[name], name) for name in ("data", "callbacks")}
-        if not self.process:
-            known = self.store.known()
-            if known and at < max(known):
-                expected = f"≥ {max(known)}, the newest in {self.path}"
-                other = "Checkpoints(other).save(...)"
-                fix = f"To go on from an earlier step, give another path: {other}."
-                raise CheckpointError(message("step", "save()", at, expected, fix))
-            policy = self.keep_last, self.keep_best, self.keep_every
-            word["drop"] = retention.dropped({**known, at: numbers}, *policy)
-            word["name"] = self.store.begin(at)
-        return (tree, manifest, blocks), json.dumps(word)
-
-    def _write(self, name: str, drop: list[int], manifest, blocks, watched) -> None:
-        """The whole of one save, in the background: every process its part, then the first one all
-        of it.
-        """
-        step = manifest.step
-        end = (
-            time.monotonic() + 0.9 * self.timeout
-        )  # who is missing is named before `wait` gives up
-
-        def together(what, f):
-            how = {"thread": self._thread, "kinds": (Damaged,)}
-            left = max(1.0, end - time.monotonic())
-            return self.together(f"{what} of step {step}", f, timeout=left, **how)[0]
-
-        def write():
-            odd = _host_copies.not_finite(blocks, watched)
-            found = dataclasses.replace(manifest, not_finite=odd)
-            found = self.store.write(name, self.process, found, blocks, prove=bool(drop))
-            blocks.clear()
-            return found, ""
-
-        try:
-            first = together("part", write)
-            is_kept = together("manifest", lambda: (self.process or self._commit(name, first), ""))
-        except BaseException:
-            if not self.process:
-                self.store.discard(name)
-            raise
-        finally:
-            blocks.clear()
-        if not self.process and is_kept is not None:
-            odd = self.store.not_finite - {step}  # the newest is enough, to look at
-            self.store.drop(sorted(odd.union(drop if is_kept else [])))
-
-    def _commit(self, name: str, first: _manifest.Manifest) -> bool | None:
-        """The parts of all processes as one checkpoint. Whether older ones may go for it; None if
-        it was not kept itself.
-        """
-        whole = self.store.together(name, first, processes.process_count())
-        if self._lock is None:
-            raise Damaged("closed before it was written")
-        self._lock.renew(self.path)
-        if whole.not_finite:  # nothing goes for it that is good
-            text = f"the checkpoint of step {whole.step} in {self.path} is not finite"
-            note = f"{text} ({whole.not_finite}): restore() takes an earlier one."
-            self.store.notes.append(note)
-            if whole.step in self.store.known():
-                self.store.discard(name)
-                return None
-        self.store.commit(name, whole)
-        return not whole.not_finite
+        self._job = _writing.start(self, state, step, given, metrics)
 
     def poll(self) -> None:
         """Raise SaveError if a save that has ended failed. Does not wait for one that has not."""
@@ -375,7 +248,7 @@ class Checkpoints:
                 raise
             error.add_note(f"Beside this: {failed}")
 
-    def _check_writer(self, where: str) -> None:
+    def check_writer(self, where: str) -> None:
         refuse = lambda got, expected, fix="": CheckpointError(
             message("checkpoints", where, got, expected, fix)
         )
@@ -462,26 +335,3 @@ class Checkpoints:
 def _no_arrays(*_):
     expected = "plain numbers and strings"
     raise WrongTypeError(message("fingerprint", "Checkpoints()", "an array", expected))
-
-
-def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    if not isinstance(metrics, Mapping | None):
-        got = trees.describe(metrics)
-        raise WrongTypeError(message("metrics", "save()", got, "a dict of numbers"))
-    out = {}
-    for name, value in (metrics or {}).items():
-        try:
-            if not isinstance(name, str) or np.ndim(value) or trees.dtype_of(value) is None:
-                raise TypeError
-            out[name] = float(value)
-        except (TypeError, OverflowError):
-            what, got = f"metric {name!r:.60}", trees.describe(value)
-            raise WrongTypeError(message(what, "save()", got, "one number")) from None
-    return out
-
-
-def _digest(x: Any, name: str) -> str:
-    """Of what each process has of its own: whether it differs from that of another one."""
-    content = lambda _, x: f"{x.dtype} {x.shape} {checksums.of(x)}"
-    coded = _values.encode(x, content, name)
-    return durable_files.sha256(json.dumps(coded, sort_keys=True).encode())

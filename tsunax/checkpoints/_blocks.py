@@ -1,0 +1,189 @@
+"""Blocks in files: named, written, hashed, and the parts of leaves that are read from them.
+
+A *block* is what a file holds under one name: an array, or one process's part of an array that is
+spread over several, whose name ends in the bounds of the part: "params/w[0:128,0:64]".
+"""
+
+from __future__ import annotations
+
+import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tsunax.checkpoints import _safetensors, checksums, leaves
+from tsunax.checkpoints._safetensors import Entry
+from tsunax.checkpoints.checksums import Bounds
+from tsunax.checkpoints.leaves import Damaged, Leaf
+
+__all__ = []
+
+Blocks = dict[str, np.ndarray]
+
+
+def block_name(name: str, bounds: Bounds, shape: tuple[int, ...]) -> str:
+    if bounds == whole(shape):
+        return name
+    return f"{name}[{','.join(f'{a}:{b}' for a, b in bounds)}]"
+
+
+def whole(shape) -> Bounds:
+    return tuple((0, n) for n in shape)
+
+
+def bounds_of(index, shape) -> Bounds:
+    """(start, stop) of each axis of what an index selects."""
+    return tuple(cut.indices(n)[:2] for cut, n in zip(index, shape, strict=True))
+
+
+def parse_name(block: str) -> tuple[str, Bounds | None]:
+    """The leaf of a block, and its bounds unless it is all of the leaf: see `block_name`."""
+    name, _, cut = block.partition("[")
+    if not cut:
+        return name, None
+    if not re.fullmatch(r"(\d{1,15}:\d{1,15},)*\d{1,15}:\d{1,15}\]", cut):
+        raise Damaged(f"arrays: {block!r:.80} is no name of a block")
+    pairs = (axis.split(":") for axis in cut[:-1].split(","))
+    return name, tuple((int(a), int(b)) for a, b in pairs)
+
+
+def write_arrays(file: Path, blocks: Blocks) -> None:
+    """Blocks by name, on the disk when this returns. Dtypes that the format lacks are bytes."""
+    plain = lambda x: x if x.dtype.name in _safetensors.DTYPES else _bytes_of(x)
+    _safetensors.write(file, {name: plain(x) for name, x in blocks.items()}, {})
+
+
+def _bytes_of(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(*x.shape, x.itemsize)
+
+
+def hashes_of(
+    saved: Mapping[str, Leaf], blocks: Iterable[str], get: Callable[[str, Leaf], np.ndarray]
+) -> Callable[[], dict[str, int]]:
+    """The part of each block in the hash of its leaf, when the function that this returns is
+    called; until then threads are at work on it.
+    """
+
+    def one(block: str) -> int:
+        leaf, bounds = parse_name(block)
+        known = saved.get(leaf)
+        return -1 if known is None else checksums.of(get(block, known), bounds, known.shape)
+
+    names = list(blocks)
+    pool = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+    try:
+        jobs = [pool.submit(one, name) for name in names]
+    except RuntimeError:  # Python 3.12 allows no new thread at its end
+        return lambda: {name: one(name) for name in names}
+    finally:
+        pool.shutdown(wait=False)
+    return lambda: {name: job.result() for name, job in zip(names, jobs, strict=True)}
+
+
+# ------------------------------------------------------------------------------------------- reading
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Those parts of an array that one process needs, where that is not all of it: `pieces[index]`
+    is one of them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    parts: Mapping[Bounds, np.ndarray]
+
+    def __getitem__(self, index) -> np.ndarray:
+        return self.parts[bounds_of(index, self.shape)]
+
+    def astype(self, dtype, copy: bool = True) -> Pieces:
+        cast = {at: x.astype(dtype, copy=copy) for at, x in self.parts.items()}
+        return Pieces(self.shape, dtype, cast)
+
+
+def stored_in(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, Entry]]]:
+    """The blocks of each leaf, over the files of all processes."""
+    found: dict[str, list] = {}
+    for file in files:
+        if file.is_symlink():
+            raise Damaged(f"arrays: {file.name} is a link")
+        if file.exists():
+            for block, entry in _safetensors.contents(file)[0].items():
+                name, bounds = parse_name(block)
+                found.setdefault(name, []).append((bounds, entry))
+    return found
+
+
+def read_leaf(leaf: Leaf, parts, stored: list) -> tuple[Any, int | None]:
+    if not leaf.dtype:
+        return leaves.plain_value(leaf), None
+    if parts is None:
+        found = _part_of(leaf, whole(leaf.shape), stored)
+        if checksums.of(found) != leaf.hash:
+            raise Damaged(other_bytes(leaf))
+        return found, None
+    pieces = {bounds: _part_of(leaf, bounds, stored) for bounds in parts}
+    total = sum(checksums.of(x, bounds, leaf.shape) for bounds, x in pieces.items())
+    return Pieces(leaf.shape, leaves.dtype_of(leaf.dtype), pieces), total % checksums.MODULUS
+
+
+def _part_of(leaf: Leaf, bounds: Bounds, stored: list) -> np.ndarray:
+    """A part of a leaf, from the blocks that hold it."""
+    size = lambda cut: math.prod(b - a for a, b in cut)
+    found = []
+    for cut, entry in stored:
+        at = whole(leaf.shape) if cut is None else cut
+        if len(at) != len(leaf.shape) or not _is_of(entry, leaf, tuple(b - a for a, b in at)):
+            raise Damaged(f"arrays: {leaf.name!r:.80} is not as the manifest says")
+        if (both := _overlap(at, bounds)) is not None:
+            found.append((at, both, entry))
+    if sum(size(both) for _, both, _ in found) != size(bounds):
+        raise Damaged(f"{_shown(leaf)}: not all of it is there")
+    if len(found) == 1:
+        return read_entry(found[0][2], leaf, _inside(found[0][1], found[0][0]))
+    out = np.zeros([b - a for a, b in bounds], leaves.dtype_of(leaf.dtype))
+    for at, both, entry in found:
+        cut = tuple(slice(a, b) for a, b in _inside(both, bounds))
+        out[cut] = read_entry(entry, leaf, _inside(both, at))
+    return out
+
+
+def _overlap(a: Bounds, b: Bounds) -> Bounds | None:
+    both = tuple((max(i, k), min(j, n)) for (i, j), (k, n) in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def _inside(part: Bounds, of: Bounds) -> Bounds:
+    return tuple((a - start, b - start) for (a, b), (start, _) in zip(part, of, strict=True))
+
+
+def _is_of(entry: Entry, leaf: Leaf, shape: tuple[int, ...]) -> bool:
+    """Whether a block has the dtype of its leaf and this shape, as `write_arrays` stores them."""
+    if leaf.dtype in _safetensors.DTYPES:
+        return (entry.dtype, entry.shape) == (leaf.dtype, shape)
+    return (entry.dtype, entry.shape) == ("uint8", (*shape, np.dtype(leaf.dtype).itemsize))
+
+
+def read_entry(entry: Entry, leaf: Leaf, bounds: Bounds | None = None) -> np.ndarray:
+    """A block, or the part of it within `bounds`."""
+    if entry.dtype == leaf.dtype:
+        return _safetensors.read(entry, bounds)
+    dtype = np.dtype(leaf.dtype)
+    raw = _safetensors.read(entry, None if bounds is None else (*bounds, (0, dtype.itemsize)))
+    return raw.view(dtype).reshape(raw.shape[:-1])
+
+
+def other_bytes(leaf: Leaf) -> str:
+    return f"{_shown(leaf)}: other bytes than were saved (hash)"
+
+
+def _shown(leaf: Leaf) -> str:
+    if leaf.name.startswith("@"):
+        return "history, data or callbacks"
+    return leaves.show("state", leaf.path)

@@ -1,0 +1,171 @@
+"""How a checkpoint is written: the copy and what all processes agree on when `save` is called; files,
+hashes and the commit in the background.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tsunax._core import durable_files, trees
+from tsunax.checkpoints import (
+    _host_copies,
+    _values,
+    checksums,
+    leaves,
+    live_numbers,
+    retention,
+)
+from tsunax.checkpoints import manifest as _manifest
+from tsunax.checkpoints._background import Job
+from tsunax.checkpoints.leaves import Damaged
+from tsunax.distributed import processes
+from tsunax.errors import CheckpointError, RowError, WrongTypeError, message
+
+__all__ = []
+
+
+def start(run, state, step, given: Mapping[str, Any], metrics) -> Job:
+    """Copy a state to the host, agree on it, and write it in the background. `run` is the
+    `Checkpoints`, on all processes.
+    """
+    copy = lambda: _copied(run, state, step, given, metrics)
+    (tree, manifest, blocks), words = run.together("save()", copy)
+    first, mine = json.loads(words[0]), json.loads(words[run.process])
+    if processes.process_count() > 1:
+        alike = {"step": manifest.step, "setup": list(manifest.states.values())}
+        for (path, x), leaf in zip(tree.leaves, manifest.leaves, strict=True):
+            same = x if _host_copies.is_local(x) else str(leaf)
+            alike[leaves.show("state", path)] = same
+        processes.compare("save()", alike, run.timeout + 10)
+    if run.process:  # of data and callbacks what differs from the first process's
+        own = {name: given[name] for name, digest in mine["digests"].items()
+               if digest != first["digests"][name]}  # fmt: skip
+        parts = [_host_copies.encoded(own, blocks, run.process)]
+        manifest = dataclasses.replace(manifest, parts=parts)
+    watched = _host_copies.watched(tree, manifest.leaves)
+    name, drop = first["name"], first["drop"]
+    work = lambda: _write(run, name, drop, manifest, blocks, watched)
+    return Job(work, run.path, manifest.step, run.timeout)
+
+
+def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
+    """The state on the host, (its tree, its manifest, its blocks), and a word of it for the
+    other processes.
+    """
+    run.check_writer("save()")
+    run.wait()
+    numbers = _numbers(metrics)
+    if numbers and given["script"] is None and not run.process:  # `fit` looks by itself
+        before = [name for known in run.store.known().values() for name in known]
+        if text := run.lacks([*numbers, *before], "save()"):
+            raise RowError(text)
+    tree = leaves.tree_of(state)
+    _host_copies.check_saveable(tree)
+    _host_copies.check_members(tree, "save()")
+    at = _host_copies.step_of(tree, step)
+    found, blocks = _host_copies.copied(tree, run.process)
+    manifest = _manifest.Manifest(
+        step=at,
+        leaves=found,
+        nodes=tree.nodes,
+        states={path: live_numbers.state_facts(s) for path, s in tree.states.items()},
+        parts=[] if run.process else [_host_copies.encoded(given, blocks, 0)],
+        metrics=numbers,
+        fingerprint=run.fingerprint,
+        versions=_host_copies.versions() | {"devices": _host_copies.devices_of(tree)},
+    )
+    word: dict[str, Any] = {"digests": {}}
+    if processes.process_count() > 1:
+        word["digests"] = {name: _digest(given[name], name) for name in ("data", "callbacks")}
+    if not run.process:
+        known = run.store.known()
+        if known and at < max(known):
+            expected = f"≥ {max(known)}, the newest in {run.path}"
+            other = "Checkpoints(other).save(...)"
+            fix = f"To go on from an earlier step, give another path: {other}."
+            raise CheckpointError(message("step", "save()", at, expected, fix))
+        policy = run.keep_last, run.keep_best, run.keep_every
+        word["drop"] = retention.dropped({**known, at: numbers}, *policy)
+        word["name"] = run.store.begin(at)
+    return (tree, manifest, blocks), json.dumps(word)
+
+
+def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
+    """The whole of one save, in the background: every process its part, then the first one all
+    of it.
+    """
+    step = manifest.step
+    end = time.monotonic() + 0.9 * run.timeout  # who is missing is named before `wait` gives up
+
+    def together(what, f):
+        how = {"thread": run.thread, "kinds": (Damaged,)}
+        left = max(1.0, end - time.monotonic())
+        return run.together(f"{what} of step {step}", f, timeout=left, **how)[0]
+
+    def write():
+        odd = _host_copies.not_finite(blocks, watched)
+        found = dataclasses.replace(manifest, not_finite=odd)
+        found = run.store.write(name, run.process, found, blocks, prove=bool(drop))
+        blocks.clear()
+        return found, ""
+
+    try:
+        first = together("part", write)
+        is_kept = together("manifest", lambda: (run.process or _commit(run, name, first), ""))
+    except BaseException:
+        if not run.process:
+            run.store.discard(name)
+        raise
+    finally:
+        blocks.clear()
+    if not run.process and is_kept is not None:
+        odd = run.store.not_finite - {step}  # the newest is enough, to look at
+        run.store.drop(sorted(odd.union(drop if is_kept else [])))
+
+
+def _commit(run, name: str, first: _manifest.Manifest) -> bool | None:
+    """The parts of all processes as one checkpoint. Whether older ones may go for it; None if
+    it was not kept itself.
+    """
+    whole = run.store.together(name, first, processes.process_count())
+    if run._lock is None:
+        raise Damaged("closed before it was written")
+    run._lock.renew(run.path)
+    if whole.not_finite:  # nothing goes for it that is good
+        text = f"the checkpoint of step {whole.step} in {run.path} is not finite"
+        note = f"{text} ({whole.not_finite}): restore() takes an earlier one."
+        run.store.notes.append(note)
+        if whole.step in run.store.known():
+            run.store.discard(name)
+            return None
+    run.store.commit(name, whole)
+    return not whole.not_finite
+
+
+def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    if not isinstance(metrics, Mapping | None):
+        got = trees.describe(metrics)
+        raise WrongTypeError(message("metrics", "save()", got, "a dict of numbers"))
+    out = {}
+    for name, value in (metrics or {}).items():
+        try:
+            if not isinstance(name, str) or np.ndim(value) or trees.dtype_of(value) is None:
+                raise TypeError
+            out[name] = float(value)
+        except (TypeError, OverflowError):
+            what, got = f"metric {name!r:.60}", trees.describe(value)
+            raise WrongTypeError(message(what, "save()", got, "one number")) from None
+    return out
+
+
+def _digest(x: Any, name: str) -> str:
+    """Of what each process has of its own: whether it differs from that of another one."""
+    content = lambda _, x: f"{x.dtype} {x.shape} {checksums.of(x)}"
+    coded = _values.encode(x, content, name)
+    return durable_files.sha256(json.dumps(coded, sort_keys=True).encode())
