@@ -30,8 +30,8 @@ from tsunax.program import TrainStep
 from tsunax.state import own
 
 __all__ = [
-    "Report",
-    "Trial",
+    "SizeReport",
+    "SizeTrial",
     "find_accumulation",
     "find_batch_size",
 ]
@@ -43,7 +43,7 @@ _FIRST = (
 
 
 @dataclass(frozen=True)
-class Trial:
+class SizeTrial:
     """One size that was looked at."""
 
     size: int
@@ -55,12 +55,12 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Report:
+class SizeReport:
     """What a search saw, in its order; prints as a table. Bytes are those of one device."""
 
     what: str
     found: int
-    trials: tuple[Trial, ...]
+    trials: tuple[SizeTrial, ...]
     limit: int | None = None  # bytes that were allowed, the margin taken off
     source: str = ""  # of that number
     note: str = ""
@@ -109,18 +109,18 @@ class _Beyond(Exception):
 class _Search:
     """Sizes in ascending order, and what was found of them.
 
-    `attempt(size) -> Trial`, or raises _Beyond.
+    `attempt(size) -> SizeTrial`, or raises _Beyond.
     """
 
-    def __init__(self, sizes: Sequence[int], attempt: Callable[[int], Trial], most: int):
+    def __init__(self, sizes: Sequence[int], attempt: Callable[[int], SizeTrial], most: int):
         self.sizes, self.attempt, self.most = sizes, attempt, most
-        self.trials: list[Trial] = []
+        self.trials: list[SizeTrial] = []
 
     def floor(self, x: float) -> int:
         """The index of the largest size that is not above x; 0 if all are."""
         return max(0, bisect.bisect_right(self.sizes, min(x, self.sizes[-1])) - 1)
 
-    def try_(self, at: int) -> Trial | None:
+    def try_(self, at: int) -> SizeTrial | None:
         """The trial of a size; None, and fewer sizes, where the data end before."""
         try:
             trial = self.attempt(self.sizes[at])
@@ -234,7 +234,7 @@ def _at_least(known: dict[int, float], limit: int, size: int) -> float:
     return known[b] + (known[b] - known[a]) / (b - a) * (size - b)
 
 
-def _total(trial: Trial) -> float:
+def _total(trial: SizeTrial) -> float:
     return math.inf if trial.need is None else trial.need.total
 
 
@@ -254,7 +254,7 @@ def find_batch_size(
     confirm: bool = False,
     steps_per_trial: int = 3,
     **extra: Any,
-) -> tuple[int, Report]:
+) -> tuple[int, SizeReport]:
     """The largest batch with which a step fits into memory: `(size, report)`.
 
         compiled = step.lower(state, batch_of(size)).compile()
@@ -356,7 +356,7 @@ def find_batch_size(
         size, note = _confirmed(trials, search, size)
         if size is None:
             raise _no_size(where, seen, limit, source)
-    return size, Report("batch size", size, tuple(seen), limit, source, note)
+    return size, SizeReport("batch size", size, tuple(seen), limit, source, note)
 
 
 def find_accumulation(
@@ -370,7 +370,7 @@ def find_accumulation(
     memory: int | str | None = None,
     margin: float = 0.05,
     **extra: Any,
-) -> tuple[int, Report]:
+) -> tuple[int, SizeReport]:
     """Into how few micro-batches a batch of `batch_size` rows has to be cut to fit into memory:
     `(n, report)`.
 
@@ -411,7 +411,7 @@ def find_accumulation(
         raise HyperparameterError(message("batch_size", where, batch_size, f"a multiple of {unit}"))
     limit, source = _limit(memory, state, margin, where)
 
-    def attempt(micro: int) -> Trial:
+    def attempt(micro: int) -> SizeTrial:
         cut = dataclasses.replace(step, accumulate=batch_size // micro)
         try:
             trial = _Trials(cut, state, example, extra, limit, 0).compiled(batch_size)
@@ -430,7 +430,7 @@ def find_accumulation(
     if search.best is None:
         raise _no_size(where, search.trials, limit, source)
     n = batch_size // search.best
-    return n, Report("accumulate", n, tuple(search.trials), limit, source)
+    return n, SizeReport("accumulate", n, tuple(search.trials), limit, source)
 
 
 # The trials
@@ -445,7 +445,7 @@ class _Trials:
     limit: int | None
     steps: int
 
-    def compiled(self, size: int) -> Trial:
+    def compiled(self, size: int) -> SizeTrial:
         """By what XLA says of the program."""
         batch, began = self._batch(size, shapes=True), time.perf_counter()
         try:
@@ -455,9 +455,9 @@ class _Trials:
                 raise
             need, said = None, "out of memory while compiling"
         fits = need is not None and self.limit is not None and need.total <= self.limit
-        return Trial(size, _all_say(fits), "compiled", need, time.perf_counter() - began, said)
+        return SizeTrial(size, _all_say(fits), "compiled", need, time.perf_counter() - began, said)
 
-    def executed(self, size: int) -> Trial:
+    def executed(self, size: int) -> SizeTrial:
         """By some steps on a copy of the state."""
         need = None
         if _memory.device_of_state(self.state).platform == "cpu":
@@ -467,13 +467,17 @@ class _Trials:
             need = trial.need
         batch, began = self._batch(size, shapes=False), time.perf_counter()
         said = _ran_out(lambda: self._run(batch))
-        return Trial(size, _all_say(not said), "executed", need, time.perf_counter() - began, said)
+        return SizeTrial(
+            size, _all_say(not said), "executed", need, time.perf_counter() - began, said
+        )
 
-    def called(self, size: int) -> Trial:
+    def called(self, size: int) -> SizeTrial:
         """By a function of the size alone."""
         began = time.perf_counter()
         said = _ran_out(lambda: [jax.block_until_ready(self.step(size)) for _ in range(self.steps)])
-        return Trial(size, _all_say(not said), "executed", None, time.perf_counter() - began, said)
+        return SizeTrial(
+            size, _all_say(not said), "executed", None, time.perf_counter() - began, said
+        )
 
     def _run(self, batch: Any) -> None:
         step = self.step
@@ -573,7 +577,9 @@ def _limit(memory, state, margin: float, where: str) -> tuple[int, str]:
     return int(limit * (1 - margin)), source + percent
 
 
-def _no_size(where: str, trials: list[Trial], limit: int | None, source: str) -> DoesNotFitError:
+def _no_size(
+    where: str, trials: list[SizeTrial], limit: int | None, source: str
+) -> DoesNotFitError:
     smallest = min(trials, key=lambda t: t.size, default=None)
     if smallest is None:
         return DoesNotFitError(message("data", where, "no batch of any size", "rows"))

@@ -26,11 +26,11 @@ from tsunax.program import TrainStep, home_of
 from tsunax.state import TrainState, check_state, trained_part
 from tsunax.step import gradient_of
 
-__all__ = ["Report", "replay"]
+__all__ = ["ReplayReport", "replay"]
 
 
 @dataclass(frozen=True)
-class Report:
+class ReplayReport:
     """What `replay` returns: plain data, and a paragraph when it is printed."""
 
     # what was not finite: "loss", "gradient of params['w']", "new params['w']" (a rule's work); or
@@ -53,7 +53,7 @@ class Report:
         return self.text
 
 
-def replay(step: TrainStep, state: TrainState, batch, **extra) -> Report:
+def replay(step: TrainStep, state: TrainState, batch, **extra) -> ReplayReport:
     """Where the first value that is not finite came from, in a step that was rejected: runs it
     again, with checks.
 
@@ -144,7 +144,7 @@ def _moved(state: TrainState) -> tuple:
 
 def _searched(
     f: Callable, names: tuple[str, ...], given: tuple, n: int, before: Any = None
-) -> Report | None:
+) -> ReplayReport | None:
     """A report on the first result of `f(*given)` that is not finite, where it was `before`; None
     where there is none.
 
@@ -170,21 +170,21 @@ def _keyed(tree) -> list[tuple[tuple, Any]]:
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
-def _nothing(state: TrainState, look: Callable, given: tuple) -> Report:
+def _nothing(state: TrainState, look: Callable, given: tuple) -> ReplayReport:
     grads = jax.jit(look)(*given)[1]
     found = guard.locate(grads)
     if found != "gradient norm":
         text = f"{found[0].upper()}{found[1:]} overflows when it is squared: every value is finite."
-        return Report(found, "", None, "", "", "", True, (), text)
+        return ReplayReport(found, "", None, "", "", "", True, (), text)
     text = (
         "Loss, gradients and the new state are finite. If the step was rejected, a rule did it (a spike, "
         "clip_by_norm), the state is not the one of that call, or the step computes in another order where nobody "
         "looks."
     )
-    return Report("", "", None, "", "", "", False, (), text)
+    return ReplayReport("", "", None, "", "", "", False, (), text)
 
 
-def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin) -> Report:
+def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin) -> ReplayReport:
     trips, micro = tuple(i for _, i in origin.trips), None
     # the outermost loop is that over micro-batches, unless the rule has one
     if n > 1 and origin.argument is None and trips and origin.trips[0][0].params.get("length") == n:
@@ -213,7 +213,7 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin
         + "."
     )
     primitive = "" if origin.argument is not None else origin.primitive
-    return Report(result, argument, micro, primitive, line, code, in_gradient, trips, text)
+    return ReplayReport(result, argument, micro, primitive, line, code, in_gradient, trips, text)
 
 
 def _argument(given: tuple, place: int) -> str:
