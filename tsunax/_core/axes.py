@@ -1,5 +1,4 @@
-"""Named axes of devices, for steps inside `jax.shard_map` and `jax.pmap`: each device has rows of
-its own.
+"""Named device axes, for steps inside `jax.shard_map` and `jax.pmap`.
 
 A mean that was forgotten there leaves a state on each device that drifts from the others. So nobody
 can forget it: a step that finds itself on such an axis wants to be told of it.
@@ -87,9 +86,7 @@ def varies(x) -> bool:
 
 
 def vary(tree, axes: Axes):
-    """The tree as values of each device: otherwise JAX would add up the gradients of all of them by
-    itself.
-    """
+    """The tree marked as varying over devices, so that JAX does not sum its gradients itself."""
 
     def one(x):
         kind = jax.typeof(x)
@@ -110,9 +107,7 @@ def own_key(key, axes: Axes):
 
 
 def gathered(tree, axes: Axes):
-    """The values of all devices, along a new first axis. By a sum: JAX knows of that that all
-    devices have the same.
-    """
+    """The values of all devices along a new first axis, by a sum that JAX knows to be replicated."""
     n, here = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
 
     def one(x):

@@ -1,6 +1,4 @@
-"""What params and other trees must be: checked before anything is compiled, on concrete arrays
-only.
-"""
+"""Checks of params and other trees, before anything compiles, on concrete arrays only."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,8 +20,7 @@ from tsunax.errors import (
 
 
 def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
-    """Raise `ParamsError` for a dict whose keys are neither str nor int, or both, and for a
-    generator.
+    """Raise `ParamsError` for a generator, or a dict whose keys are not all str or all int.
 
     To be called before anything that flattens: JAX's own error does not say where.
     """
@@ -47,9 +44,7 @@ def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
 
 
 def check_arrays(tree: Any, root: str, fix: str = "") -> None:
-    """Raise for a leaf that no program can take: `WrongTypeError`, or `StateError` for a buffer
-    that is gone.
-    """
+    """Raise WrongTypeError for leaves that are no arrays of numbers, StateError for deleted ones."""
     try:
         check_keys(tree, root)
     except ParamsError as error:
@@ -74,9 +69,7 @@ _GONE = (
 
 
 def check_alive(leaf: Any, where: str) -> None:
-    """Raise StateError for an array whose buffer is gone: JAX's own error says neither which nor
-    why.
-    """
+    """Raise StateError for a deleted array, with its path and the reason."""
     if trees.is_gone(leaf):
         raise StateError(message("leaf", where, *_GONE))
 
@@ -278,9 +271,7 @@ def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
 
 
 def is_one_of(value: Any, known: Sequence[str]) -> bool:
-    """Whether it is one of these names; an array is none, where `in` would ask for its truth
-    value.
-    """
+    """Whether `value` is one of these names (False for arrays, on which `in` would fail)."""
     return isinstance(value, str) and value in known
 
 

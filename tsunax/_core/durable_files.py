@@ -80,9 +80,7 @@ def step_of(name: str) -> int | None:
 
 
 def aside(folder: Path, kind: str, step: int) -> Path:
-    """A new hidden name in `folder`: "tmp" for what is being written, "old" for what is being
-    replaced or deleted.
-    """
+    """A new hidden name in `folder`: "tmp" while writing, "old" while replacing or deleting."""
     return folder / f".tsunax-{kind}-{step}-{secrets.token_hex(4)}"
 
 
@@ -100,9 +98,7 @@ def is_real_directory(path: Path) -> bool:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file of at most `limit` bytes; ValueError, OSError for anything
-    else.
-    """
+    """Read a regular file of at most `limit` bytes; ValueError or OSError for anything else."""
     flags = (
         os.O_RDONLY
         | getattr(os, "O_NOFOLLOW", 0)
@@ -176,9 +172,7 @@ def listing(top: Path) -> dict[str, tuple[int, str]]:
 
 
 def check_regular(top: Path) -> None:
-    """Raise OSError unless all that lies in a directory can be read without a wait: a pipe would
-    block.
-    """
+    """Raise OSError if a directory holds anything that blocks on reading, such as a pipe."""
     os.listdir(top)
     for folder, _, files in os.walk(top):
         for name in files:
@@ -232,9 +226,7 @@ def _watch_forks() -> None:
 
 
 def _close_all() -> None:
-    """In a forked child: it shares the open files, and would hold the locks for as long as it
-    lives.
-    """
+    """Close the locks in a forked child, which would otherwise hold them as long as it lives."""
     for lock in _LOCKS:
         if lock._fd is not None:
             os.close(lock._fd)
@@ -304,9 +296,7 @@ class Lock:
             warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.")
 
     def renew(self, folder: Path) -> None:
-        """Touch the file. Raises OSError unless it is still the locked one: another run may be at
-        work in `folder`.
-        """
+        """Touch the lock file; OSError if another run has replaced the file or the folder."""
         if self._fd is None:
             return
         mine, there = os.fstat(self._fd), os.lstat(folder / LOCK)

@@ -40,8 +40,7 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
 
 
 def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "") -> str:
-    """The message for a name that is not among the known ones, with the one that was probably
-    meant.
+    """The message for an unknown name, with the nearest known one.
 
     >>> unknown("parameter", "adam()", "lr", ["learning_rate", "b1"])
     "parameter at adam(): got 'lr', expected one of learning_rate, b1. Did you mean 'learning_rate'?"
@@ -59,9 +58,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def suggests_names(f: F) -> F:
-    """`f`, which raises WrongTypeError with the nearest name for a keyword that it does not
-    have.
-    """
+    """Wrap `f` so that an unknown keyword raises WrongTypeError with the nearest name."""
 
     @functools.wraps(f)
     def call(*args, **kwargs):

@@ -62,9 +62,7 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def bits_differ(x: Any, y: Any) -> bool:
-    """Whether two leaves have other shapes, dtypes or bits: 0.0 is not -0.0, and a NaN is
-    itself.
-    """
+    """Whether two leaves differ in shape, dtype or bits (0.0 is not -0.0; NaN equals itself)."""
     if not (is_array(x) and is_array(y)):
         return type(x) is not type(y) or x != y
     if x.shape != y.shape or x.dtype != y.dtype:
@@ -206,9 +204,7 @@ def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
 
 
 def axis_names(tree: Any) -> list[tuple | None]:
-    """For each leaf in flatten order the names that flax's metadata give to its axes; None where
-    there are none.
-    """
+    """The axis names in flax's metadata for each leaf in flatten order; None without any."""
     found: list[tuple | None] = []
     for node in jtu.tree_leaves(tree, is_leaf=_is_box):
         inner = jtu.tree_leaves(node)

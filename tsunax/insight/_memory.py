@@ -1,5 +1,4 @@
-"""What a compiled step needs of a device's memory, and how much of it there is; nothing is executed
-or allocated.
+"""Memory that a compiled step needs on a device, and how much is available. Nothing executes.
 
     need = state + batch + temporary + results that take no place of the state      (bytes on one device)
 
@@ -192,9 +191,7 @@ def as_bytes(memory: Any, where: str) -> int:
 
 
 def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
-    """Bytes of one device that state, batch and step may take together, and where that number is
-    from.
-    """
+    """Bytes that state, batch and step may use on one device, and the source of that number."""
     if memory is not None:
         return as_bytes(memory, where), "as given"
     device, held = device_of_state(state), held_by(state)
@@ -218,9 +215,7 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
 
 
 def with_rows(example: Any, size: int, *, shapes: bool) -> Any:
-    """A batch of `size` rows like the example: its shapes, or on the host its own rows again and
-    again.
-    """
+    """A batch of `size` rows like the example: shapes, or its own rows repeated on the host."""
     if shapes:
         resized = lambda x: (
             x if not x.shape else jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)

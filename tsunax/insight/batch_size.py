@@ -140,9 +140,7 @@ class _Search:
         return len(self.trials) >= self.most or not self.sizes
 
     def by_doubling(self, start: int) -> None:
-        """Twice as much until it fails, half as much until it fits, then by halves between the
-        two.
-        """
+        """Double until a size fails, halve until one fits, then bisect."""
         best, at = -1, self.floor(start)
         worst = len(self.sizes)
         failed = False
@@ -160,9 +158,7 @@ class _Search:
                 at = self.floor(2 * trial.size) if trial.fits else self.floor(trial.size // 2)
 
     def by_line(self, start: float, limit: int) -> None:
-        """Where the line through two trials meets the limit, until nothing larger is left to look
-        at.
-        """
+        """Interpolate between two trials until no larger size is left to try."""
         at, before = self.floor(start), None
         while not self.is_over:
             trial = self.try_(at)
@@ -177,9 +173,7 @@ class _Search:
                 return
 
     def _next(self, limit: int, error: float | None) -> tuple[int, Callable | None]:
-        """What to look at next, a size already seen to end; and the line that says what it will
-        need.
-        """
+        """The next size to try (one already tried ends the search), and the line that predicts it."""
         known = {t.size: _total(t) for t in self.trials}
         lo = max((n for n, need in known.items() if need <= limit), default=None)
         hi = min((n for n, need in known.items() if need > limit and n > (lo or 0)), default=None)
@@ -224,9 +218,7 @@ class _Search:
 
 
 def _at_least(known: dict[int, float], limit: int, size: int) -> float:
-    """What the line through the two largest that fit says of a larger size: memory that bends,
-    bends upwards.
-    """
+    """A lower bound for the memory of a larger size, by the line through the two largest that fit."""
     fits = sorted(n for n, need in known.items() if need <= limit)[-2:]
     if len(fits) < 2:
         return -math.inf
@@ -371,8 +363,7 @@ def find_accumulation(
     margin: float = 0.05,
     **extra: Any,
 ) -> tuple[int, SizeReport]:
-    """Into how few micro-batches a batch of `batch_size` rows has to be cut to fit into memory:
-    `(n, report)`.
+    """The fewest micro-batches with which a batch of `batch_size` rows fits: `(n, report)`.
 
     The dual of `find_batch_size`: the batch, and so the course of training, is given, and memory
     says how it is computed. Then `step = dataclasses.replace(step, accumulate=n)`. Arguments and
@@ -490,9 +481,7 @@ class _Trials:
             jax.block_until_ready((state, others))  # the end of memory may show only here
 
     def _batch(self, size: int, shapes: bool) -> Any:
-        """A batch of that many rows: of all processes, or where it is to be executed of this
-        one.
-        """
+        """A batch of `size` rows over all processes; to execute, this process's share of it."""
         example: Any = self.example
         if callable(example) and jax.tree_util.all_leaves([example]):
             example = example(size)

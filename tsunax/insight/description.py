@@ -1,5 +1,4 @@
-"""See into a step before it runs: what it costs, what it does to each leaf, and why it compiled
-again.
+"""Describe a compiled step: its cost, what it does to each leaf, and why it was recompiled.
 
     describe(step, state, batch)   compiles, executes nothing
 
@@ -89,8 +88,7 @@ class Description:
     peak: float | None  # FLOP/s of one device
 
     def utilisation(self, seconds_per_step: float, peak: float | None = None) -> float:
-        """The part of the peak that the dot products and convolutions of a step reach (MFU), 0 to
-        1.
+        """Model FLOPs utilization (MFU), 0 to 1: products and convolutions over the peak.
 
         What rematerialisation computes again counts as work. `peak`: FLOP/s of one device; without
         it that of `describe`.
@@ -115,8 +113,7 @@ class Description:
 def describe(
     step: TrainStep, state: TrainState, batch, *, peak: Any = None, **extra
 ) -> Description:
-    """What a step costs and does, read off its program: compiled, never executed. Prints as a page
-    of text.
+    """Describe the cost and effects of a step from its compiled program, without executing it.
 
     FLOPs are counted over the program of the step, gradient and rule included, with loops
     (`accumulate=`, a scan over layers) as often as they run, and what `remat` computes again; see
@@ -211,9 +208,7 @@ def _is_shapes(tree) -> bool:
 
 
 def _loop_of(step: TrainStep) -> TrainStep:
-    """Whose compiled loop a step uses: equal ones share it, while alone each has a program of its
-    own.
-    """
+    """The step whose compiled loop `step` shares (equal steps share one)."""
     other = fused_loop.fused(step, step.donate).step
     return other if isinstance(other, TrainStep) else step
 
@@ -234,8 +229,7 @@ def _check_positive(x, where: str, name: str, more: str = "") -> None:
 def measured_peak(
     device: Any = None, dtype: Any = "float32", size: int | None = None, seconds: float = 0.5
 ) -> float:
-    """FLOP/s that a square matrix product of this dtype reaches on a device, the best of those in
-    so many seconds.
+    """FLOP/s of the best square matrix product of this dtype on a device within `seconds`.
 
     `size`: of the matrices; without it they grow from 1024 to 16384 while a product takes less than
     10 ms, since a fast device spends a short one on starting it.
@@ -527,9 +521,7 @@ def _shortened(cells: list[str]) -> list[str]:
 
 
 def _blocks(first: tuple[str, list[str]], columns: list[tuple[str, list[str]]]) -> list[str]:
-    """Columns beside each other, and where the page is too narrow for all of them below, with the
-    first one again.
-    """
+    """Columns side by side; those that do not fit into the page follow below with the first one."""
     lines, block = [], [first]
     wide = lambda block: sum(max(map(len, [title, *cells])) + 2 for title, cells in block) - 2
     for column in [*columns, None]:

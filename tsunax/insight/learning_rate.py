@@ -53,9 +53,7 @@ class RangeTest:
         )
 
     def plot(self):
-        """A matplotlib Figure: the loss over the rate, both suggestions, and the band of several
-        seeds.
-        """
+        """A matplotlib Figure: the loss over the rate, both suggestions, the band of several seeds."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -95,9 +93,7 @@ class RangeTest:
 
 @dataclass(frozen=True)
 class _Ramp:
-    """The step at a hyperparameter that rises from call to call: `ramp` is (low, ratio or
-    difference, first call).
-    """
+    """A step whose hyperparameter rises with each call. `ramp`: (low, ratio or difference, start)."""
 
     step: TrainStep
     name: str
@@ -235,9 +231,7 @@ def _copies(state: Any, seeds: int | None, where: str) -> TrainState:
 
 
 def _losses(ramp: _Ramp, state, data, points: int, extra, used) -> np.ndarray:
-    """The losses of the steps as f64, NaN where one was rejected, until it is clear that they have
-    diverged.
-    """
+    """Losses in f64 up to their divergence; NaN for rejected steps."""
     loop, feed, parts, calls = (
         fused_loop.fused(ramp, True),
         _feed.Feed(ramp, data, state, "auto", float("inf")),
@@ -265,9 +259,7 @@ def _losses(ramp: _Ramp, state, data, points: int, extra, used) -> np.ndarray:
 
 
 def _cut(losses: np.ndarray, smooth: float, stop: float) -> tuple[np.ndarray, int]:
-    """The bias-corrected average of the losses, of all seeds, and how many there are before they
-    diverge.
-    """
+    """The bias-corrected average of the losses over all seeds, cut where they diverge."""
     mean, average, smoothed = (
         losses.reshape(len(losses), -1).mean(1),
         0.0,

@@ -1,5 +1,4 @@
-"""Where a value that is not finite came from: `replay(step, state, batch)` runs that one step
-again, with checks.
+"""Replay a rejected step with checks, and report where its first NaN or inf came from.
 
 It computes what the step itself computes, keeps every value, and walks back from a bad result to
 what made it so; the walk is in `insight/_origin.py`. It is a function of what the step was given,
@@ -54,8 +53,7 @@ class ReplayReport:
 
 
 def replay(step: TrainStep, state: TrainState, batch, **extra) -> ReplayReport:
-    """Where the first value that is not finite came from, in a step that was rejected: runs it
-    again, with checks.
+    """Run a rejected step again with checks; report where the first NaN or inf came from.
 
     The loss and its gradient are computed once more, with keys, mask, model state and micro-batches
     as in that call, so that every value can be looked at; then they are walked back from what was
@@ -145,8 +143,7 @@ def _moved(state: TrainState) -> tuple:
 def _searched(
     f: Callable, names: tuple[str, ...], given: tuple, n: int, before: Any = None
 ) -> ReplayReport | None:
-    """A report on the first result of `f(*given)` that is not finite, where it was `before`; None
-    where there is none.
+    """A report on the first result of `f(*given)` that turned bad; None if all are finite.
 
     `f` cuts its batch into n micro-batches, and returns trees of these names.
     """

@@ -65,8 +65,7 @@ class History:
         )  # rows up to this step stay, or go with all others when there are too many
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
-        """Add a row; numbers of a step that is there already join its row, and the newer one of a
-        name wins.
+        """Add a row. Numbers of a step that already has a row join it; newer values win.
 
         Raises as `check_row` does, and RowError for a step before the last one.
         """
@@ -89,8 +88,7 @@ class History:
                 values.append(value)
 
     def extend(self, columns: Mapping[str, np.ndarray], steps: np.ndarray) -> None:
-        """Add a row for each step, in order and beyond the last one: as `add`, for many rows at
-        once.
+        """Add rows for several steps, in order and beyond the last one: a faster `add`.
 
         >>> history = History()
         >>> history.extend({"loss": np.array([0.5, 0.25])}, np.array([10, 20]))
@@ -133,9 +131,7 @@ class History:
                 self._settle()
 
     def _stays(self, steps: np.ndarray, names: Iterable[str], before: int | None) -> np.ndarray:
-        """Which of these rows are no longer to be thinned out: the first in `_every` steps, those
-        of few names.
-        """
+        """Which rows survive thinning: the first of every `_every` steps, and those of rare names."""
         if not self._every or not self._dense.issuperset(names):
             return np.full(len(steps), True)
         spans = steps // self._every
@@ -144,9 +140,7 @@ class History:
         )
 
     def _settle(self) -> None:
-        """Before a row is added: drop the newest one unless it stays, and thin all of them if they
-        are too many.
-        """
+        """Drop the newest row unless it stays, and thin the history if it is too long."""
         n = len(self._steps)
         if n > 1 and self._every and self._steps[-1] > self._settled:
             with_it = {
@@ -212,9 +206,7 @@ class History:
         return None
 
     def mark(self, name: str, step: int, text: str = "") -> None:
-        """Note that something happened: "evaluate", "rejected", "thaw", "restart", "stop", or a
-        name of yours.
-        """
+        """Note an event: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
         self.marks.append((int(step), str(name), str(text)))
         if len(self.marks) > MOST_MARKS:  # of what comes most often, every second one goes
             names = [name for _, name, _ in self.marks]
@@ -248,8 +240,7 @@ class History:
         return column
 
     def plot(self, *, names: Sequence[str] | None = None, x: str = "step"):
-        """A matplotlib Figure of the run: loss, metrics and learning rate, with what happened on
-        the way.
+        """A matplotlib Figure of the run: loss, metrics, learning rate and events.
 
         `names` are the columns to draw instead; those that end alike share a panel. `x` is "step",
         or a column to lay them out along ("epoch"). More than a few hundred points are drawn as
@@ -326,9 +317,7 @@ class History:
         return pandas.DataFrame({name: self[name] for name in self.names}, index=index)
 
     def plain(self) -> dict[str, Any]:
-        """All of it as lists, strings and NumPy arrays: `History.of(history.plain())` is the same
-        history.
-        """
+        """The history as lists, strings and NumPy arrays; `History.of` reads it back."""
         columns = [
             [name, np.array(rows, np.int64), np.array(v, np.float64)]
             for name, (rows, v) in self._columns.items()
@@ -345,9 +334,7 @@ class History:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> History:
-        """The history that `plain` describes; arrays may have become lists on the way through
-        JSON.
-        """
+        """The history from `plain`'s result; arrays may be lists after a trip through JSON."""
         history = cls()
         history._steps.extend(np.asarray(plain["rows"]["step"], np.int64).tolist())
         for name, rows, values in plain["rows"]["columns"]:

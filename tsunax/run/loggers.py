@@ -95,8 +95,7 @@ def _write(path: Path, lines: Iterable[str]) -> None:
 def _resume(
     path: Path, first: int, step_of: Callable[[str], int | None], runs: tuple[Any, Any]
 ) -> list[str]:
-    """The lines of a log that are older than step `first` or of no step; the file has no others
-    then.
+    """Cut a log back to rows before step `first`, and return its lines.
 
     `runs` are the run that wrote it, and this one. If rows of another one would be lost, the file
     is kept under another name, and nothing of it is taken over. A last line without its end was
@@ -285,8 +284,7 @@ def _csv_line(fields: Iterable[Any]) -> str:
 
 @dataclass(eq=False)
 class jsonl:
-    """A line of JSON for each row, `{"step": 100, "loss": 0.69}`, and one of settings for each
-    start of the run.
+    """A line of JSON for each row, `{"step": 100, "loss": 0.69}`, after one with the settings.
 
     Valid JSON for every reader: NaN and ±inf are null. A number that a row has not is not there at
     all. Raises RowError for a file that is none of this logger's.

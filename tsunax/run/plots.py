@@ -36,9 +36,7 @@ _LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dro
 
 
 def _base(name: str) -> str:
-    """The panel of a name: `val/accuracy` → accuracy, `1.learning_rate@head` → learning_rate,
-    `loss/31` → loss.
-    """
+    """The panel of a name: `val/accuracy` → accuracy, `1.learning_rate@head` → learning_rate."""
     return _column(name.partition("@")[0]).rpartition("/")[2].rpartition(".")[2]
 
 
@@ -49,9 +47,7 @@ def _column(name: str) -> str:
 
 
 def _panels(history, names: Sequence[str] | None, where: str) -> dict[str, list[str]]:
-    """The names of each panel: of those given, else the loss, metrics that moved, and the learning
-    rate.
-    """
+    """Column names by panel: the given ones, else the loss, changing metrics, learning rate."""
     if not history.names:
         raise RowError(
             message("history", where, "no rows", "at least one", "Nothing was logged yet.")
@@ -252,8 +248,7 @@ def scatter(
     best: int,
     label="value",
 ):
-    """A matplotlib Figure with a panel for each column: `values` over what is in it, coloured by
-    their group.
+    """A matplotlib Figure with a panel per column: `values` over the column, colored by group.
 
     What is no number lies side by side. None and what is not finite are crosses at the upper edge.
     """

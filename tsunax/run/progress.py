@@ -134,9 +134,7 @@ def _si(rate: float) -> str:
 
 
 def _memory() -> str:
-    """What the fullest device of this process holds, of how much; the resident set where devices do
-    not say.
-    """
+    """Memory in use on the fullest device; the resident set if devices do not report it."""
     found = []
     for device in jax.local_devices():
         with contextlib.suppress(RuntimeError):
@@ -250,9 +248,7 @@ class _Terminal:
 
 
 class _Notebook:
-    """The same two lines as HTML that is redrawn in place, with or without ipywidgets; the last
-    ones are saved.
-    """
+    """The two lines as HTML, redrawn in place with or without ipywidgets."""
 
     redraws = True
 
@@ -404,8 +400,7 @@ class _Silent:
 
 
 def progress(progress: Any = True, total: int | None = None, start: int = 0, unit: str = "step"):
-    """What shows a run of `total` steps (None: nobody knows) that begins at `start`: see
-    `Progress`.
+    """The progress display of a run of `total` steps (None: unknown) from step `start`.
 
     True draws on a terminal and in notebooks and writes lines elsewhere, False is silent; a tqdm,
     or its class, is used as it is. Raises WrongTypeError for anything else.

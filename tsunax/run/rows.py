@@ -33,8 +33,7 @@ def _fault(name: str) -> tuple[str, str] | None:
 
 
 def check_names(row: Iterable[Any], where: str = "row") -> None:
-    """Raise unless every name of `row` may stand in a log: a file's header, a TensorBoard tag, a
-    directory.
+    """Raise unless every name can be a column header, a TensorBoard tag and a directory.
 
     WrongTypeError for one that is no string; RowError for one that is empty, longer than 200
     characters, not printable (NUL, newline, lone surrogates), that climbs directories
@@ -58,8 +57,7 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
 
 
 def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
-    """The row with its numbers as Python floats and ints: from Python, NumPy or JAX scalars. NaN is
-    a number.
+    """The row as Python floats and ints, from Python, NumPy or JAX scalars. NaN is a number.
 
     Waits for the device where a value lies there. Raises for names that `check_names` refuses;
     WrongTypeError for what is no row and for what is no real number; RowError for an array of more
@@ -100,8 +98,7 @@ def _number(name: str, x: Any, where: str) -> float:
 
 
 def join(row: Mapping[str, float], new: Mapping[str, Any], where: str) -> dict[str, float]:
-    """`row` and the checked `new` in one. Raises RowError for a name that both have, else as
-    `check_row` does.
+    """Merge the checked row `new` into `row`. Raises RowError for a name in both.
 
     >>> join({"loss": 0.5}, {"val/loss": 0.6}, "evaluate")
     {'loss': 0.5, 'val/loss': 0.6}
