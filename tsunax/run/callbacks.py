@@ -368,10 +368,11 @@ class best:
 class plateau:
     """Multiply the learning rate by `factor` when a metric stops improving.
 
-    It does so after `patience` values of the metric without improvement. It goes down to `min_learning_rate` and no further; one that is lower stays. Improvement is
-    `early_stopping`'s, and NaN is none. Rates that groups of leaves have of their own each get
-    their factor, inside `where` only. A rate that follows a schedule leaves it: from then on it is
-    what it was, times `factor`.
+    It does so after `patience` values of the metric without improvement. It goes down to
+    `min_learning_rate` and no further; one that is lower stays. Improvement is `early_stopping`'s,
+    and NaN is none. Rates that groups of leaves have of their own each get their factor, inside
+    `where` only. A rate that follows a schedule leaves it: from then on it is what it was, times
+    `factor`.
 
     Raises as `early_stopping` does, and HyperparameterError at the start for a state without a live
     learning rate.
