@@ -43,7 +43,14 @@ __all__ = [
 
 
 class TsunaxError(Exception):
-    """Any error that tsunax raises on purpose."""
+    """Any error that tsunax raises on purpose: of a text, or of the parts of `message`.
+
+    >>> str(ParamsError("leaf", "params['w']", "int32", "a float"))
+    "leaf at params['w']: got int32, expected a float."
+    """
+
+    def __init__(self, text: str, *parts: object):
+        super().__init__(message(text, *parts) if parts else text)  # type: ignore[arg-type]
 
 
 class ParamsError(TsunaxError, ValueError):

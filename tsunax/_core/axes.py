@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.errors import StateError, WrongTypeError
 
 Axes = tuple[str, ...]
 
@@ -24,7 +24,7 @@ def as_axes(axis_name: Any, where: str) -> Axes | None:
     ):
         return None if names is None else tuple(names)
     expected = "the name of an axis of devices, a tuple of names, or ()"
-    raise WrongTypeError(message("axis_name", where, repr(axis_name), expected))
+    raise WrongTypeError("axis_name", where, repr(axis_name), expected)
 
 
 def around(given: Axes | None, where: str) -> Axes:
@@ -41,7 +41,7 @@ def around(given: Axes | None, where: str) -> Axes:
                 f"Each device has rows of its own: {where[:-1]}..., axis_name={names!r}) for "
                 "the mean, () for none."
             )
-            raise StateError(message("axis_name", where, f"none inside of {inside}", "one", fix))
+            raise StateError("axis_name", where, f"none inside of {inside}", "one", fix)
         return ()
     for name in given:
         try:
@@ -52,7 +52,7 @@ def around(given: Axes | None, where: str) -> Axes:
                 "leave it out."
             )
             raise StateError(
-                message("axis_name", where, repr(name), "an axis that is around it", fix)
+                "axis_name", where, repr(name), "an axis that is around it", fix
             ) from None
     return given
 

@@ -15,7 +15,6 @@ from tsunax.errors import (
     ParamsError,
     StateError,
     WrongTypeError,
-    message,
 )
 
 
@@ -27,7 +26,7 @@ def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
     if isinstance(params, Iterator):
         where, got = trees.access_str(root, path), trees.describe(params)
         raise ParamsError(
-            message("leaf", where, got, "a list, tuple or dict", "Make it one, with list(...).")
+            "leaf", where, got, "a list, tuple or dict", "Make it one, with list(...)."
         )
     if isinstance(params, Mapping) and not jtu.all_leaves([params]):
         odd = [key for key in params if not isinstance(key, (str, int))]
@@ -36,9 +35,7 @@ def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
             mixed = [*text[:1], *(key for key in params if key not in text)]
             got = ", ".join(f"{key!r} ({type(key).__name__})" for key in odd[:1] or mixed[:2])
             where = trees.access_str(root, path)
-            raise ParamsError(
-                message("dict keys", where, got, "all str or all int, so that they sort")
-            )
+            raise ParamsError("dict keys", where, got, "all str or all int, so that they sort")
     for key, child in trees._children(params):
         check_keys(child, root, path + key)
 
@@ -52,12 +49,10 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
         where = trees.access_str(root, path)
         if not _is_numeric(leaf):
-            raise WrongTypeError(
-                message("leaf", where, trees.describe(leaf), "an array of numbers", fix)
-            )
+            raise WrongTypeError("leaf", where, trees.describe(leaf), "an array of numbers", fix)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
-            raise WrongTypeError(message("leaf", where, got, "an array"))
+            raise WrongTypeError("leaf", where, got, "an array")
         check_alive(leaf, where)
 
 
@@ -71,7 +66,7 @@ _GONE = (
 def check_alive(leaf: Any, where: str) -> None:
     """Raise StateError for a deleted array, with its path and the reason."""
     if trees.is_gone(leaf):
-        raise StateError(message("leaf", where, *_GONE))
+        raise StateError("leaf", where, *_GONE)
 
 
 def check_all_alive(tree: Any, root: str) -> None:
@@ -182,18 +177,18 @@ def check_params(params: Any, flags: trees.Flags, root: str = "params") -> None:
         if (flag or not _is_numeric(leaf)) and (fault := _leaf_fault(leaf, name)):
             what, got, expected, fix = fault
             fix = _model_fix(params) or fix
-            raise ParamsError(message(what, trees.access_str(root, path), got, expected, fix))
+            raise ParamsError(what, trees.access_str(root, path), got, expected, fix)
     for joint in "/.":
         if pair := _repeat([joint.join(name) for name, _, _ in named], flags):
             where = " and ".join(trees.access_str(root, named[i][1]) for i in pair)
             got = f"{joint.join(named[pair[0]][0])!r} for both"
             fix = f"Rename one: names are joined with {joint!r}."
-            raise ParamsError(message("names that collide", where, got, "different names", fix))
+            raise ParamsError("names that collide", where, got, "different names", fix)
     for (path, leaf), count in zip(chosen, _nonfinite([leaf for _, leaf in chosen]), strict=True):
         if count:
             got = f"{count} of {np.size(leaf)} not finite"
             where = trees.access_str(root, path)
-            raise ParamsError(message("leaf with NaN or inf", where, got, "finite numbers"))
+            raise ParamsError("leaf with NaN or inf", where, got, "finite numbers")
 
 
 def check_aliases(params: Any, flags: trees.Flags, root: str = "params", **donated: Any) -> None:
@@ -213,7 +208,7 @@ def check_aliases(params: Any, flags: trees.Flags, root: str = "params", **donat
     ):
         where = " and ".join(trees.access_str(*keyed[i][:2]) for i in pair)
         fix = "Copy one of them, or let setup copy (copy=True)."
-        raise ParamsError(message("leaves", where, "one array for both", "an array for each", fix))
+        raise ParamsError("leaves", where, "one array for both", "an array for each", fix)
 
 
 def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
@@ -230,9 +225,7 @@ def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
             or np.shape(a) != np.shape(b)
         ):
             raise StateError(
-                message(
-                    what, trees.access_str(root, path), trees.describe(a), trees.describe(b), fix
-                )
+                what, trees.access_str(root, path), trees.describe(a), trees.describe(b), fix
             )
 
 
@@ -250,24 +243,22 @@ def each_batch(batches: Any, where: str) -> Iterator[Any]:
     Raises WrongTypeError for what is no iterable, DataError for one that has none.
     """
     if not isinstance(batches, Iterable):  # a data set with __getitem__ alone need not have an end
-        raise WrongTypeError(
-            message("batches", where, trees.describe(batches), "an iterable of batches")
-        )
+        raise WrongTypeError("batches", where, trees.describe(batches), "an iterable of batches")
     is_empty = True
     for batch in batches:
         is_empty = False
         yield batch
     if is_empty:
         fix = "A generator is used up after one reading: give a list."
-        raise DataError(message("batches", where, "no batch at all", "at least one", fix))
+        raise DataError("batches", where, "no batch at all", "at least one", fix)
 
 
 def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
     """Raise WrongTypeError unless it is an int, HyperparameterError where it is below `least`."""
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
-        raise WrongTypeError(message(name, where, trees.describe(n), f"an int ≥ {least}"))
+        raise WrongTypeError(name, where, trees.describe(n), f"an int ≥ {least}")
     if n < least:
-        raise HyperparameterError(message(name, where, n, f"an int ≥ {least}"))
+        raise HyperparameterError(name, where, n, f"an int ≥ {least}")
 
 
 def is_one_of(value: Any, known: Sequence[str]) -> bool:
@@ -278,13 +269,11 @@ def is_one_of(value: Any, known: Sequence[str]) -> bool:
 def check_choice(value: Any, where: str, name: str, known: Sequence[str]) -> None:
     """Raise HyperparameterError unless it is one of the names that are known."""
     if not is_one_of(value, known):
-        raise HyperparameterError(
-            message(name, where, trees.describe(value), " or ".join(map(repr, known)))
-        )
+        raise HyperparameterError(name, where, trees.describe(value), " or ".join(map(repr, known)))
 
 
 def check_flags(where: str, **flags) -> None:
     """Raise for what is not True or False: "no" would count as true."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
-            raise WrongTypeError(message(name, where, trees.describe(value), "True or False"))
+            raise WrongTypeError(name, where, trees.describe(value), "True or False")

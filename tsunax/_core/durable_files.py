@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tsunax._core import trees
-from tsunax.errors import CheckpointError, message, told, warn
+from tsunax.errors import CheckpointError, told, warn
 
 __all__ = []
 
@@ -44,17 +44,17 @@ def local(path: Any, name: str, where: str, expected: str = "a directory's path"
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
         got = "an empty path" if text == "" else trees.describe(path)
-        raise CheckpointError(message(name, where, got, expected))
+        raise CheckpointError(name, where, got, expected)
     if _URL.match(text):
         fix = (
             "Buckets are not supported yet. Give a local directory, or one where the bucket is "
             "mounted."
         )
-        raise CheckpointError(message(name, where, f"{text!r:.80}", "a local path", fix))
+        raise CheckpointError(name, where, f"{text!r:.80}", "a local path", fix)
     expanded = os.path.expanduser(text)
     if text.startswith("~") and expanded == text:
         fix = f"There is no such user. Give {f'./{text}'!r} if it is a folder's name."
-        raise CheckpointError(message(name, where, f"{text!r:.80}", "a path", fix))
+        raise CheckpointError(name, where, f"{text!r:.80}", "a path", fix)
     return expanded
 
 
@@ -67,7 +67,7 @@ def folder_of(path: Any, name: str, where: str) -> Path:
     try:
         return Path(os.path.realpath(text))
     except OSError as error:
-        raise CheckpointError(message(name, where, told(error), "a directory's path")) from None
+        raise CheckpointError(name, where, told(error), "a directory's path") from None
 
 
 def step_of(name: str) -> int | None:
@@ -291,7 +291,7 @@ class Lock:
                 )
                 where = str(folder)
                 raise CheckpointError(
-                    message("directory in use", where, got, "no other writer", fix)
+                    "directory in use", where, got, "no other writer", fix
                 ) from None
             warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.")
 

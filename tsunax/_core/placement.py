@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsunax.errors import DataError, message
+from tsunax.errors import DataError
 
 WHOLE = PartitionSpec()
 ALIGNED_FROM = 1 << 17  # bytes: below, a second copy costs less than the care to avoid it
@@ -62,9 +62,7 @@ def parts_here(mesh) -> int:
             "Give axes of the mesh that hold rows (data, fsdp) to the processes, and tensor to "
             "the devices of one."
         )
-        raise DataError(
-            message("mesh", str(dict(mesh.shape)), got, "as many for each process", fix)
-        )
+        raise DataError("mesh", str(dict(mesh.shape)), got, "as many for each process", fix)
     return mine
 
 
@@ -176,9 +174,7 @@ def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
                 "`mask` in loss_fn."
             )
             got = f"{rows} rows{of}"
-            raise DataError(
-                message("batch", f"mesh {dict(mesh.shape)}", got, f"a multiple of {parts}", fix)
-            )
+            raise DataError("batch", f"mesh {dict(mesh.shape)}", got, f"a multiple of {parts}", fix)
         return _on(mesh, None if rows % parts else axis)
 
     leaves, treedef = jax.tree.flatten(tree)
@@ -286,7 +282,7 @@ def cut(x, n: int):
         expected = (
             f"a multiple of {parts * n}, so that each device cuts its own into accumulate={n}"
         )
-        raise DataError(message("batch", "train_step()", got, expected, fix))
+        raise DataError("batch", "train_step()", got, expected, fix)
     spec = PartitionSpec(sharding.spec[0], None, *sharding.spec[1:])
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 

@@ -22,7 +22,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from tsunax.errors import ParamsError, StateError, message
+from tsunax.errors import ParamsError, StateError
 
 Names = tuple[str, ...]
 Flags = Sequence[bool]
@@ -260,7 +260,7 @@ def merge(selected: Any, rest: Any) -> Any:
         )
     pairs = list(zip(ours, theirs, strict=True))
     if any(a is not None and b is not None for a, b in pairs):
-        raise StateError(message("parts of a tree", "", "a leaf that both have", "no overlap"))
+        raise StateError("parts of a tree", "", "a leaf that both have", "no overlap")
     return treedef.unflatten(b if a is None else a for a, b in pairs)
 
 
@@ -336,7 +336,7 @@ def listed(items: Sequence[str], most: int) -> str:
 
 def no_parameters(root: str, tree: Any) -> ParamsError:
     got = f"{type(tree).__name__} without leaves"
-    return ParamsError(message("no parameters", root, got, "at least one array"))
+    return ParamsError("no parameters", root, got, "at least one array")
 
 
 def first_difference(got: Any, expected: Any, root: str = "", leaf: str = "") -> str | None:

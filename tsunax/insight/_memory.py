@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tsunax._core import placement, trees
 from tsunax._step.members import members_of
 from tsunax.devices.kinds import device_info
-from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError, message
+from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError
 from tsunax.insight import _cost
 from tsunax.loss import rows_of
 
@@ -104,7 +104,7 @@ def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
     if found is None:
         fix = 'Use method="run", which executes trials.'
         raise DeviceError(
-            message("memory analysis", "find_batch_size()", "none of this backend", "one", fix)
+            "memory analysis", "find_batch_size()", "none of this backend", "one", fix
         )
     device = device_of_state(state)
     taken = sum(map(bytes_on_one, jax.tree.leaves(batch)))
@@ -180,12 +180,10 @@ def as_bytes(memory: Any, where: str) -> int:
         if found:
             memory = int(float(found[1]) * _UNITS[found[2].upper()])
     if isinstance(memory, str) or (isinstance(memory, (int, np.integer)) and memory <= 0):
-        raise HyperparameterError(
-            message("memory", where, repr(memory), "bytes, as 80 * 2**30 or '80GiB'")
-        )
+        raise HyperparameterError("memory", where, repr(memory), "bytes, as 80 * 2**30 or '80GiB'")
     if not isinstance(memory, (int, np.integer)) or isinstance(memory, bool):
         raise WrongTypeError(
-            message("memory", where, trees.describe(memory), "bytes, as 80 * 2**30 or '80GiB'")
+            "memory", where, trees.describe(memory), "bytes, as 80 * 2**30 or '80GiB'"
         )
     return int(memory)
 
@@ -206,9 +204,7 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
     if free is None:
         fix = "Give memory='16GiB'."
         raise DeviceError(
-            message(
-                "memory", where, f"{device}, which does not say how much it has", "a number", fix
-            )
+            "memory", where, f"{device}, which does not say how much it has", "a number", fix
         )
     n = _neighbours(state)
     return free // n + held, "free on this machine" + (f", over {n} devices" if n > 1 else "")

@@ -22,7 +22,7 @@ import jax
 from tsunax._core import checks, placement, trees
 from tsunax._step.members import members_of
 from tsunax.distributed import processes
-from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError, message
+from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import _memory
 from tsunax.insight._memory import Need
 from tsunax.loss import rows_of
@@ -302,14 +302,12 @@ def find_batch_size(
     checks.check_choice(method, where, "method", ("analyse", "run"))
     if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
         raise HyperparameterError(
-            message("margin", where, trees.describe(margin), "a number from 0 to below 1")
+            "margin", where, trees.describe(margin), "a number from 0 to below 1"
         )
     if max_size is not None:
         checks.check_count(max_size, where, "max_size")
         if max_size < start:
-            raise HyperparameterError(
-                message("max_size", where, max_size, f"start={start} or more")
-            )
+            raise HyperparameterError("max_size", where, max_size, f"start={start} or more")
     bare = state is None
     unit = (
         multiple_of
@@ -318,19 +316,19 @@ def find_batch_size(
     )
     if max_size is not None and max_size < unit:
         raise HyperparameterError(
-            message("max_size", where, max_size, f"{unit} or more, of which sizes are multiples")
+            "max_size", where, max_size, f"{unit} or more, of which sizes are multiples"
         )
     sizes = _sizes(mode, start, unit, max_size or _MOST)
     if bare and (method != "run" or not callable(step)):
         raise WrongTypeError(
-            message("state", where, "None", "a state", "find_batch_size(step, state, example).")
+            "state", where, "None", "a state", "find_batch_size(step, state, example)."
         )
     if not bare:
         _check_parts(step, example, where)
         if method == "analyse" and not hasattr(step, "lower"):
             fix = 'jax.jit it, or method="run".'
             raise WrongTypeError(
-                message("step", where, trees.describe(step), "one that can be lowered", fix)
+                "step", where, trees.describe(step), "one that can be lowered", fix
             )
     limit, source = (None, "") if bare else _limit(memory, state, margin, where)
     trials = _Trials(step, state, example, extra, limit, steps_per_trial)
@@ -382,7 +380,7 @@ def find_accumulation(
     where = "find_accumulation()"
     if not isinstance(step, TrainStep):
         raise WrongTypeError(
-            message("step", where, trees.describe(step), "a train_step", "Others cut no batches.")
+            "step", where, trees.describe(step), "a train_step", "Others cut no batches."
         )
     for name, n in {
         "batch_size": batch_size,
@@ -392,14 +390,14 @@ def find_accumulation(
         checks.check_count(n, where, name)
     if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
         raise HyperparameterError(
-            message("margin", where, trees.describe(margin), "a number from 0 to below 1")
+            "margin", where, trees.describe(margin), "a number from 0 to below 1"
         )
     _check_parts(step, example, where)
     unit = math.lcm(multiple_of, _parts(state))
     small = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
     sizes = sorted(n for n in {*small, *(batch_size // n for n in small)} if n % unit == 0)
     if not sizes:
-        raise HyperparameterError(message("batch_size", where, batch_size, f"a multiple of {unit}"))
+        raise HyperparameterError("batch_size", where, batch_size, f"a multiple of {unit}")
     limit, source = _limit(memory, state, margin, where)
 
     def attempt(micro: int) -> SizeTrial:
@@ -412,7 +410,7 @@ def find_accumulation(
                 "Give a batch_size that the data have, or a batch to be read as shapes.",
             )
             raise DataError(
-                message("batch", f"example({batch_size})", got, f"{batch_size} rows", fix)
+                "batch", f"example({batch_size})", got, f"{batch_size} rows", fix
             ) from None
         return dataclasses.replace(trial, size=micro)
 
@@ -488,7 +486,7 @@ class _Trials:
             if jax.tree_util.all_leaves([example]) and not trees.is_array(example):
                 example = next(iter(example), None)
             if not jax.tree.leaves(example):
-                raise DataError(message("data", f"example({size})", "no batch", "one"))
+                raise DataError("data", f"example({size})", "no batch", "one")
             if (rows := rows_of(example)) < size:
                 raise _Beyond(rows)
         local = size if shapes else size // processes.process_count()
@@ -571,27 +569,25 @@ def _no_size(
 ) -> DoesNotFitError:
     smallest = min(trials, key=lambda t: t.size, default=None)
     if smallest is None:
-        return DoesNotFitError(message("data", where, "no batch of any size", "rows"))
+        return DoesNotFitError("data", where, "no batch of any size", "rows")
     need = "" if smallest.need is None else f" needs {trees.bytes_str(smallest.need.total)}"
     got = f"{smallest.size} that{need or ' ran out of memory'}"
     expected = "one that fits" if limit is None else f"at most {trees.bytes_str(limit)} ({source})"
     fix = (
         "remat=True, a lower precision or a mesh with fsdp need less." if limit is not None else ""
     )
-    return DoesNotFitError(message("smallest batch size", where, got, expected, fix))
+    return DoesNotFitError("smallest batch size", where, got, expected, fix)
 
 
 def _check_parts(step: Any, example: Any, where: str) -> None:
     if not callable(step):
         raise WrongTypeError(
-            message(
-                "step",
-                where,
-                trees.describe(step),
-                "a train_step",
-                f"{where[:-1]}step, state, ...).",
-            )
+            "step",
+            where,
+            trees.describe(step),
+            "a train_step",
+            f"{where[:-1]}step, state, ...).",
         )
     if example is None or (not callable(example) and not jax.tree.leaves(example)):
         fix = "A batch of one row, or its shapes, is enough."
-        raise WrongTypeError(message("example", where, trees.describe(example), "a batch", fix))
+        raise WrongTypeError("example", where, trees.describe(example), "a batch", fix)

@@ -23,7 +23,7 @@ import numpy as np
 
 from tsunax._core import checks, patterns, trees
 from tsunax._step import traces as _traces
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import hyperparams
 from tsunax.insight import _cost, _memory
 from tsunax.insight._cost import Collective, Flops
@@ -97,7 +97,7 @@ class Description:
         found = self.peak if peak is None else peak
         if found is None:
             fix = "Give peak=312e12 (of its data sheet), or describe(..., peak='measure')."
-            raise HyperparameterError(message("peak", where, "None", "FLOP/s of one device", fix))
+            raise HyperparameterError("peak", where, "None", "FLOP/s of one device", fix)
         _check_positive(found, where, "peak")
         _check_positive(seconds_per_step, where, "seconds_per_step")
         return self.flops.matmul / (seconds_per_step * found * self.devices)
@@ -145,11 +145,11 @@ def describe(
     where = "describe()"
     if not isinstance(step, TrainStep):
         fix = "Make one: ts.train_step(loss_fn)."
-        raise WrongTypeError(message("step", where, trees.describe(step), "a train_step", fix))
+        raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
     check_state(state, where, batch)
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
         fix = "Call it outside of jit, with arrays or shapes."
-        raise StateError(message("state or batch", where, "a traced one", "a concrete one", fix))
+        raise StateError("state or batch", where, "a traced one", "a concrete one", fix)
     if not _is_shapes(batch):
         checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
     if peak is not None and not (isinstance(peak, str) and peak == "measure"):
@@ -221,9 +221,9 @@ def _compute_dtype(state: TrainState) -> Any:
 def _check_positive(x, where: str, name: str, more: str = "") -> None:
     expected = f"a number above 0{more}"
     if isinstance(x, bool) or not isinstance(x, (int, float, np.number)):
-        raise WrongTypeError(message(name, where, trees.describe(x), expected))
+        raise WrongTypeError(name, where, trees.describe(x), expected)
     if not 0 < x < math.inf:
-        raise HyperparameterError(message(name, where, x, expected))
+        raise HyperparameterError(name, where, x, expected)
 
 
 def measured_peak(
@@ -243,13 +243,11 @@ def measured_peak(
         checks.check_count(size, where, "size")
     if device is not None and not isinstance(device, jax.Device):
         fix = "Take one of jax.devices(), or ts.device()."
-        raise WrongTypeError(message("device", where, trees.describe(device), "a jax.Device", fix))
+        raise WrongTypeError("device", where, trees.describe(device), "a jax.Device", fix)
     try:
         dtype = jnp.dtype(dtype)
     except TypeError:
-        raise WrongTypeError(
-            message("dtype", where, trees.describe(dtype), "the name of a dtype")
-        ) from None
+        raise WrongTypeError("dtype", where, trees.describe(dtype), "the name of a dtype") from None
     product = jax.jit(lambda x: x @ x)
     best, n = 0.0, size or 1024
     while True:

@@ -19,7 +19,7 @@ from tsunax import guard
 from tsunax._core import checks, trees
 from tsunax._core.dataflow import source_line
 from tsunax._step.members import members_of
-from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, home_of
 from tsunax.state import TrainState, check_state, trained_part
@@ -83,21 +83,19 @@ def replay(step: TrainStep, state: TrainState, batch, **extra) -> ReplayReport:
     where = "replay()"
     if not isinstance(step, TrainStep):
         fix = "Make one: ts.train_step(loss_fn)."
-        raise WrongTypeError(message("step", where, trees.describe(step), "a train_step", fix))
+        raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
     check_state(state, where, batch)
     if members_of(state) is not None:
         raise StateError(
-            message(
-                "state",
-                where,
-                "a population",
-                "one member",
-                "Give ts.populations.member(state, i).",
-            )
+            "state",
+            where,
+            "a population",
+            "one member",
+            "Give ts.populations.member(state, i).",
         )
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
         fix = "Call it outside of jit, with the arrays of that call."
-        raise StateError(message("state", where, "a traced one", "a concrete one", fix))
+        raise StateError("state", where, "a traced one", "a concrete one", fix)
     for name, tree in {"state": state, "batch": batch, **extra}.items():
         checks.check_arrays(tree, name)
     home = home_of(state.params)[0]

@@ -19,7 +19,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from tsunax._core import checks, patterns, trees
-from tsunax.errors import HyperparameterError, RowError, WrongTypeError, message, warn
+from tsunax.errors import HyperparameterError, RowError, WrongTypeError, warn
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.rules import numbers
 
@@ -50,29 +50,27 @@ Mode = Literal["min", "max"]  # of a metric: what is better
 
 def _whole(where: str, name: str, value, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise WrongTypeError(message(name, where, trees.describe(value), "a whole number"))
+        raise WrongTypeError(name, where, trees.describe(value), "a whole number")
     if value < least:
-        raise HyperparameterError(message(name, where, value, f"≥ {least}"))
+        raise HyperparameterError(name, where, value, f"≥ {least}")
 
 
 def _real(where: str, name: str, value, least: float, below: float = math.inf) -> None:
     numbers.check_number(where, name, value, "a number")
     if not least <= value < below:
         raise HyperparameterError(
-            message(name, where, value, f"≥ {least}" + f" and < {below}" * (below < math.inf))
+            name, where, value, f"≥ {least}" + f" and < {below}" * (below < math.inf)
         )
 
 
 def _function(where: str, name: str, fn) -> None:
     if not callable(fn):
-        raise WrongTypeError(message(name, where, trees.describe(fn), "a function"))
+        raise WrongTypeError(name, where, trees.describe(fn), "a function")
 
 
 def _watched(where: str, metric, mode) -> None:
     if not isinstance(metric, str) or not metric:
-        raise WrongTypeError(
-            message("metric", where, trees.describe(metric), "a name, as in 'val/loss'")
-        )
+        raise WrongTypeError("metric", where, trees.describe(metric), "a name, as in 'val/loss'")
     checks.check_choice(mode, where, "mode", ("min", "max"))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tsunax._core import patterns, trees
-from tsunax.errors import MissingLibraryError, RowError, WrongTypeError, message
+from tsunax.errors import MissingLibraryError, RowError, WrongTypeError
 from tsunax.run.rows import check_names, check_row, families
 
 __all__ = ["History"]
@@ -72,9 +72,7 @@ class History:
         row, last = check_row(row, f"step {step}"), self._steps[-1] if self._steps else None
         if last is not None and step < last:
             fix = "A history goes forward: start a new one, or restore the one of that step."
-            raise RowError(
-                message("row", "History.add()", f"step {step}", f"step {last} or later", fix)
-            )
+            raise RowError("row", "History.add()", f"step {step}", f"step {last} or later", fix)
         if step != last:
             self._settle()
             self._steps.append(step)
@@ -103,13 +101,11 @@ class History:
         if (last is not None and steps[0] <= last) or np.any(np.diff(steps) <= 0):
             fix = "A history goes forward: start a new one, or restore the one of that step."
             raise RowError(
-                message(
-                    "rows",
-                    "History.extend()",
-                    f"steps from {steps[0]}",
-                    f"increasing, beyond {last}",
-                    fix,
-                )
+                "rows",
+                "History.extend()",
+                f"steps from {steps[0]}",
+                f"increasing, beyond {last}",
+                fix,
             )
         self._settle()
         while len(steps):
@@ -296,7 +292,7 @@ class History:
                 f"history[{example!r}][0] is its first value, history.last({example!r}) the newest."
             )
             got = f"{name!r} ({type(name).__name__})"
-            raise WrongTypeError(message("name", "history", got, "a column's name", fix))
+            raise WrongTypeError("name", "history", got, "a column's name", fix)
         if name not in self._columns:
             raise RowError(patterns.unknown("name", "history", name, ["step", *self.names]))
         return self._columns[name]
@@ -311,7 +307,7 @@ class History:
         except ImportError:
             fix = "pip install pandas"
             raise MissingLibraryError(
-                message("library", "to_dataframe()", "no pandas", "pandas", fix)
+                "library", "to_dataframe()", "no pandas", "pandas", fix
             ) from None
         index = pandas.Index(self["step"], name="step")
         return pandas.DataFrame({name: self[name] for name in self.names}, index=index)

@@ -40,7 +40,6 @@ from tsunax.errors import (
     RowError,
     SaveError,
     WrongTypeError,
-    message,
     warn,
 )
 
@@ -51,7 +50,7 @@ Row = Mapping[str, float]
 
 def _path(where: str, path) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
-        raise WrongTypeError(message("path", where, trees.describe(path), "a str or Path"))
+        raise WrongTypeError("path", where, trees.describe(path), "a str or Path")
     return Path(durable_files.local(path, "path", where))
 
 
@@ -65,9 +64,7 @@ def _opening(where: str, path) -> Iterator[None]:
             f"{type(error).__name__} {error.strerror or error}",
             "Give a path that can be written to.",
         )
-        raise SaveError(
-            message("log", f"{where}, {path}", got, "a file that can be opened", fix)
-        ) from error
+        raise SaveError("log", f"{where}, {path}", got, "a file that can be opened", fix) from error
 
 
 def _check_opens(where: str, path: Path) -> None:
@@ -109,7 +106,7 @@ def _resume(
     except UnicodeDecodeError:
         fix = "Give the log a path of its own."
         raise RowError(
-            message("log", str(path), "bytes that are no text", "rows of this logger", fix)
+            "log", str(path), "bytes that are no text", "rows of this logger", fix
         ) from None
     lines, kept, older = [f"{line}\n" for line in whole[:-1]], [], False
     for number, line in enumerate(lines, start=1):
@@ -119,7 +116,7 @@ def _resume(
         except (ValueError, AttributeError, TypeError):
             fix = "Give the log a path of its own."
             raise RowError(
-                message("line", f"{path}:{number}", f"{line[:40]!r}", "a row of this logger", fix)
+                "line", f"{path}:{number}", f"{line[:40]!r}", "a row of this logger", fix
             ) from None
         older = older or (is_kept and step is not None)
         if is_kept:
@@ -172,16 +169,14 @@ class console:
 
     def __post_init__(self):
         if isinstance(self.every, bool) or not isinstance(self.every, int):
-            raise WrongTypeError(
-                message("every", "console()", trees.describe(self.every), "a whole number")
-            )
+            raise WrongTypeError("every", "console()", trees.describe(self.every), "a whole number")
         if self.every < 1:
-            raise HyperparameterError(message("every", "console()", self.every, "≥ 1"))
+            raise HyperparameterError("every", "console()", self.every, "≥ 1")
         is_binary = isinstance(self.file, (io.RawIOBase, io.BufferedIOBase))
         if self.file is not None and (is_binary or not callable(getattr(self.file, "write", None))):
             fix = "Open it: console(file=open(path, 'a'))."
             raise WrongTypeError(
-                message("file", "console()", trees.describe(self.file), "an open file", fix)
+                "file", "console()", trees.describe(self.file), "an open file", fix
             )
 
     def start(self, settings: Mapping[str, Any]) -> None:
@@ -346,7 +341,7 @@ class tensorboard:
         except ImportError:
             got, fix = "no tensorboardX", "pip install 'tsunax[loggers]'"
             raise MissingLibraryError(
-                message("library", "tensorboard()", got, "tensorboardX", fix)
+                "library", "tensorboard()", got, "tensorboardX", fix
             ) from None
 
     def start(self, settings: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax.errors import MissingLibraryError, RowError, message
+from tsunax.errors import MissingLibraryError, RowError
 
 __all__ = ["plot", "scatter"]
 
@@ -49,9 +49,7 @@ def _column(name: str) -> str:
 def _panels(history, names: Sequence[str] | None, where: str) -> dict[str, list[str]]:
     """Column names by panel: the given ones, else the loss, changing metrics, learning rate."""
     if not history.names:
-        raise RowError(
-            message("history", where, "no rows", "at least one", "Nothing was logged yet.")
-        )
+        raise RowError("history", where, "no rows", "at least one", "Nothing was logged yet.")
     if isinstance(names, str):
         names = [names]
     panels: dict[str, list[str]] = {}
@@ -128,9 +126,7 @@ def _figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         fix = "pip install 'tsunax[plot]'"
-        raise MissingLibraryError(
-            message("library", "plot()", "no matplotlib", "matplotlib", fix)
-        ) from None
+        raise MissingLibraryError("library", "plot()", "no matplotlib", "matplotlib", fix) from None
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython asks for it
     return figure

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from tsunax._core import trees
-from tsunax.errors import WrongTypeError, message
+from tsunax.errors import WrongTypeError
 from tsunax.run.loggers import short
 from tsunax.run.rows import families
 
@@ -418,7 +418,7 @@ def progress(progress: Any = True, total: int | None = None, start: int = 0, uni
     if all(callable(getattr(progress, name, None)) for name in ("update", "set_postfix", "close")):
         return Progress(_Tqdm(progress, start), total, start, unit)
     expected = "True, False, or a tqdm: update(n), set_postfix(dict), close()"
-    raise WrongTypeError(message("progress", "fit()", trees.describe(progress), expected))
+    raise WrongTypeError("progress", "fit()", trees.describe(progress), expected)
 
 
 def _view():

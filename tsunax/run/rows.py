@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import RowError, WrongTypeError, message
+from tsunax.errors import RowError, WrongTypeError
 
 __all__ = ["check_names", "check_row", "families", "join"]
 
@@ -46,14 +46,14 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
     """
     for name in row:
         if not isinstance(name, str):
-            raise WrongTypeError(message("name of a number", where, trees.describe(name), "a str"))
+            raise WrongTypeError("name of a number", where, trees.describe(name), "a str")
         if name == "step":
             fix = "It is the column of steps."
             raise RowError(
-                message("name of a number", where, "'step', which is reserved", "another name", fix)
+                "name of a number", where, "'step', which is reserved", "another name", fix
             )
         if fault := _fault(name):
-            raise RowError(message("name of a number", where, *fault))
+            raise RowError("name of a number", where, *fault)
 
 
 def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
@@ -70,9 +70,7 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
     tsunax.errors.RowError: 'confusion' at evaluate: got float64[2,2], expected one number. Reduce it, ...
     """
     if not isinstance(row, Mapping):
-        raise WrongTypeError(
-            message("row", where, trees.describe(row), "a dict of numbers by name")
-        )
+        raise WrongTypeError("row", where, trees.describe(row), "a dict of numbers by name")
     check_names(row, where)
     return {
         name: x if type(x) in (float, int) else _number(name, x, where) for name, x in row.items()
@@ -82,17 +80,15 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
 def _number(name: str, x: Any, where: str) -> float:
     if trees.is_traced(x):
         fix = "Return it as a metric: inside jit it has no value yet."
-        raise WrongTypeError(message(repr(name), where, "a traced array", "a number", fix))
+        raise WrongTypeError(repr(name), where, "a traced array", "a number", fix)
     value = np.asarray(x) if isinstance(x, (int, float)) or hasattr(x, "__array__") else None
     if value is None or not any(
         jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer, np.bool_)
     ):
-        raise WrongTypeError(message(repr(name), where, trees.describe(x), "a number"))
+        raise WrongTypeError(repr(name), where, trees.describe(x), "a number")
     if value.ndim:
         raise RowError(
-            message(
-                repr(name), where, trees.describe(x), "one number", "Reduce it, or log its parts."
-            )
+            repr(name), where, trees.describe(x), "one number", "Reduce it, or log its parts."
         )
     return float(value) if jnp.issubdtype(value.dtype, np.floating) else int(value)
 
@@ -110,9 +106,7 @@ def join(row: Mapping[str, float], new: Mapping[str, Any], where: str) -> dict[s
     for name in checked:
         if name in row:
             fix = "Rename one of the two: a row has one number for each name."
-            raise RowError(
-                message(repr(name), where, "a name that the row has", "a name of its own", fix)
-            )
+            raise RowError(repr(name), where, "a name that the row has", "a name of its own", fix)
     return {**row, **checked}
 
 
