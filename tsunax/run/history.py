@@ -241,7 +241,7 @@ class History:
         `names` are the columns to draw instead; those that end alike share a panel. `x` is "step",
         or a column to lay them out along ("epoch"). More than a few hundred points are drawn as
         their median with a band from the 10th to the 90th percentile. The members of a population
-        have a color each, and their validation is dashed; more than a dozen lines in a panel are
+        have a color each, and their validation is dashed; more than six members are
         shades of one scale. Values that are not finite are crosses at the lower edge, rejected
         steps red ticks there, evaluations gray ones; other marks (thaw, restart, stop, yours) are
         vertical lines.

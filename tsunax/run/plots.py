@@ -28,7 +28,6 @@ _COLOURS = (
     "#E69F00",
     "#56B4E9",
 )  # Okabe and Ito: for every eye, and in print
-_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789?"
 _RANKS = {"loss": 0, "learning_rate": 2}  # metrics lie between
 _LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
 
@@ -138,7 +137,8 @@ def _png(figure) -> bytes:
 
 
 def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    is_many = len(columns) > 2 * len(_COLOURS)  # the members of a population
+    members = {name.rpartition("/")[2] for name in columns if _column(name) != name}
+    is_many = len(members) > len(_COLOURS)  # of a population: no two may share a color
     styles = _styles(list(columns), is_many)
     for (name, (x, values)), (colour, dashes, label) in zip(columns.items(), styles, strict=True):
         known = np.isfinite(values)
