@@ -13,8 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = [
-    pytest.mark.slow,  # half a minute
-    pytest.mark.skipif(importlib.util.find_spec("pyright") is None, reason="pyright is not installed: scripts/install brings it"),
+    pytest.mark.slow,  # half a minute; .ci/run runs it where pyright is
+    pytest.mark.skipif(
+        importlib.util.find_spec("pyright") is None, reason="pyright is not installed: scripts/install brings it"
+    ),
 ]
 
 SCRIPT = """
@@ -55,7 +57,7 @@ MISTAKES = {
 }
 
 # Of the public symbols those with a full type, in percent: what it was when this was last raised. The goal is 95.
-KNOWN = 0.0
+KNOWN = 67.0
 
 
 def pyright(*arguments, folder):
