@@ -541,7 +541,7 @@ def test_a_run_that_is_interrupted_inside_a_trial(tmp_path, monkeypatch):
 def test_sweeps_that_are_killed(drill, tmp_path):
     if "optuna" in drill:
         need("optuna")
-    command = [sys.executable, "-m", "tests.faults.sweeps", *drill, "--results", tmp_path / "counts"]
+    command = [sys.executable, "-m", "campaigns.sweeps", *drill, "--results", tmp_path / "counts"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads((tmp_path / "counts").read_text())["counts"]
@@ -550,7 +550,7 @@ def test_sweeps_that_are_killed(drill, tmp_path):
 
 @pytest.mark.slow
 def test_the_drill_sees_a_journal_that_is_late(tmp_path):
-    command = [sys.executable, "-m", "tests.faults.sweeps", "--kills", "4", "--leave-out", "sync"]
+    command = [sys.executable, "-m", "campaigns.sweeps", "--kills", "4", "--leave-out", "sync"]
     done = subprocess.run([*command, "--results", tmp_path / "counts"], cwd=ROOT, capture_output=True, timeout=300)
     assert done.returncode == 1 and json.loads((tmp_path / "counts").read_text())["counts"]["lost"]
 

@@ -1,9 +1,9 @@
 """Sweeps that are killed: no trial may be lost, none run again once it is in the journal.
 
-    python -m tests.faults.sweeps --kills 100       # kill -9 at any time, on one sweep after the other
-    python -m tests.faults.sweeps --kills 100 --backend optuna
-    python -m tests.faults.sweeps --writers 20      # two sweeps start in one directory
-    python -m tests.faults.sweeps --leave-out sync  # a journal that is written late: it must be noticed
+    python -m campaigns.sweeps --kills 100       # kill -9 at any time, on one sweep after the other
+    python -m campaigns.sweeps --kills 100 --backend optuna
+    python -m campaigns.sweeps --writers 20      # two sweeps start in one directory
+    python -m campaigns.sweeps --leave-out sync  # a journal that is written late: it must be noticed
 
 A run is one process, forked from this one after its imports; its objective is arithmetic and a short sleep. Counts are
 appended to `--results`.
@@ -26,10 +26,11 @@ import warnings
 from pathlib import Path
 
 import jax  # only for its version
-from tests.faults.__main__ import HERE, _alive
 from tsunax import tuning
 from tsunax.errors import CheckpointError
 from tsunax.tuning import _journal, _sweep, spaces
+
+from campaigns.runs import HERE, is_alive
 
 TRIALS = 60
 SPACE = {
@@ -141,7 +142,7 @@ def kills(n: int, seed: int, backend: str, counts, leave_out: str = "") -> None:
             while counts["kills"] < n:
                 pid = start(folder, backend, leave_out)
                 time.sleep(rng.uniform(0, seconds / 3))
-                if _alive(pid):
+                if is_alive(pid):
                     os.kill(pid, signal.SIGKILL)
                     counts["kills"] += 1
                 if end(pid) == 0:
@@ -189,7 +190,7 @@ def is_well(counts) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="tests.faults.sweeps", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="campaigns.sweeps", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--writers", type=int, default=0)
