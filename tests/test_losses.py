@@ -17,6 +17,7 @@ import optax
 import pytest
 import tsunax as ts
 from tsunax import losses
+from tsunax._step import failures
 from tsunax.errors import LossError
 
 # jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
@@ -303,7 +304,7 @@ def test_labels_that_are_no_class():
     expected, right = jax.value_and_grad(mean(theirs, good))(logits)
     assert value == expected
     np.testing.assert_array_equal(slope, right)
-    with losses.faults() as found:
+    with failures.label_faults() as found:
         ours(logits, good), jax.jit(ours)(logits, bad), ours(logits, bad)
     assert found == ["2 of 4 labels are none of the 3 classes, first label -1 at [1]"]
 

@@ -439,7 +439,7 @@ ERRORS: dict[str, tuple] = {
     "no params": (
         lambda rule: migrate(optax.adam(0.1).init(init()), rule),
         WrongTypeError,
-        r"state at migrate\(\): got .*Of an optax state give params=, too",
+        r"state at migrate\(\): got .*For an optax state also give params=",
     ),
     "no step": (
         lambda rule: migrate(optax.trace(0.9).init(init()), rule, params=init()),
@@ -469,7 +469,7 @@ ERRORS: dict[str, tuple] = {
     "another library's": (
         lambda rule: migrate(nnx.Optimizer(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param), rule),
         WrongTypeError,
-        r"state at migrate\(\): got .*Of an optax state give params=, too",
+        r"state at migrate\(\): got .*For an optax state also give params=",
     ),
     "new leaf": (
         lambda rule: migrate(ts.setup(rule, init(), trainable="head/**"), rule, params=init(True)),

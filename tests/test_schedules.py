@@ -107,6 +107,14 @@ def test_join_schedules_has_optax_s_numbers():
     assert S.join_schedules(ours, boundaries) == S.sequence([(ours[0], 7), (0.5, 13), ours[2]])
 
 
+def test_the_last_steps_of_a_long_schedule_keep_their_digits():
+    """1 - t/n has none of them: 1 - 999999/10⁶ is 1.0133e-6 in float32."""
+    n = 10**6
+    assert S.linear_schedule(1.0, 0.0, n)(n - 1) == F32(1e-6)
+    np.testing.assert_allclose(S.polynomial_schedule(1.0, 0.0, 0.05, n)(n - 1), 1e-6**0.05, rtol=1e-6)
+    np.testing.assert_allclose(S.polynomial_schedule(3.0, 2.0, 2, n, 7)(n + 4), 2 + 9e-12, rtol=1e-7)
+
+
 def test_where_optax_s_own_arithmetic_is_off():
     # 0.13 * 900 is 116.99999 in float32, int(0.29 * 100) is 28, and a rise that begins at 1e-7 of its height begins at 1.19e-7 in float32
     assert np.argmax(S.linear_onecycle_schedule(900, 1.0, pct_start=0.13).values(200)) == 117

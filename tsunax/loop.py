@@ -26,7 +26,7 @@ from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._step.loss_fn import hide_own_frames
 from tsunax.checkpoints import resume as _resume
 from tsunax.checkpoints.saving import Checkpoints, Restored
-from tsunax.data.batching import owned
+from tsunax.data.checks import owned
 from tsunax.errors import StateError, WrongTypeError, message, warn
 from tsunax.hyper import hyperparams
 from tsunax.program import TrainStep
