@@ -159,14 +159,13 @@ def assert_trees_close(a, b, rtol, atol) -> None:
     _compare(a, b, close)
 
 
-def medium_but(cases, *quick):
-    """The cases of a parametrization, all marked `medium` but those that are named: by value, or by their `name`.
+def medium_if(is_medium, cases):
+    """The cases of a parametrization, some of them marked `medium`.
 
-    >>> medium_but("abc", "b")
-    [ParameterSet(values=('a',), marks=...medium...), 'b', ParameterSet(values=('c',), marks=...medium...)]
+    >>> medium_if(str.isupper, ["a", "B"])
+    ['a', ParameterSet(values=('B',), marks=...medium...)]
     """
-    is_quick = lambda case: getattr(case, "name", case) in quick
-    return [case if is_quick(case) else pytest.param(case, marks=pytest.mark.medium) for case in cases]
+    return [pytest.param(case, marks=pytest.mark.medium) if is_medium(case) else case for case in cases]
 
 
 def need(name: str):

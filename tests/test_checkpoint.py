@@ -934,6 +934,7 @@ def kept(path, steps, metrics=None, **policy):
         return checkpoints.steps()
 
 
+@pytest.mark.medium
 def test_what_is_kept(tmp_path):
     losses = {1: 3.0, 2: 1.0, 3: float("nan"), 4: 1.0, 5: 2.0, 6: 5.0}
     assert kept(tmp_path / "a", losses) == [5, 6]
@@ -1205,6 +1206,7 @@ def program(path, what, **options):
     )  # fmt: skip
 
 
+@pytest.mark.medium
 def test_scripts_that_do_not_close(tmp_path):
     """The last save is waited for at the end; where it fails or hangs, the exit status says so, and soon."""
     runs = {what: program(tmp_path / what, what) for what in ("plain", "full", "hang")}
@@ -1219,6 +1221,7 @@ def test_scripts_that_do_not_close(tmp_path):
         )
 
 
+@pytest.mark.medium
 def test_one_writer_a_directory(tmp_path):
     """Another process is refused while one lives; neither a killed one nor its forked child is in the way."""
     run = program(tmp_path, "hold")
@@ -1314,6 +1317,7 @@ def test_readers_while_a_run_rotates(tmp_path):
 # ---------------------------------------------------------------------------------------------------- hostile files
 
 
+@pytest.mark.medium
 def test_mutated_manifests(capfd):
     counts = collections.Counter()
     with jax.numpy_rank_promotion("allow"):

@@ -597,6 +597,7 @@ def test_the_thread_ends_with_the_loop(how):
         assert not threads()
 
 
+@pytest.mark.medium
 def test_the_interpreter_exits_while_a_thread_waits():
     code = (
         "import itertools, numpy as np, jax\n"

@@ -564,6 +564,7 @@ def strangers(port: int, over: threading.Event) -> None:
     [one.close() for one in silent]
 
 
+@pytest.mark.medium
 def test_two_processes(launch):
     over = threading.Event()
     started = launch(2, "answers")

@@ -121,6 +121,7 @@ def test_a_wide_range_is_logarithmic(values, scale):
     assert figure.axes[0].get_yscale() == scale and figure._repr_png_()
 
 
+@pytest.mark.medium
 def test_pyplot_is_not_touched(tmp_path):
     code = """
 import sys

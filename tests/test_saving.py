@@ -58,6 +58,7 @@ def kinds(n):
     return ["replicated", "spread", *(["mixed"] if n > 2 else [])]
 
 
+@pytest.mark.medium
 def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeypatch):
     started = launch(2, "shares")
     zero, one = answers(started, None)

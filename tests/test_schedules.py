@@ -22,6 +22,7 @@ import pytest
 import tsunax as ts
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tests.helpers import medium_if
 from tsunax import schedules as S
 from tsunax.errors import HyperparameterError as Bad
 from tsunax.errors import WrongTypeError as Wrong
@@ -373,7 +374,12 @@ def evaluate(schedules, steps):
 SETS = 8  # of arguments in one call
 
 
-@pytest.mark.parametrize("row", ROWS, ids=repr)
+TWO_SECONDS = (
+    "cosine_onecycle_schedule loop sequence sine_exponential sine_halving triangle_exponential triangle_halving"
+)
+
+
+@pytest.mark.parametrize("row", medium_if(lambda row: row.name in TWO_SECONDS.split(), ROWS), ids=repr)
 def test_random_arguments(row):
     """The closed form, never NaN, never out of range, and the same bits traced or not, alone or in a batch."""
 
@@ -479,6 +485,7 @@ class Own:
         return self.rate * step
 
 
+@pytest.mark.medium
 def test_any_function_may_be_a_piece():
     def late(step):
         return jnp.where(step > 1, 5, 4)  # an int: taken as a float
@@ -645,6 +652,7 @@ def test_in_float64():
         assert abs(float(value) - 0.05 * (1 + math.cos(math.pi * 7 / 30))) < 1e-17
 
 
+@pytest.mark.medium
 def test_gradients_of_the_numbers():
     schedules = (
         S.linear_schedule(0.2, 0.7, 10), S.polynomial_schedule(0.2, 0.7, 2.0, 10), S.cosine_decay_schedule(0.3, 10),

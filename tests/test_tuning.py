@@ -443,6 +443,7 @@ tuning.tune(objective, {"x": spaces.uniform(0, 1)}, trials=6, directory=sys.argv
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("kind", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -2)])
 def test_signals_end_a_sweep(tmp_path, kind, status):
     def start(how):
@@ -529,6 +530,7 @@ def test_a_directory_of_another_sweep(tmp_path, change, text):
         tune(trials=2, directory=tmp_path, **change)
 
 
+@pytest.mark.medium
 def test_one_writer_and_readers_of_nothing(tmp_path):
     holder = "import sys, time; from pathlib import Path; from tsunax import _files"
     holder += "; lock = _files.Lock(Path(sys.argv[1])); print(1, flush=True); time.sleep(60)"
@@ -767,6 +769,7 @@ def optuna():
     found.logging.set_verbosity(found.logging.INFO)
 
 
+@pytest.mark.medium
 def test_optuna_finds_more_than_chance_and_goes_on(optuna, tmp_path):
     stops = iter([3, 11, 12])
     stop = [None]
