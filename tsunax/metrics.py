@@ -141,19 +141,27 @@ def _hits(predictions, targets, k: int, place: str):
     return jnp.where(known, (jnp.sum(before, axis=-1) < k).astype(jnp.float32), jnp.nan)
 
 
-def _no_mean(cls):
-    """The metric of no rows, from which merging starts."""
-    return cls(Mean.empty())
+@dataclass(frozen=True)
+class _OfMean:
+    """A metric that is a mean over rows."""
 
+    mean: Mean
 
-def _compute_mean(self):
-    """An f32 scalar; NaN over nothing."""
-    return self.mean.compute()
+    @classmethod
+    def empty(cls):
+        """The metric of no rows, from which merging starts."""
+        return cls(Mean.empty())
+
+    merge = _add
+
+    def compute(self):
+        """An f32 scalar; NaN over nothing."""
+        return self.mean.compute()
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Accuracy:
+class Accuracy(_OfMean):
     """The share of right predictions: `Σ where · (prediction == target) / Σ where`.
 
     The prediction of scores is the class with the highest score, the first of equal ones.
@@ -163,22 +171,16 @@ class Accuracy:
     Array(0.6666667, dtype=float32)
     """
 
-    mean: Mean
-
     @classmethod
     def of(cls, predictions, targets, where=None) -> Accuracy:
         """From scores (..., classes) or class ids (...), and the true class ids (...)."""
         hits = _hits(predictions, targets, 1, "Accuracy.of()")
         return cls(Mean(*weighted_sum(hits, where, "Accuracy.of()")))
 
-    empty = classmethod(_no_mean)
-    merge = _add
-    compute = _compute_mean
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TopK:
+class TopK(_OfMean):
     """The share of targets among the `k` highest scores, the first of equal ones.
 
     >>> scores = jnp.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
@@ -186,7 +188,6 @@ class TopK:
     Array(0.5, dtype=float32)
     """
 
-    mean: Mean
     k: int = field(metadata={"static": True})
 
     @classmethod
@@ -207,13 +208,10 @@ class TopK:
         hits = _hits(predictions, targets, k, "TopK.of()")
         return cls(Mean(*weighted_sum(hits, where, "TopK.of()")), k)
 
-    merge = _add
-    compute = _compute_mean
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Perplexity:
+class Perplexity(_OfMean):
     """`exp(mean of -log softmax(logits)[target])`.
 
     If the losses of the tokens are at hand: `Perplexity(Mean.of(losses, where))`.
@@ -221,8 +219,6 @@ class Perplexity:
     >>> Perplexity.of(jnp.zeros((2, 8)), jnp.array([3, 5])).compute()
     Array(8., dtype=float32)
     """
-
-    mean: Mean  # of the negative log-likelihood, in nats
 
     @classmethod
     def of(cls, predictions, targets, where=None) -> Perplexity:
@@ -237,9 +233,6 @@ class Perplexity:
 
     def compute(self):
         return jnp.exp(self.mean.compute())
-
-    empty = classmethod(_no_mean)
-    merge = _add
 
 
 def _pairs(predictions, targets, where, classes: int | None, place: str):
@@ -316,7 +309,8 @@ class _ClassSums:
     def empty(cls, classes: int = 2, *, average: str | None = "binary"):
         """The metric of no rows, from which merging starts."""
         cls._check_average(average, classes, "empty")
-        return cls(*jnp.zeros((3, classes), jnp.float32), average)
+        hits, predicted, actual = jnp.zeros((3, classes), jnp.float32)
+        return cls(hits, predicted, actual, average)
 
     @classmethod
     def of(
@@ -329,8 +323,9 @@ class _ClassSums:
         predicted, actual, weights, n = _pairs(predictions, targets, where, classes, place)
         zeros = jnp.zeros(n, jnp.float32) + 0 * jnp.sum(weights)  # a NaN spoils all classes
         right = jnp.where(predicted == actual, weights, 0)
-        pairs = ((actual, right), (predicted, weights), (actual, weights))
-        return cls(*(zeros.at[ids].add(w, mode="drop") for ids, w in pairs), average)
+        count = lambda ids, weights: zeros.at[ids].add(weights, mode="drop")
+        sums = count(actual, right), count(predicted, weights), count(actual, weights)
+        return cls(*sums, average)
 
     merge = _add
 
@@ -413,14 +408,12 @@ def _numbers(predictions, targets, place: str):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class MeanSquaredError:
+class MeanSquaredError(_OfMean):
     """`Σ where · (prediction - target)² / Σ where`.
 
     >>> MeanSquaredError.of(jnp.array([1.0, 2.0]), jnp.array([1.0, 4.0])).compute()
     Array(2., dtype=float32)
     """
-
-    mean: Mean
 
     @classmethod
     def of(cls, predictions, targets, where=None) -> MeanSquaredError:
@@ -428,10 +421,6 @@ class MeanSquaredError:
         place = "MeanSquaredError.of()"
         predictions, targets = _numbers(predictions, targets, place)
         return cls(Mean(*weighted_sum(jnp.square(predictions - targets), where, place)))
-
-    empty = classmethod(_no_mean)
-    merge = _add
-    compute = _compute_mean
 
 
 @jax.tree_util.register_dataclass

@@ -111,11 +111,7 @@ def _check_takes(make: Callable, values: dict[str, Any]) -> None:
 
 def member(runs: TrainState, i: int) -> TrainState:
     """One member as an ordinary state, with copied arrays. Raises StateError for a bad index."""
-    n = _members(runs, "member()")
-    is_index = np.ndim(i) == 0 and np.issubdtype(np.asarray(i).dtype, np.integer)
-    if not is_index or not -n <= int(i) < n:
-        raise StateError(message("member", "member()", trees.describe(i), f"an index below {n}"))
-    return _taken(runs, np.int32(int(i) % n))
+    return _taken(runs, i, 0, "member", "an index")
 
 
 def select(runs: TrainState, indices: Any) -> TrainState:
@@ -124,16 +120,26 @@ def select(runs: TrainState, indices: Any) -> TrainState:
     For successive halving, `select(runs, np.argsort(losses)[:8])`, and for populations whose worst
     members are replaced by copies of the best. Raises StateError for an index out of range.
     """
-    n = _members(runs, "select()")
+    return _taken(runs, indices, 1, "indices", "a list of ints")
+
+
+def _taken(runs: TrainState, indices: Any, ndim: int, what: str, kind: str) -> TrainState:
+    where = "member()" if what == "member" else "select()"
+    n = _members(runs, where)
     try:
         at = np.asarray(indices)
     except ValueError:  # lists of several lengths
         at = np.empty(0)
-    is_list = at.ndim == 1 and at.size and np.issubdtype(at.dtype, np.integer)
-    if not is_list or at.min() < -n or at.max() >= n:
-        got = trees.describe(indices) if not is_list else f"{at.min()} ... {at.max()}"
-        raise StateError(message("indices", "select()", got, f"a list of ints below {n}"))
-    return _taken(runs, (at % n).astype(np.int32))
+    fits = at.ndim == ndim and at.size and np.issubdtype(at.dtype, np.integer)
+    if not fits or at.min() < -n or at.max() >= n:
+        got = f"{at.min()} ... {at.max()}" if fits and ndim else trees.describe(indices)
+        raise StateError(message(what, where, got, f"{kind} below {n}"))
+    return _gathered(runs, (at % n).astype(np.int32))
+
+
+@jax.jit
+def _gathered(runs: TrainState, at) -> TrainState:
+    return jax.tree.map(lambda x: jnp.asarray(x)[at], runs)
 
 
 # ------------------------------------------------------------------------------ members that stop
@@ -261,11 +267,6 @@ def _where(stopped, old, new):
     """`old` for members that have stopped, else `new`; keys, too."""
     flags = jnp.reshape(stopped, (len(stopped),) + (1,) * (jnp.ndim(new) - 1))
     return jnp.where(flags, old, new)
-
-
-@jax.jit
-def _taken(runs: TrainState, at) -> TrainState:
-    return jax.tree.map(lambda x: jnp.asarray(x)[at], runs)
 
 
 def _members(runs: Any, where: str) -> int:

@@ -120,13 +120,13 @@ def check_precision(
     if plan.precision is None:
         expected = "one: setup(..., precision='bfloat16')"
         raise StateError(message("precision", where, "None", expected))
+    title = f"precision {plan.precision.compute}"
     plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
     params = with_rest(state, base(state))
     wide = dataclasses.replace(state, params=params, masters=None, loss_scale=None, plan=plan)
     state = _settled(step, state, batch, extra)
     full, low = (_gradient(step, s, batch, extra) for s in (wide, state))
     _check_finite(full, where, batch)
-    title = f"precision {state.plan.precision.compute}"
     sizes = _sizes_of_noise(full[1], "grads", by_norm=True)
     return _compared(title, low[1], full[1], tolerance, "grads", by_norm=True, sizes=sizes)
 

@@ -31,7 +31,7 @@ class Data:
 
     is_whole = False  # whether the last batch has all rows on every process, and no shares
     resumable = True  # whether `set_state` needs nothing but the position
-    is_placed = False  # whether `set_state` was called after the last batch
+    is_placed: bool = False  # whether `set_state` was called after the last batch
 
     def __len__(self) -> int:
         """The batches of an epoch. Raises TypeError if unknown."""
@@ -56,7 +56,7 @@ class Batches(Data):
     def __init__(self, arrays, batch_size, *, seed, window, drop_remainder, process, device):
         self.batch_size, self.process, self.resident = batch_size, process, None
         self._seed, self._window, self._drop = seed, window, drop_remainder
-        self._place, self._restored = (0, 0), False
+        self._place = (0, 0)
         self.share = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = window is not None or process[1] > 1
         self.is_stream = columns.is_stream(arrays)  # records in sequence, and not by number
@@ -135,10 +135,6 @@ class Batches(Data):
 
     # The position
 
-    @property
-    def is_placed(self) -> bool:  # type: ignore[override]
-        return self._restored
-
     def get_state(self) -> dict[str, int]:
         """The position after the last batch, `{"epoch", "position"}`; after an epoch the next one's."""
         epoch, position = self._place
@@ -155,24 +151,24 @@ class Batches(Data):
             end = "" if self._rows is None else f", position at most {len(self)}"
             expected = f'{{"epoch": int, "position": int}}{end}'
             raise DataError(message("state", "set_state()", state, expected))
-        self._place, self._restored = (int(state["epoch"]), int(state["position"])), True
+        self._place, self.is_placed = (int(state["epoch"]), int(state["position"])), True
         self._place = tuple(self.get_state().values())
 
     def afresh(self) -> Batches:
         """The same data at the beginning, with a separate position."""
         other = copy.copy(self)
-        other._place, other._restored = (0, 0), False
+        other._place, other.is_placed = (0, 0), False
         return other
 
     def follow(self, state: Mapping) -> None:
-        self._place, self._restored = (state["epoch"], state["position"]), False
+        self._place, self.is_placed = (state["epoch"], state["position"]), False
 
     def _begin(self) -> tuple[int, int]:
         """The position of a loop that reads its first batch: a new epoch, or the one that was set."""
         epoch, position = tuple(self.get_state().values())
-        if position and not self._restored:
+        if position and not self.is_placed:
             epoch, position = epoch + 1, 0
-        self._restored = False
+        self.is_placed = False
         return epoch, position
 
     # Batches of arrays

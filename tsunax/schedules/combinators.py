@@ -142,11 +142,11 @@ def sgdr_schedule(cosine_kwargs: Any) -> Schedule:
 
     (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)
     """
-    cycles = list(cosine_kwargs) if hasattr(cosine_kwargs, "__iter__") else [cosine_kwargs]
-    for kwargs in cycles:
-        if not isinstance(kwargs, Mapping):
-            got, expected = trees.describe(kwargs), "arguments of warmup_cosine_decay_schedule"
-            raise WrongTypeError(message("cosine_kwargs", "sgdr_schedule()", got, expected))
+    cycles = list(cosine_kwargs)
+    if odd := [x for x in cycles if not isinstance(x, Mapping)]:
+        expected = "arguments of warmup_cosine_decay_schedule"
+        got = trees.describe(odd[0])
+        raise WrongTypeError(message("cosine_kwargs", "sgdr_schedule()", got, expected))
     return sequence([(warmup_cosine_decay_schedule(**x), x["decay_steps"]) for x in cycles])
 
 

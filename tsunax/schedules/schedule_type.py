@@ -242,8 +242,9 @@ _IN_ORDER = (
 def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
     for first, second, sign, fix in _IN_ORDER:
         a, b = arguments.get(first), arguments.get(second)
-        are_numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
-        if are_numbers and not (a < b or (a == b and sign == "≤")):
+        if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
+            continue
+        if not (a < b or (a == b and sign == "≤")):
             got, expected = f"{first}={a}, {second}={b}", f"{first} {sign} {second}"
             raise HyperparameterError(message("arguments", where, got, expected, fix))
 
