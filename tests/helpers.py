@@ -64,6 +64,14 @@ def count_compiles():
     ...     _ = step(x), step(longer)
     >>> c.compiles, c.traces
     (0, 0)
+
+    What the compilation cache of the session has is counted as well:
+
+    >>> again = jax.jit(lambda x: x * 2)
+    >>> with count_compiles() as c:
+    ...     _ = again(x)
+    >>> c.compiles
+    1
     """
     counts = Compiles()
     _counting.append(counts)
@@ -149,6 +157,16 @@ def assert_trees_close(a, b, rtol, atol) -> None:
         return np.isclose(x.astype(wide), y.astype(wide), rtol=rtol, atol=atol)
 
     _compare(a, b, close)
+
+
+def medium_but(cases, *quick):
+    """The cases of a parametrization, all marked `medium` but those that are named: by value, or by their `name`.
+
+    >>> medium_but("abc", "b")
+    [ParameterSet(values=('a',), marks=...medium...), 'b', ParameterSet(values=('c',), marks=...medium...)]
+    """
+    is_quick = lambda case: getattr(case, "name", case) in quick
+    return [case if is_quick(case) else pytest.param(case, marks=pytest.mark.medium) for case in cases]
 
 
 def need(name: str):

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
-from tsunax.distributed import processes as distributed
 from tsunax.data.batching import batches
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.data.on_devices import gather
 from tsunax.data.prefetching import prefetch
+from tsunax.distributed import processes as distributed
 from tsunax.errors import DataError, HyperparameterError, WrongTypeError
 
 N = 23

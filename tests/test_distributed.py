@@ -17,13 +17,13 @@ import jax
 import numpy as np
 import pytest
 import tsunax as ts
+from campaigns import lost_processes
+from campaigns.lost_processes import free_port
 from jax._src.lib import _jax
-from tests import processes
-from tests.faults import peers
-from tests.faults.peers import free_port
 from tests.helpers import absent, need
-from tsunax.distributed import processes as distributed
+from tests.programs import processes
 from tsunax.distributed import _peers
+from tsunax.distributed import processes as distributed
 from tsunax.errors import DataError, ProcessError, WrongTypeError
 from tsunax.run.agreement import Alike
 
@@ -521,7 +521,7 @@ class Started:
 
 @pytest.fixture
 def launch(tmp_path):
-    """A function that starts n processes of `tests.processes`, all of which are ended afterwards."""
+    """A function that starts n processes of `tests.programs.processes`, all of which are ended afterwards."""
     started = []
 
     def run(n, *work, variables=lambda i: {}, start=None, peer_timeout=20.0, timeout=60):
@@ -529,7 +529,7 @@ def launch(tmp_path):
         for i in range(n):
             given = {"coordinator_address": address, "num_processes": n, "process_id": i} if start is None else start
             given = {"peer_timeout": peer_timeout, "timeout": timeout, **given}
-            command = [sys.executable, "-u", "-m", "tests.processes", *map(str, work)]
+            command = [sys.executable, "-u", "-m", "tests.programs.processes", *map(str, work)]
             started.append(Started(tmp_path, i, command, variables(i), given))
             started[-1].address = address
         return started
@@ -623,7 +623,7 @@ def test_an_exception_ends_all(launch):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_is_hurt_ends_the_others(tmp_path, number):
-    found = peers.hurt(tmp_path, 2, 1, number, peer_timeout=3.0)
+    found = lost_processes.hurt(tmp_path, 2, 1, number, peer_timeout=3.0)
     assert not found["wrong"] and found["seconds"] < 10
 
 
@@ -681,7 +681,7 @@ def mpirun(n, *work) -> str:
     return done.stdout
 
 
-LOSSES = "python -m tests.processes losses".split()
+LOSSES = "python -m tests.programs.processes losses".split()
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -724,7 +724,7 @@ def test_mpirun_of_open_mpi_5(mpi4py):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("n, victim", [(n, i) for n in (2, 4) for i in range(n)])
 def test_any_process_may_be_hurt(tmp_path, n, victim, number):
-    found = peers.hurt(tmp_path, n, victim, number, peer_timeout=5.0)
+    found = lost_processes.hurt(tmp_path, n, victim, number, peer_timeout=5.0)
     assert not found["wrong"] and found["seconds"] < 15
 
 

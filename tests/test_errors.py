@@ -23,7 +23,6 @@ import pytest
 import tsunax as ts
 from flax import linen, nnx
 from tsunax.errors import (
-    DataError,
     HyperparameterError,
     LossError,
     ParamsError,

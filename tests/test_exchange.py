@@ -17,8 +17,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tsunax as ts
+from campaigns import manifests
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.faults import hostile
 from tests.helpers import assert_trees_equal, need
 from tsunax.checkpoints import exchange
 from tsunax.errors import CheckpointError, PatternError, SaveError, WrongTypeError
@@ -497,7 +497,7 @@ def test_an_index_leads_nowhere_else(tmp_path):
         error_of(lambda: exchange.restore(folder))
     rng, outcomes = random.Random(0), {"refused": 0, "read": 0}
     for _ in range(200):
-        index.write_bytes(hostile.mutated(rng, body))
+        index.write_bytes(manifests.mutated(rng, body))
         try:
             assert set(exchange.restore(folder, where="*")) <= {"a", "b"}
             outcomes["read"] += 1

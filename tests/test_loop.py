@@ -1126,7 +1126,7 @@ def test_an_evaluation_may_read_the_training_data(make):
 def test_another_order_of_the_data_is_refused(tmp_path):
     fit(STEP, ts.setup(RULE, init()), data(), steps=4, checkpoint=tmp_path)
     for other in (data(seed=2), ts.batches((X, Y), 4, shuffle=True, seed=1), data(drop_remainder=True)):
-        text = r"data at resume: got (seed 2|batch_size 4|tail drop), expected .* in the checkpoint"
+        text = r"data at resume: got (seed 2|batch_size 4|drop_remainder True), expected .* in the checkpoint"
         with pytest.raises(DataError, match=text):
             fit(STEP, ts.setup(RULE, init()), other, steps=9, checkpoint=tmp_path)
 

@@ -479,4 +479,5 @@ def batch_stats_updated(loss_fn: Callable) -> Callable:
 
     return call
 
+
 __all__ = ["EvalStep", "TrainStep", "eval_step", "train_step"]

@@ -1,4 +1,7 @@
-"""What one of several processes saves in a test: `python -m tests.saving WORK FOLDER`; prints what it found as JSON."""
+"""What one of several processes saves in a test; prints what it found as JSON.
+
+python -m tests.programs.saving WORK FOLDER
+"""
 
 import contextlib
 import dataclasses
@@ -12,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import tsunax as ts
-from tsunax.distributed import processes as distributed
 from tsunax.checkpoints import exchange
+from tsunax.distributed import processes as distributed
 from tsunax.errors import TsunaxError
 
 SHAPES = {"w": (8, 6), "deep": {"v": (4, 1024), "b": (6,)}}

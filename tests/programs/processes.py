@@ -1,4 +1,4 @@
-"""What one of several processes does in a test: `python -m tests.processes WORK [OUT]`, started by a launcher.
+"""What one of several processes does in a test: `python -m tests.programs.processes WORK [OUT]`, started by a launcher.
 
 Prints or writes what it found as JSON; the tests compare.
 """

@@ -1,4 +1,7 @@
-"""What one of several processes fits in a test: `python -m tests.fitting WORK`; prints what it found as JSON."""
+"""What one of several processes fits in a test; prints what it found as JSON.
+
+python -m tests.programs.fitting WORK
+"""
 
 import contextlib
 import json
