@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import checks, trees
-from tsunax.errors import LossError, message
+from tsunax.errors import LossError
 
 _Metric = TypeVar("_Metric")
 
@@ -35,7 +35,7 @@ def _add(self: _Metric, other: _Metric) -> _Metric:
     ours, theirs = ([np.shape(x) for x in jax.tree.leaves(m)] for m in (self, other))
     if jax.tree.structure(self) != jax.tree.structure(other) or ours != theirs:
         place, expected = f"{type(self).__name__}.merge()", f"{trees.describe(self)}, made alike"
-        raise LossError(message("other", place, trees.describe(other), expected))
+        raise LossError("other", place, trees.describe(other), expected)
     return jax.tree.map(operator.add, self, other)
 
 
@@ -82,18 +82,18 @@ def as_array(what: str, x, place: str) -> Any:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
-        raise LossError(message(what, place, trees.describe(x), "an array")) from None
+        raise LossError(what, place, trees.describe(x), "an array") from None
 
 
 def _weights(where, values, place: str):
     """`where` as an array like `values`. Raises LossError unless it has their leading axes."""
     where = as_array("where", where, place) if where is not None else jnp.ones((), values.dtype)
     if not (checks.is_real(where) or where.dtype == np.bool_):
-        raise LossError(message("where", place, trees.describe(where), "a mask, or real weights"))
+        raise LossError("where", place, trees.describe(where), "a mask, or real weights")
     fits = (w in (1, v) for w, v in zip(where.shape, values.shape, strict=False))
     if where.ndim > values.ndim or not all(fits):
         expected = f"the leading axes of values, {values.shape}"
-        raise LossError(message("where", place, f"shape {where.shape}", expected))
+        raise LossError("where", place, f"shape {where.shape}", expected)
     where = where.astype(values.dtype).reshape(*where.shape, *(1,) * (values.ndim - where.ndim))
     return jnp.broadcast_to(where, values.shape)
 
@@ -112,14 +112,13 @@ def _class_ids(predictions, targets, place: str, classes: int | None = None):
     ):
         is_ids = jnp.issubdtype(x.dtype, np.integer) or x.dtype == np.bool_
         if not is_ids and not (has_scores and what == "predictions"):
-            raise LossError(message(what, place, trees.describe(x), "class ids, int or bool", fix))
+            raise LossError(what, place, trees.describe(x), "class ids, int or bool", fix)
     shape, n = targets.shape, predictions.shape[-1] if has_scores else classes
     if predictions.shape[: targets.ndim] != shape or predictions.ndim > targets.ndim + 1:
         expected = f"{shape}, class ids as in targets, or {(*shape, 'classes')}, scores"
-        raise LossError(message("predictions", place, f"shape {predictions.shape}", expected))
+        raise LossError("predictions", place, f"shape {predictions.shape}", expected)
     if classes not in (None, n):
-        expected = f"{n}, the last axis of predictions"
-        raise LossError(message("classes", place, classes, expected))
+        raise LossError("classes", place, classes, f"{n}, the last axis of predictions")
     return predictions, targets.astype(jnp.int32), n
 
 
@@ -204,7 +203,7 @@ class TopK(_OfMean):
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 0 < k <= classes:
             got = f"{k} with predictions of shape {np.shape(predictions)}"
             expected = "1 to the number of classes, the last axis of scores"
-            raise LossError(message("k", "TopK.of()", got, expected))
+            raise LossError("k", "TopK.of()", got, expected)
         hits = _hits(predictions, targets, k, "TopK.of()")
         return cls(Mean(*weighted_sum(hits, where, "TopK.of()")), k)
 
@@ -227,7 +226,7 @@ class Perplexity(_OfMean):
         logits, targets, classes = _class_ids(predictions, targets, place)
         if classes is None:
             expected = f"logits of shape {(*targets.shape, 'classes')}"
-            raise LossError(message("predictions", place, trees.describe(logits), expected))
+            raise LossError("predictions", place, trees.describe(logits), expected)
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         return cls(Mean(*weighted_sum(-_at(jax.nn.log_softmax(logits), targets), where, place)))
 
@@ -240,7 +239,7 @@ def _pairs(predictions, targets, where, classes: int | None, place: str):
     predictions, targets, classes = _class_ids(predictions, targets, place, classes)
     if classes is None:
         fix = "Class ids do not tell how many there are."
-        raise LossError(message("classes", place, "None", "the number of classes", fix))
+        raise LossError("classes", place, "None", "the number of classes", fix)
     known = (targets >= 0) & (targets < classes)
     if predictions.ndim > targets.ndim:
         known &= ~jnp.any(jnp.isnan(predictions), axis=-1)
@@ -300,10 +299,10 @@ class _ClassSums:
         place, known = f"{cls.__name__}.{method}()", ("binary", "macro", "micro", "weighted")
         if average is not None and not checks.is_one_of(average, known):
             expected = f"one of {', '.join(map(repr, known))}, None"
-            raise LossError(message("average", place, trees.describe(average), expected))
+            raise LossError("average", place, trees.describe(average), expected)
         if average == "binary" and classes != 2:
             fix = "Choose 'macro', 'micro' or 'weighted', or None for each class."
-            raise LossError(message("average", place, f"'binary' with {classes} classes", "2", fix))
+            raise LossError("average", place, f"'binary' with {classes} classes", "2", fix)
 
     @classmethod
     def empty(cls, classes: int = 2, *, average: str | None = "binary"):
@@ -399,10 +398,10 @@ def _numbers(predictions, targets, place: str):
     if predictions.shape != targets.shape:
         fix = "Broadcasting would compare each with each."
         got, expected = f"shape {predictions.shape}", f"{targets.shape}, as targets"
-        raise LossError(message("predictions", place, got, expected, fix))
+        raise LossError("predictions", place, got, expected, fix)
     dtype = jnp.promote_types(jnp.result_type(predictions, targets), jnp.float32)
     if not jnp.issubdtype(dtype, np.floating):
-        raise LossError(message("predictions", place, f"dtype {dtype}", "real numbers"))
+        raise LossError("predictions", place, f"dtype {dtype}", "real numbers")
     return predictions.astype(dtype), targets.astype(dtype)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from tsunax._core import checks, trees
 from tsunax._step.members import members_of
 from tsunax.checkpoints import manifest
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import hyperparams
 from tsunax.rules import live_rules, number_table
 from tsunax.rules.combining import PartitionState
@@ -191,20 +191,20 @@ def _as_old(state, params, rule, step) -> _Old:
         check_state(state, where)
         if step is not None:
             expected, fix = "None: a TrainState has its own", "state.replace(step=...) changes it."
-            raise WrongTypeError(message("step", where, step, expected, fix))
+            raise WrongTypeError("step", where, step, expected, fix)
         if members_of(state) is not None:
             fix = "Each alone: ts.populations.member(runs, i)."
-            raise StateError(message("state", where, "a population", "one state", fix))
+            raise StateError("state", where, "a population", "one state", fix)
         if any(map(trees.is_traced, jax.tree.leaves(state))):
             fix = "Call it outside of jit."
-            raise StateError(message("state", where, "a traced state", "a concrete one", fix))
+            raise StateError("state", where, "a traced state", "a concrete one", fix)
         full = number_table.lower(state.opt_state, state.numbers)
         slots = _slots(full, _owners_of(state), base(state))
         return _Old(state.params, slots, int(state.step), state, state.model_state, state.key)
     if step is not None:
         checks.check_count(step, where, "step", least=0)
         if step >= 2**31:
-            raise HyperparameterError(message("step", where, step, "one that int32 holds"))
+            raise HyperparameterError("step", where, step, "one that int32 holds")
     if all(hasattr(state, name) for name in FLAX if name != "apply_fn"):
         owners = trees.owners(state.tx.init, state.params)[2]
         slots = _slots(state.opt_state, owners, state.params)
@@ -213,14 +213,13 @@ def _as_old(state, params, rule, step) -> _Old:
         return _Old(state.params, slots, step, beside=tuple(more))
     if params is KEEP:
         fix = "For an optax state also give params=."
-        raise WrongTypeError(message("state", where, trees.describe(state), "a TrainState", fix))
+        raise WrongTypeError("state", where, trees.describe(state), "a TrainState", fix)
     slots = _slots(state, _owners_in(state, rule, params), params)
     clocks = (s for s in slots.values() if s.what.endswith(".count") and not np.ndim(s.value))
     counts = {int(s.value) for s in clocks}
     if step is None and len(counts) != 1:
         got = f"an optax state with {len(counts) or 'no'} counts"
-        expected = "one that tells the number of updates"
-        raise StateError(message("step", where, got, expected, "Give step=."))
+        raise StateError("step", where, got, "one that tells the number of updates", "Give step=.")
     return _Old(params, slots, counts.pop() if step is None else step)
 
 
@@ -334,7 +333,7 @@ def _trained_by_name(params, old: _Old) -> Any:
     if unknown := [name for name in here if name not in trained]:
         fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
         what = f"leaf {unknown[0]!r}"
-        raise StateError(message(what, "migrate()", "a new one", "those of the state", fix))
+        raise StateError(what, "migrate()", "a new one", "those of the state", fix)
     return jax.tree.unflatten(jax.tree.structure(params), [trained[name] for name in here])
 
 
