@@ -77,16 +77,14 @@ def _model(
     def carried(model_state, where):
         model_state = nothing if model_state is None else model_state
         if model_state is None:
-            fix = "Give setup(..., model_state=model.model_state), and add a model_state parameter"
-            got, expected = "None", "what the model carries"
-            raise StateError("model_state", where, got, expected, f"{fix} to loss_fn.")
+            fix = "Give setup(model_state=model.model_state) and loss_fn a model_state parameter."
+            raise StateError("model_state", where, "None", "the state that the model carries", fix)
         return jax.tree.map(lambda x: x, model_state)  # new containers: equinox invalidates them
 
     def apply(params, *x, model_state=None, key=None, train=None, **named):
         if key is not None and train is None and has_modes and named.keys().isdisjoint(_ON + _OFF):
-            got, fix = "a key without it", "Name `train` in loss_fn and hand it on: dropout is off"
-            fix += " without it."
-            raise LossError("train", "Model.apply()", got, "True or False", fix)
+            fix = "Name `train` in loss_fn and hand it on: dropout is off without it."
+            raise LossError("train", "Model.apply()", "a key without it", "True or False", fix)
         out, new = call(params, carried(model_state, "Model.apply()"), key, bool(train), x, named)
         return out, new if nothing is None else model_state
 
