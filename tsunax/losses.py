@@ -41,7 +41,7 @@ from optax.losses import (  # isort: skip
 from optax.losses import softmax_cross_entropy_with_integer_labels as _with_integer_labels
 
 from tsunax._core import trees
-from tsunax.errors import LossError, message
+from tsunax.errors import LossError
 
 Axis = int | tuple[int, ...]
 Maybe = ArrayLike | None
@@ -107,8 +107,8 @@ def euclidean_distance(
     axes = _axes(loss, axis, predictions.ndim)
     predictions, targets = _included(loss, where, axes, predictions, targets, fill=0)
     apart = predictions - targets
-    # by a power of two, which changes no bit of what has a square: one above 1e38 is inf, one below
-    # 1e-38 is 0
+    # squares above 1e38 are inf, and below 1e-38 they are 0: scaled by a power of two, which changes
+    # no bit of other distances
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(apart), axes, keepdims=True))
     kind = jnp.finfo(apart.dtype)
     power = jax.lax.reduce_precision(
@@ -416,10 +416,8 @@ def _power(x: jax.Array, gamma: ArrayLike) -> jax.Array:
 
 
 def _one_minus(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """1 - part / whole, and 0 where there is no whole: none so small that its square, in the
-    gradient, is 0.
-    """
-    nothing = whole < 1e-18
+    """1 - part / whole, and 0 if there is no whole."""
+    nothing = whole < 1e-18  # the square of less, in the gradient, would be 0
     return jnp.where(nothing, 0, 1 - part / jnp.where(nothing, 1, whole))
 
 
@@ -427,7 +425,7 @@ def _one_minus(part: jax.Array, whole: jax.Array) -> jax.Array:
 
 
 def _wrong(what: str, loss: str, got: Any, expected: str, fix: str = "") -> LossError:
-    return LossError(message(what, f"{loss}()", got, expected, fix))
+    return LossError(what, f"{loss}()", got, expected, fix)
 
 
 def _real(loss: str, what: str, x: ArrayLike, *, floats: bool = False) -> jax.Array:
@@ -478,8 +476,7 @@ def _axes(loss: str, axis: Axis, ndim: int) -> tuple[int, ...]:
     except (TypeError, ValueError):  # no int, out of range, or twice
         axes = ()
     if not axes:
-        expected = f"an int or a tuple of them, for {ndim} axes"
-        raise _wrong("axis", loss, repr(axis), expected)
+        raise _wrong("axis", loss, repr(axis), f"an int or a tuple of them, for {ndim} axes")
     return axes
 
 
@@ -496,7 +493,7 @@ def _example_axes(loss: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
 def _included(
     loss: str, where: Maybe, axes: tuple[int, ...], x: jax.Array, y: jax.Array, fill: float = 1
 ) -> tuple[jax.Array, jax.Array]:
-    """`x` and `y`, where the mask excludes them `fill` and 0, which add nothing to a sum."""
+    """`x` and `y` with `fill` and 0 for excluded elements, which add nothing to a sum."""
     if where is None:
         return x, y
     mask = _real(loss, "where", where)
@@ -510,8 +507,7 @@ def _included(
         m in (1, n) for m, n in zip(mask.shape, x.shape, strict=True)
     )
     if not fits:
-        expected = f"{x.shape}, or {rows} for whole rows"
-        raise _wrong("where", loss, f"shape {mask.shape}", expected)
+        raise _wrong("where", loss, f"shape {mask.shape}", f"{x.shape}, or {rows} for whole rows")
     return jnp.where(mask, x, fill), jnp.where(mask, y, 0)
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import checks, trees
-from tsunax.errors import LossError, message
+from tsunax.errors import LossError
 
 _Metric = TypeVar("_Metric")
 
@@ -35,7 +35,7 @@ def _add(self: _Metric, other: _Metric) -> _Metric:
     ours, theirs = ([np.shape(x) for x in jax.tree.leaves(m)] for m in (self, other))
     if jax.tree.structure(self) != jax.tree.structure(other) or ours != theirs:
         place, expected = f"{type(self).__name__}.merge()", f"{trees.describe(self)}, made alike"
-        raise LossError(message("other", place, trees.describe(other), expected))
+        raise LossError("other", place, trees.describe(other), expected)
     return jax.tree.map(operator.add, self, other)
 
 
@@ -82,18 +82,18 @@ def as_array(what: str, x, place: str) -> Any:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
-        raise LossError(message(what, place, trees.describe(x), "an array")) from None
+        raise LossError(what, place, trees.describe(x), "an array") from None
 
 
 def _weights(where, values, place: str):
     """`where` as an array like `values`. Raises LossError unless it has their leading axes."""
     where = as_array("where", where, place) if where is not None else jnp.ones((), values.dtype)
     if not (checks.is_real(where) or where.dtype == np.bool_):
-        raise LossError(message("where", place, trees.describe(where), "a mask, or real weights"))
+        raise LossError("where", place, trees.describe(where), "a mask, or real weights")
     fits = (w in (1, v) for w, v in zip(where.shape, values.shape, strict=False))
     if where.ndim > values.ndim or not all(fits):
         expected = f"the leading axes of values, {values.shape}"
-        raise LossError(message("where", place, f"shape {where.shape}", expected))
+        raise LossError("where", place, f"shape {where.shape}", expected)
     where = where.astype(values.dtype).reshape(*where.shape, *(1,) * (values.ndim - where.ndim))
     return jnp.broadcast_to(where, values.shape)
 
@@ -112,14 +112,13 @@ def _class_ids(predictions, targets, place: str, classes: int | None = None):
     ):
         is_ids = jnp.issubdtype(x.dtype, np.integer) or x.dtype == np.bool_
         if not is_ids and not (has_scores and what == "predictions"):
-            raise LossError(message(what, place, trees.describe(x), "class ids, int or bool", fix))
+            raise LossError(what, place, trees.describe(x), "class ids, int or bool", fix)
     shape, n = targets.shape, predictions.shape[-1] if has_scores else classes
     if predictions.shape[: targets.ndim] != shape or predictions.ndim > targets.ndim + 1:
         expected = f"{shape}, class ids as in targets, or {(*shape, 'classes')}, scores"
-        raise LossError(message("predictions", place, f"shape {predictions.shape}", expected))
+        raise LossError("predictions", place, f"shape {predictions.shape}", expected)
     if classes not in (None, n):
-        expected = f"{n}, the last axis of predictions"
-        raise LossError(message("classes", place, classes, expected))
+        raise LossError("classes", place, classes, f"{n}, the last axis of predictions")
     return predictions, targets.astype(jnp.int32), n
 
 
@@ -141,19 +140,27 @@ def _hits(predictions, targets, k: int, place: str):
     return jnp.where(known, (jnp.sum(before, axis=-1) < k).astype(jnp.float32), jnp.nan)
 
 
-def _no_mean(cls):
-    """The metric of no rows, from which merging starts."""
-    return cls(Mean.empty())
+@dataclass(frozen=True)
+class _OfMean:
+    """A metric that is a mean over rows."""
 
+    mean: Mean
 
-def _compute_mean(self):
-    """An f32 scalar; NaN over nothing."""
-    return self.mean.compute()
+    @classmethod
+    def empty(cls):
+        """The metric of no rows, from which merging starts."""
+        return cls(Mean.empty())
+
+    merge = _add
+
+    def compute(self):
+        """An f32 scalar; NaN over nothing."""
+        return self.mean.compute()
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Accuracy:
+class Accuracy(_OfMean):
     """The share of right predictions: `Σ where · (prediction == target) / Σ where`.
 
     The prediction of scores is the class with the highest score, the first of equal ones.
@@ -163,22 +170,16 @@ class Accuracy:
     Array(0.6666667, dtype=float32)
     """
 
-    mean: Mean
-
     @classmethod
     def of(cls, predictions, targets, where=None) -> Accuracy:
         """From scores (..., classes) or class ids (...), and the true class ids (...)."""
         hits = _hits(predictions, targets, 1, "Accuracy.of()")
         return cls(Mean(*weighted_sum(hits, where, "Accuracy.of()")))
 
-    empty = classmethod(_no_mean)
-    merge = _add
-    compute = _compute_mean
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TopK:
+class TopK(_OfMean):
     """The share of targets among the `k` highest scores, the first of equal ones.
 
     >>> scores = jnp.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
@@ -186,7 +187,6 @@ class TopK:
     Array(0.5, dtype=float32)
     """
 
-    mean: Mean
     k: int = field(metadata={"static": True})
 
     @classmethod
@@ -203,17 +203,14 @@ class TopK:
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 0 < k <= classes:
             got = f"{k} with predictions of shape {np.shape(predictions)}"
             expected = "1 to the number of classes, the last axis of scores"
-            raise LossError(message("k", "TopK.of()", got, expected))
+            raise LossError("k", "TopK.of()", got, expected)
         hits = _hits(predictions, targets, k, "TopK.of()")
         return cls(Mean(*weighted_sum(hits, where, "TopK.of()")), k)
-
-    merge = _add
-    compute = _compute_mean
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Perplexity:
+class Perplexity(_OfMean):
     """`exp(mean of -log softmax(logits)[target])`.
 
     If the losses of the tokens are at hand: `Perplexity(Mean.of(losses, where))`.
@@ -222,8 +219,6 @@ class Perplexity:
     Array(8., dtype=float32)
     """
 
-    mean: Mean  # of the negative log-likelihood, in nats
-
     @classmethod
     def of(cls, predictions, targets, where=None) -> Perplexity:
         """From logits (..., classes) and the true class ids (...)."""
@@ -231,15 +226,12 @@ class Perplexity:
         logits, targets, classes = _class_ids(predictions, targets, place)
         if classes is None:
             expected = f"logits of shape {(*targets.shape, 'classes')}"
-            raise LossError(message("predictions", place, trees.describe(logits), expected))
+            raise LossError("predictions", place, trees.describe(logits), expected)
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         return cls(Mean(*weighted_sum(-_at(jax.nn.log_softmax(logits), targets), where, place)))
 
     def compute(self):
         return jnp.exp(self.mean.compute())
-
-    empty = classmethod(_no_mean)
-    merge = _add
 
 
 def _pairs(predictions, targets, where, classes: int | None, place: str):
@@ -247,7 +239,7 @@ def _pairs(predictions, targets, where, classes: int | None, place: str):
     predictions, targets, classes = _class_ids(predictions, targets, place, classes)
     if classes is None:
         fix = "Class ids do not tell how many there are."
-        raise LossError(message("classes", place, "None", "the number of classes", fix))
+        raise LossError("classes", place, "None", "the number of classes", fix)
     known = (targets >= 0) & (targets < classes)
     if predictions.ndim > targets.ndim:
         known &= ~jnp.any(jnp.isnan(predictions), axis=-1)
@@ -307,16 +299,17 @@ class _ClassSums:
         place, known = f"{cls.__name__}.{method}()", ("binary", "macro", "micro", "weighted")
         if average is not None and not checks.is_one_of(average, known):
             expected = f"one of {', '.join(map(repr, known))}, None"
-            raise LossError(message("average", place, trees.describe(average), expected))
+            raise LossError("average", place, trees.describe(average), expected)
         if average == "binary" and classes != 2:
             fix = "Choose 'macro', 'micro' or 'weighted', or None for each class."
-            raise LossError(message("average", place, f"'binary' with {classes} classes", "2", fix))
+            raise LossError("average", place, f"'binary' with {classes} classes", "2", fix)
 
     @classmethod
     def empty(cls, classes: int = 2, *, average: str | None = "binary"):
         """The metric of no rows, from which merging starts."""
         cls._check_average(average, classes, "empty")
-        return cls(*jnp.zeros((3, classes), jnp.float32), average)
+        hits, predicted, actual = jnp.zeros((3, classes), jnp.float32)
+        return cls(hits, predicted, actual, average)
 
     @classmethod
     def of(
@@ -329,8 +322,9 @@ class _ClassSums:
         predicted, actual, weights, n = _pairs(predictions, targets, where, classes, place)
         zeros = jnp.zeros(n, jnp.float32) + 0 * jnp.sum(weights)  # a NaN spoils all classes
         right = jnp.where(predicted == actual, weights, 0)
-        pairs = ((actual, right), (predicted, weights), (actual, weights))
-        return cls(*(zeros.at[ids].add(w, mode="drop") for ids, w in pairs), average)
+        count = lambda ids, weights: zeros.at[ids].add(weights, mode="drop")
+        sums = count(actual, right), count(predicted, weights), count(actual, weights)
+        return cls(*sums, average)
 
     merge = _add
 
@@ -404,23 +398,21 @@ def _numbers(predictions, targets, place: str):
     if predictions.shape != targets.shape:
         fix = "Broadcasting would compare each with each."
         got, expected = f"shape {predictions.shape}", f"{targets.shape}, as targets"
-        raise LossError(message("predictions", place, got, expected, fix))
+        raise LossError("predictions", place, got, expected, fix)
     dtype = jnp.promote_types(jnp.result_type(predictions, targets), jnp.float32)
     if not jnp.issubdtype(dtype, np.floating):
-        raise LossError(message("predictions", place, f"dtype {dtype}", "real numbers"))
+        raise LossError("predictions", place, f"dtype {dtype}", "real numbers")
     return predictions.astype(dtype), targets.astype(dtype)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class MeanSquaredError:
+class MeanSquaredError(_OfMean):
     """`Σ where · (prediction - target)² / Σ where`.
 
     >>> MeanSquaredError.of(jnp.array([1.0, 2.0]), jnp.array([1.0, 4.0])).compute()
     Array(2., dtype=float32)
     """
-
-    mean: Mean
 
     @classmethod
     def of(cls, predictions, targets, where=None) -> MeanSquaredError:
@@ -428,10 +420,6 @@ class MeanSquaredError:
         place = "MeanSquaredError.of()"
         predictions, targets = _numbers(predictions, targets, place)
         return cls(Mean(*weighted_sum(jnp.square(predictions - targets), where, place)))
-
-    empty = classmethod(_no_mean)
-    merge = _add
-    compute = _compute_mean
 
 
 @jax.tree_util.register_dataclass

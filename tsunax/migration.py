@@ -23,7 +23,7 @@ import numpy as np
 from tsunax._core import checks, trees
 from tsunax._step.members import members_of
 from tsunax.checkpoints import manifest
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import hyperparams
 from tsunax.rules import live_rules, number_table
 from tsunax.rules.combining import PartitionState
@@ -99,7 +99,7 @@ class _Old:
     """The old state in parts, whichever library made it."""
 
     params: Any
-    slots: list[_Slot]
+    slots: dict[int, _Slot]
     step: int
     state: TrainState | None = None
     model_state: Any = None
@@ -157,15 +157,20 @@ def migrate(
         "trainable": _trained_by_name(given, old) if trainable is KEEP else trainable,
         "model_state": old.model_state if model_state is KEEP else model_state,
         "key": old.key if key is KEEP else key,
-        "ema": known and jax.tree.map(own, known.average) if ema is KEEP else ema,
-        "precision": known and known.plan.precision if precision is KEEP else precision,
-        "loss_scale": known and jax.tree.map(own, known.loss_scale)
-        if loss_scale is KEEP
-        else loss_scale,
+        "ema": ema,
+        "precision": precision,
+        "loss_scale": loss_scale,
     }
+    kept = known and {
+        "ema": jax.tree.map(own, known.average),
+        "precision": known.plan.precision,
+        "loss_scale": jax.tree.map(own, known.loss_scale),
+    }
+    options |= {name: kept and kept[name] for name, x in options.items() if x is KEEP}
     fresh, found = setup(rule, _wide(given, known), **options), _Found()
     full = number_table.lower(fresh.opt_state, fresh.numbers)
-    full = _filled(full, old.slots, _slots(full, _owners_of(fresh), base(fresh)), found)
+    slots = _slots(full, _owners_of(fresh), base(fresh))
+    full = _filled(full, [*old.slots.values()], slots, found)
     opt_state, numbers = number_table.hoist(full)
     counts = jnp.array([old.step, old.step, 0, 0], jnp.int32) if known is None else own(known.clock)
     clock = beside(fresh.params, counts)
@@ -186,41 +191,36 @@ def _as_old(state, params, rule, step) -> _Old:
         check_state(state, where)
         if step is not None:
             expected, fix = "None: a TrainState has its own", "state.replace(step=...) changes it."
-            raise WrongTypeError(message("step", where, step, expected, fix))
+            raise WrongTypeError("step", where, step, expected, fix)
         if members_of(state) is not None:
             fix = "Each alone: ts.populations.member(runs, i)."
-            raise StateError(message("state", where, "a population", "one state", fix))
+            raise StateError("state", where, "a population", "one state", fix)
         if any(map(trees.is_traced, jax.tree.leaves(state))):
             fix = "Call it outside of jit."
-            raise StateError(message("state", where, "a traced state", "a concrete one", fix))
+            raise StateError("state", where, "a traced state", "a concrete one", fix)
         full = number_table.lower(state.opt_state, state.numbers)
-        slots = _known(_slots(full, _owners_of(state), base(state)))
+        slots = _slots(full, _owners_of(state), base(state))
         return _Old(state.params, slots, int(state.step), state, state.model_state, state.key)
     if step is not None:
         checks.check_count(step, where, "step", least=0)
         if step >= 2**31:
-            raise HyperparameterError(message("step", where, step, "one that int32 holds"))
+            raise HyperparameterError("step", where, step, "one that int32 holds")
     if all(hasattr(state, name) for name in FLAX if name != "apply_fn"):
         owners = trees.owners(state.tx.init, state.params)[2]
-        slots = _known(_slots(state.opt_state, owners, state.params))
+        slots = _slots(state.opt_state, owners, state.params)
         more = [name for name, x in vars(state).items() if name not in FLAX and jax.tree.leaves(x)]
         step = int(state.step) if step is None else step
         return _Old(state.params, slots, step, beside=tuple(more))
     if params is KEEP:
         fix = "For an optax state also give params=."
-        raise WrongTypeError(message("state", where, trees.describe(state), "a TrainState", fix))
-    slots = _known(_slots(state, _owners_in(state, rule, params), params))
-    clocks = (s for s in slots if s.what.endswith(".count") and not np.ndim(s.value))
-    counts = {int(slot.value) for slot in clocks}
+        raise WrongTypeError("state", where, trees.describe(state), "a TrainState", fix)
+    slots = _slots(state, _owners_in(state, rule, params), params)
+    clocks = (s for s in slots.values() if s.what.endswith(".count") and not np.ndim(s.value))
+    counts = {int(s.value) for s in clocks}
     if step is None and len(counts) != 1:
         got = f"an optax state with {len(counts) or 'no'} counts"
-        expected = "one that tells the number of updates"
-        raise StateError(message("step", where, got, expected, "Give step=."))
+        raise StateError("step", where, got, "one that tells the number of updates", "Give step=.")
     return _Old(params, slots, counts.pop() if step is None else step)
-
-
-def _known(slots: list[_Slot | None]) -> list[_Slot]:
-    return [slot for slot in slots if slot is not None]
 
 
 def _owners_of(state: TrainState) -> list[int | None]:
@@ -280,15 +280,16 @@ def _without_numbers(opt_state):
     return jax.tree.map(bare, opt_state, is_leaf=live_rules.is_live)
 
 
-def _slots(full, owners: list[int | None], params) -> list[_Slot | None]:
-    """A slot for each leaf of an optimizer state; None for tables of numbers and shared clocks."""
-    named = trees.leaves_with_names(params)
-    out: list[_Slot | None] = []
-    for (path, x), owner in zip(jtu.tree_flatten_with_path(full)[0], owners, strict=True):
+def _slots(full, owners: list[int | None], params) -> dict[int, _Slot]:
+    """The leaves of an optimizer state by index, without tables of numbers and shared clocks."""
+    named, slots = trees.leaves_with_names(params), {}
+    keyed = jtu.tree_flatten_with_path(full)[0]
+    for i, ((path, x), owner) in enumerate(zip(keyed, owners, strict=True)):
         name, end = (None, ()) if owner is None else ("/".join(named[owner][0]), named[owner][1])
         inside = path[: len(path) - len(end)] if end and path[-len(end) :] == tuple(end) else path
-        out.append(_slot(full, inside, name, x))
-    return out
+        if (slot := _slot(full, inside, name, x)) is not None:
+            slots[i] = slot
+    return slots
 
 
 def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
@@ -332,13 +333,12 @@ def _trained_by_name(params, old: _Old) -> Any:
     if unknown := [name for name in here if name not in trained]:
         fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
         what = f"leaf {unknown[0]!r}"
-        raise StateError(message(what, "migrate()", "a new one", "those of the state", fix))
+        raise StateError(what, "migrate()", "a new one", "those of the state", fix)
     return jax.tree.unflatten(jax.tree.structure(params), [trained[name] for name in here])
 
 
-def _filled(full, old: list[_Slot], new: list[_Slot | None], report: _Found) -> Any:
+def _filled(full, old: list[_Slot], slots: dict[int, _Slot], report: _Found) -> Any:
     """A whole optimizer state with the arrays of the old one."""
-    slots = {i: slot for i, slot in enumerate(new) if slot is not None}
     found = _match_parameters(old, slots, report)
     _match_counts(old, slots, found, report)
     leaves, treedef = jax.tree.flatten(full)

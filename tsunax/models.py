@@ -27,7 +27,6 @@ from tsunax.errors import (
     ParamsError,
     StateError,
     WrongTypeError,
-    message,
 )
 from tsunax.state import TrainState, check_state, own
 
@@ -78,16 +77,14 @@ def _model(
     def carried(model_state, where):
         model_state = nothing if model_state is None else model_state
         if model_state is None:
-            fix = "Give setup(..., model_state=model.model_state), and add a model_state parameter"
-            got, expected = "None", "what the model carries"
-            raise StateError(message("model_state", where, got, expected, f"{fix} to loss_fn."))
+            fix = "Give setup(model_state=model.model_state) and loss_fn a model_state parameter."
+            raise StateError("model_state", where, "None", "the state that the model carries", fix)
         return jax.tree.map(lambda x: x, model_state)  # new containers: equinox invalidates them
 
     def apply(params, *x, model_state=None, key=None, train=None, **named):
         if key is not None and train is None and has_modes and named.keys().isdisjoint(_ON + _OFF):
-            got, fix = "a key without it", "Name `train` in loss_fn and hand it on: dropout is off"
-            fix += " without it."
-            raise LossError(message("train", "Model.apply()", got, "True or False", fix))
+            fix = "Name `train` in loss_fn and hand it on: dropout is off without it."
+            raise LossError("train", "Model.apply()", "a key without it", "True or False", fix)
         out, new = call(params, carried(model_state, "Model.apply()"), key, bool(train), x, named)
         return out, new if nothing is None else model_state
 
@@ -130,11 +127,11 @@ def _check_model(x, adapter: str, expected: str) -> None:
         elif other:
             fix = f"ts.models.{other}() takes it."
             got = got if isinstance(x, type) else f"a {type(x).__name__} of {other}"
-        raise WrongTypeError(message("model", where, got, expected, fix))
+        raise WrongTypeError("model", where, got, expected, fix)
     if adapter != "haiku" and not callable(x):
         got = f"a {type(x).__name__} without __call__"
         fix = "Give it one, or write a function for ts.models.raw()."
-        raise WrongTypeError(message("model", where, got, "one that can be called", fix))
+        raise WrongTypeError("model", where, got, "one that can be called", fix)
 
 
 def _library(name: str, where: str):
@@ -143,8 +140,9 @@ def _library(name: str, where: str):
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        text = message(name, where, "no such package", "it installed", f"pip install {name}")
-        raise MissingLibraryError(text) from None
+        raise MissingLibraryError(
+            name, where, "no such package", "it installed", f"pip install {name}"
+        ) from None
 
 
 def _names(fn) -> list[str]:
@@ -213,7 +211,7 @@ def nnx(module, *, wrt=None) -> Model:
             expected = "a key for the model's random streams"
             fix = "Add a key parameter to loss_fn, call model.apply(..., key=key), and give "
             fix += "setup(..., key=0)."
-            raise StateError(message("key", "Model.apply()", "None", expected, fix))
+            raise StateError("key", "Model.apply()", "None", expected, fix)
         return out, lib.to_pure_dict(rest)
 
     def assemble(params, model_state):
@@ -248,7 +246,7 @@ def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> M
     if not isinstance(variables, Mapping) or "params" not in variables:
         kind = ParamsError if isinstance(variables, Mapping) else WrongTypeError
         got, fix = trees.describe(variables), "Give all of net.init(key, x)."
-        raise kind(message("variables", where, got, "a dict with 'params'", fix))
+        raise kind("variables", where, got, "a dict with 'params'", fix)
     modes = _modes(module.__call__, flag, where)
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
     others = _library("flax.core", where).unfreeze(variables)  # calls return plain dicts
@@ -282,8 +280,7 @@ def equinox(module, state=None, *, vmap: bool = False, axis_name: str = "batch")
     stateful = state is not None
     if stateful and not isinstance(state, eqx.nn.State):
         got, fix = trees.describe(state), "module, state = eqx.nn.make_with_state(Net)(...)"
-        text = message("state", "models.equinox()", got, "an equinox.nn.State", fix)
-        raise WrongTypeError(text)
+        raise WrongTypeError("state", "models.equinox()", got, "an equinox.nn.State", fix)
     params, modes = eqx.filter(module, eqx.is_inexact_array), (True, False)
     in_mode = {train: eqx.nn.inference_mode(module, value=not train) for train in modes}
     static = {
@@ -349,7 +346,7 @@ def raw(fn, params, model_state=None) -> Model:
     if not callable(fn) or isinstance(fn, type) or other:
         fix = f"ts.models.{other}() takes models of this kind." if other else ""
         fix, expected = fix or "The order is raw(fn, params).", "a function fn(params, *x, ...)"
-        raise WrongTypeError(message("fn", "models.raw()", trees.describe(fn), expected, fix))
+        raise WrongTypeError("fn", "models.raw()", trees.describe(fn), expected, fix)
     names = _names(fn)
 
     def call(params, model_state, key, train, x, named):

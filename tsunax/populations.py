@@ -25,7 +25,7 @@ import numpy as np
 
 from tsunax._core import checks, trees
 from tsunax._step.members import each, members_of
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message, remedy
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError, remedy
 from tsunax.hyper import adjust, hyperparams
 from tsunax.program import TrainStep
 from tsunax.state import TrainState, as_key
@@ -60,8 +60,7 @@ def population(
     """
     where = "population()"
     if not callable(make):
-        expected = "a function make(key, **values)"
-        raise WrongTypeError(message("make", where, trees.describe(make), expected))
+        raise WrongTypeError("make", where, trees.describe(make), "a function make(key, **values)")
     checks.check_count(n, where, "n")
     _check_takes(make, values)
     for name, x in values.items():
@@ -71,17 +70,16 @@ def population(
                 fix = "One entry for each member; bind shared values to make."
                 if isinstance(x, list | tuple):  # a pytree
                     got, fix = trees.describe(x), f"Give np.array({name})."
-                raise StateError(message(repr(name), where, got, expected, fix))
+                raise StateError(repr(name), where, got, expected, fix)
         checks.check_arrays(x, name, "Bind values that are no numbers to make.")
     one: Any = as_key(key, where)
     if one is None:
-        expected = "an int seed or a key, as jax.random.key(0)"
-        raise WrongTypeError(message("key", where, "None", expected))
+        raise WrongTypeError("key", where, "None", "an int seed or a key, as jax.random.key(0)")
     keys = jax.random.split(one, n)
     runs = jax.jit(jax.vmap(functools.partial(_made, make)))(keys, values)
     if not isinstance(runs, TrainState):
         fix = "make returns ts.setup(rule, params, ...)."
-        raise StateError(message("result", "make", trees.describe(runs), "a TrainState", fix))
+        raise StateError("result", "make", trees.describe(runs), "a TrainState", fix)
     if not trees.is_traced(runs.clock) and (numbers := hyperparams(runs)):
         adjust(runs, **numbers)  # raises for one that `make` saw as a tracer only
     return runs
@@ -104,18 +102,14 @@ def _check_takes(make: Callable, values: dict[str, Any]) -> None:
     except TypeError:
         got, expected = trees.describe_call(make), f"make({', '.join(['key', *values])})"
         fix = "Its arguments are the key and the named values of population()."
-        raise WrongTypeError(message("make", "population()", got, expected, fix)) from None
+        raise WrongTypeError("make", "population()", got, expected, fix) from None
     except ValueError:  # a callable that does not say what it takes
         pass
 
 
 def member(runs: TrainState, i: int) -> TrainState:
     """One member as an ordinary state, with copied arrays. Raises StateError for a bad index."""
-    n = _members(runs, "member()")
-    is_index = np.ndim(i) == 0 and np.issubdtype(np.asarray(i).dtype, np.integer)
-    if not is_index or not -n <= int(i) < n:
-        raise StateError(message("member", "member()", trees.describe(i), f"an index below {n}"))
-    return _taken(runs, np.int32(int(i) % n))
+    return _taken(runs, i, 0, "member", "an index")
 
 
 def select(runs: TrainState, indices: Any) -> TrainState:
@@ -124,16 +118,26 @@ def select(runs: TrainState, indices: Any) -> TrainState:
     For successive halving, `select(runs, np.argsort(losses)[:8])`, and for populations whose worst
     members are replaced by copies of the best. Raises StateError for an index out of range.
     """
-    n = _members(runs, "select()")
+    return _taken(runs, indices, 1, "indices", "a list of ints")
+
+
+def _taken(runs: TrainState, indices: Any, ndim: int, what: str, kind: str) -> TrainState:
+    where = "member()" if what == "member" else "select()"
+    n = _members(runs, where)
     try:
         at = np.asarray(indices)
     except ValueError:  # lists of several lengths
         at = np.empty(0)
-    is_list = at.ndim == 1 and at.size and np.issubdtype(at.dtype, np.integer)
-    if not is_list or at.min() < -n or at.max() >= n:
-        got = trees.describe(indices) if not is_list else f"{at.min()} ... {at.max()}"
-        raise StateError(message("indices", "select()", got, f"a list of ints below {n}"))
-    return _taken(runs, (at % n).astype(np.int32))
+    fits = at.ndim == ndim and at.size and np.issubdtype(at.dtype, np.integer)
+    if not fits or at.min() < -n or at.max() >= n:
+        got = f"{at.min()} ... {at.max()}" if fits and ndim else trees.describe(indices)
+        raise StateError(what, where, got, f"{kind} below {n}")
+    return _gathered(runs, (at % n).astype(np.int32))
+
+
+@jax.jit
+def _gathered(runs: TrainState, at) -> TrainState:
+    return jax.tree.map(lambda x: jnp.asarray(x)[at], runs)
 
 
 # ------------------------------------------------------------------------------ members that stop
@@ -158,7 +162,7 @@ class plateau:
             x = getattr(self, name)
             if not (checks.is_real(x) and 0 <= x < most):
                 expected = "a number ≥ 0" if name == "min_delta" else "a number ≥ 0 and < 1"
-                raise HyperparameterError(message(name, "plateau()", trees.describe(x), expected))
+                raise HyperparameterError(name, "plateau()", trees.describe(x), expected)
 
     def init(self) -> dict[str, Any]:
         zero = np.float32(0)
@@ -197,7 +201,7 @@ class Stoppable:
         n = _members(self.runs, "stop()")
         if np.shape(where) != (n,) or trees.dtype_of(jax.tree.leaves(where)[0]) != np.bool_:
             expected = f"bools, a bool for each of {n} members"
-            raise StateError(message("where", "stop()", trees.describe(where), expected))
+            raise StateError("where", "stop()", trees.describe(where), expected)
         return dataclasses.replace(self, stopped=self.stopped | jnp.asarray(where, bool))
 
 
@@ -214,7 +218,7 @@ def stoppable(runs: TrainState, rule: Callable | None = None) -> Stoppable:
     n = _members(runs, "stoppable()")
     if rule is not None and (isinstance(rule, type) or not callable(rule)):
         expected = "a function (memory, state, info) -> (memory, stop)"
-        raise WrongTypeError(message("rule", "stoppable()", trees.describe(rule), expected))
+        raise WrongTypeError("rule", "stoppable()", trees.describe(rule), expected)
     first = rule.init() if hasattr(rule, "init") else None  # type: ignore[union-attr]
     memory = jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *np.shape(x))), first)
     return Stoppable(runs, jnp.zeros(n, bool), memory, rule)
@@ -231,14 +235,14 @@ def stopping(step: TrainStep) -> Callable:
     still cost time: `select` those that run, if that is worth a compilation.
     """
     if not isinstance(step, TrainStep):
-        raise WrongTypeError(message("step", "stopping()", trees.describe(step), "a train_step"))
+        raise WrongTypeError("step", "stopping()", trees.describe(step), "a train_step")
 
     @jax.jit
     def stopping_step(state: Stoppable, batch, **extra) -> tuple[Stoppable, StepInfo]:
         n = _members(getattr(state, "runs", state), "the step")
         if not isinstance(state, Stoppable):
             expected = "ts.populations.stoppable(runs)"
-            raise WrongTypeError(message("state", "the step", "a population", expected))
+            raise WrongTypeError("state", "the step", "a population", expected)
         new, info = step.pure(state.runs, batch, extra)
         still = lambda a, b: _where(state.stopped, a, b)
         runs = jax.tree.map(still, state.runs, new)
@@ -263,17 +267,11 @@ def _where(stopped, old, new):
     return jnp.where(flags, old, new)
 
 
-@jax.jit
-def _taken(runs: TrainState, at) -> TrainState:
-    return jax.tree.map(lambda x: jnp.asarray(x)[at], runs)
-
-
 def _members(runs: Any, where: str) -> int:
     n = members_of(runs)
     if n is None:
         fix = "Make one: ts.population(...)."
-        raise StateError(message("runs", where, trees.describe(runs), "a population", fix))
+        raise StateError("runs", where, trees.describe(runs), "a population", fix)
     if trees.is_gone(runs.clock):
-        got = "a population that a step took"
-        raise StateError(message("runs", where, got, "what the step returned"))
+        raise StateError("runs", where, "a population that a step took", "what the step returned")
     return n

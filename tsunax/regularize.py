@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tsunax._core import checks, patterns, trees
-from tsunax.errors import PatternError, message
+from tsunax.errors import PatternError
 
 __all__ = ["elastic", "l1", "l2"]
 
@@ -25,7 +25,7 @@ def _selected(params: Any, where: Any, place: str) -> list:
     leaves = [leaf for leaf in selected if trees.is_inexact(leaf)]
     if not leaves:
         got = f"{patterns.show(where)}, which selects no floats"
-        raise PatternError(message("where", place, got, "at least one"))
+        raise PatternError("where", place, got, "at least one")
     for leaf in leaves:
         checks.check_alive(leaf, place)
     # by identity only of arrays: equal Python floats may be one object

@@ -24,7 +24,7 @@ import numpy as np
 from jax._src import xla_bridge
 
 from tsunax._core import checks, stable_text, trees
-from tsunax.errors import DeviceError, StateError, WrongTypeError, message
+from tsunax.errors import DeviceError, StateError, WrongTypeError
 
 __all__ = ["check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"]
 
@@ -50,14 +50,13 @@ def reproducible(seed: int = 0) -> jax.Array:
     missing = [flag for flag in _FLAGS if flag.partition("=")[0] not in given]
     for name in (flag.partition("=")[0] for flag in _FLAGS):
         if re.search(f"{name}=(false|0)\\b", given, re.IGNORECASE):
-            got = f"{name}=false"
-            raise DeviceError(message("XLA_FLAGS", "reproducible()", got, "true, or none"))
+            raise DeviceError("XLA_FLAGS", "reproducible()", f"{name}=false", "true, or none")
     if not xla_bridge.backends_are_initialized():
         os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
     elif missing and jax.default_backend() == "gpu":
         fix = "Call it first, before anything makes an array; in a notebook restart the kernel."
         got = "a GPU that has started without its flags"
-        raise DeviceError(message("reproducible()", "", got, "an earlier call", fix))
+        raise DeviceError("reproducible()", "", got, "an earlier call", fix)
     random.seed(seed)
     np.random.seed(_legacy(seed))
     return key_of(seed)
@@ -137,13 +136,13 @@ def _of_leaf(path, leaf) -> bytes:
     else:
         place, got = trees.access_str("tree", path), "of which other processes have a part"
         got, fix = f"{trees.describe(leaf)}, {got}", "Of each process's own: x.addressable_shards."
-        raise StateError(message("leaf", place, got, "a whole array", fix))
+        raise StateError("leaf", place, got, "a whole array", fix)
     return part.digest()
 
 
 def _check_concrete(leaf, place: str, fix: str = "") -> None:
     if trees.is_traced(leaf):
-        raise StateError(message("leaf", place, "a traced array", "a concrete one", fix))
+        raise StateError("leaf", place, "a traced array", "a concrete one", fix)
     checks.check_alive(leaf, place)
 
 
@@ -167,7 +166,7 @@ def check_reproducible(
     if not callable(step):
         expected = "a function (state, batch) -> (state, info)"
         got, fix = trees.describe(step), "Make one: ts.train_step(loss_fn)."
-        raise WrongTypeError(message("step", where, got, expected, fix))
+        raise WrongTypeError("step", where, got, expected, fix)
     for path, leaf in jtu.tree_flatten_with_path(state)[0]:
         _check_concrete(leaf, trees.access_str("state", path), "Call it outside of jit.")
     batches = list(checks.each_batch(batches, where))
@@ -182,16 +181,16 @@ def check_reproducible(
                 path = next(p for (p, x), y in pairs if _of_leaf(p, x) != _of_leaf(p, y))
                 got = f"other bits in {trees.access_str('state', path)}"
                 fix = "Same inputs, same bits: see reproducible()."
-                raise StateError(message("step", f"batch {at}", got, "the same in every run", fix))
+                raise StateError("step", f"batch {at}", got, "the same in every run", fix)
     return fingerprint(runs[0])
 
 
 def _checked(seed: Any, where: str) -> int:
     expected = "an int from 0 to 2**63 - 1"
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise WrongTypeError(message("seed", where, trees.describe(seed), expected))
+        raise WrongTypeError("seed", where, trees.describe(seed), expected)
     if not 0 <= seed < _MOST:
-        raise WrongTypeError(message("seed", where, seed, expected))
+        raise WrongTypeError("seed", where, seed, expected)
     return int(seed)
 
 

@@ -43,7 +43,6 @@ from tsunax.errors import (
     StateError,
     TsunaxError,
     WrongTypeError,
-    message,
 )
 from tsunax.hyper import freeze
 from tsunax.insight.description import describe
@@ -92,8 +91,7 @@ def check_accumulation(
     where = "check_accumulation()"
     _check(step, state, where, batch, extra, tolerance=tolerance, n=n)
     if rows_of(batch) % n:
-        got = f"{rows_of(batch)} rows"
-        raise WrongTypeError(message("batch", where, got, f"a multiple of {n}"))
+        raise WrongTypeError("batch", where, f"{rows_of(batch)} rows", f"a multiple of {n}")
     with warnings.catch_warnings():  # it is compared here
         warnings.filterwarnings("ignore", ".*expected a mean over rows under accumulate")
         ways = (dataclasses.replace(step, accumulate=k) for k in (1, n))
@@ -118,15 +116,14 @@ def check_precision(
     _check(step, state, where, batch, extra, tolerance=tolerance)
     plan = state.plan
     if plan.precision is None:
-        expected = "one: setup(..., precision='bfloat16')"
-        raise StateError(message("precision", where, "None", expected))
+        raise StateError("precision", where, "None", "one: setup(..., precision='bfloat16')")
+    title = f"precision {plan.precision.compute}"
     plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
     params = with_rest(state, base(state))
     wide = dataclasses.replace(state, params=params, masters=None, loss_scale=None, plan=plan)
     state = _settled(step, state, batch, extra)
     full, low = (_gradient(step, s, batch, extra) for s in (wide, state))
     _check_finite(full, where, batch)
-    title = f"precision {state.plan.precision.compute}"
     sizes = _sizes_of_noise(full[1], "grads", by_norm=True)
     return _compared(title, low[1], full[1], tolerance, "grads", by_norm=True, sizes=sizes)
 
@@ -149,8 +146,7 @@ def check_sharding(
     _check(step, state, where, batch, extra, tolerance=tolerance, steps=steps)
     mesh = all_devices() if mesh is None else mesh
     if not isinstance(mesh, Mesh):
-        fix = "Make one: ts.mesh()."
-        raise WrongTypeError(message("mesh", where, trees.describe(mesh), "a Mesh", fix))
+        raise WrongTypeError("mesh", where, trees.describe(mesh), "a Mesh", "Make one: ts.mesh().")
     state = _settled(step, state, batch, extra)
     title, sizes = f"mesh {dict(mesh.shape)}", _without_digits(step, state, batch, extra)
     single, ones = _run(step, _copy(state), batch, extra, steps)
@@ -185,14 +181,14 @@ def check_resume(
     if not isinstance(at, int | np.integer) or not begin < at < steps:
         expected = f"a step before steps={steps}"
         expected += f" and after {begin}, where the state is" if begin else ""
-        raise WrongTypeError(message("at", where, trees.describe(at), expected))
+        raise WrongTypeError("at", where, trees.describe(at), expected)
     for name in ("checkpoint", "resume", "dry_run", "history"):
         if name in options:
             got, fix = (
                 f"{name}={trees.describe(options[name])}",
                 "check_resume sets it: leave it out.",
             )
-            raise WrongTypeError(message("options", where, got, "other arguments of fit", fix))
+            raise WrongTypeError("options", where, got, "other arguments of fit", fix)
     options = {"progress": False, "log_every": 1, **options}
     call = "check_resume(step, state, list(data), fast_forward=True)"
     fix = f"A list is, with fast_forward=True: {call}."
@@ -250,13 +246,11 @@ def check_frozen(
     now |= _named(after.opt_state, "opt_state")
     for name, x in still.items():
         if trees.bits_differ(now[name], x):
-            got = f"other bits after {steps} steps"
-            raise CheckError(message(f"leaf {name}", title, got, "its own"))
+            raise CheckError(f"leaf {name}", title, f"other bits after {steps} steps", "its own")
     then, now = (_named(trained_part(s), "params") for s in (held, after))
     others = [name for i, name in enumerate(then) if not frozen[i]]
     if others and not any(trees.bits_differ(now[name], then[name]) for name in others):
-        got = f"none that moved in {steps} steps"
-        raise CheckError(message("others", title, got, "one at least"))
+        raise CheckError("others", title, f"none that moved in {steps} steps", "one at least")
 
 
 def check_population(
@@ -310,8 +304,7 @@ def check_purity(step: TrainStep, state: TrainState, batch: Any, **extra) -> Non
             if "leak" not in str(error).lower():
                 raise
             got, fix = "a tracer that outlives its trace", "Return it: metrics, or model_state."
-            text = message("loss_fn", where, got, "values that are returned", fix)
-            raise CheckError(text) from error
+            raise CheckError("loss_fn", where, got, "values that are returned", fix) from error
     _check_taken([info for _, info in ends], where, batch, state)
     try:
         for root, found, expected in zip(("state", "info"), ends[1], ends[0], strict=True):
@@ -331,11 +324,11 @@ def check_donation(step: TrainStep, state: TrainState, batch: Any, **extra) -> i
     _check(step, state, where, batch, extra)
     if not step.donate:
         got, fix = "train_step(..., donate=False)", "train_step(loss_fn) donates."
-        raise WrongTypeError(message("step", where, got, "one that does", fix))
+        raise WrongTypeError("step", where, got, "one that does", fix)
     found = describe(step, state, batch, **extra)
     if found.not_aliased:
         got = f"memory that no result takes: {trees.listed(found.not_aliased, 3)}"
-        raise CheckError(message("donation", "the compiled step", got, "all of it used again"))
+        raise CheckError("donation", "the compiled step", got, "all of it used again")
     return found.aliased
 
 
@@ -362,7 +355,7 @@ def check_recompiles(
         n += 1
     if (found := len(anew.traces)) > most:
         reasons = "; ".join(why(anew.traces, [("step", x) for x in anew.programs.devices]))
-        raise CheckError(message("traces", f"{n} batches", found, f"at most {most}", reasons))
+        raise CheckError("traces", f"{n} batches", found, f"at most {most}", reasons)
     return found
 
 
@@ -373,7 +366,7 @@ def _check(
     step: Any, state: Any, where: str, *given: Any, tolerance: Any = 0.0, **counts: Any
 ) -> None:
     if not isinstance(step, TrainStep):
-        raise WrongTypeError(message("step", where, trees.describe(step), "a train_step"))
+        raise WrongTypeError("step", where, trees.describe(step), "a train_step")
     check_state(state, where)
     _check_live(state, where, *given)
     _check_numbers(where, tolerance, **counts)
@@ -382,9 +375,9 @@ def _check(
 def _check_numbers(where: str, tolerance: Any = 0.0, **counts: Any) -> None:
     expected = "a finite number from 0 up"
     if not checks.is_real(tolerance) or np.ndim(tolerance):
-        raise WrongTypeError(message("tolerance", where, trees.describe(tolerance), expected))
+        raise WrongTypeError("tolerance", where, trees.describe(tolerance), expected)
     if not 0 <= tolerance < np.inf:  # NaN is neither
-        raise HyperparameterError(message("tolerance", where, tolerance, expected))
+        raise HyperparameterError("tolerance", where, tolerance, expected)
     for name, n in counts.items():
         checks.check_count(n, where, name)
 
@@ -400,23 +393,21 @@ def _check_goal(state: Any, steps: Any, where: str) -> None:
     """Raise unless there are steps to compare, after the one that the state is at."""
     checks.check_count(steps, where, "steps")
     if isinstance(state, TrainState) and (at := int(np.max(state.step))) >= steps:
-        expected = f"one beyond {at}, where the state is"
-        raise HyperparameterError(message("steps", where, steps, expected))
+        raise HyperparameterError("steps", where, steps, f"one beyond {at}, where the state is")
 
 
 def _check_untraced(where: str, *given: Any) -> None:
     # under jit concrete arguments, too, give traced results: a new array tells
     if any(map(trees.is_traced, jax.tree.leaves((given, jnp.zeros(()))))):
         fix = "Call it outside of jit, with arrays."
-        raise StateError(message("state or batch", where, "a traced one", "a concrete one", fix))
+        raise StateError("state or batch", where, "a traced one", "a concrete one", fix)
 
 
 def _check_finite(gradient: tuple[Any, Any], where: str, batch: Any) -> None:
     """Raise DataError for a reference loss or gradient that is NaN or inf."""
     if not _all_finite(gradient):
         fix = f"Nothing can be compared with them. {guard.in_batch(batch)}".rstrip()
-        got = "some that are not finite"
-        raise DataError(message("loss and gradients", where, got, "finite ones", fix))
+        raise DataError("loss and gradients", where, "some that are not finite", "finite ones", fix)
 
 
 def _check_taken(infos: list[Any], where: str, batch: Any, state: Any) -> None:
@@ -431,7 +422,7 @@ def _check_taken(infos: list[Any], where: str, batch: Any, state: Any) -> None:
         loss, found = np.asarray(infos[0].loss), guard.in_batch(batch)
         got = f"{len(infos)} steps, all of them rejected or not finite: loss {loss}"
         fix = f"Nothing was compared: give a batch that it trains on. {found}".rstrip()
-        raise DataError(message("batch", where, got, "one that was taken", fix))
+        raise DataError("batch", where, got, "one that was taken", fix)
 
 
 def _is_taken(info: Any) -> bool:
@@ -449,7 +440,7 @@ def _losses(rows: Any, where: str) -> dict[str, Any]:
     losses = {name: rows[name] for name in rows.names if name.partition("/")[0] == "loss"}
     if losses and not any(np.isfinite(x).any() for x in losses.values()):
         fix = "Nothing was compared: give data that it trains on."
-        raise DataError(message("data", where, "no loss that is finite", "one at least", fix))
+        raise DataError("data", where, "no loss that is finite", "one at least", fix)
     return losses
 
 
@@ -482,10 +473,10 @@ def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
             read, put = getattr(inner, getter), getattr(inner, setter)
     if put is None and isinstance(inner, Iterator):
         got = trees.describe(inner)
-        raise WrongTypeError(message("data", where, got, "data that can be read again", fix))
+        raise WrongTypeError("data", where, got, "data that can be read again", fix)
     if read is not None and read() is None:
         got, expected = "a get_state() that is None", "one that tells the place"
-        raise DataError(message("data", where, got, expected, "Read a batch."))
+        raise DataError("data", where, got, expected, "Read a batch.")
     start = read and _copied(read(), where)  # some return the dict that they change later
 
     def begin():
@@ -504,7 +495,7 @@ def _copied(place: Any, where: str) -> Any:
     except Exception as error:  # locks, files, generators in it
         fix = f"get_state() gave {trees.describe(place)}: {type(error).__name__} {error}"
         got = "a place that cannot be copied"
-        raise DataError(message("data", where, got, "one of numbers", fix)) from error
+        raise DataError("data", where, got, "one of numbers", fix) from error
 
 
 def _params(state: Any) -> Any:
@@ -581,7 +572,7 @@ def _compared(
             worst, name, text = far, here, said
     if worst > tolerance:
         expects = "the same bits" if tolerance == 0 else f"at most {tolerance:.2g}"
-        raise CheckError(message(f"leaf {name}", where, text, expects))
+        raise CheckError(f"leaf {name}", where, text, expects)
     return worst
 
 

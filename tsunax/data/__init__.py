@@ -6,6 +6,7 @@
 
 from tsunax.data.batching import Batches, batches
 from tsunax.data.cursors import Source, as_source
+from tsunax.data.on_devices import gather
 from tsunax.data.prefetching import Prefetched, prefetch
 
-__all__ = ["Batches", "Prefetched", "Source", "as_source", "batches", "prefetch"]
+__all__ = ["Batches", "Prefetched", "Source", "as_source", "batches", "gather", "prefetch"]

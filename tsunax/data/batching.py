@@ -31,7 +31,7 @@ class Data:
 
     is_whole = False  # whether the last batch has all rows on every process, and no shares
     resumable = True  # whether `set_state` needs nothing but the position
-    is_placed = False  # whether `set_state` was called after the last batch
+    is_placed: bool = False  # whether `set_state` was called after the last batch
 
     def __len__(self) -> int:
         """The batches of an epoch. Raises TypeError if unknown."""
@@ -56,7 +56,7 @@ class Batches(Data):
     def __init__(self, arrays, batch_size, *, seed, window, drop_remainder, process, device):
         self.batch_size, self.process, self.resident = batch_size, process, None
         self._seed, self._window, self._drop = seed, window, drop_remainder
-        self._place, self._restored = (0, 0), False
+        self._place = (0, 0)
         self.share = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = window is not None or process[1] > 1
         self.is_stream = columns.is_stream(arrays)  # records in sequence, and not by number
@@ -80,7 +80,7 @@ class Batches(Data):
             return
         if not self.is_of_arrays:
             fix = "prefetch brings batches there."
-            raise DataError(message("device", "batches()", "records", "arrays", fix))
+            raise DataError("device", "batches()", "records", "arrays", fix)
         self._sharding = on_devices.placement(device, "batches()")
         for rows in (self.share, 0 if drop_remainder else self._rest):
             on_devices.sharding_of((rows,), self._sharding)
@@ -135,10 +135,6 @@ class Batches(Data):
 
     # The position
 
-    @property
-    def is_placed(self) -> bool:  # type: ignore[override]
-        return self._restored
-
     def get_state(self) -> dict[str, int]:
         """The position after the last batch, `{"epoch", "position"}`; after an epoch the next one's."""
         epoch, position = self._place
@@ -154,25 +150,25 @@ class Batches(Data):
         if not fits or (self._rows is not None and int(state["position"]) > len(self)):
             end = "" if self._rows is None else f", position at most {len(self)}"
             expected = f'{{"epoch": int, "position": int}}{end}'
-            raise DataError(message("state", "set_state()", state, expected))
-        self._place, self._restored = (int(state["epoch"]), int(state["position"])), True
+            raise DataError("state", "set_state()", state, expected)
+        self._place, self.is_placed = (int(state["epoch"]), int(state["position"])), True
         self._place = tuple(self.get_state().values())
 
     def afresh(self) -> Batches:
         """The same data at the beginning, with a separate position."""
         other = copy.copy(self)
-        other._place, other._restored = (0, 0), False
+        other._place, other.is_placed = (0, 0), False
         return other
 
     def follow(self, state: Mapping) -> None:
-        self._place, self._restored = (state["epoch"], state["position"]), False
+        self._place, self.is_placed = (state["epoch"], state["position"]), False
 
     def _begin(self) -> tuple[int, int]:
         """The position of a loop that reads its first batch: a new epoch, or the one that was set."""
         epoch, position = tuple(self.get_state().values())
-        if position and not self._restored:
+        if position and not self.is_placed:
             epoch, position = epoch + 1, 0
-        self._restored = False
+        self.is_placed = False
         return epoch, position
 
     # Batches of arrays
@@ -185,7 +181,7 @@ class Batches(Data):
         ([2, 4, 5, 0, 3, 1], [5, 3, 0, 2, 1, 4])
         """
         if self.is_stream:
-            raise DataError(message("order", "batches", "a stream", "arrays"))
+            raise DataError("order", "batches", "a stream", "arrays")
         checks.check_count(epoch, "order()", "epoch", 0)
         rows = order.rows_of_epoch(self._rows, self._window, self._seed, epoch)
         return order.share_of_epoch(rows, self.batch_size, self.process)
@@ -352,7 +348,7 @@ def batches(
         ("shuffle_window", 1 if shuffle_window is None else shuffle_window, 1),
     ):
         if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < least:
-            raise DataError(message(name, where, repr(n), f"an int of {least} or more"))
+            raise DataError(name, where, repr(n), f"an int of {least} or more")
     checks.check_flags(where, drop_remainder=drop_remainder, shuffle=shuffle)
     process = _checked_process(process, batch_size, device)
     if columns.is_stream(arrays) and (device is not None or (shuffle and shuffle_window is None)):
@@ -361,7 +357,7 @@ def batches(
             got, window = "shuffle=True", max(1000, 10 * batch_size)
             fix = f"shuffle_window={window} holds so many records. A class with __getitem__ and"
             fix = f"A stream is shuffled in windows: {fix} __len__ is shuffled as a whole."
-        raise DataError(message("stream", where, got, "shuffle_window= and no device", fix))
+        raise DataError("stream", where, got, "shuffle_window= and no device", fix)
     is_shuffled = shuffle or shuffle_window
     data = Batches(
         arrays,
@@ -374,8 +370,7 @@ def batches(
     )
     if data._rows is not None and data._rows < batch_size and drop_remainder:
         got = f"{data._rows} rows, fewer than batch_size={batch_size}"
-        expected = "one batch at least with drop_remainder=True"
-        raise DataError(message("arrays", where, got, expected))
+        raise DataError("arrays", where, got, "one batch at least with drop_remainder=True")
     return data
 
 
@@ -384,15 +379,15 @@ def _checked_process(process: Any, batch_size: int, device: Any) -> order.Proces
     is_pair = process is None or (isinstance(process, tuple) and len(process) == 2)
     if not is_pair or not all(isinstance(x, int | np.integer) for x in process or ()):
         expected = "(index, count), two ints"
-        raise WrongTypeError(message("process", "batches()", trees.describe(process), expected))
+        raise WrongTypeError("process", "batches()", trees.describe(process), expected)
     spans = on_devices.spans_processes(device)
     index, count = process or ((0, 1) if spans else order.this_process())
     if not 0 <= index < count or (spans and count > 1):
         expected = "(0, 1), with a device of all processes" if spans else "an index below the count"
-        raise DataError(message("process", "batches()", process, expected))
+        raise DataError("process", "batches()", process, expected)
     if batch_size % count:
         low = count * (batch_size // count)
         fix = f"Of all processes together: {low or count}, or {low + count}."
         expected = f"a multiple of the {count} processes"
-        raise DataError(message("batch_size", "batches()", batch_size, expected, fix))
+        raise DataError("batch_size", "batches()", batch_size, expected, fix)
     return index, count

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import checks, placement, trees
-from tsunax.errors import DataError, WrongTypeError, message
+from tsunax.errors import DataError, WrongTypeError
 
 
 def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
@@ -30,7 +30,7 @@ def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
     """
     keyed = [] if isinstance(batch, Iterator) else jtu.tree_flatten_with_path(batch)[0]
     if not keyed:
-        raise DataError(message(root, where, trees.describe(batch), "a tree of arrays"))
+        raise DataError(root, where, trees.describe(batch), "a tree of arrays")
     rows: dict[int, str] = {}
     for path, leaf in keyed:
         place = trees.access_str(root, path)
@@ -40,16 +40,16 @@ def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
         if not shape:
             got = f"a scalar, {trees.describe(leaf)}"
             fix = f"Give it a row axis, or leave it out of the {root}: step(state, batch, name=...)"
-            raise DataError(message("leaf", at, got, "rows along axis 0", f"{fix}."))
+            raise DataError("leaf", at, got, "rows along axis 0", f"{fix}.")
         rows.setdefault(shape[0], place)
     if len(rows) > 1:
         found = [f"{n} in {place}" for n, place in rows.items()]
         got = ", ".join([found[0].replace(" in ", " rows in ", 1), *found[1:]])
         fix = "If leaves differ in length, as of a graph, pad them, or call step(state, batch) "
         fix = f"{fix}yourself." if root == "batch" else ""
-        raise DataError(message(root, where, got, "the same in every leaf", fix))
+        raise DataError(root, where, got, "the same in every leaf", fix)
     if 0 in rows:
-        raise DataError(message(root, where, "0 rows", "at least 1: the mean over none is NaN"))
+        raise DataError(root, where, "0 rows", "at least 1: the mean over none is NaN")
     return next(iter(rows))
 
 
@@ -61,7 +61,7 @@ def _shape_of_numbers(leaf: Any, at: str) -> tuple[int, ...]:
     is_odd = isinstance(dtype, np.dtype) and not any(jnp.issubdtype(dtype, kind) for kind in kinds)
     if is_odd or (dtype is None and not shape and trees.dtype_of(leaf) is None):
         fix = "Leave it out, or turn it into numbers."
-        raise WrongTypeError(message("leaf", at, trees.describe(leaf), "an array of numbers", fix))
+        raise WrongTypeError("leaf", at, trees.describe(leaf), "an array of numbers", fix)
     return shape or ()
 
 
@@ -109,7 +109,7 @@ def check_casts(tree: Any, root: str, where: str = "") -> None:
                 fix = "Leave it out, make it smaller, or set jax_enable_x64."
                 if isinstance(leaf, np.ma.MaskedArray):
                     fix = "x.filled(0) and ~np.ma.getmaskarray(x) are the two."
-                raise DataError(message("leaf", place, *lost, fix))
+                raise DataError("leaf", place, *lost, fix)
 
 
 def own(leaf: Any) -> Any:

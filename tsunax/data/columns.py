@@ -11,7 +11,7 @@ import numpy as np
 
 from tsunax._core import trees
 from tsunax.data.checks import check_batch, own
-from tsunax.errors import DataError, TsunaxError, message, told
+from tsunax.errors import DataError, TsunaxError, told
 
 
 def stacked(records: list[Any]) -> Any:
@@ -21,11 +21,9 @@ def stacked(records: list[Any]) -> Any:
     except (TypeError, ValueError) as error:
         for record in records[1:]:
             _check_alike(record, records[0])
-        expected = "trees of arrays and numbers"
-        raise DataError(message("records", "", told(error), expected)) from error
+        raise DataError("records", "", told(error), "trees of arrays and numbers") from error
     if not jax.tree.leaves(batch):
-        got = trees.describe(records[0])
-        raise DataError(message("record", "", got, "a tree of arrays and numbers"))
+        raise DataError("record", "", trees.describe(records[0]), "a tree of arrays and numbers")
     return batch
 
 
@@ -43,7 +41,7 @@ def _check_alike(record: Any, first: Any) -> None:
             got, place = f"shape {np.shape(x)}", trees.access_str("record", path)
             expected = f"{np.shape(y)}, as in the first record of the batch"
             fix = "Pad them, or cut them to one shape."
-            raise DataError(message("leaf", place, got, expected, fix)) from None
+            raise DataError("leaf", place, got, expected, fix) from None
 
 
 class Records:
@@ -133,7 +131,7 @@ def _as_column(path: tuple, leaf: Any) -> Any:
     place = trees.access_str("arrays", path)
     if hasattr(leaf, "columns") or isinstance(leaf, Mapping):
         fix = "Columns in a dict: {name: np.asarray(table[name]), ...}."
-        raise DataError(message("leaf", place, f"a {type(leaf).__name__}", "arrays", fix))
+        raise DataError("leaf", place, f"a {type(leaf).__name__}", "arrays", fix)
     if _has_records(leaf):
         return Records(leaf)
     if hasattr(leaf, "iloc"):  # a Series of pandas is indexed by labels
@@ -142,5 +140,5 @@ def _as_column(path: tuple, leaf: Any) -> Any:
     if shape and hasattr(leaf, "__len__") and len(leaf) != shape[0]:
         got, expected = f"length {len(leaf)} and shape {tuple(shape)}", "an array or records"
         fix = "An array is as long as it has rows; a data set of records has no shape and dtype."
-        raise DataError(message("leaf", place, got, expected, fix))
+        raise DataError("leaf", place, got, expected, fix)
     return leaf

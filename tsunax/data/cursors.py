@@ -16,7 +16,7 @@ import numpy as np
 from tsunax._core import checks, placement, trees
 from tsunax.data.batching import Batches, Data
 from tsunax.data.checks import check_casts, owned
-from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
+from tsunax.errors import DataError, TsunaxError, WrongTypeError, told
 
 __all__ = ["END", "Source", "as_source", "named"]
 
@@ -123,11 +123,11 @@ class Source:
         except Exception as error:
             unparsed = type(error).__name__ == "UnparsedFlagAccessError"  # grain's workers
             fix = "Call absl.flags.FLAGS.mark_as_parsed() first." if unparsed else ""
-            raise DataError(message("data", where, told(error), "a batch", fix)) from error
+            raise DataError("data", where, told(error), "a batch", fix) from error
         if k is not None and batch is None:
             return END
         if batch is None:
-            raise DataError(message("batch", where, "None", "a tree of arrays"))
+            raise DataError("batch", where, "None", "a tree of arrays")
         if batch is END or self._is_ours:
             return batch
         leaves, treedef = jax.tree.flatten(batch)
@@ -146,7 +146,7 @@ class Source:
                 got = f"a {type(self.data).__name__} that is used up after {self._given} batches"
                 expected = "data that can be iterated again"
                 fix = "One for every epoch: a list, ts.batches(arrays, ...), grain."
-            raise DataError(message("data", where, got, expected, fix))
+            raise DataError("data", where, got, expected, fix)
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0
 
@@ -274,7 +274,7 @@ class Source:
         if not isinstance(state, Mapping) or not keys <= set(state):
             is_state = isinstance(state, Mapping)
             fix = "The data it was taken from was of another kind." if is_state else ""
-            raise DataError(message("state", "restore", state, ", ".join(sorted(keys)), fix))
+            raise DataError("state", "restore", state, ", ".join(sorted(keys)), fix)
         self._batches = self._held = None
         self.epoch, self.position, self._restored = state["epoch"], state["position"], True
         if self._is_ours:
@@ -285,8 +285,7 @@ class Source:
                 self._batches = iter(self.data)
             if not self._call(SETTERS, state["data"])[0]:
                 got = f"a {type(self.data).__name__} without set_state and load_state_dict"
-                expected = "data that can be put back to its place"
-                raise DataError(message("data", "restore", got, expected))
+                raise DataError("data", "restore", got, "data that can be put back to its place")
         elif self.position or (self.epoch and not self.restartable):
             self._read_again(fast_forward)
 
@@ -298,9 +297,7 @@ class Source:
             got = f"a {type(self.data).__name__} without a state, at {place}"
             expected = "get_state/set_state or state_dict/load_state_dict"
             fix = "Use ts.batches or grain, or accept fast_forward=True: all batches before are "
-            raise DataError(
-                message("data", "restore", got, expected, f"{fix}read again and dropped.")
-            )
+            raise DataError("data", "restore", got, expected, f"{fix}read again and dropped.")
         self.epoch = self.position = 0
         while (self.epoch, self.position) != goal:
             self.next()
@@ -309,7 +306,7 @@ class Source:
                     f"the end of epoch {goal[0]} before",
                     "It gives fewer batches than it did.",
                 )
-                raise DataError(message("data", "restore", got, place, fix))
+                raise DataError("data", "restore", got, place, fix)
         self._restored = True
 
 
@@ -336,6 +333,5 @@ def as_source(data: Any) -> Source:
         fix = "Of arrays: ts.batches(arrays, batch_size). One batch: [batch]." if are_arrays else ""
         if hasattr(data, "__getitem__") and not are_arrays:
             fix = "Of records by number: ts.batches(dataset, batch_size)."
-        got = trees.describe(data)
-        raise WrongTypeError(message("data", "", got, "an iterable of batches", fix))
+        raise WrongTypeError("data", "", trees.describe(data), "an iterable of batches", fix)
     return Source(data)

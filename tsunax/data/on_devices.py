@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from tsunax._core import trees
 from tsunax._core.placement import data_axes
-from tsunax.errors import DataError, WrongTypeError, message
+from tsunax.errors import DataError, WrongTypeError
 
 
 def placement(device: Any, where: str) -> Any:
@@ -24,7 +24,7 @@ def placement(device: Any, where: str) -> Any:
     if isinstance(device, Mesh):
         return NamedSharding(device, PartitionSpec(data_axes(device)))
     expected = "a device, a Mesh, or a NamedSharding"
-    raise WrongTypeError(message("device", where, trees.describe(device), expected))
+    raise WrongTypeError("device", where, trees.describe(device), expected)
 
 
 def spans_processes(device: Any) -> bool:
@@ -48,7 +48,7 @@ def sharding_of(shape: tuple[int, ...], sharding: Any, axis: int = 0) -> Any:
         got = f"{shape[axis]} rows for the {size} devices of mesh {axes}"
         expected = "rows that divide by the devices along axis 0"
         fix = "Choose another batch_size, drop_remainder=True, or pad the batch and mask it."
-        raise DataError(message("batch", "", got, expected, fix)) from None
+        raise DataError("batch", "", got, expected, fix) from None
     return sharding
 
 

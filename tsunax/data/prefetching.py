@@ -216,5 +216,5 @@ def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
     [4 5] {'epoch': 1, 'position': 0}
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise DataError(message("size", "prefetch()", repr(size), "an int of 1 or more"))
+        raise DataError("size", "prefetch()", repr(size), "an int of 1 or more")
     return Prefetched(data, device, size)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 
 from tsunax._core import checks, trees
-from tsunax.errors import HyperparameterError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.schedules import schedule_type as t
 from tsunax.schedules.schedule_type import (
     Length,
@@ -103,7 +103,7 @@ def _check_milestones(where, name, value):
             (n, scale) for n, scale in (value.items() if isinstance(value, Mapping) else value)
         ]
     except (TypeError, ValueError):
-        raise WrongTypeError(message(name, where, trees.describe(value), "{step: scale}")) from None
+        raise WrongTypeError(name, where, trees.describe(value), "{step: scale}") from None
     pairs = [
         (t.check_wait(where, f"a step of {name}", n), t.check_scale(where, f"{name}[{n}]", scale))
         for n, scale in pairs
@@ -112,7 +112,7 @@ def _check_milestones(where, name, value):
     if any(map(trees.is_traced, steps)):
         return tuple(pairs)
     if len(set(steps)) < len(steps):
-        raise HyperparameterError(message(name, where, f"the steps {steps}", "each step once"))
+        raise HyperparameterError(name, where, f"the steps {steps}", "each step once")
     return tuple(sorted(pairs, key=lambda pair: pair[0]))
 
 

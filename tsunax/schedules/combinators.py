@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import HyperparameterError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.schedules.catalog import warmup_cosine_decay_schedule
 from tsunax.schedules.schedule_type import (
     Offset,
@@ -30,7 +30,7 @@ def _check_pieces(where, name, value):
     """((piece, its length), ...); the last piece has no end, and needs no length."""
     if not isinstance(value, (list, tuple)) or not value:
         expected = "a list of (schedule, length); the last one may be a schedule alone"
-        raise WrongTypeError(message(name, where, trees.describe(value), expected))
+        raise WrongTypeError(name, where, trees.describe(value), expected)
     out = []
     for i, item in enumerate(value):
         piece, length = item if isinstance(item, (list, tuple)) and len(item) == 2 else (item, None)
@@ -38,8 +38,7 @@ def _check_pieces(where, name, value):
             length = check_steps(where, f"{name}[{i}][1]", length)
         elif i < len(value) - 1:
             got, fix = "a piece without a length", "Only the last piece goes on without end."
-            text = message(f"{name}[{i}]", where, got, "(schedule, length)", fix)
-            raise HyperparameterError(text)
+            raise HyperparameterError(f"{name}[{i}]", where, got, "(schedule, length)", fix)
         out.append((check_piece(where, f"{name}[{i}][0]", piece), length))
     return tuple(out)
 
@@ -109,7 +108,7 @@ def compose(schedule: Schedule, /, **parameters: Any) -> Schedule:
     """
     if not isinstance(schedule, Schedule):
         got = trees.describe(schedule)
-        raise WrongTypeError(message("schedule", "compose()", got, "a schedule of tsunax"))
+        raise WrongTypeError("schedule", "compose()", got, "a schedule of tsunax")
     return schedule.factory(**{**schedule.arguments, **dict(schedule.static), **parameters})
 
 
@@ -122,17 +121,17 @@ def join_schedules(schedules: Any, boundaries: Any) -> Schedule:
     where = "join_schedules()"
     for name, given in (("schedules", schedules), ("boundaries", boundaries)):
         if not isinstance(given, (list, tuple, np.ndarray)):
-            raise WrongTypeError(message(name, where, trees.describe(given), "a list"))
+            raise WrongTypeError(name, where, trees.describe(given), "a list")
     bounds = [0, *boundaries]
     if len(schedules) != len(bounds):
         got = f"{len(boundaries)} for {len(schedules)} schedules"
-        raise HyperparameterError(message("boundaries", where, got, "one less than the schedules"))
+        raise HyperparameterError("boundaries", where, got, "one less than the schedules")
     for n in bounds:
         check_finite(where, "boundaries", n)
     known = [n for n in bounds if not trees.is_traced(n)]
     if known != sorted(known):
         expected = "steps ≥ 0 in ascending order"
-        raise HyperparameterError(message("boundaries", where, list(boundaries), expected))
+        raise HyperparameterError("boundaries", where, list(boundaries), expected)
     lengths = [*(end - begin for begin, end in itertools.pairwise(bounds)), None]
     return sequence(list(zip(schedules, lengths, strict=True)))
 
@@ -142,11 +141,10 @@ def sgdr_schedule(cosine_kwargs: Any) -> Schedule:
 
     (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)
     """
-    cycles = list(cosine_kwargs) if hasattr(cosine_kwargs, "__iter__") else [cosine_kwargs]
-    for kwargs in cycles:
-        if not isinstance(kwargs, Mapping):
-            got, expected = trees.describe(kwargs), "arguments of warmup_cosine_decay_schedule"
-            raise WrongTypeError(message("cosine_kwargs", "sgdr_schedule()", got, expected))
+    cycles = list(cosine_kwargs)
+    if odd := [x for x in cycles if not isinstance(x, Mapping)]:
+        expected = "arguments of warmup_cosine_decay_schedule"
+        raise WrongTypeError("cosine_kwargs", "sgdr_schedule()", trees.describe(odd[0]), expected)
     return sequence([(warmup_cosine_decay_schedule(**x), x["decay_steps"]) for x in cycles])
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import checks, patterns, trees
-from tsunax.errors import HyperparameterError, WrongTypeError, message, remedy, told
+from tsunax.errors import HyperparameterError, WrongTypeError, remedy, told
 from tsunax.rules import numbers as _numbers
 
 P = ParamSpec("P")
@@ -102,7 +102,7 @@ def _as_step(step, title: str):
     dtype = trees.dtype_of(step)
     if isinstance(step, bool) or dtype is None or not jnp.issubdtype(dtype, np.integer):
         expected = "a whole number, or an array of them"
-        raise WrongTypeError(message("step", f"{title}()", trees.describe(step), expected))
+        raise WrongTypeError("step", f"{title}()", trees.describe(step), expected)
     if isinstance(step, int):  # of any size
         return np.int32(min(max(step, 0), LAST))
     if isinstance(step, jax.Array):
@@ -174,9 +174,9 @@ def in_range(low=None, high=None, *, above=None, whole=False, is_int32=False) ->
         value = value.item() if trees.is_array(value) else value
         beyond = (low is not None and value < low) or (high is not None and value > high)
         if beyond or (above is not None and value <= above) or (whole and value != int(value)):
-            raise HyperparameterError(message(name, where, value, expected))
+            raise HyperparameterError(name, where, value, expected)
         if is_int32 and abs(value) > LAST:
-            raise HyperparameterError(message(name, where, value, f"at most {LAST} steps"))
+            raise HyperparameterError(name, where, value, f"at most {LAST} steps")
         return value
 
     return check
@@ -197,11 +197,10 @@ def check_piece(where: str, name: str, value: Any) -> Any:
     try:
         out = jax.eval_shape(value, jax.ShapeDtypeStruct((), np.int32))
     except Exception as error:
-        text = message(name, where, told(error), "a number", remedy(error))
-        raise HyperparameterError(text) from error
+        raise HyperparameterError(name, where, told(error), "a number", remedy(error)) from error
     if not checks.is_real(out) or out.shape:
         got = f"{trees.describe(out)} from the function"
-        raise HyperparameterError(message(name, where, got, "one number for a step"))
+        raise HyperparameterError(name, where, got, "one number for a step")
     return _Function(value) if jax.tree_util.all_leaves([value]) else value
 
 
@@ -242,10 +241,11 @@ _IN_ORDER = (
 def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
     for first, second, sign, fix in _IN_ORDER:
         a, b = arguments.get(first), arguments.get(second)
-        are_numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
-        if are_numbers and not (a < b or (a == b and sign == "≤")):
+        if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
+            continue
+        if not (a < b or (a == b and sign == "≤")):
             got, expected = f"{first}={a}, {second}={b}", f"{first} {sign} {second}"
-            raise HyperparameterError(message("arguments", where, got, expected, fix))
+            raise HyperparameterError("arguments", where, got, expected, fix)
 
 
 def _check_of(parameter: inspect.Parameter) -> Callable:
@@ -285,7 +285,7 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
         except TypeError as error:
             got = str(error).replace("missing a required argument:", "none for")
             expected = f"{formula.__name__}({', '.join(kept_as)})"
-            raise WrongTypeError(message("arguments", where, got, expected)) from None
+            raise WrongTypeError("arguments", where, got, expected) from None
         bound.apply_defaults()
         given = {name: kept_as[name](where, name, value) for name, value in bound.arguments.items()}
         _check_order(where, given)
