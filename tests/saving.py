@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import tsunax as ts
-from tsunax.distributed import processes as distributed
+from tsunax import distributed
 from tsunax.checkpoints import exchange
 from tsunax.errors import TsunaxError
 
