@@ -316,7 +316,7 @@ class Placement:
         if len(rows) > 40:
             rows = [*rows[:24], (f"... {len(rows) - 36} more", "", "", 0), *rows[-12:]]
         size, lines = trees.bytes_str, []
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+        widths = [max((len(str(row[i])) for row in rows), default=0) for i in range(3)]
         for *texts, n in rows:
             cells = [f"{text:<{width}}" for text, width in zip(texts, widths, strict=True)]
             lines.append("  ".join([*cells, *([size(n)] if n else [])]).rstrip())

@@ -40,11 +40,11 @@ def broadcast(tree: Any, root: int = 0) -> Any:
             got, fix = f"{trees.describe(leaf)} of all processes", "It is one array already."
             raise ProcessError(message("leaf", place, got, "an array of this process", fix))
         is_array = trees.is_array(leaf)
+        known[place] = f"{leaf.dtype}{list(leaf.shape)}" if is_array else "a number or a string"
         has_objects = isinstance(leaf, np.ndarray) and leaf.dtype.hasobject
         if has_objects or not (is_array or isinstance(leaf, (bool, int, float, str))):
             expected = "an array, a number or a string"
             raise WrongTypeError(message("leaf", place, trees.describe(leaf), expected))
-        known[place] = f"{leaf.dtype}{list(leaf.shape)}" if is_array else "a number or a string"
         values.append(None if is_array else leaf)
     if count == 1:
         return tree
