@@ -481,8 +481,8 @@ def test_meshes_that_cannot_be(sizes, text):
 @pytest.mark.parametrize(
     ("rules", "kind", "text"),
     [
-        ({"up/kernel": P("data", "data")}, DeviceError, "sharding at up/kernel: got 'data' twice"),
-        ({"up/kernel": P("model")}, DeviceError, "sharding at up/kernel: got 'model', expected axes of the mesh: data"),
+        ({"up/kernel": P("data", "data")}, DeviceError, "sharding at up/kernel: got DuplicateSpecError"),
+        ({"up/kernel": P("model")}, DeviceError, "sharding at up/kernel: .*model.* is not found in mesh"),
         (
             {"down/bias": P(None, "tensor")},
             DeviceError,

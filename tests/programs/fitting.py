@@ -13,7 +13,7 @@ import warnings
 
 import numpy as np
 import tsunax as ts
-from tsunax.distributed import processes as distributed
+from tsunax import distributed
 
 
 def problem(rows: int):

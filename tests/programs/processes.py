@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import tsunax as ts
-from tsunax.distributed import processes as distributed
+from tsunax import distributed
 from tsunax.errors import ProcessError
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import tsunax as ts
+from tsunax import distributed
 from tsunax.checkpoints import exchange
-from tsunax.distributed import processes as distributed
 from tsunax.errors import TsunaxError
 
 SHAPES = {"w": (8, 6), "deep": {"v": (4, 1024), "b": (6,)}}

@@ -7,6 +7,7 @@ process died, is taken up again.
 from __future__ import annotations
 
 import collections
+import contextlib
 import importlib
 import warnings
 from collections.abc import Callable, Mapping
@@ -36,25 +37,26 @@ def _optuna(part: str = "") -> Any:
         raise MissingLibraryError(text) from error
 
 
-def _opened(path: Path) -> Any:
-    """Optuna's storage in a file. Raises CheckpointError for a file that it cannot read."""
+def _storage(path: Path) -> Any:
+    file = _optuna(".storages.journal").JournalFileBackend(str(path))
+    return _optuna().storages.JournalStorage(file)
+
+
+@contextlib.contextmanager
+def _read_by_optuna(path: Path):
+    """A block that reads a journal. Raises CheckpointError for one that Optuna or we cannot read."""
     try:
-        file = _optuna(".storages.journal").JournalFileBackend(str(path))
-        return _optuna().storages.JournalStorage(file)
+        yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        text = message("journal", str(path), told(error), "a journal of Optuna's")
+        text = message("journal", str(path), told(error), "a journal of tune() and Optuna's")
         raise CheckpointError(text) from error
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[int, Trial]]:
     """What was searched in a directory, and the trials that ended."""
-    path = folder / NAME
-    try:
-        study = _optuna().load_study(study_name=_STUDY, storage=_opened(path))
+    with _read_by_optuna(folder / NAME):
+        study = _optuna().load_study(study_name=_STUDY, storage=_storage(folder / NAME))
         return study.user_attrs[_KEY], _ended(study)
-    except KeyError as error:
-        text = message("journal", str(path), "no study of tune()", f"the study {_STUDY!r}")
-        raise CheckpointError(text) from error
 
 
 def _ended(study: Any) -> dict[int, Trial]:
@@ -92,7 +94,8 @@ class Study(_sweep.Drawn):
                     _journal.cut_torn_line(path)
                 # the lock of a process that was killed in the middle of a write: ours says so
                 (folder / f"{NAME}.lock").unlink(missing_ok=True)
-                storage = _opened(path)
+                with _read_by_optuna(path):
+                    storage = _storage(path)
             self.study = optuna.create_study(
                 storage=storage,
                 study_name=_STUDY,

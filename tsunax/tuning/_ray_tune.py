@@ -6,34 +6,24 @@ and restarts of Ray Tune work on `trainable`.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
-from tsunax.errors import MissingLibraryError, message
+from tsunax.distributed.ray import library
 from tsunax.tuning import _sweep, _trials
 from tsunax.tuning._trials import Cause, Trial
 
 __all__ = ["Spread", "trainable"]
 
 
-def _ray(part: str = "") -> Any:
-    try:
-        return importlib.import_module(f"ray{part}")
-    except ModuleNotFoundError as error:
-        fix = "pip install 'tsunax[ray]'"
-        text = message("ray", "tune()", "no such library", "Ray", fix)
-        raise MissingLibraryError(text) from error
-
-
 def trainable(objective: Callable[..., Any], metric: str) -> Callable[[Mapping[str, Any]], None]:
     """See `tuning.as_trainable`."""
 
     def train(config: Mapping[str, Any]) -> None:
-        tune = _ray(".tune")
+        tune = library(".tune", "as_trainable()")
 
         def report(step: int, value: float) -> None:
             tune.report({metric: float(value), "step": int(step)})
@@ -66,10 +56,10 @@ class Spread(_sweep.Drawn):
     ):
         super().__init__(space, seed)
         self.resources, self.concurrent = dict(resources or {"cpu": 1}), concurrent
-        _ray()
+        library(where="tune()")
 
     def go(self, sweep: _sweep.Sweep, left: Iterable[int]) -> None:
-        ray, running, left = _ray(), {}, iter(left)
+        ray, running, left = library(), {}, iter(left)
         ray.init(ignore_reinit_error=True, log_to_driver=False)
         given = {f"num_{name}s": n for name, n in self.resources.items()}
         run = ray.remote(_trial).options(max_retries=0, **given)

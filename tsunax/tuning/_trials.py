@@ -124,21 +124,13 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
 
 
 def _number(x: Any, where: str) -> float:
-    if not _is_number(x):
+    is_python = isinstance(x, int | float) and not isinstance(x, bool)
+    if not is_python and not (checks.is_real(x) and np.size(x) == 1):
         raise mistyped("result", where, trees.describe(x), "a number, or a dict of numbers")
-    return _float(x)
-
-
-def _float(x: Any) -> float:
     try:
         return float(np.asarray(x).reshape(()))
     except OverflowError:  # an int beyond all floats
         return math.inf if x > 0 else -math.inf
-
-
-def _is_number(x: Any) -> bool:
-    is_python = isinstance(x, int | float) and not isinstance(x, bool)
-    return is_python or (checks.is_real(x) and np.size(x) == 1)
 
 
 def apart(outcome: Any, n: int) -> list[Any]:
@@ -147,14 +139,16 @@ def apart(outcome: Any, n: int) -> list[Any]:
         return [outcome] * n
     columns = dict(outcome) if isinstance(outcome, Mapping) else {"": outcome}
     for name, column in columns.items():
-        if isinstance(column, list | tuple) and all(map(_is_number, column)):
-            columns[name] = column = np.array([_float(x) for x in column])
-        if not checks.is_real(column) or np.shape(column) != (n,):
+        try:
+            columns[name] = column = np.asarray(column)
+        except ValueError as error:  # lists of several lengths
+            return [cause_of(error)] * n
+        if column.shape != (n,):
             at = f"objective, {name!r}" if name else "objective"
             expected = f"an array of {n} numbers, one for each trial"
             text = message("result", at, trees.describe(column), expected)
             return [Cause("WrongTypeError", text)] * n
-    rows = [{name: float(column[i]) for name, column in columns.items()} for i in range(n)]
+    rows = [{name: column[i] for name, column in columns.items()} for i in range(n)]
     return rows if isinstance(outcome, Mapping) else [row[""] for row in rows]
 
 

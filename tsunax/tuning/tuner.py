@@ -208,8 +208,7 @@ def tune(
     names = _check_vectorized(vectorized, space, backend, where)
     for name in options:
         if name not in _OPTIONS.get(backend, ()):
-            own = [name for name in inspect.signature(tune).parameters if name != "options"]
-            known = [*own, *_OPTIONS.get(backend, ())]
+            known = [*inspect.signature(tune).parameters, *_OPTIONS.get(backend, ())]
             at = f"tune(backend={backend!r})"
             raise WrongTypeError(patterns.unknown("option", at, name, known))
     if pruner is not None and backend != "optuna":
@@ -217,16 +216,10 @@ def tune(
         raise invalid("pruner", where, got, "None", fix)
     points = spaces.points(space) if backend == "grid" else None
     trials = _count(trials, points, space, where)
-    about = {
-        "version": _journal.VERSION,
-        "space": {name: repr(entry) for name, entry in space.items()},
-        "backend": backend,
-        "objective": list(stable_text.name_and_code(objective)),
-        "seed": seed,
-        "mode": mode,
-        "metric": metric,
-        "vectorized": list(names),
-    }
+    texts = {name: repr(entry) for name, entry in space.items()}
+    about = {"version": _journal.VERSION, "space": texts, "backend": backend, "seed": seed}
+    about |= {"objective": list(stable_text.name_and_code(objective))}
+    about |= {"mode": mode, "metric": metric, "vectorized": list(names)}
     folder = None if directory is None else durable_files.folder_of(directory, "directory", where)
     with contextlib.ExitStack() as stack:
         if backend == "optuna":
@@ -240,12 +233,11 @@ def tune(
         stack.enter_context(ending := _sweep.Ending())
         bar = _progress.progress(progress, total=trials, unit="trial")
         stack.callback(lambda: bar.close("interrupted" if ending.asked else ""))
-        sweep = _sweep.Sweep(
-            objective, metric, mode, names, members, attempts, source, journal, bar, ending
-        )
+        what = objective, metric, mode, names, members, attempts
+        sweep = _sweep.Sweep(*what, source, journal, bar, ending)
         source.go(sweep, (i for i in range(trials) if i not in journal.trials))
     found = sorted([*journal.trials.values(), *sweep.interrupted], key=lambda trial: trial.index)
-    return _ended(Result(tuple(found), about["space"], mode), ending.asked)
+    return _ended(Result(tuple(found), texts, mode), ending.asked)
 
 
 def _count(trials: int | None, points: list | None, space: Mapping[str, Any], where: str) -> int:
@@ -363,16 +355,12 @@ def _check(objective, trials, backend, seed, mode, metric, members, attempts, wh
     if not callable(objective):
         fix, expected = "tune(objective, space, ...).", "a function that returns a number"
         raise mistyped("objective", where, trees.describe(objective), expected, fix)
-    for name, value, known in (
-        ("backend", backend, ("random", "grid", "optuna", "ray")),
-        ("mode", mode, ("min", "max")),
-    ):
-        if not checks.is_one_of(value, known):
-            got = repr(value) if isinstance(value, str) else trees.describe(value)
-            raise invalid(name, where, got, " or ".join(map(repr, known)))
-    counts = {"members": (members, 1), "attempts": (attempts, 1), "seed": (seed, 0)}
-    for name, (n, least) in (counts | ({} if trials is None else {"trials": (trials, 1)})).items():
-        checks.check_count(n, where, name, least)
+    checks.check_choice(backend, where, "backend", ("random", "grid", "optuna", "ray"))
+    checks.check_choice(mode, where, "mode", ("min", "max"))
+    checks.check_count(seed, where, "seed", least=0)
+    for name, n in {"members": members, "attempts": attempts, "trials": trials}.items():
+        if name != "trials" or trials is not None:
+            checks.check_count(n, where, name)
     if metric is not None and not isinstance(metric, str):
         expected = "a name in what the objective returns"
         raise mistyped("metric", where, trees.describe(metric), expected)
