@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import tsunax as ts
 from tsunax import batches, prefetch
-from tsunax.data.batching import gather
+from tsunax.data.on_devices import gather
 
 from benchmarks._common import interleave, ratio, save, table
 

@@ -64,9 +64,7 @@ def as_notebook(app, docname: str, source: list[str]) -> None:
     cells.
     """
     if docname in ("benchmarks", "cost") and not (ROOT / "benchmarks" / "RESULTS.md").is_file():
-        source[0] = (
-            source[0].partition("```{include}")[0] + "Nothing has been measured in this copy.\n"
-        )
+        source[0] = source[0].partition("```{include}")[0] + "Nothing has been measured in this copy.\n"
     cells = re.sub(r"^```python$", "```{code-cell} python", source[0], flags=re.MULTILINE)
     if "```{code-cell}" in cells:
         source[0] = NOTEBOOK + cells

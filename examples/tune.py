@@ -87,7 +87,10 @@ common = dict(
     trials=options.trials, metric="loss", directory=options.directory or tempfile.mkdtemp()
 )
 if options.backend == "optuna":
-    result = ts.tune(single, space, backend="optuna", pruner=ts.tuning.median(), **common)
+    import optuna
+
+    pruner = optuna.pruners.MedianPruner()
+    result = ts.tune(single, space, backend="optuna", pruner=pruner, **common)
 else:
     result = ts.tune(together, space, vectorized=["learning_rate", "decay"], **common)
 

@@ -3,8 +3,11 @@
 The environment is set before jax is imported; the subprocesses that tests start inherit it.
 """
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,9 +28,21 @@ if _COUNT not in os.environ.get("XLA_FLAGS", ""):
 # A developer's own preference must not decide where the tests run.
 os.environ.pop("TSUNAX_DEVICE", None)
 
+# Equal programs are compiled once in a session, by whichever worker is first: a folder that the workers share, and that
+# goes with the process that made it. Not an environment variable of jax: the programs that tests start compile anew.
+# `count_compiles` counts what jax asks the compiler for, also when the folder has the answer; a doctest there holds it.
+_CACHE = "TSUNAX_TEST_COMPILED"
+if _CACHE not in os.environ:
+    os.environ[_CACHE] = tempfile.mkdtemp(prefix="tsunax-compiled-")
+    atexit.register(shutil.rmtree, os.environ[_CACHE], ignore_errors=True)
+
 import hypothesis
 import jax
 from tests.helpers import need
+
+jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # The first example of a property compiles, the others do not: time per example says nothing.
 hypothesis.settings.register_profile("tsunax", deadline=None)
@@ -46,16 +61,13 @@ def _strict_ranks():
         yield
 
 
-# The tests that take longest, by name: of --durations=0 those from 0.7 s on two cores, but of every test function that
-# has one below 2 s the shortest stays. Without them the suite is the fast one; .ci/run has a step for them.
-_LONG = frozenset(Path(__file__).with_name("long.txt").read_text(encoding="utf-8").splitlines())
+# Half of the tests, in their order, for each of two workers: what a module compiles once, one worker compiles. Whoever
+# has ended first takes half of what the other one has left.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import WorkStealingScheduling
 
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.nodeid in _LONG:
-            item.add_marker(pytest.mark.slow)
+    return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
 @pytest.fixture(scope="session")

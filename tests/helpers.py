@@ -64,6 +64,14 @@ def count_compiles():
     ...     _ = step(x), step(longer)
     >>> c.compiles, c.traces
     (0, 0)
+
+    What the compilation cache of the session has is counted as well:
+
+    >>> again = jax.jit(lambda x: x * 2)
+    >>> with count_compiles() as c:
+    ...     _ = again(x)
+    >>> c.compiles
+    1
     """
     counts = Compiles()
     _counting.append(counts)
@@ -149,6 +157,15 @@ def assert_trees_close(a, b, rtol, atol) -> None:
         return np.isclose(x.astype(wide), y.astype(wide), rtol=rtol, atol=atol)
 
     _compare(a, b, close)
+
+
+def medium_if(is_medium, cases):
+    """The cases of a parametrization, some of them marked `medium`.
+
+    >>> medium_if(str.isupper, ["a", "B"])
+    ['a', ParameterSet(values=('B',), marks=...medium...)]
+    """
+    return [pytest.param(case, marks=pytest.mark.medium) if is_medium(case) else case for case in cases]
 
 
 def need(name: str):

@@ -363,6 +363,7 @@ def test_a_room_that_is_gone_is_found(tmp_path):
     assert unknown_rooms(package) == ["loop: in the table of tiers, and not in tsunax/."]
 
 
+@pytest.mark.medium
 def test_wrong_effects_are_found(tmp_path):
     wrong = write(
         tmp_path,

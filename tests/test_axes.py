@@ -52,7 +52,7 @@ def mapped(step, check=True):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.medium)])
 def test_shard_map_gives_the_numbers_of_the_whole_batch(check, accumulate):
     expected, infos = run(ts.train_step(loss_fn), setup(), data())
     step = mapped(ts.train_step(loss_fn, axis_name="data", accumulate=accumulate), check)
@@ -158,6 +158,7 @@ def test_a_rule_with_a_collective_is_set_up_outside():
         ts.setup(misspelled, {"w": np.ones(8, np.float32)})
 
 
+@pytest.mark.medium
 def test_whoever_combines_them_says_so():
     of_rows = lambda state, batch: ts.value_and_grad(loss_fn, axis_name=())(state, batch)[1]["w"]
     specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}

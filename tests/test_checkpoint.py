@@ -24,8 +24,8 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
+from campaigns import manifests, training_run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.faults import hostile, target
 from tests.helpers import assert_trees_equal, need
 from tsunax._core import durable_files
 from tsunax.checkpoints import (
@@ -1010,6 +1010,7 @@ def kept(path, steps, metrics=None, **policy):
         return checkpoints.steps()
 
 
+@pytest.mark.medium
 def test_what_is_kept(tmp_path):
     losses = {1: 3.0, 2: 1.0, 3: float("nan"), 4: 1.0, 5: 2.0, 6: 5.0}
     assert kept(tmp_path / "a", losses) == [5, 6]
@@ -1281,6 +1282,7 @@ def program(path, what, **options):
     )  # fmt: skip
 
 
+@pytest.mark.medium
 def test_scripts_that_do_not_close(tmp_path):
     """The last save is waited for at the end; where it fails or hangs, the exit status says so, and soon."""
     runs = {what: program(tmp_path / what, what) for what in ("plain", "full", "hang")}
@@ -1295,6 +1297,7 @@ def test_scripts_that_do_not_close(tmp_path):
         )
 
 
+@pytest.mark.medium
 def test_one_writer_a_directory(tmp_path):
     """Another process is refused while one lives; neither a killed one nor its forked child is in the way."""
     run = program(tmp_path, "hold")
@@ -1390,11 +1393,12 @@ def test_readers_while_a_run_rotates(tmp_path):
 # ---------------------------------------------------------------------------------------------------- hostile files
 
 
+@pytest.mark.medium
 def test_mutated_manifests(capfd):
     counts = collections.Counter()
     with jax.numpy_rank_promotion("allow"):
-        hostile.run(120, 0, counts)
-    assert hostile.is_well(counts), counts
+        manifests.run(120, 0, counts)
+    assert manifests.is_well(counts), counts
     assert counts["refused"] > 90 and counts["manifests"] == 120
 
 
@@ -1402,8 +1406,8 @@ def test_mutated_manifests(capfd):
 def test_ten_thousand_mutated_manifests():
     counts = collections.Counter()
     with jax.numpy_rank_promotion("allow"):
-        hostile.run(10_000, 1, counts)
-    assert hostile.is_well(counts), counts
+        manifests.run(10_000, 1, counts)
+    assert manifests.is_well(counts), counts
 
 
 def test_small_files_that_claim_much_cost_nothing(copy):
@@ -1497,11 +1501,11 @@ def test_links_within_a_checkpoint_are_not_followed_for_the_manifest_or_the_arra
 # --------------------------------------------------------------------------------------------------------------- kills
 
 
-def faults(tmp_path, *arguments, timeout=300):
+def campaign(tmp_path, name, *arguments, timeout=300):
     results = tmp_path / "counts.jsonl"
     env = {**os.environ, "XLA_FLAGS": ""}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.faults", *arguments, "--results", str(results)],
+        [sys.executable, "-m", f"campaigns.{name}", *arguments, "--results", str(results)],
         cwd=Path(__file__).parents[1], env=env, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
@@ -1510,7 +1514,7 @@ def faults(tmp_path, *arguments, timeout=300):
 
 @pytest.mark.slow  # a minute
 def test_killed_runs_end_with_the_same_bits(tmp_path):
-    counts = faults(tmp_path, "--kills", "2", "--seeds", "0:4")
+    counts = campaign(tmp_path, "kills", "--most", "2", "--seeds", "0:4")
     assert counts["runs"] == counts["same bits"] == 4 and counts["kills"] > 3
     assert counts["most steps repeated"] <= 4
 
@@ -1527,8 +1531,8 @@ def test_the_example():
 @pytest.mark.slow  # three minutes
 def test_what_is_left_out_is_noticed(tmp_path):
     """A key, a step, a place in the data, a history, the syncs, the hashes, the lock: each alone turns a driver red."""
-    seen = faults(tmp_path, "--mutations", timeout=1200)
-    assert {name for name, colour in seen.items() if colour == "red"} == set(target.LEAVE_OUT) - {""}
+    seen = campaign(tmp_path, "precautions", timeout=1200)
+    assert {name for name, colour in seen.items() if colour == "red"} == set(training_run.LEAVE_OUT) - {""}
 
 
 def test_details_that_other_modules_lean_on():

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
-from tests.helpers import assert_trees_close, assert_trees_equal
+from tests.helpers import assert_trees_close, assert_trees_equal, medium_if
 from tsunax._core import convolutions
 from tsunax._core.convolutions import fast
 
@@ -199,7 +199,7 @@ def layouts(f, *args) -> list[str]:
     return re.findall(r" convolution\(.*?dim_labels=([\w>-]+)", text)
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", medium_if(lambda name: name not in ("bare", "vmap over rows", "scan"), WRAPPED))
 def test_every_convolution_is_found(name):
     f = jax.value_and_grad(loss_of(WRAPPED[name]))
     looped = in_loop(fast(f))
@@ -239,6 +239,7 @@ def test_the_whole_loop_may_be_given():
     assert str(twice).count("name=convolution_in_loop") == str(once).count("name=convolution_in_loop") > 0
 
 
+@pytest.mark.medium
 def test_it_can_be_differentiated():
     f = jax.grad(loss_of(block))
     penalty = lambda f: jax.jit(lambda w, x: jax.grad(lambda w: sum(jnp.sum(g**2) for g in f(w, x).values()))(w))
@@ -246,6 +247,7 @@ def test_it_can_be_differentiated():
     assert_trees_close(penalty(fast(f))(WEIGHTS, BATCHES[0]), expected, rtol=1e-4, atol=1e-8)
 
 
+@pytest.mark.medium
 def test_it_can_be_vmapped():
     f = jax.grad(loss_of(block))
     both = jax.tree.map(lambda w: jnp.stack([w, 2 * w, 3 * w]), WEIGHTS)

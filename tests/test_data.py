@@ -17,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
-from tsunax.distributed import processes as distributed
-from tsunax.data.batching import batches, check_batch, gather
+from tsunax.data.batching import batches
+from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
+from tsunax.data.on_devices import gather
 from tsunax.data.prefetching import prefetch
+from tsunax.distributed import starting
 from tsunax.errors import DataError, HyperparameterError, WrongTypeError
 
 N = 23
@@ -195,7 +197,7 @@ def test_processes_share_a_batch(rows, size, n, shuffle, kind):
 
 
 def test_a_process_has_its_own_part_by_default(monkeypatch):
-    monkeypatch.setattr(distributed, "_here", lambda: (2, 3))
+    monkeypatch.setattr(starting, "here", lambda: (2, 3))
     mine, part = batches(ARRAYS, 6, shuffle=True), batches(ARRAYS, 6, shuffle=True, process=(2, 3))
     assert_same(epochs_of(mine, 2), epochs_of(part, 2))
     rows = len(ARRAYS["x"])
@@ -595,6 +597,7 @@ def test_the_thread_ends_with_the_loop(how):
         assert not threads()
 
 
+@pytest.mark.medium
 def test_the_interpreter_exits_while_a_thread_waits():
     code = (
         "import itertools, numpy as np, jax\n"

@@ -272,6 +272,7 @@ def what_stays(text):
     return [line.rsplit("\x1b[2K", 1)[-1] for line in text.split("\n")]
 
 
+@pytest.mark.medium
 def test_a_terminal_keeps_what_the_user_prints():
     text = run_in_a_terminal(SCRIPT)
     lines, cleared = text.split("\n"), what_stays(text)

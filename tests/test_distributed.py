@@ -17,13 +17,13 @@ import jax
 import numpy as np
 import pytest
 import tsunax as ts
+from campaigns import lost_processes
+from campaigns.lost_processes import free_port
 from jax._src.lib import _jax
-from tests import processes
-from tests.faults import peers
-from tests.faults.peers import free_port
 from tests.helpers import absent, need
-from tsunax.distributed import processes as distributed
-from tsunax.distributed import _peers
+from tests.programs import processes
+from tsunax import distributed
+from tsunax.distributed import _peers, starting
 from tsunax.errors import DataError, ProcessError, WrongTypeError
 from tsunax.run.agreement import Alike
 
@@ -372,7 +372,7 @@ LAUNCHERS = {
 def environment(monkeypatch):
     """A function that sets variables, and takes away those of all launchers."""
 
-    monkeypatch.setattr(distributed, "_is_alone", False)
+    monkeypatch.setattr(starting, "_is_alone", False)
 
     def change(variables):
         for name in list(os.environ):
@@ -388,14 +388,14 @@ def environment(monkeypatch):
 def test_launchers(environment, name):
     variables, expected = LAUNCHERS[name]
     environment(variables)
-    found = distributed._launch(None, None, None, None, 5.0)
+    found = starting._launch(None, None, None, None, 5.0)
     address = found.address.rpartition(":")[0] if expected[0] == "127.0.0.1" else found.address
     assert (address, *found[1:]) == expected
 
 
 def test_arguments_win(environment):
     environment(SLURM)
-    found = distributed._launch("here:1", 2, 1, None, 5.0)
+    found = starting._launch("here:1", 2, 1, None, 5.0)
     assert found[:3] == ("here:1", 2, 1)
     distributed.start(num_processes=1)
 
@@ -414,7 +414,7 @@ def test_a_launcher_that_does_not_answer(environment, monkeypatch):
         raise RuntimeError("Kubernetes API Error: 403")
 
     environment({})
-    monkeypatch.setattr(distributed.ClusterEnv, "auto_detect_unset_distributed_params", fails)
+    monkeypatch.setattr(starting.ClusterEnv, "auto_detect_unset_distributed_params", fails)
     with pytest.raises(ProcessError, match=r"launcher at start\(\): got RuntimeError Kubernetes API Error: 403, when"):
         distributed.start()
 
@@ -424,17 +424,17 @@ def test_an_mpi_without_mpi4py(environment, monkeypatch):
     for variables in ({"PMI_SIZE": "2", "PMI_RANK": "0"}, OMPI_5):
         environment(variables)
         with pytest.raises(ProcessError, match="pip install mpi4py, or say coordinator_address="):
-            distributed._launch(None, None, None, None, 5.0)
+            starting._launch(None, None, None, None, 5.0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"process_id": 2, "num_processes": 2}, "process_id at start(): got 2 of num_processes 2, expected at most 1."),
-        ({"process_id": -1}, "process_id at start(): got -1, expected an int of 0 or more."),
-        ({"process_id": True}, "process_id at start(): got True, expected an int of 0 or more."),
-        ({"num_processes": 2.0}, "num_processes at start(): got 2.0, expected an int of 0 or more."),
-        ({"num_processes": 0}, "num_processes at start(): got 0, expected 1 or more."),
+        ({"process_id": 2}, "got ValueError process_id and num_processes must be nonnegative, with process_id <"),
+        ({"process_id": -1}, "process_id=-1"),
+        ({"process_id": "1"}, "got TypeError process_id must be a nonnegative int."),
+        ({"num_processes": 2.0}, "num_processes must be a positive int. Got num_processes=2.0"),
+        ({"num_processes": 0}, "num_processes=0"),
         ({"peer_timeout": 0}, "peer_timeout at start(): got 0, expected seconds, more than 0."),
         ({"timeout": "20"}, "timeout at start(): got '20', expected seconds, more than 0."),
         (
@@ -521,7 +521,7 @@ class Started:
 
 @pytest.fixture
 def launch(tmp_path):
-    """A function that starts n processes of `tests.processes`, all of which are ended afterwards."""
+    """A function that starts n processes of `tests.programs.processes`, all of which are ended afterwards."""
     started = []
 
     def run(n, *work, variables=lambda i: {}, start=None, peer_timeout=20.0, timeout=60):
@@ -529,7 +529,7 @@ def launch(tmp_path):
         for i in range(n):
             given = {"coordinator_address": address, "num_processes": n, "process_id": i} if start is None else start
             given = {"peer_timeout": peer_timeout, "timeout": timeout, **given}
-            command = [sys.executable, "-u", "-m", "tests.processes", *map(str, work)]
+            command = [sys.executable, "-u", "-m", "tests.programs.processes", *map(str, work)]
             started.append(Started(tmp_path, i, command, variables(i), given))
             started[-1].address = address
         return started
@@ -564,6 +564,7 @@ def strangers(port: int, over: threading.Event) -> None:
     [one.close() for one in silent]
 
 
+@pytest.mark.medium
 def test_two_processes(launch):
     over = threading.Event()
     started = launch(2, "answers")
@@ -623,7 +624,7 @@ def test_an_exception_ends_all(launch):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_is_hurt_ends_the_others(tmp_path, number):
-    found = peers.hurt(tmp_path, 2, 1, number, peer_timeout=3.0)
+    found = lost_processes.hurt(tmp_path, 2, 1, number, peer_timeout=3.0)
     assert not found["wrong"] and found["seconds"] < 10
 
 
@@ -681,7 +682,7 @@ def mpirun(n, *work) -> str:
     return done.stdout
 
 
-LOSSES = "python -m tests.processes losses".split()
+LOSSES = "python -m tests.programs.processes losses".split()
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -724,7 +725,7 @@ def test_mpirun_of_open_mpi_5(mpi4py):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("n, victim", [(n, i) for n in (2, 4) for i in range(n)])
 def test_any_process_may_be_hurt(tmp_path, n, victim, number):
-    found = peers.hurt(tmp_path, n, victim, number, peer_timeout=5.0)
+    found = lost_processes.hurt(tmp_path, n, victim, number, peer_timeout=5.0)
     assert not found["wrong"] and found["seconds"] < 15
 
 
@@ -760,7 +761,7 @@ def test_a_port_that_is_taken(environment):
     environment({})
     taken = pytest.raises(ProcessError, match=r"port at 127.*: got Address already in use, expected a free one")
     with socket.create_server(("127.0.0.1", 0)) as server, taken:
-        distributed._check_port(*server.getsockname(), True)
+        starting._check_port(*server.getsockname(), True)
 
 
 def test_one_index_everywhere(monkeypatch):

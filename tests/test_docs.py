@@ -75,8 +75,8 @@ def test_the_reference_has_every_public_name():
     shown = documented()
     modules = {name for name in ts.__all__ if inspect.ismodule(getattr(ts, name))}
     missing = {f"tsunax.{name}" for name in set(ts.__all__) - modules} - shown
-    for module in modules:
-        missing |= {f"tsunax.{module}.{name}" for name in getattr(ts, module).__all__} - shown
+    for module in (getattr(ts, name) for name in modules):
+        missing |= {f"{module.__name__}.{name}" for name in module.__all__} - shown
     assert sorted(missing - {f"tsunax.{m}.{n}" for m in modules for n in ts.__all__}) == []
 
 

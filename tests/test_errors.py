@@ -23,7 +23,6 @@ import pytest
 import tsunax as ts
 from flax import linen, nnx
 from tsunax.errors import (
-    DataError,
     HyperparameterError,
     LossError,
     ParamsError,
@@ -1024,6 +1023,7 @@ def test_do_tied_arrays_that_were_copied_train():
     assert bool(info.applied) and not w.is_deleted()
 
 
+@pytest.mark.medium
 def test_is_a_pattern_a_mask_of_optax():
     mask = {"encoder": {"kernel": True, "bias": False}, "head": {"kernel": True, "bias": False}}
     assert_trees_equal(decayed("**/kernel"), decayed(mask))

@@ -134,11 +134,15 @@ def as_one_block(page: str) -> str:
     return re.sub(r"^(print\(.*\))\n# (.*)$", r"\1  # \2\n", block, flags=re.MULTILINE)
 
 
-QUICK = ("data", "loop")  # the others take minutes together; .ci/run has them all
+PAGES_OF_CI = ("data", "loop")  # the others take minutes together; scripts/docs has them all
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, id=p.stem, marks=[] if p.stem in QUICK else pytest.mark.slow) for p in PAGES]
+    "page",
+    [
+        pytest.param(p, id=p.stem, marks=pytest.mark.medium if p.stem in PAGES_OF_CI else pytest.mark.slow)
+        for p in PAGES
+    ],
 )
 def test_pages_do_what_they_print(page, tmp_path):
     copy = tmp_path / page.name

@@ -17,8 +17,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tsunax as ts
+from campaigns import manifests
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.faults import hostile
 from tests.helpers import assert_trees_equal, need
 from tsunax.checkpoints import exchange
 from tsunax.errors import CheckpointError, PatternError, SaveError, WrongTypeError
@@ -443,6 +443,7 @@ def test_small_files_that_claim_much_cost_nothing(tmp_path):
     assert grown < 500 << 10, grown  # the last file alone is 99 MB, and is read
 
 
+@pytest.mark.medium
 def test_no_flipped_byte_is_believed(tmp_path):
     path, rng = tmp_path / "a.safetensors", random.Random(0)
     tree = {"w": np.arange(6, dtype=np.float32), "k": jax.random.key(0), "n": 5, "f8": ARRAYS["f8"]["e4m3"]}
@@ -496,7 +497,7 @@ def test_an_index_leads_nowhere_else(tmp_path):
         error_of(lambda: exchange.restore(folder))
     rng, outcomes = random.Random(0), {"refused": 0, "read": 0}
     for _ in range(200):
-        index.write_bytes(hostile.mutated(rng, body))
+        index.write_bytes(manifests.mutated(rng, body))
         try:
             assert set(exchange.restore(folder, where="*")) <= {"a", "b"}
             outcomes["read"] += 1
@@ -505,6 +506,7 @@ def test_an_index_leads_nowhere_else(tmp_path):
     assert outcomes["refused"] > 100, outcomes
 
 
+@pytest.mark.medium
 def test_a_name_that_is_missing_among_very_many(tmp_path):
     path, start = tmp_path / "a.safetensors", time.monotonic()
     many = {f"{i}{'x' * 100 * (i % 50)}": entry(start=4 * i, stop=4 * i + 4) for i in range(20_000)}

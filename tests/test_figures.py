@@ -121,6 +121,7 @@ def test_a_wide_range_is_logarithmic(values, scale):
     assert figure.axes[0].get_yscale() == scale and figure._repr_png_()
 
 
+@pytest.mark.medium
 def test_pyplot_is_not_touched(tmp_path):
     code = """
 import sys
@@ -212,3 +213,10 @@ def test_an_accuracy_is_not_logarithmic():
     for step in range(20):
         history.add({"accuracy": 0.01 + 0.05 * step, "error": 1 - 0.052 * step}, step)
     assert [axes.get_yscale() for axes in history.plot().axes] == ["linear", "log"]
+
+
+def test_no_two_members_share_a_color():
+    need("matplotlib")
+    for n in (6, 7):
+        lines = population(n).plot().axes[1].lines
+        assert len({tuple(np.atleast_1d(line.get_color()).tolist()) for line in lines}) == n

@@ -11,14 +11,14 @@ from tests.test_distributed import Started, found, free_port, ready
 
 @pytest.fixture
 def launch(tmp_path):
-    """A function that starts n processes of `tests.fitting`, all of which are ended afterwards."""
+    """A function that starts n processes of `tests.programs.fitting`, all of which are ended afterwards."""
     started = []
 
     def run(n, work):
         address, folder = f"localhost:{free_port()}", tmp_path / str(n)
         folder.mkdir()
         given = {"coordinator_address": address, "num_processes": n, "timeout": 60}
-        command = [sys.executable, "-u", "-m", "tests.fitting", work]
+        command = [sys.executable, "-u", "-m", "tests.programs.fitting", work]
         new = [Started(folder, i, command, {}, {**given, "process_id": i}) for i in range(n)]
         started.extend(new)
         return new

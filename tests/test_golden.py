@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tsunax as ts
-from tests import saving
 from tests.golden import make
+from tests.programs import saving
 from tsunax.checkpoints import exchange
 
 ARCHIVES = sorted(path for path in make.HERE.glob("format-*") if path.is_dir())

@@ -51,7 +51,7 @@ def make_batch(seed):
     return {"x": rng.normal(size=(ROWS, 3)).astype(np.float32)} | zeros
 
 
-@pytest.mark.parametrize("accumulate", [1, MICRO])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(MICRO, marks=pytest.mark.medium)])
 @pytest.mark.parametrize("options", [{}, {"precision": "float16"}], ids=["float32", "float16"])
 def test_injected_nan_and_inf_never_reach_a_state(accumulate, options):
     """125 injections for each case, 500 in all, at a random step, place, leaf and micro-batch."""
@@ -134,6 +134,7 @@ def test_the_leaf_that_is_named_is_the_one_that_was_not_finite():
         assert guard.locate(large) == "gradient of params['b'], shape (2,)"
 
 
+@pytest.mark.medium
 def test_the_clock_ends_with_an_error_and_not_with_keys_that_repeat():
     state = make_state().replace(calls=np.int32(guard.LIMIT - 1))
     step = ts.train_step(loss_fn, on_nonfinite="raise")
@@ -167,6 +168,7 @@ def test_spikes_are_rejected_and_ripples_are_not():
     assert said == "gradient norm: a spike, above its running band"
 
 
+@pytest.mark.medium
 def test_a_spike_of_the_loss_and_none_in_the_warm_up():
     rule = ts.rules.chain(ts.rules.reject_spikes(warmup=10), ts.rules.sgd(0.0))
     state, verdicts = ts.setup(rule, {"w": jnp.zeros(1)}), []
@@ -214,6 +216,7 @@ def test_the_band_is_that_of_its_formula():
     np.testing.assert_allclose(state.opt_state[0].band, [centre, spread, [seen, seen], [0, 0]], rtol=1e-5)
 
 
+@pytest.mark.medium
 def test_a_spike_is_no_overflow():
     rule = ts.rules.chain(ts.rules.reject_spikes(warmup=1), ts.rules.sgd(0.0))
     state = ts.setup(rule, {"w": jnp.zeros(1)}, precision="float16")
@@ -244,6 +247,7 @@ def test_the_verdict_is_the_first_place_of_all():
         assert int(got) == expected and got.dtype == jnp.int32
 
 
+@pytest.mark.medium
 def test_raise_names_the_place_in_the_batch_where_it_holds_the_nan():
     step = ts.train_step(loss_fn, on_nonfinite="raise", donate=False)
     state, batch = make_state(), make_batch(0)
@@ -259,7 +263,7 @@ def test_raise_names_the_place_in_the_batch_where_it_holds_the_nan():
     assert guard.in_batch(make_batch(0)) == ""
 
 
-@pytest.mark.parametrize("label", [-1, 10])
+@pytest.mark.parametrize("label", [-1, pytest.param(10, marks=pytest.mark.medium)])
 def test_a_label_that_is_no_class_is_named(label):
     def loss(params, batch):
         values = ts.losses.softmax_cross_entropy_with_integer_labels(batch["x"] @ params["w"], batch["y"])

@@ -262,6 +262,7 @@ def test_info_reads_what_the_device_says(present):
         device_info(0)
 
 
+@pytest.mark.medium
 def test_simulated_devices_do_not_deadlock(tmp_path):
     source = """
 import os
@@ -413,6 +414,7 @@ def test_a_file_that_is_no_text():
         preferred()
 
 
+@pytest.mark.medium
 def test_the_preference_reaches_the_next_process(tmp_path):
     first = "import tsunax.devices.kinds as h; h.prefer('gpu'); print(h._started())"
     done = run(first, tmp_path)

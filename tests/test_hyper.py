@@ -19,7 +19,7 @@ import optax
 import pytest
 import tsunax as ts
 from tests import test_rules
-from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import rules
 from tsunax.errors import RuleError
 
@@ -276,7 +276,9 @@ def test_a_schedule_that_the_step_does_not_reach_reads_as_the_next_update_will_h
     assert [v for k, v in ts.hyperparams(state).items() if "rate" in k] == pytest.approx([0.6, 0.25])
 
 
-@pytest.mark.parametrize("wrap", [optax.chain, lambda rule: optax.apply_if_finite(rule, 3)])
+@pytest.mark.parametrize(
+    "wrap", [optax.chain, pytest.param(lambda rule: optax.apply_if_finite(rule, 3), marks=pytest.mark.medium)]
+)
 def test_a_schedule_in_a_wrapper_that_hands_the_step_on_is_read_there(wrap):
     state = ts.setup(wrap(rules.sgd(optax.linear_schedule(1.0, 0.0, 10))), PARAMS).replace(step=5)
     assert ts.hyperparams(state) == {"learning_rate": 0.5}
@@ -449,6 +451,7 @@ def test_moments_are_kept(where):
     assert int(after.step) == 3
 
 
+@pytest.mark.medium
 def test_new_betas_work_on_the_old_moments():
     """mu ← b1 mu + (1 - b1) g, with the b1 of the leaf."""
     state = train(ts.setup(rules.adam(0.01, b1=0.75), PARAMS))
@@ -662,7 +665,10 @@ def freezable(name, **setup):
     return ts.adjust(state, "**/w", learning_rate=0.02) if name == "cut" else state
 
 
-@pytest.mark.parametrize("name", FREEZABLE)
+QUICK = ("adamw", "groups", "cut", "multi_steps")
+
+
+@pytest.mark.parametrize("name", medium_if(lambda name: name not in QUICK, FREEZABLE))
 def test_frozen_params_and_moments_keep_their_bits_and_go_on_from_them(name):
     state = train(freezable(name))
     frozen = ts.freeze(state, "encoder/**")
@@ -724,6 +730,7 @@ def test_leaves_that_are_alike_share_their_kernels_though_each_may_be_frozen():
     assert 0 < plain < 40 and freezable < plain + 40 + 10, (plain, freezable)  # and one that reads the flag of each
 
 
+@pytest.mark.medium
 def test_with_room_made_at_setup_not_even_the_first_freeze_compiles():
     step = ts.train_step(loss_fn, donate=False)
     state = train(ts.setup(rules.adam(0.01), PARAMS, freezable=True), step=step)
@@ -746,6 +753,7 @@ def test_a_leaf_is_frozen_if_the_last_word_on_it_was_freeze(sequence):
         assert_trees_equal(rates(state), rates_of(**expected))
 
 
+@pytest.mark.medium
 def test_more_leaves_than_bits_in_a_word():
     params = [np.ones(1, np.float32) for _ in range(40)]
     state = ts.setup(rules.sgd(1.0), params)
@@ -1050,6 +1058,7 @@ def test_a_state_goes_through_functools_reduce_untouched():
     assert state.frozen is None and ts.hyperparams(state) == {"learning_rate": 1.0}
 
 
+@pytest.mark.medium
 def test_a_line_search_leaves_frozen_leaves_where_they_are():
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     fn = lambda params, x: jnp.mean((x @ (params["a"] * params["b"]) - 3) ** 2)

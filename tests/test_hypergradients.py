@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tsunax as ts
 
 # jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
@@ -68,6 +69,7 @@ def validation(hyper, x, y, step=plain, remat=jax.checkpoint):
     return loss_fn(state.params, tuple(jnp.asarray(part, x.dtype) for part in VAL)).compute()
 
 
+@pytest.mark.medium
 def test_many_steps_against_finite_differences():
     with enable_x64(True):
         hyper = {name: jnp.float64(x) for name, x in HYPER.items()}
@@ -79,6 +81,7 @@ def test_many_steps_against_finite_differences():
             np.testing.assert_allclose(found[name], (up - down) / (2 * h), rtol=2e-4, err_msg=name)
 
 
+@pytest.mark.medium
 def test_a_rejected_step_needs_a_branch():
     """Its derivative is that of a run without the batch; by `where` alone it would be NaN, since 0 · NaN is."""
     hyper = {name: jnp.float32(x) for name, x in HYPER.items()}
@@ -95,6 +98,7 @@ def test_a_rejected_step_needs_a_branch():
     assert all(np.isnan(g) for g in found.values())
 
 
+@pytest.mark.medium
 def test_checkpointed_steps_keep_states_and_no_activations():
     """Of 64 steps with 1 MiB of activations each, by XLA's own count."""
     x, y = np.ones((64, 16384, 4), np.float32), np.ones((64, 16384, 2), np.float32)
@@ -108,6 +112,7 @@ def test_checkpointed_steps_keep_states_and_no_activations():
     assert kept > 64 * 16384 * 8 * 4 and rebuilt < kept / 5
 
 
+@pytest.mark.medium
 def test_a_population_of_hypergradients():
     """Under vmap, too: a gradient for each start."""
     hyper = {name: jnp.float32(x) for name, x in HYPER.items()}

@@ -109,6 +109,7 @@ def test_flops_of_a_cnn():
         assert _cost.flops_of(traced.jaxpr).matmul == 2 * a + 3 * (b + c + out)
 
 
+@pytest.mark.medium
 def test_flops_of_a_gpt():
     from flax import nnx
 
@@ -198,6 +199,7 @@ def test_a_donation_that_fails_is_named():
     assert "WARNING" in repr(about) and "state.opt_state['low']['w']" in repr(about)
 
 
+@pytest.mark.medium
 def test_communication_by_kind():
     state = ts.shard(state_of(), ts.mesh(data=8))
     about = describe(ts.train_step(mlp), state, BATCH)
@@ -271,6 +273,7 @@ def test_the_table_of_leaves():
     assert rates == {"body/w": 0.25, "body/bias": 1e-3, "head": 0.5, "old": None}
 
 
+@pytest.mark.medium
 def test_many_leaves_are_shown_by_kind():
     params = {f"layer{i}": {"w": np.ones((4, 4), np.float32)} for i in range(40)}
     state = ts.freeze(state_of(params, ts.rules.sgd(0.1)), "layer7/**")
@@ -283,6 +286,7 @@ def test_many_leaves_are_shown_by_kind():
     assert lines[3].split() == ["all:", "sgd,", "learning_rate=0.1"]
 
 
+@pytest.mark.medium
 def test_it_fits_a_terminal_of_eighty_columns():
     """Whatever the names and numbers: facts are wrapped, columns that find no room stand below."""
     layers = {f"a_layer_{i}": {"projection": np.ones((4, 4), np.float32)} for i in range(3)}
@@ -303,6 +307,7 @@ def test_it_fits_a_terminal_of_eighty_columns():
     assert sum(line.startswith("a_module_with_a_l..._layer_") for line in lines) == 9, lines  # both ends are seen
 
 
+@pytest.mark.medium
 def test_populations_and_what_of_them_is_frozen():
     params = {"w": np.ones((4, 2), np.float32), "b": np.ones(2, np.float32)}
     step = ts.train_step(lambda p, x: jnp.mean((x @ p["w"] + p["b"][None]) ** 2))
@@ -327,6 +332,7 @@ def square(params, x):
     return jnp.mean((x @ params["w"]) ** 2)
 
 
+@pytest.mark.medium
 def test_why_it_recompiled():
     x, params = np.ones((8, 4), np.float32), {"w": np.ones((4, 2), np.float32), "b": np.ones(2, np.float32)}
     step = ts.train_step(
@@ -365,6 +371,7 @@ def test_why_it_recompiled():
     assert reasons() == expected
 
 
+@pytest.mark.medium
 def test_a_precision_says_nothing_of_what_follows_from_it():
     x, params = np.ones((8, 4), np.float32), {"w": np.ones((4, 2), np.float32)}
     step, low = ts.train_step(square), ts.precision.Policy(param="bfloat16", compute="bfloat16")
@@ -386,6 +393,7 @@ def test_a_call_that_failed_compiled_nothing():
     assert (about.traces, about.recompiles) == (1, ())
 
 
+@pytest.mark.medium
 def test_another_device_compiles_without_a_trace():
     step, x = ts.train_step(square), np.ones((8, 4), np.float32)
     at = lambda i: ts.to_device(state_of({"w": np.ones((4, 2), np.float32)}), jax.devices()[i])
@@ -435,6 +443,7 @@ def test_long_paths_that_differ_are_shown_so():
     assert len(shown) == len(set(shown)) == 3 and all("..." in x and len(x) < 40 for x in shown), shown
 
 
+@pytest.mark.medium
 def test_models_with_keys_and_noise():
     def loss_fn(params, x, key):
         return jnp.mean((jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ params["w"]) ** 2)
@@ -445,6 +454,7 @@ def test_models_with_keys_and_noise():
         assert about.flops.matmul == 2 * 2 * 8 * 4 * 2
 
 
+@pytest.mark.medium
 def test_fit_and_new_arguments_are_in_the_count():
     step = ts.train_step(lambda params, x, scale=1.0: square(params, x) * scale)
     params, x = {"w": np.ones((4, 2), np.float32)}, np.ones((8, 4), np.float32)

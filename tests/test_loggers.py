@@ -326,6 +326,7 @@ def wandb_rows(path):
     return rows
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("default")  # wandb's own
 def test_wandb_log_is_a_logger(tmp_path, monkeypatch):
     wandb = need("wandb")

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import testing
 from tsunax.checkpoints.saving import Best
 from tsunax.errors import DataError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
@@ -153,6 +153,7 @@ def test_the_buffer_and_the_clock_on_the_wall_change_no_bit():
         np.testing.assert_array_equal(rows["loss"], history["loss"])
 
 
+@pytest.mark.medium
 def test_a_step_that_cannot_be_traced_runs_as_it_is():
     def step(state, batch):
         assert isinstance(batch[0], np.ndarray)  # no tracer
@@ -306,7 +307,7 @@ def _iterate(per_call):
     return iterate(STEP, _fresh(), data(), steps=4, steps_per_call=per_call)
 
 
-@pytest.mark.parametrize("per_call", ["auto", None])
+@pytest.mark.parametrize("per_call", ["auto", pytest.param(None, marks=pytest.mark.medium)])
 def test_metrics_with_a_number_for_each_row(per_call):
     """The short batch at the end of an epoch has fewer of them."""
 
@@ -325,7 +326,7 @@ def test_metrics_with_a_number_for_each_row(per_call):
         run_epoch(step, ts.setup(RULE, init()), short())
 
 
-@pytest.mark.parametrize("kind", [list, tuple, lambda data: data])
+@pytest.mark.parametrize("kind", medium_if(lambda kind: kind is not list, [list, tuple, lambda data: data]))
 def test_a_goal_in_steps_that_is_the_end_of_an_epoch(kind):
     seen = []
     fit(
@@ -378,7 +379,7 @@ def test_rejected_steps_do_not_count():
 
 
 @pytest.mark.filterwarnings("ignore:step .* was rejected:RuntimeWarning")
-@pytest.mark.parametrize("per_call", [1, 3, 64])
+@pytest.mark.parametrize("per_call", medium_if(lambda n: n != 3, [1, 3, 64]))
 def test_too_many_rejected_in_a_row(per_call):
     good, bad = [(X[:8], Y[:8])] * 3, [(X[:8] * np.nan, Y[:8])] * 9
     with pytest.raises(
@@ -412,6 +413,7 @@ def test_a_call_has_no_room_for_more_than_is_left():
     assert_trees_equal(state.params, expected.params)
 
 
+@pytest.mark.medium
 def test_the_leaf_is_named():
     def blows_up(params, batch):
         return loss_fn(params, batch) + jnp.sum(jnp.sqrt(params["out"]["bias"] * 0))  # its gradient is 0 · inf
@@ -423,6 +425,7 @@ def test_the_leaf_is_named():
         fit(ts.train_step(blows_up), ts.setup(RULE, init()), data(), steps=20, max_bad=2)
 
 
+@pytest.mark.medium
 def test_a_loss_scale_may_look_for_its_value():
     """16 rejected calls in a row bring 2^24 down to where float16 holds the gradient: no reason to give up."""
     scale = ts.precision.LossScale(2.0**24)
@@ -589,6 +592,7 @@ def test_evaluation_by_epochs_and_at_the_end():
     assert seen == [7, 14, 16]
 
 
+@pytest.mark.medium
 def test_a_callback_edits_the_state():
     def lower(run):
         return ts.adjust(run.state, learning_rate=1e-3) if run.event == "step" else None
@@ -620,6 +624,7 @@ def test_early_stopping_ends_the_run():
     assert history.marks[-1][1] == "stop" and "val/loss is no better" in history.marks[-1][2]
 
 
+@pytest.mark.medium
 def test_thaw_and_adjust_at_a_step():
     state = ts.freeze(ts.setup(RULE, init()), "hidden/**")
     before = jax.device_get(state.params["hidden"]["kernel"])
@@ -707,6 +712,7 @@ def test_in_a_notebook_ctrl_c_returns(monkeypatch):
     assert int(state.step) == 4 and history.marks[-1][1] == "stop"
 
 
+@pytest.mark.medium
 def test_a_thread_may_run_it():
     found = []
     thread = threading.Thread(target=lambda: found.append(fit(STEP, ts.setup(RULE, init()), data(), steps=4)))
@@ -838,6 +844,7 @@ def test_wrong_batches(batches, error, text):
     assert caught.value.state is not None  # it was not consumed
 
 
+@pytest.mark.medium
 def test_shapes_that_change():
     grow = [(X[:n], Y[:n]) for n in (8, 8, 4, 12, 8)]
     with pytest.warns(UserWarning, match=r"batch at step 3: shapes \(12, 6\), \(12, 3\) after \(8, 6\), \(8, 3\)"):
@@ -1107,7 +1114,9 @@ def test_a_profile_names_the_phases(tmp_path):
 # ------------------------------------------------------------------------------------------- what goes wrong elsewhere
 
 
-@pytest.mark.parametrize("make", [data, lambda: ts.prefetch(even()), lambda: data(device=True)])
+@pytest.mark.parametrize(
+    "make", medium_if(lambda make: make is not data, [data, lambda: ts.prefetch(even()), lambda: data(device=True)])
+)
 def test_an_evaluation_may_read_the_training_data(make):
     expected, _ = fit(STEP, ts.setup(RULE, init()), make(), epochs=3)
     used, eval_step, values = make(), ts.eval_step(loss_fn), []
@@ -1126,11 +1135,12 @@ def test_an_evaluation_may_read_the_training_data(make):
 def test_another_order_of_the_data_is_refused(tmp_path):
     fit(STEP, ts.setup(RULE, init()), data(), steps=4, checkpoint=tmp_path)
     for other in (data(seed=2), ts.batches((X, Y), 4, shuffle=True, seed=1), data(drop_remainder=True)):
-        text = r"data at resume: got (seed 2|batch_size 4|tail drop), expected .* in the checkpoint"
+        text = r"data at resume: got (seed 2|batch_size 4|drop_remainder True), expected .* in the checkpoint"
         with pytest.raises(DataError, match=text):
             fit(STEP, ts.setup(RULE, init()), other, steps=9, checkpoint=tmp_path)
 
 
+@pytest.mark.medium
 def test_the_best_checkpoint_is_that_of_its_own_step(tmp_path):
     values = [0.0, 1.0, 3.0, 2.0]
     with ts.Checkpoints(tmp_path, every=5, keep_last=1, keep_best=Best("val/loss", mode="min")) as saver:
@@ -1146,6 +1156,7 @@ def test_an_evaluation_has_names_of_its_own(every):
         fit(STEP, ts.setup(RULE, init()), data(), steps=20, evaluate=lambda state: {"loss": 1.0}, evaluate_every=every)
 
 
+@pytest.mark.medium
 def test_names_of_rows_are_taken():
     log = callbacks.every(3, lambda run: run.log(grad_norm=1.0))
     with pytest.raises(ts.errors.RowError, match=r"'grad_norm' at run\.log\(\)"):
@@ -1156,6 +1167,7 @@ def test_names_of_rows_are_taken():
             fit(odd, ts.setup(rule, init()), data(), steps=4)
 
 
+@pytest.mark.medium
 def test_a_pair_of_states_stops_on_nan():
     def step(states, batch):
         (one, info), (two, other) = STEP(states[0], batch), STEP(states[1], batch)
@@ -1221,6 +1233,7 @@ def test_a_loader_may_refill_its_buffer(how):
     assert float(state) == sum(i * 2 ** (7 - i) for i in range(8))
 
 
+@pytest.mark.medium
 def test_batches_of_a_list_may_shrink():
     rows = [(X[:8], Y[:8])] + [(X[:4], Y[:4])] * 40
     state, _ = fit(STEP, ts.setup(RULE, init()), rows, steps=41)
@@ -1228,6 +1241,7 @@ def test_batches_of_a_list_may_shrink():
     assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.medium
 def test_batches_of_another_device():
     there = [jax.device_put((X[:8], Y[:8]), jax.devices()[1])] * 3
     state, _ = fit(STEP, ts.to_device(ts.setup(RULE, init()), jax.devices()[2]), there, steps=3)
@@ -1278,6 +1292,7 @@ def test_progress_knows_the_end_of_the_last_epoch():
     assert totals == [(2 * per_epoch, 0), (None, 2 * per_epoch)]
 
 
+@pytest.mark.medium
 def test_under_x64():
     with jax.experimental.enable_x64() if not hasattr(jax, "enable_x64") else jax.enable_x64(True):
         state = ts.setup(ts.rules.sgd(0.1), {"w": np.zeros(6, np.float64)})

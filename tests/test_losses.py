@@ -16,7 +16,9 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
+from tests.helpers import medium_if
 from tsunax import losses
+from tsunax._step import failures
 from tsunax.errors import LossError
 
 # jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
@@ -162,7 +164,7 @@ def slopes(f, x, weights, h=1e-6):
     return out
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", medium_if(lambda row: row.options, ROWS), ids=str)
 def test_numpy(row):
     """Values and gradients in float64 and float32, low precision, vmap: one compiled program."""
     expected = row.reference(row.x)
@@ -232,6 +234,7 @@ def test_flux_mae():
     np.testing.assert_array_equal(slope[:2], [1, 1])
 
 
+@pytest.mark.medium
 def test_flux_msle():
     close(value(losses.squared_logarithmic_error, [345, 332, 789], [123, 456, 789]).mean(), 0.38813985859136585)  # Flux
     for scale, expected in [(1.1, 0.009084041), (0.9, 0.011100831)]:  # Flux's docstring
@@ -269,6 +272,7 @@ def test_flux_label_smoothing():
     close(got, [0.46329738119042174, 0.7393569925972749])  # torch cross_entropy, label_smoothing=0.1
 
 
+@pytest.mark.medium
 def test_flux_crossentropy():
     cross_entropy = functools.partial(losses.cross_entropy, axis=0)
     close(value(cross_entropy, P8, Y8).mean(), 1.203972804325936)  # Flux
@@ -291,6 +295,7 @@ def test_flux_crossentropy():
     close(by_labels, [np.log(2), np.log(2), 0])
 
 
+@pytest.mark.medium
 def test_labels_that_are_no_class():
     """NaN on both sides, where optax takes -1 for the last class; the gradient of the other rows is as it was."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
@@ -303,11 +308,12 @@ def test_labels_that_are_no_class():
     expected, right = jax.value_and_grad(mean(theirs, good))(logits)
     assert value == expected
     np.testing.assert_array_equal(slope, right)
-    with losses.faults() as found:
+    with failures.label_faults() as found:
         ours(logits, good), jax.jit(ours)(logits, bad), ours(logits, bad)
     assert found == ["2 of 4 labels are none of the 3 classes, first label -1 at [1]"]
 
 
+@pytest.mark.medium
 def test_flux_logitcrossentropy():
     with np.errstate(divide="ignore"):
         logits = np.where(P8 == 0.1, np.log(0.1 / 0.9), 0)
@@ -321,6 +327,7 @@ def test_flux_logitcrossentropy():
     close(slope, [[-0.5, 0.5, 0]])
 
 
+@pytest.mark.medium
 def test_flux_binarycrossentropy():
     values, slope = run(losses.binary_cross_entropy, P4, B4)
     # torch binary_cross_entropy, and its gradient
@@ -348,6 +355,7 @@ def test_flux_logitbinarycrossentropy():
     close(value(losses.binary_cross_entropy, p[:3], B4[:3]), values[:3], 2e-6)
 
 
+@pytest.mark.medium
 def test_flux_kldivergence():
     probability_form = losses.kl_divergence_with_probabilities
     close(value(probability_form, [[4.0], [5.0], [6.0]], [[1], [2], [3]]).mean(), -1.7661057888493457)  # Flux
@@ -432,6 +440,7 @@ def test_flux_tversky_loss():
     np.testing.assert_array_equal(slope, np.zeros((2, 3)))
 
 
+@pytest.mark.medium
 def test_flux_binary_focal_loss():
     p, y = [[0.268941, 0.5, 0.268941], [0.731059, 0.5, 0.731059]], [[0, 1, 0], [1, 0, 1]]
     close(value(losses.binary_focal_loss, p, y).mean(), 0.0728675615927385)  # Flux
@@ -468,6 +477,7 @@ def test_flux_binary_focal_loss():
     close(slope, [1, -1, -1 / EPS, 1 / EPS])
 
 
+@pytest.mark.medium
 def test_flux_focal_loss():
     focal_loss = functools.partial(losses.focal_loss, axis=0)
     close(value(focal_loss, P15, Y15).mean(), 1.1277571935622628)  # Flux
@@ -497,6 +507,7 @@ def test_flux_focal_loss():
         close(slope[:4], [[half, -half, 0], [0, 0, 0], [0, 0, 0], [-1, 1, 0]])
 
 
+@pytest.mark.medium
 def test_flux_siamese_contrastive_loss():
     contrastive = losses.siamese_contrastive_loss
     numbers = {1.0: 0.2333333333333333, 0.5: 0.10000000000000002, 1.5: 0.5333333333333333, 0: 0.09166666666666667}
@@ -552,7 +563,9 @@ MASKED = ["cross_entropy", "kl_divergence_with_probabilities", "focal_loss", "so
 MASKED += ["tversky_loss", "squared_dice_loss"]
 
 
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize(
+    "name", medium_if(lambda name: "focal" in name or "divergence" in name or "tversky" in name, MASKED)
+)
 def test_where(name):
     """A mask gives what the loss gives on what it keeps; what it leaves out may be anything, also in the gradient."""
     loss = functools.partial(getattr(losses, name), axis=-1)
@@ -788,6 +801,7 @@ def test_optaxs_losses_are_its_own():
     assert all(getattr(losses, name).__module__ == "tsunax.losses" for name in ours)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("loss", "at"), [(losses.squared_dice_loss, -23.0), (losses.tversky_loss, -45.0)])
 def test_confident_empty_masks_have_finite_gradients(loss, at):
     slope = jax.grad(lambda x: loss(jax.nn.sigmoid(x), jnp.zeros((1, 4)), smooth=0)[0])(jnp.full((1, 4), at))

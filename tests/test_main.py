@@ -21,7 +21,7 @@ def test_the_report(capsys):
     assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("broken", ["raises", "does not learn"])
+@pytest.mark.parametrize("broken", ["raises", pytest.param("does not learn", marks=pytest.mark.medium)])
 def test_what_is_broken_is_said(broken, monkeypatch, capsys):
     def fails(*_, **__):
         raise RuntimeError("no such kernel")
@@ -63,6 +63,7 @@ def test_arguments(given, status, says, capsys):
     assert says in "".join(capsys.readouterr())
 
 
+@pytest.mark.medium
 def test_a_reader_that_goes_away():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-m", "tsunax"], **pipes) as run:

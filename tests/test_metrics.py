@@ -148,12 +148,14 @@ def test_the_battery_has_every_metric():
     assert {type(m).__name__ for m in EMPTY().values()} == public
 
 
+@pytest.mark.medium
 def test_empty_is_neutral():
     m, empty = of(cut(make_rows(3))[2]), EMPTY()
     for merged in (merge(empty, m), merge(m, empty)):
         assert_trees_equal(merged, m)
 
 
+@pytest.mark.medium
 def test_a_metric_is_a_carry_of_scan():
     rows = make_rows(4)
     stacked = {k: v[: ROWS // 4 * 4].reshape(4, ROWS // 4, *v.shape[1:]) for k, v in rows.items()}
@@ -236,6 +238,7 @@ def test_through_the_steps_it_is_the_metric_of_all_rows():
     assert_trees_close(info.metrics, found, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_metrics_have_no_part_in_the_gradient():
     params, batch, mask = step_rows()
     plain = lambda params, batch, mask: dataclasses.replace(loss_fn(params, batch, mask), metrics={})
@@ -308,6 +311,7 @@ def test_counts_are_exact_to_2_24_and_then_rounded():
     assert abs(float(far) - (2**24 + 1022)) <= 6e-8 * 2**24
 
 
+@pytest.mark.medium
 def test_low_precision_counts_and_sums_in_f32():
     n = 4096  # bfloat16 counts to 256
     y = jnp.asarray(np.arange(n) % 3 == 0, jnp.bfloat16)
@@ -319,6 +323,7 @@ def test_low_precision_counts_and_sums_in_f32():
         assert m.compute() == expected
 
 
+@pytest.mark.medium
 def test_of_equal_scores_the_first_counts():
     rng = np.random.default_rng(0)
     scores = rng.integers(0, 3, (200, 5)).astype(np.float32)
@@ -332,6 +337,7 @@ def test_of_equal_scores_the_first_counts():
         assert_trees_close(metrics.TopK.of(scores, labels, k=k).compute(), hits.mean(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.medium
 def test_masks_are_taken_from_the_left():
     scores = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(np.float32)
     labels = scores.argmax(-1).astype(np.int32)
@@ -352,7 +358,7 @@ def spoiled(name, value):
     return rows
 
 
-@pytest.mark.parametrize("value", [-1, CLASSES])
+@pytest.mark.parametrize("value", [-1, pytest.param(CLASSES, marks=pytest.mark.medium)])
 def test_an_unknown_target_is_nan_and_not_a_guess(value):
     found, clean = compute(of(spoiled("labels", value))), compute(of(make_rows(0, "none")))
     others = {"mean", "accuracy of ids", "confusion of ids", "mse", "r2", *(k for k in found if "binary" in k)}
@@ -424,6 +430,7 @@ def test_what_does_not_fit_is_told(wrong, texts):
         assert text in str(caught.value)
 
 
+@pytest.mark.medium
 def test_under_x64_what_begins_empty_keeps_its_dtypes():
     """As the carry of a scan must."""
     enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64

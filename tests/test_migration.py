@@ -13,7 +13,7 @@ import optax
 import pytest
 import tsunax as ts
 from flax import nnx
-from tests.helpers import assert_trees_equal
+from tests.helpers import assert_trees_equal, medium_if
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.migration import migrate
 
@@ -152,7 +152,12 @@ def check(rule: str, edit: Edit):
     return report
 
 
-@pytest.mark.parametrize(("rule", "edit"), FAST)
+QUICK = ("add an average", "split into groups", "add accumulation", "train a part")
+
+
+@pytest.mark.parametrize(
+    ("rule", "edit"), [pair if pair[1] in QUICK else pytest.param(*pair, marks=pytest.mark.medium) for pair in FAST]
+)
 def test_what_an_edit_leaves_alone_trains_on_to_the_bit(rule, edit):
     check(rule, EDITS[edit])
 
@@ -171,6 +176,7 @@ def trained(rule, n=4, **given):
     return state
 
 
+@pytest.mark.medium
 def test_the_report_names_what_it_kept_what_is_new_and_what_is_gone():
     state = trained(ts.rules.adam(0.01), ema=0.9)
     new, report = migrate(state, replaced(ts.rules.adam(0.01)), ema=None)
@@ -186,6 +192,7 @@ def test_the_report_names_what_it_kept_what_is_new_and_what_is_gone():
     assert set(report.new) == {f"ScaleByRmsState.nu of {part}/{name}" for part in ALL for name in ("bias", "kernel")}
 
 
+@pytest.mark.medium
 def test_a_count_goes_with_the_moments_beside_it():
     """Moments that begin anew are corrected as young ones, and schedules run on."""
     schedule = optax.linear_schedule(0.1, 0.0, 100)
@@ -222,6 +229,7 @@ def test_numbers_that_were_adjusted_go_on_and_those_that_the_script_changed_are_
     assert report.notes == ("b1: 0.8 then, 0.7 now",)
 
 
+@pytest.mark.medium
 def test_parts_with_numbers_of_their_own_and_frozen_ones():
     state = ts.freeze(ts.adjust(trained(ts.rules.adam(0.01)), "head/**", learning_rate=0.02), "body/kernel")
     new, report = migrate(state, chain(clip, ts.rules.adam(0.01)))
@@ -247,6 +255,7 @@ def test_master_copies_survive_another_precision():
     assert_trees_equal((again.params, again.masters), (low.params, low.masters))
 
 
+@pytest.mark.medium
 def test_what_came_and_went_beside_the_rule():
     state = trained(ts.rules.adam(0.01), ema=0.9, loss_scale=1024.0, key=0, model_state=np.ones(2, np.float32))
     state = ts.freeze(state, "body/**")
@@ -265,6 +274,7 @@ def test_what_came_and_went_beside_the_rule():
     assert {"average of trunk/bias", "average of trunk/kernel"} < set(report.dropped) and report.new == ()
 
 
+@pytest.mark.medium
 def test_an_adjusted_number_that_has_no_place_any_more_is_told():
     state = ts.adjust(trained(ts.rules.adam(0.01)), learning_rate=0.5)
     new, report = migrate(state, parts(ts.rules.adam(0.01)))
@@ -300,6 +310,7 @@ def test_averages_keep_what_they_know():
     assert report.notes[-1] == "average: of another kind, begins anew"
 
 
+@pytest.mark.medium
 def test_from_flax_and_from_optax():
     tx = optax.chain(optax.clip_by_global_norm(1e9), optax.adam(0.01))
     theirs = flax.training.train_state.TrainState.create(apply_fn=None, params=init(), tx=tx)
@@ -332,7 +343,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", medium_if(lambda name: name in ("galore", "noisy_sgd", "novograd", "sm3"), ODD))
 def test_from_optax_with_moments_of_other_shapes(name, clipped):
     tx = (getattr(optax, name, None) or getattr(optax.contrib, name))(**ODD[name])
     rule = getattr(ts.rules, name)(**ODD[name])
@@ -391,6 +402,7 @@ def test_names_and_places_that_are_also_those_of_other_things(name):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.medium
 def test_a_rule_with_a_key_of_its_own():
     rule = ts.rules.noisy_sgd(0.01, key=jax.random.key(3))
     state = ts.setup(rule, init())
@@ -412,6 +424,7 @@ def test_the_old_state_and_the_new_one_own_their_arrays():
     assert not any(x.is_deleted() for x in jax.tree.leaves(new))
 
 
+@pytest.mark.medium
 def test_on_a_mesh():
     mesh, spread = ts.mesh(fsdp=4), jax.sharding.PartitionSpec("fsdp")
     step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
@@ -439,7 +452,7 @@ ERRORS: dict[str, tuple] = {
     "no params": (
         lambda rule: migrate(optax.adam(0.1).init(init()), rule),
         WrongTypeError,
-        r"state at migrate\(\): got .*Of an optax state give params=, too",
+        r"state at migrate\(\): got .*For an optax state also give params=",
     ),
     "no step": (
         lambda rule: migrate(optax.trace(0.9).init(init()), rule, params=init()),
@@ -469,7 +482,7 @@ ERRORS: dict[str, tuple] = {
     "another library's": (
         lambda rule: migrate(nnx.Optimizer(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param), rule),
         WrongTypeError,
-        r"state at migrate\(\): got .*Of an optax state give params=, too",
+        r"state at migrate\(\): got .*For an optax state also give params=",
     ),
     "new leaf": (
         lambda rule: migrate(ts.setup(rule, init(), trainable="head/**"), rule, params=init(True)),

@@ -16,7 +16,7 @@ import pytest
 import tsunax as ts
 from flax import linen, nnx
 from flax.core import freeze
-from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if, need
 from tsunax import errors, models, testing
 from tsunax.errors import ParamsError, StateError, TsunaxError, WrongTypeError
 
@@ -186,7 +186,9 @@ def test_the_numbers_of_a_loop_written_by_hand(library):
     assert_trees_close(as_weights(state.params), params, rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
+@pytest.mark.parametrize(
+    "variant", medium_if(lambda name: name != "accumulate", [name for name in VARIANTS if name != "plain"])
+)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "raw"])
 def test_every_trick_gives_every_library_the_numbers_of_the_raw_function(name, variant):
     _, state, losses = run(name, variant)
@@ -203,6 +205,7 @@ def test_every_trick_gives_every_library_the_numbers_of_the_raw_function(name, v
     assert [np.array_equal(a, b) for a, b in zip(params[0], WEIGHTS, strict=True)] == [frozen, frozen, False, False]
 
 
+@pytest.mark.medium
 def test_every_library_passes_the_checks_for_ones_own_step(library):
     model, batches = MODELS[library](), [BATCH] * 6
     fresh = lambda key=0, **more: ts.setup(rule(), model.params, model_state=model.model_state, key=key, **more)
@@ -218,6 +221,7 @@ def test_every_library_passes_the_checks_for_ones_own_step(library):
     testing.check_recompiles(step, fresh(), batches)
 
 
+@pytest.mark.medium
 def test_the_model_built_from_a_state_predicts_what_apply_does(library):
     model, state, _ = run(library, "ema")
     for s in (state, ts.averaged(state)):
@@ -228,6 +232,7 @@ def test_the_model_built_from_a_state_predicts_what_apply_does(library):
         assert_trees_close(out, predicted(as_weights(s.params), BATCH["x"]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_a_built_model_is_of_its_library_and_outlives_the_state(library):
     model, state, _ = run(library, "plain")
     state = jax.tree.map(jnp.copy, state)  # other tests have the one of `run`
@@ -368,6 +373,7 @@ def statistics(library, dropped):
     return (1 - MOMENTUM) * mean, MOMENTUM + (1 - MOMENTUM) * var
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", DROPS)
 def test_both_modes(name):
     model = DROPS[name]()
@@ -394,6 +400,7 @@ def test_both_modes(name):
     assert_trees_close(out, (x - mean) / np.sqrt(var + EPS), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", DROPS)
 def test_steps_and_evaluations_of_a_model_with_modes(name):
     model = DROPS[name]()
@@ -559,6 +566,7 @@ def test_equinox_without_vmap_and_functions_and_integers_among_its_leaves():
     assert model.build(state).activation is net.activation
 
 
+@pytest.mark.medium
 def test_an_equinox_state_can_be_given_again():
     """equinox invalidates a State whose successor was made."""
     model = drops_equinox()
@@ -588,6 +596,7 @@ class LoRANet(nnx.Module):
         return self.last(jnp.tanh(self.first(x)))
 
 
+@pytest.mark.medium
 def test_lora_trains_and_saves_the_adapters_only():
     model = models.nnx(LoRANet(nnx.Rngs(0)))
     state = ts.setup(ts.rules.adam(0.05), model.params, trainable="**/lora/*")

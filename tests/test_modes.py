@@ -254,6 +254,7 @@ def test_a_single_layer_in_eval_mode():
     assert_trees_equal(after.model_state, stats)
 
 
+@pytest.mark.medium
 def test_how_to_stop_the_statistics(library):
     """Two ways: normalise by the batch and hand the old statistics back; or eval mode, which normalises by them."""
     model, *_ = trained(library)

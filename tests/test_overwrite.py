@@ -85,6 +85,7 @@ def test_the_gradient_replaces_them_as_in_flax():
     assert (flat(scales) != 1).all()
 
 
+@pytest.mark.medium
 def test_norms_moments_masters_and_averages_are_without_them():
     low = ts.precision.Policy(param="bfloat16", compute="bfloat16")
     state = start(precision=low, ema=0.9, loss_scale=256.0)
@@ -135,7 +136,7 @@ def test_calls_that_only_gather_overwrite_as_in_flax():
     assert_trees_equal(after.params[OWG], state.params[OWG])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.medium)])
 def test_a_rejected_step_overwrites_nothing(accumulate):
     bad = batch(0)
     bad[3] = np.nan
@@ -172,6 +173,7 @@ def test_unselected_ones_stay_and_frozen_params_do_not_stop_them():
     assert (flat(after.params["params"]) != flat(left_out.params["params"])).any()
 
 
+@pytest.mark.medium
 def test_numbers_of_a_part_are_cut_beside_them():
     state = ts.adjust(start(), "params/Dense_0/**", learning_rate=0.0)
     after, _ = ts.train_step(loss_fn, donate=False)(state, batch(0))

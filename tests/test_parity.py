@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import rules
 from tsunax.rules import _flux
 
@@ -413,6 +413,7 @@ def test_optimisers_rule(row):
     np.testing.assert_allclose(trained(row.here), by_formula(row.there()), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("row", [r for r in ROWS if r.namesake], ids=lambda row: row.name.replace(" ", "_"))
 def test_the_namesake_computes_something_else(row):
     """What the docs call a difference is one: else the rows above prove nothing."""
@@ -530,6 +531,7 @@ def test_adamw_without_couple_does_not_follow_the_rate():
     np.testing.assert_allclose(decayed(True), 0.95 * 0.9, rtol=1e-6)
 
 
+@pytest.mark.medium
 def test_centred_rmsprop_divides_by_zero_where_gradients_are_constant():
     """n - m² of a constant gradient rounds below zero: known, documented, the same in optax and in Julia."""
     grads = np.tile(np.linspace(0.1, 3, 50, dtype=np.float32), (400, 1))
@@ -599,7 +601,12 @@ def fitted(rule, loss=fit_loss, steps=10):
 
 @pytest.mark.parametrize("decay", PENALTIES)
 @pytest.mark.parametrize(
-    "rule", [rules.sgd(0.1), rules.flux_momentum(0.02), rules.adam(0.1)], ids=["sgd", "momentum", "adam"]
+    "rule",
+    [
+        rules.sgd(0.1),
+        *(pytest.param(r, marks=pytest.mark.medium) for r in (rules.flux_momentum(0.02), rules.adam(0.1))),
+    ],
+    ids=["sgd", "momentum", "adam"],
 )
 def test_decay_first_is_a_penalty_in_the_loss(decay, rule):
     penalised = lambda p, batch: fit_loss(p, batch) + PENALTIES[decay](p)
@@ -610,6 +617,7 @@ def test_decay_first_is_a_penalty_in_the_loss(decay, rule):
     np.testing.assert_allclose(reported[0] - bare[0], PENALTIES[decay](WEIGHTS), rtol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "chain",
     [
@@ -700,6 +708,7 @@ DECAYING = rules.chain(rules.sign_decay(0.01), rules.adamw(0.05, weight_decay=0.
 SKIPPING = rules.skip_zero(DECAYING)
 
 
+@pytest.mark.medium
 def test_a_head_without_a_gradient_stays_as_it_is():
     before, between, after = heads_trained(SKIPPING)
     assert_trees_equal(of_dogs(between), of_dogs(before))
@@ -708,6 +717,7 @@ def test_a_head_without_a_gradient_stays_as_it_is():
     assert int(between.step) == 5
 
 
+@pytest.mark.medium
 def test_without_skip_zero_it_moves():
     before, between, _ = heads_trained(DECAYING)
     for was, now in zip(*map(jax.tree.leaves, (of_dogs(before), of_dogs(between))), strict=True):
@@ -722,6 +732,7 @@ def test_a_head_that_is_skipped_is_a_head_that_is_frozen():
         assert_trees_close(of_dogs(a), of_dogs(b), rtol=2e-6, atol=2e-7)
 
 
+@pytest.mark.medium
 def test_two_players_leave_each_other_alone():
     """A GAN with one state: each player's loss gives the other a gradient of zero, without stop_gradient elsewhere."""
     players = {"maker": np.ones(3, np.float32), "judge": np.full(3, 0.5, np.float32)}
@@ -763,7 +774,10 @@ SKIPPED = {
 } | {name: getattr(rules, name)(0.1) for name in OURS}
 
 
-@pytest.mark.parametrize("name", SKIPPED)
+QUICK = ("sgd", "masked", "groups")
+
+
+@pytest.mark.parametrize("name", medium_if(lambda name: name not in QUICK, SKIPPED))
 def test_what_belongs_to_a_skipped_leaf_stays(name):
     """Whatever of the state has b's shape, or a part of it: (5, 7) is in no other leaf."""
     params = {"a": jnp.ones((2, 3)), "b": jnp.linspace(-1, 1, 35).reshape(5, 7)}

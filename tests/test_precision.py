@@ -236,6 +236,7 @@ def test_updates_below_the_rounding_add_up_in_a_master_copy_and_are_lost_without
     np.testing.assert_allclose(np.asarray(state.params["w"], np.float32), 0.9, atol=0.05)
 
 
+@pytest.mark.medium
 def test_stochastic_rounding_is_unbiased_and_keeps_what_fits():
     x = jnp.full(20000, 1.0 + 2**-10)  # an eighth of the way to the next bfloat16
     got = np.asarray(round_stochastically([x], jax.random.key(0))[0], np.float64)
@@ -327,6 +328,7 @@ def scaled(params, batch):
     return jnp.mean((batch["x"] @ params["w"]) * batch["f"])
 
 
+@pytest.mark.medium
 def test_small_gradients_survive_by_the_scale():
     def fn(params, batch):  # every cotangent passes through float16
         return jnp.mean(((batch["x"] @ params["w"]) * jnp.float16(1e-4)) * jnp.float16(1e-4)).astype(jnp.float32)
@@ -360,6 +362,7 @@ def test_clipping_and_norms_see_unscaled_gradients():
     np.testing.assert_allclose(a.params["w"], b.params["w"], rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.medium
 def test_raise_waits_for_the_scale_and_then_tells_where_it_ended():
     state = start(precision="float16", loss_scale=LossScale(4.0, floor=1.0))
     step, bad = ts.train_step(scaled, on_nonfinite="raise"), {"x": X, "f": np.float32(np.inf)}
@@ -419,7 +422,7 @@ def test_a_dropped_micro_batch_lowers_the_scale():
     assert dropped[0] > 0 and dropped[-1] == 0 and float(state.loss_scale.scale) < 2.0**16
 
 
-@pytest.mark.parametrize("policy", ["skip", "drop"])
+@pytest.mark.parametrize("policy", ["skip", pytest.param("drop", marks=pytest.mark.medium)])
 def test_fit_does_not_give_up_while_the_scale_comes_down(policy):
     """Twelve steps that overflow: under "drop" nothing of them is left, not even a weight."""
     step = ts.train_step(lambda p, b: jnp.mean((b @ p["w"]).astype(jnp.float32)), accumulate=2, on_nonfinite=policy)
@@ -447,6 +450,7 @@ def test_training_goes_on_from_the_average_also_with_master_copies():
     assert float(after.params["w"][0]) == float(after.masters["w"][0]) == 0.25
 
 
+@pytest.mark.medium
 def test_losses_on_probabilities_have_finite_gradients_in_float16():
     for loss in (ts.losses.binary_cross_entropy, ts.losses.binary_focal_loss):
         slope = jax.grad(lambda p, loss=loss: loss(p, jnp.ones(1)).sum())(jnp.zeros(1, jnp.float16))
@@ -479,6 +483,7 @@ def test_a_scale_may_be_any_number(scale):
     assert float(state.loss_scale.scale) == 256 and not state.loss_scale.dynamic
 
 
+@pytest.mark.medium
 def test_only_a_scale_at_its_floor_is_called_that():
     """A batch of padding alone is rejected whatever the scale is."""
     fn = lambda params, batch, mask: ts.Loss.mean((batch["x"] @ params["w"]).astype(jnp.float32).sum(-1), mask)

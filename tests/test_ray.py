@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from tests import processes
+from tests.programs import processes
 from tsunax.distributed import ray as ts_ray
 from tsunax.errors import MissingLibraryError, TsunaxError
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
-from tests.helpers import assert_trees_close, assert_trees_equal
+from tests.helpers import assert_trees_close, assert_trees_equal, medium_if
 from tsunax.errors import ParamsError, PatternError
 from tsunax.regularize import elastic, l1, l2
 
@@ -81,6 +81,7 @@ def test_the_gradient_at_zero_is_zero():
         assert_trees_equal(jax.grad(f)(zeros), zeros)
 
 
+@pytest.mark.medium
 def test_low_precision_sums_in_f32():
     ones = {
         "w": jnp.ones(4097, jnp.bfloat16),
@@ -167,7 +168,7 @@ def penalised(penalty):
     return lambda params, batch: data_loss(params, batch) + penalty(params)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", medium_if(lambda name: name != "sgd", RULES))
 @pytest.mark.parametrize("decay", DECAYS)
 def test_a_penalty_in_the_loss_is_decay_first_in_the_chain(rule, decay):
     penalty, decays = DECAYS[decay]
@@ -183,6 +184,7 @@ def test_a_penalty_in_the_loss_is_decay_first_in_the_chain(rule, decay):
     assert (losses > plain_losses).all()
 
 
+@pytest.mark.medium
 def test_where_they_stop_agreeing():
     penalty, decays = DECAYS["l2"]
     clip = lambda: ts.rules.clip_by_global_norm(0.3)

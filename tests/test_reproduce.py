@@ -88,6 +88,7 @@ def test_a_fingerprint_is_of_every_bit():
         jax.eval_shape(lambda w: ts.reproduce.fingerprint({"w": w}), tree["w"])
 
 
+@pytest.mark.medium
 def test_a_step_is_checked():
     def loss_fn(params, batch, key):
         return jnp.mean((batch + jax.random.normal(key, batch.shape)) @ params["w"])

@@ -17,10 +17,10 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages
-from tsunax.distributed import processes as distributed
 from tsunax.checkpoints import _files
 from tsunax.checkpoints.resume import code_text
 from tsunax.checkpoints.saving import Best, Checkpoints
+from tsunax.distributed import processes as distributed
 from tsunax.errors import DataError, RowError, StateError
 from tsunax.precision import LossScale
 from tsunax.run import callbacks, loggers

@@ -15,7 +15,7 @@ import optax
 import optax.contrib
 import pytest
 import tsunax as ts
-from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import rules
 from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules import live_rules
@@ -300,9 +300,12 @@ def test_every_number_is_live_and_reads_as_it_was_given(row):
     assert all(type(value) is float for value in ts.hyperparams(state).values())
 
 
+QUICK = ("adafactor", "adam", "adamw", "lamb", "lion", "muon", "prodigy", "rmsprop", "schedule_free_adamw", "sgd")
+
+
 def to_train(row, numbers):
     long = numbers == "defaults" or row.name in ("lbfgs", "noisy_sgd")  # they take 5 s each to compile and run
-    marks = [pytest.mark.slow] if long else []
+    marks = [pytest.mark.slow] if long else [] if row.name in QUICK else [pytest.mark.medium]
     if numbers == "others" and row.name in AS_WRITTEN:
         why = "XLA of jax 0.7 crashes without its simplifier; with numbers as arguments, below, the bits are asked for"
         marks += [pytest.mark.skipif(jax.__version_info__ < (0, 8), reason=why)]
@@ -555,7 +558,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", medium_if(lambda name: name not in ("chain", "MultiSteps"), WRAPPERS))
 def test_works_in_plain_optax_code_on_a_count_of_its_own(wrapper):
     """Nobody passes `step=` there, and the schedule goes on all the same."""
     row, wrap = BY_NAME["adamw"], WRAPPERS[wrapper]
@@ -699,6 +702,7 @@ def test_the_hypergradient_of_sgd_is_the_derivative_of_its_closed_form():
     np.testing.assert_allclose(gradient, -3 * 4 * 0.9**5, rtol=1e-5)
 
 
+@pytest.mark.medium
 def test_the_hypergradients_of_adamw_are_finite_differences():
     step = ts.train_step(loss_fn, norms=False, on_nonfinite="ignore")
     at = dict(learning_rate=0.02, b1=0.8, b2=0.95, eps=1e-2, weight_decay=0.3)
@@ -1030,6 +1034,7 @@ def test_the_loss_reaches_the_rules_of_groups():
     np.testing.assert_array_equal(got["body"]["w"], SMALL["body"]["w"])
 
 
+@pytest.mark.medium
 def test_a_line_search_in_a_group_searches_over_that_group():
     """L-BFGS finds the minimum of a quadratic given the others, which another rule moves by nothing."""
     rule = rules.partition({"a": rules.sgd(0.0), "**": rules.lbfgs(memory_size=3)})
@@ -1196,7 +1201,7 @@ def test_sign_decay_pulls_towards_zero_and_stays_there():
 
 @pytest.mark.parametrize("kind", ["add_decayed_weights", "sign_decay"])
 def test_a_penalty_in_the_loss_is_decay_first_in_the_chain(kind):
-    penalty = {"weight_decay": lambda p: 0.5 * jnp.sum(p**2), "sign_decay": lambda p: jnp.sum(jnp.abs(p))}[kind]
+    penalty = {"add_decayed_weights": lambda p: 0.5 * jnp.sum(p**2), "sign_decay": lambda p: jnp.sum(jnp.abs(p))}[kind]
     loss = lambda p, batch: loss_fn(p, batch) + 0.03 * penalty(p["kernel"])
     decay = getattr(rules, kind)(0.03, where="kernel")
     train = lambda loss, rule: (
@@ -1298,6 +1303,7 @@ def test_footgun_32_decay_is_a_rule_of_its_own_for_optimizers_without():
     assert_trees_equal(got, SMALL | {"body": {"w": SMALL["body"]["w"] * 0.75, "b": SMALL["body"]["b"]}})
 
 
+@pytest.mark.medium
 def test_footgun_33_the_adam_part_of_muon_has_a_rate_of_its_own():
     state = ts.setup(rules.partition({"kernel": rules.muon(0.02), "**": rules.adam(1e-3)}), PARAMS)
     state = ts.adjust(state, **{"learning_rate@**": 0.5})

@@ -8,15 +8,15 @@ import jax
 import numpy as np
 import pytest
 import tsunax as ts
-from tests import saving
-from tests.faults import fleet
+from campaigns import fleets
+from tests.programs import saving
 from tests.test_distributed import Started, found, free_port, ready
 from tsunax.errors import CheckpointError
 
 
 @pytest.fixture
 def launch(tmp_path):
-    """A function that starts n processes of `tests.saving`, all of which are ended afterwards."""
+    """A function that starts n processes of `tests.programs.saving`, all of which are ended afterwards."""
     started = []
 
     def run(n, work, folder="saved"):
@@ -24,7 +24,7 @@ def launch(tmp_path):
         out.mkdir()
         (tmp_path / folder).mkdir(exist_ok=True)
         given = {"coordinator_address": f"localhost:{free_port()}", "num_processes": n, "timeout": 60}
-        command = [sys.executable, "-u", "-m", "tests.saving", work, str(tmp_path / folder)]
+        command = [sys.executable, "-u", "-m", "tests.programs.saving", work, str(tmp_path / folder)]
         new = [Started(out, i, command, {}, {**given, "process_id": i}) for i in range(n)]
         started.extend(new)
         return new
@@ -57,6 +57,7 @@ def kinds(n):
     return ["replicated", "spread", *(["mixed"] if n > 2 else [])]
 
 
+@pytest.mark.medium
 def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeypatch):
     started = launch(2, "shares")
     zero, one = answers(started, None)
@@ -148,7 +149,7 @@ def test_one_run_a_directory(launch, tmp_path):
 @pytest.mark.parametrize("arguments", [["--kills", "2", "--seeds", "0:2"], ["--signals", "--seeds", "0:3"]])
 def test_hurt_runs_end_with_the_same_bits(tmp_path, monkeypatch, arguments):
     results = tmp_path / "counts.jsonl"
-    monkeypatch.setattr(sys, "argv", ["fleet", *arguments, "--results", str(results)])
-    assert fleet.main() == 0
+    monkeypatch.setattr(sys, "argv", ["fleets", *arguments, "--results", str(results)])
+    assert fleets.main() == 0
     counts = json.loads(results.read_text())["counts"]
     assert counts["same bits"] == counts["runs"] and counts.get("kills", 0) + counts.get("signals", 0) > 0

@@ -22,6 +22,7 @@ import pytest
 import tsunax as ts
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tests.helpers import medium_if
 from tsunax import schedules as S
 from tsunax.errors import HyperparameterError as Bad
 from tsunax.errors import WrongTypeError as Wrong
@@ -105,6 +106,14 @@ def test_join_schedules_has_optax_s_numbers():
     for mine in (ours, pieces):
         assert_trees_close(S.join_schedules(mine, boundaries).values(60), theirs, rtol=1e-6, atol=0)
     assert S.join_schedules(ours, boundaries) == S.sequence([(ours[0], 7), (0.5, 13), ours[2]])
+
+
+def test_the_last_steps_of_a_long_schedule_keep_their_digits():
+    """1 - t/n has none of them: 1 - 999999/10⁶ is 1.0133e-6 in float32."""
+    n = 10**6
+    assert S.linear_schedule(1.0, 0.0, n)(n - 1) == F32(1e-6)
+    np.testing.assert_allclose(S.polynomial_schedule(1.0, 0.0, 0.05, n)(n - 1), 1e-6**0.05, rtol=1e-6)
+    np.testing.assert_allclose(S.polynomial_schedule(3.0, 2.0, 2, n, 7)(n + 4), 2 + 9e-12, rtol=1e-7)
 
 
 def test_where_optax_s_own_arithmetic_is_off():
@@ -365,7 +374,12 @@ def evaluate(schedules, steps):
 SETS = 8  # of arguments in one call
 
 
-@pytest.mark.parametrize("row", ROWS, ids=repr)
+TWO_SECONDS = (
+    "cosine_onecycle_schedule loop sequence sine_exponential sine_halving triangle_exponential triangle_halving"
+)
+
+
+@pytest.mark.parametrize("row", medium_if(lambda row: row.name in TWO_SECONDS.split(), ROWS), ids=repr)
 def test_random_arguments(row):
     """The closed form, never NaN, never out of range, and the same bits traced or not, alone or in a batch."""
 
@@ -471,6 +485,7 @@ class Own:
         return self.rate * step
 
 
+@pytest.mark.medium
 def test_any_function_may_be_a_piece():
     def late(step):
         return jnp.where(step > 1, 5, 4)  # an int: taken as a float
@@ -637,6 +652,7 @@ def test_in_float64():
         assert abs(float(value) - 0.05 * (1 + math.cos(math.pi * 7 / 30))) < 1e-17
 
 
+@pytest.mark.medium
 def test_gradients_of_the_numbers():
     schedules = (
         S.linear_schedule(0.2, 0.7, 10), S.polynomial_schedule(0.2, 0.7, 2.0, 10), S.cosine_decay_schedule(0.3, 10),

@@ -266,6 +266,7 @@ def test_an_option_that_this_xla_does_not_have_is_left_out(state, monkeypatch):
     assert _memory.need_of(step, state, x, {}) == before
 
 
+@pytest.mark.medium
 def test_nothing_is_executed_or_held(state):
     ran = []
 
@@ -515,6 +516,7 @@ def test_rates_and_losses_are_those_of_a_loop_by_hand():
     assert 0.2 < report.rates[report.used] < 10
 
 
+@pytest.mark.medium
 def test_a_linear_range_and_the_suggestions():
     step, state, data, _ = regression()
     rate, report = find_learning_rate(step, state, data, low=0.001, high=0.2, points=50, mode="linear", smooth=0.0)

@@ -127,7 +127,7 @@ def test_the_numbers_of_one_device_in_full(n, layout, feature):
     check_equal_to_one_device(n, layout, feature)
 
 
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.medium), 8])
 def test_a_share_of_the_bytes_on_each_device(n):
     """Parameters, moments and averages: 1/n of the whole, and what is too small to cut."""
     mesh, _ = mesh_of("fsdp", n)
@@ -167,6 +167,7 @@ def test_made_where_it_lives():
     assert np.isfinite(ts.train_step(loss_fn)(born, batches_of(1)[0])[1].loss)
 
 
+@pytest.mark.medium
 def test_axes_that_are_types():
     """With explicit axes too, parameters collected where the loss needs them."""
     step = ts.train_step(loss_fn)
@@ -283,6 +284,7 @@ def test_rows_are_spread_wherever_a_part_of_the_state_is():
     assert f"f32[{ROWS // 8},{HIDDEN}]" in text and f"f32[{ROWS},{HIDDEN}]" not in text
 
 
+@pytest.mark.medium
 def test_a_program_for_shapes():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches_of(1, rows=27)[0])
     state = ts.shard(setup(), ts.mesh())
@@ -290,6 +292,7 @@ def test_a_program_for_shapes():
         assert f"f32[4,{HIDDEN}]" in ts.train_step(loss_fn).lower(given, shapes).compile().as_text()
 
 
+@pytest.mark.medium
 def test_rows_that_do_not_divide():
     """Padded where the loss masks them; refused where it does not."""
     batch = batches_of(1, rows=27)[0]
@@ -303,6 +306,7 @@ def test_rows_that_do_not_divide():
         blind(ts.shard(setup(), ts.mesh()), batch)
 
 
+@pytest.mark.medium
 def test_a_buffer_that_is_filled_again():
     """A CPU reads NumPy arrays where they are, and a step returns before it has."""
     step, data, losses = ts.train_step(loss_fn), batches_of(6, rows=64), []
@@ -419,7 +423,7 @@ def test_hyperparameters_and_freezing_where_it_lives():
     assert program._cache_size() == 1
 
 
-@pytest.mark.parametrize("axes", [{"data": 1, "fsdp": -1}, {"explicit": True}])
+@pytest.mark.parametrize("axes", [{"data": 1, "fsdp": -1}, pytest.param({"explicit": True}, marks=pytest.mark.medium)])
 def test_states_that_were_edited_compile_nothing(axes):
     """They go back to where they were, under the same names of places."""
     make = lambda: setup(rule=ts.rules.accumulate(ts.rules.adam(1e-2), every=4))
@@ -439,6 +443,7 @@ def test_states_that_were_edited_compile_nothing(axes):
     assert program._cache_size() == 1
 
 
+@pytest.mark.medium
 def test_a_refresh_leaves_everything_in_its_place():
     def loss(params, batch, model_state):
         return ts.Loss.mean(batch["x"] @ params["up"]["kernel"], model_state={"mean": jnp.mean(batch["x"], 0)})
@@ -476,8 +481,8 @@ def test_meshes_that_cannot_be(sizes, text):
 @pytest.mark.parametrize(
     ("rules", "kind", "text"),
     [
-        ({"up/kernel": P("data", "data")}, DeviceError, "sharding at up/kernel: got 'data' twice"),
-        ({"up/kernel": P("model")}, DeviceError, "sharding at up/kernel: got 'model', expected axes of the mesh: data"),
+        ({"up/kernel": P("data", "data")}, DeviceError, "sharding at up/kernel: got DuplicateSpecError"),
+        ({"up/kernel": P("model")}, DeviceError, "sharding at up/kernel: .*model.* is not found in mesh"),
         (
             {"down/bias": P(None, "tensor")},
             DeviceError,

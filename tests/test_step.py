@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import testing
 from tsunax.errors import LossError, NonFiniteError, RuleError, StateError, WrongTypeError
 
@@ -84,7 +84,7 @@ def our_steps(rule, params, n, loss_fn=loss_fn, **options):
 
 
 @pytest.mark.parametrize("norms", [True, False])
-@pytest.mark.parametrize("on_nonfinite", ["skip", "raise", "ignore"])
+@pytest.mark.parametrize("on_nonfinite", ["skip", pytest.param("raise", marks=pytest.mark.medium), "ignore"])
 def test_a_step_is_the_hand_written_one_to_the_last_bit(norms, on_nonfinite):
     guard = on_nonfinite != "ignore"
     params, _, values = plain_steps(optax.adamw(1e-2), make_params(), 20, guard=guard, norms=norms)
@@ -110,7 +110,11 @@ SEARCHING = {
 }
 
 
-SLOW = {"lbfgs": pytest.mark.slow}  # its search compiles for ten seconds
+SLOW = {
+    "lbfgs": pytest.mark.slow,
+    "momo": pytest.mark.medium,
+    "schedule_free": pytest.mark.medium,
+}  # ten seconds, two, two
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in SEARCHING])
@@ -122,6 +126,7 @@ def test_rules_that_ask_for_the_loss_get_it(name):
         assert_trees_close(state.params, params, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_reduce_on_plateau_sees_the_loss():
     tx = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0))
     params, _, _ = plain_steps(tx, make_params(), 8, search=True, guard=True, norms=True)
@@ -163,7 +168,7 @@ def test_at_evaluates_elsewhere():
     assert_trees_equal((loss.compute(), grads), (value, expected))
 
 
-@pytest.mark.parametrize("remat", [True, jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize("remat", medium_if(callable, [True, jax.checkpoint_policies.dots_saveable]))
 def test_remat_changes_no_number(remat):
     a, _ = our_steps(ts.rules.sgd(0.1), make_params(), 3, remat=remat)
     b, _ = our_steps(ts.rules.sgd(0.1), make_params(), 3)
@@ -335,7 +340,7 @@ def poisoned(params, batch):
     return loss_fn(params, batch) * batch["factor"]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", medium_if(np.isinf, [np.nan, np.inf, -np.inf]))
 def test_a_rejected_step_changes_nothing_but_the_tally(bad):
     def fn(params, batch, model_state, key):
         loss = poisoned(params, batch)
@@ -403,7 +408,7 @@ def test_the_step_works_inside_jit_scan_vmap_and_grad_and_donates_nothing_there(
     np.testing.assert_allclose(slope, numeric, rtol=1e-2)
 
 
-@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("stepped", [pytest.param(False, marks=pytest.mark.medium), True])
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jit", "jit of two"])
 def test_under_a_transformation_of_the_batch_the_state_outside_survives(transform, stepped):
     step = ts.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))
@@ -652,6 +657,7 @@ def test_remat_computes_twice_what_its_policy_does_not_save():
     assert counts("dots_saveable") == [dots, tanh + 1]
 
 
+@pytest.mark.medium
 def test_a_checkpoint_around_each_block_needs_less_memory():
     def fn(wrap):
         block = wrap(lambda x, p: (x + jnp.tanh(jax.nn.gelu(x @ p["up"])) @ p["down"], None))

@@ -92,6 +92,7 @@ def test_one_program_and_any_number_of_calls():
     assert step.programs[None]._cache_size() == 1
 
 
+@pytest.mark.medium
 def test_a_member_that_fails_fails_alone():
     """Its steps are rejected, the others go on; only where all of them fail the run gives up."""
     step = ts.train_step(lambda params, batch: loss_fn(params, batch).compute() * params["s"])
@@ -150,7 +151,7 @@ def test_over_devices():
         ts.shard(ts.population(make, 3, rate=RATES[:3]), ts.mesh())
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", [False, pytest.param(True, marks=pytest.mark.medium)])
 def test_members_with_frozen_leaves_over_devices(explicit):
     made = functools.partial(ts.population, functools.partial(make, freezable=True), 8, rate=np.logspace(-3, -1, 8))
     step, frozen = ts.train_step(loss_fn), ts.freeze(made(), "w")
@@ -191,6 +192,7 @@ def alone(i, calls):
     return state, info
 
 
+@pytest.mark.medium
 def test_members_that_are_told_to_stop_stand_still():
     mine, step = data(), populations.stopping(ts.train_step(loss_fn))
     runs = populations.stoppable(ts.population(make, N, key=0, rate=RATES))
@@ -214,6 +216,7 @@ def test_members_that_are_told_to_stop_stand_still():
     )
 
 
+@pytest.mark.medium
 def test_a_member_stops_by_its_own_rule():
     """At the call where a plateau of its own loss, in NumPy, says so; all after it is as if there were no others."""
     rule = populations.plateau(3, min_delta=0.004)
@@ -262,7 +265,7 @@ def test_a_rule_of_ones_own_and_one_that_fails():
     assert info.verdict.tolist() == [0, 0, 0] and info.metrics["running"].tolist() == [1, 0, 0]
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.medium), 3])
 def test_groups_of_members_are_the_whole_population(at_once):
     """One group after the other, for the memory of one group: the same numbers up to rounding."""
     step = ts.train_step(masked, accumulate=2)
@@ -277,6 +280,7 @@ def test_groups_of_members_are_the_whole_population(at_once):
     assert found.calls.tolist() == [1] * N
 
 
+@pytest.mark.medium
 def test_groups_take_the_memory_of_one():
     """Temporary bytes by XLA's own count: 32 members at once, and 2."""
     big = jax.ShapeDtypeStruct((4096, 8), np.float32), jax.ShapeDtypeStruct((4096, 3), np.float32)
@@ -289,6 +293,7 @@ def test_groups_take_the_memory_of_one():
     assert temporary(dataclasses.replace(step, at_once=2)) < temporary(step) / 6
 
 
+@pytest.mark.medium
 def test_population_based_training():
     """The worst go on from copies of the best, moments too, with learning rates of their own."""
     step, runs = ts.train_step(loss_fn), ts.population(make, N, key=0, rate=RATES)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
+from tests.helpers import medium_if
 from tsunax import testing
 from tsunax.errors import CheckError, DataError, HyperparameterError, StateError, WrongTypeError
 
@@ -231,13 +232,15 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize(
+    "name", medium_if(lambda name: name not in ("accumulation", "frozen", "population", "resume"), GOOD)
+)
 def test_a_good_step_passes(name):
     found = GOOD[name]()
     assert found is None or found < 0.05
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", medium_if(lambda name: name not in ("accumulation", "frozen params", "resume"), BAD))
 def test_a_planted_mistake_is_found(name):
     call, text = BAD[name]
     np.random.seed(0)
@@ -325,7 +328,7 @@ REJECTED = {
 }
 
 
-@pytest.mark.parametrize("name", REJECTED)
+@pytest.mark.parametrize("name", medium_if(lambda name: name in ("population", "sharding"), REJECTED))
 def test_a_check_that_compared_nothing_says_so(name):
     with pytest.raises(
         DataError, match=r"at check_\w+\(\): got .*not? .*finite.*Nothing (was|can be) compared"
@@ -336,6 +339,7 @@ def test_a_check_that_compared_nothing_says_so(name):
     )
 
 
+@pytest.mark.medium
 def test_some_rejected_steps_are_no_trouble():
     testing.check_purity(ts.train_step(loss_fn, accumulate=4, on_nonfinite="drop"), make(), NAN)
     with pytest.warns(RuntimeWarning, match="was rejected"):
@@ -433,6 +437,7 @@ def test_a_nan_in_both_is_no_difference():
         testing._compared("here", [found], [other], 0.0, "x")
 
 
+@pytest.mark.medium
 def test_a_loss_scale_that_is_still_falling():
     """It rejects the first steps of a good run, which are not those that are looked at."""
     x, params = X[:, :4], {"w": np.ones((4, 2), np.float32), "b": np.zeros(2, np.float32)}

@@ -380,6 +380,7 @@ def naive_match(parts, name):
     return head and naive_match(parts[1:], name[1:])
 
 
+@pytest.mark.medium
 @settings(max_examples=400)
 @given(PATTERNS, st.lists(st.lists(COMPONENTS, max_size=6), min_size=1, max_size=6))
 def test_does_a_pattern_match_what_its_definition_says(parts, some_names):

@@ -32,7 +32,7 @@ from tsunax.errors import (
     TsunaxError,
     WrongTypeError,
 )
-from tsunax.tuning import _journal, spaces
+from tsunax.tuning import _journal, _optuna, spaces
 
 ROOT = Path(__file__).resolve().parents[1]
 SPACE = {
@@ -283,48 +283,6 @@ def test_no_trial_that_is_done():
         _ = result.best
 
 
-# ------------------------------------------------------------------------------------------------------- pruning
-
-
-def curve(trial, rate, report):
-    """Ends at 1 + trial % 4, falling from 10 above."""
-    for step in range(1, 10):
-        report(step, 1 + trial % 4 + 10 / step)
-    return 1.0 + trial % 4
-
-
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_median(mode):
-    sign = 1 if mode == "min" else -1
-    objective = lambda trial, rate, report: sign * curve(trial, rate, lambda step, x: report(step, sign * x))
-    result = tune(objective, {"rate": SPACE["rate"]}, trials=12, pruner=tuning.median(startup=4, warmup=3), mode=mode)
-    # of 4 startup trials the median at step 3 is that of 1 2 3 4, plus 10 / 3: what ends above it stops there
-    pruned = [t for t in result.trials if t.status == "pruned"]
-    assert [t.index for t in pruned] == [6, 7, 10, 11]
-    assert all(list(t.reports) == [1, 2, 3] and t.value == sign * (1 + t.index % 4 + 10 / 3) for t in pruned)
-    assert abs(result.best.value) == 1 and tune(objective, {"rate": SPACE["rate"]}, pruner=None)["value"].size == 12
-
-
-def test_halving():
-    pruner = tuning.halving(first=2, factor=3)
-    others = [{1: 9.0, 2: x, 6: x - 0.5} for x in (1.0, 2.0, 3.0, 4.0)]
-    assert [pruner({1: 9.0, 2: x}, others) for x in (1.5, 2.5)] == [False, True]  # the best third of five is below 2.2
-    assert not pruner({1: 9.0}, others) and not pruner({2: 1.0, 3: 9.0}, others)  # no rung
-    assert pruner({5: 3.0, 7: 3.0}, others)  # past the rung at 6
-    assert not pruner({2: 99.0}, others[:1])  # too few to judge
-    result = tune(curve, {"rate": SPACE["rate"]}, trials=20, pruner=tuning.halving())
-    assert result.best.value == 1 and sum(t.status == "pruned" for t in result.trials) > 8
-
-
-def test_what_is_not_finite_is_pruned_and_never_the_best():
-    def objective(trial, rate, report):
-        report(1, math.nan if trial == 1 else 1.0)
-        return float(trial)
-
-    result = tune(objective, {"rate": SPACE["rate"]}, trials=3, pruner=tuning.median(startup=1), mode="max")
-    assert [t.status for t in result.trials] == ["done", "pruned", "done"] and result.best.index == 2
-
-
 # ------------------------------------------------------------------------------------------------------- the journal
 
 
@@ -382,9 +340,8 @@ def test_a_trial_that_kills_its_process_has_failed(tmp_path):
     for _ in range(3):  # a process that died in trial 2, three times
         lines = (tmp_path / "trials.jsonl").read_text().splitlines()
         about = json.loads(lines[0])["sweep"]
-        journal = _journal.Journal(tmp_path, about)
-        journal.write({"start": [2]})
-        journal.close()
+        with contextlib.closing(_journal.opened(tmp_path, about)) as journal:
+            journal.start([2])
     result = tune(trials=4, directory=tmp_path)
     assert [t.status for t in result.trials] == ["done", "done", "failed", "done"]
     assert str(result.trials[2].cause) == "Killed: the process ended 3 times during this trial"
@@ -403,15 +360,15 @@ def test_one_of_a_group_kills_its_process(tmp_path):
         return x
 
     for started in ([1, 2, 3, 4], [2]):  # processes that died then
-        with contextlib.closing(_journal.Journal(tmp_path, about)) as journal:
+        with contextlib.closing(_journal.opened(tmp_path, about)) as journal:
             for _ in range(2):
-                journal.write({"start": started})
+                journal.start(started)
     with another:
         tune(objective, trials=2, **options)
     assert calls == [[1]]
-    with contextlib.closing(_journal.Journal(tmp_path, about)) as journal:
-        journal.write({"start": [2, 3, 4]})
-        journal.write({"start": [2]})
+    with contextlib.closing(_journal.opened(tmp_path, about)) as journal:
+        journal.start([2, 3, 4])
+        journal.start([2])
     with another:
         tune(objective, trials=6, **options)
     assert calls == [[1], [3], [4], [5]]
@@ -486,6 +443,7 @@ tuning.tune(objective, {"x": spaces.uniform(0, 1)}, trials=6, directory=sys.argv
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("kind", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -2)])
 def test_signals_end_a_sweep(tmp_path, kind, status):
     def start(how):
@@ -541,7 +499,7 @@ def test_a_run_that_is_interrupted_inside_a_trial(tmp_path, monkeypatch):
 def test_sweeps_that_are_killed(drill, tmp_path):
     if "optuna" in drill:
         need("optuna")
-    command = [sys.executable, "-m", "tests.faults.sweeps", *drill, "--results", tmp_path / "counts"]
+    command = [sys.executable, "-m", "campaigns.sweeps", *drill, "--results", tmp_path / "counts"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads((tmp_path / "counts").read_text())["counts"]
@@ -550,7 +508,7 @@ def test_sweeps_that_are_killed(drill, tmp_path):
 
 @pytest.mark.slow
 def test_the_drill_sees_a_journal_that_is_late(tmp_path):
-    command = [sys.executable, "-m", "tests.faults.sweeps", "--kills", "4", "--leave-out", "sync"]
+    command = [sys.executable, "-m", "campaigns.sweeps", "--kills", "4", "--leave-out", "sync"]
     done = subprocess.run([*command, "--results", tmp_path / "counts"], cwd=ROOT, capture_output=True, timeout=300)
     assert done.returncode == 1 and json.loads((tmp_path / "counts").read_text())["counts"]["lost"]
 
@@ -572,6 +530,7 @@ def test_a_directory_of_another_sweep(tmp_path, change, text):
         tune(trials=2, directory=tmp_path, **change)
 
 
+@pytest.mark.medium
 def test_one_writer_and_readers_of_nothing(tmp_path):
     holder = "import sys, time; from pathlib import Path; from tsunax import _files"
     holder += "; lock = _files.Lock(Path(sys.argv[1])); print(1, flush=True); time.sleep(60)"
@@ -810,6 +769,7 @@ def optuna():
     found.logging.set_verbosity(found.logging.INFO)
 
 
+@pytest.mark.medium
 def test_optuna_finds_more_than_chance_and_goes_on(optuna, tmp_path):
     stops = iter([3, 11, 12])
     stop = [None]
@@ -836,32 +796,107 @@ def test_optuna_finds_more_than_chance_and_goes_on(optuna, tmp_path):
         file.write('{"op_code": 5, "wor')
     with pytest.warns(UserWarning, match="optuna.journal: a line that was cut short"):
         found = tune(objective, directory=tmp_path, **options)
-    assert told(found) == told(whole)
-    file = optuna.storages.journal.JournalFileBackend(str(tmp_path / "optuna.journal"))
-    study = optuna.load_study(study_name="tsunax", storage=optuna.storages.JournalStorage(file))
+    assert told(found) == told(whole) == told(tuning.read(tmp_path))
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["optuna.journal"]
+    study = study_in(optuna, tmp_path)
     assert len(study.trials) == 40 and study.best_trial.number == whole.best.index
     states = {"done": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
     assert [t.state.name for t in study.trials] == [states[t.status] for t in whole.trials]
-    (tmp_path / "optuna.journal").unlink()
-    with pytest.raises(CheckpointError, match="optuna.journal at tune"):
-        tune(objective, directory=tmp_path, **{**options, "trials": 41})
+    for change in (dict(seed=1), dict(mode="max")):
+        with pytest.raises(CheckpointError, match=f"{next(iter(change))} at tune.*Give another directory"):
+            tune(objective, directory=tmp_path, **options, **change)
+
+
+def study_in(optuna, folder):
+    """What any program of Optuna's finds in a directory: its dashboard, another worker."""
+    file = optuna.storages.journal.JournalFileBackend(str(folder / "optuna.journal"))
+    storage = optuna.storages.JournalStorage(file)
+    return optuna.load_study(study_name="tsunax", storage=storage, pruner=optuna.pruners.NopPruner())
 
 
 def test_optunas_own_samplers(optuna):
     drawn = tune(backend="optuna", trials=6, sampler=optuna.samplers.RandomSampler(seed=1))
     again = tune(backend="optuna", trials=6, sampler=lambda seed: optuna.samplers.RandomSampler(seed=1))
     assert drawn["rate"][0] == again["rate"][0] and len(set(drawn["rate"])) == 6 > len(set(again["rate"]))
-    pruned = tune(curve, {"rate": SPACE["rate"]}, trials=12, backend="optuna", pruner=tuning.median(4, 3))
-    assert [t.index for t in pruned.trials if t.status == "pruned"] == [6, 7, 10, 11]
     with pytest.raises(WrongTypeError, match="sampler at tune"):
         tune(backend="optuna", sampler=3)
+
+
+def curve(trial, rate, report):
+    """Ends at 1 + trial % 4, falling from 10 above."""
+    for step in range(1, 10):
+        report(step, 1 + trial % 4 + 10 / step)
+    return 1.0 + trial % 4
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_optunas_pruners(optuna, mode):
+    sign = 1 if mode == "min" else -1
+    objective = lambda trial, rate, report: sign * curve(trial, rate, lambda step, x: report(step, sign * x))
+    options = dict(space={"rate": SPACE["rate"]}, trials=12, mode=mode, backend="optuna")
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=3)
+    result = tune(objective, pruner=pruner, **options)
+    # of 4 startup trials the median at step 3 is that of 1 2 3 4, plus 10 / 3: what ends above it stops there
+    pruned = [t for t in result.trials if t.status == "pruned"]
+    assert [t.index for t in pruned] == [6, 7, 10, 11]
+    assert all(list(t.reports) == [1, 2, 3] and t.value == sign * (1 + t.index % 4 + 10 / 3) for t in pruned)
+    assert abs(result.best.value) == 1 and {t.status for t in tune(objective, **options).trials} == {"done"}
+    with pytest.raises(WrongTypeError, match=r"pruner at tune\(\): got 'median' .*optuna.pruners.MedianPruner\(\)"):
+        tune(objective, pruner="median", **options)
+    found = tune(curve, {"rate": SPACE["rate"]}, trials=20, backend="optuna",
+                 pruner=optuna.pruners.SuccessiveHalvingPruner(reduction_factor=3))  # fmt: skip
+    assert found.best.value == 1 and sum(t.status == "pruned" for t in found.trials) > 8
+
+
+def test_what_is_not_finite_is_pruned_and_never_the_best(optuna):
+    def objective(trial, rate, report):
+        report(1, math.nan if trial == 1 else 1.0)
+        return float(trial)
+
+    options = dict(backend="optuna", pruner=optuna.pruners.MedianPruner(n_startup_trials=1), mode="max")
+    result = tune(objective, {"rate": SPACE["rate"]}, trials=3, **options)
+    assert [t.status for t in result.trials] == ["done", "pruned", "done"] and result.best.index == 2
+
+
+def test_a_trial_of_optunas_that_kills_its_process_has_failed(optuna, tmp_path):
+    """Each trial is taken up again as it was proposed, three times."""
+    options = dict(backend="optuna", directory=tmp_path)
+    tune(trials=2, **options)
+    for _ in range(3):
+        study = _optuna.Study(SPACE, study_in(optuna, tmp_path).user_attrs["tsunax"], None, tmp_path)
+        proposed = study.values(2)
+        study.start([2])
+        study.close()
+    result = tune(trials=4, **options)
+    assert [t.status for t in result.trials] == ["done", "done", "failed", "done"]
+    assert str(result.trials[2].cause) == "Killed: the process ended 3 times during this trial"
+    assert result.trials[2].values == proposed
+    (tmp_path / "optuna.journal").write_text("[]\n{}\n")
+    for call in (tuning.read, lambda folder: tune(directory=folder, backend="optuna")):
+        with pytest.raises(CheckpointError, match="journal at .*optuna.journal: got"):
+            call(tmp_path)
+
+
+def test_workers_of_optunas_own(optuna, tmp_path):
+    """Several threads on one study; `tune` goes on with what they did."""
+
+    def objective(rate, rule, width, report, momentum=0.0):
+        report(1, rate)
+        return {"loss": bowl(rate, rule, width, momentum), "rate": rate}
+
+    tune(objective, trials=1, backend="optuna", metric="loss", directory=tmp_path)
+    study = study_in(optuna, tmp_path)
+    study.optimize(tuning.as_optuna(objective, SPACE, "loss"), n_trials=6, n_jobs=2)
+    assert all(t.user_attrs["rate"] == t.params["rate"] for t in study.trials[1:])
+    result = tune(objective, trials=9, backend="optuna", metric="loss", directory=tmp_path)
+    assert [t.status for t in result.trials] == ["done"] * 9
+    assert [t.value for t in result.trials] == [t.value for t in study_in(optuna, tmp_path).trials]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_ray(ray, tmp_path):
-    """The trials of "random", elsewhere, under ASHA; one that raises and one that dies; and it goes on."""
-    from ray.tune.schedulers import ASHAScheduler
+    """The trials of "random", elsewhere: one that raises and one that dies; and it goes on."""
 
     def objective(x, trial, report):
         if trial == 3:
@@ -875,16 +910,14 @@ def test_ray(ray, tmp_path):
 
     space = {"x": spaces.uniform(0, 1)}
     options = dict(backend="ray", metric="loss", directory=tmp_path, resources={"cpu": 1}, concurrent=2)
-    asha = ASHAScheduler(time_attr="step", max_t=20, grace_period=2, reduction_factor=2)
-    result = tune(objective, space, trials=6, scheduler=asha, **options)
+    result = tune(objective, space, trials=6, **options)
     assert [t.values for t in result.trials] == [t.values for t in tune(lambda x: x, space, trials=6).trials]
     assert [t.index for t in result.trials if t.status == "failed"] == [3, 4]
     assert str(result.trials[3].cause).startswith("ValueError: bad luck (test_tuning.py:")
     assert result.trials[4].cause.type == "RayError"
-    done, pruned = ([t for t in result.trials if t.status == s] for s in ("done", "pruned"))
-    assert done and pruned and all(t.value == t.values["x"] == t.metrics["loss"] for t in done)
+    done = [t for t in result.trials if t.status == "done"]
+    assert len(done) == 4 and all(t.value == t.values["x"] == t.metrics["loss"] for t in done)
     assert all(list(t.reports) == [*range(1, 10)] for t in done)
-    assert all(0 < len(t.reports) < 9 and t.value == t.reports[max(t.reports)] for t in pruned)
     again = tune(objective, space, trials=7, **options)
     assert told(again)[:6] == told(result) == told(tuning.read(tmp_path))[:6] and again.trials[6].status == "done"
 
@@ -899,10 +932,11 @@ def test_as_a_trainable_of_ray(ray, tmp_path):
             report(step, x / step)
         return x * 2
 
+    asha = tuner_of.schedulers.ASHAScheduler(time_attr="step", max_t=20, grace_period=2, reduction_factor=2)
     tuner = tuner_of.Tuner(
         tuning.as_trainable(objective),
         param_space={"x": tuner_of.grid_search([1.0, 2.0])},
-        tune_config=tuner_of.TuneConfig(metric="value", mode="max"),
+        tune_config=tuner_of.TuneConfig(metric="value", mode="max", scheduler=asha),
         run_config=tuner_of.RunConfig(storage_path=str(tmp_path), verbose=0),
     )
     best = tuner.fit().get_best_result()
@@ -978,20 +1012,14 @@ U = spaces.uniform(0, 1)
         (lambda: tune(None), WrongTypeError, r"objective at tune\(\): got None"),
         (lambda: tune(SPACE, bowl), WrongTypeError, r"objective at tune\(\): .*tune\(objective, space, ...\)"),
         (lambda: tune(seed=-1), HyperparameterError, r"seed at tune\(\): got -1"),
-        (lambda: tune(mode="best"), HyperparameterError, r"mode at tune\(\): got 'best', expected 'min' or 'max'"),
+        (lambda: tune(mode="best"), HyperparameterError, r"mode at tune\(\): got 'best' .*, expected 'min' or 'max'"),
         (lambda: tune(metric=3), WrongTypeError, r"metric at tune\(\)"),
         (lambda: tune(vectorized=3), WrongTypeError, r"vectorized at tune\(\): got 3"),
         (lambda: tune(vectorized="rates"), HyperparameterError, r"vectorized at tune\(\): got 'rates'.*Did you mean 'rate'"),
         (lambda: tune(vectorized="rule"), HyperparameterError, r"vectorized 'rule' at tune\(\): .*Only numbers"),
-        (lambda: tune(vectorized="rate", pruner=tuning.median()), HyperparameterError, r"pruner at tune\(\)"),
+        (lambda: tune(vectorized="rate", pruner=object()), HyperparameterError, r"pruner at tune\(\)"),
         (lambda: tune(vectorized="rate", backend="optuna"), HyperparameterError, r"vectorized at tune\(\): got backend"),
-        (lambda: tune(pruner="median"), WrongTypeError, r"pruner at tune\(\): got 'median'.*ts.tuning.median\(\), say"),
-        (lambda: tune(pruner=tuning.median), WrongTypeError, r"pruner at tune\(\): got median itself"),
-        (lambda: tuning.halving(first=0), HyperparameterError, r"first at halving\(\): got 0"),
-        (lambda: tuning.halving(factor=1), HyperparameterError, r"factor at halving\(\): got 1, expected an int ≥ 2"),
-        (lambda: tuning.halving(factor=2.5), WrongTypeError, r"factor at halving\(\)"),
-        (lambda: tuning.median(startup="a"), WrongTypeError, r"startup at median\(\)"),
-        (lambda: tuning.median(warmup=-1), HyperparameterError, r"warmup at median\(\)"),
+        (lambda: tune(pruner="median"), HyperparameterError, r"pruner at tune\(\): got one beside backend='random', expected None. Give backend='optuna' too"),
         (lambda: tune(vectorized="rate", members=0), HyperparameterError, r"members at tune\(\): got 0"),
     ],
 )  # fmt: skip

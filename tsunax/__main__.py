@@ -1,6 +1,4 @@
-"""`python -m tsunax`: versions, devices, extras and a self-check of a second, for a report of a
-bug.
-"""
+"""`python -m tsunax`: versions, devices, extras and a self-check, for bug reports."""
 
 from __future__ import annotations
 

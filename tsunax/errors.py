@@ -43,7 +43,14 @@ __all__ = [
 
 
 class TsunaxError(Exception):
-    """Any error that tsunax raises on purpose."""
+    """Any error that tsunax raises on purpose: of a text, or of the parts of `message`.
+
+    >>> str(ParamsError("leaf", "params['w']", "int32", "a float"))
+    "leaf at params['w']: got int32, expected a float."
+    """
+
+    def __init__(self, text: str, *parts: object):
+        super().__init__(message(text, *parts) if parts else text)  # type: ignore[arg-type]
 
 
 class ParamsError(TsunaxError, ValueError):
@@ -99,9 +106,7 @@ class MissingLibraryError(TsunaxError, ModuleNotFoundError):
 
 
 class CheckpointError(TsunaxError, ValueError):
-    """A checkpoint is missing, damaged, of another run or of another state; or its directory cannot
-    be used.
-    """
+    """A checkpoint is missing, damaged or of another run or state, or its directory is unusable."""
 
 
 class SaveError(TsunaxError, OSError):
@@ -164,9 +169,7 @@ _NOT_THE_USERS = (*_PACKAGES, contextlib.__file__)
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line outside of tsunax and JAX: the user's, however deep the call
-    is.
-    """
+    """Warn with the line of the user's code, however deep the call is."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1
@@ -174,8 +177,6 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _is_conversion(error: BaseException) -> bool:
-    """Whether JAX was asked for the value of a traced array: by `if`, `float`, NumPy, or as an
-    index.
-    """
+    """Whether a traced array was converted: by `if`, `float`, NumPy, or as an index."""
     kind = type(error).__name__
     return "Concret" in kind or (kind.startswith("Tracer") and kind.endswith("ConversionError"))

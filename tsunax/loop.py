@@ -15,7 +15,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._step.loss_fn import hide_own_frames
 from tsunax.checkpoints import resume as _resume
 from tsunax.checkpoints.saving import Checkpoints, Restored
-from tsunax.data.batching import owned
+from tsunax.data.checks import owned
 from tsunax.errors import StateError, WrongTypeError, message, warn
 from tsunax.hyper import hyperparams
 from tsunax.program import TrainStep
@@ -39,6 +39,8 @@ from tsunax.run.history import History
 from tsunax.run.options import Goal, Options, check_step, check_whole, options_of
 from tsunax.run.profiling import Profile
 from tsunax.state import TrainState, own
+
+_State = TypeVar("_State")
 
 
 def run_steps(step: Callable, state, batches, **extra):
@@ -158,7 +160,7 @@ def iterate(
 @patterns.suggests_names
 def fit(
     step: Callable,
-    state,
+    state: _State,
     data,
     *,
     steps: int | None = None,
@@ -178,7 +180,7 @@ def fit(
     dry_run: bool = False,
     history: History | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> tuple[Any, History]:
+) -> tuple[_State, History]:
     """Train until a goal is reached: `(state, history)`.
 
     As this loop, with many steps in one compiled call, a history, and a clean end at Ctrl-C:

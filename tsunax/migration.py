@@ -1,12 +1,11 @@
-"""A run carried over to another rule, selection or precision: what has the same name goes on, the
-rest is told.
+"""A training state under another rule, selection or precision.
 
-    state, report = migrate(state, ts.rules.chain(ts.rules.clip_by_global_norm(1.0),
-    ts.rules.adamw(3e-4)))
+    rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.adamw(3e-4))
+    state, report = ts.migrate(state, rule)
 
-A new state is set up, and every array of the old one that it also has takes its place. Arrays of an
-optimizer state are told by what they are, not by where they stand in a chain: `ScaleByAdamState.mu`
-of `encoder/kernel`.
+A new state is set up, and the arrays that both states have are carried over; the report lists the
+rest. Arrays of an optimizer state are matched by name, `ScaleByAdamState.mu of encoder/kernel`, not
+by their place in a chain.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy as np
 from tsunax._core import checks, trees
 from tsunax._step.members import members_of
 from tsunax.checkpoints import live_numbers
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import hyperparams
 from tsunax.rules import live_rules, number_table
 from tsunax.rules.combining import PartitionState
@@ -48,18 +47,16 @@ FLAX = "step", "apply_fn", "params", "tx", "opt_state"  # the fields of its Trai
 
 @dataclass(frozen=True)
 class Report:
-    """What became of each array and number, by names as `ScaleByAdamState.mu of head/bias`; prints
-    as a list.
+    """The fate of each array and number, by name (`ScaleByAdamState.mu of head/bias`).
 
-    `leaf head/bias` is one of params that is new or gone, or has another shape.
+    `leaf head/bias` is a leaf of params that is new or gone, or has another shape. Prints as a
+    list.
     """
 
     kept: tuple[str, ...]
-    new: tuple[str, ...]  # begins anew: the old state has none, or several and nothing tells which
-    dropped: tuple[str, ...]  # the new state has none
-    notes: tuple[
-        str, ...
-    ]  # numbers that the script changed, cuts, averages and freezes that ended, shared counts
+    new: tuple[str, ...]  # begins anew: not in the old state, or ambiguous there
+    dropped: tuple[str, ...]  # not in the new state
+    notes: tuple[str, ...]  # edited numbers, lost cuts, averages and freezes, shared counts
 
     def __repr__(self) -> str:
         lines = [f"kept {len(self.kept)}, new {len(self.new)}, dropped {len(self.dropped)}"]
@@ -68,19 +65,24 @@ class Report:
             lines += [f"  {what:<7}  {name}" for name in shown]
         return "\n".join(lines)
 
-    def joined(self, other: Report) -> Report:
-        """Both in one."""
-        parts = (getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self))
-        return Report(*parts)
+
+class _Found:
+    """A report in the making, to which each step of a migration adds."""
+
+    def __init__(self) -> None:
+        self.kept, self.new, self.dropped, self.notes = ([] for _ in range(4))
+
+    def report(self) -> Report:
+        return Report(*map(tuple, (self.kept, self.new, self.dropped, self.notes)))
 
 
 class _Slot(NamedTuple):
-    """An array of an optimizer state, and what tells it from the others."""
+    """An array of an optimizer state, with the facts that distinguish it from the others."""
 
     what: str  # "ScaleByAdamState.mu"
     owner: str | None  # the name of its parameter; None for counts
     home: tuple  # key path of the state that it is a field of
-    groups: tuple[str, ...]  # of rules, in which that stands
+    groups: tuple[str, ...]  # labels of the partitions around that state
     value: Any
 
     @property
@@ -94,15 +96,15 @@ class _Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class _Old:
-    """What is carried over, whatever library made it."""
+    """The old state in parts, whichever library made it."""
 
     params: Any
-    slots: list[_Slot]
+    slots: dict[int, _Slot]
     step: int
-    state: TrainState | None
+    state: TrainState | None = None
     model_state: Any = None
     key: Any = None
-    beside: tuple[str, ...] = ()  # what else it has, and no TrainState has a place for
+    beside: tuple[str, ...] = ()  # fields of a flax state that a TrainState has not
 
 
 def migrate(
@@ -118,24 +120,25 @@ def migrate(
     key: Any = KEEP,
     step: int | None = None,
 ) -> tuple[TrainState, Report]:
-    """The state under another rule, and what was kept, is new, and was dropped: `(state, report)`.
+    """The state under another rule, and a report of kept, new and dropped arrays.
 
-    What is not named stays as it is. Arrays are matched by what they are, the name of their
-    parameter, shape and dtype; a count goes with the moments beside it. A live number goes on if
-    both rules were given the same one; where the script has another the script's is used, and the
-    report says so. Frozen leaves stay frozen, by name. What could be one of several begins anew,
-    and the report says so: nothing is guessed.
+    Options that are not given stay as they were. Arrays are matched by their field, the name of
+    their parameter, shape and dtype; a count goes with the moments beside it. A live number is kept
+    if both rules were given the same one; if the rules differ, the new rule's number is used, and
+    the report lists it. Frozen leaves stay frozen, by name. An array that could be one of several
+    begins anew, and the report lists it: nothing is guessed.
 
     Args:
       state: a `TrainState`; a flax `TrainState`; or an optax state, with its `params=`.
       rule: the new rule, or the old one for a change of something else.
-      params: another tree, as a model with LoRA has: leaves of the same name and shape keep their
-        optimizer state.
+      params: another tree, for example a model with LoRA: leaves of the same name and shape keep
+        their optimizer state.
       trainable, ema, precision, loss_scale, model_state, key: as in `setup`.
-      step: the number of updates so far, of an optax state without counts.
+      step: the number of updates so far, for an optax state without counts.
 
     The old state is not consumed. Raises StateError for populations, traced and donated states, and
-    for new leaves that no `trainable=` tells of; and what `setup` raises.
+    for new leaves if the old state trains only a part and `trainable=` is not given; and the errors
+    of `setup`.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.adam(1e-3), {"w": jnp.ones(2)})
@@ -154,31 +157,32 @@ def migrate(
         "trainable": _trained_by_name(given, old) if trainable is KEEP else trainable,
         "model_state": old.model_state if model_state is KEEP else model_state,
         "key": old.key if key is KEEP else key,
-        "ema": known and jax.tree.map(own, known.average) if ema is KEEP else ema,
-        "precision": known and known.plan.precision if precision is KEEP else precision,
-        "loss_scale": known and jax.tree.map(own, known.loss_scale)
-        if loss_scale is KEEP
-        else loss_scale,
+        "ema": ema,
+        "precision": precision,
+        "loss_scale": loss_scale,
     }
-    fresh = setup(rule, _wide(given, known), **options)
+    kept = known and {
+        "ema": jax.tree.map(own, known.average),
+        "precision": known.plan.precision,
+        "loss_scale": jax.tree.map(own, known.loss_scale),
+    }
+    options |= {name: kept and kept[name] for name, x in options.items() if x is KEEP}
+    fresh, found = setup(rule, _wide(given, known), **options), _Found()
     full = number_table.lower(fresh.opt_state, fresh.numbers)
-    full, report = _filled(full, old.slots, _slots(full, _owners_of(fresh), base(fresh)))
+    slots = _slots(full, _owners_of(fresh), base(fresh))
+    full = _filled(full, [*old.slots.values()], slots, found)
     opt_state, numbers = number_table.hoist(full)
-    counts = (
-        own(known.clock) if known is not None else jnp.array([old.step, old.step, 0, 0], jnp.int32)
-    )
-    fresh = dataclasses.replace(
-        fresh, clock=beside(fresh.params, counts), opt_state=opt_state, numbers=numbers
-    )
-    report = report.joined(_around(old, fresh))
+    counts = jnp.array([old.step, old.step, 0, 0], jnp.int32) if known is None else own(known.clock)
+    clock = beside(fresh.params, counts)
+    fresh = dataclasses.replace(fresh, clock=clock, opt_state=opt_state, numbers=numbers)
+    _compare_fields(old, fresh, found)
     if known is not None:
-        for carry in (_cuts, _numbers, _average, _frozen):
-            fresh, more = carry(known, fresh)
-            report = report.joined(more)
-    return fresh, report
+        for carry in (_carry_cuts, _carry_numbers, _carry_average, _carry_frozen):
+            fresh = carry(known, fresh, found)
+    return fresh, found.report()
 
 
-# ----------------------------------------------------------------------------------- what there was
+# ----------------------------------------------------------------------------------- the old state
 
 
 def _as_old(state, params, rule, step) -> _Old:
@@ -186,65 +190,41 @@ def _as_old(state, params, rule, step) -> _Old:
     if isinstance(state, TrainState):
         check_state(state, where)
         if step is not None:
-            fix = "state.replace(step=...) changes it."
-            raise WrongTypeError(
-                message("step", where, step, "None: a TrainState knows its own", fix)
-            )
+            expected, fix = "None: a TrainState has its own", "state.replace(step=...) changes it."
+            raise WrongTypeError("step", where, step, expected, fix)
         if members_of(state) is not None:
-            raise StateError(
-                message(
-                    "state",
-                    where,
-                    "a population",
-                    "one state",
-                    "Each alone: ts.populations.member(runs, i).",
-                )
-            )
+            fix = "Each alone: ts.populations.member(runs, i)."
+            raise StateError("state", where, "a population", "one state", fix)
         if any(map(trees.is_traced, jax.tree.leaves(state))):
-            raise StateError(
-                message(
-                    "state", where, "a traced state", "a concrete one", "Call it outside of jit."
-                )
-            )
+            fix = "Call it outside of jit."
+            raise StateError("state", where, "a traced state", "a concrete one", fix)
         full = number_table.lower(state.opt_state, state.numbers)
-        slots = _told(_slots(full, _owners_of(state), base(state)))
+        slots = _slots(full, _owners_of(state), base(state))
         return _Old(state.params, slots, int(state.step), state, state.model_state, state.key)
     if step is not None:
         checks.check_count(step, where, "step", least=0)
         if step >= 2**31:
-            raise HyperparameterError(message("step", where, step, "one that int32 holds"))
-    if all(hasattr(state, name) for name in ("opt_state", "tx", "params", "step")):  # flax
+            raise HyperparameterError("step", where, step, "one that int32 holds")
+    if all(hasattr(state, name) for name in FLAX if name != "apply_fn"):
         owners = trees.owners(state.tx.init, state.params)[2]
-        slots = _told(_slots(state.opt_state, owners, state.params))
+        slots = _slots(state.opt_state, owners, state.params)
         more = [name for name, x in vars(state).items() if name not in FLAX and jax.tree.leaves(x)]
-        return _Old(
-            state.params, slots, int(state.step) if step is None else step, None, beside=tuple(more)
-        )
+        step = int(state.step) if step is None else step
+        return _Old(state.params, slots, step, beside=tuple(more))
     if params is KEEP:
-        fix = "Of an optax state give params=, too."
-        raise WrongTypeError(message("state", where, trees.describe(state), "a TrainState", fix))
-    slots = _told(_slots(state, _owners_in(state, rule, params), params))
-    counts = {
-        int(slot.value)
-        for slot in slots
-        if slot.what.endswith(".count") and not np.ndim(slot.value)
-    }
+        fix = "For an optax state also give params=."
+        raise WrongTypeError("state", where, trees.describe(state), "a TrainState", fix)
+    slots = _slots(state, _owners_in(state, rule, params), params)
+    clocks = (s for s in slots.values() if s.what.endswith(".count") and not np.ndim(s.value))
+    counts = {int(s.value) for s in clocks}
     if step is None and len(counts) != 1:
         got = f"an optax state with {len(counts) or 'no'} counts"
-        raise StateError(
-            message("step", where, got, "one that tells the number of updates", "Give step=.")
-        )
-    return _Old(params, slots, counts.pop() if step is None else step, None)
-
-
-def _told(slots: list[_Slot | None]) -> list[_Slot]:
-    return [slot for slot in slots if slot is not None]
+        raise StateError("step", where, got, "one that tells the number of updates", "Give step=.")
+    return _Old(params, slots, counts.pop() if step is None else step)
 
 
 def _owners_of(state: TrainState) -> list[int | None]:
-    """For each leaf of the whole optimizer state, with its tables and clocks, the place of its
-    parameter.
-    """
+    """The index of the parameter of each leaf of the whole optimizer state, tables included."""
     owners = number_table.owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
     if state.numbers is None:
         return owners
@@ -254,9 +234,7 @@ def _owners_of(state: TrainState) -> list[int | None]:
 
 
 def _owners_in(opt_state, rule, params) -> list[int | None]:
-    """Those of a bare optax state: as the rule's init says, if it makes the like; else by where
-    they stand in it.
-    """
+    """The same for a bare optax state: from the rule's init if it fits, else from the key paths."""
     shapes, _, owners = trees.owners(rule.init, params)
     numbered = jax.tree.unflatten(jax.tree.structure(shapes), range(len(owners)))
     for made in (numbered, _without_numbers(numbered)):
@@ -269,10 +247,10 @@ def _owners_in(opt_state, rule, params) -> list[int | None]:
 
 
 def _owners_by_field(opt_state, params) -> list[int | None]:
-    """Of each leaf the parameter in whose place it stands, alone or in a list, in a field with the
-    tree of the params.
+    """The parameter of each leaf inside fields that have the tree of the params, by its path.
 
-    So the shape says nothing: moments may be factored, or one number for each parameter.
+    Shapes are not compared: moments may be factored, or one number for each parameter. A field may
+    have a list of arrays for each parameter.
     """
     places = {path: i for i, (path, _) in enumerate(jtu.tree_flatten_with_path(params)[0])}
     treedef = jax.tree.structure(params)
@@ -297,20 +275,21 @@ def _owners_by_field(opt_state, params) -> list[int | None]:
 
 
 def _without_numbers(opt_state):
-    """With plain optax's states in the place of live ones."""
+    """The state with plain optax states in place of live ones."""
     bare = lambda x: _without_numbers(x.inner) if live_rules.is_live(x) else x
     return jax.tree.map(bare, opt_state, is_leaf=live_rules.is_live)
 
 
-def _slots(full, owners: list[int | None], params) -> list[_Slot | None]:
-    """One for each leaf of an optimizer state; None for tables of numbers, and counters of cuts."""
-    named = trees.leaves_with_names(params)
-    out: list[_Slot | None] = []
-    for (path, x), owner in zip(jtu.tree_flatten_with_path(full)[0], owners, strict=True):
+def _slots(full, owners: list[int | None], params) -> dict[int, _Slot]:
+    """The leaves of an optimizer state by index, without tables of numbers and shared clocks."""
+    named, slots = trees.leaves_with_names(params), {}
+    keyed = jtu.tree_flatten_with_path(full)[0]
+    for i, ((path, x), owner) in enumerate(zip(keyed, owners, strict=True)):
         name, end = (None, ()) if owner is None else ("/".join(named[owner][0]), named[owner][1])
         inside = path[: len(path) - len(end)] if end and path[-len(end) :] == tuple(end) else path
-        out.append(_slot(full, inside, name, x))
-    return out
+        if (slot := _slot(full, inside, name, x)) is not None:
+            slots[i] = slot
+    return slots
 
 
 def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
@@ -323,9 +302,7 @@ def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
                 what, home = f"{node.live.title}.count", path[:i]
         elif isinstance(entry, jtu.DictKey):
             groups.append(str(entry.key))
-            if (
-                owner is None and i == len(path) - 1
-            ):  # a number of its own, as one of `inject_hyperparams`
+            if owner is None and i == len(path) - 1:  # a number, as in `inject_hyperparams`
                 what = f"{what}[{entry.key!r}]"
         elif not isinstance(node, PartitionState) and type(node) not in (tuple, list):
             what, home = f"{type(node).__name__}.{trees.key_name(entry)}", path[:i]
@@ -333,11 +310,11 @@ def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
     return _Slot(what, owner, home, tuple(groups), value)
 
 
-# ------------------------------------------------------------------------------- what there will be
+# ----------------------------------------------------------------------------------- the new state
 
 
 def _wide(params, known: TrainState | None):
-    """Params with master copies in the place of those that the state rounded."""
+    """Params with master copies in place of the rounded ones."""
     if known is None or known.masters is None:
         return params
     stored = jax.tree.leaves(trained_part(known))
@@ -346,7 +323,7 @@ def _wide(params, known: TrainState | None):
 
 
 def _trained_by_name(params, old: _Old) -> Any:
-    """Which leaves of a tree the old state trains. Raises StateError for one that it has not."""
+    """The leaves of a tree that the old state trains. Raises StateError for unknown leaves."""
     plan = old.state and old.state.plan
     if plan is None or plan.selected is None:
         return "**"
@@ -354,60 +331,30 @@ def _trained_by_name(params, old: _Old) -> Any:
     trained = dict(zip(names, plan.selected, strict=True))
     here = ["/".join(name) for name, _, _ in trees.leaves_with_names(params)]
     if unknown := [name for name in here if name not in trained]:
-        fix = "Of the others the state trains a part only: give trainable=."
-        raise StateError(
-            message(f"leaf {unknown[0]!r}", "migrate()", "a new one", "those of the state", fix)
-        )
+        fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
+        what = f"leaf {unknown[0]!r}"
+        raise StateError(what, "migrate()", "a new one", "those of the state", fix)
     return jax.tree.unflatten(jax.tree.structure(params), [trained[name] for name in here])
 
 
-def _filled(full, old: list[_Slot], new: list[_Slot | None]) -> tuple[Any, Report]:
+def _filled(full, old: list[_Slot], slots: dict[int, _Slot], report: _Found) -> Any:
     """A whole optimizer state with the arrays of the old one."""
-    slots = {i: slot for i, slot in enumerate(new) if slot is not None}
-    found, notes = _of_parameters(old, slots)
-    homes: dict[tuple, set] = {}  # of each new state those that its arrays come from
-    for i, slot in found.items():
-        homes.setdefault(slots[i].home, set()).add(slot.home)
-    owned = {slot.home for slot in slots.values() if slot.owner is not None}
-    for i, slot in slots.items():
-        if slot.owner is None:
-            from_there = lambda o, slot=slot: (
-                slot.home not in owned or o.home in homes.get(slot.home, ())
-            )
-            same = [o for o in old if o.kind == slot.kind and from_there(o)]
-            values = {trees.on_host(o.value).tobytes() for o in same}
-            if len(values) > 1 and len(same) == sum(s.kind == slot.kind for s in slots.values()):
-                same = [same[[j for j, s in slots.items() if s.kind == slot.kind].index(i)]]
-            elif len(values) > 1:
-                same = sorted(same, key=lambda o: trees.on_host(o.value).sum())[-1:]
-                notes.append(f"{slot.name}: one of {len(values)} values there, the largest taken")
-            if same:
-                found[i] = same[-1]
-    for i, slot in slots.items():
-        beside = [
-            j for j, other in slots.items() if other.home == slot.home and other.owner is not None
-        ]
-        if slot.owner is None and i in found and (anew := sum(j not in found for j in beside)):
-            notes.append(f"{slot.name}: goes on, also for {anew} arrays beside it that begin anew")
-    used = {id(slot) for slot in found.values()}
+    found = _match_parameters(old, slots, report)
+    _match_counts(old, slots, found, report)
     leaves, treedef = jax.tree.flatten(full)
     fresh = lambda x: x if np.ndim(x) else own(x)  # counts may be one array, and are donated each
     leaves = [_there(found[i].value, x) if i in found else fresh(x) for i, x in enumerate(leaves)]
-    kept, anew = (
-        [slot.name for i, slot in slots.items() if (i in found) == known] for known in (True, False)
-    )
-    dropped = [
-        slot.name
-        for slot in old
-        if id(slot) not in used and slot.kind not in {slots[i].kind for i in found}
-    ]
-    return treedef.unflatten(leaves), Report(tuple(kept), tuple(anew), tuple(dropped), tuple(notes))
+    used, kinds = {id(slot) for slot in found.values()}, {slots[i].kind for i in found}
+    report.kept += [slot.name for i, slot in slots.items() if i in found]
+    report.new += [slot.name for i, slot in slots.items() if i not in found]
+    report.dropped += [s.name for s in old if id(s) not in used and s.kind not in kinds]
+    return treedef.unflatten(leaves)
 
 
-def _of_parameters(old: list[_Slot], slots: dict[int, _Slot]) -> tuple[dict[int, _Slot], list[str]]:
-    """For the arrays that belong to parameters those of the old state, by their places; and what
-    was ambiguous.
-    """
+def _match_parameters(
+    old: list[_Slot], slots: dict[int, _Slot], report: _Found
+) -> dict[int, _Slot]:
+    """The old array of each new one that belongs to a parameter; ambiguous ones are left out."""
     there: dict[tuple, list[_Slot]] = {}
     here: dict[tuple, list[int]] = {}
     for slot in old:
@@ -415,7 +362,7 @@ def _of_parameters(old: list[_Slot], slots: dict[int, _Slot]) -> tuple[dict[int,
     for i, slot in slots.items():
         if slot.owner is not None:
             here.setdefault(slot.kind, []).append(i)
-    found, notes = {}, []
+    found = {}
     for kind, places in here.items():
         known = there.get(kind, [])
         if len(known) == len(places):
@@ -427,144 +374,149 @@ def _of_parameters(old: list[_Slot], slots: dict[int, _Slot]) -> tuple[dict[int,
                 if len(same) == len(rivals) == 1:
                     found[i] = same[0]
                 else:
-                    notes.append(
-                        f"{slots[i].name}: begins anew, {len(known)} there and {len(places)} here"
-                    )
-    return found, notes
+                    counts = f"{len(known)} there and {len(places)} here"
+                    report.notes.append(f"{slots[i].name}: begins anew, {counts}")
+    return found
+
+
+def _match_counts(
+    old: list[_Slot], slots: dict[int, _Slot], found: dict[int, _Slot], report: _Found
+) -> None:
+    """Add counts and other arrays without a parameter, from the states that the moments came from."""
+    homes: dict[tuple, set] = {}  # the old states that the moments of each new state came from
+    for i, slot in found.items():
+        homes.setdefault(slots[i].home, set()).add(slot.home)
+    owned = {slot.home for slot in slots.values() if slot.owner is not None}
+    for i, slot in [(i, slot) for i, slot in slots.items() if slot.owner is None]:
+        origin = homes.get(slot.home, set()) if slot.home in owned else None
+        same = [o for o in old if o.kind == slot.kind and (origin is None or o.home in origin)]
+        values = {trees.on_host(o.value).tobytes() for o in same}
+        alike = [j for j, s in slots.items() if s.kind == slot.kind]
+        if len(values) > 1 and len(same) == len(alike):
+            same = [same[alike.index(i)]]
+        elif len(values) > 1:
+            same = sorted(same, key=lambda o: trees.on_host(o.value).sum())
+            text = f"one of {len(values)} values there, the largest taken"
+            report.notes.append(f"{slot.name}: {text}")
+        if same:
+            found[i] = same[-1]
+    for i, slot in slots.items():
+        mates = [j for j, s in slots.items() if s.home == slot.home and s.owner is not None]
+        if slot.owner is None and i in found and (anew := sum(j not in found for j in mates)):
+            text = f"goes on, also for {anew} arrays beside it that begin anew"
+            report.notes.append(f"{slot.name}: {text}")
 
 
 def _there(x, like):
-    """A copy of an array where another one is, if that is bound to devices."""
+    """A copy of an array, on the devices of another one that is bound to devices."""
     x = own(x)
-    if (
-        not isinstance(like, jax.Array)
-        or not like.committed
-        or x.sharding.device_set == like.sharding.device_set
-    ):
+    is_bound = isinstance(like, jax.Array) and like.committed
+    if not is_bound or x.sharding.device_set == like.sharding.device_set:
         return x
     return jax.device_put(x, like.sharding)
 
 
-# ----------------------------------------------------------------------------------------- the rest
+# ------------------------------------------------------------------------------ beside the optimizer
 
 
-def _around(old: _Old, new: TrainState) -> Report:
-    """What came and went of params, model state, key and loss scale."""
+def _compare_fields(old: _Old, new: TrainState, report: _Found) -> None:
+    """Report leaves of params, model state, key and loss scale that came or went."""
     here, there = (
         {"/".join(name): np.shape(x) for name, _, x in trees.leaves_with_names(s.params)}
         for s in (new, old)
     )
-    anew = [f"leaf {name}" for name, shape in here.items() if there.get(name) != shape]
-    gone = [f"leaf {name}" for name, shape in there.items() if here.get(name) != shape]
-    had = {
-        "model_state": old.model_state,
-        "key": old.key,
-        "loss_scale": old.state and old.state.loss_scale,
-    }
+    report.new += [f"leaf {name}" for name, shape in here.items() if there.get(name) != shape]
+    report.dropped += [f"leaf {name}" for name, shape in there.items() if here.get(name) != shape]
+    loss_scale = old.state and old.state.loss_scale
+    had = {"model_state": old.model_state, "key": old.key, "loss_scale": loss_scale}
     for name, x in had.items():
-        now = getattr(new, name)
-        anew += [name] if x is None and now is not None else []
-        gone += [name] if x is not None and now is None else []
-    return Report((), tuple(anew), (*gone, *old.beside), ())
+        if (x is None) != (getattr(new, name) is None):
+            (report.new if x is None else report.dropped).append(name)
+    report.dropped += old.beside
 
 
-def _cuts(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
-    """Subtrees with numbers of their own, where both rules have the same live rule over the same
-    leaves.
-    """
+def _carry_cuts(old: TrainState, new: TrainState, report: _Found) -> TrainState:
+    """Cuts into subtrees with their own numbers, if both rules have the same live rule there."""
     if old.numbers is None or not any(s.cut for _, s in old.numbers.layout.lives):
-        return new, Report((), (), (), ())
+        return new
     there = [s for _, s in old.numbers.layout.lives]
     numbers = new.numbers
     here = [] if numbers is None else [s for _, s in numbers.layout.lives]
     alike = lambda lives, s: [
         at for at, t in enumerate(lives) if (t.live.title, t.paths) == (s.live.title, s.paths)
     ]
-    cuts, notes = {}, []
-    for s in there:
-        if s.cut is None:
-            continue
+    cuts = {}
+    for s in (s for s in there if s.cut is not None):
         places = alike(here, s)
         if len(places) == len(alike(there, s)) == 1:
             cuts[places[0]] = s.cut, (0,) * s.groups
         else:
-            notes.append(
-                f"{s.live.title}: the numbers of {', '.join(s.cut.labels[1:])} alone are gone"
-            )
-    if numbers is not None and cuts:
-        opt_state, numbers = number_table.recut(new.opt_state, numbers, trained_part(new), cuts)
-        new = dataclasses.replace(
-            new, opt_state=beside(new.params, opt_state), numbers=beside(new.params, numbers)
-        )
-    return new, Report((), (), (), tuple(notes))
+            labels = ", ".join(s.cut.labels[1:])
+            report.notes.append(f"{s.live.title}: the numbers of {labels} alone are gone")
+    if numbers is None or not cuts:
+        return new
+    recut = number_table.recut(new.opt_state, numbers, trained_part(new), cuts)
+    opt_state, numbers = (beside(new.params, tree) for tree in recut)
+    return dataclasses.replace(new, opt_state=opt_state, numbers=numbers)
 
 
-def _numbers(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
+def _carry_numbers(old: TrainState, new: TrainState, report: _Found) -> TrainState:
+    """Live numbers by name, and those that the new rule changes or lacks."""
     if old.numbers is None or new.numbers is None:
-        return new, Report((), (), (), ())
-    facts = [live_numbers.state_facts(state) for state in (old, new)]
+        return new
+    then, now = (live_numbers.state_facts(state) for state in (old, new))
     values = [np.asarray(state.numbers.values) for state in (old, new)]
-    merged, edited = live_numbers.merged_numbers(values[0], facts[0], values[1], facts[1])
-    known = {name for name, _ in facts[0]["columns"]}
-    notes = [note for note in edited if note.partition(":")[0] in known]
-    mine, then = {name for name, _ in facts[1]["columns"]}, hyperparams(old)
-    given = dict(zip((name for name, _ in facts[0]["columns"]), values[0][3], strict=True))
-    adjusted = [
-        name
-        for name, x in given.items()
-        if name not in mine | set(facts[0]["schedules"]) and then[name] != x
+    merged, edited = live_numbers.merged_numbers(values[0], then, values[1], now)
+    names, mine = ([name for name, _ in facts["columns"]] for facts in (then, now))
+    numbers = hyperparams(old)
+    report.notes += [note for note in edited if note.partition(":")[0] in names]
+    report.notes += [
+        f"{name}: {numbers[name]:.6g} by adjust then, no such number now"
+        for name, given in zip(names, values[0][3], strict=True)
+        if name not in {*mine, *then["schedules"]} and numbers[name] != given
     ]
-    notes += [f"{name}: {then[name]:.6g} by adjust then, no such number now" for name in adjusted]
-    numbers = dataclasses.replace(
-        new.numbers, values=_there(jnp.asarray(merged), new.numbers.values)
-    )
-    return dataclasses.replace(new, numbers=numbers), Report((), (), (), tuple(notes))
+    placed = _there(jnp.asarray(merged), new.numbers.values)
+    return dataclasses.replace(new, numbers=dataclasses.replace(new.numbers, values=placed))
 
 
-def _average(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
+def _carry_average(old: TrainState, new: TrainState, report: _Found) -> TrainState:
+    """The average of each leaf by name, if the average is of the same kind."""
     average, before = new.average, old.average
+    titled = lambda names: [f"average of {name}" for name in names]
     there = {} if before is None else _by_name(old, before.params)
     if average is None:
-        return new, Report((), (), tuple(f"average of {name}" for name in there), ())
+        report.dropped += titled(there)
+        return new
     here = _by_name(new, average.params)
     if before is not None and before.uniform != average.uniform:
-        note = "average: of another kind, begins anew"
-        return new, Report((), tuple(f"average of {name}" for name in here), (), (note,))
-    fits = [name in there and np.shape(there[name]) == np.shape(x) for name, x in here.items()]
-    leaves = [
-        _there(there[name], x) if fit else x
-        for (name, x), fit in zip(here.items(), fits, strict=True)
-    ]
+        report.new += titled(here)
+        report.notes.append("average: of another kind, begins anew")
+        return new
+    fits = {name for name in here if name in there and there[name].shape == here[name].shape}
+    leaves = [_there(there[name], x) if name in fits else x for name, x in here.items()]
     params = jax.tree.unflatten(jax.tree.structure(average.params), leaves)
     count = average.count if before is None else _there(before.count, average.count)
-    average = dataclasses.replace(average, params=params, count=count)
-    kept, anew = (
-        tuple(f"average of {name}" for name, fit in zip(here, fits, strict=True) if fit == known)
-        for known in (True, False)
+    report.kept += titled(name for name in here if name in fits)
+    report.new += titled(name for name in here if name not in fits)
+    report.dropped += titled(name for name in there if name not in here)
+    return dataclasses.replace(
+        new, average=dataclasses.replace(average, params=params, count=count)
     )
-    gone = tuple(f"average of {name}" for name in there if name not in here)
-    return dataclasses.replace(new, average=average), Report(kept, anew, gone, ())
+
+
+def _carry_frozen(old: TrainState, new: TrainState, report: _Found) -> TrainState:
+    """Freezes by the names of leaves."""
+    if old.frozen is None:
+        return new
+    flags = dict(zip(_by_name(old, trained_part(old)), frozen_flags(old), strict=True))
+    here = _by_name(new, trained_part(new))
+    gone = [name for name, on in flags.items() if on and name not in here]
+    report.notes += [f"{name}: frozen then, not trained now" for name in gone]
+    words = frozen_words([bool(flags.get(name, False)) for name in here])
+    return dataclasses.replace(new, frozen=beside(new.params, words))
 
 
 def _by_name(state: TrainState, tree) -> dict[str, Any]:
     """The leaves of a tree like the trained params, by their names."""
     named = trees.leaves_with_names(trained_part(state))
     return {"/".join(name): x for (name, _, _), x in zip(named, jax.tree.leaves(tree), strict=True)}
-
-
-def _frozen(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
-    if old.frozen is None:
-        return new, Report((), (), (), ())
-    flags = dict(zip(_moving_names(old), frozen_flags(old), strict=True))
-    here = _moving_names(new)
-    words = frozen_words([bool(flags.get(name, False)) for name in here])
-    notes = tuple(
-        f"{name}: frozen then, not trained now"
-        for name, on in flags.items()
-        if on and name not in here
-    )
-    return dataclasses.replace(new, frozen=beside(new.params, words)), Report((), (), (), notes)
-
-
-def _moving_names(state: TrainState) -> list[str]:
-    return ["/".join(name) for name, _, _ in trees.leaves_with_names(trained_part(state))]

@@ -1,12 +1,10 @@
-"""Models of other libraries as what a training state wants: parameters, what is carried, and a pure
-function.
+"""Models of other libraries as parameters, model state, and a pure function.
 
     library's model --nnx, linen, equinox, haiku, raw--> Model --setup, train_step--> state
     --build--> its model again
 
 Inside a step there are plain pytrees only; the library's own module exists while JAX traces. An
-adapter imports its library when it is called. It knows of states what `build` reads: `params` and
-`model_state`.
+adapter imports its library when it is called. Of states it reads `params` and `model_state`.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from tsunax.errors import (
     ParamsError,
     StateError,
     WrongTypeError,
-    message,
 )
 from tsunax.state import TrainState, check_state, own
 
@@ -40,11 +37,11 @@ __all__ = ["Model", "equinox", "haiku", "linen", "nnx", "raw"]
 class Model:
     """A model in parts; made by `nnx`, `linen`, `equinox`, `haiku` and `raw`.
 
-    `apply(params, *x, model_state=None, key=None, train=False, **named)` gives `(out,
+    `apply(params, *x, model_state=None, key=None, train=False, **named)` returns `(out,
     model_state)`. It is pure: in train mode dropout draws from `key` and batch statistics move; in
     eval mode neither. A `key` without `train` is an error if the model has two modes: dropout would
-    be off without a word. `named` goes to the model as it is. `build(state)` gives the library's
-    own model in eval mode, with copies of the state's parameters.
+    be off silently. `named` is passed to the model. `build(state)` returns the library's own model
+    in eval mode, with copies of the state's parameters.
     """
 
     params: Any
@@ -53,18 +50,14 @@ class Model:
     build: Callable
 
     def __repr__(self) -> str:
-        parts = {"params": self.params, "model_state": self.model_state}
-        counts = [
-            f"{name} {_amount(tree)}" for name, tree in parts.items() if jax.tree.leaves(tree)
-        ]
-        rows = [
-            (
-                f"{name}/{trees.path_str(path)}" if name != "params" else trees.show(path),
-                trees.describe(x),
-            )
-            for name, tree in parts.items()
-            for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
-        ]
+        counts, rows = [], []
+        for name, tree in (("params", self.params), ("model_state", self.model_state)):
+            keyed = jax.tree_util.tree_flatten_with_path(tree)[0]
+            if keyed:
+                n, arrays = sum(int(np.prod(np.shape(x))) for _, x in keyed), len(keyed)
+                counts.append(f"{name} {n:,} in {arrays} array{'s' * (arrays != 1)}")
+            show = trees.show if name == "params" else lambda path: f"{name}/{trees.path_str(path)}"  # noqa: B023
+            rows += [(show(path), trees.describe(x)) for path, x in keyed]
         if len(rows) > 24:
             rows = [*rows[:12], (f"... {len(rows) - 20} more", ""), *rows[-8:]]
         width = max(len(name) for name, _ in rows)
@@ -72,18 +65,10 @@ class Model:
         return "\n".join([f"Model({', '.join(counts)})", *table])
 
 
-def _amount(tree) -> str:
-    arrays = jax.tree.leaves(tree)
-    n = sum(int(np.prod(np.shape(x))) for x in arrays)
-    return f"{n:,} in {len(arrays)} array{'s' * (len(arrays) != 1)}"
-
-
 def _model(
     params, model_state, call: Callable, assemble: Callable, *, has_modes: bool = True
 ) -> Model:
-    """From `call(params, model_state, key, train, x, named)` and `assemble(params,
-    model_state)`.
-    """
+    """A model from `call(params, model_state, key, train, x, named)` and `assemble(*parts)`."""
     if not jax.tree.leaves(params):
         raise trees.no_parameters("params", params)
     structure = jax.tree.map(lambda x: 0, params)
@@ -92,78 +77,61 @@ def _model(
     def carried(model_state, where):
         model_state = nothing if model_state is None else model_state
         if model_state is None:
-            fix = (
-                "Give setup(..., model_state=model.model_state), and add a model_state "
-                "parameter to loss_fn."
-            )
-            raise StateError(message("model_state", where, "None", "what the model carries", fix))
-        return jax.tree.map(
-            lambda x: x, model_state
-        )  # containers of its own: equinox invalidates what it is given
+            fix = "Give setup(model_state=model.model_state) and loss_fn a model_state parameter."
+            raise StateError("model_state", where, "None", "the state that the model carries", fix)
+        return jax.tree.map(lambda x: x, model_state)  # new containers: equinox invalidates them
 
     def apply(params, *x, model_state=None, key=None, train=None, **named):
         if key is not None and train is None and has_modes and named.keys().isdisjoint(_ON + _OFF):
             fix = "Name `train` in loss_fn and hand it on: dropout is off without it."
-            raise LossError(
-                message("train", "Model.apply()", "a key without it", "True or False", fix)
-            )
+            raise LossError("train", "Model.apply()", "a key without it", "True or False", fix)
         out, new = call(params, carried(model_state, "Model.apply()"), key, bool(train), x, named)
         return out, new if nothing is None else model_state
 
     def build(state: TrainState):
         check_state(state, "Model.build()")
-        if difference := trees.first_difference(
-            state.params, structure, "state.params", leaf="an array"
-        ):
-            raise StateError(
-                f"params of another model {difference}. Give a state of this model's params."
-            )
-        return assemble(
-            *jax.tree.map(own, (state.params, carried(state.model_state, "Model.build()")))
-        )
+        difference = trees.first_difference(state.params, structure, "state.params", "an array")
+        if difference:
+            fix = "Give a state of this model's params."
+            raise StateError(f"params of another model {difference}. {fix}")
+        parts = state.params, carried(state.model_state, "Model.build()")
+        return assemble(*jax.tree.map(own, parts))
 
     return Model(params, model_state, apply, build)
 
 
-# ----------------------------------------------------------------------------------- what was given
+# ------------------------------------------------------------------------ checks of a given model
 
-_HOMES = {"flax.nnx": "nnx", "flax.linen": "linen", "equinox": "equinox", "haiku": "haiku"}
+_LIBRARIES = {"flax.nnx": "nnx", "flax.linen": "linen", "equinox": "equinox", "haiku": "haiku"}
 _BASES = ("Module", "Transformed", "TransformedWithState")
-_ON, _OFF = (
-    ("train", "training", "is_training"),
-    ("deterministic", "use_running_average", "inference"),
-)
+_ON = ("train", "training", "is_training")
+_OFF = ("deterministic", "use_running_average", "inference")
 
 
-def _home(x) -> str:
-    """The adapter that a model belongs to, by the names of its classes; "" if to none."""
+def _adapter_of(x) -> str:
+    """The adapter for a model, by the names of its classes; "" if there is none."""
     kinds = (x if isinstance(x, type) else type(x)).__mro__
-    names = [kind.__module__ for kind in kinds if kind.__name__ in _BASES]
-    return next(
-        (home for name in names for start, home in _HOMES.items() if name.startswith(start)), ""
-    )
+    for module in (kind.__module__ for kind in kinds if kind.__name__ in _BASES):
+        for library, adapter in _LIBRARIES.items():
+            if module.startswith(library):
+                return adapter
+    return ""
 
 
-def _check_model(x, home: str, expected: str) -> None:
-    if isinstance(x, type) or _home(x) != home:
-        other = _home(x)
-        fix = f"ts.models.{other}() takes it." if other not in ("", home) else ""
-        if isinstance(x, type) and other == home:
+def _check_model(x, adapter: str, expected: str) -> None:
+    where, other, fix = f"models.{adapter}()", _adapter_of(x), ""
+    if isinstance(x, type) or other != adapter:
+        got = trees.describe(x)
+        if other == adapter:
             fix = f"Make one: {x.__name__}(...)."
-        got = (
-            trees.describe(x)
-            if isinstance(x, type) or not other
-            else f"a {type(x).__name__} of {other}"
-        )
-        raise WrongTypeError(message("model", f"models.{home}()", got, expected, fix))
-    if home != "haiku" and not callable(x):
-        got, fix = (
-            f"a {type(x).__name__} without __call__",
-            "Give it one, or write a function for ts.models.raw().",
-        )
-        raise WrongTypeError(
-            message("model", f"models.{home}()", got, "one that can be called", fix)
-        )
+        elif other:
+            fix = f"ts.models.{other}() takes it."
+            got = got if isinstance(x, type) else f"a {type(x).__name__} of {other}"
+        raise WrongTypeError("model", where, got, expected, fix)
+    if adapter != "haiku" and not callable(x):
+        got = f"a {type(x).__name__} without __call__"
+        fix = "Give it one, or write a function for ts.models.raw()."
+        raise WrongTypeError("model", where, got, "one that can be called", fix)
 
 
 def _library(name: str, where: str):
@@ -172,9 +140,8 @@ def _library(name: str, where: str):
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        fix = f"pip install {name}"
         raise MissingLibraryError(
-            message(name, where, "no such package", "it installed", fix)
+            name, where, "no such package", "it installed", f"pip install {name}"
         ) from None
 
 
@@ -183,7 +150,7 @@ def _names(fn) -> list[str]:
 
 
 def _modes(fn: Callable, flag: str | None, where: str) -> Callable[[bool], dict]:
-    """The keywords that tell `fn` the mode: `flag`, or those with a name that everybody uses."""
+    """The keywords of `fn` for a mode: `flag`, or its parameters among the usual names."""
     names = _names(fn)
     if flag is not None and flag not in names:
         raise WrongTypeError(patterns.unknown("flag", where, flag, names))
@@ -195,17 +162,16 @@ def _modes(fn: Callable, flag: str | None, where: str) -> Callable[[bool], dict]
 
 
 def nnx(module, *, wrt=None) -> Model:
-    """A flax NNX module, split once and merged while a step is traced, so that no `nnx.jit` is paid
-    for.
+    """The parts of a flax NNX module, which is merged again while a step is traced.
 
     `params` is a nested dict of the arrays in its `nnx.Param` variables, also those of LoRA: choose
     among them with `setup(trainable=...)`; `wrt` is another filter than `nnx.Param`. Random streams
-    are taken out: in each call each draws from a key of its own, made of `key` (without one, an
-    evaluation draws the same every time). All other variables (batch statistics) are `model_state`.
-    `train` sets the module's mode, `module.train()` or `module.eval()`; if its call names `rngs` or
-    a flag such as `train`, it gets them. What was sown is dropped.
+    are split off: in each call each draws from its part of `key` (without a key, an evaluation
+    draws the same every time). All other variables (batch statistics) are `model_state`. `train`
+    sets the module's mode, `module.train()` or `module.eval()`; if its call names `rngs` or a flag
+    such as `train`, they are passed. Sown values are dropped.
 
-    Raises WrongTypeError for what is no instance of `nnx.Module`, ParamsError for one without
+    Raises WrongTypeError unless it is an instance of `nnx.Module`, ParamsError for a module without
     parameters, and, when called, StateError for a model that draws in train mode without a key.
 
     >>> import tsunax as ts
@@ -214,14 +180,12 @@ def nnx(module, *, wrt=None) -> Model:
     >>> jax.tree.map(jnp.shape, model.params)
     {'bias': (2,), 'kernel': (3, 2)}
     """
-    lib = _library("flax.nnx", "models.nnx()")
+    where = "models.nnx()"
+    lib = _library("flax.nnx", where)
     _check_model(module, "nnx", "an instance of nnx.Module")
     wrt = lib.Param if wrt is None else wrt
-    modes, takes_rngs = (
-        _modes(module.__call__, None, "models.nnx()"),
-        "rngs" in _names(module.__call__),
-    )
-    module = lib.clone(module)  # the modes and the sown values of the user's own stay as they are
+    modes, takes_rngs = _modes(module.__call__, None, where), "rngs" in _names(module.__call__)
+    module = lib.clone(module)  # the user's own keeps its mode and sown values
     lib.pop(module, lib.Intermediate)
     graphdef, *parts = lib.split(module, wrt, lib.RngState, ...)
     params, streams, rest = map(lib.to_pure_dict, parts)
@@ -230,15 +194,10 @@ def nnx(module, *, wrt=None) -> Model:
         """The random streams anew: a key for each, and counts from 0."""
         leaves, treedef = jax.tree.flatten(streams)
         root = jax.random.key(0) if key is None else key
-
-        def one(i, x):
-            if not trees.is_key(x):
-                return jnp.zeros(x.shape, x.dtype)
-            return jax.random.split(
-                jax.random.fold_in(root, i), x.shape
-            )  # x may be an array of keys
-
-        return treedef.unflatten([one(i, x) for i, x in enumerate(leaves)])
+        keys = lambda i, x: jax.random.split(jax.random.fold_in(root, i), x.shape)
+        zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+        anew = (keys(i, x) if trees.is_key(x) else zeros(x) for i, x in enumerate(leaves))
+        return treedef.unflatten(list(anew))
 
     def call(params, model_state, key, train, x, named):
         rngs = seeded(key)
@@ -247,18 +206,12 @@ def nnx(module, *, wrt=None) -> Model:
         given = {"rngs": lib.Rngs(key)} if takes_rngs and key is not None else {}
         out = net(*x, **given | modes(train) | named)
         _, _, after, _, rest = lib.split(net, wrt, lib.RngState, lib.Intermediate, ...)
-        drawn = any(
-            a is not b
-            for a, b in zip(*map(jax.tree.leaves, (lib.to_pure_dict(after), rngs)), strict=True)
-        )
-        if train and key is None and drawn:
-            fix = (
-                "Add a key parameter to loss_fn, call model.apply(..., key=key), and give "
-                "setup(..., key=0)."
-            )
-            raise StateError(
-                message("key", "Model.apply()", "None", "a key for the model's random streams", fix)
-            )
+        ends = zip(*map(jax.tree.leaves, (lib.to_pure_dict(after), rngs)), strict=True)
+        if train and key is None and any(a is not b for a, b in ends):
+            expected = "a key for the model's random streams"
+            fix = "Add a key parameter to loss_fn, call model.apply(..., key=key), and give "
+            fix += "setup(..., key=0)."
+            raise StateError("key", "Model.apply()", "None", expected, fix)
         return out, lib.to_pure_dict(rest)
 
     def assemble(params, model_state):
@@ -270,15 +223,15 @@ def nnx(module, *, wrt=None) -> Model:
 
 
 def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> Model:
-    """A flax Linen module with the variables that its `init` gave.
+    """The parts of a flax Linen module with the variables that its `init` returned.
 
-    `params` is that collection (with `_overwrite_with_gradient`, of fp8 layers, both); the other
-    ones are `model_state`, and what a call may change. The streams named in
-    `rngs` draw from `key`: one gets it as it is, several get parts of it. The mode goes to the
-    module as `flag`, or as whichever of `train`, `training`, `is_training`, `deterministic`,
-    `use_running_average` its call names. `build(state)` gives the bound module.
+    `params` is the collection "params" (with `_overwrite_with_gradient` of fp8 layers: both); the
+    other collections are `model_state`, which a call may change. The streams named in `rngs` draw
+    from `key`: one stream gets the key itself, several get parts of it. The mode is passed to the
+    module as `flag`, or as those of `train`, `training`, `is_training`, `deterministic`,
+    `use_running_average` that its call names. `build(state)` returns the bound module.
 
-    Raises WrongTypeError for what is no instance of `linen.Module`, ParamsError for variables
+    Raises WrongTypeError unless it is an instance of `linen.Module`, ParamsError for variables
     without parameters.
 
     >>> import tsunax as ts
@@ -288,31 +241,19 @@ def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> M
     >>> jax.tree.map(jnp.shape, model.params)
     {'bias': (2,), 'kernel': (3, 2)}
     """
+    where = "models.linen()"
     _check_model(module, "linen", "an instance of linen.Module")
     if not isinstance(variables, Mapping) or "params" not in variables:
         kind = ParamsError if isinstance(variables, Mapping) else WrongTypeError
-        fix = "Give all of net.init(key, x)."
-        raise kind(
-            message(
-                "variables",
-                "models.linen()",
-                trees.describe(variables),
-                "a dict with 'params'",
-                fix,
-            )
-        )
-    modes = _modes(module.__call__, flag, "models.linen()")
+        got, fix = trees.describe(variables), "Give all of net.init(key, x)."
+        raise kind("variables", where, got, "a dict with 'params'", fix)
+    modes = _modes(module.__call__, flag, where)
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
-    others = _library("flax.core", "models.linen()").unfreeze(variables)  # calls return plain dicts
-    fp8 = "_overwrite_with_gradient"
-    params = (
-        {name: others.pop(name) for name in ("params", fp8)}
-        if fp8 in others
-        else others.pop("params")
-    )
-    all_of = lambda params, model_state: (
-        (params if fp8 in params else {"params": params}) | model_state
-    )
+    others = _library("flax.core", where).unfreeze(variables)  # calls return plain dicts
+    fp8, params = "_overwrite_with_gradient", others.pop("params")
+    if fp8 in others:
+        params = {"params": params, fp8: others.pop(fp8)}
+    all_of = lambda params, rest: (params if fp8 in params else {"params": params}) | rest
 
     def call(params, model_state, key, train, x, named):
         keys = [] if key is None else [key] if len(rngs) == 1 else jax.random.split(key, len(rngs))
@@ -324,31 +265,26 @@ def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> M
 
 
 def equinox(module, state=None, *, vmap: bool = False, axis_name: str = "batch") -> Model:
-    """An equinox module, with the `eqx.nn.State` that `eqx.nn.make_with_state` gave if it has one.
+    """The parts of an equinox module, with its `eqx.nn.State` if it has one.
 
     `params` is `eqx.partition(module, eqx.is_inexact_array)[0]`; `model_state` is the state. With
-    `vmap` the module takes one row and is mapped over axis 0 of all that it is given, under
-    `axis_name` (which batch-norm asks for), with a key for each row. It gets `key` if its call
-    names it; eval mode is `eqx.nn.inference_mode`. `build(state)` gives the module in that mode, or
-    `(module, state)`.
+    `vmap` the module takes one row and is mapped over axis 0 of all arguments, under `axis_name`
+    (for batch norm), with a key for each row. `key` is passed if its call names it; eval mode is
+    `eqx.nn.inference_mode`. `build(state)` returns the module in that mode, or `(module, state)`.
 
-    Raises MissingLibraryError without equinox, WrongTypeError for what is no instance of
-    `equinox.Module` or `equinox.nn.State`, ParamsError for a module without parameters.
+    Raises MissingLibraryError without equinox, WrongTypeError unless they are instances of
+    `equinox.Module` and `equinox.nn.State`, ParamsError for a module without parameters.
     """
     eqx = _library("equinox", "models.equinox()")
     _check_model(module, "equinox", "an instance of equinox.Module")
     stateful = state is not None
     if stateful and not isinstance(state, eqx.nn.State):
-        fix = "module, state = eqx.nn.make_with_state(Net)(...)"
-        raise WrongTypeError(
-            message("state", "models.equinox()", trees.describe(state), "an equinox.nn.State", fix)
-        )
-    params = eqx.filter(module, eqx.is_inexact_array)
+        got, fix = trees.describe(state), "module, state = eqx.nn.make_with_state(Net)(...)"
+        raise WrongTypeError("state", "models.equinox()", got, "an equinox.nn.State", fix)
+    params, modes = eqx.filter(module, eqx.is_inexact_array), (True, False)
+    in_mode = {train: eqx.nn.inference_mode(module, value=not train) for train in modes}
     static = {
-        train: eqx.filter(
-            eqx.nn.inference_mode(module, value=not train), eqx.is_inexact_array, inverse=True
-        )
-        for train in (True, False)
+        train: eqx.filter(net, eqx.is_inexact_array, inverse=True) for train, net in in_mode.items()
     }
     takes_key = "key" in _names(module.__call__)
 
@@ -373,13 +309,12 @@ def equinox(module, state=None, *, vmap: bool = False, axis_name: str = "batch")
 
 
 def haiku(transformed, params, state=None, *, flag: str | None = None) -> Model:
-    """A function under `hk.transform_with_state` or `hk.transform`, with the params and state that
-    its `init` gave.
+    """The parts of an `hk.transform_with_state` or `hk.transform`, with what its `init` returned.
 
-    `key` goes to it as `rng`, the mode as `flag`, or as whichever of `train`, `training`,
-    `is_training` and so on it names. `build(state)` gives a function of the inputs.
+    `key` is passed as `rng`, the mode as `flag`, or as those of `train`, `training`, `is_training`
+    and so on that the function names. `build(state)` returns a function of the inputs.
 
-    Raises WrongTypeError for what was not transformed, ParamsError for empty params.
+    Raises WrongTypeError for a function that was not transformed, ParamsError for empty params.
     """
     _check_model(transformed, "haiku", "hk.transform_with_state(f) or hk.transform(f)")
     modes, names = _modes(transformed.apply, flag, "models.haiku()"), _names(transformed.apply)
@@ -395,35 +330,29 @@ def haiku(transformed, params, state=None, *, flag: str | None = None) -> Model:
 
 
 def raw(fn, params, model_state=None) -> Model:
-    """A function `fn(params, *x)` that may also name `model_state`, `key` and `train`, as keywords.
+    """The parts of a function `fn(params, *x)` that may name `model_state`, `key` and `train`.
 
-    One that names `model_state` returns `(out, model_state)`, any other `out`. `build(state)` gives
-    a function of the inputs.
+    A function that names `model_state` returns `(out, model_state)`, any other returns `out`.
+    `build(state)` returns a function of the inputs.
 
-    Raises WrongTypeError for what is no function, ParamsError for params without leaves.
+    Raises WrongTypeError unless `fn` is a function, ParamsError for params without leaves.
 
     >>> import tsunax as ts
     >>> model = ts.models.raw(lambda params, x: x @ params["w"], {"w": jnp.ones((3, 2))})
     >>> model.apply(model.params, jnp.ones(3))
     (Array([3., 3.], dtype=float32), None)
     """
-    if not callable(fn) or isinstance(fn, type) or _home(fn):
-        fix = (
-            f"ts.models.{_home(fn)}() takes models of this kind."
-            if _home(fn)
-            else "The order is raw(fn, params)."
-        )
-        got = trees.describe(fn)
-        raise WrongTypeError(
-            message("fn", "models.raw()", got, "a function fn(params, *x, ...)", fix)
-        )
+    other = _adapter_of(fn)
+    if not callable(fn) or isinstance(fn, type) or other:
+        fix = f"ts.models.{other}() takes models of this kind." if other else ""
+        fix, expected = fix or "The order is raw(fn, params).", "a function fn(params, *x, ...)"
+        raise WrongTypeError("fn", "models.raw()", trees.describe(fn), expected, fix)
     names = _names(fn)
 
     def call(params, model_state, key, train, x, named):
         offered = {"model_state": model_state, "key": key, "train": train}
-        out = fn(
-            params, *x, **{name: value for name, value in offered.items() if name in names}, **named
-        )
+        given = {name: value for name, value in offered.items() if name in names}
+        out = fn(params, *x, **given, **named)
         return out if "model_state" in names else (out, None)
 
     carried = {} if model_state is None else model_state
@@ -431,7 +360,7 @@ def raw(fn, params, model_state=None) -> Model:
 
 
 def _closed(call: Callable) -> Callable:
-    """What `build` gives where the library has functions only: eval mode, the output alone."""
+    """`build` for libraries of functions: one in eval mode that returns the output alone."""
 
     def predict(params, model_state, *x, **named):
         return call(params, model_state, None, False, x, named)[0]

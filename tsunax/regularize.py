@@ -1,10 +1,9 @@
 """Penalties on parameters, to add to a loss: L1, L2, and both.
 
 Each is a plain function of the params, over the leaves that a pattern selects, without its factor:
-`loss + 1e-4 * l2(params)`. First in a chain, `ts.rules.add_decayed_weights` and
-`ts.rules.sign_decay` put the same gradient behind the loss, without a penalty to compute and with a
-factor that is live. That holds for complex leaves too, whose gradient `ts.value_and_grad`
-conjugates.
+`loss + 1e-4 * l2(params)`. The rules `ts.rules.add_decayed_weights` and `ts.rules.sign_decay`,
+first in a chain, add the same gradient (also of complex leaves), without a penalty to compute and
+with a live factor.
 """
 
 from __future__ import annotations
@@ -15,27 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from tsunax._core import checks, patterns, trees
-from tsunax.errors import PatternError, message
+from tsunax.errors import PatternError
 
 __all__ = ["elastic", "l1", "l2"]
 
 
 def _selected(params: Any, where: Any, place: str) -> list:
-    """The float leaves that `where` selects, an array that is at two paths once.
-
-    Raises PatternError, StateError.
-    """
-    leaves = [
-        leaf
-        for leaf in trees.take(params, patterns.select(where, params))
-        if trees.is_inexact(leaf)
-    ]
+    """The float leaves that `where` selects, an array at two paths once."""
+    selected = trees.take(params, patterns.select(where, params))
+    leaves = [leaf for leaf in selected if trees.is_inexact(leaf)]
     if not leaves:
-        raise PatternError(
-            message(
-                "where", place, f"{patterns.show(where)}, which selects no floats", "at least one"
-            )
-        )
+        got = f"{patterns.show(where)}, which selects no floats"
+        raise PatternError("where", place, got, "at least one")
     for leaf in leaves:
         checks.check_alive(leaf, place)
     # by identity only of arrays: equal Python floats may be one object
@@ -53,15 +43,12 @@ def l1(params: Any, where: Any = "**") -> jax.Array:
     """`Σ |w|` over the selected leaves: an f32 scalar, with the gradient `sign(w)`, 0 at 0.
 
     `where` is a pattern, a list with `!`, a predicate or a bool tree. Leaves that are not float are
-    passed over. An array object that is at two paths counts once. That is identity, not equality:
-    the params of a training state, the arguments of `jit` and of `grad` are one array for each
-    path, and count twice even if they came from one array. What the loss function itself ties
-    (`{**p, "head": p["embed"]}`) is one array.
+    skipped. One array object at two paths counts once, for example a tie in the loss function
+    (`{**p, "head": p["embed"]}`). The params of a state and the arguments of `jit` and `grad` are
+    separate arrays for each path.
 
     In the loss, `factor * l1(params, where)` has the gradient of `sign_decay(factor, where)` first
-    in the chain.
-
-    Raises PatternError for a pattern that matches nothing, or nothing that is float.
+    in the chain. Raises PatternError for a pattern that matches nothing, or no float.
 
     >>> params = {"w": jnp.array([3.0, -4.0]), "bias": jnp.array([100.0])}
     >>> l1(params, "w")
@@ -71,10 +58,10 @@ def l1(params: Any, where: Any = "**") -> jax.Array:
 
 
 def l2(params: Any, where: Any = "**") -> jax.Array:
-    """`½ Σ w²` over the selected leaves: an f32 scalar, with the gradient `w`. Otherwise as `l1`.
+    """`½ Σ w²` over the selected leaves: an f32 scalar, with the gradient `w`; otherwise as `l1`.
 
     In the loss, `factor * l2(params, where)` has the gradient of `add_decayed_weights(factor,
-    where)` first in the chain. There is no root in it, so that it has a gradient at 0.
+    where)` first in the chain.
 
     >>> params = {"w": jnp.array([3.0, -4.0]), "bias": jnp.array([100.0])}
     >>> l2(params, ["**", "!**/bias"]), jax.grad(l2)(params)["w"]
@@ -84,10 +71,9 @@ def l2(params: Any, where: Any = "**") -> jax.Array:
 
 
 def elastic(params: Any, where: Any = "**", *, l1_ratio: Any = 0.5) -> jax.Array:
-    """`r · Σ |w| + (1 - r) · ½ Σ w²`: the elastic net's penalty (Zou and Hastie 2005). Otherwise as
-    `l1`.
+    """`r · Σ |w| + (1 - r) · ½ Σ w²`: the elastic net's penalty; otherwise as `l1`.
 
-    In the loss, `factor * elastic(params, l1_ratio=r)` has the gradient of
+    (Zou and Hastie, 2005.) In the loss, `factor * elastic(params, l1_ratio=r)` has the gradient of
     `chain(add_decayed_weights((1 - r) * factor), sign_decay(r * factor), ...)`. `r` is `l1_ratio`
     and may be traced.
 

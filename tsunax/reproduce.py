@@ -1,13 +1,11 @@
-"""Same seed, same bits: what has to be seeded, which flags have to be set, and how to see whether
-it holds.
+"""Same seed, same bits: seeding, deterministic kernels, and a check that a step repeats.
 
     key = ts.reproduce.reproducible(0)                    # the first line of the script
     print(ts.reproduce.fingerprint(state))                # the same on every run
     ts.reproduce.check_reproducible(step, state, batches)
 
-JAX itself draws from keys and from nothing else. What is left are the global generators of Python
-and NumPy, which data pipelines use, and kernels of a GPU that add in any order.
-docs/reproducibility.md says what can be promised.
+JAX draws from keys only. What remains are the global generators of Python and NumPy, which data
+pipelines use, and GPU kernels that add in any order. See docs/reproducibility.md.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import numpy as np
 from jax._src import xla_bridge
 
 from tsunax._core import checks, stable_text, trees
-from tsunax.errors import DeviceError, StateError, WrongTypeError, message
+from tsunax.errors import DeviceError, StateError, WrongTypeError
 
 __all__ = ["check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"]
 
@@ -35,16 +33,14 @@ _MOST = 2**63
 
 
 def reproducible(seed: int = 0) -> jax.Array:
-    """Seed Python's and NumPy's global generators, ask XLA for deterministic kernels on GPUs, and
-    return a key.
+    """A key, after seeding Python and NumPy and requesting deterministic GPU kernels.
 
-    To be called before JAX starts its backend, for XLA reads its flags then (XLA_FLAGS:
+    Call it before JAX starts its backend, which reads the flags then (XLA_FLAGS:
     `xla_gpu_deterministic_ops`, `xla_gpu_exclude_nondeterministic_ops`; scatters and some
-    convolutions become slower). Kernels that autotuning picks by timing are fixed by the same
-    flags. Starts no backend itself, but for the key that it returns.
+    convolutions become slower). The same flags fix the kernels that autotuning picks by timing.
 
-    Raises DeviceError where a GPU has started without these flags, WrongTypeError for what is no
-    seed: an int from 0 up to 2**63.
+    Raises DeviceError if a GPU has started without these flags, WrongTypeError unless the seed is
+    an int from 0 up to 2**63.
 
     >>> jax.random.key_data(reproducible(7)).tolist()
     [0, 7]
@@ -52,45 +48,31 @@ def reproducible(seed: int = 0) -> jax.Array:
     seed = _checked(seed, "reproducible()")
     given = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in _FLAGS if flag.partition("=")[0] not in given]
-    off = [
-        flag
-        for flag in _FLAGS
-        if re.search(f"{flag.partition('=')[0]}=(false|0)\\b", given, re.IGNORECASE)
-    ]
-    if off:
-        raise DeviceError(
-            message(
-                "XLA_FLAGS", "reproducible()", f"{off[0].partition('=')[0]}=false", "true, or none"
-            )
-        )
+    for name in (flag.partition("=")[0] for flag in _FLAGS):
+        if re.search(f"{name}=(false|0)\\b", given, re.IGNORECASE):
+            raise DeviceError("XLA_FLAGS", "reproducible()", f"{name}=false", "true, or none")
     if not xla_bridge.backends_are_initialized():
         os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
     elif missing and jax.default_backend() == "gpu":
         fix = "Call it first, before anything makes an array; in a notebook restart the kernel."
-        raise DeviceError(
-            message(
-                "reproducible()",
-                "",
-                "a GPU that has started without its flags",
-                "an earlier call",
-                fix,
-            )
-        )
+        got = "a GPU that has started without its flags"
+        raise DeviceError("reproducible()", "", got, "an earlier call", fix)
     random.seed(seed)
     np.random.seed(_legacy(seed))
     return key_of(seed)
 
 
 def key_of(seed: int) -> jax.Array:
-    """`jax.random.key(seed)`, which would drop what is above 32 bits: that is folded in."""
+    """`jax.random.key(seed)`, with the bits above 32 folded in, which JAX would drop."""
     key = jax.random.key(seed & 0xFFFFFFFF)
     return key if seed >> 32 in (0, -1) else jax.random.fold_in(key, seed >> 32 & 0xFFFFFFFF)
 
 
 @contextlib.contextmanager
 def isolated_rng(seed: int | None = None) -> Iterator[None]:
-    """A block that leaves Python's and NumPy's global generators as it found them; with a `seed` it
-    starts from there.
+    """A block after which Python's and NumPy's global generators are as before.
+
+    With a `seed`, they are seeded at its start.
 
     >>> random.seed(1)
     >>> with isolated_rng(2):
@@ -113,11 +95,10 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
 
 
 def worker_seed(seed: int, *path: int) -> int:
-    """A seed for one worker of one process of one epoch: `worker_seed(seed, epoch, process,
-    worker)`.
+    """A seed for a worker of a data loader: `worker_seed(seed, epoch, process, worker)`.
 
-    Seeds of different paths are unrelated (NumPy's SeedSequence, O'Neill's design), where `seed +
-    worker` repeats the augmentations of one epoch in the next.
+    Seeds of different paths are unrelated (NumPy's SeedSequence, O'Neill's design); `seed + worker`
+    would repeat the augmentations of one epoch in the next.
 
     >>> worker_seed(0, 1, 2) == worker_seed(0, 1, 2) != worker_seed(0, 2, 1)
     True
@@ -128,12 +109,10 @@ def worker_seed(seed: int, *path: int) -> int:
 
 
 def fingerprint(tree: Any) -> str:
-    """16 hex digits of the sha256 of every leaf's path, shape, dtype and bytes: equal where every
-    bit is. Waits.
+    """16 hex digits of the sha256 of every leaf's path, shape, dtype and bytes. Waits.
 
-    Of several processes each has its own, the same where every process has all of each array.
-    Raises StateError for traced arrays, deleted ones, and those of which other processes have a
-    part.
+    Each of several processes has its own; they are equal if each process has all of each array.
+    Raises StateError for traced arrays, deleted arrays, and arrays spread over processes.
 
     >>> import jax.numpy as jnp
     >>> fingerprint({"w": jnp.zeros(2)}) == fingerprint({"w": np.zeros(2, np.float32)})
@@ -141,11 +120,7 @@ def fingerprint(tree: Any) -> str:
     """
     total = hashlib.sha256()
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
-        if trees.is_traced(leaf):
-            raise StateError(
-                message("leaf", trees.access_str("tree", path), "a traced array", "a concrete one")
-            )
-        checks.check_alive(leaf, trees.access_str("tree", path))
+        _check_concrete(leaf, trees.access_str("tree", path))
         total.update(_of_leaf(path, leaf))
     return total.hexdigest()[:16]
 
@@ -159,23 +134,25 @@ def _of_leaf(path, leaf) -> bytes:
     elif trees.dtype_of(leaf) is None or bits is not None:
         part.update(stable_text.words_of(leaf).encode())
     else:
-        got, fix = (
-            f"{trees.describe(leaf)}, of which other processes have a part",
-            "Of each process's own: x.addressable_shards.",
-        )
-        raise StateError(message("leaf", trees.access_str("tree", path), got, "a whole array", fix))
+        place, got = trees.access_str("tree", path), "of which other processes have a part"
+        got, fix = f"{trees.describe(leaf)}, {got}", "Of each process's own: x.addressable_shards."
+        raise StateError("leaf", place, got, "a whole array", fix)
     return part.digest()
+
+
+def _check_concrete(leaf, place: str, fix: str = "") -> None:
+    if trees.is_traced(leaf):
+        raise StateError("leaf", place, "a traced array", "a concrete one", fix)
+    checks.check_alive(leaf, place)
 
 
 def check_reproducible(
     step: Callable, state: Any, batches: Iterable[Any], *, times: int = 2
 ) -> str:
-    """Run `step` over the batches several times from copies of a state; the fingerprint of where
-    all of them end.
+    """The fingerprint of the last state of several equal runs of `step` over the batches.
 
-    `step(state, batch) -> (state, info)`. The state given is untouched. Raises StateError that
-    names the first batch after which two runs differ, and the first leaf; DataError for no batch at
-    all.
+    `step(state, batch) -> (state, info)` runs on copies of the state. Raises StateError that names
+    the first batch after which two runs differ, and the first leaf; DataError for no batch.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -188,20 +165,10 @@ def check_reproducible(
     checks.check_count(times, where, "times", least=2)
     if not callable(step):
         expected = "a function (state, batch) -> (state, info)"
-        raise WrongTypeError(
-            message(
-                "step", where, trees.describe(step), expected, "Make one: ts.train_step(loss_fn)."
-            )
-        )
+        got, fix = trees.describe(step), "Make one: ts.train_step(loss_fn)."
+        raise WrongTypeError("step", where, got, expected, fix)
     for path, leaf in jtu.tree_flatten_with_path(state)[0]:
-        place = trees.access_str("state", path)
-        if trees.is_traced(leaf):
-            raise StateError(
-                message(
-                    "leaf", place, "a traced array", "a concrete one", "Call it outside of jit."
-                )
-            )
-        checks.check_alive(leaf, place)
+        _check_concrete(leaf, trees.access_str("state", path), "Call it outside of jit.")
     batches = list(checks.each_batch(batches, where))
     copied = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
     runs = [copied(state) for _ in range(times)]
@@ -209,29 +176,24 @@ def check_reproducible(
         runs = [step(run, batch)[0] for run in runs]
         for other in runs[1:]:
             if fingerprint(runs[0]) != fingerprint(other):
-                named = zip(
-                    jtu.tree_flatten_with_path(runs[0])[0], jax.tree.leaves(other), strict=True
-                )
-                path = next(
-                    path for (path, x), y in named if _of_leaf(path, x) != _of_leaf(path, y)
-                )
-                got, fix = (
-                    f"other bits in {trees.access_str('state', path)}",
-                    "Same inputs, same bits: see reproducible().",
-                )
-                raise StateError(message("step", f"batch {at}", got, "the same in every run", fix))
+                keyed = jtu.tree_flatten_with_path(runs[0])[0]
+                pairs = zip(keyed, jax.tree.leaves(other), strict=True)
+                path = next(p for (p, x), y in pairs if _of_leaf(p, x) != _of_leaf(p, y))
+                got = f"other bits in {trees.access_str('state', path)}"
+                fix = "Same inputs, same bits: see reproducible()."
+                raise StateError("step", f"batch {at}", got, "the same in every run", fix)
     return fingerprint(runs[0])
 
 
 def _checked(seed: Any, where: str) -> int:
     expected = "an int from 0 to 2**63 - 1"
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise WrongTypeError(message("seed", where, trees.describe(seed), expected))
+        raise WrongTypeError("seed", where, trees.describe(seed), expected)
     if not 0 <= seed < _MOST:
-        raise WrongTypeError(message("seed", where, seed, expected))
+        raise WrongTypeError("seed", where, seed, expected)
     return int(seed)
 
 
 def _legacy(seed: int) -> list[int]:
-    """For NumPy's old generator, which takes words of 32 bits."""
+    """A seed of NumPy's old generator, in words of 32 bits."""
     return [seed & 0xFFFFFFFF, seed >> 32]

@@ -92,14 +92,14 @@ def digest(tree) -> str:
 
 
 def of_two_processes(top: Path) -> str:
-    """What `tests.saving` saves from two processes, arrays spread over both; the digest of its state."""
-    from tests import saving
+    """What `tests.programs.saving` saves from two processes, arrays spread over both; the digest of its state."""
+    from tests.programs import saving
 
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     given = {"coordinator_address": f"localhost:{port}", "num_processes": 2}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.saving", "moves", folder]
+        command = [sys.executable, "-m", "tests.programs.saving", "moves", folder]
         env = lambda i: {**os.environ, "XLA_FLAGS": "", "TSUNAX_TEST_START": json.dumps({**given, "process_id": i})}
         started = [subprocess.Popen(command, env=env(i)) for i in range(2)]
         assert [one.wait() for one in started] == [0, 0]
@@ -109,6 +109,7 @@ def of_two_processes(top: Path) -> str:
 
 
 def main(archive: str) -> None:
+    assert archive.startswith("format-"), archive
     top = HERE / archive
     top.mkdir()
     digests = {}

@@ -1,5 +1,4 @@
-"""Named axes of devices, for steps inside `jax.shard_map` and `jax.pmap`: each device has rows of
-its own.
+"""Named device axes, for steps inside `jax.shard_map` and `jax.pmap`.
 
 A mean that was forgotten there leaves a state on each device that drifts from the others. So nobody
 can forget it: a step that finds itself on such an axis wants to be told of it.
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.errors import StateError, WrongTypeError
 
 Axes = tuple[str, ...]
 
@@ -25,7 +24,7 @@ def as_axes(axis_name: Any, where: str) -> Axes | None:
     ):
         return None if names is None else tuple(names)
     expected = "the name of an axis of devices, a tuple of names, or ()"
-    raise WrongTypeError(message("axis_name", where, repr(axis_name), expected))
+    raise WrongTypeError("axis_name", where, repr(axis_name), expected)
 
 
 def around(given: Axes | None, where: str) -> Axes:
@@ -42,7 +41,7 @@ def around(given: Axes | None, where: str) -> Axes:
                 f"Each device has rows of its own: {where[:-1]}..., axis_name={names!r}) for "
                 "the mean, () for none."
             )
-            raise StateError(message("axis_name", where, f"none inside of {inside}", "one", fix))
+            raise StateError("axis_name", where, f"none inside of {inside}", "one", fix)
         return ()
     for name in given:
         try:
@@ -53,7 +52,7 @@ def around(given: Axes | None, where: str) -> Axes:
                 "leave it out."
             )
             raise StateError(
-                message("axis_name", where, repr(name), "an axis that is around it", fix)
+                "axis_name", where, repr(name), "an axis that is around it", fix
             ) from None
     return given
 
@@ -87,9 +86,7 @@ def varies(x) -> bool:
 
 
 def vary(tree, axes: Axes):
-    """The tree as values of each device: otherwise JAX would add up the gradients of all of them by
-    itself.
-    """
+    """The tree marked as varying over devices, so that JAX does not sum its gradients itself."""
 
     def one(x):
         kind = jax.typeof(x)
@@ -110,9 +107,7 @@ def own_key(key, axes: Axes):
 
 
 def gathered(tree, axes: Axes):
-    """The values of all devices, along a new first axis. By a sum: JAX knows of that that all
-    devices have the same.
-    """
+    """The values of all devices along a new first axis, by a sum that JAX knows to be replicated."""
     n, here = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
 
     def one(x):

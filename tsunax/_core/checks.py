@@ -1,6 +1,4 @@
-"""What params and other trees must be: checked before anything is compiled, on concrete arrays
-only.
-"""
+"""Checks of params and other trees, before anything compiles, on concrete arrays only."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,20 +15,18 @@ from tsunax.errors import (
     ParamsError,
     StateError,
     WrongTypeError,
-    message,
 )
 
 
 def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
-    """Raise `ParamsError` for a dict whose keys are neither str nor int, or both, and for a
-    generator.
+    """Raise `ParamsError` for a generator, or a dict whose keys are not all str or all int.
 
     To be called before anything that flattens: JAX's own error does not say where.
     """
     if isinstance(params, Iterator):
         where, got = trees.access_str(root, path), trees.describe(params)
         raise ParamsError(
-            message("leaf", where, got, "a list, tuple or dict", "Make it one, with list(...).")
+            "leaf", where, got, "a list, tuple or dict", "Make it one, with list(...)."
         )
     if isinstance(params, Mapping) and not jtu.all_leaves([params]):
         odd = [key for key in params if not isinstance(key, (str, int))]
@@ -39,17 +35,13 @@ def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
             mixed = [*text[:1], *(key for key in params if key not in text)]
             got = ", ".join(f"{key!r} ({type(key).__name__})" for key in odd[:1] or mixed[:2])
             where = trees.access_str(root, path)
-            raise ParamsError(
-                message("dict keys", where, got, "all str or all int, so that they sort")
-            )
+            raise ParamsError("dict keys", where, got, "all str or all int, so that they sort")
     for key, child in trees._children(params):
         check_keys(child, root, path + key)
 
 
 def check_arrays(tree: Any, root: str, fix: str = "") -> None:
-    """Raise for a leaf that no program can take: `WrongTypeError`, or `StateError` for a buffer
-    that is gone.
-    """
+    """Raise WrongTypeError for leaves that are no arrays of numbers, StateError for deleted ones."""
     try:
         check_keys(tree, root)
     except ParamsError as error:
@@ -57,12 +49,10 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
         where = trees.access_str(root, path)
         if not _is_numeric(leaf):
-            raise WrongTypeError(
-                message("leaf", where, trees.describe(leaf), "an array of numbers", fix)
-            )
+            raise WrongTypeError("leaf", where, trees.describe(leaf), "an array of numbers", fix)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
-            raise WrongTypeError(message("leaf", where, got, "an array"))
+            raise WrongTypeError("leaf", where, got, "an array")
         check_alive(leaf, where)
 
 
@@ -74,11 +64,9 @@ _GONE = (
 
 
 def check_alive(leaf: Any, where: str) -> None:
-    """Raise StateError for an array whose buffer is gone: JAX's own error says neither which nor
-    why.
-    """
+    """Raise StateError for a deleted array, with its path and the reason."""
     if trees.is_gone(leaf):
-        raise StateError(message("leaf", where, *_GONE))
+        raise StateError("leaf", where, *_GONE)
 
 
 def check_all_alive(tree: Any, root: str) -> None:
@@ -189,18 +177,18 @@ def check_params(params: Any, flags: trees.Flags, root: str = "params") -> None:
         if (flag or not _is_numeric(leaf)) and (fault := _leaf_fault(leaf, name)):
             what, got, expected, fix = fault
             fix = _model_fix(params) or fix
-            raise ParamsError(message(what, trees.access_str(root, path), got, expected, fix))
+            raise ParamsError(what, trees.access_str(root, path), got, expected, fix)
     for joint in "/.":
         if pair := _repeat([joint.join(name) for name, _, _ in named], flags):
             where = " and ".join(trees.access_str(root, named[i][1]) for i in pair)
             got = f"{joint.join(named[pair[0]][0])!r} for both"
             fix = f"Rename one: names are joined with {joint!r}."
-            raise ParamsError(message("names that collide", where, got, "different names", fix))
+            raise ParamsError("names that collide", where, got, "different names", fix)
     for (path, leaf), count in zip(chosen, _nonfinite([leaf for _, leaf in chosen]), strict=True):
         if count:
             got = f"{count} of {np.size(leaf)} not finite"
             where = trees.access_str(root, path)
-            raise ParamsError(message("leaf with NaN or inf", where, got, "finite numbers"))
+            raise ParamsError("leaf with NaN or inf", where, got, "finite numbers")
 
 
 def check_aliases(params: Any, flags: trees.Flags, root: str = "params", **donated: Any) -> None:
@@ -220,7 +208,7 @@ def check_aliases(params: Any, flags: trees.Flags, root: str = "params", **donat
     ):
         where = " and ".join(trees.access_str(*keyed[i][:2]) for i in pair)
         fix = "Copy one of them, or let setup copy (copy=True)."
-        raise ParamsError(message("leaves", where, "one array for both", "an array for each", fix))
+        raise ParamsError("leaves", where, "one array for both", "an array for each", fix)
 
 
 def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
@@ -237,9 +225,7 @@ def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
             or np.shape(a) != np.shape(b)
         ):
             raise StateError(
-                message(
-                    what, trees.access_str(root, path), trees.describe(a), trees.describe(b), fix
-                )
+                what, trees.access_str(root, path), trees.describe(a), trees.describe(b), fix
             )
 
 
@@ -257,43 +243,37 @@ def each_batch(batches: Any, where: str) -> Iterator[Any]:
     Raises WrongTypeError for what is no iterable, DataError for one that has none.
     """
     if not isinstance(batches, Iterable):  # a data set with __getitem__ alone need not have an end
-        raise WrongTypeError(
-            message("batches", where, trees.describe(batches), "an iterable of batches")
-        )
+        raise WrongTypeError("batches", where, trees.describe(batches), "an iterable of batches")
     is_empty = True
     for batch in batches:
         is_empty = False
         yield batch
     if is_empty:
         fix = "A generator is used up after one reading: give a list."
-        raise DataError(message("batches", where, "no batch at all", "at least one", fix))
+        raise DataError("batches", where, "no batch at all", "at least one", fix)
 
 
 def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
     """Raise WrongTypeError unless it is an int, HyperparameterError where it is below `least`."""
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
-        raise WrongTypeError(message(name, where, trees.describe(n), f"an int ≥ {least}"))
+        raise WrongTypeError(name, where, trees.describe(n), f"an int ≥ {least}")
     if n < least:
-        raise HyperparameterError(message(name, where, n, f"an int ≥ {least}"))
+        raise HyperparameterError(name, where, n, f"an int ≥ {least}")
 
 
 def is_one_of(value: Any, known: Sequence[str]) -> bool:
-    """Whether it is one of these names; an array is none, where `in` would ask for its truth
-    value.
-    """
+    """Whether `value` is one of these names (False for arrays, on which `in` would fail)."""
     return isinstance(value, str) and value in known
 
 
 def check_choice(value: Any, where: str, name: str, known: Sequence[str]) -> None:
     """Raise HyperparameterError unless it is one of the names that are known."""
     if not is_one_of(value, known):
-        raise HyperparameterError(
-            message(name, where, trees.describe(value), " or ".join(map(repr, known)))
-        )
+        raise HyperparameterError(name, where, trees.describe(value), " or ".join(map(repr, known)))
 
 
 def check_flags(where: str, **flags) -> None:
     """Raise for what is not True or False: "no" would count as true."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
-            raise WrongTypeError(message(name, where, trees.describe(value), "True or False"))
+            raise WrongTypeError(name, where, trees.describe(value), "True or False")

@@ -40,8 +40,7 @@ _NARROW = 4
 
 
 def fast(fn: Callable) -> Callable:
-    """`fn`, with convolutions that are fast in the body of a loop on CPU too; on other platforms it
-    is `fn`.
+    """`fn` with convolutions that stay fast inside a compiled loop on CPU.
 
     Wrap the differentiated function, `fast(jax.value_and_grad(loss_fn))`: the gradient's
     convolutions are the slow ones. Arguments are trees of arrays, static ones are closed over. The
@@ -215,9 +214,7 @@ def _in_kernel_layout(x, w, *, dimension_numbers, feature_group_count, batch_gro
 
 
 def _as_features(x, groups: int):
-    """The groups of the batch of an NHWC array beside its features: group g of either is read by
-    kernels g.
-    """
+    """Move groups of the batch of an NHWC array into its features, in the order of the kernels."""
     n, *space, c = x.shape
     x = jnp.moveaxis(x.reshape(groups, n // groups, *space, c), 0, -2)
     return x.reshape(n // groups, *space, groups * c)

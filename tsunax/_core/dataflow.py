@@ -132,8 +132,7 @@ def inner(eqn: Any) -> list[Any]:
 
 
 def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
-    """The one program that an equation stands for, and its constants: jit, checkpoint, custom
-    derivatives.
+    """The inner program of an equation and its constants: jit, checkpoint, custom derivatives.
 
     With `parts` also that of `shard_map`, which sees a part of each array.
     """

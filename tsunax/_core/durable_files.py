@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tsunax._core import trees
-from tsunax.errors import CheckpointError, message, told, warn
+from tsunax.errors import CheckpointError, told, warn
 
 __all__ = []
 
@@ -43,17 +43,17 @@ def local(path: Any, name: str, where: str, expected: str = "a directory's path"
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
         got = "an empty path" if text == "" else trees.describe(path)
-        raise CheckpointError(message(name, where, got, expected))
+        raise CheckpointError(name, where, got, expected)
     if _URL.match(text):
         fix = (
             "Buckets are not supported yet. Give a local directory, or one where the bucket is "
             "mounted."
         )
-        raise CheckpointError(message(name, where, f"{text!r:.80}", "a local path", fix))
+        raise CheckpointError(name, where, f"{text!r:.80}", "a local path", fix)
     expanded = os.path.expanduser(text)
     if text.startswith("~") and expanded == text:
         fix = f"There is no such user. Give {f'./{text}'!r} if it is a folder's name."
-        raise CheckpointError(message(name, where, f"{text!r:.80}", "a path", fix))
+        raise CheckpointError(name, where, f"{text!r:.80}", "a path", fix)
     return expanded
 
 
@@ -66,7 +66,7 @@ def folder_of(path: Any, name: str, where: str) -> Path:
     try:
         return Path(os.path.realpath(text))
     except OSError as error:
-        raise CheckpointError(message(name, where, told(error), "a directory's path")) from None
+        raise CheckpointError(name, where, told(error), "a directory's path") from None
 
 
 def step_of(name: str) -> int | None:
@@ -79,9 +79,7 @@ def step_of(name: str) -> int | None:
 
 
 def aside(folder: Path, kind: str, step: int) -> Path:
-    """A new hidden name in `folder`: "tmp" for what is being written, "old" for what is being
-    replaced or deleted.
-    """
+    """A new hidden name in `folder`: "tmp" while writing, "old" while replacing or deleting."""
     return folder / f".tsunax-{kind}-{step}-{secrets.token_hex(4)}"
 
 
@@ -99,9 +97,7 @@ def is_real_directory(path: Path) -> bool:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file of at most `limit` bytes; ValueError, OSError for anything
-    else.
-    """
+    """Read a regular file of at most `limit` bytes; ValueError or OSError for anything else."""
     flags = (
         os.O_RDONLY
         | getattr(os, "O_NOFOLLOW", 0)
@@ -158,9 +154,7 @@ def sync(path: Path) -> None:
 
 
 def check_regular(top: Path) -> None:
-    """Raise OSError unless all that lies in a directory can be read without a wait: a pipe would
-    block.
-    """
+    """Raise OSError if a directory holds anything that blocks on reading, such as a pipe."""
     os.listdir(top)
     for folder, _, files in os.walk(top):
         for name in files:
@@ -208,9 +202,7 @@ def _watch_forks() -> None:
 
 
 def _close_all() -> None:
-    """In a forked child: it shares the open files, and would hold the locks for as long as it
-    lives.
-    """
+    """Close the locks in a forked child, which would otherwise hold them as long as it lives."""
     for lock in _LOCKS:
         if lock._fd is not None:
             os.close(lock._fd)
@@ -275,14 +267,12 @@ class Lock:
                 )
                 where = str(folder)
                 raise CheckpointError(
-                    message("directory in use", where, got, "no other writer", fix)
+                    "directory in use", where, got, "no other writer", fix
                 ) from None
             warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.")
 
     def renew(self, folder: Path) -> None:
-        """Touch the file. Raises OSError unless it is still the locked one: another run may be at
-        work in `folder`.
-        """
+        """Touch the lock file; OSError if another run has replaced the file or the folder."""
         if self._fd is None:
             return
         mine, there = os.fstat(self._fd), os.lstat(folder / LOCK)

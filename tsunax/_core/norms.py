@@ -37,16 +37,12 @@ def leaves_apart(apart: bool) -> Iterator[None]:
 
 
 def is_apart(x: Any) -> bool:
-    """Whether what is computed from an array is part of a program over a mesh, as far as JAX
-    tells.
-    """
+    """Whether an array's computations are part of a program over a mesh, as far as JAX tells."""
     return _apart.get() or bool(jax.typeof(x).sharding.mesh.axis_names)
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """sqrt(sum over leaves of sum(|x|²)), float32 whatever the dtypes (float64 if any is):
-    `optax.tree.norm`.
-    """
+    """sqrt(sum over leaves of sum(|x|²)) in float32 (float64 if any leaf is): `optax.tree.norm`."""
     large, small = [], defaultdict(list)
     for x in map(jnp.asarray, jax.tree.leaves(tree)):
         if x.size > SMALL or is_apart(x):

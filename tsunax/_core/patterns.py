@@ -40,8 +40,7 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
 
 
 def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "") -> str:
-    """The message for a name that is not among the known ones, with the one that was probably
-    meant.
+    """The message for an unknown name, with the nearest known one.
 
     >>> unknown("parameter", "adam()", "lr", ["learning_rate", "b1"])
     "parameter at adam(): got 'lr', expected one of learning_rate, b1. Did you mean 'learning_rate'?"
@@ -59,9 +58,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def suggests_names(f: F) -> F:
-    """`f`, which raises WrongTypeError with the nearest name for a keyword that it does not
-    have.
-    """
+    """Wrap `f` so that an unknown keyword raises WrongTypeError with the nearest name."""
 
     @functools.wraps(f)
     def call(*args, **kwargs):
@@ -114,7 +111,7 @@ def _fits(run: tuple[Callable[[str], Any], ...], name: trees.Names) -> bool:
 
 def _bad_pattern(text: str, column: int, got: str) -> PatternError:
     expected = "names, '*', '?', '[..]' or a whole '**' between single '/'"
-    return PatternError(message(f"pattern {text!r}", f"column {column}", got, expected))
+    return PatternError(f"pattern {text!r}", f"column {column}", got, expected)
 
 
 def _component_test(text: str, part: str, column: int) -> Callable[[str], Any]:
@@ -154,7 +151,7 @@ def _by_globs(globs: Sequence[_Glob], tree: Any) -> tuple[bool, ...]:
             below = glob.text + "/**"
             is_subtree = not glob.text.endswith("**") and any(map(_glob(below).matches, leaf_names))
             fix = f"For all below it: {below!r}." if is_subtree else f"Nearest: {near or 'none'}."
-            raise PatternError(message(f"pattern {glob.text!r}", "", got, "at least one", fix))
+            raise PatternError(f"pattern {glob.text!r}", "", got, "at least one", fix)
         flags = [not glob.excludes if hit else flag for hit, flag in zip(hits, flags, strict=True)]
     return tuple(flags)
 
@@ -162,7 +159,7 @@ def _by_globs(globs: Sequence[_Glob], tree: Any) -> tuple[bool, ...]:
 def _as_flag(what: str, path: Sequence[Any], value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         where = trees.access_str("params", path)
-        raise PatternError(message(what, where, trees.describe(value), "True or False"))
+        raise PatternError(what, where, trees.describe(value), "True or False")
     return bool(value)
 
 
@@ -188,7 +185,7 @@ def _check_predicate(predicate: Callable[..., Any]) -> None:
         return
     except TypeError:
         got = trees.describe_call(predicate)
-        raise WrongTypeError(message("predicate", "", got, "f(path, leaf)")) from None
+        raise WrongTypeError("predicate", "", got, "f(path, leaf)") from None
 
 
 _LISTS = (list, tuple)  # exactly: a NamedTuple is a tree
@@ -207,7 +204,7 @@ def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
         globs = [_glob(text) for text in texts]
         if globs and all(glob.excludes for glob in globs):
             got = f"only exclusions {texts}"
-            raise PatternError(message("where", "", got, "one that selects", "Start with '**'."))
+            raise PatternError("where", "", got, "one that selects", "Start with '**'.")
         return functools.partial(_by_globs, globs)
     is_node = where is not None and not jtu.all_leaves([where])
     if callable(where) and (isinstance(where, jtu.Partial) or not is_node):
@@ -216,7 +213,7 @@ def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
     if isinstance(where, (bool, np.bool_)) or (is_node and not texts):
         return functools.partial(_by_mask, where)
     forms = "a pattern ('encoder/**'), a list of patterns, a predicate f(path, leaf) or a bool tree"
-    raise WrongTypeError(message("where", "", f"{show(where)} ({type(where).__name__})", forms))
+    raise WrongTypeError("where", "", f"{show(where)} ({type(where).__name__})", forms)
 
 
 def show(where: Any) -> str:
@@ -253,5 +250,5 @@ def select(where: Any, tree: Any, *, allow_empty: bool = False) -> tuple[bool, .
     flags = flags_of(tree)
     if not any(flags) and not allow_empty:
         got = f"{show(where)}, which selects nothing"
-        raise PatternError(message("where", "", got, "at least one leaf"))
+        raise PatternError("where", "", got, "at least one leaf")
     return flags

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsunax.errors import DataError, message
+from tsunax.errors import DataError
 
 WHOLE = PartitionSpec()
 ALIGNED_FROM = 1 << 17  # bytes: below, a second copy costs less than the care to avoid it
@@ -62,9 +62,7 @@ def parts_here(mesh) -> int:
             "Give axes of the mesh that hold rows (data, fsdp) to the processes, and tensor to "
             "the devices of one."
         )
-        raise DataError(
-            message("mesh", str(dict(mesh.shape)), got, "as many for each process", fix)
-        )
+        raise DataError("mesh", str(dict(mesh.shape)), got, "as many for each process", fix)
     return mine
 
 
@@ -74,8 +72,7 @@ def is_explicit(mesh) -> bool:
 
 
 def home_of(tree) -> Any:
-    """The sharding that says where the arrays of a tree live: one on a mesh, if any of them is
-    there.
+    """The sharding where the arrays of a tree live: that of a mesh if any array is on one.
 
     None where they lie on the default device, free to move.
     """
@@ -107,8 +104,7 @@ def _home(treedef, mesh, specs: tuple) -> Home:
 
 
 def home_on_mesh(tree, beside=()) -> Home | None:
-    """How a tree lies on the mesh of its arrays, or of those beside it; what is not there yet will
-    be, whole.
+    """The layout of a tree on the mesh of its arrays, or of the arrays in `beside`.
 
     None where all of it is on one device.
     """
@@ -157,8 +153,7 @@ def settled(tree, layout):
 
 
 def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
-    """A tree of rows along `axis` where a state lives: over the data axes of its mesh, where it has
-    one.
+    """Move rows along `axis` to a state's device, or spread them over the data axes of its mesh.
 
     Arrays that lie on that mesh stay as they are. Rows that do not divide by its devices raise
     DataError; with `whole` each device gets, and computes, all of them. Arrays that are `shared`
@@ -179,9 +174,7 @@ def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
                 "`mask` in loss_fn."
             )
             got = f"{rows} rows{of}"
-            raise DataError(
-                message("batch", f"mesh {dict(mesh.shape)}", got, f"a multiple of {parts}", fix)
-            )
+            raise DataError("batch", f"mesh {dict(mesh.shape)}", got, f"a multiple of {parts}", fix)
         return _on(mesh, None if rows % parts else axis)
 
     leaves, treedef = jax.tree.flatten(tree)
@@ -196,9 +189,7 @@ def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
 
 
 def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
-    """The tree with copies of its last row up to `rows`, and the mask that tells them apart: f32 of
-    shape (rows,).
-    """
+    """Repeat the last row up to `rows`; the mask of the real rows is f32 of shape (rows,)."""
 
     def one(x):
         if here == rows or np.ndim(x) <= axis:
@@ -231,8 +222,7 @@ def _on(mesh, axis: int | None) -> NamedSharding:
 
 
 def collected(params):
-    """Parameters as a loss function needs them where shardings are types: whole along the axes of
-    rows.
+    """Gather parameters along the data axes of a mesh with explicit axes, for the loss function.
 
     On other meshes the compiler sees to it.
     """
@@ -252,9 +242,7 @@ def collected(params):
 
 
 def rows_over(home, rows: int) -> NamedSharding | None:
-    """How rows that a program gathers are spread over the mesh of a state; None where nothing is to
-    be said.
-    """
+    """The sharding of gathered rows over a state's mesh; None if the rows do not divide."""
     if not isinstance(home, NamedSharding) or rows % parts_of(home.mesh):
         return None
     return _on(home.mesh, 0)
@@ -294,7 +282,7 @@ def cut(x, n: int):
         expected = (
             f"a multiple of {parts * n}, so that each device cuts its own into accumulate={n}"
         )
-        raise DataError(message("batch", "train_step()", got, expected, fix))
+        raise DataError("batch", "train_step()", got, expected, fix)
     spec = PartitionSpec(sharding.spec[0], None, *sharding.spec[1:])
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
@@ -310,18 +298,14 @@ def _is_on(x, mesh) -> bool:
 
 
 def _unshared(tree, sharding):
-    """The tree with NumPy arrays of its own where a CPU would go on reading those of the user, who
-    may refill them.
-    """
+    """Copy NumPy arrays that a CPU backend would alias, since the user may refill them."""
     device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
     own = lambda x: copied(x) if isinstance(x, np.ndarray) else x
     return jax.tree.map(own, tree) if device.platform == "cpu" else tree
 
 
 def room(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Empty memory that JAX on a CPU takes as it is, from a multiple of 64: else it copies once
-    more.
-    """
+    """Empty memory aligned to 64 bytes, which JAX on a CPU takes without another copy."""
     bytes = math.prod(shape) * dtype.itemsize
     if bytes < ALIGNED_FROM or dtype.hasobject:
         return np.empty(shape, dtype)

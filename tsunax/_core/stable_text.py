@@ -1,5 +1,4 @@
-"""Any value in words, and any array in bits, that are the same in every process and every run: what
-is compared.
+"""Values as text and arrays as bits that are equal in every process and every run.
 
 No addresses, no order of sets: an object is its type and its fields, a function its name, its code,
 and what it keeps.
@@ -26,9 +25,7 @@ _DEEP = 14  # objects within objects, beyond which nobody looks
 
 
 def bits_of(array: Any) -> np.ndarray | None:
-    """An array, or the words of a key, on the host; None for one of which other processes have a
-    part.
-    """
+    """An array on the host (a key as its words); None if other processes hold a part of it."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         if not array.is_fully_replicated:
             return None
@@ -153,9 +150,7 @@ def name_and_code(f: Callable) -> tuple[str, str]:
 
 
 def parts_of(root: str, thing: Any) -> dict[str, str]:
-    """The leaves of a tree by their place, and what of it is no leaf: containers and static
-    fields.
-    """
+    """The leaves of a tree by path, and its containers and static fields."""
     return dict(_walk(root, thing, ()))
 
 

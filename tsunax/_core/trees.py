@@ -22,7 +22,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from tsunax.errors import ParamsError, StateError, message
+from tsunax.errors import ParamsError, StateError
 
 Names = tuple[str, ...]
 Flags = Sequence[bool]
@@ -62,9 +62,7 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def bits_differ(x: Any, y: Any) -> bool:
-    """Whether two leaves have other shapes, dtypes or bits: 0.0 is not -0.0, and a NaN is
-    itself.
-    """
+    """Whether two leaves differ in shape, dtype or bits (0.0 is not -0.0; NaN equals itself)."""
     if not (is_array(x) and is_array(y)):
         return type(x) is not type(y) or x != y
     if x.shape != y.shape or x.dtype != y.dtype:
@@ -206,9 +204,7 @@ def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
 
 
 def axis_names(tree: Any) -> list[tuple | None]:
-    """For each leaf in flatten order the names that flax's metadata give to its axes; None where
-    there are none.
-    """
+    """The axis names in flax's metadata for each leaf in flatten order; None without any."""
     found: list[tuple | None] = []
     for node in jtu.tree_leaves(tree, is_leaf=_is_box):
         inner = jtu.tree_leaves(node)
@@ -264,7 +260,7 @@ def merge(selected: Any, rest: Any) -> Any:
         )
     pairs = list(zip(ours, theirs, strict=True))
     if any(a is not None and b is not None for a, b in pairs):
-        raise StateError(message("parts of a tree", "", "a leaf that both have", "no overlap"))
+        raise StateError("parts of a tree", "", "a leaf that both have", "no overlap")
     return treedef.unflatten(b if a is None else a for a, b in pairs)
 
 
@@ -340,7 +336,7 @@ def listed(items: Sequence[str], most: int) -> str:
 
 def no_parameters(root: str, tree: Any) -> ParamsError:
     got = f"{type(tree).__name__} without leaves"
-    return ParamsError(message("no parameters", root, got, "at least one array"))
+    return ParamsError("no parameters", root, got, "at least one array")
 
 
 def first_difference(got: Any, expected: Any, root: str = "", leaf: str = "") -> str | None:

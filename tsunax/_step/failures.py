@@ -120,14 +120,34 @@ def why(step, state: TrainState, info: StepInfo, batch, extra) -> str:
 
 
 def _about_labels(step, state: TrainState, batch, extra) -> str:
-    """What is wrong with the labels in a batch, as far as class losses of ours see them outside of
-    a program.
-    """
+    """What is wrong with the labels of class losses, from a run of the loss outside of a program."""
     fn = LossFn.of(step.loss_fn)
-    with losses.faults() as found, contextlib.suppress(Exception):
+    with label_faults() as found, contextlib.suppress(Exception):
         keywords = fn.keywords(state, batch, extra, train=True)
         fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
     return next(iter(found), "")
+
+
+@contextlib.contextmanager
+def label_faults() -> Iterator[list[str]]:
+    """A list of the labels that are no class, in class losses that run eagerly in this block."""
+    found: list[str] = []
+
+    def watch(labels: jax.Array, classes: int) -> None:
+        if trees.is_traced(labels):
+            return
+        bad = (labels < 0) | (labels >= classes)
+        if count := int(np.sum(bad)):
+            at = [int(i) for i in np.unravel_index(int(np.argmax(bad)), labels.shape)]
+            first = f"label {int(labels[tuple(at)])} at {at}" if at else f"label {int(labels)}"
+            text = f"{count} of {labels.size} labels are none of the {classes} classes"
+            found.append(f"{text}, first {first}")
+
+    token = losses.label_watcher.set(watch)
+    try:
+        yield found
+    finally:
+        losses.label_watcher.reset(token)
 
 
 @functools.lru_cache(maxsize=8)

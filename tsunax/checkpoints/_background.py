@@ -85,7 +85,7 @@ def bounded(f: Callable[[], Any], limit: float, what: str):
     """`f()` in a thread that is given up after `limit` seconds."""
     task = Task(f, "restore")
     if not task.done.wait(limit):
-        raise CheckpointError(message(what, "restore()", f"nothing after {limit:g} s", "an answer"))
+        raise CheckpointError(what, "restore()", f"nothing after {limit:g} s", "an answer")
     if task.error is not None:
         raise task.error
     return task.value
@@ -100,7 +100,7 @@ def take_lock(owner, is_first: bool) -> durable_files.Lock:
     if os.path.exists(path) and not os.path.isdir(path):
         expected = "a directory of checkpoints"
         fix = f"{_files.NO_CODE} {fix}"
-        raise CheckpointError(message("path", where, "a file", expected, fix))
+        raise CheckpointError("path", where, "a file", expected, fix)
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
@@ -121,7 +121,7 @@ def take_lock(owner, is_first: bool) -> durable_files.Lock:
         if isinstance(error, SaveError):
             raise
         expected = "a directory that can be written"
-        raise CheckpointError(message("path", where, told(error), expected, fix)) from error
+        raise CheckpointError("path", where, told(error), expected, fix) from error
 
 
 def release(owner) -> None:

@@ -37,7 +37,7 @@ from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew
 from tsunax.checkpoints.manifest import LIMIT, Manifest
 from tsunax.distributed import processes
-from tsunax.errors import CheckpointError, message, told
+from tsunax.errors import CheckpointError, told
 
 __all__ = []
 
@@ -140,7 +140,7 @@ class Files:
             got, expected = trees.listed(odd, 4), "checkpoints of tsunax, or none"
             reads = "tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
             fix = f"{NO_CODE} {reads}"
-            raise CheckpointError(message("checkpoints", str(self.path), got, expected, fix))
+            raise CheckpointError("checkpoints", str(self.path), got, expected, fix)
 
     def read(
         self, step: int, found: Manifest, wanted: list[Leaf],

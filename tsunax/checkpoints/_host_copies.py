@@ -18,7 +18,7 @@ from tsunax.checkpoints._blocks import Blocks, block_name, bounds_of, whole
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Leaf, Tree
 from tsunax.checkpoints.manifest import Parts
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.state import donated, overwritten_part, trained_part
 
 __all__ = []
@@ -27,16 +27,16 @@ __all__ = []
 def check_saveable(tree: Tree) -> None:
     if not tree.leaves:
         got = "a tree without leaves"
-        raise WrongTypeError(message("state", "save()", got, "at least one array"))
+        raise WrongTypeError("state", "save()", got, "at least one array")
     for path, x in tree.leaves:
         where = leaves.show("state", path)
         if trees.is_traced(x):
             fix = "Save outside of jit, vmap and scan."
-            raise WrongTypeError(message("leaf", where, "a traced array", "a concrete one", fix))
+            raise WrongTypeError("leaf", where, "a traced array", "a concrete one", fix)
         if trees.is_gone(x):
             raise StateError(donated("save()"))
         if isinstance(x, jax.ShapeDtypeStruct):
-            raise WrongTypeError(message("leaf", where, "a ShapeDtypeStruct", "an array"))
+            raise WrongTypeError("leaf", where, "a ShapeDtypeStruct", "an array")
 
 
 def check_members(tree: Tree, where: str) -> None:
@@ -44,18 +44,18 @@ def check_members(tree: Tree, where: str) -> None:
         if not (is_local(state.clock) or state.clock.is_fully_replicated):
             got = "members on devices of several processes"
             fix = "Let each process have members of its own, and save them with tsunax.exchange."
-            raise StateError(message("population", where, got, "of one", fix))
+            raise StateError("population", where, got, "of one", fix)
 
 
 def step_of(tree: Tree, step) -> int:
     if step is None:
         if not tree.states:
             got, fix = "a tree without a TrainState", "save(state, step=...)."
-            raise WrongTypeError(message("state", "save()", got, "one, or step=", fix))
+            raise WrongTypeError("state", "save()", got, "one, or step=", fix)
         step = int(np.max(np.asarray(next(iter(tree.states.values())).clock)[..., 0]))
     checks.check_count(step, "save()", "step", 0)
     if step >= 1 << 48:
-        raise HyperparameterError(message("step", "save()", step, "< 2**48"))
+        raise HyperparameterError("step", "save()", step, "< 2**48")
     return int(step)
 
 

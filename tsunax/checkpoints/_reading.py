@@ -43,7 +43,7 @@ def newest(
     """
     if not checks.is_one_of(resume, ("auto", "must", "never")):
         got, expected = trees.describe(resume), "'auto', 'must' or 'never'"
-        raise WrongTypeError(message("resume", "restore()", got, expected))
+        raise WrongTypeError("resume", "restore()", got, expected)
     processes.compare("restore()", {"resume": resume, **alike}, run.timeout + 10)
     where = str(run.path)
 
@@ -58,18 +58,18 @@ def newest(
         if found:
             got, fix = f"steps {_brief(found)}", "Give another path, or delete them yourself."
             expected = "none: resume='never'"
-            raise CheckpointError(message("checkpoints", where, got, expected, fix))
+            raise CheckpointError("checkpoints", where, got, expected, fix)
         return Restored(like)
     if isinstance(step, str):
         if step != "best" or not found:
             expected = "a step, or 'best' where metrics were saved"
             fix = f"{run.keep_best} is in none of them." if step == "best" else ""
-            raise CheckpointError(message("step", "restore()", repr(step), expected, fix))
+            raise CheckpointError("step", "restore()", repr(step), expected, fix)
     elif step is not None:
         checks.check_count(step, "restore()", "step", 0)
         if step not in found:
             expected = f"one of {_brief(found)}"
-            raise CheckpointError(message("checkpoint", where, f"step {step}", expected))
+            raise CheckpointError("checkpoint", where, f"step {step}", expected)
         found = [int(step)]
     problems: list[str] = []
     for at in reversed(found):
@@ -93,11 +93,11 @@ def newest(
         fix = "To start afresh, give another path." if step is None else fix
         more = f"; and {len(problems) - 10} more" if problems[10:] else ""
         got = "; ".join(problems[:10]) + more
-        raise CheckpointError(message("checkpoints", where, got, "a good one", fix))
+        raise CheckpointError("checkpoints", where, got, "a good one", fix)
     run.together("restore()", lambda: (run.store.check_not_foreign(), ""))
     if resume == "must":
         expected = "at least one: resume='must'"
-        raise CheckpointError(message("checkpoints", where, "none", expected))
+        raise CheckpointError("checkpoints", where, "none", expected)
     return Restored(like)
 
 
@@ -106,7 +106,7 @@ def _by_metric(run) -> list[int]:
     if run.keep_best is None:
         got = "'best' without keep_best="
         fix = "Say what is best: Checkpoints(path, keep_best=Best('val/loss', mode='min'))."
-        raise CheckpointError(message("step", "restore()", got, "a step", fix))
+        raise CheckpointError("step", "restore()", got, "a step", fix)
     known = run.metrics()
     return dataclasses.replace(run.keep_best, k=len(known) or 1).of(known)[::-1]
 
@@ -179,7 +179,7 @@ def _parts(run, manifest: Manifest) -> list[Parts]:
         got = f"those of {len(manifest.parts)} processes, each at its own"
         where = str(run.path / str(manifest.step))
         fix = "Go on with as many; or take the state, restore(like, params_only=True), and start the data anew."
-        raise CheckpointError(message("places of the data", where, got, f"{count}", fix))
+        raise CheckpointError("places of the data", where, got, f"{count}", fix)
     return first
 
 
@@ -191,4 +191,4 @@ def _check_fingerprint(run, manifest: Manifest) -> None:
     a, b = (", ".join(f"{key}={x.get(key)!r:.60}" for key in keys[:10]) for x in (theirs, mine))
     where = str(run.path / str(manifest.step))
     fix = "It is of another run, or of other data: give another path."
-    raise CheckpointError(message("checkpoint of another run", where, a, b, fix))
+    raise CheckpointError("checkpoint of another run", where, a, b, fix)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tsunax._core import trees
 from tsunax.checkpoints import _host_copies, _reading, _restoring, checksums, leaves
-from tsunax.errors import StateError, message, warn
+from tsunax.errors import StateError, warn
 from tsunax.state import TrainState
 
 __all__ = []
@@ -47,11 +47,11 @@ def later(run, at: int, state, calls: int) -> _reading.Restored:
     if steps < at:
         fix = "Give another path; or a fresh state, which takes the checkpoint."
         expected = f"step {at} or later, as {newest}"
-        raise StateError(message("state", "fit()", got, expected, fix))
+        raise StateError("state", "fit()", got, expected, fix)
     if calls > saved:
         if not isinstance(state, TrainState):
             fix = "A tree of others has no clock of its own: give another path."
-            raise StateError(message("state", "fit()", got, "a TrainState, or a fresh tree", fix))
+            raise StateError("state", "fit()", got, "a TrainState, or a fresh tree", fix)
         text = f"{here}, {newest} at step {at}: the state given goes on"
         warn(f"{text}, from where the data is now.")
         return dataclasses.replace(there, state=state, data=None)

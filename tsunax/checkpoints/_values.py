@@ -12,7 +12,7 @@ import numpy as np
 from tsunax._core import trees
 from tsunax.checkpoints import leaves
 from tsunax.checkpoints.leaves import Damaged
-from tsunax.errors import WrongTypeError, message
+from tsunax.errors import WrongTypeError
 
 __all__ = []
 
@@ -24,7 +24,7 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *at) -> Any:
     inner = lambda y, key: encode(y, keep, *at, key)
     where = lambda: at[0] + "".join(f"[{key!r}]" for key in at[1:])
     if len(at) > DEPTH:
-        raise WrongTypeError(message("value", where(), f"more than {DEPTH} levels", "fewer"))
+        raise WrongTypeError("value", where(), f"more than {DEPTH} levels", "fewer")
     if x is None or isinstance(x, bool):
         return x
     if isinstance(x, str):
@@ -36,7 +36,7 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *at) -> Any:
     if isinstance(x, Mapping):
         if not all(isinstance(key, str) for key in x):
             got, expected = trees.describe(x), "keys that are strings"
-            raise WrongTypeError(message("dict", where(), got, expected))
+            raise WrongTypeError("dict", where(), got, expected)
         found = {key: inner(value, key) for key, value in x.items()}
         return {"$dict": found} if any(key.startswith("$") for key in found) else found
     if isinstance(x, (list, tuple)):
@@ -49,7 +49,7 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *at) -> Any:
     if trees.is_array(x) and is_here and leaves.can_be_saved(x):
         return {"$array": keep(at, np.array(x, copy=True))}
     expected = "None, numbers, strings, arrays, and lists, tuples and dicts of them"
-    raise WrongTypeError(message("value", where(), trees.describe(x), expected))
+    raise WrongTypeError("value", where(), trees.describe(x), expected)
 
 
 def decode(x, arrays: list[np.ndarray], depth: int = 0):

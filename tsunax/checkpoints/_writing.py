@@ -13,19 +13,12 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import durable_files, trees
-from tsunax.checkpoints import (
-    _host_copies,
-    _values,
-    checksums,
-    leaves,
-    live_numbers,
-    retention,
-)
+from tsunax.checkpoints import _host_copies, _values, checksums, leaves, live_numbers, retention
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import Job
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.distributed import processes
-from tsunax.errors import CheckpointError, RowError, WrongTypeError, message
+from tsunax.errors import CheckpointError, RowError, WrongTypeError
 
 __all__ = []
 
@@ -89,7 +82,7 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
             expected = f"≥ {max(known)}, the newest in {run.path}"
             other = "Checkpoints(other).save(...)"
             fix = f"To go on from an earlier step, give another path: {other}."
-            raise CheckpointError(message("step", "save()", at, expected, fix))
+            raise CheckpointError("step", "save()", at, expected, fix)
         policy = run.keep_last, run.keep_best, run.keep_every
         word["drop"] = retention.dropped({**known, at: numbers}, *policy)
         word["name"] = run.store.begin(at)
@@ -151,7 +144,7 @@ def _commit(run, name: str, first: _manifest.Manifest) -> bool | None:
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     if not isinstance(metrics, Mapping | None):
         got = trees.describe(metrics)
-        raise WrongTypeError(message("metrics", "save()", got, "a dict of numbers"))
+        raise WrongTypeError("metrics", "save()", got, "a dict of numbers")
     out = {}
     for name, value in (metrics or {}).items():
         try:
@@ -160,7 +153,7 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
             out[name] = float(value)
         except (TypeError, OverflowError):
             what, got = f"metric {name!r:.60}", trees.describe(value)
-            raise WrongTypeError(message(what, "save()", got, "one number")) from None
+            raise WrongTypeError(what, "save()", got, "one number") from None
     return out
 
 

@@ -33,7 +33,7 @@ from tsunax.checkpoints import (
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree, show
 from tsunax.checkpoints.manifest import Manifest
-from tsunax.errors import CheckpointError, SaveError, WrongTypeError, message, told
+from tsunax.errors import CheckpointError, SaveError, WrongTypeError, told
 from tsunax.state import TrainState
 
 __all__ = ["contents", "restore", "restore_flax", "restore_orbax", "save"]
@@ -86,7 +86,7 @@ def save(
     path = _as_path(path)
     if not path.name.endswith(".safetensors") or path.name == ".safetensors":
         expected = "a name that ends in .safetensors"
-        raise CheckpointError(message("path", "save()", repr(path.name), expected))
+        raise CheckpointError("path", "save()", repr(path.name), expected)
     if max_bytes is not None:
         checks.check_count(max_bytes, "save()", "max_bytes")
     about = _texts(metadata)
@@ -95,7 +95,7 @@ def save(
     found = _described(known, _names_in(tree, rename))
     arrays = {leaf.name: x for leaf, (_, x) in zip(found, known.leaves, strict=True) if leaf.dtype}
     if not arrays:
-        raise WrongTypeError(message("tree", "save()", "no array", "at least one"))
+        raise WrongTypeError("tree", "save()", "no array", "at least one")
     hashes = {name: checksums.of(trees.on_host(x)) for name, x in arrays.items()}
     step = _host_copies.step_of(known, None) if known.states else 0
     states = {at: live_numbers.state_facts(s) for at, s in known.states.items()}
@@ -106,7 +106,7 @@ def save(
         path.parent.mkdir(parents=True, exist_ok=True)
         _safetensors.write_files(path, arrays, about, max_bytes)
     except (OSError, ValueError) as error:
-        raise SaveError(message("save", str(path), told(error), "a finished file")) from error
+        raise SaveError("save", str(path), told(error), "a finished file") from error
 
 
 def _described(known: Tree, names: list[str]) -> list[Leaf]:
@@ -116,17 +116,17 @@ def _described(known: Tree, names: list[str]) -> list[Leaf]:
         leaf, where = leaves.leaf_of(path, x, name), show("tree", path)
         if leaf.dtype and leaf.dtype not in _safetensors.DTYPES:
             expected, fix = "a dtype that safetensors has", "Cast it, or save with Checkpoints."
-            raise WrongTypeError(message("leaf", where, str(leaf), expected, fix))
+            raise WrongTypeError("leaf", where, str(leaf), expected, fix)
         if not _host_copies.is_local(x) and not x.is_fully_replicated:
             got = "an array of which other processes have a part"
             fix = "Gather it: jax.experimental.multihost_utils.process_allgather."
-            raise WrongTypeError(message("leaf", where, got, "a whole", fix))
+            raise WrongTypeError("leaf", where, got, "a whole", fix)
         if name in found:
             got = f"two arrays, {show('tree', found[name].path)} and {where}"
-            raise CheckpointError(message(f"name {name!r}", "save()", got, "one name for each"))
+            raise CheckpointError(f"name {name!r}", "save()", got, "one name for each")
         if not name or name.startswith("__metadata__") or not name.isprintable():
             fix = "rename= gives another."
-            raise CheckpointError(message("name", where, repr(name), "printable text", fix))
+            raise CheckpointError("name", where, repr(name), "printable text", fix)
         found[name] = leaf
     return list(found.values())
 
@@ -136,10 +136,10 @@ def _texts(metadata) -> dict[str, str]:
     is_text = lambda pair: all(isinstance(x, str) for x in pair)
     if not isinstance(found, Mapping) or not all(map(is_text, found.items())):
         got = trees.describe(found)
-        raise WrongTypeError(message("metadata", "save()", got, "a dict of strings"))
+        raise WrongTypeError("metadata", "save()", got, "a dict of strings")
     if taken := [name for name in found if name.startswith("tsunax")]:
         expected = "a name that is not tsunax's own"
-        raise WrongTypeError(message("metadata", "save()", repr(taken[0]), expected))
+        raise WrongTypeError("metadata", "save()", repr(taken[0]), expected)
     return {"format": "flax", **found}
 
 
@@ -247,12 +247,12 @@ def _refusing(what: str, path, fix: str = ""):
         yield
     except TooNew as error:
         expected = f"format {_manifest.FORMAT} or earlier"
-        raise CheckpointError(message(what, str(path), error, expected, "Update tsunax.")) from None
+        raise CheckpointError(what, str(path), error, expected, "Update tsunax.") from None
     except Damaged as error:
-        raise CheckpointError(message(what, str(path), error, "a whole one", fix)) from None
+        raise CheckpointError(what, str(path), error, "a whole one", fix) from None
     except OSError as error:
         expected = "one that can be read"
-        raise CheckpointError(message(what, str(path), told(error), expected, fix)) from error
+        raise CheckpointError(what, str(path), told(error), expected, fix) from error
 
 
 @dataclass
@@ -326,7 +326,7 @@ def _restored(source: _Source, like, where, rename: Rename, cast: bool, call: st
     if like is None:
         if rename is not None:
             expected = "the tree whose names are renamed"
-            raise WrongTypeError(message("rename", call, "no like=", expected))
+            raise WrongTypeError("rename", call, "no like=", expected)
         return _nested(source, where)
     is_by_name = where is not None or rename is not None or not leaves.tree_of(like).states
     if not is_by_name and source.manifest is not None and source.manifest.states:
@@ -427,10 +427,10 @@ def _names_in(tree, rename: Rename) -> list[str]:
             raise CheckpointError(patterns.unknown("name", "rename", str(unknown[0]), names))
         return [rename.get(name, name) for name in names]
     if not callable(rename):
-        raise WrongTypeError(message("rename", "", trees.describe(rename), "a function or a dict"))
+        raise WrongTypeError("rename", "", trees.describe(rename), "a function or a dict")
     found = [rename(name) for name in names]
     if odd := [x for x in found if not isinstance(x, str)]:
-        raise WrongTypeError(message("result of rename", "", trees.describe(odd[0]), "a name"))
+        raise WrongTypeError("result of rename", "", trees.describe(odd[0]), "a name")
     return found
 
 

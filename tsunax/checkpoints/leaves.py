@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import WrongTypeError, message
+from tsunax.errors import WrongTypeError
 from tsunax.state import TrainState
 
 __all__ = []
@@ -95,7 +95,7 @@ def leaf_of(path: Keys, x, name: str = "") -> Leaf:
         return Leaf(path, type(x).__name__, value=finite(value), name=name)
     got, expected = trees.describe(x), "an array, a number or a string"
     fix = "Leave it out of what is saved."
-    raise WrongTypeError(message("leaf", show("state", path), got, expected, fix))
+    raise WrongTypeError("leaf", show("state", path), got, expected, fix)
 
 
 def can_be_saved(x) -> bool:

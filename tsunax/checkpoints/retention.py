@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 
 from tsunax._core import checks, trees
-from tsunax.errors import WrongTypeError, message
+from tsunax.errors import WrongTypeError
 
 __all__ = ["Best"]
 
@@ -31,11 +31,11 @@ class Best:
     def __post_init__(self):
         if not isinstance(self.metric, str) or not self.metric:
             got = trees.describe(self.metric)
-            raise WrongTypeError(message("metric", "Best()", got, "the name of a metric"))
+            raise WrongTypeError("metric", "Best()", got, "the name of a metric")
         checks.check_count(self.k, "Best()", "k")
         if not checks.is_one_of(self.mode, ("min", "max")):
             got, fix = trees.describe(self.mode), "It says which values are the best."
-            raise WrongTypeError(message("mode", "Best()", got, "'min' or 'max'", fix))
+            raise WrongTypeError("mode", "Best()", got, "'min' or 'max'", fix)
 
     def of(self, metrics: Metrics) -> list[int]:
         """The best steps; a NaN is never one of them, and of equal ones the later is."""

@@ -29,7 +29,6 @@ from tsunax.errors import (
     ProcessError,
     SaveError,
     WrongTypeError,
-    message,
     told,
     warn,
 )
@@ -100,16 +99,16 @@ class Checkpoints:
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         if not is_number or not 0 < timeout < 1e6:
             got, expected = trees.describe(timeout), "seconds > 0, < 1e6"
-            raise HyperparameterError(message("timeout", "Checkpoints()", got, expected))
+            raise HyperparameterError("timeout", "Checkpoints()", got, expected)
         if not isinstance(fingerprint, Mapping | None):
             got, expected = trees.describe(fingerprint), "a dict of plain values"
-            raise WrongTypeError(message("fingerprint", "Checkpoints()", got, expected))
+            raise WrongTypeError("fingerprint", "Checkpoints()", got, expected)
         checks.check_flags("Checkpoints()", read_only=read_only)
         if not isinstance(keep_best, Best | None):
             name = keep_best if isinstance(keep_best, str) else "val/loss"
             fix = f"Say which is better: Best({name!r}, mode='min') or mode='max'."
             got, expected = trees.describe(keep_best), "a tsunax.checkpoints.Best"
-            raise WrongTypeError(message("keep_best", "Checkpoints()", got, expected, fix))
+            raise WrongTypeError("keep_best", "Checkpoints()", got, expected, fix)
         self.path = durable_files.folder_of(path, "path", "Checkpoints()")
         self.every, self.keep_last, self.keep_every = every, keep_last, keep_every
         self.keep_best, self.read_only, self.timeout = keep_best, read_only, timeout
@@ -144,7 +143,7 @@ class Checkpoints:
             if seen != text:
                 got, expected = "another directory", "that of process 0"
                 fix = "All processes of a run save into one directory, on a disk that they share."
-                raise CheckpointError(message("path", str(self.path), got, expected, fix))
+                raise CheckpointError("path", str(self.path), got, expected, fix)
             self._lock = _background.take_lock(self, is_first=False)
             return None, ""
 
@@ -219,13 +218,13 @@ class Checkpoints:
             if not job.done.wait(max(0.0, limit)):
                 job.given_up = True
                 got = f"nothing after {limit:g} s"
-                raise SaveError(message(what, str(self.path), got, "a finished save"))
+                raise SaveError(what, str(self.path), got, "a finished save")
             self._job, job.told = None, True
             if job.error is not None:
                 is_said = isinstance(job.error, (Damaged, ProcessError))
                 got = str(job.error).rstrip(".") if is_said else told(job.error)
                 where, fix = str(self.path / str(job.step)), "Earlier checkpoints are as they were."
-                raise SaveError(message(what, where, got, "a finished save", fix)) from job.error
+                raise SaveError(what, where, got, "a finished save", fix) from job.error
         notes, self.store.notes = self.store.notes, []
         for note in notes:
             warn(note)
@@ -250,7 +249,7 @@ class Checkpoints:
 
     def check_writer(self, where: str) -> None:
         refuse = lambda got, expected, fix="": CheckpointError(
-            message("checkpoints", where, got, expected, fix)
+            "checkpoints", where, got, expected, fix
         )
         if self.read_only:
             raise refuse("read_only=True", "ones that write")
@@ -334,4 +333,4 @@ class Checkpoints:
 
 def _no_arrays(*_):
     expected = "plain numbers and strings"
-    raise WrongTypeError(message("fingerprint", "Checkpoints()", "an array", expected))
+    raise WrongTypeError("fingerprint", "Checkpoints()", "an array", expected)

@@ -1,10 +1,12 @@
-"""Data: batches from arrays and records, the place in any data to go on from, and prefetching.
+"""Data: batches of arrays and records, a cursor over any data, and prefetching.
 
-It knows devices by their shardings only, and nothing of states.
+`batching` makes batches, of `columns` in an `order`; `cursors` read any iterable of batches;
+`prefetching` reads ahead. It knows devices by their shardings only, and nothing of states.
 """
 
 from tsunax.data.batching import Batches, batches
 from tsunax.data.cursors import Source, as_source
+from tsunax.data.on_devices import gather
 from tsunax.data.prefetching import Prefetched, prefetch
 
-__all__ = ["Batches", "Prefetched", "Source", "as_source", "batches", "prefetch"]
+__all__ = ["Batches", "Prefetched", "Source", "as_source", "batches", "gather", "prefetch"]

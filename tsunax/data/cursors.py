@@ -1,4 +1,4 @@
-"""What a loop sees of any data: the next batch, the next k at once, and the place to go on from.
+"""A cursor over any data: the next batch, the next k at once, and the position to resume from.
 
 Data is any iterable of batches: `batches`, `prefetch`, a list, a generator, and the loaders of
 other libraries, whose state is found by duck type.
@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import checks, placement, trees
-from tsunax.data.batching import Batches, Data, check_casts, owned
-from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
+from tsunax.data.batching import Batches, Data
+from tsunax.data.checks import check_casts, owned
+from tsunax.errors import DataError, TsunaxError, WrongTypeError, told
 
 __all__ = ["END", "Source", "as_source", "named"]
 
 END = object()
+GETTERS, SETTERS = ("get_state", "state_dict"), ("set_state", "load_state_dict")
 
 
 def _shapes(batch: Any) -> Any:
@@ -28,14 +30,13 @@ def _shapes(batch: Any) -> Any:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Tensors of other libraries as NumPy arrays, which may share their memory."""
-    if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
-        return leaf
-    return np.asarray(leaf)
+    """A tensor of another library as a NumPy array, which may share its memory."""
+    is_other = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array)
+    return np.asarray(leaf) if is_other else leaf
 
 
 def named(data: Any) -> str:
-    """Data of ours in a line, of others their kind."""
+    """Data of this package in a line, the type of other data."""
     return repr(data) if isinstance(data, Data) else f"a {type(data).__name__}"
 
 
@@ -64,25 +65,21 @@ class _Stack:
 
 
 class Source:
-    """A cursor over any iterable of batches: `next`, `take`, `state`, `restore`; what `as_source`
-    returns.
+    """A cursor over any iterable of batches, returned by `as_source`.
 
-    Every batch that it gives has memory of its own. Loaders may refill one buffer (h5py, shared
-    memory, collate functions) while the batch before is still read: by a program that was
-    dispatched, by a transfer to a device, by the stacking of batches for one call. So the NumPy
-    arrays and tensors of other loaders are copied; those that `batches` makes are new each time.
+    Each batch has its own memory. Loaders may refill one buffer (h5py, shared memory, collate
+    functions) while the batch before is still read: by a program that was dispatched, by a transfer
+    to a device, by the stacking of batches for one call. So NumPy arrays and tensors of other
+    loaders are copied; those of `batches` are new each time.
 
-    `epoch` and `position` count the epochs and the batches of this one that were given.
+    `epoch` and `position` count the epochs, and the batches read of the current one.
     """
 
     def __init__(self, data: Any):
         self.data, self.epoch, self.position = data, 0, 0
+        self.is_whole = False  # whether the last batch has all rows on every process
         self._batches: Any = None  # the iterator of this epoch
-        self._held: Any = (
-            None  # what `take` read too much, the state before it, and whether it is whole
-        )
-        # whether the batch given last is the same on all processes: a short one, not shared
-        self.is_whole = False
+        self._held: Any = None  # a batch that `take` read too much, the state before, `is_whole`
         self._given, self._restored = 0, False
         self._is_ours = isinstance(data, Data)
 
@@ -91,28 +88,22 @@ class Source:
 
     @property
     def restartable(self) -> bool:
-        """Whether there is a second epoch: an iterator, such as a generator, as a rule gives one
-        only.
-        """
+        """Whether there is a second epoch: an iterator, such as a generator, usually has one."""
         return not isinstance(self.data, Iterator)
 
     @property
     def resumable(self) -> bool:
-        """Whether the data knows its place: `restore` needs no replay.
+        """Whether the data stores its position, so that `restore` need not read it again.
 
-        An iterator's state shows once there is one.
+        For an iterator with a state: once it exists.
         """
         if self._is_ours:
             return self.data.resumable
-        return any(
-            hasattr(x, name)
-            for x in (self.data, self._batches)
-            for name in ("set_state", "load_state_dict")
-        )
+        return any(hasattr(x, name) for x in (self.data, self._batches) for name in SETTERS)
 
     @property
     def trouble(self) -> str:
-        """The error that comes instead of the next batch, where that is known; else nothing."""
+        """The error that comes instead of the next batch, if it is known; else ""."""
         error = self._held[0] if self._held is not None else None
         return told(error) if isinstance(error, TsunaxError) else ""
 
@@ -130,15 +121,13 @@ class Source:
         except TsunaxError:
             raise
         except Exception as error:
-            unparsed = (
-                type(error).__name__ == "UnparsedFlagAccessError"
-            )  # grain's workers, outside of absl.app
+            unparsed = type(error).__name__ == "UnparsedFlagAccessError"  # grain's workers
             fix = "Call absl.flags.FLAGS.mark_as_parsed() first." if unparsed else ""
-            raise DataError(message("data", where, told(error), "a batch", fix)) from error
+            raise DataError("data", where, told(error), "a batch", fix) from error
         if k is not None and batch is None:
             return END
         if batch is None:
-            raise DataError(message("batch", where, "None", "a tree of arrays"))
+            raise DataError("batch", where, "None", "a tree of arrays")
         if batch is END or self._is_ours:
             return batch
         leaves, treedef = jax.tree.flatten(batch)
@@ -151,22 +140,21 @@ class Source:
 
     def _ended(self) -> None:
         if self.position == 0:
-            where, fix = (
-                f"epoch {self.epoch}",
-                "One for every epoch: a list, ts.batches(arrays, ...), grain.",
-            )
+            where, got, fix = f"epoch {self.epoch}", "no batch at all", ""
+            expected = "at least one"
             if self._given and not self.restartable:
                 got = f"a {type(self.data).__name__} that is used up after {self._given} batches"
-                raise DataError(message("data", where, got, "data that can be iterated again", fix))
-            raise DataError(message("data", where, "no batch at all", "at least one"))
+                expected = "data that can be iterated again"
+                fix = "One for every epoch: a list, ts.batches(arrays, ...), grain."
+            raise DataError("data", where, got, expected, fix)
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0
 
     def next(self) -> Any:
         """The next batch; None at the end of an epoch, after which the next one begins.
 
-        Raises DataError where the data raises (that is its cause), gives None, or has no batch left
-        to begin with.
+        Raises DataError for an exception of the data (its cause), a batch that is None, or an epoch
+        without batches.
         """
         batch = self._next()
         if batch is None or self._is_ours:
@@ -174,7 +162,7 @@ class Source:
         return owned(batch, "batch", f"batch {self.position - 1} of epoch {self.epoch}")
 
     def _next(self) -> Any:
-        """The same, in memory that the data may use for its next batch."""
+        """The next batch, in memory that the data may use again."""
         batch = self._pull() if self._held is None else self._held[0]
         is_whole = self._pulls_whole if self._held is None else self._held[2]
         self._held = None
@@ -194,10 +182,9 @@ class Source:
         self.position, self._given, self._restored = self.position + n, self._given + n, False
 
     def take(self, k: int) -> Any:
-        """The next k batches as one tree with a leading axis; fewer at an end or where shapes
-        change; None as `next`.
+        """The next k batches as one tree with a leading axis; None as in `next`.
 
-        Of `Batches` in one gather.
+        Fewer at the end of an epoch, and if shapes change. `Batches` gather them at once.
         """
         if isinstance(self.data, Batches) and not self.data.is_stream:
             chunk = self._pull(k)
@@ -228,9 +215,7 @@ class Source:
         return stacked
 
     def advance(self, k: int) -> tuple[int, tuple[int, int]] | None:
-        """What `take(k)` would gather, `(first row in the order, (k, rows))`, of `Batches` that are
-        resident.
-        """
+        """The rows that `take(k)` would gather of resident `Batches`: `(first, (k, rows))`."""
         if self._batches is None:
             self._batches = iter(self.data)
         ahead = self._batches.advance(k)
@@ -240,23 +225,23 @@ class Source:
         return ahead
 
     def again(self, n: int) -> None:
-        """Count n epochs of data that have one batch, which is not read again."""
+        """Count n epochs of data with a single batch, which is not read again."""
         self._count(n)
         self._batches, self.epoch, self.position = None, self.epoch + n, 0
 
     @property
     def is_placed(self) -> bool:
-        """Whether `restore` was called after the last batch was given."""
+        """Whether `restore` was called after the last batch."""
         return self._restored or (self._is_ours and self.data.is_placed)
 
     def follow(self, state: Mapping) -> None:
-        """Take over the place of a copy of data of ours."""
+        """Take over the position of a copy of data of this package."""
         self.data.follow(state)
         self._batches, self._held, self._restored = None, None, False
         self.epoch, self.position = state["epoch"], state["position"]
 
     def rewind(self) -> None:
-        """Leave the rest of an epoch that was begun; not one whose place was just restored."""
+        """Skip the rest of an epoch that was begun, unless its position was just restored."""
         if self.position and not self._restored:
             self._batches = self._held = None
             self.epoch, self.position = self.epoch + 1, 0
@@ -270,87 +255,67 @@ class Source:
         return False, None
 
     def state(self) -> dict:
-        """The place after the last batch given: `{"epoch", "position"}`, and the data's own state
-        if it keeps one.
-        """
+        """The position after the last batch, `{"epoch", "position"}`, and the data's own state."""
         if self._held is not None:
             return self._held[1]
         if self._is_ours:
             return self.data.get_state()
-        inner = self._call(("get_state", "state_dict"))[1]
+        inner = self._call(GETTERS)[1]
         return {"epoch": self.epoch, "position": self.position, "data": inner}
 
     def restore(self, state: Mapping, fast_forward: bool = False) -> None:
-        """Go on from a place that `state` gave.
+        """Resume from a position that `state` returned.
 
-        Data without get_state/set_state or state_dict/load_state_dict, of its own or of its
-        iterator, is read from its beginning and dropped up to there with `fast_forward=True`: the
-        same run if it gives the same batches again. Raises DataError without.
+        Data and iterators without get_state/set_state or state_dict/load_state_dict raise
+        DataError; with `fast_forward=True` they are read from the beginning, and earlier batches
+        dropped: the same run if they yield the same batches again.
         """
         keys = {"epoch", "position"} | (set() if self._is_ours else {"data"})
         if not isinstance(state, Mapping) or not keys <= set(state):
-            fix = (
-                "The data it was taken from was of another kind."
-                if isinstance(state, Mapping)
-                else ""
-            )
-            raise DataError(message("state", "restore", state, f"{', '.join(sorted(keys))}", fix))
+            is_state = isinstance(state, Mapping)
+            fix = "The data it was taken from was of another kind." if is_state else ""
+            raise DataError("state", "restore", state, ", ".join(sorted(keys)), fix)
         self._batches = self._held = None
         self.epoch, self.position, self._restored = state["epoch"], state["position"], True
         if self._is_ours:
-            return self.data.set_state(
-                state, **({} if self.data.resumable else {"fast_forward": fast_forward})
-            )
-        if state["data"] is not None:
-            setters = ("set_state", "load_state_dict")
-            if not any(hasattr(self.data, name) for name in setters):
+            options = {} if self.data.resumable else {"fast_forward": fast_forward}
+            self.data.set_state(state, **options)
+        elif state["data"] is not None:
+            if not any(hasattr(self.data, name) for name in SETTERS):
                 self._batches = iter(self.data)
-            if not self._call(setters, state["data"])[0]:
+            if not self._call(SETTERS, state["data"])[0]:
                 got = f"a {type(self.data).__name__} without set_state and load_state_dict"
-                raise DataError(
-                    message("data", "restore", got, "data that can be put back to its place")
-                )
+                raise DataError("data", "restore", got, "data that can be put back to its place")
         elif self.position or (self.epoch and not self.restartable):
-            self._replay(fast_forward)
-        return None
+            self._read_again(fast_forward)
 
-    def _replay(self, wanted: bool) -> None:
+    def _read_again(self, fast_forward: bool) -> None:
+        """Read the data from the beginning to the position, and drop the batches."""
         goal = self.epoch, self.position
-        if not wanted:
-            got = (
-                f"a {type(self.data).__name__} without a state, at epoch {goal[0]}, position "
-                f"{goal[1]}"
-            )
-            fix = (
-                "Use ts.batches or grain, or accept fast_forward=True: all batches before are "
-                "read again and dropped."
-            )
-            raise DataError(
-                message(
-                    "data", "restore", got, "get_state/set_state or state_dict/load_state_dict", fix
-                )
-            )
+        place = f"epoch {goal[0]}, position {goal[1]}"
+        if not fast_forward:
+            got = f"a {type(self.data).__name__} without a state, at {place}"
+            expected = "get_state/set_state or state_dict/load_state_dict"
+            fix = "Use ts.batches or grain, or accept fast_forward=True: all batches before are "
+            raise DataError("data", "restore", got, expected, f"{fix}read again and dropped.")
         self.epoch = self.position = 0
         while (self.epoch, self.position) != goal:
             self.next()
             if (self.epoch, self.position) > goal:
-                got, place = (
+                got, fix = (
                     f"the end of epoch {goal[0]} before",
-                    f"epoch {goal[0]}, position {goal[1]}",
+                    "It gives fewer batches than it did.",
                 )
-                raise DataError(
-                    message("data", "restore", got, place, "It gives fewer batches than it did.")
-                )
+                raise DataError("data", "restore", got, place, fix)
         self._restored = True
 
 
 def as_source(data: Any) -> Source:
-    """A cursor over any iterable of batches: `batches`, `prefetch`, a list, a generator, grain,
-    torch, tf.data, ...
+    """A cursor over any iterable of batches: `batches`, a list, a generator, grain, torch, ...
 
     Leaves of other libraries, such as torch's tensors on the CPU, become NumPy arrays. The data's
     state is found by duck type: get_state/set_state, or state_dict/load_state_dict, of the iterable
-    or of its iterator. Raises WrongTypeError for arrays and what else is no iterable of batches.
+    or of its iterator. Raises WrongTypeError for arrays, and for objects that are no iterable.
 
     >>> source = as_source([np.zeros(2), np.ones(2), np.ones(3)])
     >>> source.take(8).shape, source.take(8).shape, source.state()
@@ -360,18 +325,13 @@ def as_source(data: Any) -> Source:
     """
     if isinstance(data, Source):
         return data
-    are_arrays = (
-        trees.is_array(data)
-        or isinstance(data, (Mapping, str))
-        or (isinstance(data, tuple) and data and all(map(trees.is_array, data)))
-    )
-    if are_arrays or not isinstance(
-        data, Iterable
-    ):  # one with __getitem__ alone need not have an end
+    are_arrays = trees.is_array(data) or isinstance(data, (Mapping, str))
+    if isinstance(data, tuple) and data and all(map(trees.is_array, data)):
+        are_arrays = True
+    # an object with __getitem__ alone need not have an end
+    if are_arrays or not isinstance(data, Iterable):
         fix = "Of arrays: ts.batches(arrays, batch_size). One batch: [batch]." if are_arrays else ""
         if hasattr(data, "__getitem__") and not are_arrays:
             fix = "Of records by number: ts.batches(dataset, batch_size)."
-        raise WrongTypeError(
-            message("data", "", trees.describe(data), "an iterable of batches", fix)
-        )
+        raise WrongTypeError("data", "", trees.describe(data), "an iterable of batches", fix)
     return Source(data)

@@ -1,6 +1,4 @@
-"""Data that is read ahead: a thread makes the next batches, and brings them to a device, while one
-is worked on.
-"""
+"""Prefetching: a thread makes the next batches and copies them to a device."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tsunax._core import patterns
-from tsunax.data.batching import Data, placement, sharding_of
+from tsunax.data.batching import Data
 from tsunax.data.cursors import END, Source, as_source, named
+from tsunax.data.on_devices import placement, put, sharding_of
 from tsunax.errors import DataError, message
 
 __all__ = ["Prefetched", "prefetch"]
@@ -34,26 +33,22 @@ def _placer(device: Any):
     if sharding.is_fully_addressable:
         where = lambda x: sharding_of(np.shape(x), sharding)
         return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(where, batch))
-    alone = sharding_of((), sharding)
-    put = lambda x, where: jax.make_array_from_process_local_data(
-        where if np.ndim(x) else alone, np.asarray(x)
-    )
-    return lambda batch, is_whole: jax.tree.map(
-        lambda x: put(x, alone if is_whole else sharding), batch
-    )
+    replicated = sharding_of((), sharding)
+
+    def place(batch, is_whole):
+        where = lambda x: replicated if is_whole or not np.ndim(x) else sharding
+        return jax.tree.map(lambda x: put(np.asarray(x), where(x)), batch)
+
+    return place
 
 
 def _run_ahead(source: Source, place, slots: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
-    """The thread: a batch, and the place after it, for every slot; ends at the end, an error, or a
-    closed slot.
-    """
+    """The thread: for every slot a batch and the position after it, until the end or an error."""
     try:
         while slots.get():
-            batch = source.next()
-            is_whole = source.is_whole
-            ready.put(
-                (END if batch is None else place(batch, is_whole), (source.state(), is_whole), None)
-            )
+            batch, is_whole = source.next(), source.is_whole
+            placed = END if batch is None else place(batch, is_whole)
+            ready.put((placed, (source.state(), is_whole), None))
             if batch is None:
                 return
     except BaseException as error:
@@ -65,15 +60,12 @@ def _end(slots: queue.SimpleQueue, thread: threading.Thread) -> None:
         while True:
             slots.get_nowait()
     slots.put(False)
-    if thread is not threading.current_thread():  # where it is collected as garbage
-        thread.join(5)  # one that waits for a batch ends with it
+    if thread is not threading.current_thread():  # which may collect the garbage
+        thread.join(5)  # a thread that waits for a batch ends with it
 
 
 class _Ahead:
-    """An iterator over what its thread has read.
-
-    The thread does not know it, and ends when it is gone.
-    """
+    """An iterator over the batches that its thread has read; the thread ends with the iterator."""
 
     def __init__(self, owner: Prefetched):
         self._owner, self._thread = owner, None
@@ -96,9 +88,8 @@ class _Ahead:
         self._thread = threading.Thread(
             target=_run_ahead, args=work, name="tsunax-prefetch", daemon=True
         )
-        self._finish = weakref.finalize(
-            self, _end, self._slots, self._thread
-        )  # when it is collected, and at exit
+        # called when the iterator is collected, and at exit
+        self._finish = weakref.finalize(self, _end, self._slots, self._thread)
         self._thread.start()
 
     def __next__(self) -> Any:
@@ -123,15 +114,13 @@ class _Ahead:
         return batch
 
     def close(self) -> None:
-        """End the thread now. Batches that were read ahead are given up."""
+        """End the thread now, and drop the batches that were read ahead."""
         if self._thread is not None:
             self._finish()
 
 
 class Prefetched(Data):
-    """What `prefetch` returns: data that is read ahead while it is iterated; its place is that of
-    the batches given.
-    """
+    """Data that is read ahead, made by `prefetch`; its position counts the batches you received."""
 
     def __init__(self, data: Any, device: Any, size: int):
         self._source, self._place, self._size = as_source(data), _placer(device), size
@@ -140,7 +129,7 @@ class Prefetched(Data):
 
     @property
     def data(self) -> Any:
-        """What is read ahead."""
+        """The data that is read ahead."""
         return self._source.data
 
     @property
@@ -152,7 +141,7 @@ class Prefetched(Data):
         return self._source.is_placed
 
     def afresh(self) -> Prefetched:
-        """The same data at their beginning, with a place and a thread of their own."""
+        """The same data at the beginning, with a separate position and thread."""
         data = self.data.afresh() if isinstance(self.data, Data) else self.data
         other = copy.copy(self)
         other._source, other._state, other._running = as_source(data), None, lambda: None
@@ -175,9 +164,7 @@ class Prefetched(Data):
         return _Ahead(self)
 
     def get_state(self) -> dict:
-        """The place after the last batch given, whatever was read ahead: what the data itself would
-        give there.
-        """
+        """The position after the last batch you received; the state of the data itself there."""
         return self._source.state() if self._state is None else self._state
 
     def follow(self, state: Mapping) -> None:
@@ -186,17 +173,17 @@ class Prefetched(Data):
         self._state = dict(state)
 
     def restart(self) -> None:
-        """Begin anew with the data that are read ahead."""
+        """Begin anew with the data."""
         self.close()
         self._source, self._state = as_source(self.data), None
 
     def close(self) -> None:
-        """End the thread of the loop that runs, if one does."""
+        """End the thread of a running loop."""
         if running := self._running():
             running.close()
 
     def set_state(self, state: Mapping, fast_forward: bool = False) -> None:
-        """Go on from such a place; see `Source.restore`."""
+        """Resume from a position; see `Source.restore`."""
         self.close()
         self._source.restore(state, fast_forward)
         self._state = None
@@ -204,19 +191,18 @@ class Prefetched(Data):
 
 @patterns.suggests_names
 def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
-    """Data whose next `size` batches are made, and brought to a device, by a thread while this one
-    is worked on.
+    """Data whose next `size` batches a thread makes, and copies to a device, ahead of the loop.
 
         for batch in prefetch(data, device):  # the same batches in the same order
             state, info = step(state, batch)
 
     With a Mesh or NamedSharding the rows are spread over the devices along axis 0, and leaves
-    without rows are there on each; of several processes each one gives its own part. Without a
-    device only the making runs ahead. An exception of the data is the cause of the DataError that
-    is raised here. The thread ends with the loop, however that ends; a new loop ends an older one.
-    Other loaders may fill one buffer again for each batch, which is copied; batches of arrays in
-    memory gain nothing. What was read ahead of data that cannot be put to its place (a generator)
-    is lost when a loop over it ends.
+    without rows are copied to each; each of several processes gives its own part. Without a device
+    batches are only made ahead. An exception of the data is raised here as the cause of a
+    DataError. The thread ends with the loop, however that ends; a new loop ends an older one. The
+    buffer of a loader that fills it again for each batch is copied; batches of arrays in memory
+    gain nothing. Batches read ahead of data that cannot be put back (a generator) are lost when a
+    loop over it ends.
 
     Raises DataError for a size below 1, and while it runs for rows that do not divide by the
     devices.
@@ -230,5 +216,5 @@ def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
     [4 5] {'epoch': 1, 'position': 0}
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise DataError(message("size", "prefetch()", repr(size), "an int of 1 or more"))
+        raise DataError("size", "prefetch()", repr(size), "an int of 1 or more")
     return Prefetched(data, device, size)

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from tsunax._core import checks, patterns, trees
 from tsunax.devices import _preference
-from tsunax.errors import DeviceError, WrongTypeError, message, told
+from tsunax.errors import DeviceError, WrongTypeError, message, told, warn
 
 __all__ = [
     "DeviceInfo",
@@ -56,18 +55,21 @@ _PLATFORMS = {  # JAX's names; METAL is Apple's old plugin, mps the one of today
     "rocm": ("rocm",),
     "metal": ("METAL", "mps"),
 }
-_NONE = (
-    RuntimeError,
-    AssertionError,
-)  # what JAX raises; the latter where JAX_PLATFORMS names nothing that is here
+# what JAX raises; the latter if JAX_PLATFORMS names nothing that is here
+_NONE = (RuntimeError, AssertionError)
 _ORDER = ("tpu", "gpu", "cpu")
-_PACKAGES = {
-    "tpu": "jax[tpu]",
-    "gpu": "jax[cuda13]",
-    "cuda": "jax[cuda13]",
-    "rocm": "jax[rocm7-local]",
-    "metal": "jax-mps",
-}
+_PACKAGES = {"tpu": "jax[tpu]", "gpu": "jax[cuda13]", "cuda": "jax[cuda13]"}
+_PACKAGES |= {"rocm": "jax[rocm7-local]", "metal": "jax-mps"}
+
+
+def invalid(*words: object) -> DeviceError:
+    """The error for a device that cannot be; the words are those of `errors.message`."""
+    return DeviceError(message(*words))  # type: ignore[arg-type]
+
+
+def mistyped(*words: object) -> WrongTypeError:
+    """The same for a value of a wrong type."""
+    return WrongTypeError(message(*words))  # type: ignore[arg-type]
 
 
 # Which there are
@@ -76,7 +78,7 @@ _PACKAGES = {
 def _find(platform: str | None) -> list[jax.Device]:
     """The devices of a platform in this process, or JAX's default; starts the backend.
 
-    Raises where there are none.
+    Raises one of `_NONE` if there are none.
     """
     return jax.local_devices(backend=platform)
 
@@ -85,37 +87,26 @@ def _started() -> bool:
     return xla_bridge.backends_are_initialized()  # JAX has no public way to ask without starting it
 
 
-def _absence(kind: str) -> str:
-    """Why JAX has no such device, where it did not try to start one."""
-    listed, visible = jax.config.jax_platforms, os.environ.get("CUDA_VISIBLE_DEVICES")  # type: ignore[attr-defined]
-    if listed and not {kind, *_PLATFORMS[kind]} & set(listed.split(",")):
-        return f"JAX_PLATFORMS={listed} leaves it out"
-    if kind in ("gpu", "cuda") and visible in ("", "-1"):
-        return f"CUDA_VISIBLE_DEVICES={visible!r} hides it"
-    return (
-        f'JAX finds none; its plugin: pip install "{_PACKAGES[kind]}"'
-        if kind in _PACKAGES
-        else "JAX finds none"
-    )
-
-
 def _search(kind: str) -> tuple[list[jax.Device], str]:
     """The devices of a kind, or why there are none."""
-    why = ""
     for platform in _PLATFORMS[kind]:
         try:
             if found := _find(platform):
                 return found, ""
         except _NONE as error:
             if "nitialize" in str(error):
-                why = why or told(error)
-    return [], why or _absence(kind)
+                return [], told(error)
+    listed, visible = jax.config.jax_platforms, os.environ.get("CUDA_VISIBLE_DEVICES")  # type: ignore[attr-defined]
+    if listed and not {kind, *_PLATFORMS[kind]} & set(listed.split(",")):
+        return [], f"JAX_PLATFORMS={listed} leaves it out"
+    if kind in ("gpu", "cuda") and visible in ("", "-1"):
+        return [], f"CUDA_VISIBLE_DEVICES={visible!r} hides it"
+    plugin = f'; its plugin: pip install "{_PACKAGES[kind]}"' if kind in _PACKAGES else ""
+    return [], f"JAX finds none{plugin}"
 
 
 def _automatic() -> tuple[list[jax.Device], list[str]]:
-    """The devices of the kind that is preferred, or else of the first one that is here; and the
-    reasons.
-    """
+    """The devices of the kind that is preferred, or else of the first that is here; and why."""
     wanted, source = _preference.read()
     reasons = [] if wanted else ["no preference"]
     if wanted and wanted != "auto":
@@ -123,7 +114,7 @@ def _automatic() -> tuple[list[jax.Device], list[str]]:
         if found:
             return found, [f"{wanted} is preferred by {source}"]
         reasons.append(f"{wanted}, preferred by {source}, is not here: {why}")
-        warnings.warn(f"{reasons[-1]}. Another device is used.", stacklevel=4)
+        warn(f"{reasons[-1]}. Another device is used.")
     for kind in _ORDER:
         found, why = _search(kind)
         if found:
@@ -132,16 +123,12 @@ def _automatic() -> tuple[list[jax.Device], list[str]]:
     try:
         return _find(None), [*reasons, "what JAX takes by default"]
     except _NONE as error:
-        raise DeviceError(
-            message("devices", "", "; ".join(reasons), "a backend that starts")
-        ) from error
+        raise invalid("devices", "", "; ".join(reasons), "a backend that starts") from error
 
 
 def _check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
     if not isinstance(kind, str):
-        raise WrongTypeError(
-            message("kind", where, trees.describe(kind), f"one of {', '.join(known)}")
-        )
+        raise mistyped("kind", where, trees.describe(kind), f"one of {', '.join(known)}")
     if kind not in known:
         raise DeviceError(patterns.unknown("kind", where, kind, known))
 
@@ -152,24 +139,19 @@ def _resolve(kind: Any, where: str) -> tuple[list[jax.Device], list[str]]:
         return _automatic()
     found, why = _search(kind)
     if not found:
-        here = ", ".join(
-            f"{other} ({len(there)})" for other in _ORDER if (there := _search(other)[0])
-        )
-        raise DeviceError(
-            message(
-                "device", where, f"no {kind}", f"one that is here: {here or 'none is'}", f"{why}."
-            )
-        )
+        there = {other: len(_search(other)[0]) for other in _ORDER}
+        here = ", ".join(f"{other} ({n})" for other, n in there.items() if n) or "none is"
+        raise invalid("device", where, f"no {kind}", f"one that is here: {here}", f"{why}.")
     return found, [f"{kind} was asked for"]
 
 
 def _at(found: Sequence[jax.Device], index: Any, where: str) -> jax.Device:
     if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
-        raise WrongTypeError(message("index", where, trees.describe(index), "an int"))
+        raise mistyped("index", where, trees.describe(index), "an int")
     if not 0 <= index < len(found):
         expected = f"0 to {len(found) - 1}" if len(found) > 1 else "0"
         fix = f"There are {len(found)}, {found[0].platform}, counted from 0."
-        raise DeviceError(message("index", where, index, expected, fix))
+        raise invalid("index", where, index, expected, fix)
     return found[int(index)]
 
 
@@ -178,9 +160,7 @@ def _first(where: Any, call: str) -> jax.Device:
         return _resolve(where, f"{call[:-1]}{where!r})")[0][0]
     if not isinstance(where, jax.Device):
         fix = "prefetch(data, mesh) spreads batches over a mesh." if isinstance(where, Mesh) else ""
-        raise WrongTypeError(
-            message("device", call, trees.describe(where), "a kind or a jax.Device", fix)
-        )
+        raise mistyped("device", call, trees.describe(where), "a kind or a jax.Device", fix)
     return where
 
 
@@ -195,8 +175,7 @@ def supported_devices() -> tuple[str, ...]:
 
 
 def is_available(kind: str) -> bool:
-    """Whether this process has a device of a kind. Starts JAX's backend; raises DeviceError for an
-    unknown kind.
+    """Whether this process has a device of a kind. Starts JAX's backend.
 
     >>> is_available("cpu")
     True
@@ -206,15 +185,14 @@ def is_available(kind: str) -> bool:
 
 
 def devices(kind: str | Sequence[int | jax.Device] = "auto") -> list[jax.Device]:
-    """The devices of a kind, or those of a list.
+    """The devices of a kind, or those of a list of indices into `devices()`, or of devices.
 
-        devices("gpu") == jax.local_devices(backend="gpu");  devices([0, 2]) == [devices()[0],
-        devices()[2]]
+        devices("gpu") == jax.local_devices(backend="gpu")
+        devices([0, 2]) == devices("0,2") == [devices()[0], devices()[2]]
 
-    A list, or a string such as "0,2", has indices into `devices()`, or devices. Raises DeviceError
-    for a kind that is not here, a list that is empty, has a device twice, devices of several
-    platforms, or an index out of range. A bare number is refused: `[2]` is device number 2,
-    `devices()[:2]` are two of them.
+    Raises DeviceError for a kind that is not here, a list that is empty, has a device twice,
+    devices of several platforms, or an index out of range. A bare number is refused: `[2]` is
+    device number 2, `devices()[:2]` are two of them.
 
     >>> devices("0") == devices([0]) == devices()[:1]
     True
@@ -226,24 +204,18 @@ def devices(kind: str | Sequence[int | jax.Device] = "auto") -> list[jax.Device]
     if not isinstance(items, (Sequence, np.ndarray)):
         fix = f"[{items}] is device number {items}, devices()[:{items}] are {items} of them."
         fix = fix if isinstance(items, int) else ""
-        raise WrongTypeError(
-            message("devices", where, trees.describe(items), "a kind or a list", fix)
-        )
+        raise mistyped("devices", where, trees.describe(items), "a kind or a list", fix)
     if len(items) == 0:
-        raise DeviceError(
-            message("devices", where, "no devices", "one at least", "devices() are all.")
-        )
+        raise invalid("devices", where, "no devices", "one at least", "devices() are all.")
     here = [] if all(isinstance(item, jax.Device) for item in items) else _resolve("auto", where)[0]
-    chosen: list[Any] = [
-        item if isinstance(item, jax.Device) else _at(here, item, where) for item in items
-    ]
-    for i, one in enumerate(chosen):
-        if one in chosen[:i]:
-            raise DeviceError(message("devices", where, f"{items[i]} twice", "each device once"))
+    chosen: list[Any] = []
+    for item in items:
+        one = item if isinstance(item, jax.Device) else _at(here, item, where)
+        if one in chosen:
+            raise invalid("devices", where, f"{item} twice", "each device once")
+        chosen.append(one)
     if len(platforms := sorted({one.platform for one in chosen})) > 1:
-        raise DeviceError(
-            message("devices", where, " and ".join(platforms), "devices of one platform")
-        )
+        raise invalid("devices", where, " and ".join(platforms), "devices of one platform")
     return chosen
 
 
@@ -296,8 +268,7 @@ def device_info(device: str | jax.Device = "auto") -> DeviceInfo:
 
 
 def simulate(n: int) -> None:
-    """Make this process see `n` CPU devices, and nothing else: for tests of sharded programs. The
-    first thing to call.
+    """Make this process see `n` CPU devices, and nothing else. The first thing to call.
 
     Programs on simulated devices share one pool of threads. Where it has no more threads than there
     are devices, a collective can wait for a participant that never runs, and XLA ends the process
@@ -310,19 +281,14 @@ def simulate(n: int) -> None:
     tsunax.errors.DeviceError: simulate: got a backend that has started, expected to be called before that. ...
     """
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
-        raise DeviceError(message("n", "simulate()", repr(n), "an int of 1 or more"))
+        raise invalid("n", "simulate()", repr(n), "an int of 1 or more")
     if _started():
-        fix = (
-            "Call it before anything makes an array or asks for devices; in a notebook restart "
-            "the kernel first."
-        )
-        raise DeviceError(
-            message("simulate", "", "a backend that has started", "to be called before that", fix)
-        )
+        fix = "Call it before anything makes an array; in a notebook restart the kernel first."
+        got = "a backend that has started"
+        raise invalid("simulate", "", got, "to be called before that", fix)
     given = os.environ.get("NPROC", "")
-    os.environ["NPROC"] = str(
-        max(16, 2 * n, os.cpu_count() or 1, int(given) if given.isdigit() else 0)
-    )
+    most = max(16, 2 * n, os.cpu_count() or 1, int(given) if given.isdigit() else 0)
+    os.environ["NPROC"] = str(most)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(n))
 
@@ -343,8 +309,7 @@ def preferred() -> str | None:
 
 
 def prefer(kind: str | None) -> None:
-    """Write into the file `.tsunax-device` which kind of device "auto" tries first; None deletes
-    the file.
+    """Write into the file `.tsunax-device` which kind "auto" tries first; None deletes the file.
 
     The file holds one word, and counts in its directory and all below it. It is the nearest one; if
     there is none, a new one beside the nearest pyproject.toml, or else in the current directory.
@@ -356,15 +321,14 @@ def prefer(kind: str | None) -> None:
         _check_kind(kind, "prefer()", _preference.KINDS)
     path, changed = _preference.write(kind)
     if not changed:
-        print(
-            f"{path} says {kind} already" if kind else f"there is no {path}: no kind is preferred"
-        )
+        nothing = f"there is no {path}: no kind is preferred"
+        print(f"{path} says {kind} already" if kind else nothing)
         return
     if said := os.environ.get("TSUNAX_DEVICE", "").strip():
-        warnings.warn(f"TSUNAX_DEVICE={said} goes before {path}.", stacklevel=2)
+        warn(f"TSUNAX_DEVICE={said} goes before {path}.")
     if _started():
         what = "The backend has started, and what lies on a device stays there"
-        warnings.warn(f"{what}. Restart the process, and all of it follows.", stacklevel=2)
+        warn(f"{what}. Restart the process, and all of it follows.")
 
 
 # Moving
@@ -392,14 +356,12 @@ def _is_loader(x: Any) -> bool:
 
 
 class _Moved:
-    """A loader whose batches are put on a device as they are taken; it is the loader in everything
-    else.
-    """
+    """A loader whose batches are put on a device as they are taken; in all else it is the loader."""
 
     def __init__(self, data: Any, place: Sharding):
         self._data, self._place = data, place
 
-    def __iter__(self) -> _Moving:
+    def __iter__(self) -> Iterator[Any]:
         return _Moving(iter(self._data), self._place)
 
     def __len__(self) -> int:
@@ -424,8 +386,7 @@ class _Moving(_Moved):
 def to_device(tree: Any, device: str | jax.Device | Sharding = "auto") -> Any:
     """A tree with its arrays on a device; or a loader, whose batches are put there one by one.
 
-        tree.map(lambda x: jax.device_put(x, device), tree)  # of arrays; other leaves stay as they
-        are
+        jax.tree.map(lambda x: jax.device_put(x, device), tree)  # other leaves stay as they are
 
     An array that is there already is returned as the same object, an array that occurs twice stays
     one, and keys stay keys. NumPy's arrays are copied (`device_put` alone shares their memory on a
@@ -438,11 +399,9 @@ def to_device(tree: Any, device: str | jax.Device | Sharding = "auto") -> Any:
     >>> tree["w"].device == device("cpu"), tree["name"], to_device(tree, "cpu")["w"] is tree["w"]
     (True, 'relu', True)
     """
-    place = (
-        device
-        if isinstance(device, Sharding)
-        else SingleDeviceSharding(_first(device, "to_device()"))
-    )
+    place = device
+    if not isinstance(place, Sharding):
+        place = SingleDeviceSharding(_first(device, "to_device()"))
     if _is_loader(tree):
         return (_Moving if isinstance(tree, Iterator) else _Moved)(tree, place)
     checks.check_all_alive(tree, "tree")
@@ -478,8 +437,7 @@ def to_host(tree: Any) -> Any:
 
 
 def device_of(tree: Any) -> jax.Device | None:
-    """The device that the JAX arrays of a tree are on; None if there are none, for NumPy's are
-    nowhere.
+    """The device that the JAX arrays of a tree are on; None if there are none: NumPy's are nowhere.
 
     Raises DeviceError, with two paths, for arrays on several devices.
 
@@ -493,10 +451,10 @@ def device_of(tree: Any) -> jax.Device | None:
         at = trees.access_str("tree", path)
         if len(leaf.sharding.device_set) > 1:
             got, fix = f"{len(leaf.sharding.device_set)} devices", "Its .sharding says which."
-            raise DeviceError(message("array", at, got, "one device", fix))
+            raise invalid("array", at, got, "one device", fix)
         (one,) = leaf.sharding.device_set
         if first is not None and one != first[1]:
             fix = "to_device(tree, device) brings them together."
-            raise DeviceError(message("array", at, one, f"{first[1]}, where {first[0]} is", fix))
+            raise invalid("array", at, one, f"{first[1]}, where {first[0]} is", fix)
         first = first or (at, one)
     return None if first is None else first[1]

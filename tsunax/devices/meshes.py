@@ -13,6 +13,7 @@ step keeps it, and spreads rows (`_core/placement.py`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,24 +25,23 @@ from jax.sharding import PartitionSpec as P
 from tsunax._core import checks, patterns, placement, trees
 from tsunax._step.members import members_of
 from tsunax.devices import kinds as _kinds
+from tsunax.devices.kinds import invalid, mistyped
 from tsunax.distributed import processes
-from tsunax.errors import DeviceError, PatternError, WrongTypeError, message
+from tsunax.errors import PatternError, told
 from tsunax.rules import number_table
 from tsunax.state import TrainState, base, trained_part
 
 __all__ = ["Placement", "describe_sharding", "mesh", "shard"]
 
 _AXES = ("data", "fsdp", "tensor")
-SMALL = (
-    1024  # elements: what has fewer is whole on each device, which costs less than to collect it
-)
+# elements: an array of fewer is whole on each device, which costs less than to collect it
+SMALL = 1024
 
 
 def mesh(
     data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None, explicit: bool = False
 ) -> Mesh:
-    """A mesh of devices with the axes `data`, `fsdp` and `tensor`, of these sizes; -1 is what is
-    left of the devices.
+    """A mesh of devices with the axes `data`, `fsdp` and `tensor`; -1 is what is left of them.
 
     Rows of a batch are spread over `data` and `fsdp`; parameters, and what follows them, over
     `fsdp` and `tensor`.
@@ -52,7 +52,7 @@ def mesh(
       explicit: whether shardings are part of the types of arrays (`AxisType.Explicit`), or the
         compiler's to spread.
 
-    Raises DeviceError where the sizes do not multiply to the number of devices.
+    Raises DeviceError if the sizes do not multiply to the number of devices.
 
     >>> mesh().axis_names
     ('data', 'fsdp', 'tensor')
@@ -64,33 +64,21 @@ def mesh(
         devices = _kinds.devices(asked)
     sizes = dict(zip(_AXES, (data, fsdp, tensor), strict=True))
     for name, size in sizes.items():
-        if (
-            not isinstance(size, int | np.integer)
-            or isinstance(size, bool)
-            or (size < 1 and size != -1)
-        ):
-            raise DeviceError(
-                message(
-                    name, "mesh()", trees.describe(size), "a number of devices, or -1 for the rest"
-                )
-            )
+        is_int = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if not is_int or (size < 1 and size != -1):
+            expected = "a number of devices, or -1 for the rest"
+            raise invalid(name, "mesh()", trees.describe(size), expected)
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise DeviceError(
-            message("mesh", "", f"-1 for {' and '.join(free)}", "-1 for one axis at most")
-        )
-    given = int(np.prod([size for size in sizes.values() if size != -1]))
-    sizes |= {name: len(devices) // given for name in free}
-    if given * (sizes[free[0]] if free else 1) != len(devices) or 0 in sizes.values():
-        got = " x ".join(
-            f"{name}={size if name not in free else -1}" for name, size in sizes.items()
-        )
+        raise invalid("mesh", "", f"-1 for {' and '.join(free)}", "-1 for one axis at most")
+    given = math.prod(size for size in sizes.values() if size != -1)
+    found = sizes | {name: len(devices) // given for name in free}
+    if math.prod(found.values()) != len(devices):
+        got = " x ".join(f"{name}={size}" for name, size in sizes.items())
         fix = "Give it fewer: devices=jax.devices()[:4]." if given < len(devices) else ""
-        raise DeviceError(
-            message("mesh", "", got, f"sizes that multiply to {len(devices)} devices", fix)
-        )
+        raise invalid("mesh", "", got, f"sizes that multiply to {len(devices)} devices", fix)
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(_AXES)
-    return jax.make_mesh(tuple(sizes.values()), _AXES, axis_types=kinds, devices=devices)
+    return jax.make_mesh(tuple(found.values()), _AXES, axis_types=kinds, devices=devices)
 
 
 def shard(
@@ -101,18 +89,15 @@ def shard(
     logical: Mapping[str, Any] | None = None,
     zero1: bool = False,
 ) -> Any:
-    """The same state over the devices of a mesh. Bits and programs of one device become those of
-    many; see the module.
+    """The same state over the devices of a mesh.
 
     Which axis of a parameter is spread over which axis of the mesh, the first that says something:
 
-    1. `rules`, by pattern: `{"**/mlp/up/kernel": P(None, "tensor"), "embed": P("tensor"),
-    "norm/**": None}`. None is
+    1. `rules`, by pattern: `{"**/mlp/up/kernel": P(None, "tensor"), "norm/**": None}`. None is
        whole on each device.
     2. The names that flax's metadata (`nn.with_partitioning`, `nnx.Param(sharding=...)`) gives to
-    its axes, which
-       `logical` maps to axes of the mesh, `{"embed": "fsdp", "mlp": "tensor"}`; those of the mesh
-       stand for themselves.
+       its axes, which `logical` maps to axes of the mesh, `{"embed": "fsdp", "mlp": "tensor"}`;
+       those of the mesh stand for themselves.
     3. Nothing: whole.
 
     Then, where the mesh has an axis `fsdp`, the largest free axis that divides is spread over it,
@@ -141,20 +126,17 @@ def shard(
     True
     """
     if not isinstance(mesh, Mesh):
-        raise WrongTypeError(
-            message("mesh", "shard()", trees.describe(mesh), "a Mesh", "Make one: ts.mesh().")
-        )
+        fix = "Make one: ts.mesh()."
+        raise mistyped("mesh", "shard()", trees.describe(mesh), "a Mesh", fix)
     checks.check_flags("shard()", zero1=zero1)
     rules = _as_dict("rules", rules, "a dict of specs by pattern")
-    choice = _Choice(
-        mesh, rules, _as_dict("logical", logical, "a dict of axes of the mesh by name"), zero1
-    )
+    logical = _as_dict("logical", logical, "a dict of axes of the mesh by name")
+    choice = _Choice(mesh, rules, logical, zero1)
     make = state if callable(state) and jax.tree_util.all_leaves([state]) else None
     like = state if make is None else jax.eval_shape(make)
     specs = choice.of_state(like) if isinstance(like, TrainState) else choice.of_params(like)
-    where = jax.tree.unflatten(
-        jax.tree.structure(like), [NamedSharding(mesh, spec) for spec in specs]
-    )
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    where = jax.tree.unflatten(jax.tree.structure(like), shardings)
     if make is not None:
         with jax.set_mesh(mesh):
             made = jax.jit(make, out_shardings=where)()
@@ -163,7 +145,7 @@ def shard(
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         if not trees.is_array(leaf) and not isinstance(leaf, int | float):
             at = trees.access_str("state", path)
-            raise WrongTypeError(message("leaf", at, trees.describe(leaf), "an array"))
+            raise mistyped("leaf", at, trees.describe(leaf), "an array")
     return _moved(_the_same(state, mesh), where)
 
 
@@ -217,14 +199,8 @@ class _Choice:
         """
         if (n := members_of(state)) is not None:
             if n % self.mesh.size:
-                raise DeviceError(
-                    message(
-                        "population",
-                        "shard()",
-                        f"{n} members",
-                        f"a multiple of {self.mesh.size} devices",
-                    )
-                )
+                expected = f"a multiple of {self.mesh.size} devices"
+                raise invalid("population", "shard()", f"{n} members", expected)
             return [P(self.mesh.axis_names)] * len(jax.tree.leaves(state))
         params = self.of_params(state.params)
         places = jax.tree.unflatten(jax.tree.structure(state.params), range(len(params)))
@@ -232,11 +208,11 @@ class _Choice:
         shapes = [np.shape(x) for x in jax.tree.leaves(trained_part(state))]
         follow = [self._spread(params[i], shape) for i, shape in zip(ruled, shapes, strict=True)]
 
-        owners = number_table.owners_of(
-            state.plan.init, state.opt_state, state.numbers, base(state)
-        )
+        given = state.plan.init, state.opt_state, state.numbers, base(state)
         opt_state = []
-        for owner, leaf in zip(owners, jax.tree.leaves(state.opt_state), strict=True):
+        for owner, leaf in zip(
+            number_table.owners_of(*given), jax.tree.leaves(state.opt_state), strict=True
+        ):
             if owner is not None and np.shape(leaf) == shapes[owner]:
                 opt_state.append(follow[owner])
             else:
@@ -256,9 +232,7 @@ class _Choice:
         for pattern, spec in self.rules.items():
             if spec is not None and not isinstance(spec, P | tuple | list | str):
                 expected = "a PartitionSpec, a tuple of axis names, or None"
-                raise WrongTypeError(
-                    message("rule", f"shard(), {pattern!r}", trees.describe(spec), expected)
-                )
+                raise mistyped("rule", f"shard(), {pattern!r}", trees.describe(spec), expected)
             spec = P(*((spec,) if isinstance(spec, str) else spec or ()))
             for i, on in enumerate(patterns.select(pattern, params)):
                 if on:
@@ -271,13 +245,11 @@ class _Choice:
         for i, names in enumerate(trees.axis_names(params)):
             if names:
                 found[i] = P(*map(self._axis_of, names))
-        used = {name for names in trees.axis_names(params) if names for name in names}
-        if unused := [name for name in self.logical if name not in used]:
-            raise PatternError(
-                patterns.unknown(
-                    "logical axis", "shard()", unused[0], sorted(name for name in used if name)
-                )
-            )
+        used = {name for names in trees.axis_names(params) for name in names or () if name}
+        for name in self.logical:
+            if name not in used:
+                text = patterns.unknown("logical axis", "shard()", name, sorted(used))
+                raise PatternError(text)
         return found
 
     def _axis_of(self, name):
@@ -290,40 +262,31 @@ class _Choice:
         """A spec that this mesh and this shape can follow. Raises DeviceError."""
         if len(spec) > len(shape):
             got = f"{spec} for shape {shape}"
-            raise DeviceError(message("sharding", path, got, f"at most {len(shape)} axes"))
-        used: tuple[str, ...] = ()
-        for axis, names in enumerate(spec):
-            names = placement.names_of(names)
-            if missing := [name for name in names if name not in self.mesh.shape]:
-                expected = f"axes of the mesh: {', '.join(self.mesh.axis_names)}"
-                raise DeviceError(message("sharding", path, repr(missing[0]), expected))
-            if twice := [name for name in names if name in used]:
-                raise DeviceError(
-                    message("sharding", path, f"{twice[0]!r} twice in {spec}", "each axis once")
-                )
-            used += names
-            parts = int(np.prod([self.mesh.shape[name] for name in names]))
+            raise invalid("sharding", path, got, f"at most {len(shape)} axes")
+        try:
+            NamedSharding(self.mesh, spec)
+        except Exception as error:
+            expected = "axes of the mesh, each of them once"
+            raise invalid("sharding", path, told(error), expected) from error
+        for axis, names in enumerate(map(placement.names_of, spec)):
+            parts = math.prod(self.mesh.shape[name] for name in names)
             if shape[axis] % parts:
                 got = f"axis {axis} of shape {shape} over {parts} devices ({' x '.join(names)})"
                 fix = "Pad it to a multiple, or give another axis."
-                raise DeviceError(message("sharding", path, got, "a size that divides", fix))
+                raise invalid("sharding", path, got, "a size that divides", fix)
         return spec
 
     def _over(self, spec: P, leaf, *names: str) -> P:
-        """The spec with the largest free axis that divides spread over axes of the mesh, where it
-        does not use them.
-        """
+        """The spec with its largest free axis that divides spread over axes that it does not use."""
         used = {name for entry in spec for name in placement.names_of(entry)}
-        names = tuple(
-            name for name in names if self.mesh.shape.get(name, 1) > 1 and name not in used
-        )
-        parts, shape = int(np.prod([self.mesh.shape[name] for name in names])), np.shape(leaf)
+        is_free = lambda name: self.mesh.shape.get(name, 1) > 1 and name not in used
+        names = tuple(filter(is_free, names))
+        parts, shape = math.prod(self.mesh.shape[name] for name in names), np.shape(leaf)
         if parts == 1 or np.prod(shape) < SMALL:
             return spec
         entries: list[Any] = [*spec, *[None] * (len(shape) - len(spec))]
-        free = [
-            axis for axis, entry in enumerate(entries) if entry is None and shape[axis] % parts == 0
-        ]
+        axes = range(len(shape))
+        free = [axis for axis in axes if entries[axis] is None and shape[axis] % parts == 0]
         if not free:
             return spec
         entries[max(free, key=lambda axis: shape[axis])] = names[0] if len(names) == 1 else names
@@ -343,9 +306,8 @@ class _Choice:
 class Placement:
     """What `describe_sharding` returns: prints as a table."""
 
-    rows: tuple[
-        tuple[str, str, str, int], ...
-    ]  # path, dtype and shape, where, bytes on each device that has some
+    # path, dtype and shape, where, bytes on each device that has some
+    rows: tuple[tuple[str, str, str, int], ...]
     bytes: Mapping[str, int]  # on each device of this process
     total: int  # of the whole tree, counted once
 
@@ -353,24 +315,15 @@ class Placement:
         rows = list(self.rows)
         if len(rows) > 40:
             rows = [*rows[:24], (f"... {len(rows) - 36} more", "", "", 0), *rows[-12:]]
+        size, lines = trees.bytes_str, []
         widths = [max((len(str(row[i])) for row in rows), default=0) for i in range(3)]
-        lines = [
-            "  ".join(f"{row[i]:<{widths[i]}}" for i in range(3))
-            + (f"  {trees.bytes_str(row[3])}" if row[3] else "")
-            for row in rows
-        ]
+        for *texts, n in rows:
+            cells = [f"{text:<{width}}" for text, width in zip(texts, widths, strict=True)]
+            lines.append("  ".join([*cells, *([size(n)] if n else [])]).rstrip())
         held = sorted(set(self.bytes.values())) or [0]
-        on = (
-            f"{trees.bytes_str(held[0])}"
-            if len(held) == 1
-            else f"{trees.bytes_str(held[0])} to {trees.bytes_str(held[-1])}"
-        )
-        return "\n".join(
-            [
-                *map(str.rstrip, lines),
-                f"{trees.bytes_str(self.total)} in all, {on} on each of {len(self.bytes)}",
-            ]
-        )
+        on = size(held[0]) if len(held) == 1 else f"{size(held[0])} to {size(held[-1])}"
+        lines.append(f"{size(self.total)} in all, {on} on each of {len(self.bytes)}")
+        return "\n".join(lines)
 
 
 def _as_dict(name: str, given: Any, expected: str) -> dict:
@@ -378,12 +331,11 @@ def _as_dict(name: str, given: Any, expected: str) -> dict:
     try:
         return {} if given is None else dict(given)
     except (TypeError, ValueError):
-        raise WrongTypeError(message(name, "shard()", trees.describe(given), expected)) from None
+        raise mistyped(name, "shard()", trees.describe(given), expected) from None
 
 
 def describe_sharding(tree) -> Placement:
-    """Who lives where: for each array of a tree how it is spread, and the bytes that each device
-    holds.
+    """How each array of a tree is spread, and the bytes that each device holds.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -402,9 +354,8 @@ def describe_sharding(tree) -> Placement:
         for device, n in parts:
             held[device] = held.get(device, 0) + n
         total += x.nbytes
-        rows.append(
-            (trees.access_str("", path), kind, _words(x), max((n for _, n in parts), default=0))
-        )
+        most = max((n for _, n in parts), default=0)
+        rows.append((trees.access_str("", path), kind, _words(x), most))
     return Placement(tuple(rows), held, total)
 
 
@@ -418,7 +369,6 @@ def _words(x: jax.Array) -> str:
     for axis, names in enumerate(spec):
         names = placement.names_of(names)
         if any(mesh.shape[name] > 1 for name in names):
-            parts.append(
-                f"axis {axis} over {' x '.join(f'{name}={mesh.shape[name]}' for name in names)}"
-            )
+            over = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
+            parts.append(f"axis {axis} over {over}")
     return "; ".join(parts) or f"whole on {mesh.size}"

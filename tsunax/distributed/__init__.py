@@ -3,10 +3,10 @@
 It needs no device. `tsunax.distributed.ray` starts processes under Ray.
 """
 
-from tsunax.distributed.processes import (
-    barrier,
-    broadcast,
-    check_in_sync,
+from tsunax.distributed.broadcasting import broadcast
+from tsunax.distributed.processes import agree, barrier, check_in_sync
+from tsunax.distributed.starting import (
+    give_up,
     is_main,
     process_count,
     process_index,
@@ -15,9 +15,11 @@ from tsunax.distributed.processes import (
 )
 
 __all__ = [
+    "agree",
     "barrier",
     "broadcast",
     "check_in_sync",
+    "give_up",
     "is_main",
     "process_count",
     "process_index",

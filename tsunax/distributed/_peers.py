@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from jax._src import distributed as _jax_distributed
@@ -32,12 +32,12 @@ from jax._src import xla_bridge
 
 from tsunax.errors import ProcessError, message, told
 
-PATIENCE = (
-    5.0  # seconds in which the others read what ends them, before process 0 and its service go
-)
+# seconds in which the others read what ends them, before process 0 and its service go
+PATIENCE = 5.0
 SLICE = 0.5  # seconds after which a wait looks again; Python handles Ctrl-C between two of them
 # seconds of one wait for an event: the service keeps a few bytes for each wait that ran out
 LONG = 600.0
+_GONE = "is gone: it was killed, or crashed"
 
 
 class Store:
@@ -64,10 +64,9 @@ class Store:
 
     def get(self, key: str, seconds: float) -> str | None:
         """The text of a key, once it is written; None if it is not within so many seconds."""
+        milliseconds = max(1, round(1000 * seconds))
         try:
-            return self._client.blocking_key_value_get(
-                f"{self._root}/{key}", max(1, round(1000 * seconds))
-            )
+            return self._client.blocking_key_value_get(f"{self._root}/{key}", milliseconds)
         except RuntimeError as error:
             if "GetKeyValue() timed out" not in str(error):
                 raise
@@ -94,19 +93,12 @@ def initialized() -> tuple[Any, int, int] | None:
 
 
 def forget() -> None:
-    """Let `jax.distributed` be started again, after a start that failed; and in a forked child,
-    whose parent has it.
-    """
+    """Let `jax.distributed` be started again: after a failed start, and in a forked child."""
     state = _jax_distributed.global_state
-    for leaked in (
-        state.client,
-        state.service,
-        state.preemption_sync_manager,
-        *xla_bridge._backends.values(),
-    ):
-        ctypes.pythonapi.Py_IncRef(
-            ctypes.py_object(leaked)
-        )  # destructors would wait for the service, for ever
+    ours = state.client, state.service, state.preemption_sync_manager
+    for leaked in (*ours, *xla_bridge._backends.values()):
+        # destructors would wait for the service, for ever
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(leaked))
     state.client = state.service = state.preemption_sync_manager = None
 
 
@@ -145,29 +137,20 @@ class Peers:
 
         Raises ProcessError when they differ in something.
         """
-        me = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "num_processes": self.count,
-            **hello,
-        }
-        self._hellos = [json.loads(text) for text in self.gather("start()", json.dumps(me))]
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "num_processes": self.count}
+        texts = self.gather("start()", json.dumps({**me, **hello}))
+        self._hellos = [json.loads(text) for text in texts]
+        first = self._hellos[0]
         for name in ("num_processes", *hello):
             for i, other in enumerate(self._hellos):
-                if other.get(name) != self._hellos[0].get(name):
-                    expected = f"{self._hellos[0].get(name)}, as on {self._name(0)}"
+                if other.get(name) != first.get(name):
+                    expected = f"{first.get(name)}, as on {self._name(0)}"
                     raise ProcessError(message(name, self._name(i), other.get(name), expected))
 
     def watch(self, patience: float, timeout: float) -> None:
-        """From now on this process ends when another one is lost: has not beaten for `patience`
-        seconds.
-        """
-        self.patience, self.timeout, self._ends, self._answered = (
-            patience,
-            timeout,
-            True,
-            time.monotonic(),
-        )
+        """From now on this process ends when another one has not beaten for `patience` seconds."""
+        self.patience, self.timeout = patience, timeout
+        self._ends, self._answered = True, time.monotonic()
         self._run(self._beat)
         self._run(self._watch)
 
@@ -175,18 +158,16 @@ class Peers:
         self._run(self._listen)
 
     def _run(self, work: Callable[[], None]) -> None:
-        self._threads.append(
-            threading.Thread(target=work, name=f"tsunax{work.__name__}", daemon=True)
-        )
-        self._threads[-1].start()
+        thread = threading.Thread(target=work, name=f"tsunax{work.__name__}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     # ---------------------------------------------------------------------------------- for callers
 
     def name_of(self, index: int) -> str:
         """How messages call a process."""
-        return (
-            self._name(self._indices.index(index)) if index in self._indices else f"process {index}"
-        )
+        is_known = index in self._indices
+        return self._name(self._indices.index(index)) if is_known else f"process {index}"
 
     def _name(self, node: int) -> str:
         hello = self._hellos[node] if node < len(self._hellos) else {}
@@ -194,40 +175,30 @@ class Peers:
         return f"process {self._indices[node]}{where}"
 
     def gather(
-        self,
-        name: str,
-        text: str = "",
-        timeout: float | None = None,
-        thread: str = "",
-        index: int | None = None,
+        self, name: str, text: str = "", timeout: float | None = None, thread="", index=None
     ) -> list[str]:
-        """What all processes said here, by index. Raises ProcessError if one did not come, or was
-        elsewhere.
+        """What all processes said here, by index.
 
         A thread beside the main one gives its name: its gatherings have an order of their own.
+        Raises ProcessError if a process did not come, or was elsewhere.
         """
         timeout = self.timeout if timeout is None else timeout
         with self._changed:
             number = self._numbers[thread] = self._numbers.get(thread, 0) + 1
-            if not thread:
-                self._calls = [
-                    number,
-                    0,
-                ]  # all are here: who called less often before is even again
+            if not thread:  # all are here: who called `agree` less often before is even again
+                self._calls = [number, 0]
         place = f"say/{thread.replace('/', ' ')}/{number}"
         said = json.dumps([self.node if index is None else index, name, text])
         try:
             self._store.put(f"{place}/{self.node}", said)
             verdict = self._verdict(place, name, timeout)
-            if (
-                "all" in verdict and self.node == 0
-            ):  # all have come this far: nobody reads the older ones any more
+            if "all" in verdict and self.node == 0:  # nobody reads the older ones any more
                 for old in self._old.pop(thread, []):
                     self._store.delete(old)
             self._old.setdefault(thread, []).append(place)
+        except ProcessError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, ProcessError):
-                raise
             raise ProcessError(self._ended or self._lost(error)) from error
         if "wrong" in verdict:
             raise ProcessError(verdict["wrong"])
@@ -235,9 +206,7 @@ class Peers:
         return [each[1] for each in sorted(verdict["all"])]
 
     def _verdict(self, place: str, name: str, timeout: float) -> dict[str, Any]:
-        """The answer, which the first writes that can give it: process 0, or one that has waited
-        long enough.
-        """
+        """The answer; it is written by process 0, or by the first that has waited long enough."""
         start, has_said = time.monotonic(), timeout <= self.timeout
         while True:
             if self._ended and not self._ends:
@@ -257,44 +226,37 @@ class Peers:
             if text is not None and awaited == "verdict":
                 return json.loads(text)
             if not has_said and time.monotonic() - start > self.timeout:
-                has_said = True
-                note = (
-                    f"process {self._indices[self.node]} has waited for the others for "
-                    f"{self.timeout:g} s at {name}"
-                )
-                os.write(2, f"tsunax: {note}\n".encode())
+                has_said, me = True, f"tsunax: process {self._indices[self.node]}"
+                text = f"{me} has waited for the others for {self.timeout:g} s at {name}\n"
+                os.write(2, text.encode())
 
     def _judged(self, said: dict[int, list], name: str, is_late: bool) -> dict[str, Any]:
         """The answer to what some processes said; nothing before it can be given."""
         first = min(said)
         for i in sorted(said):
             if said[i][1] != said[first][1]:
-                got, expected = (
-                    f"{said[i][1]} on {self._name(i)}",
-                    f"{said[first][1]}, as on {self._name(first)}",
-                )
+                got = f"{said[i][1]} on {self._name(i)}"
+                expected = f"{said[first][1]}, as on {self._name(first)}"
                 fix = "All processes call the same, in the same order."
                 return {"wrong": message("call", "", got, expected, fix)}
         if len(said) == self.count:
             return {"all": [[said[i][0], said[i][2]] for i in sorted(said)]}
+        return {"wrong": self._no_word(name, said)} if is_late else {}
+
+    def _no_word(self, name: str, said: Container[int]) -> str:
         missing = ", ".join(self._name(i) for i in range(self.count) if i not in said)
-        return (
-            {"wrong": message(name, "", f"no word of {missing}", "all processes")}
-            if is_late
-            else {}
-        )
+        return message(name, "", f"no word of {missing}", "all processes")
 
     def agree(self, asked: int) -> int:
-        """0, until a process asked: then what it asked, on all of them at the same call. No wait
-        but right then.
+        """See `processes.agree`. It waits only while the processes say how often they have called.
 
-        Raises ProcessError when another process has ended the run, or does not say how often it has
-        called.
+        Raises ProcessError when another process has ended the run, or does not say so.
         """
         with self._changed:
             free = lambda: self._ended or not self._is_counting
             if not self._changed.wait_for(free, self.timeout):
-                raise ProcessError(self._not_counted())
+                counts = self._store.under(f"count/{self._round}")
+                raise ProcessError(self._no_word("agree()", list(map(int, counts))))
             if self._ended:
                 raise ProcessError(self._ended)
             self._calls[1] += 1
@@ -305,11 +267,6 @@ class Peers:
             if not self._goals or self._calls < self._goals[0][0]:
                 return 0
             return self._goals.popleft()[1]
-
-    def _not_counted(self) -> str:
-        counts = self._store.under(f"count/{self._round}")
-        missing = ", ".join(self._name(i) for i in range(self.count) if str(i) not in counts)
-        return message("agree()", "", f"no word of {missing}", "all processes")
 
     def fail(self, text: str, stay: bool = False) -> None:
         """End all other processes, which say why; and this one, unless it stays."""
@@ -326,26 +283,20 @@ class Peers:
                 thread.join(PATIENCE)
 
     def _wait_for_signs(self) -> None:
-        """Return once all other processes have answered, which those that are alive do within
-        milliseconds.
+        """Return once all other processes have answered, which living ones do within milliseconds.
 
         When a process dies, a collective fails on the living: the dead one is to be named, and not
-          who noticed. It will
-        be, for its silence, while this waits.
+        the one that noticed. It will be, for its silence, while this waits.
         """
         until = time.monotonic() + (self.patience + PATIENCE if self._ends else 0)
         self._post({"ping": self.node})
-        while (
-            not self._ended
-            and time.monotonic() < until
-            and len(self._store.under(f"pong/{self.node}")) < self.count
-        ):
+        while not self._ended and time.monotonic() < until:
+            if len(self._store.under(f"pong/{self.node}")) == self.count:
+                return
             time.sleep(SLICE / 50)
 
     def close(self) -> None:
-        """Part in peace. The thread that listens has to be woken: JAX would abort while it waits in
-        C++.
-        """
+        """Part in peace. JAX would abort while the thread that listens waits in C++: wake it."""
         self._closing.set()
         with contextlib.suppress(RuntimeError):
             if not self._ends or self.node == 0:
@@ -356,9 +307,7 @@ class Peers:
     # ---------------------------------------------------------------------------------- the threads
 
     def _post(self, event: dict[str, Any]) -> None:
-        """Say something to all processes, this one included; the events of all of them have one
-        order.
-        """
+        """Say something to all processes; the events of all of them have one order."""
         n = self._next
         while not self._store.put(f"event/{n}", json.dumps(event)):
             n += 1
@@ -381,9 +330,8 @@ class Peers:
 
     def _hear(self, event: dict[str, Any]) -> None:
         if "end" in event:
-            self._end(
-                "" if self._is_failing and not event.get("lost") else event["end"], event["of"]
-            )
+            is_mine = self._is_failing and not event.get("lost")
+            self._end("" if is_mine else event["end"], event["of"])
         elif "ping" in event:
             self._store.put(f"pong/{event['ping']}/{self.node}", "")
         with self._changed:
@@ -411,9 +359,7 @@ class Peers:
                 self._store.replace(f"beat/{self.node}", str(beats))
                 now = self._answered = time.monotonic()
                 if self.node == 0:
-                    stood_still = (
-                        now - ticked > pause + self.patience / 4
-                    )  # then it knows nothing of the others
+                    stood_still = now - ticked > pause + self.patience / 4  # as the others may
                     ticked, found = now, self._store.under("beat")
                     for i in range(1, self.count):
                         if stood_still or i not in seen or seen[i][0] != found.get(str(i)):
@@ -438,41 +384,28 @@ class Peers:
             now = time.monotonic()
             if now - before > pause + self.patience / 4:
                 self._answered = now
-            before = now
-            if now - self._answered > 2 * pause and _is_refused():
-                self._end(f"{self._name(0)} is gone: it was killed, or crashed")
-            if now - self._answered > self.patience:
-                why = (
-                    "it was stopped, or its host or network is down"
-                    if self.node
-                    else "JAX's service does not answer"
-                )
-                self._end(
-                    f"{self._name(0)} has been silent for {now - self._answered:.0f} s: {why}"
-                )
+            before, silent = now, now - self._answered
+            if silent > 2 * pause and _is_refused():
+                self._end(f"{self._name(0)} {_GONE}")
+            if silent > self.patience:
+                why = "it was stopped, or its host or network is down"
+                why = why if self.node else "JAX's service does not answer"
+                self._end(f"{self._name(0)} has been silent for {silent:.0f} s: {why}")
 
     def _lost(self, error: Exception) -> str:
         if self.node == 0 or "UNAVAILABLE" not in str(error):
             return f"{self._name(self.node)} cannot hear the others: {told(error).splitlines()[0]}"
-        return f"{self._name(0)} is gone: it was killed, or crashed"
+        return f"{self._name(0)} {_GONE}"
 
     def _wait_until_heard(self, of: int) -> None:
-        """Process 0 carries the service: it stays until the others have read the end of one of
-        them.
-        """
-        until, others = (
-            time.monotonic() + PATIENCE,
-            {str(i) for i in range(1, self.count) if i != of},
-        )
-        while (
-            self.node == 0 and others - set(self._store.under("heard")) and time.monotonic() < until
-        ):
+        """Process 0 carries the service: it stays until the others have read who ended."""
+        others = {str(i) for i in range(1, self.count) if i != of}
+        until = time.monotonic() + (PATIENCE if self.node == 0 else 0)
+        while time.monotonic() < until and others - set(self._store.under("heard")):
             time.sleep(SLICE / 50)
 
     def _end(self, text: str, of: int | None = None) -> None:
-        """This process is to end, because of one that the others have read of, or that it has lost
-        itself.
-        """
+        """This process is to end: because of the event of a process, or as it hears no other."""
         with self._changed:
             self._ended = self._ended or text or "this process has ended the run"
             self._changed.notify_all()
@@ -489,10 +422,8 @@ def _is_refused() -> bool:
     host, _, port = (_jax_distributed.global_state.coordinator_address or "").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), SLICE).close()
-    except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError):  # it takes too long, or there is no such address: no evidence
-        return False
+    except (OSError, ValueError) as error:  # another one is no evidence
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 
@@ -517,17 +448,13 @@ def _flush() -> None:
 
 
 def leave(text: str, index: int) -> None:
-    """Say why, if there is something to say, and end this process: its main thread may be in a
-    collective for ever.
-    """
+    """Say why, and end this process: its main thread may be in a collective for ever."""
     if text:
-        os.write(
-            2, f"\ntsunax.errors.ProcessError: {text}. This process ({index}) ends too.\n".encode()
-        )
-    flush = threading.Thread(target=_flush, daemon=True)  # whoever holds the stream may be stuck
-    with contextlib.suppress(
-        RuntimeError
-    ):  # at the exit of the interpreter none can start, and all is flushed
+        text = f"\ntsunax.errors.ProcessError: {text}. This process ({index}) ends too.\n"
+        os.write(2, text.encode())
+    # in a thread: whoever holds the stream may be stuck. None starts at the exit of the interpreter
+    with contextlib.suppress(RuntimeError):
+        flush = threading.Thread(target=_flush, daemon=True)
         flush.start()
         flush.join(1.0)
     os._exit(1)

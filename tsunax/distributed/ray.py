@@ -16,22 +16,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tsunax._core import checks
-from tsunax.distributed import processes
+from tsunax.distributed import starting
 from tsunax.errors import MissingLibraryError, message
 
 __all__ = ["run", "trainer"]
 
 
-def _ray(part: str = "") -> Any:
+def library(part: str = "", where: str = "tsunax.ray") -> Any:
+    """Ray, or a part of it; `import ray` would be this file to a type checker."""
     try:
-        return importlib.import_module(
-            f"ray{part}"
-        )  # `import ray` would be this file to a type checker
+        return importlib.import_module(f"ray{part}")
     except ModuleNotFoundError as error:
         fix = "pip install 'tsunax[ray]'"
-        raise MissingLibraryError(
-            message("ray", "tsunax.ray", "no such library", "Ray", fix)
-        ) from error
+        raise MissingLibraryError(message("ray", where, "no such library", "Ray", fix)) from error
 
 
 def _free_port() -> int:
@@ -39,19 +36,15 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def _as_one(
-    f: Callable, args: tuple, address: str, count: int, index: int, options: Mapping[str, Any]
-) -> Any:
-    """`f(*args)` as one process of many. Ray keeps its exceptions; the others, who may wait for it,
-    end.
-    """
-    processes.start(address, count, index, **options)
+def _as_one(f: Callable, args: tuple, address: str, count: int, index: int, options: dict) -> Any:
+    """`f(*args)` as one process of many. Ray keeps its exceptions; the other processes end."""
+    starting.start(address, count, index, **options)
     try:
         result = f(*args)
     except BaseException as error:
-        processes.give_up(error)
+        starting.give_up(error)
         raise
-    processes.stop()
+    starting.stop()
     return result
 
 
@@ -60,7 +53,7 @@ class _Process:
 
     def place(self) -> tuple[str, int]:
         """The address of its host, and a port that is free there."""
-        return _ray(".util").get_node_ip_address(), _free_port()
+        return library(".util").get_node_ip_address(), _free_port()
 
     def run(self, f, args, address, count, index, options) -> Any:
         return _as_one(f, args, address, count, index, options)
@@ -88,7 +81,7 @@ def run(
     resources.
     """
     checks.check_count(processes, "ray.run()", "processes")
-    ray = _ray()
+    ray = library()
     actor = ray.remote(_Process).options(**(resources or {}))
     actors = [actor.remote() for _ in range(processes)]
     try:
@@ -104,9 +97,7 @@ def run(
 
 
 def _first_errors(ray, waiting: list) -> list:
-    """The references of all results; waits until they are there, raises what the first that fails
-    raises.
-    """
+    """The references of all results, once they are there; raises what the first to fail raises."""
     left = waiting
     while left:
         done, left = ray.wait(left)
@@ -134,21 +125,17 @@ def trainer(
       start: options of `ts.distributed.start`.
       options: of JaxTrainer: `run_config`, `datasets`, ...
     """
-    train, jax_train = _ray(".train"), _ray(".train.v2.jax")
+    train, jax_train = library(".train"), library(".train.v2.jax")
     takes_config = bool(inspect.signature(f).parameters)
     given = dict(start or {})
 
     def loop(config):
-        context = _ray(".train").get_context()
+        context = library(".train").get_context()
         index, count = context.get_world_rank(), context.get_world_size()
-        mine = f"{_ray('.util').get_node_ip_address()}:{_free_port()}" if index == 0 else ""
-        address = _ray(".train.collective").broadcast_from_rank_zero(mine)
+        mine = f"{library('.util').get_node_ip_address()}:{_free_port()}" if index == 0 else ""
+        address = library(".train.collective").broadcast_from_rank_zero(mine)
         return _as_one(f, (config,) if takes_config else (), address, count, index, given)
 
-    scaling = train.ScalingConfig(num_workers=workers) if scaling_config is None else scaling_config
-    given_to_ray = {
-        "train_loop_config": dict(config or {}),
-        "jax_config": jax_train.JaxConfig(),
-        "scaling_config": scaling,
-    }
-    return jax_train.JaxTrainer(loop, **given_to_ray, **options)
+    options |= {"scaling_config": scaling_config or train.ScalingConfig(num_workers=workers)}
+    options |= {"train_loop_config": dict(config or {}), "jax_config": jax_train.JaxConfig()}
+    return jax_train.JaxTrainer(loop, **options)

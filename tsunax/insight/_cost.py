@@ -1,5 +1,4 @@
-"""What a program costs, read off it before it runs: arithmetic from its jaxpr, traffic and donation
-from its HLO.
+"""FLOPs from a program's jaxpr; memory traffic and donation from its HLO.
 
 XLA's own count takes the body of a loop once, however often it runs. Here a `scan` counts as long
 as it is, and dead equations, which XLA drops, not at all. It knows nothing of training.
@@ -269,9 +268,7 @@ def _bytes(dtype: str, shape: str) -> float:
 
 
 def largest_convolution(text: str) -> float:
-    """Bytes of both operands of the convolution of a compiled program in which they are largest; 0
-    without one.
-    """
+    """Bytes of the operands of the largest convolution in a compiled program; 0 without one."""
     largest = 0.0
     for lines in _computations(text)[1].values():
         known = {made[1]: made for line in lines if (made := _MADE.match(line)) is not None}
@@ -284,9 +281,7 @@ def largest_convolution(text: str) -> float:
 
 
 def donated_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The names of the arguments of a compiled program, and of those whose memory it gives its
-    results in.
-    """
+    """The names of a compiled program's arguments, and of those whose memory results reuse."""
     entry, computations = _computations(text)
     names = {}
     for line in computations[entry]:

@@ -1,5 +1,4 @@
-"""What a compiled step needs of a device's memory, and how much of it there is; nothing is executed
-or allocated.
+"""Memory that a compiled step needs on a device, and how much is available. Nothing executes.
 
     need = state + batch + temporary + results that take no place of the state      (bytes on one device)
 
@@ -22,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tsunax._core import placement, trees
 from tsunax._step.members import members_of
 from tsunax.devices.kinds import device_info
-from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError, message
+from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError
 from tsunax.insight import _cost
 from tsunax.loss import rows_of
 
@@ -105,7 +104,7 @@ def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
     if found is None:
         fix = 'Use method="run", which executes trials.'
         raise DeviceError(
-            message("memory analysis", "find_batch_size()", "none of this backend", "one", fix)
+            "memory analysis", "find_batch_size()", "none of this backend", "one", fix
         )
     device = device_of_state(state)
     taken = sum(map(bytes_on_one, jax.tree.leaves(batch)))
@@ -181,20 +180,16 @@ def as_bytes(memory: Any, where: str) -> int:
         if found:
             memory = int(float(found[1]) * _UNITS[found[2].upper()])
     if isinstance(memory, str) or (isinstance(memory, (int, np.integer)) and memory <= 0):
-        raise HyperparameterError(
-            message("memory", where, repr(memory), "bytes, as 80 * 2**30 or '80GiB'")
-        )
+        raise HyperparameterError("memory", where, repr(memory), "bytes, as 80 * 2**30 or '80GiB'")
     if not isinstance(memory, (int, np.integer)) or isinstance(memory, bool):
         raise WrongTypeError(
-            message("memory", where, trees.describe(memory), "bytes, as 80 * 2**30 or '80GiB'")
+            "memory", where, trees.describe(memory), "bytes, as 80 * 2**30 or '80GiB'"
         )
     return int(memory)
 
 
 def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
-    """Bytes of one device that state, batch and step may take together, and where that number is
-    from.
-    """
+    """Bytes that state, batch and step may use on one device, and the source of that number."""
     if memory is not None:
         return as_bytes(memory, where), "as given"
     device, held = device_of_state(state), held_by(state)
@@ -209,18 +204,14 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
     if free is None:
         fix = "Give memory='16GiB'."
         raise DeviceError(
-            message(
-                "memory", where, f"{device}, which does not say how much it has", "a number", fix
-            )
+            "memory", where, f"{device}, which does not say how much it has", "a number", fix
         )
     n = _neighbours(state)
     return free // n + held, "free on this machine" + (f", over {n} devices" if n > 1 else "")
 
 
 def with_rows(example: Any, size: int, *, shapes: bool) -> Any:
-    """A batch of `size` rows like the example: its shapes, or on the host its own rows again and
-    again.
-    """
+    """A batch of `size` rows like the example: shapes, or its own rows repeated on the host."""
     if shapes:
         resized = lambda x: (
             x if not x.shape else jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)

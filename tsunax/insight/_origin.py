@@ -1,5 +1,4 @@
-"""Where a value that is not finite came from: a program run so that all it computes can be looked
-at, and walked back.
+"""Find the equation that made the first value that is not finite, by walking back.
 
     bad result -> the equation that gave it -> its bad operands -> ... -> the first one whose
     operands were all finite
@@ -51,9 +50,7 @@ def bad(x: Any) -> Any:
 
 
 def origin(program: Any, arguments: Sequence[Any], place: int, where: Any) -> Origin:
-    """The origin of what is bad in one result of a closed jaxpr, at the places that `where`
-    marks.
-    """
+    """The origin of the bad elements in one result of a closed jaxpr (`where` marks them)."""
     own = lambda i, places: Origin(i, value=np.asarray(arguments[i]))
     return _Run(program.jaxpr, program.consts, arguments, own).of(
         program.jaxpr.outvars[place], where
@@ -93,9 +90,7 @@ class _Run:
         return self.known[key]
 
     def through(self, eqn: Any, v: Any, where: Any) -> Origin:
-        """Of what a primitive made: of its bad operands, or its own work where they were not bad,
-        or only by intent.
-        """
+        """The origin behind a primitive: its bad operands, or the primitive itself."""
         out = np.asarray(self.value(v))
         operands = [(x, self.at(eqn, i, x, where)) for i, x in enumerate(eqn.invars)]
         wrong = [(x, places) for x, places in operands if places is not None]
@@ -131,9 +126,7 @@ class _Run:
         )
 
     def at(self, eqn: Any, i: int, x: Any, where: Any) -> Any:
-        """Where an operand is bad, as far as the result at `where` depends on it; None where it is
-        not.
-        """
+        """The bad elements of an operand on which the result at `where` depends; None without any."""
         found = bad(self.value(x))
         if found is None:
             return None
@@ -150,9 +143,7 @@ class _Run:
         return found if found.any() else None
 
     def is_new(self, eqn: Any, out: Any, where: Any) -> bool:
-        """Whether an elementwise primitive made something bad where all its operands were
-        finite.
-        """
+        """Whether an elementwise primitive made a bad value from finite operands."""
         if eqn.primitive.name not in _ELEMENTWISE:
             return False
         fine = np.ones(out.shape, bool)

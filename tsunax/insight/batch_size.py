@@ -22,7 +22,7 @@ import jax
 from tsunax._core import checks, placement, trees
 from tsunax._step.members import members_of
 from tsunax.distributed import processes
-from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError, message
+from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import _memory
 from tsunax.insight._memory import Need
 from tsunax.loss import rows_of
@@ -30,8 +30,8 @@ from tsunax.program import TrainStep
 from tsunax.state import own
 
 __all__ = [
-    "Report",
-    "Trial",
+    "SizeReport",
+    "SizeTrial",
     "find_accumulation",
     "find_batch_size",
 ]
@@ -43,7 +43,7 @@ _FIRST = (
 
 
 @dataclass(frozen=True)
-class Trial:
+class SizeTrial:
     """One size that was looked at."""
 
     size: int
@@ -55,12 +55,12 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Report:
+class SizeReport:
     """What a search saw, in its order; prints as a table. Bytes are those of one device."""
 
     what: str
     found: int
-    trials: tuple[Trial, ...]
+    trials: tuple[SizeTrial, ...]
     limit: int | None = None  # bytes that were allowed, the margin taken off
     source: str = ""  # of that number
     note: str = ""
@@ -109,18 +109,18 @@ class _Beyond(Exception):
 class _Search:
     """Sizes in ascending order, and what was found of them.
 
-    `attempt(size) -> Trial`, or raises _Beyond.
+    `attempt(size) -> SizeTrial`, or raises _Beyond.
     """
 
-    def __init__(self, sizes: Sequence[int], attempt: Callable[[int], Trial], most: int):
+    def __init__(self, sizes: Sequence[int], attempt: Callable[[int], SizeTrial], most: int):
         self.sizes, self.attempt, self.most = sizes, attempt, most
-        self.trials: list[Trial] = []
+        self.trials: list[SizeTrial] = []
 
     def floor(self, x: float) -> int:
         """The index of the largest size that is not above x; 0 if all are."""
         return max(0, bisect.bisect_right(self.sizes, min(x, self.sizes[-1])) - 1)
 
-    def try_(self, at: int) -> Trial | None:
+    def try_(self, at: int) -> SizeTrial | None:
         """The trial of a size; None, and fewer sizes, where the data end before."""
         try:
             trial = self.attempt(self.sizes[at])
@@ -140,9 +140,7 @@ class _Search:
         return len(self.trials) >= self.most or not self.sizes
 
     def by_doubling(self, start: int) -> None:
-        """Twice as much until it fails, half as much until it fits, then by halves between the
-        two.
-        """
+        """Double until a size fails, halve until one fits, then bisect."""
         best, at = -1, self.floor(start)
         worst = len(self.sizes)
         failed = False
@@ -160,9 +158,7 @@ class _Search:
                 at = self.floor(2 * trial.size) if trial.fits else self.floor(trial.size // 2)
 
     def by_line(self, start: float, limit: int) -> None:
-        """Where the line through two trials meets the limit, until nothing larger is left to look
-        at.
-        """
+        """Interpolate between two trials until no larger size is left to try."""
         at, before = self.floor(start), None
         while not self.is_over:
             trial = self.try_(at)
@@ -177,9 +173,7 @@ class _Search:
                 return
 
     def _next(self, limit: int, error: float | None) -> tuple[int, Callable | None]:
-        """What to look at next, a size already seen to end; and the line that says what it will
-        need.
-        """
+        """The next size to try (one already tried ends the search), and the line that predicts it."""
         known = {t.size: _total(t) for t in self.trials}
         lo = max((n for n, need in known.items() if need <= limit), default=None)
         hi = min((n for n, need in known.items() if need > limit and n > (lo or 0)), default=None)
@@ -224,9 +218,7 @@ class _Search:
 
 
 def _at_least(known: dict[int, float], limit: int, size: int) -> float:
-    """What the line through the two largest that fit says of a larger size: memory that bends,
-    bends upwards.
-    """
+    """A lower bound for the memory of a larger size, by the line through the two largest that fit."""
     fits = sorted(n for n, need in known.items() if need <= limit)[-2:]
     if len(fits) < 2:
         return -math.inf
@@ -234,7 +226,7 @@ def _at_least(known: dict[int, float], limit: int, size: int) -> float:
     return known[b] + (known[b] - known[a]) / (b - a) * (size - b)
 
 
-def _total(trial: Trial) -> float:
+def _total(trial: SizeTrial) -> float:
     return math.inf if trial.need is None else trial.need.total
 
 
@@ -254,7 +246,7 @@ def find_batch_size(
     confirm: bool = False,
     steps_per_trial: int = 3,
     **extra: Any,
-) -> tuple[int, Report]:
+) -> tuple[int, SizeReport]:
     """The largest batch with which a step fits into memory: `(size, report)`.
 
         compiled = step.lower(state, batch_of(size)).compile()
@@ -310,14 +302,12 @@ def find_batch_size(
     checks.check_choice(method, where, "method", ("analyse", "run"))
     if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
         raise HyperparameterError(
-            message("margin", where, trees.describe(margin), "a number from 0 to below 1")
+            "margin", where, trees.describe(margin), "a number from 0 to below 1"
         )
     if max_size is not None:
         checks.check_count(max_size, where, "max_size")
         if max_size < start:
-            raise HyperparameterError(
-                message("max_size", where, max_size, f"start={start} or more")
-            )
+            raise HyperparameterError("max_size", where, max_size, f"start={start} or more")
     bare = state is None
     unit = (
         multiple_of
@@ -326,19 +316,19 @@ def find_batch_size(
     )
     if max_size is not None and max_size < unit:
         raise HyperparameterError(
-            message("max_size", where, max_size, f"{unit} or more, of which sizes are multiples")
+            "max_size", where, max_size, f"{unit} or more, of which sizes are multiples"
         )
     sizes = _sizes(mode, start, unit, max_size or _MOST)
     if bare and (method != "run" or not callable(step)):
         raise WrongTypeError(
-            message("state", where, "None", "a state", "find_batch_size(step, state, example).")
+            "state", where, "None", "a state", "find_batch_size(step, state, example)."
         )
     if not bare:
         _check_parts(step, example, where)
         if method == "analyse" and not hasattr(step, "lower"):
             fix = 'jax.jit it, or method="run".'
             raise WrongTypeError(
-                message("step", where, trees.describe(step), "one that can be lowered", fix)
+                "step", where, trees.describe(step), "one that can be lowered", fix
             )
     limit, source = (None, "") if bare else _limit(memory, state, margin, where)
     trials = _Trials(step, state, example, extra, limit, steps_per_trial)
@@ -356,7 +346,7 @@ def find_batch_size(
         size, note = _confirmed(trials, search, size)
         if size is None:
             raise _no_size(where, seen, limit, source)
-    return size, Report("batch size", size, tuple(seen), limit, source, note)
+    return size, SizeReport("batch size", size, tuple(seen), limit, source, note)
 
 
 def find_accumulation(
@@ -370,9 +360,8 @@ def find_accumulation(
     memory: int | str | None = None,
     margin: float = 0.05,
     **extra: Any,
-) -> tuple[int, Report]:
-    """Into how few micro-batches a batch of `batch_size` rows has to be cut to fit into memory:
-    `(n, report)`.
+) -> tuple[int, SizeReport]:
+    """The fewest micro-batches with which a batch of `batch_size` rows fits: `(n, report)`.
 
     The dual of `find_batch_size`: the batch, and so the course of training, is given, and memory
     says how it is computed. Then `step = dataclasses.replace(step, accumulate=n)`. Arguments and
@@ -391,7 +380,7 @@ def find_accumulation(
     where = "find_accumulation()"
     if not isinstance(step, TrainStep):
         raise WrongTypeError(
-            message("step", where, trees.describe(step), "a train_step", "Others cut no batches.")
+            "step", where, trees.describe(step), "a train_step", "Others cut no batches."
         )
     for name, n in {
         "batch_size": batch_size,
@@ -401,17 +390,17 @@ def find_accumulation(
         checks.check_count(n, where, name)
     if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
         raise HyperparameterError(
-            message("margin", where, trees.describe(margin), "a number from 0 to below 1")
+            "margin", where, trees.describe(margin), "a number from 0 to below 1"
         )
     _check_parts(step, example, where)
     unit = math.lcm(multiple_of, _parts(state))
     small = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
     sizes = sorted(n for n in {*small, *(batch_size // n for n in small)} if n % unit == 0)
     if not sizes:
-        raise HyperparameterError(message("batch_size", where, batch_size, f"a multiple of {unit}"))
+        raise HyperparameterError("batch_size", where, batch_size, f"a multiple of {unit}")
     limit, source = _limit(memory, state, margin, where)
 
-    def attempt(micro: int) -> Trial:
+    def attempt(micro: int) -> SizeTrial:
         cut = dataclasses.replace(step, accumulate=batch_size // micro)
         try:
             trial = _Trials(cut, state, example, extra, limit, 0).compiled(batch_size)
@@ -421,7 +410,7 @@ def find_accumulation(
                 "Give a batch_size that the data have, or a batch to be read as shapes.",
             )
             raise DataError(
-                message("batch", f"example({batch_size})", got, f"{batch_size} rows", fix)
+                "batch", f"example({batch_size})", got, f"{batch_size} rows", fix
             ) from None
         return dataclasses.replace(trial, size=micro)
 
@@ -430,7 +419,7 @@ def find_accumulation(
     if search.best is None:
         raise _no_size(where, search.trials, limit, source)
     n = batch_size // search.best
-    return n, Report("accumulate", n, tuple(search.trials), limit, source)
+    return n, SizeReport("accumulate", n, tuple(search.trials), limit, source)
 
 
 # The trials
@@ -445,7 +434,7 @@ class _Trials:
     limit: int | None
     steps: int
 
-    def compiled(self, size: int) -> Trial:
+    def compiled(self, size: int) -> SizeTrial:
         """By what XLA says of the program."""
         batch, began = self._batch(size, shapes=True), time.perf_counter()
         try:
@@ -455,9 +444,9 @@ class _Trials:
                 raise
             need, said = None, "out of memory while compiling"
         fits = need is not None and self.limit is not None and need.total <= self.limit
-        return Trial(size, _all_say(fits), "compiled", need, time.perf_counter() - began, said)
+        return SizeTrial(size, _all_say(fits), "compiled", need, time.perf_counter() - began, said)
 
-    def executed(self, size: int) -> Trial:
+    def executed(self, size: int) -> SizeTrial:
         """By some steps on a copy of the state."""
         need = None
         if _memory.device_of_state(self.state).platform == "cpu":
@@ -467,13 +456,17 @@ class _Trials:
             need = trial.need
         batch, began = self._batch(size, shapes=False), time.perf_counter()
         said = _ran_out(lambda: self._run(batch))
-        return Trial(size, _all_say(not said), "executed", need, time.perf_counter() - began, said)
+        return SizeTrial(
+            size, _all_say(not said), "executed", need, time.perf_counter() - began, said
+        )
 
-    def called(self, size: int) -> Trial:
+    def called(self, size: int) -> SizeTrial:
         """By a function of the size alone."""
         began = time.perf_counter()
         said = _ran_out(lambda: [jax.block_until_ready(self.step(size)) for _ in range(self.steps)])
-        return Trial(size, _all_say(not said), "executed", None, time.perf_counter() - began, said)
+        return SizeTrial(
+            size, _all_say(not said), "executed", None, time.perf_counter() - began, said
+        )
 
     def _run(self, batch: Any) -> None:
         step = self.step
@@ -486,16 +479,14 @@ class _Trials:
             jax.block_until_ready((state, others))  # the end of memory may show only here
 
     def _batch(self, size: int, shapes: bool) -> Any:
-        """A batch of that many rows: of all processes, or where it is to be executed of this
-        one.
-        """
+        """A batch of `size` rows over all processes; to execute, this process's share of it."""
         example: Any = self.example
         if callable(example) and jax.tree_util.all_leaves([example]):
             example = example(size)
             if jax.tree_util.all_leaves([example]) and not trees.is_array(example):
                 example = next(iter(example), None)
             if not jax.tree.leaves(example):
-                raise DataError(message("data", f"example({size})", "no batch", "one"))
+                raise DataError("data", f"example({size})", "no batch", "one")
             if (rows := rows_of(example)) < size:
                 raise _Beyond(rows)
         local = size if shapes else size // processes.process_count()
@@ -573,30 +564,30 @@ def _limit(memory, state, margin: float, where: str) -> tuple[int, str]:
     return int(limit * (1 - margin)), source + percent
 
 
-def _no_size(where: str, trials: list[Trial], limit: int | None, source: str) -> DoesNotFitError:
+def _no_size(
+    where: str, trials: list[SizeTrial], limit: int | None, source: str
+) -> DoesNotFitError:
     smallest = min(trials, key=lambda t: t.size, default=None)
     if smallest is None:
-        return DoesNotFitError(message("data", where, "no batch of any size", "rows"))
+        return DoesNotFitError("data", where, "no batch of any size", "rows")
     need = "" if smallest.need is None else f" needs {trees.bytes_str(smallest.need.total)}"
     got = f"{smallest.size} that{need or ' ran out of memory'}"
     expected = "one that fits" if limit is None else f"at most {trees.bytes_str(limit)} ({source})"
     fix = (
         "remat=True, a lower precision or a mesh with fsdp need less." if limit is not None else ""
     )
-    return DoesNotFitError(message("smallest batch size", where, got, expected, fix))
+    return DoesNotFitError("smallest batch size", where, got, expected, fix)
 
 
 def _check_parts(step: Any, example: Any, where: str) -> None:
     if not callable(step):
         raise WrongTypeError(
-            message(
-                "step",
-                where,
-                trees.describe(step),
-                "a train_step",
-                f"{where[:-1]}step, state, ...).",
-            )
+            "step",
+            where,
+            trees.describe(step),
+            "a train_step",
+            f"{where[:-1]}step, state, ...).",
         )
     if example is None or (not callable(example) and not jax.tree.leaves(example)):
         fix = "A batch of one row, or its shapes, is enough."
-        raise WrongTypeError(message("example", where, trees.describe(example), "a batch", fix))
+        raise WrongTypeError("example", where, trees.describe(example), "a batch", fix)

@@ -1,5 +1,4 @@
-"""See into a step before it runs: what it costs, what it does to each leaf, and why it compiled
-again.
+"""Describe a compiled step: its cost, what it does to each leaf, and why it was recompiled.
 
     describe(step, state, batch)   compiles, executes nothing
 
@@ -24,7 +23,7 @@ import numpy as np
 
 from tsunax._core import checks, patterns, trees
 from tsunax._step import traces as _traces
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import hyperparams
 from tsunax.insight import _cost, _memory
 from tsunax.insight._cost import Collective, Flops
@@ -89,8 +88,7 @@ class Description:
     peak: float | None  # FLOP/s of one device
 
     def utilisation(self, seconds_per_step: float, peak: float | None = None) -> float:
-        """The part of the peak that the dot products and convolutions of a step reach (MFU), 0 to
-        1.
+        """Model FLOPs utilization (MFU), 0 to 1: products and convolutions over the peak.
 
         What rematerialisation computes again counts as work. `peak`: FLOP/s of one device; without
         it that of `describe`.
@@ -99,7 +97,7 @@ class Description:
         found = self.peak if peak is None else peak
         if found is None:
             fix = "Give peak=312e12 (of its data sheet), or describe(..., peak='measure')."
-            raise HyperparameterError(message("peak", where, "None", "FLOP/s of one device", fix))
+            raise HyperparameterError("peak", where, "None", "FLOP/s of one device", fix)
         _check_positive(found, where, "peak")
         _check_positive(seconds_per_step, where, "seconds_per_step")
         return self.flops.matmul / (seconds_per_step * found * self.devices)
@@ -115,8 +113,7 @@ class Description:
 def describe(
     step: TrainStep, state: TrainState, batch, *, peak: Any = None, **extra
 ) -> Description:
-    """What a step costs and does, read off its program: compiled, never executed. Prints as a page
-    of text.
+    """Describe the cost and effects of a step from its compiled program, without executing it.
 
     FLOPs are counted over the program of the step, gradient and rule included, with loops
     (`accumulate=`, a scan over layers) as often as they run, and what `remat` computes again; see
@@ -148,11 +145,11 @@ def describe(
     where = "describe()"
     if not isinstance(step, TrainStep):
         fix = "Make one: ts.train_step(loss_fn)."
-        raise WrongTypeError(message("step", where, trees.describe(step), "a train_step", fix))
+        raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
     check_state(state, where, batch)
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
         fix = "Call it outside of jit, with arrays or shapes."
-        raise StateError(message("state or batch", where, "a traced one", "a concrete one", fix))
+        raise StateError("state or batch", where, "a traced one", "a concrete one", fix)
     if not _is_shapes(batch):
         checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
     if peak is not None and not (isinstance(peak, str) and peak == "measure"):
@@ -211,9 +208,7 @@ def _is_shapes(tree) -> bool:
 
 
 def _loop_of(step: TrainStep) -> TrainStep:
-    """Whose compiled loop a step uses: equal ones share it, while alone each has a program of its
-    own.
-    """
+    """The step whose compiled loop `step` shares (equal steps share one)."""
     other = fused_loop.fused(step, step.donate).step
     return other if isinstance(other, TrainStep) else step
 
@@ -226,16 +221,15 @@ def _compute_dtype(state: TrainState) -> Any:
 def _check_positive(x, where: str, name: str, more: str = "") -> None:
     expected = f"a number above 0{more}"
     if isinstance(x, bool) or not isinstance(x, (int, float, np.number)):
-        raise WrongTypeError(message(name, where, trees.describe(x), expected))
+        raise WrongTypeError(name, where, trees.describe(x), expected)
     if not 0 < x < math.inf:
-        raise HyperparameterError(message(name, where, x, expected))
+        raise HyperparameterError(name, where, x, expected)
 
 
 def measured_peak(
     device: Any = None, dtype: Any = "float32", size: int | None = None, seconds: float = 0.5
 ) -> float:
-    """FLOP/s that a square matrix product of this dtype reaches on a device, the best of those in
-    so many seconds.
+    """FLOP/s of the best square matrix product of this dtype on a device within `seconds`.
 
     `size`: of the matrices; without it they grow from 1024 to 16384 while a product takes less than
     10 ms, since a fast device spends a short one on starting it.
@@ -249,13 +243,11 @@ def measured_peak(
         checks.check_count(size, where, "size")
     if device is not None and not isinstance(device, jax.Device):
         fix = "Take one of jax.devices(), or ts.device()."
-        raise WrongTypeError(message("device", where, trees.describe(device), "a jax.Device", fix))
+        raise WrongTypeError("device", where, trees.describe(device), "a jax.Device", fix)
     try:
         dtype = jnp.dtype(dtype)
     except TypeError:
-        raise WrongTypeError(
-            message("dtype", where, trees.describe(dtype), "the name of a dtype")
-        ) from None
+        raise WrongTypeError("dtype", where, trees.describe(dtype), "the name of a dtype") from None
     product = jax.jit(lambda x: x @ x)
     best, n = 0.0, size or 1024
     while True:
@@ -527,9 +519,7 @@ def _shortened(cells: list[str]) -> list[str]:
 
 
 def _blocks(first: tuple[str, list[str]], columns: list[tuple[str, list[str]]]) -> list[str]:
-    """Columns beside each other, and where the page is too narrow for all of them below, with the
-    first one again.
-    """
+    """Columns side by side; those that do not fit into the page follow below with the first one."""
     lines, block = [], [first]
     wide = lambda block: sum(max(map(len, [title, *cells])) + 2 for title, cells in block) - 2
     for column in [*columns, None]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from tsunax._core import checks, trees
 from tsunax._step.members import over_members
-from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError
 from tsunax.hyper import adjust
 from tsunax.program import TrainStep
 from tsunax.run import feed as _feed
@@ -53,15 +53,13 @@ class RangeTest:
         )
 
     def plot(self):
-        """A matplotlib Figure: the loss over the rate, both suggestions, and the band of several
-        seeds.
-        """
+        """A matplotlib Figure: the loss over the rate, both suggestions, the band of several seeds."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
             fix = "pip install 'tsunax[plot]'"
             raise MissingLibraryError(
-                message("library", "plot()", "no matplotlib", "matplotlib", fix)
+                "library", "plot()", "no matplotlib", "matplotlib", fix
             ) from None
         figure = Figure(figsize=(6.4, 2.8), dpi=150, layout="constrained")
         axes = figure.subplots()
@@ -95,9 +93,7 @@ class RangeTest:
 
 @dataclass(frozen=True)
 class _Ramp:
-    """The step at a hyperparameter that rises from call to call: `ramp` is (low, ratio or
-    difference, first call).
-    """
+    """A step whose hyperparameter rises with each call. `ramp`: (low, ratio or difference, start)."""
 
     step: TrainStep
     name: str
@@ -172,25 +168,23 @@ def find_learning_rate(
     """
     where = "find_learning_rate()"
     if not isinstance(step, TrainStep):
-        raise WrongTypeError(message("step", where, trees.describe(step), "a train_step"))
+        raise WrongTypeError("step", where, trees.describe(step), "a train_step")
     checks.check_choice(mode, where, "mode", ("exponential", "linear"))
     checks.check_count(points, where, "points")
     if not 10 <= points <= MOST:
-        raise HyperparameterError(message("points", where, points, f"10 or more, {MOST:,} at most"))
+        raise HyperparameterError("points", where, points, f"10 or more, {MOST:,} at most")
     if not (checks.is_real(low) and checks.is_real(high) and 0 < low < high < math.inf):
-        raise HyperparameterError(
-            message("low and high", where, f"{low!r} and {high!r}", "0 < low < high")
-        )
+        raise HyperparameterError("low and high", where, f"{low!r} and {high!r}", "0 < low < high")
     if not (checks.is_real(smooth) and 0 <= smooth < 1):
         raise HyperparameterError(
-            message("smooth", where, trees.describe(smooth), "a number from 0 to below 1")
+            "smooth", where, trees.describe(smooth), "a number from 0 to below 1"
         )
     if not (checks.is_real(stop) and stop > 1):
-        raise HyperparameterError(message("stop", where, trees.describe(stop), "a number above 1"))
+        raise HyperparameterError("stop", where, trees.describe(stop), "a number above 1")
     if isinstance(data, Iterator):
         fix = "Give a list, or ts.batches: the search reads from its start and puts it back."
         raise WrongTypeError(
-            message("data", where, trees.describe(data), "data that can be read again", fix)
+            "data", where, trees.describe(data), "data that can be read again", fix
         )
     state = _copies(state, seeds, where)
     ramp_of = _Ramp(step, name, mode)
@@ -218,16 +212,14 @@ def _copies(state: Any, seeds: int | None, where: str) -> TrainState:
         return jax.tree.map(own, state)
     if seeds is None:
         raise WrongTypeError(
-            message(
-                "state", where, trees.describe(state), "a TrainState", "Or seeds=, with a function."
-            )
+            "state", where, trees.describe(state), "a TrainState", "Or seeds=, with a function."
         )
     checks.check_count(seeds, where, "seeds")
     if isinstance(state, TrainState):
         if state.key is None:
             fix = "setup(..., key=0), or give a function of a key."
             raise HyperparameterError(
-                message("seeds", where, f"{seeds} for a state without a key", "a key", fix)
+                "seeds", where, f"{seeds} for a state without a key", "a key", fix
             )
         keys = jax.vmap(lambda i: jax.random.fold_in(state.key, i))(jnp.arange(seeds))
         return jax.vmap(lambda key: state.replace(key=key))(keys)
@@ -235,9 +227,7 @@ def _copies(state: Any, seeds: int | None, where: str) -> TrainState:
 
 
 def _losses(ramp: _Ramp, state, data, points: int, extra, used) -> np.ndarray:
-    """The losses of the steps as f64, NaN where one was rejected, until it is clear that they have
-    diverged.
-    """
+    """Losses in f64 up to their divergence; NaN for rejected steps."""
     loop, feed, parts, calls = (
         fused_loop.fused(ramp, True),
         _feed.Feed(ramp, data, state, "auto", float("inf")),
@@ -265,9 +255,7 @@ def _losses(ramp: _Ramp, state, data, points: int, extra, used) -> np.ndarray:
 
 
 def _cut(losses: np.ndarray, smooth: float, stop: float) -> tuple[np.ndarray, int]:
-    """The bias-corrected average of the losses, of all seeds, and how many there are before they
-    diverge.
-    """
+    """The bias-corrected average of the losses over all seeds, cut where they diverge."""
     mean, average, smoothed = (
         losses.reshape(len(losses), -1).mean(1),
         0.0,
@@ -298,7 +286,7 @@ def _suggested(
             else f"a loss that diverges at {at} already"
         )
         fix = "Other low= and high=, or a larger batch." if used > 2 else "Give a smaller low=."
-        raise HyperparameterError(message(name, where, got, "one that falls somewhere", fix))
+        raise HyperparameterError(name, where, got, "one that falls somewhere", fix)
     steepest = float(rates[half + int(slopes.argmin())])
     tenth = float(rates[int(np.argmin(smoothed[:used]))] / 10)
     return steepest, RangeTest(name, mode, rates, losses, smoothed, used, steepest, tenth)

@@ -1,5 +1,4 @@
-"""Where a value that is not finite came from: `replay(step, state, batch)` runs that one step
-again, with checks.
+"""Replay a rejected step with checks, and report where its first NaN or inf came from.
 
 It computes what the step itself computes, keeps every value, and walks back from a bad result to
 what made it so; the walk is in `insight/_origin.py`. It is a function of what the step was given,
@@ -20,17 +19,17 @@ from tsunax import guard
 from tsunax._core import checks, trees
 from tsunax._core.dataflow import source_line
 from tsunax._step.members import members_of
-from tsunax.errors import StateError, WrongTypeError, message
+from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, home_of
 from tsunax.state import TrainState, check_state, trained_part
 from tsunax.step import gradient_of
 
-__all__ = ["Report", "replay"]
+__all__ = ["ReplayReport", "replay"]
 
 
 @dataclass(frozen=True)
-class Report:
+class ReplayReport:
     """What `replay` returns: plain data, and a paragraph when it is printed."""
 
     # what was not finite: "loss", "gradient of params['w']", "new params['w']" (a rule's work); or
@@ -53,9 +52,8 @@ class Report:
         return self.text
 
 
-def replay(step: TrainStep, state: TrainState, batch, **extra) -> Report:
-    """Where the first value that is not finite came from, in a step that was rejected: runs it
-    again, with checks.
+def replay(step: TrainStep, state: TrainState, batch, **extra) -> ReplayReport:
+    """Run a rejected step again with checks; report where the first NaN or inf came from.
 
     The loss and its gradient are computed once more, with keys, mask, model state and micro-batches
     as in that call, so that every value can be looked at; then they are walked back from what was
@@ -85,21 +83,19 @@ def replay(step: TrainStep, state: TrainState, batch, **extra) -> Report:
     where = "replay()"
     if not isinstance(step, TrainStep):
         fix = "Make one: ts.train_step(loss_fn)."
-        raise WrongTypeError(message("step", where, trees.describe(step), "a train_step", fix))
+        raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
     check_state(state, where, batch)
     if members_of(state) is not None:
         raise StateError(
-            message(
-                "state",
-                where,
-                "a population",
-                "one member",
-                "Give ts.populations.member(state, i).",
-            )
+            "state",
+            where,
+            "a population",
+            "one member",
+            "Give ts.populations.member(state, i).",
         )
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
         fix = "Call it outside of jit, with the arrays of that call."
-        raise StateError(message("state", where, "a traced one", "a concrete one", fix))
+        raise StateError("state", where, "a traced one", "a concrete one", fix)
     for name, tree in {"state": state, "batch": batch, **extra}.items():
         checks.check_arrays(tree, name)
     home = home_of(state.params)[0]
@@ -144,9 +140,8 @@ def _moved(state: TrainState) -> tuple:
 
 def _searched(
     f: Callable, names: tuple[str, ...], given: tuple, n: int, before: Any = None
-) -> Report | None:
-    """A report on the first result of `f(*given)` that is not finite, where it was `before`; None
-    where there is none.
+) -> ReplayReport | None:
+    """A report on the first result of `f(*given)` that turned bad; None if all are finite.
 
     `f` cuts its batch into n micro-batches, and returns trees of these names.
     """
@@ -170,21 +165,21 @@ def _keyed(tree) -> list[tuple[tuple, Any]]:
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
-def _nothing(state: TrainState, look: Callable, given: tuple) -> Report:
+def _nothing(state: TrainState, look: Callable, given: tuple) -> ReplayReport:
     grads = jax.jit(look)(*given)[1]
     found = guard.locate(grads)
     if found != "gradient norm":
         text = f"{found[0].upper()}{found[1:]} overflows when it is squared: every value is finite."
-        return Report(found, "", None, "", "", "", True, (), text)
+        return ReplayReport(found, "", None, "", "", "", True, (), text)
     text = (
         "Loss, gradients and the new state are finite. If the step was rejected, a rule did it (a spike, "
         "clip_by_norm), the state is not the one of that call, or the step computes in another order where nobody "
         "looks."
     )
-    return Report("", "", None, "", "", "", False, (), text)
+    return ReplayReport("", "", None, "", "", "", False, (), text)
 
 
-def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin) -> Report:
+def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin) -> ReplayReport:
     trips, micro = tuple(i for _, i in origin.trips), None
     # the outermost loop is that over micro-batches, unless the rule has one
     if n > 1 and origin.argument is None and trips and origin.trips[0][0].params.get("length") == n:
@@ -213,7 +208,7 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin
         + "."
     )
     primitive = "" if origin.argument is not None else origin.primitive
-    return Report(result, argument, micro, primitive, line, code, in_gradient, trips, text)
+    return ReplayReport(result, argument, micro, primitive, line, code, in_gradient, trips, text)
 
 
 def _argument(given: tuple, place: int) -> str:

@@ -19,7 +19,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from tsunax._core import checks, patterns, trees
-from tsunax.errors import HyperparameterError, RowError, WrongTypeError, message, warn
+from tsunax.errors import HyperparameterError, RowError, WrongTypeError, warn
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.rules import numbers
 
@@ -50,29 +50,27 @@ Mode = Literal["min", "max"]  # of a metric: what is better
 
 def _whole(where: str, name: str, value, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise WrongTypeError(message(name, where, trees.describe(value), "a whole number"))
+        raise WrongTypeError(name, where, trees.describe(value), "a whole number")
     if value < least:
-        raise HyperparameterError(message(name, where, value, f"≥ {least}"))
+        raise HyperparameterError(name, where, value, f"≥ {least}")
 
 
 def _real(where: str, name: str, value, least: float, below: float = math.inf) -> None:
     numbers.check_number(where, name, value, "a number")
     if not least <= value < below:
         raise HyperparameterError(
-            message(name, where, value, f"≥ {least}" + f" and < {below}" * (below < math.inf))
+            name, where, value, f"≥ {least}" + f" and < {below}" * (below < math.inf)
         )
 
 
 def _function(where: str, name: str, fn) -> None:
     if not callable(fn):
-        raise WrongTypeError(message(name, where, trees.describe(fn), "a function"))
+        raise WrongTypeError(name, where, trees.describe(fn), "a function")
 
 
 def _watched(where: str, metric, mode) -> None:
     if not isinstance(metric, str) or not metric:
-        raise WrongTypeError(
-            message("metric", where, trees.describe(metric), "a name, as in 'val/loss'")
-        )
+        raise WrongTypeError("metric", where, trees.describe(metric), "a name, as in 'val/loss'")
     checks.check_choice(mode, where, "mode", ("min", "max"))
 
 
@@ -80,9 +78,7 @@ def _watched(where: str, metric, mode) -> None:
 
 
 def _news(where: str, metric: str, run) -> tuple[int, float] | None:
-    """(step, value) of the metric if it is new since the last look; RowError at an evaluation
-    without it.
-    """
+    """(step, value) of a metric if it is new; RowError at an evaluation without the metric."""
     newest = run.history.newest(metric)
     if newest is None:
         if run.event == "evaluate":
@@ -108,16 +104,12 @@ def is_watching(callback) -> bool:
 
 
 def may_log(callback) -> bool:
-    """Whether it may log a name that somebody waits for: all but those here that call nobody
-    else.
-    """
+    """Whether a callback may log names that others wait for."""
     return not isinstance(callback, (early_stopping, best, plateau, time_limit, sample, At))
 
 
 def _events_of(metric: str) -> tuple[str, ...] | None:
-    """The events that can bring news of a metric: evaluations for "val/loss", any for one of the
-    training rows.
-    """
+    """The events that can bring a metric: evaluations for "val/loss", any for training rows."""
     return ("start", "evaluate", "end") if "/" in metric and not metric.startswith("best") else None
 
 
@@ -194,8 +186,7 @@ class throttle:
 
 @dataclass(frozen=True)
 class sample:
-    """Show what `fn(state)` returns at every multiple of n steps: generated text, a table, a
-    picture in characters.
+    """Show the result of `fn(state)` every n steps: generated text, a table.
 
     It appears above the progress bar, or wherever `print` goes. None shows nothing.
     """
@@ -312,8 +303,7 @@ class patience:
 
 @dataclass(frozen=True)
 class time_limit:
-    """Stop when the run has taken `seconds`, the runs before a resume included, the time between
-    them not.
+    """Stop after `seconds` of training, counted over resumed runs too.
 
     It looks at every boundary, so a run goes over by up to `log_every` steps.
     """
@@ -337,8 +327,7 @@ class time_limit:
 
 @dataclass(frozen=True)
 class best:
-    """Remember the best value of a metric and its step, and log them as `best/<metric>` and
-    `best_step/<metric>`.
+    """Track the best value of a metric; log it as `best/<metric>` and `best_step/<metric>`.
 
     `keep(run)` is called at each new best one, to save or copy `run.state`: copy it, because the
     next step may donate its arrays. NaN is never the best. Raises as `early_stopping` does where
@@ -375,13 +364,13 @@ class best:
 
 @dataclass(frozen=True)
 class plateau:
-    """Multiply the learning rate by `factor` each time a metric has not improved for `patience` of
-    its values.
+    """Multiply the learning rate by `factor` when a metric stops improving.
 
-    It goes down to `min_learning_rate` and no further; one that is lower stays. Improvement is
-    `early_stopping`'s, and NaN is none. Rates that groups of leaves have of their own each get
-    their factor, inside `where` only. A rate that follows a schedule leaves it: from then on it is
-    what it was, times `factor`.
+    It does so after `patience` values of the metric without improvement. It goes down to
+    `min_learning_rate` and no further; one that is lower stays. Improvement is `early_stopping`'s,
+    and NaN is none. Rates that groups of leaves have of their own each get their factor, inside
+    `where` only. A rate that follows a schedule leaves it: from then on it is what it was, times
+    `factor`.
 
     Raises as `early_stopping` does, and HyperparameterError at the start for a state without a live
     learning rate.
@@ -446,8 +435,7 @@ def _rates(state, where) -> tuple[Any, dict[str, float]]:
 
 @dataclass(frozen=True)
 class At:
-    """A change of the state at one step, made once, also over resumes: what `thaw_at` and its like
-    return.
+    """A change of the state at one step, made once even over resumes (see `thaw_at`).
 
     The change is tried at the start of the run, so that a pattern without a leaf or an unknown name
     is found there.
@@ -493,8 +481,7 @@ def freeze_at(step: int, where: Any) -> At:
 
 
 def adjust_at(step: int, where: Any = "**", /, **values: Any) -> At:
-    """`ts.adjust(state, where, **values)` at a step. Leaves that `where` cuts off must have been
-    cut before.
+    """`ts.adjust(state, where, **values)` at a step; `where` needs values of its own already.
 
     >>> adjust_at(1000, learning_rate=1e-4).at
     (1000,)

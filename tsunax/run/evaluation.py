@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from tsunax._core import placement, trees
 from tsunax._step.loss_fn import LossFn, check_no_loss_fn
 from tsunax._step.members import members_of
-from tsunax.data.batching import Data, check_batch
+from tsunax.data.batching import Data
+from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.errors import WrongTypeError, message
 from tsunax.loss import Loss

@@ -14,8 +14,10 @@ from jax.sharding import NamedSharding
 
 from tsunax._core import placement, trees
 from tsunax._step.members import members_of
-from tsunax.data.batching import ALL_ROWS, Batches, Data, check_batch
+from tsunax.data.batching import Batches, Data
+from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
+from tsunax.data.order import ALL_ROWS
 from tsunax.data.prefetching import Prefetched
 from tsunax.errors import DataError, StateError, message, warn
 from tsunax.program import TrainStep

@@ -25,7 +25,7 @@ from tsunax._core.norms import leaves_apart
 from tsunax._step import failures
 from tsunax._step.loss_fn import A_STEP, check_no_loss_fn
 from tsunax._step.traces import Trace
-from tsunax.data.batching import gather
+from tsunax.data.on_devices import gather
 from tsunax.errors import StateError, message
 from tsunax.program import Programs, TrainStep, home_of, masked
 from tsunax.state import TrainState, assemble, donated, split

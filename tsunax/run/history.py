@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tsunax._core import patterns, trees
-from tsunax.errors import MissingLibraryError, RowError, WrongTypeError, message
+from tsunax.errors import MissingLibraryError, RowError, WrongTypeError
 from tsunax.run.rows import check_names, check_row, families
 
 __all__ = ["History"]
@@ -65,17 +65,14 @@ class History:
         )  # rows up to this step stay, or go with all others when there are too many
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
-        """Add a row; numbers of a step that is there already join its row, and the newer one of a
-        name wins.
+        """Add a row. Numbers of a step that already has a row join it; newer values win.
 
         Raises as `check_row` does, and RowError for a step before the last one.
         """
         row, last = check_row(row, f"step {step}"), self._steps[-1] if self._steps else None
         if last is not None and step < last:
             fix = "A history goes forward: start a new one, or restore the one of that step."
-            raise RowError(
-                message("row", "History.add()", f"step {step}", f"step {last} or later", fix)
-            )
+            raise RowError("row", "History.add()", f"step {step}", f"step {last} or later", fix)
         if step != last:
             self._settle()
             self._steps.append(step)
@@ -89,8 +86,7 @@ class History:
                 values.append(value)
 
     def extend(self, columns: Mapping[str, np.ndarray], steps: np.ndarray) -> None:
-        """Add a row for each step, in order and beyond the last one: as `add`, for many rows at
-        once.
+        """Add rows for several steps, in order and beyond the last one: a faster `add`.
 
         >>> history = History()
         >>> history.extend({"loss": np.array([0.5, 0.25])}, np.array([10, 20]))
@@ -105,13 +101,11 @@ class History:
         if (last is not None and steps[0] <= last) or np.any(np.diff(steps) <= 0):
             fix = "A history goes forward: start a new one, or restore the one of that step."
             raise RowError(
-                message(
-                    "rows",
-                    "History.extend()",
-                    f"steps from {steps[0]}",
-                    f"increasing, beyond {last}",
-                    fix,
-                )
+                "rows",
+                "History.extend()",
+                f"steps from {steps[0]}",
+                f"increasing, beyond {last}",
+                fix,
             )
         self._settle()
         while len(steps):
@@ -133,9 +127,7 @@ class History:
                 self._settle()
 
     def _stays(self, steps: np.ndarray, names: Iterable[str], before: int | None) -> np.ndarray:
-        """Which of these rows are no longer to be thinned out: the first in `_every` steps, those
-        of few names.
-        """
+        """Which rows survive thinning: the first of every `_every` steps, and those of rare names."""
         if not self._every or not self._dense.issuperset(names):
             return np.full(len(steps), True)
         spans = steps // self._every
@@ -144,9 +136,7 @@ class History:
         )
 
     def _settle(self) -> None:
-        """Before a row is added: drop the newest one unless it stays, and thin all of them if they
-        are too many.
-        """
+        """Drop the newest row unless it stays, and thin the history if it is too long."""
         n = len(self._steps)
         if n > 1 and self._every and self._steps[-1] > self._settled:
             with_it = {
@@ -212,9 +202,7 @@ class History:
         return None
 
     def mark(self, name: str, step: int, text: str = "") -> None:
-        """Note that something happened: "evaluate", "rejected", "thaw", "restart", "stop", or a
-        name of yours.
-        """
+        """Note an event: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
         self.marks.append((int(step), str(name), str(text)))
         if len(self.marks) > MOST_MARKS:  # of what comes most often, every second one goes
             names = [name for _, name, _ in self.marks]
@@ -248,13 +236,12 @@ class History:
         return column
 
     def plot(self, *, names: Sequence[str] | None = None, x: str = "step"):
-        """A matplotlib Figure of the run: loss, metrics and learning rate, with what happened on
-        the way.
+        """A matplotlib Figure of the run: loss, metrics, learning rate and events.
 
         `names` are the columns to draw instead; those that end alike share a panel. `x` is "step",
         or a column to lay them out along ("epoch"). More than a few hundred points are drawn as
         their median with a band from the 10th to the 90th percentile. The members of a population
-        have a color each, and their validation is dashed; more than a dozen lines in a panel are
+        have a color each, and their validation is dashed; more than six members are
         shades of one scale. Values that are not finite are crosses at the lower edge, rejected
         steps red ticks there, evaluations gray ones; other marks (thaw, restart, stop, yours) are
         vertical lines.
@@ -305,7 +292,7 @@ class History:
                 f"history[{example!r}][0] is its first value, history.last({example!r}) the newest."
             )
             got = f"{name!r} ({type(name).__name__})"
-            raise WrongTypeError(message("name", "history", got, "a column's name", fix))
+            raise WrongTypeError("name", "history", got, "a column's name", fix)
         if name not in self._columns:
             raise RowError(patterns.unknown("name", "history", name, ["step", *self.names]))
         return self._columns[name]
@@ -320,15 +307,13 @@ class History:
         except ImportError:
             fix = "pip install pandas"
             raise MissingLibraryError(
-                message("library", "to_dataframe()", "no pandas", "pandas", fix)
+                "library", "to_dataframe()", "no pandas", "pandas", fix
             ) from None
         index = pandas.Index(self["step"], name="step")
         return pandas.DataFrame({name: self[name] for name in self.names}, index=index)
 
     def plain(self) -> dict[str, Any]:
-        """All of it as lists, strings and NumPy arrays: `History.of(history.plain())` is the same
-        history.
-        """
+        """The history as lists, strings and NumPy arrays; `History.of` reads it back."""
         columns = [
             [name, np.array(rows, np.int64), np.array(v, np.float64)]
             for name, (rows, v) in self._columns.items()
@@ -345,9 +330,7 @@ class History:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> History:
-        """The history that `plain` describes; arrays may have become lists on the way through
-        JSON.
-        """
+        """The history from `plain`'s result; arrays may be lists after a trip through JSON."""
         history = cls()
         history._steps.extend(np.asarray(plain["rows"]["step"], np.int64).tolist())
         for name, rows, values in plain["rows"]["columns"]:

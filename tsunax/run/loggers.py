@@ -40,7 +40,6 @@ from tsunax.errors import (
     RowError,
     SaveError,
     WrongTypeError,
-    message,
     warn,
 )
 
@@ -51,7 +50,7 @@ Row = Mapping[str, float]
 
 def _path(where: str, path) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
-        raise WrongTypeError(message("path", where, trees.describe(path), "a str or Path"))
+        raise WrongTypeError("path", where, trees.describe(path), "a str or Path")
     return Path(durable_files.local(path, "path", where))
 
 
@@ -65,9 +64,7 @@ def _opening(where: str, path) -> Iterator[None]:
             f"{type(error).__name__} {error.strerror or error}",
             "Give a path that can be written to.",
         )
-        raise SaveError(
-            message("log", f"{where}, {path}", got, "a file that can be opened", fix)
-        ) from error
+        raise SaveError("log", f"{where}, {path}", got, "a file that can be opened", fix) from error
 
 
 def _check_opens(where: str, path: Path) -> None:
@@ -95,8 +92,7 @@ def _write(path: Path, lines: Iterable[str]) -> None:
 def _resume(
     path: Path, first: int, step_of: Callable[[str], int | None], runs: tuple[Any, Any]
 ) -> list[str]:
-    """The lines of a log that are older than step `first` or of no step; the file has no others
-    then.
+    """Cut a log back to rows before step `first`, and return its lines.
 
     `runs` are the run that wrote it, and this one. If rows of another one would be lost, the file
     is kept under another name, and nothing of it is taken over. A last line without its end was
@@ -110,7 +106,7 @@ def _resume(
     except UnicodeDecodeError:
         fix = "Give the log a path of its own."
         raise RowError(
-            message("log", str(path), "bytes that are no text", "rows of this logger", fix)
+            "log", str(path), "bytes that are no text", "rows of this logger", fix
         ) from None
     lines, kept, older = [f"{line}\n" for line in whole[:-1]], [], False
     for number, line in enumerate(lines, start=1):
@@ -120,7 +116,7 @@ def _resume(
         except (ValueError, AttributeError, TypeError):
             fix = "Give the log a path of its own."
             raise RowError(
-                message("line", f"{path}:{number}", f"{line[:40]!r}", "a row of this logger", fix)
+                "line", f"{path}:{number}", f"{line[:40]!r}", "a row of this logger", fix
             ) from None
         older = older or (is_kept and step is not None)
         if is_kept:
@@ -173,16 +169,14 @@ class console:
 
     def __post_init__(self):
         if isinstance(self.every, bool) or not isinstance(self.every, int):
-            raise WrongTypeError(
-                message("every", "console()", trees.describe(self.every), "a whole number")
-            )
+            raise WrongTypeError("every", "console()", trees.describe(self.every), "a whole number")
         if self.every < 1:
-            raise HyperparameterError(message("every", "console()", self.every, "≥ 1"))
+            raise HyperparameterError("every", "console()", self.every, "≥ 1")
         is_binary = isinstance(self.file, (io.RawIOBase, io.BufferedIOBase))
         if self.file is not None and (is_binary or not callable(getattr(self.file, "write", None))):
             fix = "Open it: console(file=open(path, 'a'))."
             raise WrongTypeError(
-                message("file", "console()", trees.describe(self.file), "an open file", fix)
+                "file", "console()", trees.describe(self.file), "an open file", fix
             )
 
     def start(self, settings: Mapping[str, Any]) -> None:
@@ -285,8 +279,7 @@ def _csv_line(fields: Iterable[Any]) -> str:
 
 @dataclass(eq=False)
 class jsonl:
-    """A line of JSON for each row, `{"step": 100, "loss": 0.69}`, and one of settings for each
-    start of the run.
+    """A line of JSON for each row, `{"step": 100, "loss": 0.69}`, after one with the settings.
 
     Valid JSON for every reader: NaN and ±inf are null. A number that a row has not is not there at
     all. Raises RowError for a file that is none of this logger's.
@@ -348,7 +341,7 @@ class tensorboard:
         except ImportError:
             got, fix = "no tensorboardX", "pip install 'tsunax[loggers]'"
             raise MissingLibraryError(
-                message("library", "tensorboard()", got, "tensorboardX", fix)
+                "library", "tensorboard()", got, "tensorboardX", fix
             ) from None
 
     def start(self, settings: Mapping[str, Any]) -> None:

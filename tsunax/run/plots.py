@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax.errors import MissingLibraryError, RowError, message
+from tsunax.errors import MissingLibraryError, RowError
 
 __all__ = ["plot", "scatter"]
 
@@ -28,7 +28,6 @@ _COLOURS = (
     "#E69F00",
     "#56B4E9",
 )  # Okabe and Ito: for every eye, and in print
-_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789?"
 _RANKS = {"loss": 0, "learning_rate": 2}  # metrics lie between
 _LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
 
@@ -36,9 +35,7 @@ _LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dro
 
 
 def _base(name: str) -> str:
-    """The panel of a name: `val/accuracy` → accuracy, `1.learning_rate@head` → learning_rate,
-    `loss/31` → loss.
-    """
+    """The panel of a name: `val/accuracy` → accuracy, `1.learning_rate@head` → learning_rate."""
     return _column(name.partition("@")[0]).rpartition("/")[2].rpartition(".")[2]
 
 
@@ -49,13 +46,9 @@ def _column(name: str) -> str:
 
 
 def _panels(history, names: Sequence[str] | None, where: str) -> dict[str, list[str]]:
-    """The names of each panel: of those given, else the loss, metrics that moved, and the learning
-    rate.
-    """
+    """Column names by panel: the given ones, else the loss, changing metrics, learning rate."""
     if not history.names:
-        raise RowError(
-            message("history", where, "no rows", "at least one", "Nothing was logged yet.")
-        )
+        raise RowError("history", where, "no rows", "at least one", "Nothing was logged yet.")
     if isinstance(names, str):
         names = [names]
     panels: dict[str, list[str]] = {}
@@ -132,9 +125,7 @@ def _figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         fix = "pip install 'tsunax[plot]'"
-        raise MissingLibraryError(
-            message("library", "plot()", "no matplotlib", "matplotlib", fix)
-        ) from None
+        raise MissingLibraryError("library", "plot()", "no matplotlib", "matplotlib", fix) from None
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython asks for it
     return figure
@@ -146,7 +137,8 @@ def _png(figure) -> bytes:
 
 
 def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    is_many = len(columns) > 2 * len(_COLOURS)  # the members of a population
+    members = {name.rpartition("/")[2] for name in columns if _column(name) != name}
+    is_many = len(members) > len(_COLOURS)  # of a population: no two may share a color
     styles = _styles(list(columns), is_many)
     for (name, (x, values)), (colour, dashes, label) in zip(columns.items(), styles, strict=True):
         known = np.isfinite(values)
@@ -252,8 +244,7 @@ def scatter(
     best: int,
     label="value",
 ):
-    """A matplotlib Figure with a panel for each column: `values` over what is in it, coloured by
-    their group.
+    """A matplotlib Figure with a panel per column: `values` over the column, colored by group.
 
     What is no number lies side by side. None and what is not finite are crosses at the upper edge.
     """

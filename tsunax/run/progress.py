@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from tsunax._core import trees
-from tsunax.errors import WrongTypeError, message
+from tsunax.errors import WrongTypeError
 from tsunax.run.loggers import short
 from tsunax.run.rows import families
 
@@ -134,9 +134,7 @@ def _si(rate: float) -> str:
 
 
 def _memory() -> str:
-    """What the fullest device of this process holds, of how much; the resident set where devices do
-    not say.
-    """
+    """Memory in use on the fullest device; the resident set if devices do not report it."""
     found = []
     for device in jax.local_devices():
         with contextlib.suppress(RuntimeError):
@@ -250,9 +248,7 @@ class _Terminal:
 
 
 class _Notebook:
-    """The same two lines as HTML that is redrawn in place, with or without ipywidgets; the last
-    ones are saved.
-    """
+    """The two lines as HTML, redrawn in place with or without ipywidgets."""
 
     redraws = True
 
@@ -404,8 +400,7 @@ class _Silent:
 
 
 def progress(progress: Any = True, total: int | None = None, start: int = 0, unit: str = "step"):
-    """What shows a run of `total` steps (None: nobody knows) that begins at `start`: see
-    `Progress`.
+    """The progress display of a run of `total` steps (None: unknown) from step `start`.
 
     True draws on a terminal and in notebooks and writes lines elsewhere, False is silent; a tqdm,
     or its class, is used as it is. Raises WrongTypeError for anything else.
@@ -423,7 +418,7 @@ def progress(progress: Any = True, total: int | None = None, start: int = 0, uni
     if all(callable(getattr(progress, name, None)) for name in ("update", "set_postfix", "close")):
         return Progress(_Tqdm(progress, start), total, start, unit)
     expected = "True, False, or a tqdm: update(n), set_postfix(dict), close()"
-    raise WrongTypeError(message("progress", "fit()", trees.describe(progress), expected))
+    raise WrongTypeError("progress", "fit()", trees.describe(progress), expected)
 
 
 def _view():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import RowError, WrongTypeError, message
+from tsunax.errors import RowError, WrongTypeError
 
 __all__ = ["check_names", "check_row", "families", "join"]
 
@@ -33,8 +33,7 @@ def _fault(name: str) -> tuple[str, str] | None:
 
 
 def check_names(row: Iterable[Any], where: str = "row") -> None:
-    """Raise unless every name of `row` may stand in a log: a file's header, a TensorBoard tag, a
-    directory.
+    """Raise unless every name can be a column header, a TensorBoard tag and a directory.
 
     WrongTypeError for one that is no string; RowError for one that is empty, longer than 200
     characters, not printable (NUL, newline, lone surrogates), that climbs directories
@@ -47,19 +46,18 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
     """
     for name in row:
         if not isinstance(name, str):
-            raise WrongTypeError(message("name of a number", where, trees.describe(name), "a str"))
+            raise WrongTypeError("name of a number", where, trees.describe(name), "a str")
         if name == "step":
             fix = "It is the column of steps."
             raise RowError(
-                message("name of a number", where, "'step', which is reserved", "another name", fix)
+                "name of a number", where, "'step', which is reserved", "another name", fix
             )
         if fault := _fault(name):
-            raise RowError(message("name of a number", where, *fault))
+            raise RowError("name of a number", where, *fault)
 
 
 def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
-    """The row with its numbers as Python floats and ints: from Python, NumPy or JAX scalars. NaN is
-    a number.
+    """The row as Python floats and ints, from Python, NumPy or JAX scalars. NaN is a number.
 
     Waits for the device where a value lies there. Raises for names that `check_names` refuses;
     WrongTypeError for what is no row and for what is no real number; RowError for an array of more
@@ -72,9 +70,7 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
     tsunax.errors.RowError: 'confusion' at evaluate: got float64[2,2], expected one number. Reduce it, ...
     """
     if not isinstance(row, Mapping):
-        raise WrongTypeError(
-            message("row", where, trees.describe(row), "a dict of numbers by name")
-        )
+        raise WrongTypeError("row", where, trees.describe(row), "a dict of numbers by name")
     check_names(row, where)
     return {
         name: x if type(x) in (float, int) else _number(name, x, where) for name, x in row.items()
@@ -84,24 +80,21 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
 def _number(name: str, x: Any, where: str) -> float:
     if trees.is_traced(x):
         fix = "Return it as a metric: inside jit it has no value yet."
-        raise WrongTypeError(message(repr(name), where, "a traced array", "a number", fix))
+        raise WrongTypeError(repr(name), where, "a traced array", "a number", fix)
     value = np.asarray(x) if isinstance(x, (int, float)) or hasattr(x, "__array__") else None
     if value is None or not any(
         jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer, np.bool_)
     ):
-        raise WrongTypeError(message(repr(name), where, trees.describe(x), "a number"))
+        raise WrongTypeError(repr(name), where, trees.describe(x), "a number")
     if value.ndim:
         raise RowError(
-            message(
-                repr(name), where, trees.describe(x), "one number", "Reduce it, or log its parts."
-            )
+            repr(name), where, trees.describe(x), "one number", "Reduce it, or log its parts."
         )
     return float(value) if jnp.issubdtype(value.dtype, np.floating) else int(value)
 
 
 def join(row: Mapping[str, float], new: Mapping[str, Any], where: str) -> dict[str, float]:
-    """`row` and the checked `new` in one. Raises RowError for a name that both have, else as
-    `check_row` does.
+    """Merge the checked row `new` into `row`. Raises RowError for a name in both.
 
     >>> join({"loss": 0.5}, {"val/loss": 0.6}, "evaluate")
     {'loss': 0.5, 'val/loss': 0.6}
@@ -113,9 +106,7 @@ def join(row: Mapping[str, float], new: Mapping[str, Any], where: str) -> dict[s
     for name in checked:
         if name in row:
             fix = "Rename one of the two: a row has one number for each name."
-            raise RowError(
-                message(repr(name), where, "a name that the row has", "a name of its own", fix)
-            )
+            raise RowError(repr(name), where, "a name that the row has", "a name of its own", fix)
     return {**row, **checked}
 
 

@@ -4,16 +4,6 @@ It knows nothing of states or steps.
 """
 
 from tsunax.tuning import spaces
-from tsunax.tuning.tuner import Pruned, Result, Trial, as_trainable, halving, median, read, tune
+from tsunax.tuning.tuner import Pruned, Result, Trial, as_optuna, as_trainable, read, tune
 
-__all__ = [
-    "Pruned",
-    "Result",
-    "Trial",
-    "as_trainable",
-    "halving",
-    "median",
-    "read",
-    "spaces",
-    "tune",
-]
+__all__ = ["Pruned", "Result", "Trial", "as_optuna", "as_trainable", "read", "spaces", "tune"]

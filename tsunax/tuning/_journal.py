@@ -1,78 +1,83 @@
-"""What happened in a sweep, line by line: JSON, appended, on the disk before anything follows from
-it.
+"""What happened in a sweep, line by line: JSON, appended, on the disk before anything follows.
 
-    {"sweep": {...}, "crc": ...}        what is searched: a directory goes on with this and nothing else
+    {"sweep": {...}, "crc": ...}        what is searched: a directory goes on with this alone
     {"start": [3], "crc": ...}
     {"end": [{"index": 3, ...}], "crc": ...}
 
-A process may die at any byte. The line that it did not finish is cut off by the next one, and
+A process may die at any byte. The line that it did not finish is cut off by the next process, and
 everything before it stands; a line that was damaged since is an error. It knows nothing of
 objectives.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
-import math
 import os
 import warnings
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tsunax._core import durable_files
 from tsunax.errors import CheckpointError, SaveError, message, told
+from tsunax.tuning._trials import Trial, as_record, from_record, index_of
 
-__all__ = ["NAME", "VERSION", "Journal", "cut_torn_line", "read"]
+__all__ = ["NAME", "VERSION", "Journal", "check_same", "cut_torn_line", "load", "lock", "opened"]
 
 NAME = "trials.jsonl"
 VERSION = 1
 _FIRST = b'{"sweep": {'  # what every journal begins with
+# what can be wrong with a line whose checksum is right
+_ODD = (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
 class Journal:
-    """The journal of a directory, for one process at a time; `records` are those that were there
-    before.
+    """What happened so far, and where more is written: nowhere until `opened`.
+
+    `trials` are those that ended; `deaths` counts how often the process died in a trial that has no
+    end, `deaths_together` how often in its whole group.
     """
 
-    def __init__(self, folder: Path, about: dict[str, Any]):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = durable_files.Lock(folder, reader="ts.tuning.read(directory)")
-        except OSError as error:
-            raise CheckpointError(
-                message("directory", str(folder), told(error), "one to write into")
-            ) from error
-        self._path, self._fd = folder / NAME, -1
-        try:
-            self.records = list(read(self._path)) if self._path.exists() else []
-            cut_torn_line(self._path)
-            flags = (
-                os.O_WRONLY
-                | os.O_CREAT
-                | os.O_APPEND
-                | getattr(os, "O_NOFOLLOW", 0)
-                | getattr(os, "O_CLOEXEC", 0)
-            )
-            self._fd = os.open(self._path, flags, 0o666)
-            if self.records:
-                _check_same(self.records[0], about, folder)
-            else:
-                self.write({"sweep": about})
-                durable_files.sync(folder)
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self) -> None:
+        self.about: dict[str, Any] = {}
+        self.trials: dict[int, Trial] = {}
+        self.deaths: collections.Counter[int] = collections.Counter()
+        self.deaths_together: collections.Counter[int] = collections.Counter()
+        self._path, self._fd = Path(), -1
+        self._lock: durable_files.Lock | None = None
 
-    def write(self, record: dict[str, Any]) -> None:
+    def start(self, indices: list[int]) -> None:
+        """Trials begin."""
+        self._write({"start": indices})
+
+    def interrupt(self, indices: list[int]) -> None:
+        """A signal ended these trials; they have not died."""
+        self._write({"interrupted": indices})
+
+    def end(self, trials: list[Trial]) -> None:
+        """Trials ended."""
+        self._write({"end": [as_record(trial) for trial in trials]})
+        self.trials |= {trial.index: trial for trial in trials}
+
+    def close(self) -> None:
+        """Let another process write."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        if self._lock is not None:
+            self._lock.release()
+
+    def _write(self, record: dict[str, Any]) -> None:
         """One line more, on the disk when this returns.
 
         Raises SaveError, and the journal is as it was.
         """
+        if self._fd < 0:
+            return
         size = os.fstat(self._fd).st_size
-        line = memoryview(_line(record))
+        text = json.dumps(record, allow_nan=False)[:-1].encode()
+        line = memoryview(text + b', "crc": ' + _crc(text) + b"}\n")
         try:
             while line:
                 line = line[os.write(self._fd, line) :]
@@ -80,158 +85,133 @@ class Journal:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, size)
-            raise SaveError(
-                message("journal", str(self._path), told(error), "a line more")
-            ) from error
+            where = str(self._path)
+            raise SaveError(message("journal", where, told(error), "a line more")) from error
 
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        self._lock.release()
+    def _read(self, record: dict[str, Any]) -> None:
+        """Count a record. Raises one of `_ODD` for one that `_write` did not write."""
+        ((kind, said),) = record.items()
+        if kind == "sweep" and not self.about:
+            self.about |= said
+            are_texts = all(isinstance(text, str) for text in said["space"].values())
+            if said["mode"] not in ("min", "max") or not are_texts:
+                raise ValueError("no sweep")
+        elif kind == "end":
+            for trial in map(from_record, said):
+                if self.trials.setdefault(trial.index, trial) is not trial:
+                    raise ValueError(f"two ends of trial {trial.index}")
+        else:
+            more = {"start": 1, "interrupted": -1}[kind]
+            counts = self.deaths if len(said) == 1 else self.deaths_together
+            counts.update({index_of(i): more for i in said})
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a journal, but for a last line that is still being written.
+def opened(folder: Path | None, about: dict[str, Any]) -> Journal:
+    """The journal of a directory, for one process at a time; None: one that is written nowhere.
+
+    Raises CheckpointError for a directory of another sweep.
+    """
+    if folder is None:
+        return Journal()
+    held = lock(folder)
+    journal, path = Journal(), folder / NAME
+    try:
+        if path.exists():
+            journal = load(path)
+            cut_torn_line(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+        journal._path, journal._fd = path, os.open(path, flags, 0o666)
+        if journal.about:
+            check_same(journal.about, about, folder)
+        else:
+            journal._write({"sweep": about})
+            durable_files.sync(folder)
+        journal._lock = held
+        return journal
+    except BaseException:
+        journal.close()
+        held.release()
+        raise
+
+
+def lock(folder: Path) -> durable_files.Lock:
+    """Make this process the only one that writes into a directory. Raises CheckpointError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return durable_files.Lock(folder, reader="ts.tuning.read(directory)")
+    except OSError as error:
+        text = message("directory", str(folder), told(error), "one to write into")
+        raise CheckpointError(text) from error
+
+
+def load(path: Path) -> Journal:
+    """What a journal says, but for a last line that is still being written.
 
     Raises CheckpointError.
     """
+    journal, refuse = Journal(), lambda *words: CheckpointError(message("journal", *words))
     try:
         with durable_files.opened(path) as file:
-            content = file.read()
+            *lines, torn = file.read().split(b"\n")
     except OSError as error:
-        raise CheckpointError(
-            message("journal", str(path), told(error), "a sweep's journal")
-        ) from error
-    *lines, last = content.split(b"\n")
-    if not lines and not last.startswith(_FIRST[: len(last)]):
-        raise CheckpointError(message("journal", str(path), repr(last[:40]), "a sweep's journal"))
-    for i, line in enumerate(lines):
-        record = _parsed(line)
-        if not _is_record(record, i):
-            is_whole = _content(line) is not None
-            expected = "a record that tune() writes" if is_whole else "a line with its checksum"
-            why = "Another program wrote it" if is_whole else "It was changed, or its disk fails"
+        raise refuse(str(path), told(error), "a sweep's journal") from error
+    if not lines and not torn.startswith(_FIRST[: len(torn)]):
+        raise refuse(str(path), repr(torn[:40]), "a sweep's journal")
+    for number, line in enumerate(lines, 1):
+        content, _, crc = line.rpartition(b', "crc": ')
+        expected, why = "a line with its checksum", "It was changed, or its disk fails"
+        try:
+            if crc != _crc(content) + b"}":
+                raise ValueError("checksum")
+            expected, why = "a record that tune() writes", "Another program wrote it"
+            record = json.loads(content + b"}")
+            if number == 1 and (version := record["sweep"]["version"]) != VERSION:
+                expected, why = f"version {VERSION}", "Another tsunax wrote it"
+                raise ValueError(f"version {version}")
+            journal._read(record)
+        except _ODD as error:
+            got = str(error) if "version" in expected else repr(line[:40])
             fix = f"{why}. The lines before it are good: keep them, and delete the others."
-            where = f"{path}, line {i + 1}"
-            raise CheckpointError(message("journal", where, repr(line[:40]), expected, fix))
-        assert record is not None
-        if i == 0 and (version := record["sweep"].get("version")) != VERSION:
-            fix = "Another tsunax wrote it."
-            raise CheckpointError(
-                message("journal", str(path), f"version {version}", f"version {VERSION}", fix)
-            )
-        if i == 0 and not _is_about(record["sweep"]):
-            raise CheckpointError(
-                message("journal", f"{path}, line 1", repr(line[:40]), "a space and a mode")
-            )
-        yield record
+            raise refuse(f"{path}, line {number}", got, expected, fix) from error
+    return journal
+
+
+def _crc(text: bytes) -> bytes:
+    return b'"%08x"' % zlib.crc32(text)
 
 
 def cut_torn_line(path: Path) -> None:
     """Cut off what a writer that died left behind the last whole line."""
-    try:
-        with open(path, "r+b") as file:
-            content = file.read()
-            whole = content.rfind(b"\n") + 1
-            if whole < len(content):
-                file.truncate(whole)
-                os.fsync(file.fileno())
-                warnings.warn(
-                    f"{path}: a line that was cut short is dropped: {content[whole:][:40]!r}",
-                    stacklevel=4,
-                )
-    except FileNotFoundError:
-        pass
+    with open(path, "r+b") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)
+            os.fsync(file.fileno())
+            text = f"{path}: a line that was cut short is dropped: {content[whole:][:40]!r}"
+            warnings.warn(text, stacklevel=4)
 
 
-def _line(record: dict[str, Any]) -> bytes:
-    text = json.dumps(_encoded(record), allow_nan=False)[:-1]
-    return f'{text}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
+def check_same(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError if a directory is of another sweep, naming what differs.
 
-
-def _content(line: bytes) -> bytes | None:
-    """The JSON of a line whose checksum is right; else None."""
-    text, mark, crc = line.rpartition(b', "crc": ')
-    return text + b"}" if mark and crc == b'"%08x"}' % zlib.crc32(text) else None
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    if (content := _content(line)) is None:
-        return None
-    try:
-        return _decoded(json.loads(content))
-    except (ValueError, KeyError, RecursionError):  # no line of ours
-        return None
-
-
-def _is_record(record: Any, i: int) -> bool:
-    """Whether a line says what the lines of a journal say; its trials are looked at when they are
-    made.
+    Another objective gives a warning.
     """
-    if not isinstance(record, dict) or len(record) != 1:
-        return False
-    ((kind, said),) = record.items()
-    if i == 0 or kind == "sweep":
-        return kind == "sweep" and i == 0 and isinstance(said, dict)
-    if kind not in ("start", "interrupted", "end") or not isinstance(said, list):
-        return False
-    indices = [x.get("index") if kind == "end" and isinstance(x, dict) else x for x in said]
-    return all(type(x) is int and 0 <= x < 1 << 31 for x in indices)
-
-
-def _is_about(about: dict[str, Any]) -> bool:
-    space = about.get("space")
-    is_space = isinstance(space, dict) and all(isinstance(text, str) for text in space.values())
-    return is_space and about.get("mode") in ("min", "max")
-
-
-_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-def _encoded(x: Any) -> Any:
-    """JSON has no nan and no inf: they are {"float": "nan"}."""
-    if isinstance(x, float) and not math.isfinite(x):
-        return {"float": str(x)}
-    if isinstance(x, dict):
-        return {key: _encoded(value) for key, value in x.items()}
-    return [_encoded(value) for value in x] if isinstance(x, list | tuple) else x
-
-
-def _decoded(x: Any) -> Any:
-    if isinstance(x, dict):
-        if list(x) == ["float"] and isinstance(x["float"], str):
-            return _NUMBERS[x["float"]]
-        return {key: _decoded(value) for key, value in x.items()}
-    return [_decoded(value) for value in x] if isinstance(x, list) else x
-
-
-def _check_same(first: dict[str, Any], about: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError if a directory is of another sweep, naming what differs; warn of
-    another objective.
-    """
-    old, new = dict(first["sweep"]), json.loads(json.dumps(about))
-    fix = "Give another directory."
-    there, here = old.pop("objective", None), new.pop("objective", None)
-    if there != here and there is not None and here is not None:
-        was = (
-            f"other code of {here[0]!r}"
-            if there[0] == here[0]
-            else f"another objective, {there[0]!r}"
-        )
-        text = (
-            f"tune(): the trials in {folder} are of {was}, and are kept as they are. {fix[:-1]} "
-            "to run all anew."
-        )
-        warnings.warn(text, stacklevel=4)
-    for name in {**old.get("space", {}), **new["space"]}:
-        there, here = old.get("space", {}).get(name, "nothing"), new["space"].get(name, "nothing")
-        if there != here:
-            raise CheckpointError(
-                message(f"space[{name!r}]", "tune()", here, f"{there}, as in {folder}", fix)
-            )
-    for name in {**old, **new}:
-        if old.get(name) != new.get(name):
-            raise CheckpointError(
-                message(name, "tune()", new.get(name), f"{old.get(name)}, as in {folder}", fix)
-            )
+    flat = lambda about: {
+        **{f"space[{name!r}]": said for name, said in about["space"].items()},
+        **{name: said for name, said in about.items() if name not in ("space", "objective")},
+    }
+    there, here = old.get("objective"), list(new["objective"])
+    if there is not None and there != here:
+        was = f"another objective, {there[0]!r}"
+        was = f"other code of {here[0]!r}" if there[0] == here[0] else was
+        text = f"tune(): the trials in {folder} are of {was}, and are kept as they are. "
+        warnings.warn(f"{text}Give another directory to run all anew.", stacklevel=4)
+    before, now = flat(old), flat(new)
+    for name in {**before, **now}:
+        got, expected = now.get(name, "nothing"), before.get(name, "nothing")
+        if got != expected:
+            fix = "Give another directory."
+            text = message(name, "tune()", got, f"{expected}, as in {folder}", fix)
+            raise CheckpointError(text)

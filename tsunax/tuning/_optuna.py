@@ -1,23 +1,31 @@
-"""Values that Optuna proposes: its samplers, its pruners, its journal, by ask and tell.
+"""Trials that Optuna proposes, prunes and keeps: its samplers, its pruners, its journal.
 
-The number of a trial is Optuna's too. One that was asked for and has no end, since the process
-died, is taken up again.
+The number of a trial is Optuna's too. A trial that was asked for and has no end, because the
+process died, is taken up again.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import importlib
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tsunax.errors import CheckpointError, MissingLibraryError, WrongTypeError, message
-from tsunax.tuning import _journal, _sweep, spaces
+import numpy as np
+
+from tsunax._core import trees
+from tsunax.errors import CheckpointError, MissingLibraryError, message, told
+from tsunax.tuning import _journal, _sweep, _trials, spaces
 from tsunax.tuning._trials import Trial
 
-__all__ = []
+__all__ = ["NAME", "Study", "objective_of", "read"]
 
-_NAME = "optuna.journal"
+NAME = "optuna.journal"
+_STUDY = "tsunax"
+_KEY = "tsunax"  # of what is ours in the attributes of a study and of a trial
 
 
 def _optuna(part: str = "") -> Any:
@@ -25,124 +33,173 @@ def _optuna(part: str = "") -> Any:
         return importlib.import_module(f"optuna{part}")
     except ModuleNotFoundError as error:
         fix = "pip install 'tsunax[tune]'"
-        raise MissingLibraryError(
-            message("optuna", "tune()", "no such library", "Optuna", fix)
-        ) from error
+        text = message("optuna", "tune()", "no such library", "Optuna", fix)
+        raise MissingLibraryError(text) from error
 
 
-class _NoLock:
-    """The directory has a lock of ours, which the kernel drops with the process; Optuna's would
-    outlive it.
-    """
-
-    def acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
+def _storage(path: Path) -> Any:
+    file = _optuna(".storages.journal").JournalFileBackend(str(path))
+    return _optuna().storages.JournalStorage(file)
 
 
-class Proposed(_sweep.Drawn):
-    """A study, with the methods of `Drawn`."""
+@contextlib.contextmanager
+def _read_by_optuna(path: Path):
+    """A block that reads a journal. Raises CheckpointError for one that Optuna or we cannot read."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        text = message("journal", str(path), told(error), "a journal of tune() and Optuna's")
+        raise CheckpointError(text) from error
 
-    def __init__(
-        self, space: dict[str, Any], seed: int, mode: str, pruner: Any, sampler: Any = None
-    ):
-        super().__init__(space, seed, mode, pruner, None)
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[int, Trial]]:
+    """What was searched in a directory, and the trials that ended."""
+    with _read_by_optuna(folder / NAME):
+        study = _optuna().load_study(study_name=_STUDY, storage=_storage(folder / NAME))
+        return study.user_attrs[_KEY], _ended(study)
+
+
+def _ended(study: Any) -> dict[int, Trial]:
+    found = {}
+    for one in study.get_trials(deepcopy=False):
+        if one.state.is_finished() and _KEY in one.user_attrs:
+            found[one.number] = _trials.from_record(one.user_attrs[_KEY])
+        elif one.state.is_finished():  # of a worker of Optuna's own
+            status = {"COMPLETE": "done", "PRUNED": "pruned"}.get(one.state.name, "failed")
+            reports = dict(one.intermediate_values)
+            found[one.number] = Trial(one.number, one.params, status, one.value, reports=reports)
+    return found
+
+
+class Study(_sweep.Drawn):
+    """A study, with the methods of `Drawn` and of a `Journal`."""
+
+    def __init__(self, space: dict, about: dict, pruner: Any, folder: Path | None, sampler=None):
+        super().__init__(space, about["seed"])
         optuna = _optuna()
+        is_made = isinstance(sampler, optuna.samplers.BaseSampler)
         make = (lambda seed: optuna.samplers.TPESampler(seed=seed)) if sampler is None else sampler
-        self.make, self.sampler = (
-            (None, make) if isinstance(make, optuna.samplers.BaseSampler) else (make, None)
-        )
-        if self.sampler is None and not callable(make):
+        if not callable(make) and not is_made:
             expected = "an Optuna sampler, or a function of a seed that makes one"
-            raise WrongTypeError(message("sampler", "tune()", repr(make), expected))
-        self.is_theirs = isinstance(pruner, optuna.pruners.BasePruner)
-        self.asked: dict[int, Any] = {}
-
-    def begin(self, folder: Path | None) -> None:
-        optuna, storage = _optuna(), None
-        if folder is not None:
-            path = folder / _NAME
-            _journal.cut_torn_line(path)
-            file = _optuna(".storages.journal").JournalFileBackend(str(path), lock_obj=_NoLock())
-            storage = optuna.storages.JournalStorage(file)
-        self.study = optuna.create_study(
-            storage=storage,
-            study_name="tsunax",
-            direction="minimize" if self.mode == "min" else "maximize",
-            sampler=self.sampler,
-            pruner=self.pruner if self.is_theirs else optuna.pruners.NopPruner(),
-            load_if_exists=True,
-        )
+            raise spaces.mistyped("sampler", "tune()", repr(sampler), expected)
+        if pruner is not None and not isinstance(pruner, optuna.pruners.BasePruner):
+            expected, fix = "one of Optuna's", "optuna.pruners.MedianPruner(), for example."
+            raise spaces.mistyped("pruner", "tune()", trees.describe(pruner), expected, fix)
+        self._make = None if is_made else make
+        self._lock, storage = None if folder is None else _journal.lock(folder), None
+        try:
+            if folder is not None:
+                path = folder / NAME
+                if path.exists():
+                    _journal.cut_torn_line(path)
+                # the lock of a process that was killed in the middle of a write: ours says so
+                (folder / f"{NAME}.lock").unlink(missing_ok=True)
+                with _read_by_optuna(path):
+                    storage = _storage(path)
+            self.study = optuna.create_study(
+                storage=storage,
+                study_name=_STUDY,
+                direction="minimize" if about["mode"] == "min" else "maximize",
+                sampler=sampler if is_made else None,
+                pruner=pruner or optuna.pruners.NopPruner(),
+                load_if_exists=True,
+            )
+            if (old := self.study.user_attrs.get(_KEY)) is None:
+                self.study.set_user_attr(_KEY, about)
+            elif folder is not None:
+                _journal.check_same(old, about, folder)
+            self.trials = _ended(self.study)
+        except BaseException:
+            self.close()
+            raise
+        there = self.study.get_trials(deepcopy=False)
+        self.deaths = collections.Counter({x.number: x.user_attrs.get("starts", 0) for x in there})
+        self._running: dict[int, Any] = {}
 
     def values(self, index: int) -> dict[str, Any]:
-        trial, found = self._trial(index), {}
-        for name, entry in self.space.items():
-            entry = spaces.entry_of(entry, found)
-            if not spaces.is_absent(entry):
-                self._seed(index, name)
-                found[name] = _suggested(trial, name, entry)
-        return found
+        self._seed(index, "")
+        there = self.study.get_trials(deepcopy=False)
+        if index < len(there):
+            trial = _optuna(".trial").Trial(self.study, there[index]._trial_id)
+        else:
+            trial = self.study.ask()
+        if trial.number != index:
+            expected, fix = f"trial {index}", "Another program adds trials to its study."
+            raise CheckpointError(message(NAME, "tune()", f"trial {trial.number}", expected, fix))
+        _ = trial.relative_params  # what is drawn together, lazily: now, by this seed
+        self._running[index] = trial
+        return _suggested(trial, self.space, lambda name: self._seed(index, name))
 
     def _seed(self, index: int, name: str) -> None:
-        """A new sampler for each trial and name: where the process dies between two, it goes on as
-        it would have.
-        """
-        if self.make is not None:
-            self.study.sampler = self.make(spaces.seed_of(self.seed, index, name))
+        """A new sampler for each trial and name: after a kill it proposes what it would have."""
+        if self._make is not None:
+            bits = spaces.random_bits(self.seed, index, name, np.uint32)
+            self.study.sampler = self._make(bits)
 
-    def _trial(self, index: int) -> Any:
-        if index not in self.asked:
-            self._seed(index, "")
-            there = self.study.get_trials(deepcopy=False)
-            if index < len(there):
-                self.asked[index] = _optuna(".trial").Trial(self.study, there[index]._trial_id)
-            else:
-                self.asked[index] = self.study.ask()
-            _check_there(self.asked[index].number, index)
-            _ = self.asked[
-                index
-            ].relative_params  # what is drawn together, lazily: now, by this seed
-        return self.asked[index]
+    def prunes(self, index: int, reports: dict[int, float]) -> bool:
+        step = next(reversed(reports))
+        with warnings.catch_warnings():  # of nan, and of a report from before the process died
+            warnings.simplefilter("ignore")
+            self._running[index].report(reports[step], step)
+            return self._running[index].should_prune()
 
-    def prunes(self, index: int, reports: dict[int, float], others) -> bool:
-        trial, step = self.asked[index], next(reversed(reports))
-        with warnings.catch_warnings():  # a report that it has from before the process died
-            warnings.filterwarnings("ignore", "The reported value is ignored", UserWarning)
-            trial.report(reports[step], step)
-        return trial.should_prune() if self.is_theirs else super().prunes(index, reports, others)
+    def start(self, indices: list[int]) -> None:
+        for i in indices:
+            self._running[i].set_user_attr("starts", self.deaths[i] + 1)
 
-    def tell(self, trial: Trial) -> None:
-        there = self.study.get_trials(deepcopy=False)
-        if trial.index not in self.asked:  # from the journal
-            _check_there(len(there), trial.index + 1)
-            if there[trial.index].state.is_finished():
-                return
+    def interrupt(self, indices: list[int]) -> None:
+        for i in indices:
+            self._running[i].set_user_attr("starts", self.deaths[i])
+
+    def end(self, trials: list[Trial]) -> None:
         states = _optuna(".trial").TrialState
-        state = {"done": states.COMPLETE, "pruned": states.PRUNED}.get(trial.status, states.FAIL)
-        self.study.tell(
-            self._trial(trial.index), trial.value if trial.status == "done" else None, state
-        )
-        del self.asked[trial.index]
+        for trial in trials:
+            running = self._running.pop(trial.index)
+            running.set_user_attr(_KEY, _trials.as_record(trial))
+            state = {"done": states.COMPLETE, "pruned": states.PRUNED}.get(trial.status)
+            value = trial.value if trial.status == "done" else None
+            self.study.tell(running, value, state or states.FAIL)
+            self.trials[trial.index] = trial
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
 
-def _check_there(found: int, wanted: int) -> None:
-    if found < wanted:
-        expected = f"{wanted}, as in {_journal.NAME}"
-        raise CheckpointError(
-            message(_NAME, "tune()", f"{found} trials", expected, "Give another directory.")
-        )
+def _suggested(trial: Any, space: Mapping[str, Any], seed: Callable[[str], None]) -> dict[str, Any]:
+    """The values that Optuna proposes for a trial."""
+    found: dict[str, Any] = {}
+    for name, entry in space.items():
+        if (entry := spaces.entry_of(entry, found)) is spaces.ABSENT:
+            continue
+        seed(name)
+        if isinstance(entry, spaces.uniform | spaces.log_uniform):
+            is_log = isinstance(entry, spaces.log_uniform)
+            entry = trial.suggest_float(name, entry.low, entry.high, log=is_log)
+        elif isinstance(entry, spaces.integer):
+            entry = trial.suggest_int(name, entry.low, entry.high, log=entry.log)
+        elif isinstance(entry, spaces.choice):
+            by_label = {spaces.label(option): option for option in entry.options}
+            entry = by_label[trial.suggest_categorical(name, list(by_label))]
+        found[name] = entry
+    return found
 
 
-def _suggested(trial: Any, name: str, entry: Any) -> Any:
-    if isinstance(entry, spaces.uniform | spaces.log_uniform):
-        return trial.suggest_float(
-            name, entry.low, entry.high, log=isinstance(entry, spaces.log_uniform)
-        )
-    if isinstance(entry, spaces.integer):
-        return trial.suggest_int(name, entry.low, entry.high, log=entry.log)
-    if isinstance(entry, spaces.choice):
-        by_label = {spaces.label(option): option for option in entry.options}
-        return by_label[trial.suggest_categorical(name, list(by_label))]
-    return entry
+def objective_of(objective: Callable, space: Mapping[str, Any], metric: str | None) -> Callable:
+    """See `tuning.as_optuna`."""
+    space = spaces.checked(space, "as_optuna()", "optuna")
+
+    def run(trial: Any) -> float:
+        def report(step: int, value: float) -> None:
+            trial.report(float(value), int(step))
+            if trial.should_prune():
+                raise _optuna().TrialPruned
+
+        own = _trials.own(objective, trial.number, report)
+        found = objective(**_suggested(trial, space, lambda name: None), **own)
+        metrics, value = _trials.numbers(found, metric)
+        for name, x in metrics.items():
+            trial.set_user_attr(name, x)
+        return value
+
+    return run

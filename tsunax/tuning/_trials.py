@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import linecache
 import math
+import operator
 import os
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,18 +17,14 @@ import numpy as np
 
 from tsunax._core import checks, patterns, trees
 from tsunax._core.source_lines import LIBRARIES
-from tsunax.errors import HyperparameterError, TsunaxError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, TsunaxError, message
+from tsunax.tuning.spaces import invalid, mistyped
 
 __all__ = []
 
 RESERVED = ("report", "trial")  # what an objective may name beside the space
-COLUMNS = (
-    "trial",
-    "value",
-    "status",
-    "seconds",
-    "cause",
-)  # of the table, beside the space and the metrics
+COLUMNS = ("trial", "value", "status", "seconds", "cause")  # of the table, beside the space
+STATUSES = ("done", "pruned", "failed", "interrupted")
 
 
 class Pruned(TsunaxError):
@@ -52,9 +49,8 @@ class Trial:
     index: int
     values: dict[str, Any]
     status: str  # "done", "failed", "pruned"; "interrupted": it will be run again
-    value: float | None = (
-        None  # what the best is sought of; of a pruned trial the last that it reported
-    )
+    # what the best is sought of; of a pruned trial the last that it reported
+    value: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     cause: Cause | None = None
     seconds: float = 0.0
@@ -74,10 +70,9 @@ def parameters(objective: Callable) -> tuple[dict[str, inspect.Parameter], bool]
         found = inspect.signature(objective).parameters
     except (TypeError, ValueError):
         return {}, True
-    named = {
-        name: p for name, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
-    return named, any(p.kind is p.VAR_KEYWORD for p in found.values())
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    is_open = any(p.kind is p.VAR_KEYWORD for p in found.values())
+    return {name: p for name, p in found.items() if p.kind in named}, is_open
 
 
 def own(objective: Callable, trial: Any, report: Callable) -> dict[str, Any]:
@@ -95,19 +90,20 @@ def judged(
     """The trial whose objective returned `outcome`, was `Pruned`, or raised what is in a Cause."""
     trial = Trial(index, values, "done", seconds=round(seconds, 6), reports=dict(reports))
     if outcome is Pruned:
-        return dataclasses.replace(
-            trial, status="pruned", value=next(reversed(reports.values()), None)
-        )
-    if isinstance(outcome, Cause):
-        return dataclasses.replace(trial, status="failed", cause=outcome)
-    try:
-        metrics, value = numbers(outcome, metric)
-    except TsunaxError as error:
-        return dataclasses.replace(trial, status="failed", cause=cause_of(error))
-    if math.isfinite(value):
-        return dataclasses.replace(trial, value=value, metrics=metrics)
-    cause = Cause("NonFiniteError", message("result", "objective", value, "a finite number"))
-    return dataclasses.replace(trial, status="failed", value=value, metrics=metrics, cause=cause)
+        last = next(reversed(reports.values()), None)
+        return dataclasses.replace(trial, status="pruned", value=last)
+    if not isinstance(outcome, Cause):
+        try:
+            metrics, value = numbers(outcome, metric)
+        except TsunaxError as error:
+            outcome = cause_of(error)
+        else:
+            trial = dataclasses.replace(trial, value=value, metrics=metrics)
+            if math.isfinite(value):
+                return trial
+            text = message("result", "objective", value, "a finite number")
+            outcome = Cause("NonFiniteError", text)
+    return dataclasses.replace(trial, status="failed", cause=outcome)
 
 
 def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
@@ -115,39 +111,26 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
     if not isinstance(result, Mapping):
         if metric is not None:
             expected = f"a dict with {metric!r}, as metric= says"
-            raise WrongTypeError(message("result", "objective", trees.describe(result), expected))
+            raise mistyped("result", "objective", trees.describe(result), expected)
         return {}, _number(result, "objective")
     metrics = {str(name): _number(x, f"objective, {name!r}") for name, x in result.items()}
     name = next(iter(metrics)) if metric is None and len(metrics) == 1 else metric
     if name is None:
         got = f"{len(metrics)} numbers ({trees.listed(list(metrics), 8)})"
-        raise HyperparameterError(
-            message("result", "objective", got, "one", "Say which: tune(..., metric=...).")
-        )
+        raise invalid("result", "objective", got, "one", "Say which: tune(..., metric=...).")
     if name not in metrics:
         raise HyperparameterError(patterns.unknown("metric", "objective", name, metrics))
     return metrics, metrics[name]
 
 
 def _number(x: Any, where: str) -> float:
-    if not _is_number(x):
-        raise WrongTypeError(
-            message("result", where, trees.describe(x), "a number, or a dict of numbers")
-        )
-    return _float(x)
-
-
-def _float(x: Any) -> float:
+    is_python = isinstance(x, int | float) and not isinstance(x, bool)
+    if not is_python and not (checks.is_real(x) and np.size(x) == 1):
+        raise mistyped("result", where, trees.describe(x), "a number, or a dict of numbers")
     try:
         return float(np.asarray(x).reshape(()))
     except OverflowError:  # an int beyond all floats
         return math.inf if x > 0 else -math.inf
-
-
-def _is_number(x: Any) -> bool:
-    return (checks.is_real(x) and np.size(x) == 1) or (
-        isinstance(x, int | float) and not isinstance(x, bool)
-    )
 
 
 def apart(outcome: Any, n: int) -> list[Any]:
@@ -156,15 +139,16 @@ def apart(outcome: Any, n: int) -> list[Any]:
         return [outcome] * n
     columns = dict(outcome) if isinstance(outcome, Mapping) else {"": outcome}
     for name, column in columns.items():
-        if isinstance(column, list | tuple) and all(map(_is_number, column)):
-            columns[name] = column = np.array([_float(x) for x in column])
-        if not checks.is_real(column) or np.shape(column) != (n,):
+        try:
+            columns[name] = column = np.asarray(column)
+        except ValueError as error:  # lists of several lengths
+            return [cause_of(error)] * n
+        if column.shape != (n,):
             at = f"objective, {name!r}" if name else "objective"
-            text = message(
-                "result", at, trees.describe(column), f"an array of {n} numbers, one for each trial"
-            )
+            expected = f"an array of {n} numbers, one for each trial"
+            text = message("result", at, trees.describe(column), expected)
             return [Cause("WrongTypeError", text)] * n
-    rows = [{name: float(column[i]) for name, column in columns.items()} for i in range(n)]
+    rows = [{name: column[i] for name, column in columns.items()} for i in range(n)]
     return rows if isinstance(outcome, Mapping) else [row[""] for row in rows]
 
 
@@ -175,58 +159,61 @@ def note(reports: dict[int, float], step: Any, value: Any) -> None:
     reports[int(step)] = _number(value, "report()")
 
 
-def note_all(reports: dict[int, Any], n: int, step: Any, values: Any) -> None:
-    """A report of n trials at once."""
-    if np.shape(values) != (n,):
-        raise WrongTypeError(
-            message("values", "report()", trees.describe(values), f"one for each of {n} trials")
-        )
-    note({}, step, 0.0)
-    reports[int(step)] = np.asarray(values, np.float64)
-
-
 def cause_of(error: BaseException) -> Cause:
     """An exception as text: it would hold frames, and they arrays."""
     frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and not frame.filename.startswith(LIBRARIES)
     ]
-    own = [f for f in frames if not f.filename.startswith(LIBRARIES)]
     where = ""
-    if own:
-        line = (own[-1].line or linecache.getline(own[-1].filename, own[-1].lineno or 0)).strip()
-        where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" + (
-            f": {line}" if line else ""
-        )
+    if frames:
+        name, number = frames[-1].filename, frames[-1].lineno or 0
+        line = (frames[-1].line or linecache.getline(name, number)).strip()
+        where = f"{os.path.basename(name)}:{number}" + (f": {line}" if line else "")
     try:
-        text = str(error).strip().splitlines() or [""]
+        text = (str(error).strip().splitlines() or [""])[0]
     except Exception:  # of the exception's own
-        text = [""]
-    return Cause(type(error).__name__, text[0][:300], where[:300])
+        text = ""
+    return Cause(type(error).__name__, text[:300], where[:300])
 
 
-# As a record
+# As a record of a journal: JSON, which has no nan and no inf
 
 
 def as_record(trial: Trial) -> dict[str, Any]:
-    return dataclasses.asdict(trial) | {"reports": list(trial.reports.items())}
+    """A trial as JSON can hold it; `from_record` is the inverse."""
+    said = lambda x: x if x is None or math.isfinite(x) else str(x)
+    return dataclasses.asdict(trial) | {
+        "value": said(trial.value),
+        "metrics": {name: said(x) for name, x in trial.metrics.items()},
+        "reports": [[step, said(x)] for step, x in trial.reports.items()],
+    }
 
 
 def from_record(record: Mapping[str, Any]) -> Trial:
-    found = dict(record)
-    found["cause"] = None if found["cause"] is None else Cause(*found["cause"])
-    found["reports"] = {int(step): float(x) for step, x in found["reports"]}
-    found["values"] = {name: _tuples(x) for name, x in found["values"].items()}
-    trial = Trial(**found)
-    numbers = [
-        *trial.metrics.values(),
-        trial.seconds,
-        *([] if trial.value is None else [trial.value]),
-    ]
-    texts = [trial.status, *trial.values, *trial.metrics, *(trial.cause or ())]
-    is_one = type(trial.index) is int and all(type(x) in (int, float) for x in numbers)
-    if not is_one or not all(isinstance(x, str) for x in texts):
-        raise TypeError("no trial")
+    """The trial of a record. Any exception means that `as_record` did not write it."""
+    value, cause = record["value"], record["cause"]
+    found = {
+        "index": index_of(record["index"]),
+        "values": {name: _tuples(x) for name, x in record["values"].items()},
+        "value": None if value is None else float(value),
+        "metrics": {name: float(x) for name, x in record["metrics"].items()},
+        "cause": None if cause is None else Cause(*map(str, cause)),
+        "seconds": float(record["seconds"]),
+        "reports": {int(step): float(x) for step, x in record["reports"]},
+    }
+    trial = Trial(**{**record, **found})
+    if trial.status not in STATUSES:
+        raise ValueError(f"status {trial.status!r}")
     return trial
+
+
+def index_of(x: Any) -> int:
+    """The number of a trial. Raises for what is none."""
+    if not 0 <= operator.index(x) < 1 << 62:
+        raise ValueError(f"index {x}")
+    return int(x)
 
 
 def _tuples(x: Any) -> Any:

@@ -86,7 +86,7 @@ class integer:
     def __post_init__(self):
         for name, x in (("low", self.low), ("high", self.high)):
             if isinstance(x, bool) or not isinstance(x, int | np.integer):
-                raise WrongTypeError(message(name, "integer()", trees.describe(x), "an int"))
+                raise mistyped(name, "integer()", trees.describe(x), "an int")
         _keep_bounds(self, "integer()", positive=self.log)
 
     def at(self, u: float) -> int:
@@ -157,43 +157,30 @@ def sample(
     """The values of a trial: those that are `fixed`, and the others drawn."""
     found: dict[str, Any] = {}
     for name, entry in space.items():
-        if (entry := entry_of(entry, found)) is _ABSENT:
+        if (entry := entry_of(entry, found)) is ABSENT:
             continue
         if fixed is not None and name in fixed:
-            found[name] = fixed[name]
-        else:
-            found[name] = entry.at(_drawn(seed, trial, name)) if hasattr(entry, "at") else entry
+            entry = fixed[name]
+        elif hasattr(entry, "at"):
+            entry = entry.at((random_bits(seed, trial, name, np.uint64) >> 11) * 2.0**-53)
+        found[name] = entry
     return found
 
 
-_ABSENT = object()
+ABSENT = object()
 
 
 def entry_of(entry: Any, values: Mapping[str, Any]) -> Any:
-    """The entry itself, or what is in a `when` that holds; else _ABSENT."""
+    """The entry itself, or what is in a `when` that holds; else ABSENT."""
     while isinstance(entry, when):
         if not entry.holds(values):
-            return _ABSENT
+            return ABSENT
         entry = entry.entry
     return entry
 
 
-def is_absent(entry: Any) -> bool:
-    return entry is _ABSENT
-
-
-def _drawn(seed: int, trial: int, name: str) -> float:
-    """Uniform in [0, 1), a function of its arguments."""
-    return (_words(seed, trial, name, np.uint64) >> 11) * 2.0**-53
-
-
-def seed_of(seed: int, trial: int, name: str) -> int:
-    """A seed of 32 bits, a function of its arguments."""
-    return _words(seed, trial, name, np.uint32)
-
-
-def _words(seed: int, trial: int, name: str, dtype: Any) -> int:
-    """Random bits. `SeedSequence` is what NumPy promises not to change."""
+def random_bits(seed: int, trial: int, name: str, dtype: Any) -> int:
+    """A random integer, a function of its arguments: NumPy promises not to change SeedSequence."""
     return int(np.random.SeedSequence([seed, trial, *name.encode()]).generate_state(1, dtype)[0])
 
 
@@ -208,95 +195,68 @@ def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
         for point in found:
             inner = entry_of(entry, point)
             options = inner.options if isinstance(inner, grid) else ()
-            options = [inner] if not is_absent(inner) and not hasattr(inner, "at") else options
+            options = options if inner is ABSENT or hasattr(inner, "at") else [inner]
             if len(grown) + len(options) > _MOST:
                 fix = "Fewer values of each, or backend='random'."
-                raise HyperparameterError(
-                    message("grid", "tune()", f"over {_MOST:,} combinations", "fewer", fix)
-                )
+                raise invalid("grid", "tune()", f"over {_MOST:,} combinations", "fewer", fix)
             grown += [{**point, name: option} for option in options] or [point]
         found = grown
     return found
 
 
 def checked(space: Any, where: str, backend: str) -> dict[str, Any]:
-    """A space as it can be drawn from: plain values as Python's own. Raises for one that cannot."""
+    """A space with plain values as Python's own. Raises for one that cannot be drawn from."""
     if not isinstance(space, Mapping):
         fix = 'A dict: {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1)}.'
-        raise WrongTypeError(
-            message("space", where, trees.describe(space), "names and what they may be", fix)
-        )
+        raise mistyped("space", where, trees.describe(space), "names and what they may be", fix)
     if not space:
-        raise HyperparameterError(message("space", where, "an empty one", "at least one name"))
+        raise invalid("space", where, "an empty one", "at least one name")
     found: dict[str, Any] = {}
     for name, entry in space.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise WrongTypeError(
-                message("name", f"space of {where}", repr(name), "a name as of an argument")
-            )
-        at = f"space[{name!r}]"
-        found[name] = _checked_entry(entry, at, space, found, backend)
-    if backend == "grid" and not any(
-        isinstance(innermost(entry), grid) for entry in found.values()
-    ):
+            raise mistyped("name", f"space of {where}", repr(name), "a name as of an argument")
+        found[name] = _checked_entry(entry, f"space[{name!r}]", space, found, backend)
+    if backend == "grid" and not any(isinstance(innermost(x), grid) for x in found.values()):
         fix = "Give ts.tuning.spaces.grid([...]) for what is to be laid out, or backend='random'."
-        raise HyperparameterError(
-            message("space", f"{where}, backend 'grid'", "no grid", "at least one", fix)
-        )
+        raise invalid("space", f"{where}, backend 'grid'", "no grid", "at least one", fix)
     return found
 
 
-def _checked_entry(
-    entry: Any, at: str, space: Mapping[str, Any], before: Mapping[str, Any], backend: str
-) -> Any:
+def _checked_entry(entry: Any, at: str, space: Mapping, before: Mapping, backend: str) -> Any:
     if isinstance(entry, type) and hasattr(entry, "at"):
-        raise WrongTypeError(
-            message("entry", at, f"{entry.__name__} itself", f"{entry.__name__}(...)")
-        )
+        raise mistyped("entry", at, f"{entry.__name__} itself", f"{entry.__name__}(...)")
     if hasattr(entry, "at"):
         return entry
     if isinstance(entry, list):
-        fix = "A constant that is a sequence is a tuple."
+        shown, fix = reprlib.repr(entry), "A constant that is a sequence is a tuple."
         if entry:
-            shown = reprlib.repr(entry)
-            fix = (
-                f"For one of them in each trial: ts.tuning.spaces.choice({shown}), or "
-                f"grid({shown}). {fix}"
-            )
-        raise WrongTypeError(
-            message(
-                "entry", at, f"a list, {reprlib.repr(entry)}", "an entry of ts.tuning.spaces", fix
-            )
-        )
+            one = f"For one of them in each trial: ts.tuning.spaces.choice({shown}), or grid({shown})."
+            fix = f"{one} {fix}"
+        raise mistyped("entry", at, f"a list, {shown}", "an entry of ts.tuning.spaces", fix)
     if not isinstance(entry, when):
         return _plain(entry, at)
-    name = entry.name
+    name, wanted = entry.name, [_plain(value, at) for value in entry.values]
+    if name not in before and name in space:
+        raise invalid("when", at, f"{name!r}, which comes after it", "a name before it")
     if name not in before:
-        if name in space:
-            raise HyperparameterError(
-                message("when", at, f"{name!r}, which comes after it", "a name before it")
-            )
         raise HyperparameterError(patterns.unknown("when", at, str(name), before))
-    wanted = [_plain(value, at) for value in entry.values]
     if not wanted:
-        raise HyperparameterError(message("when", at, f"no value of {name!r}", "at least one"))
+        raise invalid("when", at, f"no value of {name!r}", "at least one")
     for value in wanted:
         _check_value(name, value, innermost(before[name]), at)
     inner = _checked_entry(entry.entry, at, space, before, backend)
     if backend == "grid" and isinstance(innermost(inner), grid) and not _is_laid_out(before, name):
-        fix = f"Make {name!r} a grid too."
-        raise HyperparameterError(
-            message("grid", at, f"one under {name!r}, which is drawn", "one under a grid", fix)
-        )
+        got, fix = f"one under {name!r}, which is drawn", f"Make {name!r} a grid too."
+        raise invalid("grid", at, got, "one under a grid", fix)
     return when(name, wanted, inner)
 
 
 def _check_value(name: str, value: Any, other: Any, at: str) -> None:
     """Raise for a value that the entry `other`, on which another one depends, never has."""
     if isinstance(other, uniform | log_uniform):
-        fix = "A single number of these is never drawn."
         expected = "a choice, a grid, an integer or a plain value"
-        raise HyperparameterError(message(f"when {name!r}", at, repr(other), expected, fix))
+        fix = "A single number of these is never drawn."
+        raise invalid(f"when {name!r}", at, repr(other), expected, fix)
     if isinstance(other, integer):
         is_known, expected = type(value) is int and other.low <= value <= other.high, repr(other)
     else:
@@ -304,13 +264,11 @@ def _check_value(name: str, value: Any, other: Any, at: str) -> None:
         is_known = any(_same(value, option) for option in known)
         expected = f"one of {trees.listed([repr(x) for x in known], 12)}"
     if not is_known:
-        raise HyperparameterError(message(f"value of {name!r}", at, repr(value), expected))
+        raise invalid(f"value of {name!r}", at, repr(value), expected)
 
 
 def _is_laid_out(space: Mapping[str, Any], name: str) -> bool:
-    """Whether a grid decides a name: it is in the grid itself, or plain, and so are those that it
-    depends on.
-    """
+    """Whether a name is in the grid itself, or plain, and so are the names that it depends on."""
     entry = space[name]
     while isinstance(entry, when):
         if not _is_laid_out(space, entry.name):
@@ -320,6 +278,7 @@ def _is_laid_out(space: Mapping[str, Any], name: str) -> bool:
 
 
 def innermost(entry: Any) -> Any:
+    """What is in a `when`, however deep; else the entry."""
     while isinstance(entry, when):
         entry = entry.entry
     return entry
@@ -327,20 +286,20 @@ def innermost(entry: Any) -> Any:
 
 def _options(where: str, options: Any) -> tuple:
     if isinstance(options, str | bytes | Mapping) or not isinstance(options, Iterable):
-        raise WrongTypeError(message("options", where, trees.describe(options), "a list of values"))
+        raise mistyped("options", where, trees.describe(options), "a list of values")
     found = tuple(_plain(x, f"{where}, option {i}") for i, x in enumerate(options))
     if not found:
-        raise HyperparameterError(message("options", where, "an empty list", "at least one value"))
+        raise invalid("options", where, "an empty list", "at least one value")
     seen: set[str] = set()
     for x in found:
         if label(x) in seen:
-            raise HyperparameterError(message("options", where, f"{x!r} twice", "each value once"))
+            raise invalid("options", where, f"{x!r} twice", "each value once")
         seen.add(label(x))
     return found
 
 
 def label(value: Any) -> str:
-    """A plain value as text: what a library that knows only strings is given in its place."""
+    """A plain value as text, for a library that only stores strings."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -350,19 +309,14 @@ def _plain(value: Any, at: str) -> Any:
         value = value.item()
     if isinstance(value, list | tuple):
         return tuple(_plain(x, at) for x in value)
-    if value is None or isinstance(value, bool | int | str):
+    if isinstance(value, float) and not math.isfinite(value):
+        raise invalid("value", at, value, "a finite number")
+    if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        raise HyperparameterError(message("value", at, value, "a finite number"))
-    fix = (
-        "Give its name, and look it up in the objective; or bind it: "
-        "functools.partial(objective, x=...)."
-    )
-    raise WrongTypeError(
-        message("value", at, trees.describe(value), "None, a bool, number, string, or a tuple", fix)
-    )
+    fix = "Give its name, and look it up in the objective; or bind it: "
+    fix += "functools.partial(objective, x=...)."
+    expected = "None, a bool, number, string, or a tuple"
+    raise mistyped("value", at, trees.describe(value), expected, fix)
 
 
 def _keep_bounds(entry: Any, where: str, positive: bool = False) -> None:
@@ -370,19 +324,25 @@ def _keep_bounds(entry: Any, where: str, positive: bool = False) -> None:
     for name in ("low", "high"):
         x = getattr(entry, name)
         if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
-            raise WrongTypeError(message(name, where, trees.describe(x), "a number"))
+            raise mistyped(name, where, trees.describe(x), "a number")
         x = int(x) if isinstance(x, int | np.integer) else float(x)
         if not abs(x) <= sys.float_info.max:
-            raise HyperparameterError(message(name, where, reprlib.repr(x), "a finite number"))
+            raise invalid(name, where, reprlib.repr(x), "a finite number")
         if positive and x <= 0:
-            raise HyperparameterError(
-                message(name, where, x, "a number > 0, which has a logarithm")
-            )
+            raise invalid(name, where, x, "a number > 0, which has a logarithm")
         object.__setattr__(entry, name, x)
     low, high = entry.low, entry.high
     span = float(high) / float(low) if positive else float(high) - float(low)
     if low >= high or not math.isfinite(span):
         fix = "A value that does not change is given as it is." if low == high else ""
-        raise HyperparameterError(
-            message("bounds", where, f"low={low}, high={high}", "low < high", fix)
-        )
+        raise invalid("bounds", where, f"low={low}, high={high}", "low < high", fix)
+
+
+def invalid(*words: object) -> HyperparameterError:
+    """The error for a value that cannot be; the words are those of `errors.message`."""
+    return HyperparameterError(message(*words))  # type: ignore[arg-type]
+
+
+def mistyped(*words: object) -> WrongTypeError:
+    """The same for a value of a wrong type."""
+    return WrongTypeError(message(*words))  # type: ignore[arg-type]

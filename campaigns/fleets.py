@@ -1,7 +1,7 @@
 """Hurt runs of several processes that save together: kill -9, or SIGTERM, to any of them at any time.
 
-    python -m tests.faults.fleet --kills 4 --seeds 0:5      # runs killed up to 4 times each, often while they save
-    python -m tests.faults.fleet --signals --seeds 0:20     # SIGTERM to one: all end with 143, at one step, saved
+    python -m campaigns.fleets --kills 4 --seeds 0:5      # runs killed up to 4 times each, often while they save
+    python -m campaigns.fleets --signals --seeds 0:20     # SIGTERM to one: all end with 143, at one step, saved
 
 A killed process ends the others, with its name and within the peer timeout; the same command again goes on, and ends
 with the bits of an undisturbed run, on each process. Counts are appended to `results/counts.jsonl`.
@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY, PEER_TIMEOUT, PATIENCE = 60, 4, 5.0, 90.0
 
 
@@ -89,7 +89,7 @@ class Fleet:
                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             }
             env["TSUNAX_TEST_START"] = json.dumps(start | more)
-            command = [sys.executable, "-u", "-m", "tests.faults.fleet", "--target", str(self.folder)]
+            command = [sys.executable, "-u", "-m", "campaigns.fleets", "--target", str(self.folder)]
             with open(self.folder / f"out{i}", "wb") as out:
                 new = subprocess.Popen(command, env=env, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
             self.processes[i : i + 1] = [new]

@@ -1,4 +1,7 @@
-"""What one of several processes saves in a test: `python -m tests.saving WORK FOLDER`; prints what it found as JSON."""
+"""What one of several processes saves in a test; prints what it found as JSON.
+
+python -m tests.programs.saving WORK FOLDER
+"""
 
 import contextlib
 import dataclasses
@@ -12,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import tsunax as ts
-from tsunax.distributed import processes as distributed
+from tsunax import distributed
 from tsunax.checkpoints import exchange
 from tsunax.errors import TsunaxError
 

@@ -1,4 +1,7 @@
-"""What one of several processes fits in a test: `python -m tests.fitting WORK`; prints what it found as JSON."""
+"""What one of several processes fits in a test; prints what it found as JSON.
+
+python -m tests.programs.fitting WORK
+"""
 
 import contextlib
 import json
@@ -10,7 +13,7 @@ import warnings
 
 import numpy as np
 import tsunax as ts
-from tsunax.distributed import processes as distributed
+from tsunax import distributed
 
 
 def problem(rows: int):

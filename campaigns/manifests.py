@@ -2,8 +2,12 @@
 
 Each one is given to the loader with its checksums made to fit, under an audit hook. What must come of it: a
 CheckpointError, or the params that were saved.
+
+    python -m campaigns.manifests --count 10000
 """
 
+import argparse
+import collections
 import contextlib
 import copy
 import hashlib
@@ -18,10 +22,11 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from tests.faults import target
 from tsunax import Checkpoints
 from tsunax.checkpoints import exchange
 from tsunax.errors import CheckpointError
+
+from campaigns import runs, training_run
 
 VALUES = [
     None, True, -1, 0, 2**31, 2**40, 2**70, -(2**63), 1e308, "", "x" * 1000, "\0", "object", "float64", "O", "<U9", [],
@@ -188,10 +193,10 @@ def write_manifest(folder: Path, content: bytes) -> None:
 def run(n: int, seed: int, counts) -> None:
     """Every tenth one is the header of the arrays, with a manifest that fits; every tenth that of an export."""
     rng, reached = random.Random(seed), []
-    state, step = target.make()
+    state, step = training_run.make()
     state, _ = step(state, (np.ones((4, 6), np.float32), np.ones((4, 2), np.float32)))
-    like, _ = target.make()
-    wanted = target.digest(state.params)
+    like, _ = training_run.make()
+    wanted = training_run.digest(state.params)
     with tempfile.TemporaryDirectory() as top:
         run_at, file = Path(top, "run"), Path(top, "a.safetensors")
         with Checkpoints(run_at) as checkpoints:
@@ -245,7 +250,8 @@ def run(n: int, seed: int, counts) -> None:
         before_all = listed()
         write_manifest(folder, json.dumps(good).encode())
         assert (
-            target.digest(manifests().params) == wanted and target.digest(exchange.restore(file, like).params) == wanted
+            training_run.digest(manifests().params) == wanted
+            and training_run.digest(exchange.restore(file, like).params) == wanted
         )
         for kind in cases * 3:  # what error paths import, they have imported
             with contextlib.suppress(CheckpointError):
@@ -269,7 +275,7 @@ def run(n: int, seed: int, counts) -> None:
                     counts["other errors"] += 1
                     print(f"  {kind.__name__} {i}: {type(error).__name__} {str(error)[:300]}", flush=True)
                 else:
-                    same = target.digest(found.params) == wanted
+                    same = training_run.digest(found.params) == wanted
                     counts["as saved" if same else "silently wrong"] += 1
                 slowest = max(slowest, time.monotonic() - start)
         finally:
@@ -291,3 +297,18 @@ def is_well(counts) -> bool:
         and counts["slowest, s"] < SECONDS
         and counts["memory grown, MB"] < BYTES >> 20
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--count", type=int, default=10_000, help="mutated files (10,000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=runs.HERE / "results" / "counts.jsonl")
+    args, counts = parser.parse_args(), collections.Counter()
+    run(args.count, args.seed, counts)
+    runs.record(args.results, {"what": "manifests", "seed": args.seed}, counts)
+    sys.exit(not is_well(counts))
+
+
+if __name__ == "__main__":
+    main()

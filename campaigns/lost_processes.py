@@ -1,9 +1,9 @@
 """Kill, stop and end one process of several, in the middle of collectives: all others end, and name it.
 
-    python -m tests.faults.peers --count 50 --peer-timeout 30
+    python -m campaigns.lost_processes --count 50 --peer-timeout 30
 
 Runs take turns over 2 and 4 processes, over who is hurt, and over SIGKILL, SIGSTOP and SIGTERM. Counts are appended to
-`results/peers.jsonl`.
+`results/lost_processes.jsonl`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import jax
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 BOUND = 45.0  # seconds
 
 
@@ -36,7 +36,7 @@ def hurt(folder: Path, n: int, victim: int, number: int, peer_timeout: float) ->
     for i, out in enumerate(outs):
         start = {"coordinator_address": address, "num_processes": n, "process_id": i, "peer_timeout": peer_timeout}
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "TSUNAX_TEST_START": json.dumps(start)}
-        command = [sys.executable, "-u", "-m", "tests.processes", "endless"]
+        command = [sys.executable, "-u", "-m", "tests.programs.processes", "endless"]
         with open(out, "wb") as file:
             processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT))
     text = lambda i: outs[i].read_text(errors="replace")
@@ -76,7 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--peer-timeout", type=float, default=30.0)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "peers.jsonl")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "lost_processes.jsonl")
     arguments = parser.parse_args()
     numbers = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
     cases = itertools.cycle((n, i, number) for n in (2, 4) for i in range(n) for number in numbers)

@@ -1,9 +1,9 @@
 """Kill runs of Keras and of Lightning that resume as their own pages show it, and compare with a run left alone.
 
-    .peers/keras/bin/python tests/faults/frameworks.py keras --seeds 0:10       # the environments of the benchmarks
-    .peers/lightning/bin/python tests/faults/frameworks.py lightning --seeds 0:10
+    .peers/keras/bin/python campaigns/frameworks.py keras --seeds 0:10       # the environments of the benchmarks
+    .peers/lightning/bin/python campaigns/frameworks.py lightning --seeds 0:10
 
-As in `target.py`: 24 rows, shuffled, batches of 4, Adam, dropout, a save every second step. A run is a process that is
+As in `training_run.py`: 24 rows, shuffled, batches of 4, Adam, dropout, a save every second step. A run is a process,
 killed up to twice and started again; it tells STEP at each batch and DIGEST, the hash of its parameters, at its end.
 """
 

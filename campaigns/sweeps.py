@@ -1,9 +1,9 @@
 """Sweeps that are killed: no trial may be lost, none run again once it is in the journal.
 
-    python -m tests.faults.sweeps --kills 100       # kill -9 at any time, on one sweep after the other
-    python -m tests.faults.sweeps --kills 100 --backend optuna
-    python -m tests.faults.sweeps --writers 20      # two sweeps start in one directory
-    python -m tests.faults.sweeps --leave-out sync  # a journal that is written late: it must be noticed
+    python -m campaigns.sweeps --kills 100       # kill -9 at any time, on one sweep after the other
+    python -m campaigns.sweeps --kills 100 --backend optuna
+    python -m campaigns.sweeps --writers 20      # two sweeps start in one directory
+    python -m campaigns.sweeps --leave-out sync  # a journal that is written late: it must be noticed
 
 A run is one process, forked from this one after its imports; its objective is arithmetic and a short sleep. Counts are
 appended to `--results`.
@@ -26,10 +26,11 @@ import warnings
 from pathlib import Path
 
 import jax  # only for its version
-from tests.faults.__main__ import HERE, _alive
 from tsunax import tuning
 from tsunax.errors import CheckpointError
-from tsunax.tuning import _journal, _sweep, spaces
+from tsunax.tuning import _journal, _optuna, spaces
+
+from campaigns.runs import HERE, is_alive
 
 TRIALS = 60
 SPACE = {
@@ -39,9 +40,17 @@ SPACE = {
 }
 
 
+def ended(folder: Path, trial: int) -> int:
+    """How often the end of a trial stands in the journal; of Optuna's it is a line with its state."""
+    if (folder / _journal.NAME).exists():
+        return sum(f'"index": {trial},' in line for line in (folder / _journal.NAME).open())
+    lines = map(json.loads, (folder / _optuna.NAME).open())
+    return sum(line["op_code"] == 6 and line["trial_id"] == trial and line["state"] in (1, 2, 3) for line in lines)
+
+
 def objective(log: Path, trial, x, rule, report, m=0):
     """Says when it begins and how often its trial stood in the journal by then; some fail, some are pruned."""
-    there = sum(f'"index": {trial},' in line for line in (log.parent / "sweep" / _journal.NAME).open())
+    there = ended(log.parent / "sweep", trial)
     with log.open("a") as file:
         file.write(f"{trial} {there}\n")
     time.sleep(0.004)
@@ -57,30 +66,32 @@ def sweep(folder: Path, backend: str, leave_out: str) -> tuning.Result:
     if leave_out == "sync":
         write_late()
     if leave_out == "resume":
-        _sweep.replayed = lambda records: ({}, {})
+        _journal.Journal._read = lambda self, record: None
     warnings.simplefilter("ignore")
+    pruner = None
     if backend == "optuna":
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        pruner = optuna.pruners.MedianPruner()
     log = folder / "log"
 
     def mine(trial, x, rule, report, m=0):
         return objective(log, trial, x, rule, report, m)
 
-    options = dict(trials=TRIALS, metric="loss", pruner=tuning.median(), attempts=1000, backend=backend)
+    options = dict(trials=TRIALS, metric="loss", pruner=pruner, attempts=1000, backend=backend)
     return tuning.tune(mine, SPACE, directory=folder / "sweep", progress=False, **options)
 
 
 def write_late() -> None:
-    write, late = _journal.Journal.write, []
+    write, late = _journal.Journal._write, []
 
     def lazily(self, record):
         late.append(record)
         if len(late) > 3:
             write(self, late.pop(0))
 
-    _journal.Journal.write = lazily
+    _journal.Journal._write = lazily
 
 
 def start(folder: Path, backend: str, leave_out: str = "") -> int:
@@ -141,7 +152,7 @@ def kills(n: int, seed: int, backend: str, counts, leave_out: str = "") -> None:
             while counts["kills"] < n:
                 pid = start(folder, backend, leave_out)
                 time.sleep(rng.uniform(0, seconds / 3))
-                if _alive(pid):
+                if is_alive(pid):
                     os.kill(pid, signal.SIGKILL)
                     counts["kills"] += 1
                 if end(pid) == 0:
@@ -189,7 +200,7 @@ def is_well(counts) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="tests.faults.sweeps", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="campaigns.sweeps", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--writers", type=int, default=0)

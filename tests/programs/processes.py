@@ -1,4 +1,4 @@
-"""What one of several processes does in a test: `python -m tests.processes WORK [OUT]`, started by a launcher.
+"""What one of several processes does in a test: `python -m tests.programs.processes WORK [OUT]`, started by a launcher.
 
 Prints or writes what it found as JSON; the tests compare.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import tsunax as ts
-from tsunax.distributed import processes as distributed
+from tsunax import distributed
 from tsunax.errors import ProcessError
 
 

@@ -1,0 +1,1 @@
+"""Programs that tests start, one process or several: `python -m tests.programs.fitting WORK`."""

@@ -1,0 +1,131 @@
+"""What a batch must be: rows in every leaf, and values that JAX keeps; and copies of batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from tsunax._core import checks, placement, trees
+from tsunax.errors import DataError, WrongTypeError
+
+
+def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
+    """The number of rows of a batch, the same in every leaf.
+
+    Raises DataError for no rows, different numbers of rows, or leaves without a row axis;
+    WrongTypeError for leaves that are no numbers, StateError for deleted arrays. The message names
+    `where`.
+
+    >>> check_batch({"x": np.zeros((8, 3)), "y": np.zeros(8)})
+    8
+    >>> check_batch({"x": np.zeros((8, 3)), "y": np.zeros(7)}, "step 12")
+    Traceback (most recent call last):
+    tsunax.errors.DataError: batch at step 12: got 8 rows in batch['x'], 7 in batch['y'], expected the same in every ...
+    """
+    keyed = [] if isinstance(batch, Iterator) else jtu.tree_flatten_with_path(batch)[0]
+    if not keyed:
+        raise DataError(root, where, trees.describe(batch), "a tree of arrays")
+    rows: dict[int, str] = {}
+    for path, leaf in keyed:
+        place = trees.access_str(root, path)
+        at = f"{place}, {where}" if where else place
+        checks.check_alive(leaf, at)
+        shape = _shape_of_numbers(leaf, at)
+        if not shape:
+            got = f"a scalar, {trees.describe(leaf)}"
+            fix = f"Give it a row axis, or leave it out of the {root}: step(state, batch, name=...)"
+            raise DataError("leaf", at, got, "rows along axis 0", f"{fix}.")
+        rows.setdefault(shape[0], place)
+    if len(rows) > 1:
+        found = [f"{n} in {place}" for n, place in rows.items()]
+        got = ", ".join([found[0].replace(" in ", " rows in ", 1), *found[1:]])
+        fix = "If leaves differ in length, as of a graph, pad them, or call step(state, batch) "
+        fix = f"{fix}yourself." if root == "batch" else ""
+        raise DataError(root, where, got, "the same in every leaf", fix)
+    if 0 in rows:
+        raise DataError(root, where, "0 rows", "at least 1: the mean over none is NaN")
+    return next(iter(rows))
+
+
+def _shape_of_numbers(leaf: Any, at: str) -> tuple[int, ...]:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None and hasattr(leaf, "column_name"):  # of a table of Hugging Face
+        shape = (len(leaf),)
+    kinds = (np.number, np.bool_, jax.dtypes.prng_key)
+    is_odd = isinstance(dtype, np.dtype) and not any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    if is_odd or (dtype is None and not shape and trees.dtype_of(leaf) is None):
+        fix = "Leave it out, or turn it into numbers."
+        raise WrongTypeError("leaf", at, trees.describe(leaf), "an array of numbers", fix)
+    return shape or ()
+
+
+# ----------------------------------------------------------------------- values that JAX would change
+
+
+@functools.lru_cache(maxsize=16)
+def _range(dtype: np.dtype, x64: bool) -> tuple[Any, Any, Any] | None:
+    """The dtype to which JAX cuts one of 64 bits, with its range; None if JAX keeps it."""
+    held = jax.dtypes.canonicalize_dtype(dtype)
+    info = None if held == dtype else (np.finfo if dtype.kind == "f" else np.iinfo)(held)
+    return None if info is None else (held, info.min, info.max)
+
+
+def _lost(x: Any) -> tuple[str, str] | None:
+    """The part of a NumPy array that JAX would lose silently, as `got, expected`."""
+    if not isinstance(x, np.ndarray):
+        return None
+    if isinstance(x, np.ma.MaskedArray):
+        return "a masked array", "an array, and beside it its mask (f32, 1 for real rows)"
+    if x.dtype.char not in "lLqQd" or not x.size:
+        return None
+    if (held := _range(x.dtype, jax.config.read("jax_enable_x64"))) is None:
+        return None
+    low, high = np.minimum.reduce(x, None), np.maximum.reduce(x, None)
+    if not (held[1] <= low and high <= held[2]) and x.dtype.kind == "f":
+        real = np.isfinite(x)  # NaN and inf stay
+        low, high = np.min(x, initial=0, where=real), np.max(x, initial=0, where=real)
+    if held[1] <= low and high <= held[2]:
+        return None
+    expected = f"what {held[0]}, to which JAX casts them, can hold"
+    return f"{x.dtype} values from {low} to {high}", expected
+
+
+def check_casts(tree: Any, root: str, where: str = "") -> None:
+    """Raise DataError for NumPy arrays of which JAX would lose something silently.
+
+    Integers that wrap, numbers that become inf, a mask. Reads the values of 64-bit arrays only, and
+    only if JAX cuts them to 32.
+    """
+    if any(map(_lost, jax.tree.leaves(tree))):
+        for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+            if lost := _lost(leaf):
+                place = trees.access_str(root, path) + (where and f", {where}")
+                fix = "Leave it out, make it smaller, or set jax_enable_x64."
+                if isinstance(leaf, np.ma.MaskedArray):
+                    fix = "x.filled(0) and ~np.ma.getmaskarray(x) are the two."
+                raise DataError("leaf", place, *lost, fix)
+
+
+def own(leaf: Any) -> Any:
+    """A copy of a NumPy array, or of an object that may share memory with one."""
+    if type(leaf) is np.ndarray:
+        return placement.copied(leaf)
+    if isinstance(leaf, jax.Array | np.generic) or not hasattr(leaf, "__array__"):
+        return leaf
+    if isinstance(leaf, np.ma.MaskedArray):
+        return leaf.copy()
+    return placement.copied(np.asarray(leaf))
+
+
+def owned(tree: Any, root: str, where: str = "") -> Any:
+    """The tree with copies of NumPy arrays and of objects that share their memory; checks casts."""
+    leaves, treedef = jax.tree.flatten(tree)
+    if any(map(_lost, leaves)):
+        check_casts(tree, root, where)
+    return treedef.unflatten(map(own, leaves))

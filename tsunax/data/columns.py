@@ -1,0 +1,144 @@
+"""Where rows come from: arrays in memory and in files, tables, and records one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from tsunax._core import trees
+from tsunax.data.checks import check_batch, own
+from tsunax.errors import DataError, TsunaxError, told
+
+
+def stacked(records: list[Any]) -> Any:
+    """Records along a new first axis. Raises DataError if structures or shapes differ."""
+    try:
+        batch = jax.tree.map(_stack, *records)
+    except (TypeError, ValueError) as error:
+        for record in records[1:]:
+            _check_alike(record, records[0])
+        raise DataError("records", "", told(error), "trees of arrays and numbers") from error
+    if not jax.tree.leaves(batch):
+        raise DataError("record", "", trees.describe(records[0]), "a tree of arrays and numbers")
+    return batch
+
+
+def _stack(*rows: Any) -> Any:
+    return (np.ma if any(isinstance(x, np.ma.MaskedArray) for x in rows) else np).stack(rows)
+
+
+def _check_alike(record: Any, first: Any) -> None:
+    if difference := trees.first_difference(record, first, "record"):
+        text = f"{difference.removeprefix('at ')}. Records of a batch have one structure."
+        raise DataError(text) from None
+    named = jtu.tree_flatten_with_path(record)[0]
+    for (path, x), y in zip(named, jax.tree.leaves(first), strict=True):
+        if np.shape(x) != np.shape(y):
+            got, place = f"shape {np.shape(x)}", trees.access_str("record", path)
+            expected = f"{np.shape(y)}, as in the first record of the batch"
+            fix = "Pad them, or cut them to one shape."
+            raise DataError("leaf", place, got, expected, fix) from None
+
+
+class Records:
+    """A leaf whose rows are records, read one by one by their number and stacked."""
+
+    def __init__(self, data: Any):
+        self.data, self.shape = data, (len(data),)
+
+    def read(self, rows: Any) -> Any:
+        return stacked([jax.tree.map(own, self.data[int(i)]) for i in rows])
+
+
+def read(leaf: Any, rows: np.ndarray | slice) -> Any:
+    """Rows of an array, in fresh memory; a file is read in its own order."""
+    if isinstance(leaf, Records):
+        return leaf.read(range(*rows.indices(leaf.shape[0])) if isinstance(rows, slice) else rows)
+    if isinstance(leaf, np.ndarray):
+        if isinstance(rows, slice):
+            return leaf[rows].copy()
+        return leaf.take(rows, axis=0, mode="clip")
+    back: Any = slice(None)
+    if not isinstance(rows, slice):  # h5py takes increasing rows only
+        order = np.argsort(rows)
+        rows, back = rows[order], np.argsort(order)
+    found = leaf[rows]
+    if isinstance(found, Mapping):  # a table
+        return {name: _plain(column)[back] for name, column in found.items()}
+    return _plain(found)[back]
+
+
+def _plain(leaf: Any) -> Any:
+    """A NumPy array; a masked one stays, so that `check_casts` sees the mask."""
+    return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)
+
+
+# -------------------------------------------------------------------------- what kind of data it is
+
+
+def _is_column(x: Any) -> bool:
+    """Whether it is indexed by arrays of rows: an array, or a column or table of Hugging Face."""
+    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+    return is_array or hasattr(x, "column_names") or hasattr(x, "column_name")
+
+
+def _has_records(x: Any) -> bool:
+    """Whether it has records by number, as a map-style Dataset of torch: `x[i]`, `len(x)`."""
+    if _is_column(x) or isinstance(x, str | bytes | Mapping) or not jtu.all_leaves([x]):
+        return False
+    if not (hasattr(x, "__getitem__") and hasattr(x, "__len__")):
+        return False
+    if isinstance(x, Iterable):
+        try:
+            x[0]  # type: ignore[index]
+        except NotImplementedError:  # an IterableDataset of torch with a length
+            return False
+        except Exception:  # raised again when the record is read
+            return True
+    return True
+
+
+def is_stream(arrays: Any) -> bool:
+    """Whether it yields records one after the other, and is no pytree of arrays."""
+    if isinstance(arrays, Iterator):
+        return True
+    if not isinstance(arrays, Iterable) or isinstance(arrays, str | bytes | Mapping):
+        return False
+    if not jtu.all_leaves([arrays]):
+        return False
+    return not (hasattr(arrays, "columns") or _is_column(arrays) or _has_records(arrays))
+
+
+def as_columns(arrays: Any) -> Any:
+    """The tree with leaves that `read` can read. Raises DataError for ambiguous ones."""
+    try:
+        columns = jtu.tree_map_with_path(_as_column, arrays)
+        check_batch(columns, root="arrays")
+    except TsunaxError as error:
+        is_list = isinstance(arrays, list | tuple) and len(arrays) and not jtu.all_leaves(arrays)
+        if is_list and len({jax.tree.structure(x) for x in arrays}) == 1:
+            fix = "Stack them: jax.tree.map(lambda *x: np.stack(x), *records)."
+            error.args = (f"{error} Or are these records? {fix}",)
+        raise
+    return columns
+
+
+def _as_column(path: tuple, leaf: Any) -> Any:
+    place = trees.access_str("arrays", path)
+    if hasattr(leaf, "columns") or isinstance(leaf, Mapping):
+        fix = "Columns in a dict: {name: np.asarray(table[name]), ...}."
+        raise DataError("leaf", place, f"a {type(leaf).__name__}", "arrays", fix)
+    if _has_records(leaf):
+        return Records(leaf)
+    if hasattr(leaf, "iloc"):  # a Series of pandas is indexed by labels
+        return np.asarray(leaf)
+    shape = getattr(leaf, "shape", ())
+    if shape and hasattr(leaf, "__len__") and len(leaf) != shape[0]:
+        got, expected = f"length {len(leaf)} and shape {tuple(shape)}", "an array or records"
+        fix = "An array is as long as it has rows; a data set of records has no shape and dtype."
+        raise DataError("leaf", place, got, expected, fix)
+    return leaf

@@ -1,0 +1,88 @@
+"""Batches on devices: how their rows are spread, and rows gathered from resident arrays."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from tsunax._core import trees
+from tsunax._core.placement import data_axes
+from tsunax.errors import DataError, WrongTypeError
+
+
+def placement(device: Any, where: str) -> Any:
+    """The sharding of batches, rows over the devices; None for JAX's default device."""
+    if device is True or isinstance(device, (NamedSharding, SingleDeviceSharding)):
+        return None if device is True else device
+    if isinstance(device, jax.Device):
+        return SingleDeviceSharding(device)
+    if isinstance(device, Mesh):
+        return NamedSharding(device, PartitionSpec(data_axes(device)))
+    expected = "a device, a Mesh, or a NamedSharding"
+    raise WrongTypeError("device", where, trees.describe(device), expected)
+
+
+def spans_processes(device: Any) -> bool:
+    """Whether it is a mesh or sharding that other processes have a part of."""
+    if isinstance(device, Mesh):
+        return device.is_multi_process
+    return isinstance(device, NamedSharding) and not device.is_fully_addressable
+
+
+def sharding_of(shape: tuple[int, ...], sharding: Any, axis: int = 0) -> Any:
+    """The sharding of an array with rows along an axis. Raises DataError if they do not divide."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    rows = sharding.spec[0] if len(sharding.spec) and shape else None
+    spec = PartitionSpec(*[None] * axis, rows) if rows else PartitionSpec()
+    sharding = NamedSharding(sharding.mesh, spec)
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        size, axes = sharding.mesh.size, dict(sharding.mesh.shape)
+        got = f"{shape[axis]} rows for the {size} devices of mesh {axes}"
+        expected = "rows that divide by the devices along axis 0"
+        fix = "Choose another batch_size, drop_remainder=True, or pad the batch and mask it."
+        raise DataError("batch", "", got, expected, fix) from None
+    return sharding
+
+
+def put(tree: Any, sharding: Any) -> Any:
+    """Arrays that every process has, at a sharding that may span all of them."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+    local = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x))
+    return jax.tree.map(local, tree)
+
+
+def gather(resident: Any, order: Any, first: Any, shape: tuple[int, ...]) -> Any:
+    """Rows `order[first : first + prod(shape)]` of resident arrays as `(*shape, ...)`, inside jit.
+
+    In a fused loop, batch i of an epoch: `gather(resident, order, i * rows, (rows,))`, with
+    `data.resident` and `data.device_order(epoch)` passed to the program as arguments. Without an
+    order (None) rows are taken in sequence.
+    """
+    n = math.prod(shape)
+    if order is None:
+        rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, n), resident)
+    else:
+        chosen = jax.lax.dynamic_slice_in_dim(order, first, n)
+        how = {"mode": "promise_in_bounds", "unique_indices": True}
+        rows = jax.tree.map(lambda x: x.at[chosen].get(**how), resident)
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), rows)
+
+
+@functools.lru_cache(maxsize=64)
+def gather_to(sharding: Any, shape: tuple[int, ...], ordered: bool):
+    """`gather` compiled: rows chosen by the host, or in sequence from a row on.
+
+    A slice of an order on the device would be a kernel more.
+    """
+    placed = sharding_of(shape, sharding, len(shape) - 1)
+    take = lambda resident, at: gather(resident, *((at, 0) if ordered else (None, at)), shape)
+    return jax.jit(take, out_shardings=placed if isinstance(placed, NamedSharding) else None)

@@ -1,0 +1,81 @@
+"""A tree of one process on all of them: to the bit, arrays in one transfer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from tsunax._core import stable_text, trees
+from tsunax.distributed import processes, starting
+from tsunax.errors import ProcessError, WrongTypeError, message
+
+__all__ = ["broadcast"]
+
+
+def broadcast(tree: Any, root: int = 0) -> Any:
+    """The tree of one process, on all of them: to the bit, arrays in one transfer.
+
+    The trees have the same structure everywhere. Arrays (shape and dtype the same on all) travel
+    over the devices, and arrive as NumPy arrays where they were, else where they lay; numbers and
+    strings may differ, and need no device. Raises ProcessError for trees that do not fit, or a root
+    that is not there, WrongTypeError for other leaves.
+
+    >>> broadcast({"run": "2026-11-21", "seed": 3})
+    {'run': '2026-11-21', 'seed': 3}
+    """
+    index, count = starting.here()
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < count:
+        expected = f"a process from 0 to {count - 1}"
+        raise ProcessError(message("root", "broadcast()", repr(root), expected))
+    keyed, treedef = jtu.tree_flatten_with_path(tree)
+    known, values = {}, []
+    for path, leaf in keyed:
+        place = trees.access_str("tree", path)
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            got, fix = f"{trees.describe(leaf)} of all processes", "It is one array already."
+            raise ProcessError(message("leaf", place, got, "an array of this process", fix))
+        is_array = trees.is_array(leaf)
+        known[place] = f"{leaf.dtype}{list(leaf.shape)}" if is_array else "a number or a string"
+        has_objects = isinstance(leaf, np.ndarray) and leaf.dtype.hasobject
+        if has_objects or not (is_array or isinstance(leaf, (bool, int, float, str))):
+            expected = "an array, a number or a string"
+            raise WrongTypeError(message("leaf", place, trees.describe(leaf), expected))
+        values.append(None if is_array else leaf)
+    if count == 1:
+        return tree
+    processes.compare("broadcast()", known)
+    values = json.loads(processes.gather("broadcast()", json.dumps(values))[root])
+    bits = [_bits(leaf) for _, leaf in keyed if trees.is_array(leaf)]
+    if bits:
+        from jax.experimental import multihost_utils
+
+        packed = np.concatenate([x.reshape(-1).view(np.uint8) for x in bits])
+        packed = np.asarray(multihost_utils.broadcast_one_to_all(packed, is_source=index == root))
+        parts = iter(np.split(packed, np.cumsum([x.nbytes for x in bits])[:-1]))
+        values = [
+            _like(leaf, next(parts)) if trees.is_array(leaf) else value
+            for (_, leaf), value in zip(keyed, values, strict=True)
+        ]
+    return treedef.unflatten(values)
+
+
+def _bits(leaf: Any) -> np.ndarray:
+    bits = stable_text.bits_of(leaf)
+    assert bits is not None
+    return bits.reshape(-1).reshape(bits.shape)  # contiguous, and a scalar stays one
+
+
+def _like(leaf: Any, part: np.ndarray) -> Any:
+    """Bytes as an array of the kind that another one is."""
+    bits = _bits(leaf)
+    new = part.view(bits.dtype).reshape(bits.shape)
+    if trees.is_key(leaf):
+        return jax.random.wrap_key_data(jnp.asarray(new), impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(new, leaf.sharding if leaf.committed else None)
+    return new if isinstance(leaf, np.ndarray) else new[()]

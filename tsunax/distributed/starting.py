@@ -1,0 +1,405 @@
+"""Starting many processes that train as one: who is who, who else is there, and parting.
+
+    ts.distributed.start()              # the first line of the script; alone, it does nothing
+
+`mpirun`, SLURM, Kubernetes and the like start the processes; `start` finds out from them who is
+who, brings all together, and starts `jax.distributed`. From then on `jax.devices()` are those of
+all processes, and arrays and programs span them. A run that `jax.distributed.initialize` started is
+served too. It works on the host, and knows nothing of meshes, states and steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import xla_bridge
+from jax._src.clusters import ClusterEnv
+
+from tsunax.distributed import _peers
+from tsunax.errors import ProcessError, message, told
+
+__all__ = ["check_seconds", "give_up", "peers", "process_count", "process_index", "start", "stop"]
+
+# seconds after `peer_timeout` in which JAX, too, would end the process: should this module fail
+SPARE = 10
+# seconds that processes wait for one that works by itself: a callback of `fit`, figures at the end
+LAST = 1800.0
+
+NEVER = 10 * 365 * 86400  # seconds
+
+_peers_of_run: _peers.Peers | None = None
+_is_alone = False  # because start() said so
+_is_watching = False  # from start() on
+_is_ours = False  # `jax.distributed`, which start() has initialized
+_has_given_up = False
+_met = 0  # how often the processes have met
+
+
+# Who is who
+
+
+class _Launch(NamedTuple):
+    address: Any  # of process 0, host:port; None where nobody says so, as the next two
+    count: Any
+    index: Any
+    local_device_ids: Any
+    is_one_host: bool
+
+
+def _error(*words: object) -> ProcessError:
+    return ProcessError(message(*words))  # type: ignore[arg-type]
+
+
+def _number(name: str) -> int | None:
+    """A variable of the environment as a number; None without. Raises ProcessError."""
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdigit():
+        raise _error(name, "the environment", repr(text), "a number")
+    return int(text) if text else None
+
+
+def _launched() -> int:
+    """How many processes the variables of a launcher speak of; 1 without."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES"):
+        if (n := _number(name)) is not None:
+            return n
+    slurm = _number("SLURM_STEP_NUM_TASKS") or _number("SLURM_NTASKS") or 1
+    return slurm if "SLURM_STEP_NODELIST" in os.environ else 1
+
+
+def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _Launch:
+    """From arguments, then JAX_* variables, then what JAX knows of launchers, and MPIs besides."""
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    count = _number("JAX_NUM_PROCESSES") if count is None else count
+    index = _number("JAX_PROCESS_ID") if index is None else index
+    if index is None and address is not None and count is not None:
+        index = _number("JOB_COMPLETION_INDEX")  # of an indexed job of Kubernetes
+    method, is_one_host = None, False
+    if (n := _number("OMPI_COMM_WORLD_SIZE")) is not None:
+        is_one_host = _number("OMPI_COMM_WORLD_LOCAL_SIZE") == n
+        if "OMPI_MCA_orte_hnp_uri" not in os.environ:  # Open MPI 5 does not say where process 0 is
+            method = "mpi4py"
+            if is_one_host and (count, address) == (None, None):
+                job = os.environ.get("PMIX_NAMESPACE", str(os.getppid()))
+                port = _number("JAX_COORDINATOR_PORT") or 61440 + zlib.crc32(job.encode()) % 4096
+                address, count, index = f"127.0.0.1:{port}", n, _number("OMPI_COMM_WORLD_RANK")
+                local_device_ids = local_device_ids or [_number("OMPI_COMM_WORLD_LOCAL_RANK")]
+    elif "SLURM_STEP_NODELIST" in os.environ:
+        is_one_host = _number("SLURM_STEP_NUM_NODES") == 1
+        if count is None:  # of this step; in an interactive shell that is 1, whatever the job has
+            count = _number("SLURM_STEP_NUM_TASKS")
+    elif (_number("PMI_SIZE") or 1) > 1:  # MPICH, Intel MPI
+        method = "mpi4py"
+    if count != 1 and None in (address, count, index):
+        if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
+            got = "an MPI that JAX knows by mpi4py only"
+            fix = "pip install mpi4py, or say coordinator_address=, num_processes= and process_id=."
+            raise _error("launcher", "start()", got, "mpi4py", fix)
+        try:
+            given = address, count, index, local_device_ids, method, math.ceil(timeout)
+            found = ClusterEnv.auto_detect_unset_distributed_params(*given)
+        except Exception as error:
+            got = f"{told(error)}, when JAX asked it"
+            fix = "Say coordinator_address=, num_processes= and process_id=; "
+            fix += "start(num_processes=1) for a process alone."
+            raise _error("launcher", "start()", got, "who is who", fix) from error
+        address, count, index, local_device_ids = found
+    if (address, count, index) == (None, None, None):
+        count, index = 1, 0
+    return _Launch(address, count, index, local_device_ids, is_one_host)
+
+
+def _place(launch: _Launch) -> tuple[str, int]:
+    """The host and port of process 0. Raises ProcessError for a launch that says too little."""
+    names = {"coordinator_address": launch.address, "num_processes": launch.count}
+    names["process_id"] = launch.index
+    if missing := [name for name, value in names.items() if value is None]:
+        fix = "No launcher was found that tells."
+        raise _error("start()", "", f"no {' and no '.join(missing)}", ", ".join(names), fix)
+    host, _, port = str(launch.address).rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        got = repr(launch.address)
+        raise _error("coordinator_address", "start()", got, "'host:port' of process 0")
+    return host.strip("[]"), int(port)
+
+
+def check_seconds(where: str, **given: Any) -> None:
+    """Raise ProcessError for what is no number of seconds."""
+    for name, seconds in given.items():
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not is_number or not 0 < seconds < 1e6:
+            raise _error(name, where, repr(seconds), "seconds, more than 0")
+
+
+def start(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: Sequence[int] | None = None,
+    timeout: float = 120.0,
+    peer_timeout: float = 30.0,
+) -> None:
+    """Make this process one of many, before anything else asks JAX for a device. Alone: nothing.
+
+        jax.distributed.initialize(...)    # with all processes there, and watched from then on
+
+    Without arguments it finds out by itself under SLURM (`srun`), Open MPI, MPICH and Intel MPI
+    (with mpi4py), in an indexed job of Kubernetes, on Cloud TPU, or from JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. A second call does nothing. After a
+    `jax.distributed.initialize` of your own it only begins to watch the other processes.
+
+    Args:
+      coordinator_address: `host:port` of process 0, the same on all. Processes on one host say
+        `localhost:port`: then nobody else can connect.
+      num_processes: how many there are; 1 is a process alone, whatever a launcher says.
+      process_id: which one this is, from 0.
+      local_device_ids: the devices of this host that this process has. Under MPI and SLURM one GPU
+        each, by the rank on the host; else all.
+      timeout: seconds that any wait for living processes may take, here, in `barrier` and its like.
+      peer_timeout: seconds without a sign of life after which a process counts as dead.
+
+    When a process dies, is stopped, or ends with an exception, all others end with exit code 1 and
+    a line that names it: a collective that has lost a member never returns. At the end processes
+    wait for each other, see `stop`. SIGTERM keeps the handler that it had.
+
+    Raises ProcessError if not all processes come, or if their versions or counts differ; for
+    arguments that do not fit; if a device was used before; if the port of process 0 is taken. When
+    two processes have one number, JAX aborts.
+
+    >>> start()
+    >>> process_index(), process_count()
+    (0, 1)
+    """
+    global _is_alone, _is_ours
+    if _is_watching:
+        return
+    check_seconds("start()", timeout=timeout, peer_timeout=peer_timeout)
+    if _has_given_up:
+        raise _error("start()", "", "a process that has given up", "a new process")
+    if (found := _peers.initialized()) is None:
+        launch = _launch(coordinator_address, num_processes, process_id, local_device_ids, timeout)
+        if launch.count == 1:
+            _is_alone = num_processes == 1
+            return
+        place = _place(launch)
+        if xla_bridge.backends_are_initialized():
+            fix = "Make it the first line: jax.devices(), jnp.ones() and jax.random.key() start "
+            got, expected = "a backend that has started", "to be called before that"
+            raise _error("start()", "", got, expected, f"{fix}the backend.")
+        _initialize(launch, *place, timeout, peer_timeout)
+        _is_ours = True
+    else:
+        asked = {"num_processes": (num_processes, found[2]), "process_id": (process_id, found[1])}
+        for name, (given, known) in asked.items():
+            if given not in (None, known):
+                fix = "jax.distributed was initialized before: leave the arguments out."
+                raise _error(name, "start()", given, f"{known}, as jax.distributed has it", fix)
+        if found[2] == 1:
+            return
+    _watch(timeout, peer_timeout)
+
+
+def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_timeout: float) -> None:
+    """`jax.distributed.initialize`, with an error for what JAX would abort the process for."""
+    alone = launch.is_one_host or host in ("localhost", "127.0.0.1", "::1")
+    if alone:
+        host = "::1" if host == "::1" else "127.0.0.1"
+    if launch.index == 0:  # gRPC would share a port that another run has, and mix the two
+        _check_port(host, port, alone)
+    there = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    failed: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            jax.distributed.initialize(
+                there,
+                launch.count,
+                launch.index,
+                launch.local_device_ids,
+                cluster_detection_method="deactivate",
+                initialization_timeout=NEVER,  # when it is over, JAX aborts
+                heartbeat_timeout_seconds=math.ceil(peer_timeout) + SPARE,
+                coordinator_bind_address=there if alone else None,
+            )
+        except BaseException as error:
+            failed.append(error)
+
+    with _same_sigterm():
+        thread = threading.Thread(target=connect, name="tsunax-start", daemon=True)
+        thread.start()
+        thread.join(timeout)
+    if failed or thread.is_alive():
+        _peers.forget()
+    if failed:
+        got = told(failed[0])
+        raise _error("jax.distributed", "start()", got, "one that starts") from failed[0]
+    if thread.is_alive():
+        got = f"not all {launch.count} of them within {timeout:g} s at {there}, seen from process "
+        fix = f"Were all started, with this address, num_processes={launch.count} and a process_id "
+        fix += "of their own? Is process 0 running there, and the port open between the hosts?"
+        raise _error("processes", "start()", f"{got}{launch.index}", "all of them", fix)
+
+
+def _check_port(host: str, port: int, alone: bool) -> None:
+    family = socket.AF_INET6 if alone and ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host if alone else "", port), family=family).close()
+    except OSError as error:
+        fix = "Another program or run has it: give another port, coordinator_address= or "
+        got = os.strerror(error.errno or 0)
+        where = f"{host}:{port}"
+        raise _error("port", where, got, "a free one", f"{fix}JAX_COORDINATOR_PORT.") from error
+
+
+@contextlib.contextmanager
+def _same_sigterm():
+    """JAX's preemption service takes SIGTERM: a loop that does not ask that service never ends."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if before is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+# Who else is there
+
+
+def peers() -> _peers.Peers | None:
+    """The others: after `start`, or of a `jax.distributed` of somebody else's; None alone."""
+    found = _peers.initialized()
+    if _peers_of_run is None and not _has_given_up and found is not None and found[2] > 1:
+        _meet(found, "without ts.distributed.start()", 120.0)
+        atexit.register(_at_exit)
+    return _peers_of_run
+
+
+def _meet(found: tuple[Any, int, int], how: str, timeout: float) -> _peers.Peers:
+    global _met, _peers_of_run
+    others = _peers.Peers(*found, _met, timeout)
+    _met += 1
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    others.meet(jax=jax.__version__, python=python, begins=how)
+    others.listen()
+    _peers_of_run = others
+    return others
+
+
+def _watch(timeout: float, peer_timeout: float) -> None:
+    """Watch the other processes from now on, and tell them of the end of this one."""
+    global _is_watching
+    if (others := _peers_of_run) is None:
+        found = _peers.initialized()
+        assert found is not None
+        others = _meet(found, "ts.distributed.start()", timeout)
+    else:
+        atexit.unregister(_at_exit)
+        others.gather("start()")
+    others.watch(peer_timeout, timeout)
+    _is_watching = True
+    _peers.name_process_0()
+    atexit.register(_at_exit)
+
+
+def stop() -> None:
+    """Part from the other processes, once all are here. The exit of the process calls it, too.
+
+    Raises ProcessError if one that is alive does not come within half an hour.
+    """
+    global _is_ours
+    if _peers_of_run is None:
+        return
+    if _is_watching:
+        _peers_of_run.gather("stop()", timeout=LAST)
+    if (others := _let_go()) is not None:
+        others.close()
+    if _is_ours:
+        _is_ours = False
+        jax.distributed.shutdown()
+
+
+def give_up(reason: object) -> None:
+    """End all other processes, which say that this one ended, and why; this one goes on, alone.
+
+    A script that ends with an exception does so by itself. This is for what catches exceptions: a
+    notebook, a framework that runs your function, `sys.exit(1)`.
+    """
+    global _has_given_up
+    if (others := _let_go()) is not None:
+        _has_given_up = True
+        others.fail(told(reason) if isinstance(reason, BaseException) else str(reason), stay=True)
+
+
+def _let_go() -> _peers.Peers | None:
+    global _peers_of_run, _is_watching
+    others, _peers_of_run, _is_watching = _peers_of_run, None, False
+    atexit.unregister(_at_exit)
+    return others
+
+
+def _in_child() -> None:
+    """A forked child is none of the processes: it must not speak, or end, for its parent."""
+    if _let_go() is not None:
+        _peers.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def _at_exit() -> None:
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None or not _is_watching:
+        try:
+            return stop()
+        except ProcessError as found:
+            error = found
+    sys.stdout.flush()
+    assert _peers_of_run is not None
+    _peers_of_run.fail(told(error))
+    os._exit(1)
+
+
+# Who am I
+
+
+def here() -> tuple[int, int]:
+    """The index of this process, and how many there are."""
+    if _peers.initialized() is not None or xla_bridge.backends_are_initialized():
+        index, count = jax.process_index(), jax.process_count()
+    else:
+        index, count = 0, 1
+    if count == 1 and not _is_alone and (n := _launched()) > 1:
+        fix = "Call ts.distributed.start() first; start(num_processes=1) where each is to train "
+        got, expected = f"one of {n}, and not started", "ts.distributed.start()"
+        raise _error("process", "", got, expected, f"{fix}by itself.")
+    return index, count
+
+
+def process_index() -> int:
+    """Which process this is, from 0.
+
+    Raises ProcessError if a launcher made several, and `start` was not called.
+    """
+    return here()[0]
+
+
+def process_count() -> int:
+    """How many processes there are. Raises ProcessError as `process_index`."""
+    return here()[1]
+
+
+def is_main() -> bool:
+    """Whether this is process 0: the one that prints, logs and downloads."""
+    return process_index() == 0

@@ -1,0 +1,416 @@
+"""The schedules of optax under their own names, and others: formulas of the step, in plain JAX."""
+
+# Without `from __future__ import annotations`: the annotations of a formula are its checks.
+
+import itertools
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+
+from tsunax._core import checks, trees
+from tsunax.errors import HyperparameterError, WrongTypeError
+from tsunax.schedules import schedule_type as t
+from tsunax.schedules.schedule_type import (
+    Length,
+    NotNegative,
+    Period,
+    Positive,
+    Value,
+    Wait,
+    schedule,
+)
+
+# ------------------------------------------------------------------------ what formulas are made of
+
+
+def _between(a, b, u):
+    """`a` at u = 0, `b` at u = 1, a straight line between: exact at both ends, never beyond them."""
+    return jnp.where(u >= 1, b, jnp.clip(a + (b - a) * u, jnp.minimum(a, b), jnp.maximum(a, b)))
+
+
+def _ramp(step, begin, length):
+    """From 0 at `begin` to 1 `length` steps later; flat before and after."""
+    return jnp.clip((step - begin) / jnp.maximum(length, 1), 0, 1)
+
+
+def _left(step, begin, length):
+    """From 1 at `begin` to 0 `length` steps later: the ramp's rest.
+
+    1 - ramp would keep no digit of it near the end: of 10⁶ steps the last one is 1.0133e-6 that way.
+    """
+    length = jnp.maximum(length, 1)
+    return jnp.clip((begin + length - step) / length, 0, 1)
+
+
+def _cosine(u):
+    """From 1 to 0 along half a cosine."""
+    return 0.5 * (1 + jnp.cos(jnp.pi * u))
+
+
+def _power(u, exponent):
+    """u**exponent for u from 0 to 1, without the infinite slope at 0: a gradient of NaN there."""
+    return jnp.where(u > 0, jnp.where(u > 0, u, 1) ** exponent, exponent == 0)
+
+
+def _cycle(step, period):
+    """The part of its period that a step is into, in [0, 1), and the number of periods before."""
+    period = jnp.maximum(t.whole(period), 1)
+    return step % period / period, step // period
+
+
+def _finite(x):
+    most = jnp.finfo(jnp.result_type(x)).max
+    return jnp.clip(x, -most, most)
+
+
+def _through(step, points, curve="linear"):
+    """From point to point, each (step, value), flat before the first and after the last."""
+    bend = (lambda u: u) if curve == "linear" else (lambda u: 1 - _cosine(u))
+    value = points[0][1]
+    for (begin, a), (end, b) in itertools.pairwise(points):
+        along = _between(a, b, bend(_ramp(step, begin, end - begin)))
+        value = jnp.where(step >= begin, along, value)
+    return jnp.where(step >= points[-1][0], points[-1][1], value)
+
+
+def _warmed(step, init_value, peak_value, warmup_steps, value):
+    """A straight line from `init_value` to `peak_value` in `warmup_steps`, then `value`."""
+    rise = _between(init_value, peak_value, _ramp(step, 0, warmup_steps))
+    return jnp.where(step < warmup_steps, rise, value)
+
+
+def _exponential(step, init_value, transition_steps, decay_rate, staircase, end_value):
+    periods = jnp.maximum(step, 0) / jnp.maximum(transition_steps, 1)
+    periods = jnp.floor(periods) if staircase else periods
+    value = _finite(init_value * _finite(decay_rate**periods))
+    if end_value is None:
+        return value
+    return jnp.where(decay_rate < 1, jnp.maximum(value, end_value), jnp.minimum(value, end_value))
+
+
+def _part(fraction, steps):
+    """A fraction of a length, rounded down; one float32 below a whole number counts as it."""
+    return jnp.floor(fraction * steps * (1 + 2.0**-23))
+
+
+def _check_milestones(where, name, value):
+    """((step, scale), ...) in the order of the steps, from a mapping or from pairs."""
+    if value is None:
+        return ()
+    try:
+        pairs = [
+            (n, scale) for n, scale in (value.items() if isinstance(value, Mapping) else value)
+        ]
+    except (TypeError, ValueError):
+        raise WrongTypeError(name, where, trees.describe(value), "{step: scale}") from None
+    pairs = [
+        (t.check_wait(where, f"a step of {name}", n), t.check_scale(where, f"{name}[{n}]", scale))
+        for n, scale in pairs
+    ]
+    steps = [n for n, _ in pairs]
+    if any(map(trees.is_traced, steps)):
+        return tuple(pairs)
+    if len(set(steps)) < len(steps):
+        raise HyperparameterError(name, where, f"the steps {steps}", "each step once")
+    return tuple(sorted(pairs, key=lambda pair: pair[0]))
+
+
+def _check_curve(where, name, value):
+    checks.check_choice(value, where, name, ("linear", "cosine"))
+    return value
+
+
+Curve = Annotated[Any, _check_curve]
+Milestones = Annotated[Any, _check_milestones]
+
+# ------------------------------------------------------------------------------------------ optax's
+
+
+@schedule
+def constant_schedule(step, value: Value):
+    """`value`, at every step."""
+    return jnp.broadcast_to(value, jnp.broadcast_shapes(jnp.shape(step), jnp.shape(value)))
+
+
+@schedule
+def linear_schedule(
+    step, init_value: Value, end_value: Value, transition_steps: Length, transition_begin: Wait = 0
+):
+    """A straight line from `init_value` to `end_value`, from step `transition_begin` on."""
+    return _between(end_value, init_value, _left(step, transition_begin, transition_steps))
+
+
+@schedule
+def polynomial_schedule(
+    step,
+    init_value: Value,
+    end_value: Value,
+    power: NotNegative,
+    transition_steps: Length,
+    transition_begin: Wait = 0,
+):
+    """`end + (init - end) · u^power`, u from 1 to 0 in `transition_steps`."""
+    left = _left(step, transition_begin, transition_steps)
+    return _between(end_value, init_value, _power(left, power))
+
+
+@schedule
+def exponential_decay(
+    step,
+    init_value: Value,
+    transition_steps: Length,
+    decay_rate: Positive,
+    transition_begin: Wait = 0,
+    staircase: bool = False,
+    end_value: t.OptionalValue = None,
+):
+    """`init_value · decay_rate^((step - transition_begin) / transition_steps)`, up to `end_value`.
+
+    With `staircase` the exponent is rounded down. A rate above 1 grows, to the largest float at
+    most.
+    """
+    since = step - transition_begin
+    return _exponential(since, init_value, transition_steps, decay_rate, staircase, end_value)
+
+
+@schedule
+def cosine_decay_schedule(
+    step, init_value: Value, decay_steps: Length, alpha: Value = 0.0, exponent: NotNegative = 1.0
+):
+    """Half a cosine from `init_value` to `alpha · init_value` in `decay_steps`.
+
+    `init · ((1 - α) · c^exponent + α)` with c = (1 + cos(π step / decay_steps)) / 2. (Loshchilov
+    and Hutter, SGDR, arXiv:1608.03983.)
+
+    >>> from tsunax.schedules import cosine_decay_schedule
+    >>> cosine_decay_schedule(1.0, 4).values(6).round(3)
+    array([1.   , 0.854, 0.5  , 0.146, 0.   , 0.   ], dtype=float32)
+    """
+    part = _power(_cosine(_ramp(step, 0, decay_steps)), exponent)
+    return _between(alpha * init_value, init_value, part)
+
+
+@schedule
+def linear_onecycle_schedule(
+    step,
+    transition_steps: Length,
+    peak_value: Value,
+    pct_start: t.Fraction = 0.3,
+    pct_final: t.Fraction = 0.85,
+    div_factor: Positive = 25.0,
+    final_div_factor: Positive = 1e4,
+):
+    """Straight lines from `peak / div` to the peak, back, and on to `peak / div / final_div`.
+
+    The lines meet at `pct_start` and `pct_final` of `transition_steps`, rounded down. (Smith,
+    arXiv:1708.07120.)
+    """
+    start = peak_value / div_factor
+    top, bottom = _part(pct_start, transition_steps), _part(pct_final, transition_steps)
+    end = peak_value / (div_factor * final_div_factor)
+    return _through(step, [(0, start), (top, peak_value), (bottom, start), (transition_steps, end)])
+
+
+@schedule
+def cosine_onecycle_schedule(
+    step,
+    transition_steps: Length,
+    peak_value: Value,
+    pct_start: t.Fraction = 0.3,
+    div_factor: Positive = 25.0,
+    final_div_factor: Positive = 1e4,
+):
+    """Half cosines: up from `peak / div` to the peak, then down to `peak / div / final_div`.
+
+    The peak is at `pct_start` of `transition_steps`, rounded down. (Smith, arXiv:1708.07120.)
+    """
+    start, top = peak_value / div_factor, _part(pct_start, transition_steps)
+    end = peak_value / (div_factor * final_div_factor)
+    return _through(step, [(0, start), (top, peak_value), (transition_steps, end)], "cosine")
+
+
+@schedule
+def piecewise_constant_schedule(step, init_value: Value, boundaries_and_scales: Milestones = None):
+    """`init_value` times the scale of each milestone `{step: scale}` that has been reached."""
+    value = init_value * jnp.ones(jnp.shape(step))
+    for begin, scale in boundaries_and_scales:
+        value = jnp.where(step >= begin, _finite(value * scale), value)
+    return value
+
+
+@schedule
+def piecewise_interpolate_schedule(
+    step, interpolate_type: Curve, init_value: Value, boundaries_and_scales: Milestones = None
+):
+    """`piecewise_constant_schedule` with lines or half cosines from milestone to milestone.
+
+    `interpolate_type` is "linear" or "cosine".
+    """
+    points = [(0, init_value)]
+    for begin, scale in boundaries_and_scales:
+        points.append((begin, _finite(points[-1][1] * scale)))
+    return _through(step, points, interpolate_type)
+
+
+@schedule
+def warmup_constant_schedule(step, init_value: Value, peak_value: Value, warmup_steps: Wait):
+    """A straight line from `init_value` to `peak_value` in `warmup_steps`; then `peak_value`."""
+    return _through(step, [(0, init_value), (warmup_steps, peak_value)])
+
+
+@schedule
+def warmup_cosine_decay_schedule(
+    step,
+    init_value: Value,
+    peak_value: Value,
+    warmup_steps: Wait,
+    decay_steps: Length,
+    end_value: Value = 0.0,
+    exponent: NotNegative = 1.0,
+):
+    """A straight line up to `peak_value`, then half a cosine down to `end_value`.
+
+    `decay_steps` is the whole length, with the warm-up. A peak of 0 decays to 0.
+    """
+    part = _power(_cosine(_ramp(step, warmup_steps, decay_steps - warmup_steps)), exponent)
+    end_value = jnp.where(peak_value == 0, 0.0, end_value)  # as optax's, which divides the two
+    decayed = _between(end_value, peak_value, part)
+    return _warmed(step, init_value, peak_value, warmup_steps, decayed)
+
+
+@schedule
+def warmup_exponential_decay_schedule(
+    step,
+    init_value: Value,
+    peak_value: Value,
+    warmup_steps: Wait,
+    transition_steps: Length,
+    decay_rate: Positive,
+    transition_begin: Wait = 0,
+    staircase: bool = False,
+    end_value: t.OptionalValue = None,
+):
+    """A straight line up to `peak_value` in `warmup_steps`, then `exponential_decay` from there."""
+    since = step - (warmup_steps + transition_begin)
+    decayed = _exponential(since, peak_value, transition_steps, decay_rate, staircase, end_value)
+    return _warmed(step, init_value, peak_value, warmup_steps, decayed)
+
+
+# ----------------------------------------------------------------------------------------- not in optax
+
+
+@schedule
+def inverse_time(step, init_value: Value, decay_rate: NotNegative, power: NotNegative = 1.0):
+    """`init_value / (1 + decay_rate · step)^power`. (ParameterSchedulers' Inv.)"""
+    return init_value / (1 + decay_rate * step) ** power
+
+
+@schedule
+def inverse_sqrt(step, peak_value: Value, warmup_steps: Wait, init_value: Value = 0.0):
+    """A straight line up to `peak_value`, then `peak · sqrt(warmup_steps / step)`.
+
+    Noam's schedule counts from 1: with a model of width d it is
+    `shift(inverse_sqrt((d * warmup_steps) ** -0.5, warmup_steps), 1)`. (Vaswani et al.,
+    arXiv:1706.03762.)
+
+    >>> from tsunax.schedules import inverse_sqrt
+    >>> inverse_sqrt(1.0, warmup_steps=4).values(17)[[0, 2, 4, 16]]
+    array([0. , 0.5, 1. , 0.5], dtype=float32)
+    """
+    top = jnp.maximum(warmup_steps, 1)
+    decayed = peak_value * jnp.sqrt(top / jnp.maximum(step, top))
+    return _warmed(step, init_value, peak_value, warmup_steps, decayed)
+
+
+@schedule
+def warmup_stable_decay(
+    step,
+    init_value: Value,
+    peak_value: Value,
+    warmup_steps: Wait,
+    stable_steps: Wait,
+    cooldown_steps: Length,
+    end_value: Value = 0.0,
+):
+    """A straight line up to `peak_value`, a flat part, and a straight line down to `end_value`.
+
+    (Hu et al., MiniCPM, arXiv:2404.06395; the straight cooldown is Hägele et al.,
+    arXiv:2405.18392.)
+
+    >>> from tsunax.schedules import warmup_stable_decay
+    >>> warmup_stable_decay(0.0, 1.0, warmup_steps=2, stable_steps=3, cooldown_steps=2).values(8)
+    array([0. , 0.5, 1. , 1. , 1. , 1. , 0.5, 0. ], dtype=float32)
+    """
+    stable = warmup_steps + stable_steps
+    falling = [(stable, peak_value), (stable + cooldown_steps, end_value)]
+    return _through(step, [(0, init_value), (warmup_steps, peak_value), *falling])
+
+
+def _wave(u):
+    return 1 - jnp.abs(2 * u - 1)
+
+
+def _hump(u):
+    return jnp.sin(jnp.pi * u)
+
+
+@schedule
+def triangle(step, low: Value, high: Value, period: Period):
+    """From `low` up to `high` and back in `period` steps, repeated. (Smith, arXiv:1506.01186.)"""
+    return _between(low, high, _wave(_cycle(step, period)[0]))
+
+
+@schedule
+def triangle_halving(step, low: Value, high: Value, period: Period):
+    """`triangle` whose height `high - low` halves after each period."""
+    u, past = _cycle(step, period)
+    return _between(low, high, _wave(u) * 0.5**past)
+
+
+@schedule
+def triangle_exponential(step, low: Value, high: Value, period: Period, decay_rate: t.Decay):
+    """`triangle` whose height `high - low` is multiplied by `decay_rate` at each step."""
+    return _between(low, high, _wave(_cycle(step, period)[0]) * decay_rate**step)
+
+
+@schedule
+def sine(step, low: Value, high: Value, period: Period):
+    """`low + (high - low) · |sin(π step / period)|`: one hump in each period."""
+    return _between(low, high, _hump(_cycle(step, period)[0]))
+
+
+@schedule
+def sine_halving(step, low: Value, high: Value, period: Period):
+    """`sine` whose height `high - low` halves after each period."""
+    u, past = _cycle(step, period)
+    return _between(low, high, _hump(u) * 0.5**past)
+
+
+@schedule
+def sine_exponential(step, low: Value, high: Value, period: Period, decay_rate: t.Decay):
+    """`sine` whose height `high - low` is multiplied by `decay_rate` at each step."""
+    return _between(low, high, _hump(_cycle(step, period)[0]) * decay_rate**step)
+
+
+@schedule
+def cosine_annealing(step, low: Value, high: Value, period: Period, restart: bool = True):
+    """Half a cosine from `high` towards `low` in `period` steps, repeated if `restart`.
+
+    With restarts `low` itself is never reached: the last step of a period is 1/period before it.
+    (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)
+    """
+    u = _cycle(step, period)[0] if restart else _ramp(step, 0, period)
+    return _between(low, high, _cosine(u))
+
+
+__all__ = [
+    # optax's
+    "constant_schedule", "cosine_decay_schedule", "cosine_onecycle_schedule", "exponential_decay",
+    "linear_onecycle_schedule", "linear_schedule", "piecewise_constant_schedule",
+    "piecewise_interpolate_schedule", "polynomial_schedule", "warmup_constant_schedule",
+    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule",
+    # not in optax
+    "cosine_annealing", "inverse_sqrt", "inverse_time", "sine", "sine_exponential", "sine_halving",
+    "triangle", "triangle_exponential", "triangle_halving", "warmup_stable_decay",
+]  # fmt: skip

@@ -1,0 +1,154 @@
+"""Schedules made of schedules: in sequence, repeated, shifted, mirrored, or as parameters."""
+
+# Without `from __future__ import annotations`: the annotations of a formula are its checks.
+
+import itertools
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._core import trees
+from tsunax.errors import HyperparameterError, WrongTypeError
+from tsunax.schedules.catalog import warmup_cosine_decay_schedule
+from tsunax.schedules.schedule_type import (
+    Offset,
+    Period,
+    Piece,
+    Schedule,
+    at,
+    check_finite,
+    check_piece,
+    check_steps,
+    schedule,
+    whole,
+)
+
+
+def _check_pieces(where, name, value):
+    """((piece, its length), ...); the last piece has no end, and needs no length."""
+    if not isinstance(value, (list, tuple)) or not value:
+        expected = "a list of (schedule, length); the last one may be a schedule alone"
+        raise WrongTypeError(name, where, trees.describe(value), expected)
+    out = []
+    for i, item in enumerate(value):
+        piece, length = item if isinstance(item, (list, tuple)) and len(item) == 2 else (item, None)
+        if length is not None:
+            length = check_steps(where, f"{name}[{i}][1]", length)
+        elif i < len(value) - 1:
+            got, fix = "a piece without a length", "Only the last piece goes on without end."
+            raise HyperparameterError(f"{name}[{i}]", where, got, "(schedule, length)", fix)
+        out.append((check_piece(where, f"{name}[{i}][0]", piece), length))
+    return tuple(out)
+
+
+Pieces = Annotated[Any, _check_pieces]
+
+
+@schedule
+def sequence(step, pieces: Pieces):
+    """Pieces in a row, `[(schedule, length), ...]`, each counting from 0; the last has no end.
+
+    A piece is a schedule, any other function of the step, or a number.
+
+    >>> from tsunax.schedules import *
+    >>> sequence([(linear_schedule(0.0, 1.0, 2), 2), (1.0, 2), lambda step: 0.5**step]).values(7)
+    array([0.  , 0.5 , 1.  , 1.  , 1.  , 0.5 , 0.25], dtype=float32)
+    """
+    value, begin = at(pieces[0][0], step), 0
+    for (_, length), (piece, _) in itertools.pairwise(pieces):
+        begin = begin + whole(length)
+        value = jnp.where(step >= begin, at(piece, step - begin), value)
+    return value
+
+
+@schedule
+def loop(step, schedule: Piece, period: Period):
+    """The first `period` steps of a schedule, repeated: `schedule(step % period)`."""
+    return at(schedule, step % jnp.maximum(whole(period), 1))
+
+
+@schedule
+def interpolate(step, schedule: Piece, rate: Period):
+    """`schedule(step // rate)`: a schedule of epochs that have `rate` steps each."""
+    return at(schedule, step // jnp.maximum(whole(rate), 1))
+
+
+@schedule
+def shift(step, schedule: Piece, offset: Offset):
+    """`schedule(step + offset)`; with a negative offset, first `schedule(0)` for so many steps."""
+    return at(schedule, step + whole(offset))
+
+
+@schedule
+def reverse(step, schedule: Piece, period: Period):
+    """`schedule(period - step)`: back from its value at `period` to its first, which stays."""
+    return at(schedule, whole(period) - step)
+
+
+@schedule
+def symmetric(step, schedule: Piece, period: Period):
+    """A schedule up to the middle of `period`, and back the same way to its first value.
+
+    >>> from tsunax.schedules import *
+    >>> up = linear_schedule(0.0, 1.0, 2)
+    >>> (loop(symmetric(up, 4), 4).values(9) == triangle(0.0, 1.0, 4).values(9)).all()
+    np.True_
+    """
+    return at(schedule, jnp.minimum(step, whole(period) - step))
+
+
+def compose(schedule: Schedule, /, **parameters: Any) -> Schedule:
+    """A schedule with some parameters replaced by numbers, or by schedules of the same step.
+
+    >>> from tsunax.schedules import *
+    >>> compose(triangle(0.0, 1.0, 4), high=exponential_decay(1.0, 4, 0.5, staircase=True)).values(7)
+    array([0.  , 0.5 , 1.  , 0.5 , 0.  , 0.25, 0.5 ], dtype=float32)
+    """
+    if not isinstance(schedule, Schedule):
+        got = trees.describe(schedule)
+        raise WrongTypeError("schedule", "compose()", got, "a schedule of tsunax")
+    return schedule.factory(**{**schedule.arguments, **dict(schedule.static), **parameters})
+
+
+def join_schedules(schedules: Any, boundaries: Any) -> Schedule:
+    """`sequence`, with the steps at which pieces begin in place of their lengths.
+
+    Raises HyperparameterError for boundaries that are negative, not sorted, or not one fewer than
+    the pieces.
+    """
+    where = "join_schedules()"
+    for name, given in (("schedules", schedules), ("boundaries", boundaries)):
+        if not isinstance(given, (list, tuple, np.ndarray)):
+            raise WrongTypeError(name, where, trees.describe(given), "a list")
+    bounds = [0, *boundaries]
+    if len(schedules) != len(bounds):
+        got = f"{len(boundaries)} for {len(schedules)} schedules"
+        raise HyperparameterError("boundaries", where, got, "one less than the schedules")
+    for n in bounds:
+        check_finite(where, "boundaries", n)
+    known = [n for n in bounds if not trees.is_traced(n)]
+    if known != sorted(known):
+        expected = "steps ≥ 0 in ascending order"
+        raise HyperparameterError("boundaries", where, list(boundaries), expected)
+    lengths = [*(end - begin for begin, end in itertools.pairwise(bounds)), None]
+    return sequence(list(zip(schedules, lengths, strict=True)))
+
+
+def sgdr_schedule(cosine_kwargs: Any) -> Schedule:
+    """`sequence` of one `warmup_cosine_decay_schedule(**kwargs)` for each, `decay_steps` long.
+
+    (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)
+    """
+    cycles = list(cosine_kwargs)
+    if odd := [x for x in cycles if not isinstance(x, Mapping)]:
+        expected = "arguments of warmup_cosine_decay_schedule"
+        raise WrongTypeError("cosine_kwargs", "sgdr_schedule()", trees.describe(odd[0]), expected)
+    return sequence([(warmup_cosine_decay_schedule(**x), x["decay_steps"]) for x in cycles])
+
+
+__all__ = [
+    "compose", "interpolate", "join_schedules", "loop", "reverse", "sequence", "sgdr_schedule",
+    "shift", "symmetric",
+]  # fmt: skip

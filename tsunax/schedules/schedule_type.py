@@ -1,0 +1,297 @@
+"""The value type of schedules, and `schedule`, which makes schedules from a formula.
+
+optax's schedules are closures: their numbers are constants of the program, and its factories
+branch on them in Python, so they cannot be traced. Here the numbers are the leaves of a pytree. Two
+schedules that differ in numbers share one compiled program, and a sweep over them is a `vmap`.
+"""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Concatenate, ParamSpec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._core import checks, patterns, trees
+from tsunax.errors import HyperparameterError, WrongTypeError, remedy, told
+from tsunax.rules import numbers as _numbers
+
+P = ParamSpec("P")
+LAST = 2**30 - 1  # the last step, and the greatest length: sums of two stay int32
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("arguments",), meta_fields=("factory", "static")
+)
+@dataclass(frozen=True, eq=False, repr=False)
+class Schedule:
+    """One number for each step; returned by the functions of `tsunax.schedules`.
+
+    `schedule(step)` takes an int, a NumPy int or a traced one, or an array of them, and returns a
+    float32 (weakly typed, as optax's). Steps count from 0; negative steps count as 0. A schedule
+    that ends stays at its last value. Iterating yields Python floats from step 0 on, without end.
+    `==` and `hash` go by formula and numbers; `repr` is the call that makes the schedule. The
+    leaves of this pytree are the numbers, which may be traced.
+
+    >>> from tsunax.schedules import *
+    >>> schedule = triangle(low=0.0, high=1.0, period=4)
+    >>> schedule, schedule == triangle(0, 1, 4), float(schedule(5))
+    (triangle(low=0.0, high=1.0, period=4), True, 0.5)
+    >>> [value for value, _ in zip(schedule, range(5))]
+    [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+
+    factory: Any  # the function that makes such schedules; it wraps the formula
+    arguments: dict[str, Any]  # numbers, schedules, tuples of them
+    static: tuple[tuple[str, Any], ...]  # flags and names
+
+    def __call__(self, step: Any) -> jax.Array:
+        return _evaluate(jax.tree.map(_as_float, self), _as_step(step, self.factory.__name__))
+
+    def __iter__(self) -> Iterator[float]:
+        return (float(_numbers.as_float(self(step), None)) for step in itertools.count())
+
+    def values(self, n: int) -> np.ndarray:
+        """The values of the first `n` steps: float32 of shape (n,), from one call.
+
+        >>> from tsunax.schedules import *
+        >>> linear_schedule(1.0, 0.0, transition_steps=4).values(6)
+        array([1.  , 0.75, 0.5 , 0.25, 0.  , 0.  ], dtype=float32)
+        """
+        steps = np.arange(check_steps("values()", "n", n), dtype=np.int32)
+        return np.asarray(_evaluate_all(jax.tree.map(_as_float, self), steps))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        (mine, shape), (others, other_shape) = jax.tree.flatten(self), jax.tree.flatten(other)
+        return shape == other_shape and all(map(_is_same, mine, others))
+
+    def __hash__(self) -> int:
+        known = (x for x in jax.tree.leaves(self) if not trees.is_traced(x) and not np.ndim(x))
+        return hash((self.factory, self.static, *map(float, known)))
+
+    def __repr__(self) -> str:
+        given = {**self.arguments, **dict(self.static)}
+        defaults = inspect.signature(self.factory).parameters
+        plain = lambda x: x is None or isinstance(x, (bool, int, float))
+        shown = (
+            f"{name}={given[name]!r}"
+            for name, p in defaults.items()
+            if not (plain(given[name]) and given[name] == p.default)
+        )
+        return f"{self.factory.__name__}({', '.join(shown)})"
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    is_known = not (trees.is_traced(a) or trees.is_traced(b))
+    return a is b or (is_known and np.array_equal(np.asarray(a), np.asarray(b)))
+
+
+def _as_float(x):
+    dtype = jax.dtypes.canonicalize_dtype(float)
+    return x.astype(dtype) if isinstance(x, jax.Array) else np.asarray(x, dtype)
+
+
+def _as_step(step, title: str):
+    """A step, or an array of steps, as int32 from 0 to `LAST`."""
+    dtype = trees.dtype_of(step)
+    if isinstance(step, bool) or dtype is None or not jnp.issubdtype(dtype, np.integer):
+        expected = "a whole number, or an array of them"
+        raise WrongTypeError("step", f"{title}()", trees.describe(step), expected)
+    if isinstance(step, int):  # of any size
+        return np.int32(min(max(step, 0), LAST))
+    if isinstance(step, jax.Array):
+        step = step.astype(jnp.promote_types(dtype, jnp.int32))
+        return jnp.clip(step, 0, LAST).astype(jnp.int32)
+    return np.clip(step.astype(np.int64), 0, LAST).astype(np.int32)
+
+
+@jax.jit
+def _evaluate(schedule: Schedule, step):
+    """The formula, compiled once for all numbers: a call has the bits that it has inside a step."""
+    # XLA folds constants that it can see into the formula (a / 3 becomes a * (1 / 3)), which costs
+    # the last bit
+    schedule, step = jax.lax.optimization_barrier((schedule, step))
+    arguments = {
+        name: x if name == "schedule" else at(x, step) for name, x in schedule.arguments.items()
+    }
+    value = schedule.factory.__wrapped__(step, **arguments, **dict(schedule.static))
+    value = jnp.asarray(value, jax.dtypes.canonicalize_dtype(float))
+    return value if value.ndim else _numbers.weak(value)
+
+
+@jax.jit
+def _evaluate_all(schedule: Schedule, steps):
+    """One step after the other: the bits of single calls, which a vectorized division has not."""
+    return jax.lax.map(schedule, steps)
+
+
+def at(piece, step):
+    """The value of a schedule or of another function of the step; anything else as it is."""
+    if not callable(piece):
+        return piece
+    return jnp.asarray(piece(jnp.clip(step, 0, LAST)), jax.dtypes.canonicalize_dtype(float))
+
+
+def whole(x):
+    """A number of steps, which reaches a formula as a float, as the int that it is."""
+    return jnp.round(x).astype(jnp.int32)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("call",))
+@dataclass(frozen=True, repr=False)
+class _Function:
+    """A plain function of the step, as a pytree without leaves: it is part of the program."""
+
+    call: Callable
+
+    def __call__(self, step):
+        return self.call(step)
+
+    def __repr__(self):
+        return getattr(self.call, "__name__", repr(self.call))
+
+
+# -------------------------------------------------------------------------- what an argument may be
+
+# A check is a function (where, name, value) -> value as it is kept.
+
+
+def in_range(low=None, high=None, *, above=None, whole=False, is_int32=False) -> Callable:
+    """The check of a finite number in a range; int32 for numbers that formulas count with."""
+    bounds = [f"{sign} {x}" for sign, x in (("≥", low), (">", above), ("≤", high)) if x is not None]
+    expected = f"a {'whole ' if whole else ''}number {' and '.join(bounds)}".rstrip()
+
+    def check(where, name, value):
+        _numbers.check_number(where, name, value)
+        if trees.is_traced(value):
+            return value
+        value = value.item() if trees.is_array(value) else value
+        beyond = (low is not None and value < low) or (high is not None and value > high)
+        if beyond or (above is not None and value <= above) or (whole and value != int(value)):
+            raise HyperparameterError(name, where, value, expected)
+        if is_int32 and abs(value) > LAST:
+            raise HyperparameterError(name, where, value, f"at most {LAST} steps")
+        return value
+
+    return check
+
+
+check_finite = in_range()
+check_scale = in_range(0)
+check_wait = in_range(0, whole=True)
+check_steps = in_range(0, whole=True, is_int32=True)
+
+
+def check_piece(where: str, name: str, value: Any) -> Any:
+    """A schedule, another function of the step, or a number, which stands for a constant."""
+    if not callable(value):
+        return check_finite(where, name, value)
+    if isinstance(value, Schedule):
+        return value
+    try:
+        out = jax.eval_shape(value, jax.ShapeDtypeStruct((), np.int32))
+    except Exception as error:
+        raise HyperparameterError(name, where, told(error), "a number", remedy(error)) from error
+    if not checks.is_real(out) or out.shape:
+        got = f"{trees.describe(out)} from the function"
+        raise HyperparameterError(name, where, got, "one number for a step")
+    return _Function(value) if jax.tree_util.all_leaves([value]) else value
+
+
+def _check_flag(where: str, name: str, value: Any) -> bool:
+    checks.check_flags(where, **{name: value})
+    return bool(value)
+
+
+def _or_schedule(check: Callable) -> Callable:
+    return lambda where, name, value: (check_piece if callable(value) else check)(
+        where, name, value
+    )
+
+
+_check_value = _or_schedule(check_finite)
+_check_optional = lambda where, name, x: None if x is None else _check_value(where, name, x)
+
+# The annotations of a formula name the checks of its arguments. A schedule may stand for any number.
+Value = Annotated[Any, _check_value]
+OptionalValue = Annotated[Any, _check_optional]
+Positive = Annotated[Any, _or_schedule(in_range(above=0))]
+NotNegative = Annotated[Any, _or_schedule(check_scale)]
+Fraction = Annotated[Any, _or_schedule(in_range(0, 1))]
+Decay = Annotated[Any, _or_schedule(in_range(high=1, above=0))]
+Length = Annotated[Any, _or_schedule(in_range(above=0, whole=True))]
+Wait = Annotated[Any, _or_schedule(check_wait)]  # a length that may be 0
+Period = Annotated[Any, _or_schedule(in_range(above=0, whole=True, is_int32=True))]
+Offset = Annotated[Any, _or_schedule(in_range(whole=True, is_int32=True))]
+Piece = Annotated[Any, check_piece]
+
+_IN_ORDER = (
+    ("low", "high", "≤", ""),
+    ("pct_start", "pct_final", "≤", ""),
+    ("warmup_steps", "decay_steps", "<", "decay_steps is the whole length, with the warm-up."),
+)
+
+
+def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
+    for first, second, sign, fix in _IN_ORDER:
+        a, b = arguments.get(first), arguments.get(second)
+        if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
+            continue
+        if not (a < b or (a == b and sign == "≤")):
+            got, expected = f"{first}={a}, {second}={b}", f"{first} {sign} {second}"
+            raise HyperparameterError("arguments", where, got, expected, fix)
+
+
+def _check_of(parameter: inspect.Parameter) -> Callable:
+    named = [c for c in getattr(parameter.annotation, "__metadata__", ()) if callable(c)]
+    return [*named, _check_flag if isinstance(parameter.default, bool) else _check_value][0]
+
+
+def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedule]:
+    """A function that returns schedules, from `formula(step, ...) -> value`.
+
+    The formula is plain JAX that works elementwise: `step` is an int32, never negative, and every
+    number is a float32 that may be traced. Arguments are finite numbers, or schedules of numbers; an
+    argument named `schedule` is passed on as a function of the step, and arguments with a bool as
+    default are flags. The formula is part of the program: write it once, in a module.
+
+    >>> from tsunax.schedules import schedule
+    >>> @schedule
+    ... def square_wave(step, low, high, period):
+    ...     return jnp.where(step % period < period / 2, high, low)
+    >>> wave = square_wave(0.1, 1, period=4)
+    >>> wave, wave.values(5)
+    (square_wave(low=0.1, high=1, period=4), array([1. , 1. , 0.1, 0.1, 1. ], dtype=float32))
+    """
+    signature = inspect.signature(formula)
+    parameters = list(signature.parameters.values())[1:]
+    signature = signature.replace(parameters=parameters, return_annotation=Schedule)
+    kept_as = {p.name: check_piece if p.name == "schedule" else _check_of(p) for p in parameters}
+    where = f"{formula.__name__}()"
+
+    @functools.wraps(formula)
+    def factory(*args: P.args, **kwargs: P.kwargs) -> Schedule:
+        if unknown := [name for name in kwargs if name not in kept_as]:
+            text = patterns.unknown("parameter", where, unknown[0], list(kept_as))
+            raise HyperparameterError(text)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            got = str(error).replace("missing a required argument:", "none for")
+            expected = f"{formula.__name__}({', '.join(kept_as)})"
+            raise WrongTypeError("arguments", where, got, expected) from None
+        bound.apply_defaults()
+        given = {name: kept_as[name](where, name, value) for name, value in bound.arguments.items()}
+        _check_order(where, given)
+        static = {name: value for name, value in given.items() if isinstance(value, (bool, str))}
+        numbers = {name: value for name, value in given.items() if name not in static}
+        return Schedule(factory, numbers, tuple(static.items()))
+
+    factory.__signature__ = signature  # type: ignore[attr-defined]
+    return factory
