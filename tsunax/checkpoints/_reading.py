@@ -143,7 +143,7 @@ def read(
         found, sums = bounded(
             lambda: run.store.read(step, manifest, wanted, needed), run.timeout, name
         )
-        return (plan, parts, found[: len(plan.pairs)], found[len(plan.pairs) :]), json.dumps(sums)
+        return (plan, parts, found[: len(plan.pairs)], found[len(plan.pairs) :]), plan.word(sums)
 
     # what follows each of these may run programs over all devices, for which every process has to
     # be there
@@ -152,8 +152,8 @@ def read(
         raise Damaged("manifest: processes read different ones; is it one directory?")
     if manifest.not_finite and not is_named:
         raise NotFinite(f"{manifest.not_finite} is not finite")
-    (plan, parts, found, arrays), sums = run.together(f"{name}: arrays", read_arrays)
-    plan.check_sums(list(map(json.loads, sums)))
+    (plan, parts, found, arrays), words = run.together(f"{name}: arrays", read_arrays)
+    plan.check(words)
     state = plan.filled(found)
     _restoring.warn_of_edits(plan.edited)
     there, here = manifest.versions.get("devices", ""), _host_copies.devices_of(plan.mine)

@@ -179,7 +179,7 @@ class Pair:
     saved: Leaf
 
 
-def _sets_of(sharding, shape) -> dict[int, tuple[Bounds, ...]] | None:
+def _parts_of(sharding, shape) -> dict[int, tuple[Bounds, ...]] | None:
     """The parts of an array that each process has. None if each has all of it, or if two have
     some parts in common but not all: then each reads, and verifies, all of it.
     """
@@ -207,31 +207,37 @@ class Plan:
     alone: dict  # other numbers, by path: (name, what the script gave at the start, if known)
     edited: list[str]
 
-    def needed(self, pair: Pair) -> tuple[Bounds, ...] | None:
-        """What this process needs of a saved leaf, as bounds of its axes; None for all of it."""
+    def parts(self, pair: Pair) -> dict[int, tuple[Bounds, ...]] | None:
+        """The parts of a saved leaf that each process needs; None if each reads all of it."""
         sharding = getattr(pair.leaf, "sharding", None)
         is_merged = pair.path in self.columns or pair.path in self.alone
         if sharding is None or sharding.is_fully_addressable or is_merged:
             return None
-        if pair.saved.kind != "array":
-            return None
-        sets = _sets_of(sharding, pair.saved.shape)
-        return None if sets is None else sets.get(jax.process_index())
+        return _parts_of(sharding, pair.saved.shape) if pair.saved.kind == "array" else None
 
-    def check_sums(self, everyone: list[dict[str, int]]) -> None:
-        """Verify the leaves of which each process has read only a part: their sums make up the
-        saved hash. `everyone` has the sums of each process, by name. Raises Damaged.
+    def needed(self, pair: Pair) -> tuple[Bounds, ...] | None:
+        """What this process needs of a saved leaf; None for all of it."""
+        return (self.parts(pair) or {}).get(jax.process_index())
+
+    def word(self, sums: Mapping[str, int]) -> str:
+        """What this process read in parts, for the others: 16 digits of each hash."""
+        read = [pair.saved.name for pair in self.pairs if self.parts(pair)]
+        return "".join(f"{sums.get(name, 0):016x}" for name in read)
+
+    def check(self, words: list[str]) -> None:
+        """Verify the leaves that no process has read as a whole: the hashes of the parts, of which
+        the words of all processes tell, make up the saved one. Raises Damaged.
         """
+        at = 0
         for pair in self.pairs:
-            name = pair.saved.name
-            if not any(name in sums for sums in everyone):
-                continue
-            sets = _sets_of(pair.leaf.sharding, pair.saved.shape) or {}
-            found = {parts: everyone[i].get(name, -1) for i, parts in sets.items()}
-            same = all(found[parts] == everyone[i].get(name) for i, parts in sets.items())
-            if not same or sum(found.values()) % MODULUS != pair.saved.hash:
-                where = show("state", pair.saved.path)
-                raise Damaged(f"{where}: other bytes than were saved (hash)")
+            if parts := self.parts(pair):
+                said = {i: int(words[i][at : at + 16], 16) for i in parts}
+                found = {parts[i]: x for i, x in said.items()}
+                same = all(found[parts[i]] == x for i, x in said.items())  # replicas agree
+                if not same or sum(found.values()) % MODULUS != pair.saved.hash:
+                    where = show("state", pair.saved.path)
+                    raise Damaged(f"{where}: other bytes than were saved (hash)")
+                at += 16
 
     def filled(self, values: list):
         """The target with these values, verified before, in the place of its own."""
