@@ -8,7 +8,6 @@ mapped ends the process, and a shard is rarely needed whole.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -39,10 +38,6 @@ DTYPES = frozenset(_NAMES[1::2])  # other ones are stored as bytes by `Checkpoin
 HEADER = 100_000_000  # bytes: the limit of the format
 INDEX = ".index.json"
 _AT_ONCE = 16 << 20  # bytes
-
-
-def _library() -> Any:
-    return importlib.import_module("safetensors")  # half a second, for those who save
 
 
 @dataclass(frozen=True)
@@ -101,9 +96,11 @@ def _plain_name(name) -> str:
 def _header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block
         raise OSError("not a regular file")
-    library, found = _library(), {}
+    import safetensors
+
+    found = {}
     try:
-        with library.safe_open(path, "numpy") as file:
+        with safetensors.safe_open(path, "numpy") as file:
             with durable_files.opened(path) as opened:
                 at = 8 + int.from_bytes(opened.read(8), "little")
             for name in file.offset_keys():
@@ -117,7 +114,7 @@ def _header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
                 found[name] = Entry(path, dtype, shape, at)
                 at += math.prod(shape) * np.dtype(dtype).itemsize
             return found, dict(file.metadata() or {})
-    except library.SafetensorError as error:
+    except safetensors.SafetensorError as error:
         text = str(error).removeprefix("Error while deserializing header: ")
         raise Damaged(f"{path.name}: {text:.120}") from None
 
@@ -156,17 +153,18 @@ def read(entry: Entry, bounds: Bounds | None = None) -> np.ndarray:
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], about: dict[str, str]) -> None:
     """A new file, on the disk when this returns."""
-    library = _library()
+    import safetensors
+
     kept, specs = [], {}
     for name, x in arrays.items():
         kept.append(flat := np.ascontiguousarray(x))  # the library gets no more than the address
         place = {"data_ptr": flat.ctypes.data, "data_len": flat.nbytes}
-        specs[name] = library.TensorSpec(dtype=str(x.dtype), shape=x.shape, **place)
+        specs[name] = safetensors.TensorSpec(dtype=str(x.dtype), shape=x.shape, **place)
     with open(path, "xb") as file:
         mode = os.fstat(file.fileno()).st_mode
     try:
-        library.serialize_file(specs, path, metadata=about or None)
-    except library.SafetensorError as error:  # a full disk, among others
+        safetensors.serialize_file(specs, path, metadata=about or None)
+    except safetensors.SafetensorError as error:  # a full disk, among others
         raise OSError(told(error)) from None
     os.chmod(path, stat.S_IMODE(mode))  # the library's is 0600, whatever the umask
     durable_files.sync(path)
