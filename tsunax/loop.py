@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import checks, patterns, placement, trees
+from tsunax._core import checks, placement, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
-from tsunax._step.loss_fn import hide_own_frames
+from tsunax._step.loss_fn_errors import hide_own_frames
 from tsunax.checkpoints import resume as _resume
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.data.batching import owned
-from tsunax.errors import StateError, WrongTypeError, message, warn
+from tsunax.errors import StateError, WrongTypeError, message, suggests_names, warn
 from tsunax.hyper import hyperparams
 from tsunax.program import TrainStep
 from tsunax.run import agreement, fused_loop
@@ -155,7 +155,7 @@ def iterate(
                 state = sent
 
 
-@patterns.suggests_names
+@suggests_names
 def fit(
     step: Callable,
     state,

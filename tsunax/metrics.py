@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import checks, trees
+from tsunax._core.checks import as_array
 from tsunax.errors import LossError, message
 
 _Metric = TypeVar("_Metric")
@@ -81,14 +82,6 @@ def weighted_sum(values, where=None, place: str = "Loss.mean()"):
         _weights(where, values, place)
     )  # data: in a total alone it would be half a gradient
     return jnp.sum(jnp.where(where != 0, values, 0) * where), jnp.sum(where)
-
-
-def as_array(what: str, x, place: str) -> Any:
-    """`x` as an array. Raises LossError for what is none."""
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise LossError(message(what, place, trees.describe(x), "an array")) from None
 
 
 def _weights(where, values, place: str):

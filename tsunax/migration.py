@@ -22,19 +22,21 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import checks, trees
+from tsunax._core.placement import beside
 from tsunax._step.members import members_of
+from tsunax._step.roles import frozen_flags, frozen_words
 from tsunax.checkpoints import manifest
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, message
 from tsunax.hyper import hyperparams
 from tsunax.rules import live_rules, number_table
 from tsunax.rules.combining import PartitionState
+from tsunax.rules.cuts import recut
+from tsunax.rules.owners import owners as owners_of_init
+from tsunax.rules.owners import owners_by_suffix, owners_of
 from tsunax.state import (
     TrainState,
     base,
-    beside,
     check_state,
-    frozen_flags,
-    frozen_words,
     own,
     setup,
     trained_part,
@@ -214,7 +216,7 @@ def _as_old(state, params, rule, step) -> _Old:
         if step >= 2**31:
             raise HyperparameterError(message("step", where, step, "one that int32 holds"))
     if all(hasattr(state, name) for name in ("opt_state", "tx", "params", "step")):  # flax
-        owners = trees.owners(state.tx.init, state.params)[2]
+        owners = owners_of_init(state.tx.init, state.params)[2]
         slots = _told(_slots(state.opt_state, owners, state.params))
         more = [name for name, x in vars(state).items() if name not in FLAX and jax.tree.leaves(x)]
         return _Old(
@@ -245,7 +247,7 @@ def _owners_of(state: TrainState) -> list[int | None]:
     """For each leaf of the whole optimizer state, with its tables and clocks, the place of its
     parameter.
     """
-    owners = number_table.owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
+    owners = owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
     if state.numbers is None:
         return owners
     layout, known = state.numbers.layout, iter(owners)
@@ -257,7 +259,7 @@ def _owners_in(opt_state, rule, params) -> list[int | None]:
     """Those of a bare optax state: as the rule's init says, if it makes the like; else by where
     they stand in it.
     """
-    shapes, _, owners = trees.owners(rule.init, params)
+    shapes, _, owners = owners_of_init(rule.init, params)
     numbered = jax.tree.unflatten(jax.tree.structure(shapes), range(len(owners)))
     for made in (numbered, _without_numbers(numbered)):
         if jax.tree.structure(made) == jax.tree.structure(opt_state):
@@ -265,7 +267,7 @@ def _owners_in(opt_state, rule, params) -> list[int | None]:
     owners = _owners_by_field(opt_state, params)
     if any(owner is not None for owner in owners):
         return owners
-    return trees.owners_by_suffix(params, jtu.tree_flatten_with_path(opt_state)[0])
+    return owners_by_suffix(params, jtu.tree_flatten_with_path(opt_state)[0])
 
 
 def _owners_by_field(opt_state, params) -> list[int | None]:
@@ -492,7 +494,7 @@ def _cuts(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
                 f"{s.live.title}: the numbers of {', '.join(s.cut.labels[1:])} alone are gone"
             )
     if numbers is not None and cuts:
-        opt_state, numbers = number_table.recut(new.opt_state, numbers, trained_part(new), cuts)
+        opt_state, numbers = recut(new.opt_state, numbers, trained_part(new), cuts)
         new = dataclasses.replace(
             new, opt_state=beside(new.params, opt_state), numbers=beside(new.params, numbers)
         )
@@ -503,7 +505,7 @@ def _numbers(old: TrainState, new: TrainState) -> tuple[TrainState, Report]:
     if old.numbers is None or new.numbers is None:
         return new, Report((), (), (), ())
     facts = [manifest.state_facts(state) for state in (old, new)]
-    values = [np.asarray(state.numbers.values) for state in (old, new)]
+    values = [np.asarray(numbers.values) for numbers in (old.numbers, new.numbers)]
     merged, edited = manifest.merged_numbers(values[0], facts[0], values[1], facts[1])
     known = {name for name, _ in facts[0]["columns"]}
     notes = [note for note in edited if note.partition(":")[0] in known]

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import checks as _checks
-from tsunax._core import patterns, trees
-from tsunax.errors import HyperparameterError, WrongTypeError, message, remedy, told
+from tsunax._core import trees
+from tsunax.errors import HyperparameterError, WrongTypeError, message, remedy, told, unknown
+from tsunax.rules import number_table as _number_table
 from tsunax.rules import numbers as _numbers
 
 P = ParamSpec("P")
@@ -62,7 +63,7 @@ class Schedule:
         return _evaluate(jax.tree.map(_as_float, self), _as_step(step, self.factory.__name__))
 
     def __iter__(self) -> Iterator[float]:
-        return (float(_numbers.as_float(self(step), None)) for step in itertools.count())
+        return (float(_number_table.as_float(self(step), None)) for step in itertools.count())
 
     def values(self, n: int) -> np.ndarray:
         """The values of the first `n` steps, float32 of shape (n,), in one call: to look at, to
@@ -142,7 +143,7 @@ def _evaluate(schedule: Schedule, step):
     arguments = {name: follow(name, x) for name, x in schedule.arguments.items()}
     value = schedule.factory.__wrapped__(step, **arguments, **dict(schedule.static))
     value = jnp.asarray(value, jax.dtypes.canonicalize_dtype(float))
-    return value if value.ndim else _numbers.weak(value)
+    return value if value.ndim else _number_table.weak(value)
 
 
 @jax.jit
@@ -367,7 +368,7 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
         where = f"{formula.__name__}()"
         for name in kwargs:
             if name not in known:
-                raise HyperparameterError(patterns.unknown("parameter", where, name, known))
+                raise HyperparameterError(unknown("parameter", where, name, known))
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:

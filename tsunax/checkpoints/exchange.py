@@ -24,7 +24,7 @@ from tsunax._core import checks, durable_files, patterns, trees
 from tsunax.checkpoints import _arrays, _msgpack, _orbax, _restoring, _safetensors
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints.manifest import Damaged, Leaf, Manifest, TooNew
-from tsunax.errors import CheckpointError, SaveError, WrongTypeError, message, told
+from tsunax.errors import CheckpointError, SaveError, WrongTypeError, message, told, unknown
 from tsunax.state import TrainState
 
 __all__ = ["contents", "restore", "restore_flax", "restore_orbax", "save"]
@@ -479,8 +479,8 @@ def _names_in(tree, rename: Rename) -> list[str]:
     if rename is None:
         return names
     if isinstance(rename, Mapping):
-        if unknown := [name for name in rename if name not in names]:
-            raise CheckpointError(patterns.unknown("name", "rename", str(unknown[0]), names))
+        if others := [name for name in rename if name not in names]:
+            raise CheckpointError(unknown("name", "rename", str(others[0]), names))
         return [rename.get(name, name) for name in names]
     if not callable(rename):
         raise WrongTypeError(message("rename", "", trees.describe(rename), "a function or a dict"))

@@ -27,7 +27,8 @@ import numpy as np
 
 from tsunax._core import placement, trees
 from tsunax.errors import WrongTypeError, message
-from tsunax.rules import live_rules, number_table
+from tsunax.rules import cuts as _cuts
+from tsunax.rules import live_rules
 from tsunax.state import TrainState
 
 __all__ = []
@@ -325,12 +326,13 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
             if s is None or s.cut is not None or len(of) != len(s.paths):
                 # another rule, or a script that cuts before it restores: the comparison tells
                 continue
-            cuts[at] = live_rules.Cut(tuple(of), tuple(labels)), (0,) * len(labels)
+            cuts[at] = _cuts.Cut(tuple(of), tuple(labels)), (0,) * len(labels)
         if cuts:
-            opt_state, numbers = number_table.recut(opt_state, numbers, trained, cuts)
-            old = state.numbers.values  # type: ignore[union-attr]
+            opt_state, numbers = _cuts.recut(opt_state, numbers, trained, cuts)
+            old = state.numbers.values
             if isinstance(old, jax.Array) and not trees.is_traced(old):  # a cut is made on the host
                 home = old.sharding if old.committed else None
+                assert numbers is not None
                 numbers = dataclasses.replace(
                     numbers, values=placement.whole(np.asarray(numbers.values), home)
                 )  # type: ignore[union-attr, type-var]

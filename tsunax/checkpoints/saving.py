@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import checks, durable_files, patterns, trees
+from tsunax._core import checks, durable_files, trees
 from tsunax.checkpoints import _arrays, _folder, _orbax, _restoring
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints import resume as _resume
@@ -47,7 +47,9 @@ from tsunax.errors import (
     StateError,
     WrongTypeError,
     message,
+    suggests_names,
     told,
+    unknown,
     warn,
 )
 from tsunax.state import TrainState
@@ -148,7 +150,7 @@ class Checkpoints:
     (0, {'epoch': 3}, {'w': Array([1., 1.], dtype=float32)})
     """
 
-    @patterns.suggests_names
+    @suggests_names
     def __init__(
         self,
         path: str | os.PathLike,
@@ -288,7 +290,7 @@ class Checkpoints:
         """
         if self.keep_best is None or self.keep_best.metric in (names := dict.fromkeys(names)):
             return ""
-        return patterns.unknown("metric of keep_best", where, self.keep_best.metric, names)
+        return unknown("metric of keep_best", where, self.keep_best.metric, names)
 
     def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
         """`save`, also for `fit`, which adds what it knows of the `script`."""

@@ -23,11 +23,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from tsunax._core import checks, patterns, trees
+from tsunax._core import checks, trees
 from tsunax._core import placement as _placement
 from tsunax._core.placement import data_axes
 from tsunax.distributed import process_count, process_index
-from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, told
+from tsunax.errors import DataError, TsunaxError, WrongTypeError, message, suggests_names, told
 
 __all__ = ["Batches", "Data", "batches", "check_batch", "gather", "placement", "sharding_of"]
 
@@ -754,7 +754,7 @@ def _as_columns(arrays: Any) -> Any:
     return columns
 
 
-@patterns.suggests_names
+@suggests_names
 def batches(
     arrays: Any,
     batch_size: int,

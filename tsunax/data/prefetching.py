@@ -16,10 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tsunax._core import patterns
 from tsunax.data.batching import Data, placement, sharding_of
 from tsunax.data.cursors import END, Source, as_source, named
-from tsunax.errors import DataError, message
+from tsunax.errors import DataError, message, suggests_names
 
 __all__ = ["Prefetched", "prefetch"]
 
@@ -202,7 +201,7 @@ class Prefetched(Data):
         self._state = None
 
 
-@patterns.suggests_names
+@suggests_names
 def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
     """Data whose next `size` batches are made, and brought to a device, by a thread while this one
     is worked on.

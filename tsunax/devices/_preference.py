@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tsunax._core import patterns
-from tsunax.errors import ConfigError, message, told
+from tsunax.errors import ConfigError, message, told, unknown
 
 __all__ = ["KINDS", "NAME", "read", "write"]
 
@@ -35,7 +34,7 @@ def _kind_in(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(message("file", str(path), told(error), "one word in UTF-8")) from error
     if said not in KINDS:
-        raise ConfigError(patterns.unknown("device", str(path), said, KINDS))
+        raise ConfigError(unknown("device", str(path), said, KINDS))
     return said
 
 
@@ -46,7 +45,7 @@ def read() -> tuple[str | None, str]:
     """
     if said := os.environ.get("TSUNAX_DEVICE", "").strip():
         if said not in KINDS:
-            raise ConfigError(patterns.unknown("device", "TSUNAX_DEVICE", said, KINDS))
+            raise ConfigError(unknown("device", "TSUNAX_DEVICE", said, KINDS))
         return said, "TSUNAX_DEVICE"
     path = _nearest(NAME)
     return (_kind_in(path), str(path)) if path else (None, "")

@@ -25,8 +25,8 @@ from tsunax._core import checks, patterns, placement, trees
 from tsunax._step.members import members_of
 from tsunax.devices import kinds as _kinds
 from tsunax.distributed import processes
-from tsunax.errors import DeviceError, PatternError, WrongTypeError, message
-from tsunax.rules import number_table
+from tsunax.errors import DeviceError, PatternError, WrongTypeError, message, unknown
+from tsunax.rules.owners import owners_of
 from tsunax.state import TrainState, base, trained_part
 
 __all__ = ["Placement", "describe_sharding", "mesh", "shard"]
@@ -232,9 +232,7 @@ class _Choice:
         shapes = [np.shape(x) for x in jax.tree.leaves(trained_part(state))]
         follow = [self._spread(params[i], shape) for i, shape in zip(ruled, shapes, strict=True)]
 
-        owners = number_table.owners_of(
-            state.plan.init, state.opt_state, state.numbers, base(state)
-        )
+        owners = owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
         opt_state = []
         for owner, leaf in zip(owners, jax.tree.leaves(state.opt_state), strict=True):
             if owner is not None and np.shape(leaf) == shapes[owner]:
@@ -274,9 +272,7 @@ class _Choice:
         used = {name for names in trees.axis_names(params) if names for name in names}
         if unused := [name for name in self.logical if name not in used]:
             raise PatternError(
-                patterns.unknown(
-                    "logical axis", "shard()", unused[0], sorted(name for name in used if name)
-                )
+                unknown("logical axis", "shard()", unused[0], sorted(name for name in used if name))
             )
         return found
 

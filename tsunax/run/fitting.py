@@ -26,13 +26,21 @@ import jax
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import checks, patterns, placement, trees
+from tsunax._core import checks, placement, trees
 from tsunax._core.interrupts import Interrupt
 from tsunax._step import failures
 from tsunax._step.failures import is_searching
 from tsunax._step.members import members_of
 from tsunax.distributed import processes
-from tsunax.errors import NonFiniteError, RowError, StateError, WrongTypeError, message, warn
+from tsunax.errors import (
+    NonFiniteError,
+    RowError,
+    StateError,
+    WrongTypeError,
+    message,
+    unknown,
+    warn,
+)
 from tsunax.program import TrainStep
 from tsunax.run import agreement, callbacks, evaluation, feed, fused_loop, progress
 from tsunax.run.history import History
@@ -313,7 +321,7 @@ class Fit:
             found = check_row(options.evaluate(self.run.state), "evaluate")
         for name, where in waits.items():
             if name not in found:
-                raise RowError(patterns.unknown("metric", where, name, found))
+                raise RowError(unknown("metric", where, name, found))
 
     def asked(self, interrupt: Interrupt) -> bool:
         """Whether somebody wants the run to end: a signal, to this process or to another one."""
@@ -697,7 +705,7 @@ class Fit:
             return
         for f in filter(callbacks.is_watching, options.callbacks):
             if f.metric not in names:
-                raise RowError(patterns.unknown("metric", f"{type(f).__name__}()", f.metric, names))
+                raise RowError(unknown("metric", f"{type(f).__name__}()", f.metric, names))
 
     def look_for_best(self, is_last: bool) -> None:
         """Raise RowError for a metric of `keep_best` that nobody gives; a warning is enough at the

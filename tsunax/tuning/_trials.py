@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsunax._core import checks, patterns, trees
+from tsunax._core import checks, trees
 from tsunax._core.source_lines import LIBRARIES
-from tsunax.errors import HyperparameterError, TsunaxError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, TsunaxError, WrongTypeError, message, unknown
 
 __all__ = []
 
@@ -125,7 +125,7 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
             message("result", "objective", got, "one", "Say which: tune(..., metric=...).")
         )
     if name not in metrics:
-        raise HyperparameterError(patterns.unknown("metric", "objective", name, metrics))
+        raise HyperparameterError(unknown("metric", "objective", name, metrics))
     return metrics, metrics[name]
 
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import patterns, trees
-from tsunax.errors import HyperparameterError, WrongTypeError, message
+from tsunax._core import trees
+from tsunax.errors import HyperparameterError, WrongTypeError, message, unknown
 
 __all__ = ["choice", "grid", "integer", "log_uniform", "uniform", "when"]
 
@@ -276,7 +276,7 @@ def _checked_entry(
             raise HyperparameterError(
                 message("when", at, f"{name!r}, which comes after it", "a name before it")
             )
-        raise HyperparameterError(patterns.unknown("when", at, str(name), before))
+        raise HyperparameterError(unknown("when", at, str(name), before))
     wanted = [_plain(value, at) for value in entry.values]
     if not wanted:
         raise HyperparameterError(message("when", at, f"no value of {name!r}", "at least one"))

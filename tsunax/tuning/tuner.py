@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import checks, durable_files, patterns, stable_text, trees
+from tsunax._core import checks, durable_files, stable_text, trees
 from tsunax._core.interrupts import in_notebook
 from tsunax.distributed import processes
 from tsunax.errors import (
@@ -37,6 +37,7 @@ from tsunax.errors import (
     TrialError,
     WrongTypeError,
     message,
+    unknown,
 )
 from tsunax.run import plots
 from tsunax.run import progress as _progress
@@ -108,7 +109,7 @@ class Result:
             )
         if not rows or name not in rows[0]:
             known = rows[0] if rows else ()
-            raise TrialError(patterns.unknown("column", "Result", name, known))
+            raise TrialError(unknown("column", "Result", name, known))
         return np.array([row[name] for row in rows])
 
     def __len__(self) -> int:
@@ -358,7 +359,7 @@ def _source(
         if name not in known:
             own = [name for name in inspect.signature(tune).parameters if name != "options"]
             raise WrongTypeError(
-                patterns.unknown("option", f"tune(backend={backend!r})", name, [*own, *known])
+                unknown("option", f"tune(backend={backend!r})", name, [*own, *known])
             )
     if backend == "optuna":
         return _optuna.Proposed(space, seed, mode, pruner, **options)
@@ -418,9 +419,7 @@ def _check_objective(objective: Callable, space: Mapping[str, Any], where: str) 
         if not is_open and name not in takes:
             known = [p for p in takes if p not in _trials.RESERVED]
             fix = "The objective does not take it."
-            raise HyperparameterError(
-                patterns.unknown("name", f"space of {where}", name, known, fix)
-            )
+            raise HyperparameterError(unknown("name", f"space of {where}", name, known, fix))
     for name, p in takes.items():
         if p.default is not p.empty or name in _trials.RESERVED:
             continue
@@ -446,7 +445,7 @@ def _check_vectorised(
     names = (vectorized,) if isinstance(vectorized, str) else tuple(vectorized)
     for name in names:
         if name not in space:
-            raise HyperparameterError(patterns.unknown("vectorized", where, str(name), space))
+            raise HyperparameterError(unknown("vectorized", where, str(name), space))
         entry = spaces.innermost(space[name])
         options = getattr(entry, "options", () if hasattr(entry, "at") else (entry,))
         if any(isinstance(x, bool) or not isinstance(x, int | float) for x in options):
