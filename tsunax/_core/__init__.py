@@ -36,6 +36,5 @@ def lazy(
         package[name] = value
         return value
 
-    own = (name for name in package if name.startswith("__"))
-    names = sorted({*own, *module_of})
-    return sorted(module_of), load, lambda: names
+    names = sorted(module_of)
+    return names, load, lambda: names
