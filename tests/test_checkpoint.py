@@ -411,7 +411,9 @@ def test_a_manifest_does_not_grow_with_the_devices_and_takes_no_time(tmp_path):
 
 def test_the_hash_of_an_array_does_not_depend_on_its_sharding(saved_sharded):
     """So that what one topology saved, another one verifies; and a flip of any bit changes it."""
-    hashes = [{leaf.name: leaf.hash for leaf in _files.Files(path).manifest(1).leaves} for path in saved_sharded.values()]
+    hashes = [
+        {leaf.name: leaf.hash for leaf in _files.Files(path).manifest(1).leaves} for path in saved_sharded.values()
+    ]
     assert hashes[0] == hashes[-1] and all(known == hashes[0] for known in hashes)
     draw = np.random.default_rng(0)
     for dtype in ("float32", "bfloat16", "int8", "float64", "complex128", "bool", "int4"):

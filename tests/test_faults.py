@@ -15,7 +15,7 @@ import tsunax as ts
 from tests.helpers import medium_if
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight.replaying import replay
-from tsunax.run.fitting import Rejected
+from tsunax.run.run import Rejected
 
 X = np.ones((8, 4), np.float32)
 NEVER = {"never": np.float32(np.inf)}

@@ -10,7 +10,6 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import guard
-from tsunax._step import choice
 from tsunax.errors import NonFiniteError
 
 ROWS, MICRO = 12, 4
@@ -305,7 +304,7 @@ def test_both_ways_to_choose_have_the_same_bits():
 
     def run(small):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(choice, "SMALL", small)
+            patch.setattr(guard, "BYTES", small)
             step, state, infos = ts.train_step(loss_fn), ts.setup(ts.rules.adamw(0.01), params, ema=0.9), []
             text = step.lower(state, x).as_text()
             for bad in (0, 0, 1, 0):

@@ -18,10 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import checks, patterns, trees
+from tsunax._core import checks, trees
 from tsunax.data import columns, on_devices, order
 from tsunax.data.checks import check_batch, check_casts, own
-from tsunax.errors import DataError, WrongTypeError, message
+from tsunax.errors import DataError, WrongTypeError, message, suggests_names
 
 __all__ = ["Batches", "Data", "batches"]
 
@@ -292,7 +292,7 @@ class _Epoch:
         return batch
 
 
-@patterns.suggests_names
+@suggests_names
 def batches(
     arrays: Any,
     batch_size: int,

@@ -28,9 +28,9 @@ import numpy as np
 from jax._src import xla_bridge
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from tsunax._core import checks, patterns, trees
+from tsunax._core import checks, trees
 from tsunax.devices import _preference
-from tsunax.errors import DeviceError, WrongTypeError, message, told, warn
+from tsunax.errors import DeviceError, WrongTypeError, message, told, unknown, warn
 
 __all__ = [
     "DeviceInfo",
@@ -130,7 +130,7 @@ def _check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
     if not isinstance(kind, str):
         raise mistyped("kind", where, trees.describe(kind), f"one of {', '.join(known)}")
     if kind not in known:
-        raise DeviceError(patterns.unknown("kind", where, kind, known))
+        raise DeviceError(unknown("kind", where, kind, known))
 
 
 def _resolve(kind: Any, where: str) -> tuple[list[jax.Device], list[str]]:

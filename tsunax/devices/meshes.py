@@ -27,8 +27,8 @@ from tsunax._step.members import members_of
 from tsunax.devices import kinds as _kinds
 from tsunax.devices.kinds import invalid, mistyped
 from tsunax.distributed import processes
-from tsunax.errors import PatternError, told
-from tsunax.rules import number_table
+from tsunax.errors import PatternError, told, unknown
+from tsunax.rules.owners import owners_of
 from tsunax.state import TrainState, base, trained_part
 
 __all__ = ["Placement", "describe_sharding", "mesh", "shard"]
@@ -210,9 +210,7 @@ class _Choice:
 
         given = state.plan.init, state.opt_state, state.numbers, base(state)
         opt_state = []
-        for owner, leaf in zip(
-            number_table.owners_of(*given), jax.tree.leaves(state.opt_state), strict=True
-        ):
+        for owner, leaf in zip(owners_of(*given), jax.tree.leaves(state.opt_state), strict=True):
             if owner is not None and np.shape(leaf) == shapes[owner]:
                 opt_state.append(follow[owner])
             else:
@@ -248,7 +246,7 @@ class _Choice:
         used = {name for names in trees.axis_names(params) for name in names or () if name}
         for name in self.logical:
             if name not in used:
-                text = patterns.unknown("logical axis", "shard()", name, sorted(used))
+                text = unknown("logical axis", "shard()", name, sorted(used))
                 raise PatternError(text)
         return found
 

@@ -21,13 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import checks, convolutions, placement, trees
-from tsunax._core.norms import leaves_apart
-from tsunax._step import failures
-from tsunax._step.loss_fn import A_STEP, check_no_loss_fn
-from tsunax._step.traces import Trace
+from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
+from tsunax._step.on_mesh import masked
 from tsunax.data.on_devices import gather
 from tsunax.errors import StateError, message
-from tsunax.program import Programs, TrainStep, home_of, masked
+from tsunax.guard import leaves_apart
+from tsunax.program import Programs, Traced, TrainStep, home_of, raise_fault
 from tsunax.state import TrainState, assemble, donated, split
 from tsunax.step import StepInfo
 
@@ -174,7 +173,7 @@ class Fused:
             trace = (
                 None
                 if traces is None
-                else Trace.of("loop", home, state, {"batches": feed, **extra})
+                else Traced.of("loop", home, state, {"batches": feed, **extra})
             )
 
             def one(moving, batch):
@@ -255,10 +254,8 @@ class Fused:
             batch = jax.tree.map(
                 lambda x: x[0], feed.batches if isinstance(feed, Stacked) else feed.arrays
             )
-            if isinstance(state, TrainState) and (
-                fault := failures.fault(error, state, batch, extra)
-            ):
-                raise fault from None
+            if isinstance(state, TrainState):
+                raise_fault(error, state, batch, extra)
             raise
         return moving if kind is None else assemble(kind, moving, still), infos
 

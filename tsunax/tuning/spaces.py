@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import patterns, trees
-from tsunax.errors import HyperparameterError, WrongTypeError, message
+from tsunax._core import trees
+from tsunax.errors import HyperparameterError, WrongTypeError, message, unknown
 
 __all__ = ["choice", "grid", "integer", "log_uniform", "uniform", "when"]
 
@@ -239,7 +239,7 @@ def _checked_entry(entry: Any, at: str, space: Mapping, before: Mapping, backend
     if name not in before and name in space:
         raise invalid("when", at, f"{name!r}, which comes after it", "a name before it")
     if name not in before:
-        raise HyperparameterError(patterns.unknown("when", at, str(name), before))
+        raise HyperparameterError(unknown("when", at, str(name), before))
     if not wanted:
         raise invalid("when", at, f"no value of {name!r}", "at least one")
     for value in wanted:

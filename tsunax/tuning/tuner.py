@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import checks, durable_files, patterns, stable_text, trees
+from tsunax._core import checks, durable_files, stable_text, trees
 from tsunax._core.interrupts import in_notebook
 from tsunax.distributed import processes
 from tsunax.errors import (
@@ -35,6 +35,7 @@ from tsunax.errors import (
     TrialError,
     WrongTypeError,
     message,
+    unknown,
 )
 from tsunax.run import plots
 from tsunax.run import progress as _progress
@@ -92,7 +93,7 @@ class Result:
             raise mistyped("name", "Result", trees.describe(name), "a column's name", fix)
         known = self.rows[0] if self.trials else {}
         if name not in known:
-            raise TrialError(patterns.unknown("column", "Result", name, known))
+            raise TrialError(unknown("column", "Result", name, known))
         return np.array([row[name] for row in self.rows])
 
     def __len__(self) -> int:
@@ -210,7 +211,7 @@ def tune(
         if name not in _OPTIONS.get(backend, ()):
             known = [*inspect.signature(tune).parameters, *_OPTIONS.get(backend, ())]
             at = f"tune(backend={backend!r})"
-            raise WrongTypeError(patterns.unknown("option", at, name, known))
+            raise WrongTypeError(unknown("option", at, name, known))
     if pruner is not None and backend != "optuna":
         got, fix = f"one beside backend={backend!r}", "Give backend='optuna' too."
         raise invalid("pruner", where, got, "None", fix)
@@ -321,7 +322,7 @@ def _check_objective(objective: Callable, space: Mapping[str, Any], where: str) 
             raise invalid("name", at, repr(name), "another name", f"tune gives {name!r} itself.")
         if not is_open and name not in takes:
             fix = "The objective does not take it."
-            raise HyperparameterError(patterns.unknown("name", at, name, known, fix))
+            raise HyperparameterError(unknown("name", at, name, known, fix))
     for name in known:
         if takes[name].default is not inspect.Parameter.empty:
             continue
@@ -340,7 +341,7 @@ def _check_vectorized(vectorized: Any, space, backend: str, where: str) -> tuple
     names = (vectorized,) if isinstance(vectorized, str) else tuple(vectorized)
     for name in names:
         if name not in space:
-            raise HyperparameterError(patterns.unknown("vectorized", where, str(name), space))
+            raise HyperparameterError(unknown("vectorized", where, str(name), space))
         entry = spaces.innermost(space[name])
         options = getattr(entry, "options", () if hasattr(entry, "at") else (entry,))
         if any(isinstance(x, bool) or not isinstance(x, int | float) for x in options):
