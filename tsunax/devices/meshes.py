@@ -82,12 +82,7 @@ def mesh(
 
 
 def shard(
-    state: Any,
-    mesh: Mesh,
-    rules=None,
-    *,
-    logical: Mapping[str, Any] | None = None,
-    zero1: bool = False,
+    state: Any, mesh: Mesh, rules=None, *, logical: Mapping | None = None, zero1: bool = False
 ) -> Any:
     """The same state over the devices of a mesh.
 
@@ -100,10 +95,10 @@ def shard(
        those of the mesh stand for themselves.
     3. Nothing: whole.
 
-    Then, where the mesh has an axis `fsdp`, the largest free axis that divides is spread over it,
-    unless a rule said None or the array has fewer than 1,024 elements. Moments, averages and master
-    copies follow their parameter; other arrays of the optimizer and the model state are spread over
-    `fsdp` by their own shape. The rest (clock, key, live numbers) is whole.
+    Then the largest free axis that divides is spread over the axis `fsdp` of the mesh, unless a rule
+    said None or the array has fewer than 1,024 elements. Moments, averages and master copies follow
+    their parameter; other arrays of the optimizer and the model state are spread over `fsdp` by
+    their own shape. The rest (clock, key, live numbers) is whole.
 
     Args:
       state: a `TrainState`, any tree of arrays, or a function that makes one: then nothing is ever
@@ -181,11 +176,8 @@ class _Choice:
 
     def of_params(self, params) -> list[P]:
         """One for each leaf, in flatten order."""
-        leaves = trees.leaves_with_names(params)
-        ruled = self._ruled(params)
-        named = self._named(params)
-        out = []
-        for i, (name, _, leaf) in enumerate(leaves):
+        ruled, named, out = self._ruled(params), self._named(params), []
+        for i, (name, _, leaf) in enumerate(trees.leaves_with_names(params)):
             path, spec = trees.show(name), ruled.get(i, named.get(i, P()))
             is_final = i in ruled and spec == P()
             spec = self._checked(spec, np.shape(leaf), path)

@@ -166,10 +166,8 @@ def tune(
       objective: takes the names of the space as keywords, and returns a number or a dict of numbers
         (what `evaluate` gives). It may also name `trial`, the number of the trial (for a folder, or
         a key), and `report`: `report(step, value)` records a number on the way.
-      space: names, and what `tsunax.spaces` has; or plain values, which are constants. A list is
-        refused: say `spaces.choice([...])`, or give a tuple.
-      trials: how many; of a grid all of them by default. More of them go on with a directory that
-        has some.
+      space: names, and entries of `ts.tuning.spaces`; plain values are constants, tuples too.
+      trials: how many; of a grid all of them by default.
       backend: "random"; "grid", every combination of the entries that are `grid`; "optuna", which
         proposes, prunes and keeps the trials (extra `tune`); "ray", random values, many trials at
         once on a Ray cluster (extra `ray`).
@@ -179,11 +177,10 @@ def tune(
         is not worth going on.
       vectorized: names that the objective takes as arrays, up to `members` trials at once, which
         agree in all other values; `trial` is an array then, too, and it returns an array, or a dict
-        of arrays. For populations: numbers that are live in a rule. If it raises, its trials are
-        run again one by one.
+        of arrays. For populations. If it raises, its trials are run again one by one.
       directory: where the journal is kept: `trials.jsonl`, or `optuna.journal` with
-        backend="optuna". The same command goes on after whatever ended it: trials that are there
-        are not run again, and an objective with other code gives a warning.
+        backend="optuna". The same command goes on after whatever ended it, also with more trials:
+        those that are there are not run again. An objective with other code gives a warning.
       attempts: a trial in which the process died so many times has failed.
       options: "optuna": `sampler`, an Optuna sampler, or a function of a seed that makes one.
         "ray": `resources` of a trial as {"cpu": 1, "gpu": 1}, `concurrent`, how many at once.
