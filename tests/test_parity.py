@@ -724,6 +724,7 @@ def test_without_skip_zero_it_moves():
         assert (was != now).all()
 
 
+@pytest.mark.medium
 def test_a_head_that_is_skipped_is_a_head_that_is_frozen():
     skipped = heads_trained(SKIPPING)
     frozen = heads_trained(DECAYING, "dogs/**")
