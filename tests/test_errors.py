@@ -21,8 +21,8 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tests.helpers import medium_if
 from flax import linen, nnx
+from tests.helpers import medium_if
 from tsunax.errors import (
     DataError,
     HyperparameterError,
