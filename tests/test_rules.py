@@ -1201,7 +1201,7 @@ def test_sign_decay_pulls_towards_zero_and_stays_there():
 
 @pytest.mark.parametrize("kind", ["add_decayed_weights", "sign_decay"])
 def test_a_penalty_in_the_loss_is_decay_first_in_the_chain(kind):
-    penalty = {"weight_decay": lambda p: 0.5 * jnp.sum(p**2), "sign_decay": lambda p: jnp.sum(jnp.abs(p))}[kind]
+    penalty = {"add_decayed_weights": lambda p: 0.5 * jnp.sum(p**2), "sign_decay": lambda p: jnp.sum(jnp.abs(p))}[kind]
     loss = lambda p, batch: loss_fn(p, batch) + 0.03 * penalty(p["kernel"])
     decay = getattr(rules, kind)(0.03, where="kernel")
     train = lambda loss, rule: (
