@@ -369,7 +369,7 @@ class _Epoch:
             return None
         assert self.place is not None
         if self.order is None and self.data._is_ordered:
-            self.order = self.data.order(self.place[0])
+            self.order = self.data._order_of(self.place[0])
         return self.data._gathered(self.order, *ahead)
 
     def __next__(self) -> Any:
@@ -423,6 +423,8 @@ class Batches(Data):
         self.batch_size, self.resident = batch_size, None
         self._seed, self._window, self._process = seed, window, process
         self._drop = drop_remainder
+        # of the epoch that was read last; shared by copies, so that a run of `fit` finds it again
+        self._known_order: dict[int, np.ndarray] = {}
         self._place, self._restored = (0, 0), False
         self.share = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = window is not None or process[1] > 1
@@ -606,6 +608,13 @@ class Batches(Data):
         mine = _share(len(tail), self._process, self._is_whole(len(tail)))
         shares = full[:, _share(self.batch_size, self._process)], tail[mine]
         return np.concatenate([share.ravel() for share in shares])
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if epoch not in self._known_order:
+            found = self.order(epoch)
+            self._known_order.clear()
+            self._known_order[epoch] = found
+        return self._known_order[epoch]
 
     def device_order(self, epoch: int) -> jax.Array | None:
         """`order(epoch)` next to the resident arrays, for `gather`; None where rows are taken as
