@@ -329,10 +329,10 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
             cuts[at] = _cuts.Cut(tuple(of), tuple(labels)), (0,) * len(labels)
         if cuts:
             opt_state, numbers = _cuts.recut(opt_state, numbers, trained, cuts)
+            assert numbers is not None and state.numbers is not None
             old = state.numbers.values
             if isinstance(old, jax.Array) and not trees.is_traced(old):  # a cut is made on the host
                 home = old.sharding if old.committed else None
-                assert numbers is not None
                 numbers = dataclasses.replace(
                     numbers, values=placement.whole(np.asarray(numbers.values), home)
                 )  # type: ignore[union-attr, type-var]

@@ -94,7 +94,7 @@ class Rejections:
         elif self.max_bad > 1:
             limit = f"the last of {self.max_bad} in a row, {limit}"
         known = isinstance(run.info, StepInfo) and not self.is_population
-        why = guard.explain(run.info.verdict, None) if known else "not finite"
+        why = guard.explain(int(run.info.verdict), None) if known else "not finite"
         if (
             known and isinstance(self.step, TrainStep) and jax.process_count() == 1
         ):  # else nobody has the batch
