@@ -217,12 +217,14 @@ def split(state: TrainState) -> tuple[tuple, tuple]:
 def assemble(kind: tuple, moving: tuple, still: tuple) -> TrainState:
     """The inverse of `split`; `kind` is the class of the state and its plan."""
     cls, plan = kind
-    fields = dict(zip(cls._moving, moving[1:], strict=True))
-    fields.update(zip(cls._still, still[1:], strict=True))
     rest = still[0]
-    return cls(
-        params=moving[0] if rest is None else trees.merge(moving[0], rest), **fields, plan=plan
-    )
+    params = moving[0] if rest is None else trees.merge(moving[0], rest)
+    state = object.__new__(cls)  # as `__init__` does it, without a dict of its own: once a step
+    fields = state.__dict__
+    fields.update(zip(cls._moving, moving[1:], strict=True))
+    fields.update(zip(cls._still, still[1:], strict=True))
+    fields["params"], fields["plan"] = params, plan
+    return state
 
 
 def base(state: TrainState):

@@ -61,7 +61,7 @@ class Fit:
         left = options.goal.left(start)
         crosses = not options.listens_to_epochs and jax.process_count() == 1
         given = options.steps_per_call, interval, left
-        self.feed = feed.Feed(step, data, state, *given, goes_on=True, crosses=crosses)
+        self.feed = feed.Feed(step, data, state, *given, goes_on=True, crosses=crosses, tells=False)
         self.loop = fused_loop.fused(step, not isinstance(step, TrainStep) or step.donate)
         self.run = Run(state, start, self.feed.epoch, history)
         self.alike = agreement.Alike("fit()", state, data)
@@ -84,6 +84,7 @@ class Fit:
         self.steps_read = 0
         self.stretch: collections.deque[tuple[float, int]]  # (clock, steps done) at the last reads
         self.stretch = collections.deque(maxlen=STRETCH)
+        self.traced = self.traces()  # when it was called last
 
     def place_extra(self) -> None:
         """The arguments of the step where the state lives: once, and again where a callback put in
@@ -131,7 +132,7 @@ class Fit:
         ahead, limit = self.run.step + self.ahead, self.rejections.limit or feed.NO_LIMIT
         most = int(min(self.per_call(), left))
         chunk = self.feed.take(most, self.run.state, ahead, limit, until=left)
-        return self.alike.chunk(ahead + 1, chunk, self.feed.source)
+        return self.alike.chunk(ahead + 1, chunk, self.feed.source) if self.alike.spans else chunk
 
     def per_call(self) -> int:
         given = self.options.steps_per_call
@@ -143,16 +144,17 @@ class Fit:
 
     def call(self, chunk: feed.Chunk) -> None:
         """Dispatch one call; read those before it, if they have waited long enough."""
-        run, before, traces = self.run, time.perf_counter(), self.traces()
+        run, before, inner = self.run, time.perf_counter(), self.run.__dict__
         if self.options.steps_per_call is None:
-            run.state, infos = self.loop.once(run.state, chunk.feed.one(), self.extra)
+            inner["state"], infos = self.loop.once(run.state, chunk.feed.one(), self.extra)
         else:
-            run.state, infos = self.loop(run.state, chunk.feed, chunk.n, self.extra)
+            inner["state"], infos = self.loop(run.state, chunk.feed, chunk.n, self.extra)
         now = time.perf_counter()
         self.pending.append((chunk, infos))
         self.ahead += chunk.steps
         self.read_at = self.read_at or now
-        if self.traces() != traces:  # it compiled: no measure of anything
+        if (traces := self.traces()) != self.traced:  # it compiled: no measure of anything
+            self.traced = traces
             self.idle += now - before
             self.idle_steps += chunk.steps if _infos.is_ready(infos) else 0
         late = (
@@ -247,7 +249,7 @@ class Fit:
         `log_every` of them.
         """
         run, every, rejections = self.run, self.options.log_every, self.rejections
-        epochs = np.concatenate([chunk.epochs for chunk in chunks])
+        epochs = feed.epochs_of(chunks)
         verdicts = _infos.verdicts(infos, len(epochs))
         # of one state its clock counts, else every call does
         is_one = isinstance(infos, StepInfo) and not rejections.is_population

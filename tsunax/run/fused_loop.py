@@ -3,9 +3,20 @@
     for i in range(n):
         state, infos[i] = step(state, feed.at(i))
 
-The body of a loop is compiled apart from the same step alone, and may differ from it in the last
-digit. So single steps run through the loop as well, and how many go into a call never changes a
-bit. It knows nothing of epochs.
+How many steps go into a call may follow the clock on the wall, and must not change a bit of what
+comes out. XLA compiles the body of a loop apart from the same step alone: it fuses other
+operations, and the last digit may differ. A `lax.scan` of 8 and one of 64 are two programs as well,
+and a scan of one is unrolled. So all calls run one program, a `while_loop` whose trip count is an
+argument: over a buffer of batches with room for the most that a call may take, of which the first
+n are read. Single steps run through it, too.
+
+It costs the room: a call of one step sends a buffer of two batches (a loop of one would be unrolled),
+infos are an array with a row for each batch that has room, and a reverse-mode gradient cannot go
+through a `while_loop` (through `step` it can). It would break if the trip count were a Python
+number, if the buffer followed the number of steps, or if `run_steps` took the short way for k = 1.
+The loop ends early after too many rejected steps in a row, since the host learns of them late.
+
+It knows nothing of epochs.
 """
 
 from __future__ import annotations

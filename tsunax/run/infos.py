@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._step.members import members_of
+from tsunax._core import trees
+from tsunax.errors import StateError
 from tsunax.run import fused_loop
 from tsunax.run.run import OF_FIT
-from tsunax.state import TrainState
+from tsunax.state import TrainState, donated
 from tsunax.step import StepInfo
 
 
@@ -22,7 +22,8 @@ def form_of(infos) -> tuple:
     for the steps.
     """
     if isinstance(infos, fused_loop.Infos):
-        return jax.tree.structure(infos), *[x.shape[1:] for x in infos.others]
+        static = infos.treedef, infos.dtypes, infos.named  # its structure, without a walk
+        return *static, *[x.shape[1:] for x in infos.others]
     leaves, treedef = jax.tree.flatten(infos)
     return treedef, *map(np.shape, leaves)
 
@@ -33,18 +34,15 @@ def is_ready(infos) -> bool:
 
 
 def hosted(infos):
-    """Infos as NumPy arrays."""
-    if isinstance(
-        infos, fused_loop.Infos
-    ):  # as device_get, without its walk over trees: this is done for every call
-        return dataclasses.replace(
-            infos, table=np.asarray(infos.table), others=[np.asarray(x) for x in infos.others]
+    """Infos as NumPy arrays. Waits. `jax.device_get` costs ten times as much for so small ones."""
+    if isinstance(infos, fused_loop.Infos):  # done for every call
+        infos.__dict__.update(
+            table=np.asarray(infos.table), others=[np.asarray(x) for x in infos.others]
         )
+        return infos
     if isinstance(infos, StepInfo):
         infos = infos._replace(numbers=None)
-    leaves, treedef = jax.tree.flatten(
-        infos
-    )  # device_get costs ten times as much for so small ones
+    leaves, treedef = jax.tree.flatten(infos)
     return treedef.unflatten(map(np.asarray, leaves))
 
 
@@ -140,21 +138,30 @@ def scheduled(numbers, steps) -> dict[str, np.ndarray]:
     return dict(column for name, x in moved.items() for column in fused_loop.by_member(name, x))
 
 
+def counts_of(state: TrainState) -> np.ndarray:
+    """What the clock of a state holds, read once: int (4,), or (members, 4)."""
+    if trees.is_gone(state.clock):
+        raise StateError(donated("fit()"))
+    return np.asarray(state.clock)
+
+
 def step_of(state, default: int) -> int:
     """The clock of a state; of a population, whose members have their own, the calls."""
     if not isinstance(state, TrainState):
         return default
-    return int(state.step) if members_of(state) is None else int(np.max(state.calls))
+    counts = counts_of(state)
+    return int(counts[0] if counts.ndim == 1 else np.max(counts[..., 1]))
 
 
 def calls_of(state) -> int:
-    return int(np.max(state.calls)) if isinstance(state, TrainState) else 0
+    return int(np.max(counts_of(state)[..., 1])) if isinstance(state, TrainState) else 0
 
 
 def rejected_of(state) -> tuple[int, int]:
     if not isinstance(state, TrainState):
         return 0, 0
-    return int(np.min(state.rejected)), int(np.min(state.rejected_in_a_row))
+    counts = counts_of(state)
+    return int(np.min(counts[..., 2])), int(np.min(counts[..., 3]))
 
 
 class HeldNumbers:

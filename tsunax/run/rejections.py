@@ -12,6 +12,7 @@ from tsunax._step import failures
 from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
+from tsunax.run.feed import epochs_of
 from tsunax.run.infos import calls_of, rejected_of
 from tsunax.run.run import MOST_REJECTED, Rejected, Run
 from tsunax.state import TrainState
@@ -98,7 +99,7 @@ class Rejections:
             known and isinstance(self.step, TrainStep) and jax.process_count() == 1
         ):  # else nobody has the batch
             why = failures.why(self.step, run.state, run.info, _batch_of(i, chunks)[0], extra)
-        epochs = np.concatenate([chunk.epochs for chunk in chunks])
+        epochs = epochs_of(chunks)
         what = f"step {run.step} of epoch {epochs[i]} was rejected: {why}; {limit}"
         raise NonFiniteError(f"{what}. `error.state` is the state before it.", run.state, run.info)
 
@@ -109,6 +110,9 @@ def _batch_of(i: int, chunks) -> tuple[Any, int]:
     batch, mask = jax.device_get(
         (chunk.feed.at(i + chunk.steps), getattr(chunk.feed, "mask", None))
     )
-    rows, epoch = None if mask is None else int(np.sum(mask)), int(chunk.epochs[i])
+    rows, epoch = (
+        None if mask is None else int(np.sum(mask)),
+        int(np.broadcast_to(chunk.epochs, chunk.steps)[i]),
+    )
     batch = jax.tree.map(lambda x: x[:rows] if np.ndim(x) else x, batch) if rows else batch
     return batch, epoch
