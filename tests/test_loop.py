@@ -176,6 +176,7 @@ def test_a_loop_compiles_once_for_each_shape():
     assert compiles.compiles == 0
 
 
+@pytest.mark.medium
 def test_convolutions_in_the_loop():
     x = RNG.normal(size=(24, 8, 8, 2)).astype(np.float32)
     kernels = {"a": 0.3 * jax.random.normal(jax.random.key(1), (3, 3, 2, 4))}
@@ -190,6 +191,7 @@ def test_convolutions_in_the_loop():
     assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.medium
 def test_any_state_and_any_step():
     """A pair of networks that train against each other, and a plain JAX function."""
 
@@ -307,7 +309,8 @@ def _iterate(per_call):
     return iterate(STEP, _fresh(), data(), steps=4, steps_per_call=per_call)
 
 
-@pytest.mark.parametrize("per_call", ["auto", pytest.param(None, marks=pytest.mark.medium)])
+@pytest.mark.medium
+@pytest.mark.parametrize("per_call", ["auto", None])
 def test_metrics_with_a_number_for_each_row(per_call):
     """The short batch at the end of an epoch has fewer of them."""
 
@@ -326,7 +329,8 @@ def test_metrics_with_a_number_for_each_row(per_call):
         run_epoch(step, ts.setup(RULE, init()), short())
 
 
-@pytest.mark.parametrize("kind", medium_if(lambda kind: kind is not list, [list, tuple, lambda data: data]))
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", [list, tuple, lambda data: data])
 def test_a_goal_in_steps_that_is_the_end_of_an_epoch(kind):
     seen = []
     fit(
