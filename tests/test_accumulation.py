@@ -1,6 +1,8 @@
 """One gradient from many micro-batches: in a step and across calls, against the whole batch and plain optax."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -507,3 +509,28 @@ def test_a_python_number_in_the_model_state_is_float32(accumulate):
     after, _ = ts.train_step(fn, accumulate=accumulate)(state, jnp.ones((4, 2)))
     assert float(after.model_state["n"]) == 0.5 and int(after.model_state["i"]) == 3
     assert [str(x.dtype) for x in jax.tree.leaves(after.model_state)] == ["int32", "float32"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    inner: Any
+    calls: Any
+
+
+def test_a_wrapper_with_a_state_of_its_own_waits_for_the_window_inside():
+    inside = ts.rules.accumulate(ts.rules.sgd(1.0), every=2)
+
+    def update(updates, state, params=None, **extra):
+        updates, inner = inside.update(updates, state.inner, params, **extra)
+        return updates, Counted(inner, state.calls + 1)
+
+    init = lambda params: Counted(inside.init(params), jnp.int32(0))
+    state = ts.setup(optax.GradientTransformationExtraArgs(init, update), {"w": jnp.zeros(2)})
+    steps = []
+    for _ in range(4):
+        state, info = ts.update(state, {"w": jnp.ones(2)})
+        steps.append((int(state.step), bool(info.applied)))
+    assert steps == [(0, False), (1, True), (1, False), (2, True)]
+    with pytest.raises(ts.errors.TsunaxError):
+        ts.update(state, {"w": jnp.ones(2)}, windows_flushed=True)

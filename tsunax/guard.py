@@ -215,14 +215,17 @@ def emitted(opt_state):
     """Whether the call that left this state moved parameters; None where nothing waits: some rule
     runs on every call.
 
-    A chain waits for its last rule, groups for any of theirs if all of them have a window.
+    A chain waits for its last rule, a wrapper for the rule whose state is its `inner`, a partition
+    for any of its rules if all of them have a window.
     """
     if _waits(opt_state):
         return opt_state.emitted
     if type(opt_state) is tuple:
         return emitted(opt_state[-1]) if opt_state else None
     parts = getattr(opt_state, "inner", None)
-    found = [emitted(part) for part in parts.values()] if isinstance(parts, dict) else []
+    if parts is not None and not isinstance(parts, dict):
+        return emitted(parts)
+    found = [emitted(part) for part in (parts or {}).values()]
     return (
         functools.reduce(operator.or_, found)
         if found and all(x is not None for x in found)

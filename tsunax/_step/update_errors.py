@@ -94,6 +94,6 @@ _FOR_RULES = (
     "obj_fn",
     "grad_fn",
     "weight",
-    "windows_flushed",
+    "flush",
     "outside",
 )
