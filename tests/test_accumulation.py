@@ -1,6 +1,8 @@
 """One gradient from many micro-batches: in a step and across calls, against the whole batch and plain optax."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,12 +74,12 @@ def relative(a, b):
 @pytest.mark.parametrize("n", medium_if(lambda n: n != 3, [2, 3, 7, 16]))
 def test_micro_batches_with_unequal_masks_are_the_whole_batch(n):
     state, batch = ts.setup(ts.rules.sgd(0.1), make_params()), make_batch(33)  # 33: only 3 divides it
-    loss, grads = ts.value_and_grad(masked, accumulate=n)(state, batch)
+    loss, grads = jax.jit(ts.value_and_grad(masked, accumulate=n))(state, batch)
     value, expected = exact(state.params, batch)
     assert relative(grads, expected) <= 1e-6
     np.testing.assert_allclose(loss.compute(), value, rtol=1e-6)
     np.testing.assert_allclose(loss.weight, batch["keep"].sum(), rtol=1e-6)
-    whole, _ = ts.value_and_grad(masked)(state, batch)
+    whole, _ = jax.jit(ts.value_and_grad(masked))(state, batch)
     np.testing.assert_allclose(loss.metrics["loss"].compute(), whole.metrics["loss"].compute(), rtol=1e-6)
     parts = [jax.tree.map(lambda x, i=i: x[i::n], batch) for i in range(n)]
     means = [exact(state.params, part) for part in parts if part["keep"].sum() > 0]
@@ -87,14 +89,14 @@ def test_micro_batches_with_unequal_masks_are_the_whole_batch(n):
 
 def test_a_scalar_loss_weighs_its_rows():
     state, batch = ts.setup(ts.rules.sgd(0.1), make_params()), make_batch(24)
-    whole, expected = ts.value_and_grad(plain)(state, batch)
-    loss, grads = ts.value_and_grad(plain, accumulate=4)(state, batch)
+    whole, expected = jax.jit(ts.value_and_grad(plain))(state, batch)
+    loss, grads = jax.jit(ts.value_and_grad(plain, accumulate=4))(state, batch)
     assert relative(grads, expected) <= 1e-6 and float(loss.weight) == float(whole.weight) == 24
 
     def padded(params, batch, mask):
         return jnp.sum(losses(params, batch) * mask) / jnp.sum(mask)
 
-    loss, grads = ts.value_and_grad(padded, accumulate=5)(state, batch)
+    loss, grads = jax.jit(ts.value_and_grad(padded, accumulate=5))(state, batch)
     assert relative(grads, expected) <= 1e-6 and float(loss.weight) == 24
 
 
@@ -184,7 +186,7 @@ def test_each_micro_batch_has_its_key_and_the_model_state_of_the_one_before():
 
 
 @pytest.mark.parametrize("where", [0, pytest.param(2, marks=pytest.mark.medium)])
-@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("what", ["loss", pytest.param("gradient", marks=pytest.mark.medium)])
 def test_a_bad_micro_batch_is_dropped_with_its_weight(what, where):
     def fn(params, batch, mask):
         out = masked(params, batch, mask)
@@ -210,6 +212,7 @@ def test_a_bad_micro_batch_is_dropped_with_its_weight(what, where):
     assert not bool(info.applied) and int(after.rejected) == 1
 
 
+@pytest.mark.medium
 def test_one_program_serves_all_batches_and_memory_is_that_of_one_micro_batch():
     step = ts.train_step(masked, accumulate=4)
     state = ts.setup(ts.rules.adam(0.1), make_params())
@@ -269,11 +272,15 @@ def cut(batch, n):
 OTHERS = ("lbfgs", "sophia", "galore", "noisy_sgd", "optimistic_adam")
 
 
-QUICK = ("adam", "adafactor", "reduce_on_plateau", "schedule_free_adamw")
+QUICK = ("adam", "adafactor")
+MEDIUM = ("reduce_on_plateau", "schedule_free_adamw")
 EVERY = [name for name in (*OPTAX, *CONTRIB) if name not in OTHERS]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in EVERY])
+MARKS = dict.fromkeys(QUICK, ()) | dict.fromkeys(MEDIUM, pytest.mark.medium)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, pytest.mark.slow)) for n in EVERY])
 def test_windows_give_every_rule_the_numbers_of_the_weighted_mean(name):
     """Six updates from four calls each; that a step's own accumulation gives this mean is tested above."""
     factory = getattr(ts.rules, name)
@@ -391,6 +398,7 @@ def test_a_bad_call_leaves_the_window_as_it_was(bad):
     assert_trees_close(params, expected.params, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.medium
 def test_under_vmap_and_in_groups_and_frozen():
     def run(rate):
         state = ts.setup(ts.rules.accumulate(ts.rules.sgd(rate), every=2), {"w": jnp.zeros(1)})
@@ -501,3 +509,28 @@ def test_a_python_number_in_the_model_state_is_float32(accumulate):
     after, _ = ts.train_step(fn, accumulate=accumulate)(state, jnp.ones((4, 2)))
     assert float(after.model_state["n"]) == 0.5 and int(after.model_state["i"]) == 3
     assert [str(x.dtype) for x in jax.tree.leaves(after.model_state)] == ["int32", "float32"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    inner: Any
+    calls: Any
+
+
+def test_a_wrapper_with_a_state_of_its_own_waits_for_the_window_inside():
+    inside = ts.rules.accumulate(ts.rules.sgd(1.0), every=2)
+
+    def update(updates, state, params=None, **extra):
+        updates, inner = inside.update(updates, state.inner, params, **extra)
+        return updates, Counted(inner, state.calls + 1)
+
+    init = lambda params: Counted(inside.init(params), jnp.int32(0))
+    state = ts.setup(optax.GradientTransformationExtraArgs(init, update), {"w": jnp.zeros(2)})
+    steps = []
+    for _ in range(4):
+        state, info = ts.update(state, {"w": jnp.ones(2)})
+        steps.append((int(state.step), bool(info.applied)))
+    assert steps == [(0, False), (1, True), (1, False), (2, True)]
+    with pytest.raises(ts.errors.TsunaxError):
+        ts.update(state, {"w": jnp.ones(2)}, windows_flushed=True)

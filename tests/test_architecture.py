@@ -32,7 +32,7 @@ TIER = {room: tier for tier, rooms in TIERS.items() for room in rooms.split()}
 
 # Functions that are called from below and stand above, so that their public name is where users look for it. Each is
 # imported when it is called.
-UPWARD = {("averages", "program"), ("rules", "step")}
+UPWARD = {("averages", "_step"), ("rules", "_step")}
 
 # What costs seconds to import, or is an extra. Loaded by the function that needs it.
 LAZY = ("IPython flax pandas rich orbax grain matplotlib tensorboardX optuna ray torch safetensors sklearn").split()
@@ -345,7 +345,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
         ({"loop.py": "from tsunax.data import _rows", "data/__init__.py": "", "data/_rows.py": ""},
          ["loop.py:1: loop imports data._rows, which is private to data/"]),
         ({"data/__init__.py": "from tsunax.data._rows import f", "data/_rows.py": ""}, []),
-        ({"averages.py": "def f():\n    from tsunax import program", "program.py": "import tsunax.averages"}, []),
+        ({"averages.py": "def f():\n    from tsunax import _step", "_step.py": "import tsunax.averages"}, []),
         ({"averages.py": "from tsunax import program", "program.py": ""}, ["averages (tier 1) imports program"]),
         ({"state.py": "from .step import f", "step.py": "from .hyper import g",
           "hyper.py": "from .state import h"}, ["cycle: hyper -> state -> step -> hyper"]),

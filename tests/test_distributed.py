@@ -685,7 +685,7 @@ def mpirun(n, *work) -> str:
 LOSSES = "python -m tests.programs.processes losses".split()
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.medium), pytest.param(4, marks=pytest.mark.slow)])
 def test_mpirun(n):
     losses = found(mpirun(n, *LOSSES))
     assert set(losses) == set(range(n))

@@ -22,6 +22,7 @@ import optax
 import pytest
 import tsunax as ts
 from flax import linen, nnx
+from tests.helpers import medium_if
 from tsunax.errors import (
     HyperparameterError,
     LossError,
@@ -1011,7 +1012,11 @@ ACCEPTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+MEDIUM = ("a default for a name that nobody gives", "a loss with raw metrics", "a model of NNX", "a state on the host")
+MEDIUM += ("complex leaves", "grads in bfloat16", "grads of the full tree")
+
+
+@pytest.mark.parametrize("name", medium_if(lambda name: name in MEDIUM, ACCEPTED))
 def test_is_what_only_looks_wrong_accepted(name):
     ACCEPTED[name]()
 

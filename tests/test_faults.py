@@ -15,7 +15,7 @@ import tsunax as ts
 from tests.helpers import medium_if
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight.replaying import replay
-from tsunax.run.fitting import Rejected
+from tsunax.run.run import Rejected
 
 X = np.ones((8, 4), np.float32)
 NEVER = {"never": np.float32(np.inf)}
@@ -127,7 +127,8 @@ def log_of_zero(grads, state, params=None):
     return jax.tree.map(lambda g: jnp.log(g - g), grads), state  # the rule's line
 
 
-@pytest.mark.parametrize("accumulate", [1, pytest.param(3, marks=pytest.mark.medium)])
+@pytest.mark.medium
+@pytest.mark.parametrize("accumulate", [1, 3])
 def test_faults_of_the_rule(accumulate):
     """Loss and gradients are finite: what the rule makes of them is not, and the step is rejected for that."""
     step = ts.train_step(product, accumulate=accumulate)
@@ -329,7 +330,8 @@ def run_of(bad_calls, n=24, max_bad=2, rows=4, **options):
     return step, state, seen
 
 
-@pytest.mark.parametrize("per_call", medium_if(lambda n: n != "auto", ["auto", 5, None]))
+@pytest.mark.medium
+@pytest.mark.parametrize("per_call", ["auto", 5, None])
 def test_fit_keeps_the_last_rejected_calls(per_call):
     step, error, _ = run_of([3, 9, 10, 11], max_bad=3, steps_per_call=per_call)
     assert isinstance(error, ts.errors.NonFiniteError)

@@ -39,7 +39,6 @@ def exported(path):
 USES = {
     "Checkpoints": ts.Checkpoints,
     "fit(checkpoint=)": lambda path: fit(checkpoint=path),
-    "fit(profile=)": lambda path: fit(14, profile=path, steps_per_call=1),
     "save": exported,
     "restore": lambda path: exchange.restore(path, {"w": np.ones(2)}),
     "restore_flax": exchange.restore_flax,

@@ -35,7 +35,9 @@ def answers(started) -> list:
     return [found(one.text)[one.index] for one in started]
 
 
-@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
+@pytest.mark.parametrize(
+    "n", [pytest.param(2, marks=pytest.mark.medium), *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))]
+)
 def test_the_numbers_of_one_process(launch, n):
     """27 rows in batches of 8, evaluated on 9: tails that do not divide, with a mask and without."""
     (alone,) = answers(launch(1, "fits"))

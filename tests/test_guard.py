@@ -10,7 +10,6 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import guard
-from tsunax._step import choice
 from tsunax.errors import NonFiniteError
 
 ROWS, MICRO = 12, 4
@@ -52,7 +51,9 @@ def make_batch(seed):
 
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(MICRO, marks=pytest.mark.medium)])
-@pytest.mark.parametrize("options", [{}, {"precision": "float16"}], ids=["float32", "float16"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"precision": "float16"}, marks=pytest.mark.medium)], ids=["float32", "float16"]
+)
 def test_injected_nan_and_inf_never_reach_a_state(accumulate, options):
     """125 injections for each case, 500 in all, at a random step, place, leaf and micro-batch."""
     if options:  # at its floor from the start, so that every rejection raises
@@ -263,7 +264,8 @@ def test_raise_names_the_place_in_the_batch_where_it_holds_the_nan():
     assert guard.in_batch(make_batch(0)) == ""
 
 
-@pytest.mark.parametrize("label", [-1, pytest.param(10, marks=pytest.mark.medium)])
+@pytest.mark.medium
+@pytest.mark.parametrize("label", [-1, 10])
 def test_a_label_that_is_no_class_is_named(label):
     def loss(params, batch):
         values = ts.losses.softmax_cross_entropy_with_integer_labels(batch["x"] @ params["w"], batch["y"])
@@ -305,7 +307,7 @@ def test_both_ways_to_choose_have_the_same_bits():
 
     def run(small):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(choice, "SMALL", small)
+            patch.setattr(guard, "BYTES", small)
             step, state, infos = ts.train_step(loss_fn), ts.setup(ts.rules.adamw(0.01), params, ema=0.9), []
             text = step.lower(state, x).as_text()
             for bad in (0, 0, 1, 0):

@@ -13,7 +13,7 @@ import optax
 import pytest
 import tsunax as ts
 from flax import nnx
-from tests.helpers import assert_trees_equal, medium_if
+from tests.helpers import assert_trees_equal
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.migration import migrate
 
@@ -342,8 +342,9 @@ ODD = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("name", medium_if(lambda name: name in ("galore", "noisy_sgd", "novograd", "sm3"), ODD))
+@pytest.mark.parametrize("name", ODD)
 def test_from_optax_with_moments_of_other_shapes(name, clipped):
     tx = (getattr(optax, name, None) or getattr(optax.contrib, name))(**ODD[name])
     rule = getattr(ts.rules, name)(**ODD[name])
@@ -415,6 +416,7 @@ def test_a_rule_with_a_key_of_its_own():
     assert_trees_equal(edited.params, state.params)
 
 
+@pytest.mark.medium
 def test_the_old_state_and_the_new_one_own_their_arrays():
     state = trained(ts.rules.adam(0.01), ema=0.9)
     new, _ = migrate(state, chain(clip, ts.rules.adam(0.01)))

@@ -136,7 +136,8 @@ def test_calls_that_only_gather_overwrite_as_in_flax():
     assert_trees_equal(after.params[OWG], state.params[OWG])
 
 
-@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.medium)])
+@pytest.mark.medium
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_rejected_step_overwrites_nothing(accumulate):
     bad = batch(0)
     bad[3] = np.nan
@@ -156,6 +157,7 @@ def test_a_next_value_that_is_not_finite_rejects_the_step():
     assert_trees_equal(after.params, start().params)
 
 
+@pytest.mark.medium
 def test_unselected_ones_stay_and_frozen_params_do_not_stop_them():
     step = ts.train_step(loss_fn, donate=False)
     for where, moves in (("params/Dense_0/**", 3), ("**", 2)):  # as batch statistics go on under a freeze

@@ -587,7 +587,7 @@ X, Y = RNG.normal(size=(8, 3)).astype(np.float32), RNG.normal(size=8).astype(np.
 WEIGHTS = {"w": np.array([2.0, -1.0, 0.5], np.float32), "b": np.array([0.25], np.float32)}
 fit_loss = lambda p, batch: jnp.mean((X @ p["w"] + p["b"] - Y) ** 2)
 PENALTIES = {
-    "weight_decay": lambda p: 0.21 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p)),
+    "add_decayed_weights": lambda p: 0.21 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p)),
     "sign_decay": lambda p: 0.42 * sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(p)),
 }
 
@@ -627,7 +627,7 @@ def test_decay_first_is_a_penalty_in_the_loss(decay, rule):
     ids=["behind a clip", "behind adam"],
 )
 def test_where_decay_and_penalty_stop_agreeing(chain):
-    penalised = lambda p, batch: fit_loss(p, batch) + PENALTIES["weight_decay"](p)
+    penalised = lambda p, batch: fit_loss(p, batch) + PENALTIES["add_decayed_weights"](p)
     in_loss, _ = fitted(chain(rules.add_decayed_weights(0.0)), penalised)
     in_chain, _ = fitted(chain(rules.add_decayed_weights(0.42)))
     assert max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (in_loss, in_chain)), strict=True)) > 0.05
@@ -724,6 +724,7 @@ def test_without_skip_zero_it_moves():
         assert (was != now).all()
 
 
+@pytest.mark.medium
 def test_a_head_that_is_skipped_is_a_head_that_is_frozen():
     skipped = heads_trained(SKIPPING)
     frozen = heads_trained(DECAYING, "dogs/**")

@@ -457,6 +457,7 @@ def test_losses_on_probabilities_have_finite_gradients_in_float16():
         assert np.isfinite(slope).all() and slope[0] < -100
 
 
+@pytest.mark.medium
 def test_a_batch_of_padding_alone_is_no_overflow():
     """Its loss is a mean over nothing, NaN: the step is rejected, and the scale has nothing to do with it."""
     fn = lambda params, batch, mask: ts.Loss.mean((batch @ params["w"]).astype(jnp.float32), mask)

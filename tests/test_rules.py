@@ -19,7 +19,7 @@ from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import rules
 from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules import live_rules
-from tsunax.rules.numbers import Number
+from tsunax.rules.number_table import Number
 from tsunax.rules.optimizers import CONTRIB, OPTAX
 
 pytestmark = pytest.mark.filterwarnings("ignore:.optimistic_adam. is deprecated:DeprecationWarning")

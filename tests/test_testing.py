@@ -232,9 +232,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", medium_if(lambda name: name not in ("accumulation", "frozen", "population", "resume"), GOOD)
-)
+@pytest.mark.parametrize("name", medium_if(lambda name: name not in ("accumulation", "frozen", "resume"), GOOD))
 def test_a_good_step_passes(name):
     found = GOOD[name]()
     assert found is None or found < 0.05
@@ -256,6 +254,7 @@ def test_what_cannot_be_checked(name):
         call()
 
 
+@pytest.mark.medium
 def test_the_state_stays_as_it_is():
     state = make(0)
     before = ts.reproduce.fingerprint(state)

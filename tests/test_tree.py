@@ -23,9 +23,10 @@ from flax import nnx
 from flax.core import meta
 from flax.core.frozen_dict import freeze as frozen_dict
 from hypothesis import given, settings
-from tsunax import errors
-from tsunax._core import checks, norms, patterns, trees
-from tsunax.errors import ParamsError, PatternError, StateError, WrongTypeError
+from tsunax import errors, guard
+from tsunax._core import checks, patterns, trees
+from tsunax.errors import ParamsError, PatternError, StateError, WrongTypeError, unknown
+from tsunax.rules import owners
 
 # jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -562,7 +563,7 @@ def test_which_names_are_nearest():
 
 def test_what_is_said_of_an_unknown_name():
     known = ["learning_rate", "b1", "b2"]
-    said = lambda *args: patterns.unknown("number", "adam()", *args)
+    said = lambda *args: unknown("number", "adam()", *args)
     text = "number at adam(): got {!r}, expected one of learning_rate, b1, b2."
     for near in ("learning_rat", "lr"):
         assert said(near, known) == text.format(near) + " Did you mean 'learning_rate'?"
@@ -866,11 +867,11 @@ def random_tree(seed=0):
 @pytest.mark.parametrize("factor", [np.float32(1), np.complex64(1 + 2j)], ids=["real", "complex"])
 def test_does_the_norm_have_the_bits_of_optax(run, factor):
     """Leaf by leaf its bits; with small leaves as one vector another order of the same sum."""
-    ours, theirs = run(norms.global_norm), run(optax.tree.norm)
-    apart = run(lambda tree: norms.global_norm(tree))  # a program of its own
+    ours, theirs = run(guard.global_norm), run(optax.tree.norm)
+    apart = run(lambda tree: guard.global_norm(tree))  # a program of its own
     for seed in range(8):
         tree = [jnp.asarray(x * factor) for x in random_tree(seed)]
-        with norms.leaves_apart(True):
+        with guard.leaves_apart(True):
             norm = apart(tree)
         assert norm.dtype == jnp.float32 and norm.shape == ()
         assert np.asarray(norm).tobytes() == np.asarray(theirs(tree)).tobytes()
@@ -878,10 +879,10 @@ def test_does_the_norm_have_the_bits_of_optax(run, factor):
 
 
 def test_the_norm_of_small_leaves_is_one_reduction():
-    tree = [jnp.ones(n) for n in (3, 5, norms.SMALL, norms.SMALL + 1, 2)]
-    count = lambda: str(jax.make_jaxpr(lambda tree: norms.global_norm(tree))(tree)).count("reduce_sum")
+    tree = [jnp.ones(n) for n in (3, 5, guard.SMALL, guard.SMALL + 1, 2)]
+    count = lambda: str(jax.make_jaxpr(lambda tree: guard.global_norm(tree))(tree)).count("reduce_sum")
     assert count() == 2
-    with norms.leaves_apart(True):
+    with guard.leaves_apart(True):
         assert count() == 5
 
 
@@ -889,7 +890,7 @@ def test_the_norm_of_small_leaves_is_one_reduction():
 def test_is_the_norm_of_a_narrow_tree_computed_in_float32(dtype):
     tree = [jnp.asarray(x).astype(dtype) for x in [*random_tree(), np.full(10, 1000.0)]]
     expected = np.sqrt(sum(np.sum(np.float64(np.asarray(x, np.float32)) ** 2) for x in tree))
-    ours = norms.global_norm(tree)  # squares of 1000 are beyond float16
+    ours = guard.global_norm(tree)  # squares of 1000 are beyond float16
     assert ours.dtype == jnp.float32
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
@@ -903,13 +904,13 @@ def test_what_is_the_norm_of_mixed_and_of_empty_trees():
             2.0,
             np.float16(0),
         ]
-        np.testing.assert_allclose(norms.global_norm(mixed), 4.0)
-        assert norms.global_norm({"a": None}) == 0 and norms.global_norm({}).dtype == jnp.float32
-        assert [float(x) for x in trees.square_sums(mixed)] == [4, 4, 4, 4, 0]
+        np.testing.assert_allclose(guard.global_norm(mixed), 4.0)
+        assert guard.global_norm({"a": None}) == 0 and guard.global_norm({}).dtype == jnp.float32
+        assert [float(x) for x in guard.square_sums(mixed)] == [4, 4, 4, 4, 0]
         with enable_x64(True):
-            assert norms.global_norm([jnp.ones(2), jnp.ones(2, jnp.float64)]).dtype == jnp.float64
-            assert norms.global_norm([jnp.ones(2, jnp.float32)]).dtype == jnp.float32
-            assert [x.dtype for x in trees.square_sums([np.ones(1), np.float32(1)])] == [
+            assert guard.global_norm([jnp.ones(2), jnp.ones(2, jnp.float64)]).dtype == jnp.float64
+            assert guard.global_norm([jnp.ones(2, jnp.float32)]).dtype == jnp.float32
+            assert [x.dtype for x in guard.square_sums([np.ones(1), np.float32(1)])] == [
                 "float64",
                 "float32",
             ]
@@ -975,7 +976,7 @@ OWNERS = {
 @pytest.mark.parametrize("case", OWNERS)
 def test_whose_parameter_is_each_leaf_of_the_state(case):
     rule, params, expected = OWNERS[case]
-    shapes, found_paths, found = trees.owners(rule.init, params)
+    shapes, found_paths, found = owners.owners(rule.init, params)
     assert found == expected
     plain = jax.eval_shape(rule.init, params)
     assert jax.tree.structure(shapes) == jax.tree.structure(plain)
@@ -985,29 +986,29 @@ def test_whose_parameter_is_each_leaf_of_the_state(case):
 def test_do_owners_know_the_parameters_of_every_container(tree):
     tree, _ = trees.partition(tree, good(tree))
     n = len(jax.tree.leaves(tree))
-    assert trees.owners(optax.adam(1e-3).init, tree)[2] == [None, *range(n), *range(n)]
+    assert owners.owners(optax.adam(1e-3).init, tree)[2] == [None, *range(n), *range(n)]
 
 
 def test_do_owners_work_under_jit_and_inside_each_other():
     seen = []
 
     def init(params):
-        seen.append(trees.owners(FACTORED.init, params)[2])
+        seen.append(owners.owners(FACTORED.init, params)[2])
         return optax.sgd(1e-3, 0.9).init(params)
 
-    jax.jit(lambda p: trees.owners(init, p) and p)(SAME)
+    jax.jit(lambda p: owners.owners(init, p) and p)(SAME)
     assert len(seen) == 2 and seen[0] == seen[1] == [None, 0, 1, 0, 1, 0, 1]
-    assert trees.owners(init, SAME)[2] == [0, 1]
+    assert owners.owners(init, SAME)[2] == [0, 1]
 
 
 def test_do_our_own_patterns_work_in_an_init_under_marks():
     mask = {"w": True, "bias": False}
     for where in ("w", ["**", "!bias"], lambda path, x: path == "w", mask):
-        assert patterns.select(where, trees._mark(BIAS)) == patterns.select(where, BIAS) == (False, True)
-    assert paths(trees._mark(BIAS)) == paths(BIAS)
-    assert trees.first_difference(mask, trees._mark(BIAS)) is None
-    assert trees.first_difference(trees._mark(BIAS), {"w": 1.0}) == "at bias: got float32[3], expected nothing"
-    marked_path = trees.leaves_with_names(trees._mark(BIAS))[0][1]
+        assert patterns.select(where, trees.mark(BIAS)) == patterns.select(where, BIAS) == (False, True)
+    assert paths(trees.mark(BIAS)) == paths(BIAS)
+    assert trees.first_difference(mask, trees.mark(BIAS)) is None
+    assert trees.first_difference(trees.mark(BIAS), {"w": 1.0}) == "at bias: got float32[3], expected nothing"
+    marked_path = trees.leaves_with_names(trees.mark(BIAS))[0][1]
     assert trees.access_str("params", marked_path) == "params['bias']"
 
 
@@ -1028,18 +1029,18 @@ def failing(params):
 @pytest.mark.parametrize(("init", "expected"), [(by_hand, [0, 1, N]), (deeper, [0, 1]), (failing, [N, N])])
 def test_is_the_end_of_the_path_asked_where_marks_do_not_work(init, expected):
     # BIAS in order: bias, w; `by_hand` in order: m/bias, m/w, n; the last one has other shapes
-    assert trees.owners(init, BIAS)[2] == expected
+    assert owners.owners(init, BIAS)[2] == expected
 
 
 def test_is_the_longest_end_of_the_path_taken():
     params = {"w": leaf(), "a": {"w": leaf()}}
     init = lambda p: {"m": {"a": {"w": p["a"]["w"] * 0}, "w": p["w"] * 0}}
-    assert trees.owners(init, params)[2] == [0, 1]
+    assert owners.owners(init, params)[2] == [0, 1]
 
 
 def test_does_a_failing_init_fail_with_its_own_error():
     with pytest.raises(KeyError, match="missing"):
-        trees.owners(lambda p: p["missing"], SAME)
+        owners.owners(lambda p: p["missing"], SAME)
 
 
 # Errors

@@ -888,8 +888,9 @@ def test_workers_of_optunas_own(optuna, tmp_path):
     study = study_in(optuna, tmp_path)
     study.optimize(tuning.as_optuna(objective, SPACE, "loss"), n_trials=6, n_jobs=2)
     assert all(t.user_attrs["rate"] == t.params["rate"] for t in study.trials[1:])
+    study.enqueue_trial({"rate": 0.01, "rule": "adam"})
     result = tune(objective, trials=9, backend="optuna", metric="loss", directory=tmp_path)
-    assert [t.status for t in result.trials] == ["done"] * 9
+    assert [t.status for t in result.trials] == ["done"] * 9 and result.trials[7].value == 8.0
     assert [t.value for t in result.trials] == [t.value for t in study_in(optuna, tmp_path).trials]
 
 

@@ -129,9 +129,9 @@ def update_batch_stats(loss_fn: Callable) -> Callable:
     `state = update_batch_stats(loss_fn)(averaged(state), batch)`. Raises LossError for a loss_fn
     that returns no model state.
     """
-    from tsunax import program
+    from tsunax._step import batch_stats
 
-    return program.batch_stats_updated(loss_fn)
+    return batch_stats.batch_stats_updated(loss_fn)
 
 
 __all__ = ["ema", "polyak", "swa", "update_batch_stats"]

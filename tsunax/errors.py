@@ -1,4 +1,4 @@
-"""The exceptions that tsunax raises.
+"""The exceptions that tsunax raises, and the words of their messages.
 
 Every error derives from `TsunaxError` and from the built-in that plain Python would have raised, so
 that `except ts.errors.TsunaxError` and `except ValueError` both catch it. All messages have the one
@@ -6,12 +6,17 @@ form that `message` makes: `<what> at <where>: got <got>, expected <expected>. <
 """
 
 import contextlib
+import difflib
+import functools
+import heapq
+import inspect
 import os
 import re
 import sys
 import textwrap
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 
@@ -180,3 +185,73 @@ def _is_conversion(error: BaseException) -> bool:
     """Whether a traced array was converted: by `if`, `float`, NumPy, or as an index."""
     kind = type(error).__name__
     return "Concret" in kind or (kind.startswith("Tracer") and kind.endswith("ConversionError"))
+
+
+# ----------------------------------------------------------------------------------- nearest names
+
+
+def listed(items: Sequence[str], most: int) -> str:
+    more = f", and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
+
+
+@functools.lru_cache(maxsize=4096)
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def _closeness(name: str, other: str) -> tuple[float, float]:
+    """How well `other` has the components of `name`, wildcards left out; then the whole of both."""
+    wanted = [part for part in name.split("/") if part.strip("!*")]
+    best = [max(_likeness(part, theirs) for theirs in other.split("/")) for part in wanted]
+    return sum(best) / max(len(best), 1), _likeness(name, other)
+
+
+def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
+    """The `n` of `known` that `name` was most likely meant to be, best first."""
+    return heapq.nlargest(n, known, key=lambda other: _closeness(name, other))
+
+
+def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "") -> str:
+    """The message for a name that is not among the known ones, with the one that was probably
+    meant.
+
+    >>> unknown("parameter", "adam()", "lr", ["learning_rate", "b1"])
+    "parameter at adam(): got 'lr', expected one of learning_rate, b1. Did you mean 'learning_rate'?"
+    """
+    known = list(known)
+    initials = [other for other in known if "".join(part[:1] for part in other.split("_")) == name]
+    close = [other for other in nearest(name, known, 1) if _closeness(name, other)[0] > 0.6]
+    hint = [f"Did you mean {other!r}?" for other in (initials + close)[:1]]
+    expected = f"one of {listed(known, 20)}" if len(known) > 1 else "".join(known) or "none"
+    return message(what, where, repr(name), expected, " ".join([*hint, fix]).strip())
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OURS = {"drop_last": "drop_remainder=True"}  # for arguments of other libraries
+
+
+def suggests_names(f: F) -> F:
+    """`f`, which raises WrongTypeError with the nearest name for a keyword that it does not
+    have.
+    """
+
+    @functools.wraps(f)
+    def call(*args, **kwargs):
+        try:
+            return f(*args, **kwargs)
+        except TypeError as error:
+            found = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
+            if (
+                found is None
+                or error.__traceback__ is None
+                or error.__traceback__.tb_next is not None
+            ):
+                raise  # from within the call
+            known = [name for name in inspect.signature(f).parameters if name != "self"]
+            where, ours = f.__qualname__.removesuffix(".__init__"), _OURS.get(found[1], "")
+            fix = f"Say {ours}." if ours.partition("=")[0] in known else ""
+            raise WrongTypeError(unknown("argument", f"{where}()", found[1], known, fix)) from None
+
+    return call  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""One verdict per step: was everything finite, and if not, what was not.
+"""One verdict per step, and one choice: was everything finite, and which of two states goes on.
 
 A verdict is one int32 computed inside the step: 0 if the step is applied, else the place of the
 first value that is not finite (the loss, the gradient's norm, or what a rule reported). It travels
@@ -9,7 +9,12 @@ step what only a bad one needs. `locate` finds it by looking at the gradients ag
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +27,69 @@ from tsunax._core import trees
 POLICIES = ("skip", "raise", "ignore", "drop")
 LIMIT = np.iinfo(np.int32).max
 GOT = "got {}"
+
+
+# -------------------------------------------------------------------------------------------- norms
+#
+# A kernel costs a CPU some microseconds to start, whatever it adds up, so that the norm of six
+# small leaves would cost a small step as much as its gradient. Leaves of up to `SMALL` elements are
+# therefore summed as one vector: a copy of at most 64 KiB each, for one reduction instead of one
+# per leaf. Larger leaves are summed where they lie. So are all leaves of a program over a mesh: to
+# join shards that lie on different devices, the devices would have to talk.
+
+SMALL = 1 << 14  # elements
+
+
+_apart: contextvars.ContextVar[bool] = contextvars.ContextVar("_apart", default=False)
+
+
+@contextlib.contextmanager
+def leaves_apart(apart: bool) -> Iterator[None]:
+    """Inside it, each leaf is summed by itself: for programs over a mesh."""
+    before = _apart.set(apart)
+    try:
+        yield
+    finally:
+        _apart.reset(before)
+
+
+def is_apart(x: Any) -> bool:
+    """Whether what is computed from an array is part of a program over a mesh, as far as JAX
+    tells.
+    """
+    return _apart.get() or bool(jax.typeof(x).sharding.mesh.axis_names)
+
+
+def _square_sum(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    if x.dtype not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
+        x = x.astype(jnp.float32)
+    squares = jnp.square(x.real)
+    return jnp.sum(squares + jnp.square(x.imag) if jnp.iscomplexobj(x) else squares)
+
+
+def square_sums(tree: Any) -> list[jax.Array]:
+    """sum(|x|²) of each leaf, in float32 whatever its dtype (float64 for float64)."""
+    return [_square_sum(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """sqrt(sum over leaves of sum(|x|²)), float32 whatever the dtypes (float64 if any is):
+    `optax.tree.norm`.
+    """
+    large, small = [], defaultdict(list)
+    for x in map(jnp.asarray, jax.tree.leaves(tree)):
+        if x.size > SMALL or is_apart(x):
+            large.append(x)
+        else:
+            small[x.dtype].append(x.ravel())
+    joined = [jnp.concatenate(xs) if len(xs) > 1 else xs[0] for xs in small.values()]
+    sums = square_sums(large + joined) or [jnp.zeros((), jnp.float32)]
+    dtype = np.result_type(*(s.dtype for s in sums))
+    return jnp.sqrt(sum(s.astype(dtype) for s in sums))
+
+
+# ------------------------------------------------------------------------------------- the verdict
 
 
 @functools.partial(
@@ -120,7 +188,7 @@ def explain(verdict: int, opt_state, grads=None) -> str:
 
 def locate(grads) -> str:
     """The first gradient leaf that is not finite, or overflows when squared."""
-    named, squares = jax.tree_util.tree_flatten_with_path(grads)[0], trees.square_sums(grads)
+    named, squares = jax.tree_util.tree_flatten_with_path(grads)[0], square_sums(grads)
     for (path, leaf), square in zip(named, squares, strict=True):
         if not bool(jnp.isfinite(square)):
             what = "norm of the gradient" if bool(jnp.all(jnp.isfinite(leaf))) else "gradient"
@@ -137,6 +205,66 @@ def in_batch(batch) -> str:
             found = f"{trees.access_str('batch', path)} has {count} of {np.size(leaf)} not finite"
             return f"{found}, the first at {first}" if first else found
     return ""
+
+
+def _waits(x) -> bool:
+    return getattr(type(x), "waits", False)  # `rules.accumulate` does, for the end of its window
+
+
+def emitted(opt_state):
+    """Whether the call that left this state moved parameters; None where nothing waits: some rule
+    runs on every call.
+
+    A chain waits for its last rule, a wrapper for the rule whose state is its `inner`, a partition
+    for any of its rules if all of them have a window.
+    """
+    if _waits(opt_state):
+        return opt_state.emitted
+    if type(opt_state) is tuple:
+        return emitted(opt_state[-1]) if opt_state else None
+    parts = getattr(opt_state, "inner", None)
+    if parts is not None and not isinstance(parts, dict):
+        return emitted(parts)
+    found = [emitted(part) for part in (parts or {}).values()]
+    return (
+        functools.reduce(operator.or_, found)
+        if found and all(x is not None for x in found)
+        else None
+    )
+
+
+# --------------------------------------------------------------------------------------- the choice
+#
+# A verdict needs the norm of what the rule would add to params, so that it is known only after the
+# rule ran. The choice between the two states then costs a select for each array: little where steps
+# are long, and on other devices than a CPU, where XLA makes a few kernels of all of them. A CPU
+# pays for each kernel's start, and for a small model three times as much as for the step itself
+# (tiny MLP, Adam: 32 us without a verdict, 98 with selects, 37 with the cond below).
+#
+# So states of small leaves are chosen by a `lax.cond` on a CPU. Its taken branch computes rule and
+# application once more. XLA drops from the first run all but what the verdict reads: the norm of
+# the updates, which is one kernel, and the reports of rules. That pays as long as the arithmetic of
+# a rule costs less than the starts of its kernels: up to 16 KiB a leaf on average, and only for
+# rules that work element by element. All others keep the selects: the second run of a norm, a
+# product, a loop or a callback costs more than it saves, and a collective must not stand behind a
+# condition. Under `vmap` the cond is a select by itself. Programs over a mesh, and devices inside
+# `shard_map` that may decide differently, keep the selects too.
+#
+# Both ways compute the same. Their bits are the same if a gradient ends in a product or a sum over
+# rows, as that of a weight does. If it ends element by element (a penalty, scaled or tanh weights),
+# XLA fuses that end into the update where both are in one computation, as in a plain optax step
+# with selects, and rounds once less; a cond stands between them (`docs/live-rules.md`).
+
+BYTES = 1 << 14  # of a trained leaf, on average
+
+_CHEAP = frozenset(
+    "add sub mul div neg abs sign sqrt rsqrt cbrt square pow integer_pow exp exp2 expm1 log "
+    "log1p tanh logistic erf sin cos max min clamp select_n eq ne lt le gt ge and or not xor "
+    "is_finite floor ceil round rem add_any copy copy_p real imag conj complex "
+    "convert_element_type bitcast_convert_type stop_gradient broadcast_in_dim reshape squeeze "
+    "expand_dims transpose slice concatenate iota jit pjit closed_call custom_jvp_call "
+    "custom_vjp_call cond platform_index".split()
+)
 
 
 def choose(take, new, old):
@@ -157,3 +285,51 @@ def choose(take, new, old):
         return jnp.where(flag, n, o)
 
     return treedef.unflatten([one(f, n, o) for f, n, o in zip(take, new, old, strict=True)])
+
+
+def candidate(
+    applied: Callable[[], tuple], trained: list[Any], *, late: bool = False
+) -> tuple[tuple, Callable[[], tuple] | None]:
+    """What `applied()` gives, and a function that computes it once more, or None if that would not
+    pay for these trained leaves, or must not be (`late`).
+    """
+    large = sum(x.size * x.dtype.itemsize for x in trained) > BYTES * len(trained)
+    if large or late or any(map(is_apart, trained)) or not trees.is_tracing():
+        return applied(), None
+    from jax.extend.core import jaxpr_as_fun  # costs 20 ms to import
+
+    program, shapes = jax.make_jaxpr(applied, return_shape=True)()  # traced once, for both runs
+    shapes, treedef = jax.tree.flatten(shapes)
+    as_array = lambda x, s: (
+        x if hasattr(x, "dtype") else jnp.asarray(x, s.dtype)
+    )  # constants come back as numbers
+    run = lambda: treedef.unflatten(map(as_array, jaxpr_as_fun(program)(), shapes))
+    return run(), run if _is_cheap(getattr(program, "jaxpr", program)) else None
+
+
+def between(take, new, old, again: Callable[[], Any] | None):
+    """The tree `new` if `take` is true, else `old`; `again` computes `new` once more."""
+    if again is None or _varies(take):
+        return choose(take, new, old)
+
+    def cond():
+        as_new = lambda n, o: o if o.dtype == n.dtype else o.astype(n.dtype)
+        return jax.lax.cond(take, again, lambda: jax.tree.map(as_new, new, old))
+
+    return jax.lax.platform_dependent(cpu=cond, default=lambda: choose(take, new, old))
+
+
+def _varies(take) -> bool:
+    """Whether devices inside `shard_map` may decide differently."""
+    if not trees.manual_axes():
+        return False
+    from tsunax._core import axes
+
+    return axes.varies(take)
+
+
+def _is_cheap(jaxpr: Any) -> bool:
+    """Whether it works element by element."""
+    if jaxpr.effects or any(eqn.primitive.name not in _CHEAP for eqn in jaxpr.eqns):
+        return False
+    return all(_is_cheap(part) for eqn in jaxpr.eqns for part in trees.programs_in(eqn))

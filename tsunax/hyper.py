@@ -17,10 +17,15 @@ import numpy as np
 import optax
 
 from tsunax._core import patterns, trees
-from tsunax.errors import HyperparameterError, PatternError, RuleError, message
-from tsunax.rules import live_rules, number_table
+from tsunax._core.placement import beside
+from tsunax._step.roles import frozen_words
+from tsunax.errors import HyperparameterError, PatternError, RuleError, message, unknown
+from tsunax.rules import number_table
 from tsunax.rules import numbers as _numbers
-from tsunax.state import TrainState, beside, check_state, frozen_words, trainable, trained_part
+from tsunax.rules.cuts import Cut, recut
+from tsunax.rules.live_rules import LiveState
+from tsunax.rules.number_table import Numbers
+from tsunax.state import TrainState, check_state, trainable, trained_part
 
 
 def hyperparams(state: TrainState) -> dict[str, Any]:
@@ -69,15 +74,15 @@ def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState
             message("rule", "adjust()", "one without live numbers", "a live rule", fix)
         )
     if isinstance(where, str) and where == "**" and any("@" in name for name in values):
-        return _assign(state, _by_flat_name(state, values), state.numbers.values)
+        return _assign(state, _by_flat_name(state, values), _table(state).values)
     if _is_names(where, _known(state)):
         return _assign(
-            state, _by_flat_name(state, {**cast(Mapping, where), **values}), state.numbers.values
+            state, _by_flat_name(state, {**cast(Mapping, where), **values}), _table(state).values
         )
     matched = _matched(state, where)
     targets = _targets(state, matched, values)
     cut = _cut(state, where, matched, targets)
-    return _assign(cut, _by_leaf(cut, matched, targets, values), state.numbers.values)
+    return _assign(cut, _by_leaf(cut, matched, targets, values), _table(state).values)
 
 
 def freeze(state: TrainState, where: Any) -> TrainState:
@@ -151,8 +156,9 @@ def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
         members = jnp.shape(state.clock)[:-1]  # of a population
         none = jnp.zeros((*members, *words.shape), words.dtype)
         state = dataclasses.replace(state, frozen=beside(trainable(state), none))
-    words = np.broadcast_to(words, state.frozen.shape)
-    frozen = state.frozen | words if on else state.frozen & ~words
+    old: Any = state.frozen
+    words = np.broadcast_to(words, old.shape)
+    frozen = old | words if on else old & ~words
     return dataclasses.replace(state, frozen=frozen)
 
 
@@ -192,7 +198,7 @@ def _matched(state: TrainState, where) -> frozenset:
     matched = frozenset(path for path, flag in zip(paths, flags, strict=True) if flag)
     everywhere = matched.issuperset(_paths(trained_part(state)))
     return (
-        matched.union(*(s.paths for _, s in state.numbers.layout.lives)) if everywhere else matched
+        matched.union(*(s.paths for _, s in _table(state).layout.lives)) if everywhere else matched
     )
 
 
@@ -200,15 +206,20 @@ def _paths(tree) -> list[tuple]:
     return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
+def _table(state: TrainState) -> Numbers:
+    assert state.numbers is not None  # else there was nothing to adjust
+    return state.numbers
+
+
 def _known(state: TrainState) -> list[str]:
-    return [name for groups in state.numbers.layout.names for names in groups for name in names]
+    return [name for groups in _table(state).layout.names for names in groups for name in names]
 
 
 def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
     """The live states that this adjust is for: {place: {name given: name there}}; all of them
     without values.
     """
-    lives, seen = state.numbers.layout.lives, matched.union(_paths(trained_part(state)))
+    lives, seen = _table(state).layout.lives, matched.union(_paths(trained_part(state)))
     hit = {}
     for at, (index, (_, s)) in enumerate(
         zip(number_table.chain_indices(lives), lives, strict=True)
@@ -259,7 +270,7 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
                 raise HyperparameterError(
                     message("hyperparameter", "adjust()", repr(given), expected, fix)
                 )
-            raise HyperparameterError(patterns.unknown("hyperparameter", "adjust()", given, known))
+            raise HyperparameterError(unknown("hyperparameter", "adjust()", given, known))
         for at in found:
             targets.setdefault(at, {})[given] = name
     return targets
@@ -271,14 +282,14 @@ def _cut(state: TrainState, where, matched, targets) -> TrainState:
     """
     params = trained_part(state)
     cuts = {}
-    for at, (_, s) in enumerate(state.numbers.layout.lives):
+    for at, (_, s) in enumerate(_table(state).layout.lives):
         cut, parents = _refined(s, [path in matched for path in s.paths], _label(where))
         if at in targets and cut is not None:
             cuts[at] = cut, parents
     if not cuts:
         return state
 
-    opt_state, numbers = number_table.recut(state.opt_state, state.numbers, params, cuts)
+    opt_state, numbers = recut(state.opt_state, _table(state), params, cuts)
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers)
 
 
@@ -290,11 +301,11 @@ def _label(where) -> str:
     return getattr(where, "__name__", "mask").strip("<>")
 
 
-def _refined(s: live_rules.LiveState, hits, label) -> tuple[live_rules.Cut | None, tuple[int, ...]]:
+def _refined(s: LiveState, hits, label) -> tuple[Cut | None, tuple[int, ...]]:
     """The groups of `s` split by `hits`: (the new cut, or None where the old one will do;
     parents).
     """
-    old = s.cut or live_rules.Cut((0,) * len(s.paths), ("",))
+    old = s.cut or Cut((0,) * len(s.paths), ("",))
     pairs = list(zip(old.of, hits, strict=True))
     split = [g for g in range(s.groups) if (g, True) in pairs and (g, False) in pairs]
     if not split:
@@ -307,7 +318,7 @@ def _refined(s: live_rules.LiveState, hits, label) -> tuple[live_rules.Cut | Non
             name += "'"
         labels.append(name)
     of = tuple(new[g] if hit and g in new else g for g, hit in pairs)
-    return live_rules.Cut(of, tuple(labels)), (*range(s.groups), *split)
+    return Cut(of, tuple(labels)), (*range(s.groups), *split)
 
 
 def _by_leaf(state: TrainState, matched, targets, values) -> dict[int, tuple]:
@@ -315,7 +326,7 @@ def _by_leaf(state: TrainState, matched, targets, values) -> dict[int, tuple]:
     leaves.
     """
     out = {}
-    for at, s, group, start in state.numbers.columns():
+    for at, s, group, start in _table(state).columns():
         of = s.cut.of if s.cut else (0,) * len(s.paths)
         if any(g == group and path in matched for g, path in zip(of, s.paths, strict=True)):
             for given, name in targets.get(at, {}).items():
@@ -327,24 +338,22 @@ def _by_leaf(state: TrainState, matched, targets, values) -> dict[int, tuple]:
 def _by_flat_name(state: TrainState, values) -> dict[int, tuple]:
     """The same for flat names, as `hyperparams` gives them."""
     columns = {}
-    for at, s, group, start in state.numbers.columns():
-        names = state.numbers.layout.names[at][group]
+    for at, s, group, start in _table(state).columns():
+        names = _table(state).layout.names[at][group]
         columns |= {name: (start + i, s.live, i) for i, name in enumerate(names)}
-    unknown = [name for name in values if name not in columns]
-    for name in unknown:
+    others = [name for name in values if name not in columns]
+    for name in others:
         rest, _, label = name.rpartition("@")
         if rest in columns and not any(
-            label in number_table.patterns(path) for path, _ in state.numbers.layout.lives
+            label in number_table.patterns(path) for path, _ in _table(state).layout.lives
         ):
             fix = f"Cut it first: ts.adjust(state, {label!r})."
             expected = f"one of {trees.listed([*columns], 20)}"
             raise HyperparameterError(
                 message("hyperparameter", "adjust()", repr(name), expected, fix)
             )
-    if unknown:
-        raise HyperparameterError(
-            patterns.unknown("hyperparameter", "adjust()", unknown[0], columns)
-        )
+    if others:
+        raise HyperparameterError(unknown("hyperparameter", "adjust()", others[0], columns))
     return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
 
 
@@ -361,7 +370,7 @@ def _assign(state: TrainState, cells: dict[int, tuple], old) -> TrainState:
     """Write values into columns, on the devices of `old`; what is concrete is written without
     waiting for a step.
     """
-    values = state.numbers.values
+    values = _table(state).values
     rows = {}
     for column, (live, i, value) in cells.items():
         name, scheduled = live.names[i], live.schedules[i] is not None
@@ -402,5 +411,5 @@ def _assign(state: TrainState, cells: dict[int, tuple], old) -> TrainState:
             if value is not None:
                 value = jnp.asarray(value, values.dtype)
                 values = values.at[..., 0, column].set(value).at[..., 1, column].set(1 - value)
-    numbers = dataclasses.replace(state.numbers, values=values)
+    numbers = dataclasses.replace(_table(state), values=values)
     return dataclasses.replace(state, numbers=numbers)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -21,23 +20,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import checks, patterns, placement, trees
+from tsunax._core import checks, placement, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
-from tsunax._step.loss_fn import hide_own_frames
-from tsunax.checkpoints import resume as _resume
-from tsunax.checkpoints.saving import Checkpoints, Restored
+from tsunax._step.loss_fn_errors import hide_own_frames
 from tsunax.data.checks import owned
-from tsunax.errors import StateError, WrongTypeError, message, warn
-from tsunax.hyper import hyperparams
+from tsunax.errors import StateError, message, suggests_names, warn
 from tsunax.program import TrainStep
-from tsunax.run import agreement, fused_loop
+from tsunax.run import agreement, fused_loop, starting
 from tsunax.run import feed as _feed
-from tsunax.run import progress as _progress
 from tsunax.run.evaluation import evaluate
-from tsunax.run.fitting import Fit, Run, form_of, step_of
+from tsunax.run.fitting import Fit
 from tsunax.run.history import History
-from tsunax.run.options import Goal, Options, check_step, check_whole, options_of
-from tsunax.run.profiling import Profile
+from tsunax.run.infos import form_of, step_of
+from tsunax.run.options import Goal, check_step, check_whole, options_of
+from tsunax.run.run import with_state
 from tsunax.state import TrainState, own
 
 _State = TypeVar("_State")
@@ -157,7 +153,7 @@ def iterate(
                 state = sent
 
 
-@patterns.suggests_names
+@suggests_names
 def fit(
     step: Callable,
     state: _State,
@@ -176,7 +172,6 @@ def fit(
     log_every: int = 10,
     steps_per_call: int | str | None = "auto",
     max_bad: int = 10,
-    profile: Any = None,
     dry_run: bool = False,
     history: History | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -224,8 +219,6 @@ def fit(
         traceable.
       max_bad: number of rejected steps in a row that ends the run with a NonFiniteError; fewer give
         a warning.
-      profile: a directory for a JAX profiler trace of calls 2 to 11, with their phases (batches,
-        dispatch, read, boundary) by name, for Perfetto or XProf.
       dry_run: try everything and keep nothing: two steps on a copy of the state, one evaluation,
         every callback once; no logger, no checkpoint.
       history: a `History` to add rows to.
@@ -256,12 +249,12 @@ def fit(
     array([9.        , 1.350..., 0.164...])
     """
     goal = Goal("fit()", steps, epochs)
-    _check_fit(step, state, dry_run, resume, checkpoint, profile, history)
+    starting.check_fit(step, state, dry_run, resume, checkpoint, history)
     if dry_run:
         state, goal = jax.tree.map(own, state), Goal("fit()", step_of(state, 0) + 2, None)
         logger, checkpoint, resume, progress, history = (), None, "auto", False, None
     with contextlib.ExitStack() as stack:
-        saver = None if checkpoint is None else stack.enter_context(_opened(checkpoint))
+        saver = None if checkpoint is None else stack.enter_context(starting.opened(checkpoint))
         more = {
             "log_every": log_every,
             "steps_per_call": steps_per_call,
@@ -270,41 +263,25 @@ def fit(
             "dry_run": dry_run,
         }
         options = options_of(goal, evaluate, evaluate_every, callbacks, logger, saver=saver, **more)
-        fitting = _begin(step, state, data, options, progress, history, resume, fast_forward)
+        fitting = starting.begin(
+            step, state, data, options, progress, history, resume, fast_forward
+        )
         run = fitting.run
         stack.callback(fitting.feed.close)
         if goal.reached(run.step, fitting.feed.epoch):
-            at, why = (
-                f"step {run.step}",
-                "state.step counts on: ask for a later one, or give a new state",
-            )
-            if goal.epochs:
-                at, why = (
-                    f"epoch {fitting.feed.epoch}",
-                    "so far are the data, data.get_state(): ask for a ",
-                )
-                why += 'later one, or go back, data.set_state({"epoch": 0, "position": 0})'
-            if saver is not None and fitting.saved is not None:
-                why = (
-                    f"so says the checkpoint in {saver.path}: ask for a later one, or give "
-                    "another path"
-                )
-            text = (
-                f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to "
-                f"do; {why}"
-            )
-            warn(text)
+            warn(starting.nothing_to_do(fitting))
             return run.state, run.history
         closed = run.history.reopen()
-        fitting.profile = Profile(profile)
-        stack.callback(fitting.profile.close)
         ends_all = (
             saver is not None or fitting.alike.spans
         )  # then SIGTERM, too, ends the run after its call
         signals = (signal.SIGINT, signal.SIGTERM) if ends_all else (signal.SIGINT,)
         try:
-            with Interrupt(*signals) as interrupt, _loggers(options, _settings(fitting, closed)):
-                fitting.go(interrupt)
+            with (
+                Interrupt(*signals) as interrupt,
+                starting.told(options, starting.settings(fitting, closed)),
+            ):
+                _train(fitting, interrupt)
                 if saver is not None:
                     # a second SIGTERM would end the process with the last save half written
                     saver.wait()
@@ -312,7 +289,7 @@ def fit(
         except BaseException as error:
             fitting.rescue(error)
             fitting.bar.close(type(error).__name__)
-            _with_state(error, run)
+            with_state(error, run)
             hide_own_frames(error)
             raise
         if dry_run:
@@ -323,141 +300,26 @@ def fit(
         )  # too late for all to end together: as if it had come after this
     asked = fitting.signal or interrupt.asked
     if asked == signal.SIGTERM:
-        raise _with_state(SystemExit(128 + signal.SIGTERM), run)
+        raise with_state(SystemExit(128 + signal.SIGTERM), run)
     if asked and not in_notebook():
-        raise _with_state(KeyboardInterrupt(f"at step {run.step}; `error.state` is the state"), run)
+        raise with_state(KeyboardInterrupt(f"at step {run.step}; `error.state` is the state"), run)
     return run.state, run.history
 
 
-def _opened(checkpoint):
-    """A context with the `Checkpoints` that a user gave, or those of a path, which end with it."""
-    if isinstance(checkpoint, Checkpoints):
-        return contextlib.nullcontext(checkpoint)
-    if not isinstance(checkpoint, str | os.PathLike):
-        raise WrongTypeError(
-            message(
-                "checkpoint", "fit()", trees.describe(checkpoint), "a path or ts.Checkpoints(path)"
-            )
-        )
-    return Checkpoints(checkpoint)
-
-
-def _begin(
-    step,
-    state,
-    data,
-    options: Options,
-    progress,
-    history: History | None,
-    resume: str,
-    fast_forward: bool,
-) -> Fit:
-    """The run, where its newest checkpoint is if there is one."""
-    restored = Restored(state) if options.saver is None else options.saver.resumed(state, resume)
-    is_in_hand = restored.step is not None and restored.state is state
-    before = restored.script if isinstance(restored.script, dict) else {}
-    script = {} if options.saver is None else _resume.script_of(step, state, data, options.extra)
-    script["run"] = before.get("run") or secrets.token_hex(4)
-    state = restored.state
-    if not isinstance(state, TrainState):
-        state = jax.tree.map(
-            own, state
-        )  # the loop consumes it, and nobody said that this may be so
-    start = step_of(state, restored.step or 0)
-    if restored.history is not None and not (is_in_hand and history is not None):
-        history = History.of(restored.history)
-    history = History() if history is None else history
-    fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
-    fitting.script, fitting.is_resumed = script, restored.step == start
-    if restored.step is not None:
-        fitting.feed.go_to(restored.data, fast_forward)
-        history.mark("restart", start)
-    if (
-        is_in_hand
-    ):  # the run began with another state, which the script gives when it is started again
-        began = {name: before[name] for name in ("calls", "states") if name in before}
-        fitting.script = {**script, **began}
-    elif options.saver is not None and restored.step is not None:
-        fitting.saved = start, fitting.feed.place()
-        if not options.goal.reached(start, fitting.feed.epoch):
-            for note in _resume.edits(before.get("settings"), script["settings"]):
-                warn(f"fit(): resumed from step {start} in {options.saver.path}, but {note}")
-    total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs, start)
-    fitting.show_on(
-        _progress.progress(progress if jax.process_index() == 0 else False, total, start, "step")
-    )
-    return fitting
-
-
-def _check_fit(step, state, dry_run, resume, checkpoint, profile, history) -> None:
-    checks.check_flags("fit()", dry_run=dry_run)
-    if not checks.is_one_of(resume, ("auto", "must", "never")):
-        raise WrongTypeError(
-            message("resume", "fit()", trees.describe(resume), "'auto', 'must' or 'never'")
-        )
-    if resume == "must" and checkpoint is None:
-        raise WrongTypeError(
-            message("resume", "fit()", "'must' without checkpoint=", "a path to resume from")
-        )
-    if profile is not None and not isinstance(profile, str | os.PathLike):
-        raise WrongTypeError(message("profile", "fit()", trees.describe(profile), "a directory"))
-    if history is not None and not isinstance(history, History):
-        raise WrongTypeError(
-            message("history", "fit()", trees.describe(history), "a ts.loop.History, to go on with")
-        )
-    check_step("fit()", step, state)
-
-
-def _settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
-    """What a logger is told at the start: the settings of the run, and the hyperparameters.
-
-    `closed` is the step of a row that the history has no longer, see `History.reopen`.
-    """
-    options, state = fitting.options, fitting.run.state
-    found = {
-        "run": fitting.script["run"],
-        "goal": str(options.goal),
-        "start": fitting.run.step,
-        "jax": jax.__version__,
-        "devices": jax.device_count(),
-    }
-    if fitting.is_resumed:  # a log's rows from there on are not those of an uninterrupted run
-        found["rows_from"] = fitting.run.step + (closed != fitting.run.step)
-    for name in ("accumulate", "on_nonfinite"):
-        if hasattr(fitting.step, name):
-            found[name] = getattr(fitting.step, name)
-    if isinstance(state, TrainState):
-        found |= {f"start/{name}": x for name, x in hyperparams(state).items()}
-        found["parameters"] = sum(np.size(x) for x in jax.tree.leaves(state.params))
-        if state.plan.precision is not None:
-            found["precision"] = state.plan.precision.compute
-    return found
-
-
-@contextlib.contextmanager
-def _loggers(options: Options, settings):
-    """Loggers told of the run, and closed whatever happens."""
-    with contextlib.ExitStack() as stack:
-        for logger in options.loggers:
-            if hasattr(logger, "close"):
-                stack.callback(logger.close)
-            if hasattr(logger, "start"):
-                logger.start(settings)
-        yield
-
-
-def _with_state(error: BaseException, run: Run) -> BaseException:
-    """An exception with the state and the history of the run that it ends."""
-    gone = any(map(trees.is_gone, jax.tree.leaves(run.state)))
-    if not hasattr(error, "state") or error.state is None:  # type: ignore[attr-defined]
-        error.state = None if gone else run.state  # type: ignore[attr-defined]
-    error.history = run.history  # type: ignore[attr-defined]
-    error.rejected = tuple(run.rejected)  # type: ignore[attr-defined]
-    if gone:
-        error.add_note(
-            f"the failed call had consumed the state of step {run.step}: error.state is None"
-        )
-    return error
+def _train(fitting: Fit, interrupt: Interrupt) -> None:
+    """The loop: calls of many steps up to the next boundary, and what happens there."""
+    fitting.begin()
+    while not fitting.is_over(interrupt):
+        left = fitting.steps_to_boundary()
+        if left == 0:
+            fitting.boundary_here()  # evaluate, callbacks, loggers, progress, checkpoint
+            continue
+        chunk = fitting.take(left)  # the batches of the next call; None at the end of an epoch
+        if chunk is not None:
+            fitting.call(chunk)  # its numbers are read when the next call is under way
+        if fitting.feed.ended():
+            fitting.epoch_ended()
+    fitting.end(interrupt)
 
 
 __all__ = ["History", "evaluate", "fit", "iterate", "run_epoch", "run_steps"]

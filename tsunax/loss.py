@@ -14,8 +14,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from tsunax._core import checks, trees
+from tsunax._core.checks import as_array
+from tsunax._core.trees import PyTree
 from tsunax.errors import LossError, message
-from tsunax.metrics import Mean, as_array, weighted_sum
 
 
 @functools.partial(
@@ -90,6 +91,8 @@ class Loss:
         _check_metrics(metrics or {}, "Loss.mean()")
         if values.ndim == 0 and where is None:
             return cls(values, None, dict(metrics or {}), model_state, mean_value=values)
+        from tsunax.metrics import Mean, weighted_sum
+
         total, weight = weighted_sum(values, where)
         merged = {
             name: Mean.of(m, where)
@@ -346,6 +349,8 @@ def _as_metric(name, m, weight):
         fix = "Arrays of the loss's shape are averaged by ts.Loss.mean(values, metrics={...})."
         raise LossError(message(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix))
     m = jnp.asarray(m, jnp.float32)
+    from tsunax.metrics import Mean
+
     return jax.lax.stop_gradient(Mean(_share(m, weight), weight))
 
 
@@ -375,3 +380,27 @@ def rows_of(batch) -> int:
     """Length of the first axis of the first array that has one; 1 where there is none."""
     shapes = (jnp.shape(x) for x in jax.tree.leaves(batch))
     return next((shape[0] for shape in shapes if shape), 1)
+
+
+def finished(loss: Any) -> Loss:
+    """The loss that a user gave to `update`, as `value_and_grad` would give it."""
+    if not isinstance(loss, Loss):
+        if loss is not None:
+            check_scalar("loss", "update()", loss)
+        return Loss(loss, mean_value=loss)
+    if loss.weight is None and loss.mean_value is None:
+        got, fix = "a Loss without a weight", "Give ts.Loss(total, weight)."
+        raise LossError(message("loss", "update()", got, "one with", fix))
+    if all(hasattr(m, "compute") for m in loss.metrics.values()) and (
+        loss.weight is None or trees.is_array(loss.weight)
+    ):
+        return loss
+    return dataclasses.replace(
+        as_loss(loss, 1), **({"weight": None} if loss.weight is None else {})
+    )
+
+
+def check_model_state(new: PyTree, old: PyTree) -> None:
+    """Raise StateError unless the state can carry what the loss function returned."""
+    fix = "Give setup(..., model_state=...)." if old is None else "A step keeps its structure."
+    checks.check_like("model_state", new, old, fix)

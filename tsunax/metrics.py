@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import checks, trees
+from tsunax._core.checks import as_array
 from tsunax.errors import LossError
 
 _Metric = TypeVar("_Metric")
@@ -75,14 +76,6 @@ def weighted_sum(values, where=None, place: str = "Loss.mean()"):
     # weights are data: in the total alone they would have half a gradient
     where = jax.lax.stop_gradient(_weights(where, values, place))
     return jnp.sum(jnp.where(where != 0, values, 0) * where), jnp.sum(where)
-
-
-def as_array(what: str, x, place: str) -> Any:
-    """`x` as an array. Raises LossError for anything else."""
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise LossError(what, place, trees.describe(x), "an array") from None
 
 
 def _weights(where, values, place: str):

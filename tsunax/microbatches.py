@@ -17,10 +17,9 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import axes as _axes
-from tsunax._core import checks, convolutions, placement, trees
-from tsunax._core.norms import global_norm
+from tsunax._core import convolutions, placement, trees
 from tsunax.errors import LossError, message
-from tsunax.loss import Loss, rows_of, uneven
+from tsunax.loss import Loss, check_model_state, rows_of, uneven
 
 
 def cut(batch, n: int, mask):
@@ -124,7 +123,7 @@ def over_micro_batches(
         weight = jnp.float32(loss.weight if known is None else known)
         take = weight != 0
         if drop:
-            take &= jnp.isfinite(loss.total) & jnp.isfinite(global_norm(grads))
+            take &= jnp.isfinite(loss.total) & jnp.isfinite(guard.global_norm(grads))
         after = _next_state(loss.model_state, model_state)
         if after is not None:
             after = guard.choose(take, after, model_state)
@@ -185,12 +184,6 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     dropped = None if loss.dropped is None else jax.lax.psum(_axes.vary(loss.dropped, axes), axes)
     most = jax.tree.map(lambda x: jax.lax.pmax(x, axes), _axes.vary(loss.overwritten, axes))
     return dataclasses.replace(merged, model_state=model_state, dropped=dropped, overwritten=most)
-
-
-def check_model_state(new, old) -> None:
-    """Raise StateError unless the state can carry what the loss function returned."""
-    fix = "Give setup(..., model_state=...)." if old is None else "A step keeps its structure."
-    checks.check_like("model_state", new, old, fix)
 
 
 def _next_state(new, old):

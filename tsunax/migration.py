@@ -21,19 +21,21 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import checks, trees
+from tsunax._core.placement import beside
 from tsunax._step.members import members_of
+from tsunax._step.roles import frozen_flags, frozen_words
 from tsunax.checkpoints import live_numbers
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import hyperparams
 from tsunax.rules import live_rules, number_table
 from tsunax.rules.combining import PartitionState
+from tsunax.rules.cuts import recut as recut_numbers
+from tsunax.rules.owners import owners as owners_of_init
+from tsunax.rules.owners import owners_by_suffix, owners_of
 from tsunax.state import (
     TrainState,
     base,
-    beside,
     check_state,
-    frozen_flags,
-    frozen_words,
     own,
     setup,
     trained_part,
@@ -206,7 +208,7 @@ def _as_old(state, params, rule, step) -> _Old:
         if step >= 2**31:
             raise HyperparameterError("step", where, step, "one that int32 holds")
     if all(hasattr(state, name) for name in FLAX if name != "apply_fn"):
-        owners = trees.owners(state.tx.init, state.params)[2]
+        owners = owners_of_init(state.tx.init, state.params)[2]
         slots = _slots(state.opt_state, owners, state.params)
         more = [name for name, x in vars(state).items() if name not in FLAX and jax.tree.leaves(x)]
         step = int(state.step) if step is None else step
@@ -225,7 +227,7 @@ def _as_old(state, params, rule, step) -> _Old:
 
 def _owners_of(state: TrainState) -> list[int | None]:
     """The index of the parameter of each leaf of the whole optimizer state, tables included."""
-    owners = number_table.owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
+    owners = owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
     if state.numbers is None:
         return owners
     layout, known = state.numbers.layout, iter(owners)
@@ -235,7 +237,7 @@ def _owners_of(state: TrainState) -> list[int | None]:
 
 def _owners_in(opt_state, rule, params) -> list[int | None]:
     """The same for a bare optax state: from the rule's init if it fits, else from the key paths."""
-    shapes, _, owners = trees.owners(rule.init, params)
+    shapes, _, owners = owners_of_init(rule.init, params)
     numbered = jax.tree.unflatten(jax.tree.structure(shapes), range(len(owners)))
     for made in (numbered, _without_numbers(numbered)):
         if jax.tree.structure(made) == jax.tree.structure(opt_state):
@@ -243,7 +245,7 @@ def _owners_in(opt_state, rule, params) -> list[int | None]:
     owners = _owners_by_field(opt_state, params)
     if any(owner is not None for owner in owners):
         return owners
-    return trees.owners_by_suffix(params, jtu.tree_flatten_with_path(opt_state)[0])
+    return owners_by_suffix(params, jtu.tree_flatten_with_path(opt_state)[0])
 
 
 def _owners_by_field(opt_state, params) -> list[int | None]:
@@ -455,7 +457,7 @@ def _carry_cuts(old: TrainState, new: TrainState, report: _Found) -> TrainState:
             report.notes.append(f"{s.live.title}: the numbers of {labels} alone are gone")
     if numbers is None or not cuts:
         return new
-    recut = number_table.recut(new.opt_state, numbers, trained_part(new), cuts)
+    recut = recut_numbers(new.opt_state, numbers, trained_part(new), cuts)
     opt_state, numbers = (beside(new.params, tree) for tree in recut)
     return dataclasses.replace(new, opt_state=opt_state, numbers=numbers)
 
@@ -465,7 +467,7 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _Found) -> TrainSta
     if old.numbers is None or new.numbers is None:
         return new
     then, now = (live_numbers.state_facts(state) for state in (old, new))
-    values = [np.asarray(state.numbers.values) for state in (old, new)]
+    values = [np.asarray(numbers.values) for numbers in (old.numbers, new.numbers)]
     merged, edited = live_numbers.merged_numbers(values[0], then, values[1], now)
     names, mine = ([name for name, _ in facts["columns"]] for facts in (then, now))
     numbers = hyperparams(old)

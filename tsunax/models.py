@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import patterns, trees
+from tsunax._core import trees
 from tsunax.errors import (
     LossError,
     MissingLibraryError,
     ParamsError,
     StateError,
     WrongTypeError,
+    unknown,
 )
 from tsunax.state import TrainState, check_state, own
 
@@ -153,7 +154,7 @@ def _modes(fn: Callable, flag: str | None, where: str) -> Callable[[bool], dict]
     """The keywords of `fn` for a mode: `flag`, or its parameters among the usual names."""
     names = _names(fn)
     if flag is not None and flag not in names:
-        raise WrongTypeError(patterns.unknown("flag", where, flag, names))
+        raise WrongTypeError(unknown("flag", where, flag, names))
     found = [flag] if flag else [name for name in names if name in (*_ON, *_OFF)]
     return lambda train: {name: train != (name in _OFF) for name in found}
 

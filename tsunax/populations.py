@@ -25,10 +25,11 @@ import numpy as np
 
 from tsunax._core import checks, trees
 from tsunax._step.members import each, members_of
+from tsunax._step.starting import as_key
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, remedy
 from tsunax.hyper import adjust, hyperparams
 from tsunax.program import TrainStep
-from tsunax.state import TrainState, as_key
+from tsunax.state import TrainState
 from tsunax.step import StepInfo
 
 __all__ = [

@@ -96,6 +96,10 @@ class Policy:
         """The dtype in which the loss function sees params and inputs."""
         return self.compute if train else self.evaluate  # type: ignore[return-value]
 
+    def seen_of(self, params, train: bool):
+        """What the loss function sees of params."""
+        return cast(params, self.seen(train))
+
     def batch_to_compute(
         self, batch, train: bool, inputs: Callable[[Any], Sequence[Sequence[bool]]]
     ):
@@ -134,6 +138,15 @@ class Policy:
                 message("batch", f"precision={self.compute!r}", got, "the inputs of the model", fix)
             )
 
+    def wide(self, trained):
+        """The params as the rule sees them, if there are no master copies of them."""
+        return cast(trained, "float32") if self.stochastic else trained
+
+    def rounded(self, tree, key, calls):
+        """The params that an update led to as they are stored under stochastic rounding."""
+        key = jax.random.fold_in(jax.random.fold_in(key, calls - 1), _ROUNDING)
+        return round_stochastically(tree, key)
+
     @property
     def _batch(self):
         return list(self.batch) if isinstance(self.batch, tuple) else self.batch
@@ -146,6 +159,10 @@ class Policy:
     @property
     def stochastic(self) -> bool:
         return self.rounding == "stochastic"
+
+
+# Keys of a step are folded with the index of a micro-batch; this one is none
+_ROUNDING = 0x726E64
 
 
 def as_policy(precision, where: str) -> Policy | None:
@@ -166,21 +183,6 @@ def cast(tree, dtype):
         return jnp.asarray(x, dtype) if is_float and not isinstance(x, jax.ShapeDtypeStruct) else x
 
     return jax.tree.map(one, tree)
-
-
-def cast_like(tree, like):
-    """Each leaf in the dtype of its place in `like`."""
-    return jax.tree.map(lambda x, y: jnp.asarray(x, trees.dtype_of(y)), tree, like)
-
-
-def conjugated(grads):
-    """JAX's gradients as directions of steepest ascent, and back: they differ in complex leaves.
-
-    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`. Steepest ascent is `∂f/∂x + i
-    ∂f/∂y`.
-    """
-    is_complex = lambda g: jnp.issubdtype(trees.dtype_of(g), jnp.complexfloating)
-    return jax.tree.map(lambda g: jnp.conj(g) if is_complex(g) else g, grads)
 
 
 def round_stochastically(tree, key):

@@ -11,48 +11,71 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tsunax import guard, microbatches
-from tsunax._core import axes as _axes
-from tsunax._core import checks, patterns, placement, trees
-from tsunax._core.norms import leaves_apart
-from tsunax._step import failures
-from tsunax._step.loss_fn import LossFn
-from tsunax._step.members import members_of, over_members
-from tsunax._step.traces import Trace
-from tsunax.errors import LossError, RuleError, StateError, message
-from tsunax.loss import Loss, rows_of, uneven
-from tsunax.state import (
-    Plan,
-    TrainState,
-    assemble,
-    check_state,
-    donated,
-    split,
-    trained_part,
-    with_rest,
-)
-from tsunax.step import StepInfo, gradient_of, moved, objective_of, seen_by, thawed_flags
+from tsunax._core import checks, trees
+from tsunax._core.trees import PyTree
+from tsunax._step.gradients import axes_around, gradient_of, search_functions
+from tsunax._step.loss_fn import LossFn, seen_by
+from tsunax.errors import StateError, suggests_names
+from tsunax.guard import leaves_apart
+from tsunax.loss import Loss
+from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
+from tsunax.step import StepInfo, moved
 
 
-def _any_traced(tree) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
-
-
-def home_of(moving, still=()) -> tuple[placement.Home | None, Any, Any]:
-    """How the moving part of a state lies on a mesh, and both parts as they lie there; None if on
-    one device.
+def home_of(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
+    """How the moving part of a state lies on a mesh (`placement.Home`), and both parts as they lie
+    there; None if on one device.
     """
-    home, other = placement.home_on_mesh(moving, still), placement.home_on_mesh(still, moving)
-    if home is None or other is None:
+    if not any(map(_is_spread, jax.tree.leaves((moving, still)))):
         return None, moving, still
-    return home, placement.settled(moving, home.layout), placement.settled(still, other.layout)
+    from tsunax._step import on_mesh
+
+    return on_mesh.home_of(moving, still)
+
+
+def _is_spread(x: Any) -> bool:
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return sharding is not None and len(sharding.device_set) > 1
+
+
+def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Any) -> None:
+    """After a program failed: raise what is wrong with its arguments, if that can be seen."""
+    from tsunax._step import failures
+
+    if fault := failures.fault(error, state, batch, extra):
+        raise fault from None
+
+
+def _over_members(f: Callable, state: TrainState, *given: Any, at_once: int | None = None) -> Any:
+    """`f(state, *given)`; of a population that of each member."""
+    if jnp.ndim(state.clock) == 1:
+        return f(state, *given)
+    from tsunax._step.members import over_members
+
+    return over_members(f, state, *given, at_once=at_once)
+
+
+class Traced(NamedTuple):
+    """What one trace of a step was given: shapes and types, no values. `_step/traces.py` says how
+    two of them differ.
+    """
+
+    kind: str  # "step", or "loop" for those that run fused
+    layout: Any  # on a mesh the sharding of each array that the step changes
+    state: Any  # with a `jax.typeof` for each array
+    given: dict[str, Any]  # {argument: a tree of those}
+
+    @classmethod
+    def of(cls, kind: str, home: Any, state: TrainState, given: dict[str, Any]) -> Traced:
+        layout = None if home is None else home.layout
+        return cls(kind, layout, *jax.tree.map(jax.typeof, (state, given)))
 
 
 class Programs(dict):
@@ -66,11 +89,11 @@ class Programs(dict):
         self._sharding: Any = self  # of the clock of the last state on one device: no sharding yet
         self.devices: list[Any] = []  # that such states lay on: each compiles, none traces
 
-    def __missing__(self, home: placement.Home | None):
+    def __missing__(self, home: Any):
         self[home] = self._build(home)
         return self[home]
 
-    def home_of(self, state: TrainState, moving, still) -> tuple[placement.Home | None, Any, Any]:
+    def home_of(self, state: TrainState, moving, still) -> tuple[Any, Any, Any]:
         """`home_of`, which looks at every leaf, but for states that lie as the last one: what a
         program returns has one sharding object, call for call. Raises StateError for a state that
         was donated."""
@@ -90,50 +113,6 @@ class Programs(dict):
             if not devices.issubset(self.devices):
                 self.devices += devices
         return home, moving, still
-
-
-def masked(given, padding):
-    """A mask that a user gave (or none), beside that of rows of padding behind its own."""
-    if given is None:
-        return padding
-    lib = np if isinstance(given, np.ndarray) else jnp
-    return lib.pad(lib.asarray(given, np.float32), (0, len(padding) - len(given))) * padding
-
-
-def spread(rows, extra, home: placement.Home, *, whole: bool = False) -> tuple[Any, dict]:
-    """A batch and its mask over the mesh of a state, or on each device where they do not divide;
-    extra whole.
-    """
-    batch, mask = placement.put(rows, home.whole, whole=whole)
-    extra = placement.whole({name: x for name, x in extra.items() if name != "mask"}, home.whole)
-    return batch, extra if mask is None else {**extra, "mask": mask}
-
-
-def _search(loss_fn, state: TrainState, batch, extra, axes) -> dict[str, Callable]:
-    """The loss at other trained parameters, and its gradient, under the names by which rules ask
-    for them.
-    """
-    fn = LossFn.of(loss_fn)
-    keywords = fn.keywords(state, batch, extra, train=True)
-
-    def value_fn(params, **_):
-        if axes:
-            fix = "Over sharded arrays (ts.shard) it can."
-            raise RuleError(
-                message(
-                    "rule", f"train_step(axis_name={axes!r})", "a line search", "one without", fix
-                )
-            )
-        thawed = thawed_flags(state)
-        if thawed is not None:
-            params = guard.choose(thawed, params, trained_part(state))
-        return objective_of(fn, state, batch, keywords)(with_rest(state, params))[1].compute()
-
-    return {
-        "value_fn": value_fn,
-        "obj_fn": value_fn,
-        "grad_fn": lambda params, _=None: jax.grad(value_fn)(params),
-    }
 
 
 @jax.tree_util.register_static
@@ -187,17 +166,16 @@ class TrainStep:
 
     def pure(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
         """The step without compilation and donation; of a population that of each member."""
-        return over_members(self._one, state, batch, extra, at_once=self.at_once)
+        return _over_members(self._one, state, batch, extra, at_once=self.at_once)
 
     def _one(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
-        search = _search(
-            self.loss_fn, state, batch, extra, self.axis_name
-        )  # first: it looks at the names in extra
+        # first: it looks at the names in extra
+        search = search_functions(self.loss_fn, state, batch, extra, self.axis_name)
         loss, grads = self.gradient(state, batch, **extra)
         return moved(state, grads, loss, None, self.on_nonfinite, self.norms, {**search, **extra})
 
     @functools.cached_property
-    def traces(self) -> list[Trace]:
+    def traces(self) -> list[Traced]:
         """What each trace of this step was given, in order: `ts.describe` says why there was more
         than one.
         """
@@ -211,10 +189,10 @@ class TrainStep:
     def programs(self) -> Programs:
         return Programs(self._compiled_on)
 
-    def _compiled_on(self, home: placement.Home | None) -> Any:
+    def _compiled_on(self, home: Any) -> Any:
         def train_step(kind, moving, still, batch, extra):
             state = assemble(kind, moving, still)
-            trace = Trace.of("step", home, state, {"batch": batch, **extra})
+            trace = Traced.of("step", home, state, {"batch": batch, **extra})
             with leaves_apart(home is not None):
                 state, (loss, weight, *seen, _) = self.pure(state, batch, extra)
             self.traces.append(trace)  # one that failed is none
@@ -233,30 +211,17 @@ class TrainStep:
             out_shardings=out,
         )
 
-    def _placed(self, state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
-        """A host batch over the mesh of the state, padded if its rows do not divide and loss_fn
-        masks; extra whole.
-        """
-        if (
-            members_of(state) is not None
-        ):  # the devices share the members, and each member has all rows
-            return placement.whole((batch, extra), home.whole)
-        mask, rows = extra.get("mask"), rows_of(batch)
-        padding = -rows % placement.divisor(home.whole, self.accumulate)
-        if padding and self.masks and not placement.is_on(batch, home.whole.mesh):
-            if found := uneven(batch):
-                raise LossError(found)
-            batch, more = placement.padded(batch, rows, rows + padding)
-            mask = masked(mask, more)
-        return spread((batch, mask), extra, home)
+    def _placed(self, state: TrainState, home: Any, batch, extra) -> tuple[PyTree, dict[str, Any]]:
+        from tsunax._step import on_mesh
+
+        return on_mesh.placed(self, state, home, batch, extra)
 
     def __call__(self, state: TrainState, batch, **extra) -> tuple[TrainState, StepInfo]:
         if not isinstance(state, TrainState):
             check_state(state, "step()", batch)
         try:
-            if (
-                _axes.is_tracing()
-            ):  # eager grad and vmap would donate what is not traced under the user's feet
+            # eager grad and vmap would donate what is not traced under the user's feet
+            if trees.is_tracing():
                 return self._traced(state, batch, extra)
             kind, (moving, still) = (type(state), state.plan), split(state)
             home, moving, still = self.programs.home_of(state, moving, still)
@@ -264,13 +229,14 @@ class TrainStep:
                 batch, extra = self._placed(state, home, batch, extra)
             moving, (loss, weight, *seen) = self.programs[home](kind, moving, still, batch, extra)
         except Exception as error:
-            if fault := failures.fault(error, state, batch, extra):
-                raise fault from None
+            raise_fault(error, state, batch, extra)
             raise
         state = assemble(kind, moving, still)
         weight = weight.weight if type(weight) is _Known else weight
         info = tuple.__new__(StepInfo, (loss, weight, *seen, state.numbers))
         if self.on_nonfinite == "raise":
+            from tsunax._step import failures
+
             failures.raise_if_rejected(self, state, info, batch, extra)
         return state, info
 
@@ -292,7 +258,7 @@ class TrainStep:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-@patterns.suggests_names
+@suggests_names
 def train_step(
     loss_fn: Callable,
     *,
@@ -369,26 +335,28 @@ class EvalStep:
     axis_name: Any = None
 
     def __post_init__(self):
-        _ = self._fn, self._axes
+        _ = self._fn, self._axes_around
 
     @functools.cached_property
     def _fn(self) -> LossFn:
         return LossFn.of(self.loss_fn, "eval_step()")
 
     @functools.cached_property
-    def _axes(self) -> _axes.Axes | None:
-        return _axes.as_axes(self.axis_name, "eval_step()")
+    def _axes_around(self) -> Callable[[], tuple[str, ...]]:
+        return axes_around(self.axis_name, "eval_step()")
 
     def pure(self, state: TrainState, batch, extra) -> Loss:
         """The evaluation without compilation; of a population that of each member."""
-        return over_members(self._one, state, batch, extra)
+        return _over_members(self._one, state, batch, extra)
 
     def _one(self, state: TrainState, batch, extra) -> Loss:
         keywords = self._fn.keywords(state, batch, extra, train=False)
         seen = seen_by(self._fn, state, state.params, batch, keywords, train=False)
         loss = self._fn(*seen, keywords, merges=True)
-        if axes := _axes.around(self._axes, "eval_step()"):
-            loss = microbatches.loss_over_devices(loss, axes)
+        if axes := self._axes_around():
+            from tsunax.microbatches import loss_over_devices
+
+            loss = loss_over_devices(loss, axes)
         return dataclasses.replace(loss, model_state=None)
 
     @functools.cached_property
@@ -408,22 +376,20 @@ class EvalStep:
         check_state(state, "eval_step()", batch)
         home = home_of(state.params)[0]
         try:
-            if home is not None and not _any_traced((batch, extra)):
-                if members_of(state) is None:
-                    batch, extra = spread((batch, extra.get("mask")), extra, home, whole=True)
-                else:
-                    batch, extra = placement.whole((batch, extra), home.whole)
+            if home is not None:
+                from tsunax._step import on_mesh
+
+                batch, extra = on_mesh.for_evaluation(state, home, batch, extra)
             return self._compiled(self._read(state), batch, extra)
         except Exception as error:
-            if fault := failures.fault(error, state, batch, extra):
-                raise fault from None
+            raise_fault(error, state, batch, extra)
             raise
 
     def __getstate__(self):
         return {"loss_fn": self.loss_fn, "axis_name": self.axis_name}
 
 
-@patterns.suggests_names
+@suggests_names
 def eval_step(loss_fn: Callable, *, axis_name: Any = None) -> EvalStep:
     """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
 
@@ -441,43 +407,6 @@ def eval_step(loss_fn: Callable, *, axis_name: Any = None) -> EvalStep:
     2.0
     """
     return EvalStep(loss_fn, axis_name)
-
-
-def batch_stats_updated(loss_fn: Callable) -> Callable:
-    """`averages.update_batch_stats`."""
-    fn = LossFn.of(loss_fn, "update_batch_stats()")
-
-    @jax.jit
-    def run(state: TrainState, batch, extra) -> TrainState:
-        keywords = fn.keywords(state, batch, extra, train=True)
-        loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
-        if loss.model_state is None:
-            raise LossError(
-                message(
-                    "model_state",
-                    "update_batch_stats()",
-                    "None",
-                    "ts.Loss.mean(values, model_state=...)",
-                )
-            )
-        checks.check_like(
-            "model_state", loss.model_state, state.model_state, "A step keeps its structure."
-        )
-        return state.replace(model_state=loss.model_state, calls=state.calls + 1)
-
-    def call(state: TrainState, batch, **extra) -> TrainState:
-        check_state(state, "update_batch_stats()", batch)
-        home = home_of(state.params)[0]
-        try:
-            if home is not None and not _any_traced((batch, extra)):
-                batch, extra = spread((batch, extra.get("mask")), extra, home)
-            return run(state, batch, extra)
-        except Exception as error:
-            if fault := failures.fault(error, state, batch, extra):
-                raise fault from None
-            raise
-
-    return call
 
 
 __all__ = ["EvalStep", "TrainStep", "eval_step", "train_step"]

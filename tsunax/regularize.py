@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tsunax._core import checks, patterns, trees
 from tsunax.errors import PatternError
+from tsunax.guard import square_sums
 
 __all__ = ["elastic", "l1", "l2"]
 
@@ -67,7 +68,7 @@ def l2(params: Any, where: Any = "**") -> jax.Array:
     >>> l2(params, ["**", "!**/bias"]), jax.grad(l2)(params)["w"]
     (Array(12.5, dtype=float32), Array([ 3., -4.], dtype=float32))
     """
-    return 0.5 * sum(trees.square_sums(_selected(params, where, "l2()")), start=jnp.float32(0))
+    return 0.5 * sum(square_sums(_selected(params, where, "l2()")), start=jnp.float32(0))
 
 
 def elastic(params: Any, where: Any = "**", *, l1_ratio: Any = 0.5) -> jax.Array:

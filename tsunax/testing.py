@@ -31,6 +31,7 @@ from jax.sharding import Mesh
 from tsunax import guard
 from tsunax._core import checks, trees
 from tsunax._step.members import members_of
+from tsunax._step.roles import frozen_flags
 from tsunax._step.traces import why
 from tsunax.data.batching import Data
 from tsunax.data.prefetching import Prefetched
@@ -50,14 +51,13 @@ from tsunax.loop import fit
 from tsunax.loss import rows_of
 from tsunax.populations import member, population
 from tsunax.program import TrainStep
-from tsunax.rules import number_table
+from tsunax.rules.owners import owners_of
 from tsunax.state import (
     Plan,
     TrainState,
     base,
     check_state,
     donated,
-    frozen_flags,
     own,
     trained_part,
     with_rest,
@@ -240,7 +240,7 @@ def check_frozen(
     parts = [(trained_part(s), s.average and s.average.params) for s in (held, after)]
     then, now = (_named(part, "state") for part in parts)
     still = {name: x for i, (name, x) in enumerate(then.items()) if frozen[i % len(frozen)]}
-    owners = number_table.owners_of(held.plan.init, held.opt_state, held.numbers, base(held))
+    owners = owners_of(held.plan.init, held.opt_state, held.numbers, base(held))
     moments = zip(owners, _named(held.opt_state, "opt_state").items(), strict=True)
     still |= {name: x for owner, (name, x) in moments if owner is not None and frozen[owner]}
     now |= _named(after.opt_state, "opt_state")

@@ -2,3 +2,39 @@
 
 Nothing here has heard of a training state, a rule or a loop.
 """
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def lazy(
+    package: dict[str, Any],
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """`__all__`, `__getattr__` and `__dir__` of a package, from its `globals()`: names that are
+    loaded when they are first used. They stand once, in the stub beside its `__init__.py`, where
+    type checkers read them: `from tsunax.hyper import adjust as adjust`.
+    """
+    title = package["__name__"]
+    stub = Path(package["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8")
+    found = re.findall(r"^from (\S+) import (\w+) as", stub, re.M)
+    module_of = {name: module for module, name in found}
+
+    def load(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {title!r} has no attribute {name!r}")
+        module = module_of[name]
+        if module == title:
+            return importlib.import_module(f"{title}.{name}")
+        value = getattr(importlib.import_module(module), name, None)
+        if value is None:  # a module of a folder
+            value = importlib.import_module(f"{module}.{name}")
+        package[name] = value
+        return value
+
+    names = sorted(module_of)
+    return names, load, lambda: names

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tsunax._core.trees import manual_axes
 from tsunax.errors import StateError, WrongTypeError
 
 Axes = tuple[str, ...]
@@ -33,7 +34,7 @@ def around(given: Axes | None, where: str) -> Axes:
     Raises StateError for one that is forgotten, or is not there.
     """
     if given is None:
-        if found := _manual():
+        if found := manual_axes():
             unnamed = not all(isinstance(name, str) and not name.startswith("_") for name in found)
             names = "i" if unnamed else found[0] if len(found) == 1 else found
             inside = "jax.pmap, whose axis has no name either" if unnamed else f"axis {names!r}"
@@ -55,28 +56,6 @@ def around(given: Axes | None, where: str) -> Axes:
                 "axis_name", where, repr(name), "an axis that is around it", fix
             ) from None
     return given
-
-
-def _manual() -> tuple:
-    """The axes of devices that a program is written for one by one, as far as JAX tells."""
-    found = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
-    if found or jax.__version_info__ >= (0, 8):
-        return found
-    from jax._src import (
-        core,  # until then pmap was no shard_map, and looks like a vmap with a named axis
-    )
-
-    return tuple(core.get_axis_env().axis_sizes)
-
-
-def is_tracing() -> bool:
-    """Whether some trace is under way: of jit, vmap, grad or scan.
-
-    Eager vmap and grad trace some arrays only.
-    """
-    from jax._src import core
-
-    return not core.trace_state_clean()
 
 
 def varies(x) -> bool:
@@ -138,7 +117,6 @@ __all__ = [
     "around",
     "as_axes",
     "gathered",
-    "is_tracing",
     "mean",
     "own_key",
     "varies",

@@ -1,6 +1,8 @@
 """Checks of params and other trees, before anything compiles, on concrete arrays only."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from tsunax._core import trees
 from tsunax.errors import (
     DataError,
     HyperparameterError,
+    LossError,
     ParamsError,
     StateError,
     WrongTypeError,
@@ -277,3 +280,57 @@ def check_flags(where: str, **flags) -> None:
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise WrongTypeError(name, where, trees.describe(value), "True or False")
+
+
+def as_array(what: str, x, place: str) -> Any:
+    """`x` as an array. Raises LossError for what is none."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise LossError(what, place, trees.describe(x), "an array") from None
+
+
+# ---------------------------------------------------------------------------------------- signatures
+
+
+def names_of(f: Callable, first: int = 1) -> tuple[str, ...] | None:
+    """The keywords that a function takes behind its first arguments; None: any."""
+    try:
+        parameters = list(inspect.signature(f).parameters.values())
+    except (ValueError, TypeError):
+        return None
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return None
+    known = parameters[first:]
+    return tuple(p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+def accepting(f: Callable, names) -> Callable:
+    """The same function, which takes these keywords too and ignores them.
+
+    optax's line searches give every extra argument that is not their own to the loss function, by
+    the names of its signature, and raise for the others.
+    """
+    try:
+        parameters = list(inspect.signature(f).parameters.values())
+    except (ValueError, TypeError):
+        return f
+    new = [name for name in names if name not in {p.name for p in parameters}]
+    if not new:
+        return f
+
+    @functools.wraps(f)
+    def of(*args, **kwargs):
+        return f(*args, **{name: x for name, x in kwargs.items() if name not in new})
+
+    last = (
+        [parameters.pop()]
+        if parameters and parameters[-1].kind == inspect.Parameter.VAR_KEYWORD
+        else []
+    )
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in new]
+    of.__signature__ = inspect.Signature([*parameters, *more, *last])  # pyright: ignore[reportAttributeAccessIssue]
+    return of
+
+
+SEARCHES = ("value_fn", "obj_fn", "grad_fn")  # extra arguments that are functions of params

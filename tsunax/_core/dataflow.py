@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from tsunax._core.source_lines import LIBRARIES, OURS
+from tsunax._core.trees import programs_in
 
 
 @dataclass(frozen=True)
@@ -120,23 +121,12 @@ def _union(bits: Sequence[int]) -> int:
 # ------------------------------------------------------------------------- the parts of an equation
 
 
-def inner(eqn: Any) -> list[Any]:
-    """The programs in the parameters of an equation, open."""
-    found = []
-    for value in eqn.params.values():
-        for x in value if isinstance(value, tuple | list) else (value,):
-            x = getattr(x, "jaxpr", x)
-            if hasattr(x, "eqns") and hasattr(x, "outvars"):
-                found.append(x)
-    return found
-
-
 def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
     """The inner program of an equation and its constants: jit, checkpoint, custom derivatives.
 
     With `parts` also that of `shard_map`, which sees a part of each array.
     """
-    programs = inner(eqn)
+    programs = programs_in(eqn)
     if len(programs) != 1:
         return None
     closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is programs[0])
@@ -189,4 +179,4 @@ def _as_text(frame: re.Match) -> tuple[str, str]:
 _FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)$")
 
 
-__all__ = ["Analysis", "called", "inner", "multiplied", "scanned", "source_line"]
+__all__ = ["Analysis", "called", "multiplied", "scanned", "source_line"]

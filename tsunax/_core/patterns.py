@@ -5,79 +5,19 @@ become *flags*, one bool per leaf in flatten order, and nothing else in tsunax l
 """
 
 import dataclasses
-import difflib
 import fnmatch
 import functools
-import heapq
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import PatternError, WrongTypeError, message
-
-
-@functools.lru_cache(maxsize=4096)
-def _likeness(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
-
-
-def _closeness(name: str, other: str) -> tuple[float, float]:
-    """How well `other` has the components of `name`, wildcards left out; then the whole of both."""
-    wanted = [part for part in name.split("/") if part.strip("!*")]
-    best = [max(_likeness(part, theirs) for theirs in other.split("/")) for part in wanted]
-    return sum(best) / max(len(best), 1), _likeness(name, other)
-
-
-def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
-    """The `n` of `known` that `name` was most likely meant to be, best first."""
-    return heapq.nlargest(n, known, key=lambda other: _closeness(name, other))
-
-
-def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "") -> str:
-    """The message for an unknown name, with the nearest known one.
-
-    >>> unknown("parameter", "adam()", "lr", ["learning_rate", "b1"])
-    "parameter at adam(): got 'lr', expected one of learning_rate, b1. Did you mean 'learning_rate'?"
-    """
-    known = list(known)
-    initials = [other for other in known if "".join(part[:1] for part in other.split("_")) == name]
-    close = [other for other in nearest(name, known, 1) if _closeness(name, other)[0] > 0.6]
-    hint = [f"Did you mean {other!r}?" for other in (initials + close)[:1]]
-    expected = f"one of {trees.listed(known, 20)}" if len(known) > 1 else "".join(known) or "none"
-    return message(what, where, repr(name), expected, " ".join([*hint, fix]).strip())
-
-
-_OURS = {"drop_last": "drop_remainder=True"}  # for arguments of other libraries
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def suggests_names(f: F) -> F:
-    """Wrap `f` so that an unknown keyword raises WrongTypeError with the nearest name."""
-
-    @functools.wraps(f)
-    def call(*args, **kwargs):
-        try:
-            return f(*args, **kwargs)
-        except TypeError as error:
-            found = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
-            if (
-                found is None
-                or error.__traceback__ is None
-                or error.__traceback__.tb_next is not None
-            ):
-                raise  # from within the call
-            known = [name for name in inspect.signature(f).parameters if name != "self"]
-            where, ours = f.__qualname__.removesuffix(".__init__"), _OURS.get(found[1], "")
-            fix = f"Say {ours}." if ours.partition("=")[0] in known else ""
-            raise WrongTypeError(unknown("argument", f"{where}()", found[1], known, fix)) from None
-
-    return call  # type: ignore[return-value]
+from tsunax.errors import PatternError, WrongTypeError, nearest
 
 
 @dataclasses.dataclass(frozen=True)

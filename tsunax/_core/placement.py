@@ -221,6 +221,30 @@ def _on(mesh, axis: int | None) -> NamedSharding:
     )
 
 
+def beside(params, tree):
+    """Put arrays that are not there yet on the devices where the params live, whole on each of
+    them.
+    """
+    placed = (
+        p for p in jax.tree.leaves(params) if isinstance(p, jax.Array) and not isinstance(p, Tracer)
+    )
+    first = next(placed, None)
+    sharding, committed = (None, False) if first is None else (first.sharding, first.committed)
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def put(x):
+        x = x if isinstance(x, Tracer) else jnp.asarray(x)
+        if sharding is None or isinstance(x, Tracer):
+            return x
+        # an uncommitted array comes back from the first step committed, and would compile the
+        # second one anew
+        here = sharding.device_set == x.sharding.device_set and x.committed >= committed
+        return x if here else jax.device_put(x, sharding)
+
+    return jax.tree.map(put, tree)
+
+
 def collected(params):
     """Gather parameters along the data axes of a mesh with explicit axes, for the loss function.
 
@@ -334,6 +358,7 @@ def _sent(leaves: list, shardings: list, shared: bool) -> list:
 
 __all__ = [
     "Home",
+    "beside",
     "collected",
     "copied",
     "cut",

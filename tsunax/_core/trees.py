@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from tsunax.errors import ParamsError, StateError
+from tsunax.errors import ParamsError, StateError, listed
+
+PyTree: TypeAlias = Any  # containers that JAX knows, with arrays as leaves
 
 Names = tuple[str, ...]
 Flags = Sequence[bool]
@@ -77,11 +79,83 @@ def is_inexact(x: Any) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, np.inexact))
 
 
+def own(x):
+    """A copy of an array that nobody else holds, strongly typed; what is no number stays as it
+    is.
+    """
+    return strong(jnp.array(x, copy=True)) if _is_number(x) else x
+
+
+def strong(x):
+    """An array without a weak type: a weakly typed leaf would come back strong and compile the step
+    twice.
+    """
+    if not _is_number(x):
+        return x
+    x = jnp.asarray(x)
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def _is_number(x) -> bool:
+    return is_array(x) or isinstance(x, (bool, int, float, complex))
+
+
+def cast_like(tree, like):
+    """Each leaf in the dtype of its place in `like`."""
+    return jax.tree.map(lambda x, y: jnp.asarray(x, dtype_of(y)), tree, like)
+
+
+def conjugated(grads):
+    """JAX's gradients as directions of steepest ascent, and back: they differ in complex leaves.
+
+    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`. Steepest ascent is `∂f/∂x + i
+    ∂f/∂y`.
+    """
+    is_complex = lambda g: jnp.issubdtype(dtype_of(g), jnp.complexfloating)
+    return jax.tree.map(lambda g: jnp.conj(g) if is_complex(g) else g, grads)
+
+
+# Traces
+
+
+def manual_axes() -> tuple:
+    """The axes of devices that a program is written for one by one, as far as JAX tells."""
+    found = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+    if found or jax.__version_info__ >= (0, 8):
+        return found
+    from jax._src import (
+        core,  # until then pmap was no shard_map, and looks like a vmap with a named axis
+    )
+
+    return tuple(core.get_axis_env().axis_sizes)
+
+
+def is_tracing() -> bool:
+    """Whether some trace is under way: of jit, vmap, grad or scan.
+
+    Eager vmap and grad trace some arrays only.
+    """
+    from jax._src import core
+
+    return not core.trace_state_clean()
+
+
+def programs_in(eqn: Any) -> list[Any]:
+    """The programs in the parameters of an equation, open."""
+    found = []
+    for value in eqn.params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            x = getattr(x, "jaxpr", x)
+            if hasattr(x, "eqns") and hasattr(x, "outvars"):
+                found.append(x)
+    return found
+
+
 # Paths
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mark:
+class Mark:
     """The key entry of `Marked`; a mask that asks for `path[-1].key` finds the leaf's own key."""
 
     owner: int
@@ -99,7 +173,7 @@ class Marked:
     """A node around one parameter. What a rule builds from it has the mark in its key path."""
 
     tree: Any
-    mark: _Mark
+    mark: Mark
 
 
 jtu.register_pytree_with_keys(
@@ -110,9 +184,9 @@ jtu.register_pytree_with_keys(
 )
 
 
-def _mark(tree: Any) -> Any:
+def mark(tree: Any) -> Any:
     keyed, treedef = jtu.tree_flatten_with_path(tree)
-    marks = [_Mark(i, path[-1] if path else None) for i, (path, _) in enumerate(keyed)]
+    marks = [Mark(i, path[-1] if path else None) for i, (path, _) in enumerate(keyed)]
     return treedef.unflatten(Marked(leaf, m) for (_, leaf), m in zip(keyed, marks, strict=True))
 
 
@@ -121,8 +195,8 @@ def _unmark(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.tree if is_marked(x) else x, tree, is_leaf=is_marked)
 
 
-def _without_marks(path: Sequence[Any]) -> tuple:
-    return tuple(entry for entry in path if not isinstance(entry, _Mark))
+def without_marks(path: Sequence[Any]) -> tuple:
+    return tuple(entry for entry in path if not isinstance(entry, Mark))
 
 
 _FIELD_OF_KEY = {
@@ -141,7 +215,7 @@ def key_name(entry: Any) -> str:
 
 def names(path: Sequence[Any]) -> Names:
     """The components of a key path; `leaves_with_names` also knows which `.value` is no name."""
-    return tuple(map(key_name, _without_marks(path)))
+    return tuple(map(key_name, without_marks(path)))
 
 
 def path_str(path: Sequence[Any]) -> str:
@@ -156,7 +230,7 @@ def show(path: Sequence[Any]) -> str:
 
 def access_str(root: str, path: Sequence[Any]) -> str:
     """A key path as Python would write it: `params['encoder'][0].kernel`."""
-    return root + jtu.keystr(_without_marks(path))
+    return root + jtu.keystr(without_marks(path))
 
 
 @functools.lru_cache(maxsize=512)
@@ -329,11 +403,6 @@ def _difference(
     )
 
 
-def listed(items: Sequence[str], most: int) -> str:
-    more = f", and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
-
-
 def no_parameters(root: str, tree: Any) -> ParamsError:
     got = f"{type(tree).__name__} without leaves"
     return ParamsError("no parameters", root, got, "at least one array")
@@ -350,63 +419,3 @@ def first_difference(got: Any, expected: Any, root: str = "", leaf: str = "") ->
         return None  # without a walk: the usual case
     place = functools.partial(access_str, root) if root else show
     return _difference(_unmark(got), _unmark(expected), (), place, leaf)
-
-
-# Norms
-
-
-def _square_sum(x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    if x.dtype not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
-        x = x.astype(jnp.float32)
-    squares = jnp.square(x.real)
-    return jnp.sum(squares + jnp.square(x.imag) if jnp.iscomplexobj(x) else squares)
-
-
-def square_sums(tree: Any) -> list[jax.Array]:
-    """sum(|x|²) of each leaf, in float32 whatever its dtype (float64 for float64)."""
-    return [_square_sum(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-# Owners
-
-
-def _owners_by_marks(
-    init: Callable[[Any], Any], params: Any, keyed: list
-) -> list[int | None] | None:
-    """None where `init` fails on marked parameters, or makes another state of them."""
-    try:
-        marked = jtu.tree_flatten_with_path(jax.eval_shape(init, _mark(params)))[0]
-    except Exception:  # whatever a user's mask raises when it meets a node that it does not know
-        return None
-    of = lambda found: [(_without_marks(path), leaf.shape, leaf.dtype) for path, leaf in found]
-    if of(marked) != of(keyed):
-        return None
-    return [next((k.owner for k in path if isinstance(k, _Mark)), None) for path, _ in marked]
-
-
-def owners_by_suffix(params: Any, keyed: list) -> list[int | None]:
-    """The parameter with the longest equal end of the key path that has the same shape."""
-    flat = jtu.tree_flatten_with_path(params)[0]
-    index = {(path, np.shape(leaf)): i for i, (path, leaf) in enumerate(flat)}
-    ends = ([(path[i:], leaf.shape) for i in range(len(path) + 1)] for path, leaf in keyed)
-    return [next((index[end] for end in of_leaf if end in index), None) for of_leaf in ends]
-
-
-def owners(init: Callable[[Any], Any], params: Any) -> tuple[Any, list[tuple], list[int | None]]:
-    """`(shapes, paths, owners)`: from which parameter is each leaf of an optax state made?
-
-    `shapes` is `jax.eval_shape(init, params)`. `paths` and `owners` have, for each leaf of it in
-    flatten order, the key path, and the place among the leaves of `params`; None for a count, and
-    for what several parameters made together.
-
-    Each parameter is wrapped in a `Marked` node, which optax's tree functions pass through, so that
-    masks, labels, factored and stacked moments need no rule of their own. An `init` that does not
-    stand this gets the parameter with the longest equal end of the key path and the same shape.
-    """
-    shapes = jax.eval_shape(init, params)
-    keyed = jtu.tree_flatten_with_path(shapes)[0]
-    found = _owners_by_marks(init, params, keyed)
-    if found is None:
-        found = owners_by_suffix(params, keyed)
-    return shapes, [path for path, _ in keyed], found

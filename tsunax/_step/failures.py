@@ -18,10 +18,13 @@ from jax.core import Tracer
 
 from tsunax import guard, losses
 from tsunax._core import checks, trees
-from tsunax._step.loss_fn import LossFn, hide_own_frames
+from tsunax._step import members
+from tsunax._step.gradients import gradient_of
+from tsunax._step.loss_fn import LossFn, seen_by
+from tsunax._step.loss_fn_errors import hide_own_frames
 from tsunax.errors import NonFiniteError, StateError, TsunaxError, WrongTypeError, message
 from tsunax.state import TrainState, split
-from tsunax.step import StepInfo, gradient_of, seen_by
+from tsunax.step import StepInfo
 
 
 def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
@@ -42,6 +45,7 @@ def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | No
 
 
 def _check_arguments(state: TrainState, batch, extra) -> None:
+    members.check_each(state, (batch, extra))
     is_data = isinstance(batch, Iterator) or (
         hasattr(batch, "__iter__") and jax.tree_util.all_leaves([batch])
     )
@@ -113,7 +117,7 @@ def why(step, state: TrainState, info: StepInfo, batch, extra) -> str:
         what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"
     for found in (guard.in_batch(batch), _about_labels(step, state, batch, extra)):
         what += f", {found}" if found else ""
-    if (scale := state.loss_scale) is not None:
+    if (scale := state.loss_scale) is not None and info.loss_scale is not None:
         floor = ", its floor" if scale.dynamic and info.loss_scale <= scale.floor else ""
         what += f", loss scale {float(info.loss_scale)}{floor}"
     return what
@@ -170,6 +174,8 @@ def is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
     """
     scale = state.loss_scale
     if scale is None or not scale.dynamic or not guard.overflowed(verdict):
+        return False
+    if info.loss_scale is None:
         return False
     counted = info.weight != 0 or (info.dropped is not None and info.dropped != 0)
     return bool(info.loss_scale > scale.floor and counted)

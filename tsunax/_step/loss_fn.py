@@ -1,48 +1,34 @@
 """Calling a loss function: it is given the keywords that it names, and answers with a `Loss`.
 
-Here is what a loss function may ask for, and what is said when it asks for something else, fails,
-or returns something else. It knows nothing of gradients.
+Here is what a loss function may name, and what it sees of the params and the batch. It knows
+nothing of gradients.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
-import traceback
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from tsunax._core import patterns, trees
-from tsunax._core.source_lines import LIBRARIES, OURS
-from tsunax.errors import LossError, TsunaxError, WrongTypeError, message
+from tsunax import guard
+from tsunax._core import trees
+from tsunax._core.checks import as_array
+from tsunax.errors import LossError, TsunaxError, WrongTypeError, message, unknown
 from tsunax.loss import Loss, as_loss, check_scalar, rows_of, uneven
-from tsunax.metrics import as_array
-from tsunax.state import TrainState, averaged_params, in_precision
+from tsunax.state import TrainState, averaged_params, joined
 
 _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
 # what the step gives to loss_fn or to the rule itself: no name for what a user gives
-_TAKEN = (
-    *(
-        "model_state",
-        "train",
-        "step",
-        "state",
-        "params",
-        "batch",
-        "at",
-        "grads",
-        "loss",
-        "on_nonfinite",
-        "norms",
-    ),
-    *("weight", "value", "grad", "value_fn", "obj_fn", "grad_fn", "updates", "outside", "flush"),
+_TAKEN = frozenset(
+    "model_state train step state params batch at grads loss on_nonfinite norms weight value grad "
+    "value_fn obj_fn grad_fn updates outside flush".split()
 )
 
 
@@ -102,10 +88,12 @@ class LossFn:
 
         Raises LossError for what is not there.
         """
-        _check_extra(state, extra, train)
-        if (
-            extra.get("mask") is not None
-        ):  # NumPy's is the one that nobody gave: known to let every row through
+        for name in extra:
+            if name in _TAKEN or (name == "key" and train and state.key is not None):
+                got, fix = "another name for what you give it", "The step gives this one itself."
+                raise LossError(message("keyword", "the step", repr(name), got, fix))
+        if extra.get("mask") is not None:
+            # NumPy's is the one that nobody gave: known to let every row through
             extra = extra | {"mask": as_array("mask", extra["mask"], "the step")}
         offered = {"train": train, "step": state.step, "mask": None, **extra}
         if train and state.key is not None:
@@ -121,29 +109,12 @@ class LossFn:
             elif name in offered:
                 out[name] = offered[name]
             elif name not in self.optional:
-                raise LossError(self._missing(name, train, extra))
+                raise _explaining().missing_keyword(name, _OFFERED, extra, train)
         unread = [name for name in extra if name not in out]
         if unread:
             fix = "loss_fn does not name it: add it to its signature, or leave it out."
-            raise LossError(patterns.unknown("keyword", "the step", unread[0], self.names, fix))
+            raise LossError(unknown("keyword", "the step", unread[0], self.names, fix))
         return out
-
-    def _missing(self, name, train, extra) -> str:
-        what = f"keyword {name!r}"
-        if name == "key" and not train:
-            fix = "Write key=None in its signature."
-            return message(what, "loss_fn", "an evaluation, which has no key", "a default", fix)
-        if name in ("key", "model_state", "ema"):
-            value = {"key": "jax.random.key(0)", "ema": "0.999"}.get(name, "...")
-            return message(
-                what,
-                "loss_fn",
-                "a state without one",
-                "one",
-                f"Give it: setup(..., {name}={value}).",
-            )
-        fix = f"Or give it yourself, step(state, batch, {name}=...), or take it out of batch."
-        return patterns.unknown("keyword", "loss_fn", name, [*_OFFERED, *extra], fix)
 
     def __call__(self, params, batch, keywords, *, merges: bool = False) -> Loss:
         """The `Loss` of one batch; a scalar weighs its rows, those that `mask` lets through where
@@ -162,7 +133,7 @@ class LossFn:
             out = self.fn(params, batch, **keywords)
         except Exception as error:
             if not isinstance(error, TsunaxError):
-                error.add_note(_note(self.fn, batch, error))
+                error.add_note(_explaining().note(self.fn, batch, error))
             raise
         if isinstance(mask, jax.Array) and np.shape(mask) == (rows,):
             out = _weighed(out, jnp.sum(mask, dtype=jnp.float32))
@@ -175,39 +146,6 @@ class LossFn:
         return as_loss(out, rows)
 
 
-def noting(mean, found: list):
-    """`mean` as it is. Its differentiation adds to `found` if it depends on what it is
-    differentiated by.
-    """
-
-    @jax.custom_jvp
-    def same(x):
-        return x
-
-    def rule(primals, tangents):
-        (x,), (t,) = primals, tangents
-        if isinstance(t, jax.custom_derivatives.SymbolicZero):
-            return x, jnp.zeros_like(x)
-        found.append(True)
-        return x, t
-
-    same.defjvp(rule, symbolic_zeros=True)
-    return same(mean)
-
-
-def check_noted(found: list, fn: LossFn) -> None:
-    """Raise LossError for a loss that no trained leaf moves: its gradient is zero, whatever the
-    batch.
-    """
-    if not found:
-        got, expected = "one that does not depend on any trained leaf of params", "one that does"
-        fix = (
-            "Compute it from the params that loss_fn is given, without stop_gradient, argmax or "
-            "rounding."
-        )
-        raise LossError(message("loss", trees.describe_call(fn.fn), got, expected, fix))
-
-
 def _weighed(out, weight):
     """What a loss function returned under a mask, weighing the rows that it lets through."""
     if isinstance(out, Loss):
@@ -216,72 +154,89 @@ def _weighed(out, weight):
     return Loss(out, weight, mean_value=out)
 
 
-def _check_extra(state: TrainState, extra, train: bool) -> None:
-    for name in extra:
-        if name in _TAKEN or (name == "key" and train and state.key is not None):
-            fix = "The step gives this one itself."
-            raise LossError(
-                message("keyword", "the step", repr(name), "another name for what you give it", fix)
-            )
+def _explaining() -> Any:
+    """The module that says what is wrong with a loss function: loaded if something is."""
+    from tsunax._step import loss_fn_errors
+
+    return loss_fn_errors
 
 
-A_STEP = "a function (state, batch) -> (state, info)"
+# ------------------------------------------------------------------------ what it sees of the state
 
 
-def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> None:
-    """Raise WrongTypeError if `f`, which failed on a state, is a loss function of its params."""
-    try:
-        out = f(state.params, batch)
-    except Exception:
-        return
-    if isinstance(out, Loss) or np.shape(out) == ():
-        got = f"{trees.describe_call(f)}, a loss function"
-        fix = (
-            "Give "
-            f"ts.{what if what == 'eval_step' else 'train_step'}({getattr(f, '__name__', 'loss_fn')})."
-        )
-        raise WrongTypeError(
-            message(what, "", got, expected, fix.replace("<lambda>", "loss_fn"))
-        ) from None
+def in_precision(state: TrainState, params, *, train: bool = True):
+    """What the loss function sees of params."""
+    policy, plan = state.plan.precision, state.plan
+    if policy is None:
+        return params
+    low = policy.seen_of(params, train)
+    return (
+        low
+        if plan.overwritten is None
+        else joined(trees.partition(params, plan.overwritten)[0], low, plan.overwritten)
+    )
 
 
-def _note(fn, batch, error: Exception) -> str:
-    """The note on an exception of the user's code: its line, and the shapes of its batch."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [
-        f
-        for f in frames
-        if "site-packages" not in f.filename and not f.filename.startswith(LIBRARIES)
-    ]
-    frame = [*frames[:1], *own][-1] if frames else None
-    place = f", in {frame.name} ({frame.filename}:{frame.lineno})" if frame else ""
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    given = [f"{trees.access_str('', path)} {trees.describe(x)}".strip() for path, x in leaves]
-    shapes = trees.listed(given, 4) or "None"
-    return f"raised by the loss function {trees.describe_call(fn)}{place}; its batch: {shapes}"
+def objective_of(
+    fn: LossFn, state: TrainState, batch, keywords, inputs: list | None = None
+) -> Callable:
+    """`params -> (scaled mean loss, Loss)`."""
+
+    def objective(params):
+        loss = fn(*seen_by(fn, state, params, batch, keywords, inputs=inputs), keywords)
+        mean = loss.compute()
+        if state.loss_scale is not None:
+            mean = mean.astype(jnp.float32) * state.loss_scale.scale
+        return mean, loss
+
+    return objective
 
 
-def hide_own_frames(error: BaseException) -> None:
-    """Remove tsunax's frames from the traceback of an exception of other code, as JAX removes its
-    own.
+def seen_by(
+    fn: LossFn, state: TrainState, params, batch, keywords, train=True, inputs: list | None = None
+) -> tuple[Any, Any]:
+    """What a loss function sees of params and batch.
 
-    They stay if the exception comes from tsunax, or from JAX called by it: then they show the
-    fault.
+    `inputs` keeps which leaves of it are inputs.
     """
-    if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
-        return
-    ours, jaxs = OURS, os.path.dirname(jax.__file__)
-    frames = [(tb, tb.tb_frame.f_code.co_filename) for tb in _each(error.__traceback__)]
-    foreign = [name for _, name in frames if not name.startswith(jaxs)]
-    if foreign and not foreign[-1].startswith(ours):
-        kept = None
-        for tb, name in reversed(frames):
-            if not name.startswith(ours):
-                kept = types.TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
-        error.__traceback__ = kept
+    policy = state.plan.precision
+    params = in_precision(state, params, train=train)
+    if any(isinstance(x, Tracer) and guard.is_apart(x) for x in jax.tree.leaves(params)):
+        from tsunax._core import placement
+
+        params = placement.collected(params)
+    if policy is None:
+        return params, batch
+    of = lambda params, batch: fn(params, batch, keywords)
+    known = [] if inputs is None else inputs
+
+    def found(batch):
+        from tsunax._core.dataflow import multiplied
+
+        if not known:
+            known.extend(multiplied(of, params, batch))
+            policy.warn_of_no_input(batch, *known)
+        return known
+
+    return params, policy.batch_to_compute(batch, train, found)
 
 
-def _each(tb: types.TracebackType | None) -> Iterator[types.TracebackType]:
-    while tb is not None:
-        yield tb
-        tb = tb.tb_next
+def inputs_of(last: dict[Any, list], state: TrainState, batch, keywords) -> list:
+    """Which leaves of the batch are inputs, found once for all micro-batches, and for calls that
+    are alike.
+
+    A call without jit would look for them again each time. `last` has those of the last call alone.
+    """
+    if state.plan.precision is None:
+        return []
+    leaves, treedef = jax.tree.flatten((state.params, batch, keywords))
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)  # the values of others may decide
+    kinds = tuple((x.shape, x.dtype) if is_array(x) else (type(x), x) for x in leaves)
+    try:
+        known = last.get(key := (treedef, kinds, state.plan.precision))
+    except TypeError:  # what cannot be hashed
+        return []
+    if known is None:
+        last.clear()
+        known = last[key] = []
+    return known

@@ -47,14 +47,8 @@ def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = N
     `at_once` of them together, one group after the other; None: all.
     """
     n = members_of(state)
+    check_each(state, trees)
     leaves, treedef = jax.tree.flatten(trees, is_leaf=_is_each)
-    for x in jax.tree.leaves([x.tree for x in leaves if _is_each(x)]):
-        if n is None or np.shape(x)[:1] != (n,):
-            got, fix = f"shape {np.shape(x)}", "A batch for each member, along a new first axis."
-            expected = f"a first axis of {n}" if n else "no each: the state is a single one"
-            raise StateError(
-                message("leaf", "ts.populations.each", got, expected, fix if n else "")
-            )
     if n is None:
         return f(state, *trees)
 
@@ -64,6 +58,18 @@ def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = N
 
     args = state, [x.tree for x in leaves if _is_each(x)]
     return jax.vmap(one)(args) if at_once is None else jax.lax.map(one, args, batch_size=at_once)
+
+
+def check_each(state: TrainState, trees) -> None:
+    """Raise StateError for an `each` that has not one tree for each member of the state."""
+    n = members_of(state)
+    found = [x.tree for x in jax.tree.leaves(trees, is_leaf=_is_each) if _is_each(x)]
+    for x in jax.tree.leaves(found):
+        if n is None or np.shape(x)[:1] != (n,):
+            got, fix = f"shape {np.shape(x)}", "A batch for each member, along a new first axis."
+            expected = f"a first axis of {n}" if n else "no each: the state is a single one"
+            where = "ts.populations.each"
+            raise StateError(message("leaf", where, got, expected, fix if n else ""))
 
 
 def _is_each(x) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from tsunax._core import trees as _trees
+from tsunax.program import Traced
 from tsunax.state import Plan, TrainState
 
 
@@ -29,14 +30,15 @@ class Trace:
     trees: dict[str, Any]  # {what it is called: tree of `jax.ShapeDtypeStruct`}
 
     @classmethod
-    def of(cls, kind: str, home: Any, state: Any, trees: dict[str, Any]) -> Trace:
-        """Of tracers, or of arrays."""
+    def of(cls, traced: Traced) -> Trace:
+        """Of the record that a step keeps."""
+        state, trees = traced.state, traced.given
         plan = state.plan if isinstance(state, TrainState) else None
         fields = {"state": state}
         if plan is not None:
             fields = {f"state.{f.name}": getattr(state, f.name) for f in state._fields}
         shapes = {name: jax.tree.map(_shape, tree) for name, tree in (fields | trees).items()}
-        first = next(map(jax.typeof, jax.tree.leaves(state)), None)
+        first = next(iter(jax.tree.leaves(state)), None)
         axes = (
             ()
             if first is None
@@ -44,7 +46,7 @@ class Trace:
         )
         mesh = ", ".join(f"{name}: {kind.name.lower()}" for name, kind in axes)
         moving = ("params", *state._moving) if plan is not None else ()
-        return cls(kind, plan, None if home is None else home.layout, moving, mesh, shapes)
+        return cls(traced.kind, plan, traced.layout, moving, mesh, shapes)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -109,8 +111,7 @@ def _mesh(trace: Trace) -> str:
     return f"a mesh of one device ({trace.mesh})" if trace.mesh else "no mesh"
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(x)
+def _shape(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
@@ -195,14 +196,14 @@ def _placement(new: Trace, old: Trace) -> list[str]:
     return []
 
 
-def why(traces: list[Trace], places: list[tuple[str, Any]]) -> list[str]:
+def why(records: list[Traced], places: list[tuple[str, Any]]) -> list[str]:
     """A line for each trace but the first of its kind: what was new in it, against the earlier one
     most like it.
 
     Then one for each further device: there XLA compiles what was traced already.
     """
     lines, seen = [], dict[str, list[Trace]]()
-    for trace in traces:
+    for trace in map(Trace.of, records):
         earlier = seen.setdefault(trace.kind, [])
         if earlier:
             found = trace.reasons(min(reversed(earlier), key=trace.distance))

@@ -33,7 +33,7 @@ from tsunax.checkpoints import (
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree, show
 from tsunax.checkpoints.manifest import Manifest
-from tsunax.errors import CheckpointError, SaveError, WrongTypeError, told
+from tsunax.errors import CheckpointError, SaveError, WrongTypeError, told, unknown
 from tsunax.state import TrainState
 
 __all__ = ["contents", "restore", "restore_flax", "restore_orbax", "save"]
@@ -423,8 +423,8 @@ def _names_in(tree, rename: Rename) -> list[str]:
     if rename is None:
         return names
     if isinstance(rename, Mapping):
-        if unknown := [name for name in rename if name not in names]:
-            raise CheckpointError(patterns.unknown("name", "rename", str(unknown[0]), names))
+        if others := [name for name in rename if name not in names]:
+            raise CheckpointError(unknown("name", "rename", str(others[0]), names))
         return [rename.get(name, name) for name in names]
     if not callable(rename):
         raise WrongTypeError("rename", "", trees.describe(rename), "a function or a dict")

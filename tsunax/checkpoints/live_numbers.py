@@ -17,7 +17,8 @@ from tsunax._core import placement, stable_text, trees
 from tsunax.checkpoints import _values
 from tsunax.checkpoints.leaves import Damaged, Keys
 from tsunax.checkpoints.manifest import Manifest, Size, check
-from tsunax.rules import live_rules, number_table
+from tsunax.rules import live_rules
+from tsunax.rules.cuts import recut as recut_numbers
 from tsunax.state import TrainState
 
 __all__ = []
@@ -86,7 +87,7 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
                 continue
             cuts[at] = live_rules.Cut(tuple(of), tuple(labels)), (0,) * len(labels)
         if cuts:
-            opt_state, numbers = number_table.recut(opt_state, numbers, trained, cuts)
+            opt_state, numbers = recut_numbers(opt_state, numbers, trained, cuts)
             old = state.numbers.values  # type: ignore[union-attr]
             if isinstance(old, jax.Array) and not trees.is_traced(old):  # a cut is made on the host
                 home = old.sharding if old.committed else None

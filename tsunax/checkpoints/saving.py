@@ -16,8 +16,15 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tsunax._core import checks, durable_files, patterns, trees
-from tsunax.checkpoints import _background, _reading, _restoring, _state_in_hand, _values, _writing
+from tsunax._core import checks, durable_files, trees
+from tsunax.checkpoints import (
+    _background,
+    _reading,
+    _restoring,
+    _state_in_hand,
+    _values,
+    _writing,
+)
 from tsunax.checkpoints._files import Files
 from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged
@@ -29,7 +36,9 @@ from tsunax.errors import (
     ProcessError,
     SaveError,
     WrongTypeError,
+    suggests_names,
     told,
+    unknown,
     warn,
 )
 
@@ -79,7 +88,7 @@ class Checkpoints:
     (0, {'epoch': 3}, {'w': Array([1., 1.], dtype=float32)})
     """
 
-    @patterns.suggests_names
+    @suggests_names
     def __init__(
         self,
         path: str | os.PathLike,
@@ -195,7 +204,7 @@ class Checkpoints:
         """
         if self.keep_best is None or self.keep_best.metric in (names := dict.fromkeys(names)):
             return ""
-        return patterns.unknown("metric of keep_best", where, self.keep_best.metric, names)
+        return unknown("metric of keep_best", where, self.keep_best.metric, names)
 
     def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
         """`save`, also for `fit`, which adds what it knows of the `script`."""

@@ -18,10 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import checks, patterns, trees
+from tsunax._core import checks, trees
 from tsunax.data import columns, on_devices, order
 from tsunax.data.checks import check_batch, check_casts, own
-from tsunax.errors import DataError, WrongTypeError, message
+from tsunax.errors import DataError, WrongTypeError, message, suggests_names
 
 __all__ = ["Batches", "Data", "batches"]
 
@@ -56,6 +56,8 @@ class Batches(Data):
     def __init__(self, arrays, batch_size, *, seed, window, drop_remainder, process, device):
         self.batch_size, self.process, self.resident = batch_size, process, None
         self._seed, self._window, self._drop = seed, window, drop_remainder
+        # of the epoch that was read last; shared by copies, so that a run of `fit` finds it again
+        self._known_order: dict[int, np.ndarray] = {}
         self._place = (0, 0)
         self.share = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = window is not None or process[1] > 1
@@ -186,6 +188,13 @@ class Batches(Data):
         rows = order.rows_of_epoch(self._rows, self._window, self._seed, epoch)
         return order.share_of_epoch(rows, self.batch_size, self.process)
 
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if epoch not in self._known_order:
+            found = self.order(epoch)
+            self._known_order.clear()
+            self._known_order[epoch] = found
+        return self._known_order[epoch]
+
     def device_order(self, epoch: int) -> jax.Array | None:
         """`order(epoch)` beside the resident arrays, for `gather`; None for rows in sequence."""
         if not self._is_ordered:
@@ -283,7 +292,7 @@ class _Epoch:
             return None
         assert self.place is not None
         if self.order is None and self.data._is_ordered:
-            self.order = self.data.order(self.place[0])
+            self.order = self.data._order_of(self.place[0])
         return self.data._gathered(self.order, *ahead)
 
     def __next__(self) -> Any:
@@ -292,7 +301,7 @@ class _Epoch:
         return batch
 
 
-@patterns.suggests_names
+@suggests_names
 def batches(
     arrays: Any,
     batch_size: int,

@@ -14,11 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tsunax._core import patterns
 from tsunax.data.batching import Data
 from tsunax.data.cursors import END, Source, as_source, named
 from tsunax.data.on_devices import placement, put, sharding_of
-from tsunax.errors import DataError, message
+from tsunax.errors import DataError, message, suggests_names
 
 __all__ = ["Prefetched", "prefetch"]
 
@@ -189,7 +188,7 @@ class Prefetched(Data):
         self._state = None
 
 
-@patterns.suggests_names
+@suggests_names
 def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
     """Data whose next `size` batches a thread makes, and copies to a device, ahead of the loop.
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tsunax._core import patterns
-from tsunax.errors import ConfigError, message, told
+from tsunax.errors import ConfigError, message, told, unknown
 
 __all__ = ["KINDS", "NAME", "read", "write"]
 
@@ -28,7 +27,7 @@ def _nearest(name: str) -> Path | None:
 
 def _known(kind: str, where: str) -> str:
     if kind not in KINDS:
-        raise ConfigError(patterns.unknown("device", where, kind, KINDS))
+        raise ConfigError(unknown("device", where, kind, KINDS))
     return kind
 
 

@@ -28,9 +28,9 @@ import numpy as np
 from jax._src import xla_bridge
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from tsunax._core import checks, patterns, trees
+from tsunax._core import checks, trees
 from tsunax.devices import _preference
-from tsunax.errors import DeviceError, WrongTypeError, message, told, warn
+from tsunax.errors import DeviceError, WrongTypeError, message, told, unknown, warn
 
 __all__ = [
     "DeviceInfo",
@@ -76,10 +76,7 @@ def mistyped(*words: object) -> WrongTypeError:
 
 
 def _find(platform: str | None) -> list[jax.Device]:
-    """The devices of a platform in this process, or JAX's default; starts the backend.
-
-    Raises one of `_NONE` if there are none.
-    """
+    """The devices of a platform in this process, or JAX's default; raises one of `_NONE`."""
     return jax.local_devices(backend=platform)
 
 
@@ -130,7 +127,7 @@ def _check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
     if not isinstance(kind, str):
         raise mistyped("kind", where, trees.describe(kind), f"one of {', '.join(known)}")
     if kind not in known:
-        raise DeviceError(patterns.unknown("kind", where, kind, known))
+        raise DeviceError(unknown("kind", where, kind, known))
 
 
 def _resolve(kind: Any, where: str) -> tuple[list[jax.Device], list[str]]:
@@ -165,8 +162,7 @@ def _first(where: Any, call: str) -> jax.Device:
 
 
 def supported_devices() -> tuple[str, ...]:
-    """The kinds of devices that have a name here; `is_available(kind)` says which of them are
-    there.
+    """The kinds of devices that have a name here, there or not.
 
     >>> supported_devices()
     ('tpu', 'gpu', 'cpu', 'cuda', 'rocm', 'metal')
@@ -240,10 +236,9 @@ def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> jax.
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInfo:
-    """What a device says of itself: bytes of memory, None where it does not say, as CPUs do not.
+    """What a device says of itself; bytes of memory are None if it does not say, as CPUs do not.
 
-    `memory_total` is what this process may have: of a GPU three quarters, unless JAX's variables
-    say otherwise.
+    `memory_total` is what this process may have: of a GPU three quarters by default.
     """
 
     platform: str
@@ -311,11 +306,10 @@ def preferred() -> str | None:
 def prefer(kind: str | None) -> None:
     """Write into the file `.tsunax-device` which kind "auto" tries first; None deletes the file.
 
-    The file holds one word, and counts in its directory and all below it. It is the nearest one; if
-    there is none, a new one beside the nearest pyproject.toml, or else in the current directory.
-    Once the backend has started, a warning says that a restart is needed. Raises DeviceError for an
-    unknown kind, and ConfigError for a file that cannot be read or written, or that holds another
-    word.
+    The file counts in its directory and all below it. It is the nearest one; if there is none, a
+    new one beside the nearest pyproject.toml, or else in the current directory. Once the backend
+    has started, a warning says that a restart is needed. Raises DeviceError for an unknown kind,
+    and ConfigError for a file that cannot be read or written, or that holds another word.
     """
     if kind is not None:
         _check_kind(kind, "prefer()", _preference.KINDS)
@@ -334,18 +328,16 @@ def prefer(kind: str | None) -> None:
 # Moving
 
 
-def _can_move(x: Any) -> bool:
-    kinds = (np.number, np.bool_, jax.dtypes.prng_key)
-    return trees.is_array(x) and any(jnp.issubdtype(x.dtype, kind) for kind in kinds)
+def _has_to_move(x: Any, place: Sharding) -> bool:
+    """Whether it is an array that JAX has, and not committed to that place.
 
-
-def _is_there(x: Any, place: Sharding) -> bool:
-    """Whether it is committed to that place.
-
-    One that is merely there would follow the first other array away.
+    An array that is there and not committed would follow the first other one away.
     """
-    concrete = isinstance(x, jax.Array) and not trees.is_traced(x)
-    return concrete and x.committed and x.sharding.is_equivalent_to(place, x.ndim)
+    kinds = (np.number, np.bool_, jax.dtypes.prng_key)
+    if not trees.is_array(x) or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+        return False
+    is_committed = isinstance(x, jax.Array) and not trees.is_traced(x) and x.committed
+    return not is_committed or not x.sharding.is_equivalent_to(place, x.ndim)
 
 
 def _is_loader(x: Any) -> bool:
@@ -388,12 +380,11 @@ def to_device(tree: Any, device: str | jax.Device | Sharding = "auto") -> Any:
 
         jax.tree.map(lambda x: jax.device_put(x, device), tree)  # other leaves stay as they are
 
-    An array that is there already is returned as the same object, an array that occurs twice stays
-    one, and keys stay keys. NumPy's arrays are copied (`device_put` alone shares their memory on a
-    CPU) and get JAX's widths: float64 becomes float32 unless x64 is on. A loader is any iterable
-    that is itself no pytree, such as `batches` or a generator, not a list; it keeps its length, its
-    state and whether it can be iterated again. `prefetch` does the same ahead of time. Raises
-    StateError for a deleted array, and DeviceError as `device` does.
+    An array that is there already stays the same object, one that occurs twice stays one, and keys
+    stay keys. NumPy's arrays are copied (`device_put` alone shares their memory on a CPU) and get
+    JAX's widths: float64 becomes float32 unless x64 is on. A loader is any iterable that is itself
+    no pytree, such as `batches`; it keeps its length, its state and whether it can be iterated
+    again. `prefetch` does the same ahead of time. Raises StateError for a deleted array.
 
     >>> tree = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
     >>> tree["w"].device == device("cpu"), tree["name"], to_device(tree, "cpu")["w"] is tree["w"]
@@ -406,7 +397,7 @@ def to_device(tree: Any, device: str | jax.Device | Sharding = "auto") -> Any:
         return (_Moving if isinstance(tree, Iterator) else _Moved)(tree, place)
     checks.check_all_alive(tree, "tree")
     leaves, treedef = jax.tree.flatten(tree)
-    moving = {id(x): x for x in leaves if _can_move(x) and not _is_there(x, place)}
+    moving = {id(x): x for x in leaves if _has_to_move(x, place)}
     shared = any(one.platform == "cpu" for one in place.device_set)
     own = [np.array(x) if shared and isinstance(x, np.ndarray) else x for x in moving.values()]
     moved = dict(zip(moving, jax.device_put(own, place), strict=True))
@@ -427,12 +418,11 @@ def to_host(tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     arrays = {id(x): x for x in leaves if isinstance(x, jax.Array)}
     keys = {i: x for i, x in arrays.items() if trees.is_key(x)}
-    plain = {i: x for i, x in arrays.items() if i not in keys}
-    for x in plain.values():
+    for x in (x for i, x in arrays.items() if i not in keys):
         x.copy_to_host_async()  # all transfers run at once
-    moved: dict[int, Any] = {i: np.array(x) for i, x in plain.items()}
+    moved: dict[int, Any] = {i: np.array(x) for i, x in arrays.items() if i not in keys}
     if keys and (cpu := _search("cpu")[0]):
-        moved |= dict(zip(keys, jax.device_put(list(keys.values()), cpu[0]), strict=True))
+        moved |= jax.device_put(keys, cpu[0])
     return treedef.unflatten([moved.get(id(x), x) for x in leaves])
 
 

@@ -27,8 +27,8 @@ from tsunax._step.members import members_of
 from tsunax.devices import kinds as _kinds
 from tsunax.devices.kinds import invalid, mistyped
 from tsunax.distributed import processes
-from tsunax.errors import PatternError, told
-from tsunax.rules import number_table
+from tsunax.errors import PatternError, told, unknown
+from tsunax.rules.owners import owners_of
 from tsunax.state import TrainState, base, trained_part
 
 __all__ = ["Placement", "describe_sharding", "mesh", "shard"]
@@ -82,12 +82,7 @@ def mesh(
 
 
 def shard(
-    state: Any,
-    mesh: Mesh,
-    rules=None,
-    *,
-    logical: Mapping[str, Any] | None = None,
-    zero1: bool = False,
+    state: Any, mesh: Mesh, rules=None, *, logical: Mapping | None = None, zero1: bool = False
 ) -> Any:
     """The same state over the devices of a mesh.
 
@@ -100,10 +95,10 @@ def shard(
        those of the mesh stand for themselves.
     3. Nothing: whole.
 
-    Then, where the mesh has an axis `fsdp`, the largest free axis that divides is spread over it,
-    unless a rule said None or the array has fewer than 1,024 elements. Moments, averages and master
-    copies follow their parameter; other arrays of the optimizer and the model state are spread over
-    `fsdp` by their own shape. The rest (clock, key, live numbers) is whole.
+    Then the largest free axis that divides is spread over the axis `fsdp` of the mesh, unless a rule
+    said None or the array has fewer than 1,024 elements. Moments, averages and master copies follow
+    their parameter; other arrays of the optimizer and the model state are spread over `fsdp` by
+    their own shape. The rest (clock, key, live numbers) is whole.
 
     Args:
       state: a `TrainState`, any tree of arrays, or a function that makes one: then nothing is ever
@@ -181,11 +176,8 @@ class _Choice:
 
     def of_params(self, params) -> list[P]:
         """One for each leaf, in flatten order."""
-        leaves = trees.leaves_with_names(params)
-        ruled = self._ruled(params)
-        named = self._named(params)
-        out = []
-        for i, (name, _, leaf) in enumerate(leaves):
+        ruled, named, out = self._ruled(params), self._named(params), []
+        for i, (name, _, leaf) in enumerate(trees.leaves_with_names(params)):
             path, spec = trees.show(name), ruled.get(i, named.get(i, P()))
             is_final = i in ruled and spec == P()
             spec = self._checked(spec, np.shape(leaf), path)
@@ -210,9 +202,7 @@ class _Choice:
 
         given = state.plan.init, state.opt_state, state.numbers, base(state)
         opt_state = []
-        for owner, leaf in zip(
-            number_table.owners_of(*given), jax.tree.leaves(state.opt_state), strict=True
-        ):
+        for owner, leaf in zip(owners_of(*given), jax.tree.leaves(state.opt_state), strict=True):
             if owner is not None and np.shape(leaf) == shapes[owner]:
                 opt_state.append(follow[owner])
             else:
@@ -248,7 +238,7 @@ class _Choice:
         used = {name for names in trees.axis_names(params) for name in names or () if name}
         for name in self.logical:
             if name not in used:
-                text = patterns.unknown("logical axis", "shard()", name, sorted(used))
+                text = unknown("logical axis", "shard()", name, sorted(used))
                 raise PatternError(text)
         return found
 

@@ -41,10 +41,7 @@ _GONE = "is gone: it was killed, or crashed"
 
 
 class Store:
-    """JAX's key-value store, below `tsunax/<run>/`.
-
-    All methods raise RuntimeError when process 0 is gone.
-    """
+    """JAX's key-value store, below `tsunax/<run>/`. RuntimeError when process 0 is gone."""
 
     def __init__(self, client: Any, run: int):
         self._client, self._root = client, f"tsunax/{run}"
@@ -105,14 +102,9 @@ def forget() -> None:
 class Peers:
     """A process's view of the others.
 
-    Args:
-      client: JAX's.
-      node: the launcher's number of this process, of `count`.
-      run: how often the processes have met before: no key is used twice.
-      timeout: seconds that a gathering waits.
-
-    Until `watch`, nobody is watched: when another process ends the run, the next gathering raises
-    ProcessError.
+    `node` is the launcher's number of this process, of `count`; `run` how often they have met before
+    (no key is used twice); `timeout` the seconds that a gathering waits. Until `watch`, nobody is
+    watched: when another process ends the run, the next gathering raises ProcessError.
     """
 
     def __init__(self, client: Any, node: int, count: int, run: int = 0, timeout: float = 120.0):
@@ -133,10 +125,7 @@ class Peers:
         self._threads: list[threading.Thread] = []
 
     def meet(self, **hello: Any) -> None:
-        """The first gathering: every process says who it is.
-
-        Raises ProcessError when they differ in something.
-        """
+        """The first gathering: who is who. Raises ProcessError if processes differ in something."""
         me = {"host": socket.gethostname(), "pid": os.getpid(), "num_processes": self.count}
         texts = self.gather("start()", json.dumps({**me, **hello}))
         self._hellos = [json.loads(text) for text in texts]

@@ -9,6 +9,7 @@ knows nothing of meshes, states and steps.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -61,8 +62,7 @@ def barrier(name: str = "barrier", timeout: float | None = None) -> None:
 
 
 def agree(asked: int = 0) -> int:
-    """0, until any process asks for something; then what it asked for, on all of them in the same
-    call.
+    """0, until any process asks for something; then what it asked for, on all in the same call.
 
         if signal := ts.distributed.agree(interrupt.asked):  # at every call of the compiled loop
             break
@@ -99,12 +99,10 @@ def together(
     thread: str = "",
     kinds: Sequence[type[Exception]] = (),
 ) -> tuple[Any, list[str]]:
-    """`f()` on all processes, or an error on all of them: (its value, the words of all), where `f`
-    gives (value, word).
+    """`f()`, which gives (value, word), on all processes: its value and the words of all.
 
-    Of several errors all raise one: the process whose error it is that one, the others a
-    ProcessError that names it, or one of these kinds, which are listed from the mildest on; any
-    other is graver.
+    An error on one is an error on all: the process itself raises it, the others a ProcessError that
+    names it, or one of these kinds, which are listed from the mildest on; any other is graver.
     """
     if process_count() == 1:
         value, word = f()
@@ -134,15 +132,14 @@ def name_of(index: int) -> str:
 
 
 def check_in_sync(**things: Any) -> None:
-    """Raise ProcessError on all processes unless each thing is the same on all: seeds, settings,
-    trees, states.
+    """Raise ProcessError on all processes unless each thing (seed, tree, state) is the same on all.
 
     The message names up to 10 leaves that differ, with both sides. Containers and static fields
     count as leaves do. Arrays are compared by shape, dtype and a hash of their bytes; of an array
     that is spread over processes, shape and dtype only. Objects are compared by their fields,
     functions by name, code, defaults and what they close over.
 
-    >>> check_in_sync(seed=0, params={"w": np.ones(3)})
+    >>> check_in_sync(seed=0, params={"w": [1.0, 2.0]})
     """
     compare("check_in_sync()", things)
 
@@ -162,11 +159,10 @@ def compare(where: str, things: Mapping[str, Any], timeout: float | None = None)
     differ = []
     for place in dict.fromkeys(place for said in everyone for place in said):
         texts = [said.get(place, "nothing") for said in everyone]
-        if other := next((text for text in texts if text != texts[0]), ""):
-            same = (i for i, (x, y) in enumerate(zip(other, texts[0], strict=False)) if x != y)
-            at, who = next(same, min(len(other), len(texts[0]))), name_of(texts.index(other))
-            got, first = _around(other, at), _around(texts[0], at)
-            differ.append(f"{place}: got {got} on {who}, {first} on process 0")
+        if (other := next((text for text in texts if text != texts[0]), None)) is not None:
+            at = len(os.path.commonprefix([other, texts[0]]))  # noqa: RUF071, characters
+            got, first, who = _around(other, at), _around(texts[0], at), texts.index(other)
+            differ.append(f"{place}: got {got} on {name_of(who)}, {first} on process 0")
     more = f"; and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
     where = "" if where == "check_in_sync()" else f" at {where}"
     text = f"processes differ{where}: {'; '.join(differ[:SHOWN])}{more}"

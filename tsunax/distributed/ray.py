@@ -66,8 +66,7 @@ def run(
     resources: Mapping[str, Any] | None = None,
     start: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """`f(*args)` in so many processes that train as one, each a Ray actor: what they return, by
-    process.
+    """`f(*args)` in so many processes that train as one, each a Ray actor: what they return.
 
         ray.get([actor.run(f) for actor in actors])    # after ts.distributed.start() in each
 
@@ -76,9 +75,8 @@ def run(
         {...}}`. Where one process has all GPUs of a host, `num_gpus` is their number.
       start: options of `ts.distributed.start`, such as `{"peer_timeout": 60}`.
 
-    The exception of the first process that fails is raised, and all are ended. Raises
-    MissingLibraryError without Ray. Ray itself waits without a limit for a cluster that has the
-    resources.
+    The exception of the first process that fails is raised, and all are ended. Ray itself waits
+    without a limit for a cluster that has the resources.
     """
     checks.check_count(processes, "ray.run()", "processes")
     ray = library()
@@ -114,8 +112,7 @@ def trainer(
     scaling_config: Any = None,
     **options: Any,
 ) -> Any:
-    """Ray Train's JaxTrainer for `f()` or `f(config)`, whose workers train as one; `.fit()` runs
-    it.
+    """Ray Train's JaxTrainer for `f()` or `f(config)`, whose workers train as one.
 
     Inside, `ray.train.report` and `get_checkpoint` work as ever. Processes are brought together by
     `ts.distributed` and not by Ray: with bounded waits, and on CPUs too.

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core.dataflow import inner
+from tsunax._core.trees import programs_in
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _equation(eqn: Any, live: list[bool], trips: int) -> Flops:
         return Flops(matmul=_of_convolution(eqn))
     if name in _OPAQUE:
         return Flops(opaque=(name,))
-    programs = inner(eqn) if name not in _REDUCTIONS else []
+    programs = programs_in(eqn) if name not in _REDUCTIONS else []
     if programs:
         return _of_programs(eqn, programs, live, trips)
     return _of_elements(eqn)

@@ -23,6 +23,7 @@ import numpy as np
 
 from tsunax._core import checks, patterns, trees
 from tsunax._step import traces as _traces
+from tsunax._step.roles import frozen_flags
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import hyperparams
 from tsunax.insight import _cost, _memory
@@ -30,9 +31,9 @@ from tsunax.insight._cost import Collective, Flops
 from tsunax.insight._memory import Need
 from tsunax.program import TrainStep
 from tsunax.rules import number_table
-from tsunax.rules.live_rules import PatternMask
+from tsunax.rules.factories import PatternMask
 from tsunax.run import fused_loop
-from tsunax.state import TrainState, check_state, frozen_flags, split, trained_part
+from tsunax.state import TrainState, check_state, split, trained_part
 
 __all__ = ["Description", "Leaf", "describe", "measured_peak"]
 

@@ -221,7 +221,8 @@ def _copies(state: Any, seeds: int | None, where: str) -> TrainState:
             raise HyperparameterError(
                 "seeds", where, f"{seeds} for a state without a key", "a key", fix
             )
-        keys = jax.vmap(lambda i: jax.random.fold_in(state.key, i))(jnp.arange(seeds))
+        key = state.key
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(seeds))
         return jax.vmap(lambda key: state.replace(key=key))(keys)
     return jax.vmap(state)(jax.random.split(jax.random.key(0), seeds))
 

@@ -12,7 +12,7 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,20 @@ import optax
 
 from tsunax import guard
 from tsunax._core import checks
-from tsunax._core.norms import global_norm
 from tsunax.errors import RuleError, message
-from tsunax.rules import live_rules, numbers
+from tsunax.rules import numbers
+from tsunax.rules.calling import as_rule, blank, with_extra
+from tsunax.rules.inspecting import check_rule
+from tsunax.rules.printing import text_of
 from tsunax.rules.spikes import SpikeState
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class Window:
-    """State of `accumulate`."""
+    """State of `accumulate`. The verdict reads `emitted`: see `guard.emitted`."""
+
+    waits: ClassVar[bool] = True
 
     inner: Any  # the rule's own
     sums: Any  # f32, like params: Σ weight · gradient of the calls gathered so far
@@ -42,25 +46,6 @@ class Window:
 
 def _is_window(x) -> bool:
     return isinstance(x, Window)
-
-
-def emitted(opt_state):
-    """Whether the call that left this state moved parameters; None where nothing waits: some rule
-    runs on every call.
-
-    A chain waits for its last rule, groups for any of theirs if all of them have a window.
-    """
-    if _is_window(opt_state):
-        return opt_state.emitted
-    if type(opt_state) is tuple:
-        return emitted(opt_state[-1]) if opt_state else None
-    parts = getattr(opt_state, "inner", None)
-    found = [emitted(part) for part in parts.values()] if isinstance(parts, dict) else []
-    return (
-        functools.reduce(operator.or_, found)
-        if found and all(x is not None for x in found)
-        else None
-    )
 
 
 def any_emitted(opt_state):
@@ -107,7 +92,7 @@ class _Init:
         return Window(inner, sums, zero, zero, jnp.int32(0), jnp.int32(0), jnp.bool_(False))
 
     def blank(self) -> _Init:
-        return _Init(live_rules.blank(self.init))
+        return _Init(blank(self.init))
 
 
 @dataclass(frozen=True)
@@ -116,14 +101,14 @@ class Gather:
     every: Any  # int, or a schedule
 
     def text(self, init: Any) -> str:
-        return f"accumulate({live_rules.text_of(init.init, self.update)}, every={self.every})"
+        return f"accumulate({text_of(init.init, self.update)}, every={self.every})"
 
     def __call__(
         self, grads, state: Window, params=None, *, weight=None, flush: bool = False, **extra
     ):
         weight = jnp.float32(1 if weight is None else weight)
         value = jnp.float32(extra.get("value", 0))
-        take = (weight > 0) & jnp.isfinite(global_norm(grads)) & jnp.isfinite(value)
+        take = (weight > 0) & jnp.isfinite(guard.global_norm(grads)) & jnp.isfinite(value)
         add = lambda sum, x: jnp.where(
             take, sum + weight.astype(sum.dtype) * x.astype(sum.dtype), sum
         )
@@ -182,13 +167,13 @@ def accumulate(
     False [0. 0.]
     True [-0.2 -0.2]
     """
-    live_rules.check_rule(rule, "accumulate()")
+    check_rule(rule, "accumulate()")
     if callable(every):
         numbers.check_schedule("accumulate()", "every", every)
     else:
         checks.check_count(every, "accumulate()", "every")
-    rule = live_rules.with_extra(rule)
-    return live_rules.as_rule(_Init(rule.init), Gather(rule.update, every))
+    rule = with_extra(rule)
+    return as_rule(_Init(rule.init), Gather(rule.update, every))
 
 
 def flush(state):
@@ -203,6 +188,6 @@ def flush(state):
     >>> ts.rules.flush(state).params["w"]
     Array([-0.1, -0.1], dtype=float32)
     """
-    from tsunax import step
+    from tsunax._step import flushing
 
-    return step.windows_flushed(state)
+    return flushing.windows_flushed(state)

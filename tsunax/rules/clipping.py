@@ -13,9 +13,10 @@ import optax
 from tsunax._core import patterns as _patterns
 from tsunax._core import trees
 from tsunax.errors import RuleError, WrongTypeError, message
-from tsunax.guard import GOT, Report
-from tsunax.rules import live_rules, numbers
-from tsunax.rules.live_rules import live
+from tsunax.guard import GOT, Report, square_sums
+from tsunax.rules.calling import as_rule
+from tsunax.rules.factories import live
+from tsunax.rules.number_table import as_scalar
 
 
 def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
@@ -24,7 +25,7 @@ def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
     def update(updates, state, params=None, **extra):
         return f(updates, params, **extra), state
 
-    return live_rules.as_rule(lambda params: optax.EmptyState(), update)
+    return as_rule(lambda params: optax.EmptyState(), update)
 
 
 def _clip(max_delta: float):
@@ -32,7 +33,7 @@ def _clip(max_delta: float):
 
     It changes the direction.
     """
-    bound = numbers.as_scalar(max_delta)
+    bound = as_scalar(max_delta)
     return _stateless(
         lambda updates, params, **_: jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates)
     )
@@ -45,10 +46,10 @@ def _clip_by_global_norm(max_norm: float):
     is across all `partition`, behind another rule over its own group. Where it is not finite the
     step is rejected by its verdict; in plain optax code it is as in `optax.clip_by_global_norm`.
     """
-    bound = numbers.as_scalar(max_norm)
+    bound = as_scalar(max_norm)
 
     def clip(updates, params, *, outside=0.0, **_):
-        norm = jnp.sqrt(sum(trees.square_sums(updates)) + outside)
+        norm = jnp.sqrt(sum(square_sums(updates)) + outside)
         small = norm < bound
         return jax.tree.map(
             lambda g: jnp.where(small, g, (g / norm.astype(g.dtype)) * bound), updates
@@ -68,7 +69,7 @@ def _clip_by_norm(max_norm: float, p: float = 2, throw: bool = True):
         raise WrongTypeError(
             message("p", "clip_by_norm()", trees.describe(p), "a real number, ±inf or 0")
         )
-    bound = numbers.as_scalar(max_norm)
+    bound = as_scalar(max_norm)
 
     def report(params, values):
         leaves = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -91,7 +92,7 @@ def _clip_by_norm(max_norm: float, p: float = 2, throw: bool = True):
             updates, jnp.stack(norms).astype(jnp.float32)
         ) if throw else state
 
-    return live_rules.as_rule(init, update)
+    return as_rule(init, update)
 
 
 def array_norm(x, p: float):
@@ -116,7 +117,7 @@ def _add_decayed_weights(weight_decay: float, where: Any = "**"):
     First in a chain it is the gradient of `weight_decay / 2 · Σ params²` added to the loss; between
     an adaptive scaling and the learning rate, decoupled decay (see `chain`).
     """
-    rate = numbers.as_scalar(weight_decay)
+    rate = as_scalar(weight_decay)
     return _decay(where, lambda g, p: g + rate * p)
 
 
@@ -124,7 +125,7 @@ def _sign_decay(sign_decay: float = 1e-3, where: Any = "**"):
     """Add `sign_decay · sign(params)` to the gradient: first in a chain, `sign_decay · Σ|params|`
     in the loss.
     """
-    rate = numbers.as_scalar(sign_decay)
+    rate = as_scalar(sign_decay)
     return _decay(where, lambda g, p: g + rate * jnp.sign(p))
 
 
@@ -144,7 +145,7 @@ def _decay(where, f):
         new = [f(g, p) if flag else g for g, p, flag in zip(leaves, params, flags, strict=True)]
         return treedef.unflatten(new), state
 
-    return live_rules.as_rule(init, update)
+    return as_rule(init, update)
 
 
 clip = live(_clip)

@@ -15,9 +15,14 @@ import optax
 
 from tsunax._core import patterns as _patterns
 from tsunax._core import trees
+from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
-from tsunax.guard import choose
-from tsunax.rules import accumulation, live_rules, number_table
+from tsunax.guard import choose, square_sums
+from tsunax.rules import accumulation
+from tsunax.rules.calling import as_rule, blank, with_extra
+from tsunax.rules.inspecting import check_rule
+from tsunax.rules.owners import owners_in
+from tsunax.rules.printing import text_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class _ChainInit:
         return tuple(init(params) for init in self.inits)
 
     def blank(self):
-        return _ChainInit(tuple(live_rules.blank(init) for init in self.inits))
+        return _ChainInit(tuple(blank(init) for init in self.inits))
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class _ChainUpdate:
     updates: tuple[Callable, ...]
 
     def text(self, init: Any) -> str:
-        return f"chain({', '.join(map(live_rules.text_of, init.inits, self.updates))})"
+        return f"chain({', '.join(map(text_of, init.inits, self.updates))})"
 
     def __call__(self, grads, states, params=None, **extra):
         if extra.get("flush"):  # of the window at its end; the others see real calls only
@@ -67,12 +72,12 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
     True
     """
     for rule in rules:
-        live_rules.check_rule(rule, "chain()")
-    rules = tuple(map(live_rules.with_extra, rules))
+        check_rule(rule, "chain()")
+    rules = tuple(map(with_extra, rules))
     if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
         fix = "What follows would run on every call: accumulate(chain(...), every)."
         raise RuleError(message("accumulate", "chain()", "a rule behind it", "it at the end", fix))
-    return live_rules.as_rule(
+    return as_rule(
         _ChainInit(tuple(r.init for r in rules)), _ChainUpdate(tuple(r.update for r in rules))
     )
 
@@ -159,7 +164,7 @@ class _PartitionInit:
         )
 
     def blank(self):
-        return _PartitionInit(self.assign, tuple(live_rules.blank(init) for init in self.inits))
+        return _PartitionInit(self.assign, tuple(blank(init) for init in self.inits))
 
 
 @dataclass(frozen=True)
@@ -168,17 +173,13 @@ class _PartitionUpdate:
     updates: tuple[Callable, ...]
 
     def text(self, init: Any) -> str:
-        parts = zip(
-            self.assign.patterns, map(live_rules.text_of, init.inits, self.updates), strict=True
-        )
+        parts = zip(self.assign.patterns, map(text_of, init.inits, self.updates), strict=True)
         return f"partition({{{', '.join(f'{pattern!r}: {rule}' for pattern, rule in parts)}}})"
 
     def __call__(self, grads, state, params=None, *, grad=None, outside=0.0, **extra):
         flags = self.assign(grads if params is None else params)
-        squares = trees.square_sums(grads)
-        searches = {
-            name: extra.pop(name) for name in live_rules.SEARCHES if extra.get(name) is not None
-        }
+        squares = square_sums(grads)
+        searches = {name: extra.pop(name) for name in SEARCHES if extra.get(name) is not None}
         out, inner = list(jax.tree.leaves(grads)), {}
         for pattern, update in zip(self.assign.patterns, self.updates, strict=True):
             mine = flags[pattern]
@@ -210,7 +211,7 @@ def _for_part(f, params, mine, is_gradient: bool):
         out = f(trees.merge(part, rest), *args, **extra)
         return trees.partition(out, mine)[0] if is_gradient else out
 
-    return live_rules.accepting(of_part, ["outside"])
+    return accepting(of_part, ["outside"])
 
 
 def partition(
@@ -242,10 +243,10 @@ def partition(
             )
         if labels is None:
             _patterns.compile_where(pattern)
-        live_rules.check_rule(rule, f"partition({{{pattern!r}: ...}})")
+        check_rule(rule, f"partition({{{pattern!r}: ...}})")
     assign = _Assign(tuple(rules), labels)
-    parts = [live_rules.with_extra(rule) for rule in rules.values()]
-    return live_rules.as_rule(
+    parts = [with_extra(rule) for rule in rules.values()]
+    return as_rule(
         _PartitionInit(assign, tuple(r.init for r in parts)),
         _PartitionUpdate(assign, tuple(r.update for r in parts)),
     )
@@ -258,16 +259,13 @@ class _SkipZeroUpdate:
     update: Callable
 
     def text(self, init: Any) -> str:
-        return f"skip_zero({live_rules.text_of(init, self.update)})"
+        return f"skip_zero({text_of(init, self.update)})"
 
     def __call__(self, grads, state, params=None, **extra):
         moves = [jnp.any(g != 0) for g in jax.tree.leaves(grads)]  # NaN is not 0
         updates, new = self.update(grads, state, params, **extra)
         updates = choose(moves, updates, jax.tree.map(jnp.zeros_like, updates))
-        nothing_hoisted = number_table.Numbers(
-            None, number_table.Layout(jax.tree.structure(state), None, (), (), (), ())
-        )
-        owners = number_table.owners_of(self.init, state, nothing_hoisted, grads)
+        owners = owners_in(self.init, state, grads)
         return updates, choose([o is None or moves[o] for o in owners], new, state)
 
 
@@ -287,6 +285,6 @@ def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformatio
     >>> state.params
     {'a': Array([0.25], dtype=float32), 'b': Array([1.], dtype=float32)}
     """
-    live_rules.check_rule(rule, "skip_zero()")
-    rule = live_rules.with_extra(rule)
-    return live_rules.as_rule(rule.init, _SkipZeroUpdate(live_rules.blank(rule.init), rule.update))
+    check_rule(rule, "skip_zero()")
+    rule = with_extra(rule)
+    return as_rule(rule.init, _SkipZeroUpdate(blank(rule.init), rule.update))

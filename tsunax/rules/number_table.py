@@ -1,17 +1,30 @@
-"""Numbers beside the optimizer state: what `TrainState` carries instead of live states.
+"""Live numbers: a table beside the optimizer state, and the number that a rule sees inside a trace.
 
-`hoist` takes the tables of all live states of an optimizer state out, into one array, and leaves
-plain optax states behind; `lower` puts them back for an update, with the state's step as the clock
-of their schedules. Outside, the numbers are an argument that a step never returns: they cost one
-leaf, are never donated, and reading or changing them waits for no step that is still running.
+A number that a user may change while training (a learning rate, a beta) is a column of four rows:
+its value, its complement `1 - value`, whether it is held against its schedule, and the value that
+`setup` was given, which tells a restored run what was edited since.
+
+**Why beside the optimizer state.** The state of a live rule holds its own table. A `TrainState`
+keeps all tables of its rule apart from the optimizer state, as one array: `hoist` takes them out at
+`setup`, `lower` puts them back inside the trace, for one update, and `hoist_like` takes them out
+again. So the numbers are an argument of a step and never a result. That is worth three things. A
+step pays for each array that it returns (about 1 us each on a CPU), and returns none of them. They
+are not donated, so that reading or adjusting them waits for no step that is still running. And an
+optimizer state has the plain structure that optax gives it, so that code written for
+`ScaleByAdamState` reads it, and a checkpoint of it can be read without tsunax.
+
+What it costs is this file: an optimizer state has two structures, with live states (`Layout.full`)
+and without (`Layout.plain`), and which leaves of the first are missing from the second is known to
+`Layout` alone. What would break it is a rule whose update changes its own table: the change would
+be lost. None does; `adjust` writes `Numbers.values`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import operator
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +34,135 @@ import numpy as np
 from jax.tree_util import DictKey
 
 from tsunax._core import trees
-from tsunax.rules import numbers as _numbers
-from tsunax.rules.live_rules import LiveState, interned, is_live
-from tsunax.rules.live_rules import recut as _recut
+
+# --------------------------------------------------------------------------------------- one number
+
+
+def weak(x):
+    """`x` as a weakly typed scalar, which promotes like a Python float."""
+    return jax.lax.full_like(jnp.asarray(0.0), x)
+
+
+@jax.tree_util.register_pytree_node_class
+class Number:
+    """A traced float32 that behaves like the Python float it came from.
+
+    It carries its complement, rounded once from the user's float: `1 - f32(0.999)` is 1.3e-5 away
+    from `f32(1 - 0.999)`, enough to leave optax's trajectory by 10⁵ ulps in 200 steps. In products
+    it takes the other side's dtype, as a Python float does. A pytree, because optax passes betas
+    into functions that it jits.
+    """
+
+    def __init__(self, value, complement):
+        self.value, self.complement = value, complement
+
+    def tree_flatten(self):
+        return (self.value, self.complement), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+    def __jax_array__(self):
+        return weak(self.value)
+
+    def __bool__(self):
+        return bool(weak(self.value))
+
+    def __float__(self):
+        return float(weak(self.value))
+
+    def __neg__(self):
+        return Number(-self.value, 1 + self.value)
+
+    def __pos__(self):
+        return self
+
+    def __abs__(self):
+        return abs(weak(self.value))
+
+    def __rsub__(self, other):
+        if isinstance(other, (int, float)) and other == 1:
+            return Number(self.complement, self.value)
+        return other - weak(self.value)
+
+    def astype(self, dtype):
+        return weak(self.value).astype(dtype)
+
+    @property
+    def dtype(self):
+        return self.value.dtype
+
+    shape = ()
+    ndim = 0
+    size = 1
+
+
+def as_scalar(x):
+    """A live number as a weakly typed scalar; a Python number as it is."""
+    return weak(x.value) if isinstance(x, Number) else x
+
+
+def _forward(name, reflected=False):
+    op = getattr(operator, name)
+
+    def method(self, other):
+        a, b = as_scalar(self), as_scalar(other)
+        return op(b, a) if reflected else op(a, b)
+
+    return method
+
+
+for _name in ("add", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Number, f"__{_name}__", _forward(_name))
+    setattr(Number, f"__r{_name}__", _forward(_name, reflected=True))
+for _name in ("sub", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Number, f"__{_name}__", _forward(_name))
+
+
+@dataclass(frozen=True)
+class ScheduleShape:
+    """A schedule without its numbers: `leaves` holds `None` where a number of the table goes."""
+
+    treedef: Any
+    leaves: tuple
+
+    @property
+    def size(self) -> int:
+        return sum(leaf is None for leaf in self.leaves)
+
+    def at(self, step, numbers):
+        numbers = iter(numbers)
+        leaves = [next(numbers) if leaf is None else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, leaves)(step)
+
+
+def as_float(value, complement):
+    """The shortest Python float that would give this value and this complement: 0.999, not
+    0.9990000129.
+    """
+    if trees.is_traced(value) or np.ndim(value):
+        return value
+    value = np.asarray(value)
+    short = float(str(value))
+    if complement is None or value.dtype.type(1 - short) == complement:
+        return short
+    exact = 1 - float(complement)
+    return exact if value.dtype.type(exact) == value else float(value)
+
+
+# ------------------------------------------------------------------------------------- all of them
+
+
+def is_live(x) -> bool:
+    """Whether it is the state of a live rule (`live_rules.Any`)."""
+    return getattr(type(x), "is_live", False)
+
+
+@functools.lru_cache(maxsize=1024)  # what falls out costs time, not truth: these compare by value
+def interned(static):
+    """One object for equal static parts, so that comparing two states compares identities."""
+    return static
 
 
 @dataclass(frozen=True)
@@ -45,7 +184,7 @@ class Layout:
         return jax.tree.unflatten(self.full, range(self.full.num_leaves))
 
     @functools.cached_property
-    def lives(self) -> list[tuple[tuple, LiveState]]:
+    def lives(self) -> list[tuple[tuple, Any]]:
         return live_states(self.skeleton)
 
 
@@ -108,7 +247,7 @@ class Numbers:
                         continue
                     now = schedule.at(clock, given)
                     value, complement = jnp.where(table[..., 2, i] > 0, value, now), None
-                out[flat] = _numbers.as_float(value, complement)
+                out[flat] = as_float(value, complement)
         return out
 
 
@@ -125,9 +264,28 @@ def hoist(opt_state) -> tuple[Any, Numbers | None]:
     layout = interned(Layout(full, plain, tables, clocks, labels(opt_state), homes))
     rows = [leaves[i].reshape(*leaves[i].shape[:-2], -1) for i in tables]
     on_host = all(isinstance(row, np.ndarray) for row in rows)
-    return _without(layout, leaves), Numbers(
+    return without(layout, leaves), Numbers(
         (np if on_host else jnp).concatenate(rows, axis=-1), layout
     )
+
+
+def _places(leaves, among) -> tuple[int, ...]:
+    ids = {id(x) for x in among}
+    return tuple(i for i, x in enumerate(leaves) if id(x) in ids)
+
+
+def _plain(opt_state):
+    """A live state as the optax state that it keeps; with its own clock and the counters of further
+    groups, if any.
+    """
+
+    def one(s):
+        if not is_live(s):
+            return s
+        inner, count = _plain(s.inner), s.count if s.own_clock else None
+        return inner if not s.extra and count is None else (inner, s.extra, count)
+
+    return jax.tree.map(one, opt_state, is_leaf=is_live)
 
 
 def lower(opt_state, numbers: Numbers | None, step: Any = 0):
@@ -153,29 +311,7 @@ def hoist_like(opt_state, numbers: Numbers | None):
     leaves, full = jax.tree.flatten(opt_state)
     if numbers is None or full != numbers.layout.full:
         return hoist(opt_state)[0]
-    return _without(numbers.layout, leaves)
-
-
-def recut(
-    opt_state, numbers: Numbers, params, cuts: Mapping[int, tuple]
-) -> tuple[Any, Numbers | None]:
-    """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}, see
-    `_live.recut`.
-    """
-
-    def one(place: int, s):
-        if place not in cuts:
-            return s
-        seen = frozenset(s.paths)
-        flags = [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-        cut, parents = cuts[place]
-        return _recut(s, cut, parents, trees.partition(params, flags)[0])
-
-    if not trees.is_traced(
-        numbers.values
-    ):  # on the host: each cut has shapes of its own, and they would all compile
-        numbers = dataclasses.replace(numbers, values=np.array(numbers.values))
-    return hoist(map_live(one, lower(opt_state, numbers)))
+    return without(numbers.layout, leaves)
 
 
 def own_counts(opt_state, numbers: Numbers) -> dict[int, Any]:
@@ -183,17 +319,12 @@ def own_counts(opt_state, numbers: Numbers) -> dict[int, Any]:
     the clock.
     """
     layout = numbers.layout
-    leaves = dict(zip(_kept(layout), jax.tree.leaves(opt_state), strict=True))
+    leaves = dict(zip(kept(layout), jax.tree.leaves(opt_state), strict=True))
     own = [(at, s.count) for at, (_, s) in enumerate(layout.lives) if s.own_clock]
     return {at: leaves[count] for at, count in own if count is not None}
 
 
-def _places(leaves, among) -> tuple[int, ...]:
-    ids = {id(x) for x in among}
-    return tuple(i for i, x in enumerate(leaves) if id(x) in ids)
-
-
-def _kept(layout: Layout) -> list[int]:
+def kept(layout: Layout) -> list[int]:
     """Which leaves of the whole optimizer state a TrainState carries in its `opt_state`."""
     return [
         i
@@ -202,25 +333,11 @@ def _kept(layout: Layout) -> list[int]:
     ]
 
 
-def _without(layout: Layout, leaves):
-    return layout.plain.unflatten([leaves[i] for i in _kept(layout)])
+def without(layout: Layout, leaves):
+    return layout.plain.unflatten([leaves[i] for i in kept(layout)])
 
 
-def _plain(opt_state):
-    """A live state as the optax state that it keeps; with its own clock and the counters of further
-    groups, if any.
-    """
-
-    def one(s):
-        if not is_live(s):
-            return s
-        inner, count = _plain(s.inner), s.count if s.own_clock else None
-        return inner if not s.extra and count is None else (inner, s.extra, count)
-
-    return jax.tree.map(one, opt_state, is_leaf=is_live)
-
-
-def live_states(opt_state) -> list[tuple[tuple, LiveState]]:
+def live_states(opt_state) -> list[tuple[tuple, Any]]:
     """Every live state with its key path, outer ones first: the order of their tables among the
     leaves.
     """
@@ -229,39 +346,6 @@ def live_states(opt_state) -> list[tuple[tuple, LiveState]]:
         if is_live(x):
             out += [(path, x), *((path + inner, s) for inner, s in live_states(x.inner))]
     return out
-
-
-def map_live(f: Callable[[int, LiveState], LiveState], opt_state):
-    """Apply `f(place, state)` to every live state, in the order of `live_states`."""
-    places = iter(range(len(live_states(opt_state))))
-
-    def visit(x):
-        if not is_live(x):
-            return x
-        place = next(places)
-        return f(place, dataclasses.replace(x, inner=jax.tree.map(visit, x.inner, is_leaf=is_live)))
-
-    return jax.tree.map(visit, opt_state, is_leaf=is_live)
-
-
-def owners_of(init: Callable, opt_state, numbers: Numbers | None, params) -> list[int | None]:
-    """For each leaf of a plain optimizer state the index of the parameter that it belongs to, or
-    None.
-    """
-    shapes, _, owners = trees.owners(init, params)
-    if numbers is None:
-        return owners
-    fresh = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if o is None else o for o in owners])
-
-    def align(fresh, actual):
-        if not is_live(actual):
-            return fresh
-        inner = jax.tree.map(align, fresh.inner, actual.inner, is_leaf=is_live)
-        table, extra, count = jax.tree.map(lambda _: -1, (actual.table, actual.extra, actual.count))
-        return dataclasses.replace(actual, table=table, inner=inner, extra=extra, count=count)
-
-    aligned = jax.tree.leaves(jax.tree.map(align, fresh, numbers.layout.skeleton, is_leaf=is_live))
-    return [None if aligned[i] < 0 else aligned[i] for i in _kept(numbers.layout)]
 
 
 # -------------------------------------------------------------------------------------------- names

@@ -1,16 +1,9 @@
-"""A number that stays an array: what it is inside a trace, what it may be, and how it is stored.
-
-A live number is a column of four: its value, its complement `1 - value`, whether it holds against
-its schedule, and the value that `setup` was given, which tells a restored run what was edited
-since. Inside a trace it becomes a `Number`, which behaves like the Python float that the user gave.
-"""
+"""What a user may give as a live number: a number in the range of its name, or a schedule of one."""
 
 from __future__ import annotations
 
 import inspect
-import operator
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,110 +12,7 @@ import numpy as np
 
 from tsunax._core import checks, trees
 from tsunax.errors import HyperparameterError, WrongTypeError, message, remedy, told
-
-# --------------------------------------------------------------------------------------- one number
-
-
-def weak(x):
-    """`x` as a weakly typed scalar, which promotes like a Python float."""
-    return jax.lax.full_like(jnp.asarray(0.0), x)
-
-
-@jax.tree_util.register_pytree_node_class
-class Number:
-    """A traced float32 that behaves like the Python float it came from.
-
-    It carries its complement, rounded once from the user's float: `1 - f32(0.999)` is 1.3e-5 away
-    from `f32(1 - 0.999)`, enough to leave optax's trajectory by 10⁵ ulps in 200 steps. In products
-    it takes the other side's dtype, as a Python float does. A pytree, because optax passes betas
-    into functions that it jits.
-    """
-
-    def __init__(self, value, complement):
-        self.value, self.complement = value, complement
-
-    def tree_flatten(self):
-        return (self.value, self.complement), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
-    def __jax_array__(self):
-        return weak(self.value)
-
-    def __bool__(self):
-        return bool(weak(self.value))
-
-    def __float__(self):
-        return float(weak(self.value))
-
-    def __neg__(self):
-        return Number(-self.value, 1 + self.value)
-
-    def __pos__(self):
-        return self
-
-    def __abs__(self):
-        return abs(weak(self.value))
-
-    def __rsub__(self, other):
-        if isinstance(other, (int, float)) and other == 1:
-            return Number(self.complement, self.value)
-        return other - weak(self.value)
-
-    def astype(self, dtype):
-        return weak(self.value).astype(dtype)
-
-    @property
-    def dtype(self):
-        return self.value.dtype
-
-    shape = ()
-    ndim = 0
-    size = 1
-
-
-def as_scalar(x):
-    """A live number as a weakly typed scalar; a Python number as it is."""
-    return weak(x.value) if isinstance(x, Number) else x
-
-
-def _forward(name, reflected=False):
-    op = getattr(operator, name)
-
-    def method(self, other):
-        a, b = as_scalar(self), as_scalar(other)
-        return op(b, a) if reflected else op(a, b)
-
-    return method
-
-
-for _name in ("add", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Number, f"__{_name}__", _forward(_name))
-    setattr(Number, f"__r{_name}__", _forward(_name, reflected=True))
-for _name in ("sub", "lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Number, f"__{_name}__", _forward(_name))
-
-
-# --------------------------------------------------------------------------------- what a user gave
-
-
-@dataclass(frozen=True)
-class ScheduleShape:
-    """A schedule without its numbers: `leaves` holds `None` where a number of the table goes."""
-
-    treedef: Any
-    leaves: tuple
-
-    @property
-    def size(self) -> int:
-        return sum(leaf is None for leaf in self.leaves)
-
-    def at(self, step, numbers):
-        numbers = iter(numbers)
-        leaves = [next(numbers) if leaf is None else leaf for leaf in self.leaves]
-        return jax.tree.unflatten(self.treedef, leaves)(step)
+from tsunax.rules.number_table import ScheduleShape
 
 
 def split_schedule(schedule) -> tuple[ScheduleShape, list]:
@@ -245,17 +135,3 @@ def as_rows(values) -> Any:
             value = jnp.asarray(value, dtype)
             rows = rows.at[:, i].set(jnp.stack([value, 1 - value, jnp.zeros_like(value), value]))
     return rows
-
-
-def as_float(value, complement):
-    """The shortest Python float that would give this value and this complement: 0.999, not
-    0.9990000129.
-    """
-    if trees.is_traced(value) or np.ndim(value):
-        return value
-    value = np.asarray(value)
-    short = float(str(value))
-    if complement is None or value.dtype.type(1 - short) == complement:
-        return short
-    exact = 1 - float(complement)
-    return exact if value.dtype.type(exact) == value else float(value)

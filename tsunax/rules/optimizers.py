@@ -10,7 +10,7 @@ import optax
 import optax.contrib
 
 from tsunax.rules import _flux
-from tsunax.rules.live_rules import LiveFactory, live
+from tsunax.rules.factories import LiveFactory, live
 
 adabelief = live(optax.adabelief)
 adadelta = live(optax.adadelta)

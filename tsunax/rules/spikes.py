@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import trees
-from tsunax.rules import live_rules, numbers
+from tsunax.guard import square_sums
+from tsunax.rules.calling import as_rule
+from tsunax.rules.factories import live
+from tsunax.rules.number_table import as_scalar
 
 
 @jax.tree_util.register_dataclass
@@ -53,13 +55,13 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
     Rejected steps change no statistics. A level that has risen for good is rejected for good: watch
     `state.rejected_in_a_row`.
     """
-    reach, rate = numbers.as_scalar(factor), 1 - decay
+    reach, rate = as_scalar(factor), 1 - decay
 
     def init(params):
         return SpikeState(jnp.zeros((4, 2), jnp.float32))
 
     def update(updates, state, params=None, *, value=0.0, outside=0.0, **_):
-        norm = jnp.sqrt(sum(trees.square_sums(updates)) + outside)
+        norm = jnp.sqrt(sum(square_sums(updates)) + outside)
         now = jnp.stack([jnp.log(jnp.maximum(norm, 1e-30)), value]).astype(jnp.float32)
         centre, spread, seen, _ = state.band
         distance = now - centre
@@ -72,7 +74,7 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
         report = jnp.where(spike, np.float32(np.inf), 0)
         return updates, SpikeState(jnp.stack([centre + step * distance, spread, seen + 1, report]))
 
-    return live_rules.as_rule(init, update)
+    return as_rule(init, update)
 
 
-reject_spikes = live_rules.live(_reject_spikes, static=("warmup",))
+reject_spikes = live(_reject_spikes, static=("warmup",))

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
-from tsunax._core import checks, patterns, trees
-from tsunax.errors import HyperparameterError, RowError, WrongTypeError, warn
+from tsunax._core import checks, trees
+from tsunax.errors import HyperparameterError, RowError, WrongTypeError, unknown, warn
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.rules import numbers
 
@@ -82,9 +82,9 @@ def _news(where: str, metric: str, run) -> tuple[int, float] | None:
     newest = run.history.newest(metric)
     if newest is None:
         if run.event == "evaluate":
-            raise RowError(patterns.unknown("metric", where, metric, run.metrics))
+            raise RowError(unknown("metric", where, metric, run.metrics))
         if run.event == "end":
-            warn(patterns.unknown("metric", where, metric, run.metrics))
+            warn(unknown("metric", where, metric, run.metrics))
         return None
     if newest[0] == run.memory.get("seen"):
         return None

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tsunax._core import placement, trees
-from tsunax._step.loss_fn import LossFn, check_no_loss_fn
+from tsunax._step.loss_fn import LossFn
+from tsunax._step.loss_fn_errors import check_no_loss_fn
 from tsunax._step.members import members_of
 from tsunax.data.batching import Data
 from tsunax.data.checks import check_batch

@@ -4,7 +4,8 @@ lives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,8 +43,15 @@ class Chunk(NamedTuple):
     feed: Any  # on the device
     n: Any  # int32 (2,): how many steps, and how many rejected ones in a row end them
     steps: int
-    epochs: Any  # int (steps,)
+    epochs: Any  # int (steps,), or one int
     bytes: int
+
+
+def epochs_of(chunks: Sequence[Chunk]) -> np.ndarray:
+    """The epoch of each step."""
+    if all(isinstance(chunk.epochs, int) for chunk in chunks):
+        return np.repeat([chunk.epochs for chunk in chunks], [chunk.steps for chunk in chunks])
+    return np.concatenate([np.broadcast_to(chunk.epochs, chunk.steps) for chunk in chunks])
 
 
 _UNKNOWN = object()
@@ -65,7 +73,9 @@ class Feed:
         # else as a `for`
         goes_on: bool = False,
         crosses: bool = False,  # whether a call may go beyond the end of an epoch that is shorter
+        tells: bool = True,  # the data given where they are after each call, not at `sync` alone
     ):
+        self._tells = tells
         self._step, self._crosses = step, crosses
         self._repeats = crosses and isinstance(data, list | tuple) and len(data) == 1
         self._repeated: Any = None  # copies of the only batch, on the device
@@ -142,7 +152,8 @@ class Feed:
         """
         chunk = self._take(n, state, step, limit, until)
         self._has_begun = True
-        self._tell()
+        if self._tells:
+            self._tell()
         return chunk
 
     def _tell(self) -> None:
@@ -180,8 +191,7 @@ class Feed:
             self._block = None
         where = {"step": self._step, "whole": self._is_whole}
         feed, sent = place(fused_loop.Stacked(batches), count, self._home_of(state), limit, **where)
-        epochs = np.full(count, epoch) if epochs is None else epochs
-        return Chunk(feed, sent, count, epochs, block.bytes)
+        return Chunk(feed, sent, count, epoch if epochs is None else epochs, block.bytes)
 
     def _is_short(self, data, n: int) -> bool:
         """Whether epochs of `batches` are shorter than a call, with batches of one shape."""
@@ -234,7 +244,7 @@ class Feed:
             batch = placement.whole(batch, home, shared=False)
         elif not isinstance(self._step, TrainStep) and isinstance(home, NamedSharding):
             batch = placement.put(batch, home, shared=False)
-        return Chunk(fused_loop.Single(batch), None, 1, np.full(1, epoch), bytes)
+        return Chunk(fused_loop.Single(batch), None, 1, epoch, bytes)
 
     def sync(self) -> None:
         """Put data from which more was read than given to where they would be without that; the
@@ -263,8 +273,7 @@ class Feed:
         feed = fused_loop.Gathered(
             data.resident, data.device_order(epoch), np.int32(first), rows, size, spread
         )
-        epochs = np.full(count, epoch)
-        return Chunk(feed, np.array([count, limit], np.int32), count, epochs, 0)
+        return Chunk(feed, _count(count, limit), count, epoch, 0)
 
     def _home_of(self, state) -> Any:
         if self._home is _UNKNOWN:
@@ -475,7 +484,7 @@ def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) 
     Rows that do not divide by the devices of a mesh are padded where the step masks. A batch that
     is `whole` on every process stays so.
     """
-    count = np.array([n, limit], np.int32)
+    count = _count(n, limit)
     masks, accumulate = getattr(step, "masks", False), getattr(step, "accumulate", 1)
     if isinstance(home, NamedSharding) and not whole and masks:
         rows = jax.tree.leaves(feed.batches)[0].shape[1]
@@ -488,6 +497,11 @@ def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) 
     is_on_mesh = isinstance(home, NamedSharding)
     is_moved = elsewhere or is_on_mesh
     return placement.put((feed, count), home, axis=1, shared=False) if is_moved else (feed, count)
+
+
+@functools.lru_cache(maxsize=128)
+def _count(n: int, limit: int) -> np.ndarray:
+    return np.array([n, limit], np.int32)
 
 
 def _is_new(state) -> bool:

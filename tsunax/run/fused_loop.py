@@ -3,9 +3,20 @@
     for i in range(n):
         state, infos[i] = step(state, feed.at(i))
 
-The body of a loop is compiled apart from the same step alone, and may differ from it in the last
-digit. So single steps run through the loop as well, and how many go into a call never changes a
-bit. It knows nothing of epochs.
+How many steps go into a call may follow the clock on the wall, and must not change a bit of what
+comes out. XLA compiles the body of a loop apart from the same step alone: it fuses other
+operations, and the last digit may differ. A `lax.scan` of 8 and one of 64 are two programs as well,
+and a scan of one is unrolled. So all calls run one program, a `while_loop` whose trip count is an
+argument: over a buffer of batches with room for the most that a call may take, of which the first
+n are read. Single steps run through it, too.
+
+It costs the room: a call of one step sends a buffer of two batches (a loop of one would be unrolled),
+infos are an array with a row for each batch that has room, and a reverse-mode gradient cannot go
+through a `while_loop` (through `step` it can). It would break if the trip count were a Python
+number, if the buffer followed the number of steps, or if `run_steps` took the short way for k = 1.
+The loop ends early after too many rejected steps in a row, since the host learns of them late.
+
+It knows nothing of epochs.
 """
 
 from __future__ import annotations
@@ -21,13 +32,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import checks, convolutions, placement, trees
-from tsunax._core.norms import leaves_apart
-from tsunax._step import failures
-from tsunax._step.loss_fn import A_STEP, check_no_loss_fn
-from tsunax._step.traces import Trace
+from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
+from tsunax._step.on_mesh import masked
 from tsunax.data.on_devices import gather
 from tsunax.errors import StateError, message
-from tsunax.program import Programs, TrainStep, home_of, masked
+from tsunax.guard import leaves_apart
+from tsunax.program import Programs, Traced, TrainStep, home_of, raise_fault
 from tsunax.state import TrainState, assemble, donated, split
 from tsunax.step import StepInfo
 
@@ -174,7 +184,7 @@ class Fused:
             trace = (
                 None
                 if traces is None
-                else Trace.of("loop", home, state, {"batches": feed, **extra})
+                else Traced.of("loop", home, state, {"batches": feed, **extra})
             )
 
             def one(moving, batch):
@@ -255,10 +265,8 @@ class Fused:
             batch = jax.tree.map(
                 lambda x: x[0], feed.batches if isinstance(feed, Stacked) else feed.arrays
             )
-            if isinstance(state, TrainState) and (
-                fault := failures.fault(error, state, batch, extra)
-            ):
-                raise fault from None
+            if isinstance(state, TrainState):
+                raise_fault(error, state, batch, extra)
             raise
         return moving if kind is None else assemble(kind, moving, still), infos
 

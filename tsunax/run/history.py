@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsunax._core import patterns, trees
-from tsunax.errors import MissingLibraryError, RowError, WrongTypeError
+from tsunax._core import trees
+from tsunax.errors import MissingLibraryError, RowError, WrongTypeError, unknown
 from tsunax.run.rows import check_names, check_row, families
 
 __all__ = ["History"]
@@ -294,7 +294,7 @@ class History:
             got = f"{name!r} ({type(name).__name__})"
             raise WrongTypeError("name", "history", got, "a column's name", fix)
         if name not in self._columns:
-            raise RowError(patterns.unknown("name", "history", name, ["step", *self.names]))
+            raise RowError(unknown("name", "history", name, ["step", *self.names]))
         return self._columns[name]
 
     def to_dataframe(self):

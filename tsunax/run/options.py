@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from tsunax._core import checks, trees
-from tsunax._step.loss_fn import A_STEP
+from tsunax._step.loss_fn_errors import A_STEP
 from tsunax.errors import WrongTypeError, message
 from tsunax.program import TrainStep
 from tsunax.state import TrainState, check_state

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import checks, patterns, trees
-from tsunax.errors import HyperparameterError, WrongTypeError, remedy, told
+from tsunax._core import checks, trees
+from tsunax.errors import HyperparameterError, WrongTypeError, remedy, told, unknown
+from tsunax.rules import number_table as _number_table
 from tsunax.rules import numbers as _numbers
 
 P = ParamSpec("P")
@@ -53,7 +54,7 @@ class Schedule:
         return _evaluate(jax.tree.map(_as_float, self), _as_step(step, self.factory.__name__))
 
     def __iter__(self) -> Iterator[float]:
-        return (float(_numbers.as_float(self(step), None)) for step in itertools.count())
+        return (float(_number_table.as_float(self(step), None)) for step in itertools.count())
 
     def values(self, n: int) -> np.ndarray:
         """The values of the first `n` steps: float32 of shape (n,), from one call.
@@ -122,7 +123,7 @@ def _evaluate(schedule: Schedule, step):
     }
     value = schedule.factory.__wrapped__(step, **arguments, **dict(schedule.static))
     value = jnp.asarray(value, jax.dtypes.canonicalize_dtype(float))
-    return value if value.ndim else _numbers.weak(value)
+    return value if value.ndim else _number_table.weak(value)
 
 
 @jax.jit
@@ -277,8 +278,8 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
 
     @functools.wraps(formula)
     def factory(*args: P.args, **kwargs: P.kwargs) -> Schedule:
-        if unknown := [name for name in kwargs if name not in kept_as]:
-            text = patterns.unknown("parameter", where, unknown[0], list(kept_as))
+        if odd := [name for name in kwargs if name not in kept_as]:
+            text = unknown("parameter", where, odd[0], list(kept_as))
             raise HyperparameterError(text)
         try:
             bound = signature.bind(*args, **kwargs)

@@ -47,6 +47,8 @@ def _read_by_optuna(path: Path):
     """A block that reads a journal. Raises CheckpointError for one that Optuna or we cannot read."""
     try:
         yield
+    except CheckpointError:
+        raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         text = message("journal", str(path), told(error), "a journal of tune() and Optuna's")
         raise CheckpointError(text) from error
@@ -86,42 +88,43 @@ class Study(_sweep.Drawn):
             expected, fix = "one of Optuna's", "optuna.pruners.MedianPruner(), for example."
             raise spaces.mistyped("pruner", "tune()", trees.describe(pruner), expected, fix)
         self._make = None if is_made else make
-        self._lock, storage = None if folder is None else _journal.lock(folder), None
+        self._running: dict[int, Any] = {}
+        given = {"pruner": pruner or optuna.pruners.NopPruner(), "study_name": _STUDY}
+        given |= {"direction": "minimize" if about["mode"] == "min" else "maximize"}
+        given |= {"sampler": sampler if is_made else None, "load_if_exists": True}
+        self._lock = None if folder is None else _journal.lock(folder)
         try:
-            if folder is not None:
-                path = folder / NAME
-                if path.exists():
-                    _journal.cut_torn_line(path)
-                # the lock of a process that was killed in the middle of a write: ours says so
-                (folder / f"{NAME}.lock").unlink(missing_ok=True)
-                with _read_by_optuna(path):
-                    storage = _storage(path)
-            self.study = optuna.create_study(
-                storage=storage,
-                study_name=_STUDY,
-                direction="minimize" if about["mode"] == "min" else "maximize",
-                sampler=sampler if is_made else None,
-                pruner=pruner or optuna.pruners.NopPruner(),
-                load_if_exists=True,
-            )
+            self._open(folder, about, given)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, folder: Path | None, about: dict, given: dict[str, Any]) -> None:
+        path, optuna = (folder or Path()) / NAME, _optuna()
+        if folder is not None and path.exists():
+            _journal.cut_torn_line(path)
+            # left by a process that was killed while it wrote: the directory's own lock is ours
+            (folder / f"{NAME}.lock").unlink(missing_ok=True)
+        with _read_by_optuna(path):
+            storage = None if folder is None else _storage(path)
+            self.study = optuna.create_study(storage=storage, **given)
             if (old := self.study.user_attrs.get(_KEY)) is None:
                 self.study.set_user_attr(_KEY, about)
             elif folder is not None:
                 _journal.check_same(old, about, folder)
             self.trials = _ended(self.study)
-        except BaseException:
-            self.close()
-            raise
-        there = self.study.get_trials(deepcopy=False)
-        self.deaths = collections.Counter({x.number: x.user_attrs.get("starts", 0) for x in there})
-        self._running: dict[int, Any] = {}
+            starts = {
+                one.number: int(one.user_attrs.get("starts", 0))
+                for one in self.study.get_trials(deepcopy=False)
+            }
+        self.deaths = collections.Counter(starts)
 
     def values(self, index: int) -> dict[str, Any]:
         self._seed(index, "")
-        there = self.study.get_trials(deepcopy=False)
-        if index < len(there):
-            trial = _optuna(".trial").Trial(self.study, there[index]._trial_id)
-        else:
+        there = self.study.get_trials(deepcopy=False)[index : index + 1]
+        if there and there[0].state.name == "RUNNING":  # its process died
+            trial = _optuna(".trial").Trial(self.study, there[0]._trial_id)
+        else:  # a new one, or one that a person has put into the study's queue
             trial = self.study.ask()
         if trial.number != index:
             expected, fix = f"trial {index}", "Another program adds trials to its study."

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsunax._core import checks, patterns, trees
+from tsunax._core import checks, trees
 from tsunax._core.source_lines import LIBRARIES
-from tsunax.errors import HyperparameterError, TsunaxError, message
+from tsunax.errors import HyperparameterError, TsunaxError, message, unknown
 from tsunax.tuning.spaces import invalid, mistyped
 
 __all__ = []
@@ -119,7 +119,7 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
         got = f"{len(metrics)} numbers ({trees.listed(list(metrics), 8)})"
         raise invalid("result", "objective", got, "one", "Say which: tune(..., metric=...).")
     if name not in metrics:
-        raise HyperparameterError(patterns.unknown("metric", "objective", name, metrics))
+        raise HyperparameterError(unknown("metric", "objective", name, metrics))
     return metrics, metrics[name]
 
 

@@ -8,8 +8,7 @@
     }
 
 What is drawn is a function of (seed, trial, name) alone: neither the order of the trials, nor what
-was drawn before, nor another name in the space changes it. It knows nothing of objectives, journals
-or libraries that search.
+was drawn before, nor another name changes it. It knows nothing of objectives and journals.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import patterns, trees
-from tsunax.errors import HyperparameterError, WrongTypeError, message
+from tsunax._core import trees
+from tsunax.errors import HyperparameterError, WrongTypeError, message, unknown
 
 __all__ = ["choice", "grid", "integer", "log_uniform", "uniform", "when"]
 
@@ -117,8 +116,7 @@ class choice:
 
 
 class grid(choice):
-    """All of some values, where `tune(..., backend="grid")` looks at every combination; elsewhere a
-    `choice`.
+    """All of some values, in every combination, with `backend="grid"`; else a `choice`.
 
     >>> grid(np.logspace(-3, -1, 3)).options
     (0.001, 0.01, 0.1)
@@ -127,8 +125,7 @@ class grid(choice):
 
 @dataclass(frozen=True)
 class when:
-    """An entry that is there only where another one, which comes before it, has a value (or one of
-    a list of them).
+    """An entry that is there only if one before it has a value, or one of a list of them.
 
     >>> space = {"rule": choice(["adam", "sgd"]), "momentum": when("rule", "sgd", uniform(0.5, 0.99))}
     >>> [sorted(sample(space, 0, trial)) for trial in range(3)]
@@ -239,7 +236,7 @@ def _checked_entry(entry: Any, at: str, space: Mapping, before: Mapping, backend
     if name not in before and name in space:
         raise invalid("when", at, f"{name!r}, which comes after it", "a name before it")
     if name not in before:
-        raise HyperparameterError(patterns.unknown("when", at, str(name), before))
+        raise HyperparameterError(unknown("when", at, str(name), before))
     if not wanted:
         raise invalid("when", at, f"no value of {name!r}", "at least one")
     for value in wanted:

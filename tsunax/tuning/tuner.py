@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import checks, durable_files, patterns, stable_text, trees
+from tsunax._core import checks, durable_files, stable_text, trees
 from tsunax._core.interrupts import in_notebook
 from tsunax.distributed import processes
 from tsunax.errors import (
@@ -35,6 +35,7 @@ from tsunax.errors import (
     TrialError,
     WrongTypeError,
     message,
+    unknown,
 )
 from tsunax.run import plots
 from tsunax.run import progress as _progress
@@ -92,7 +93,7 @@ class Result:
             raise mistyped("name", "Result", trees.describe(name), "a column's name", fix)
         known = self.rows[0] if self.trials else {}
         if name not in known:
-            raise TrialError(patterns.unknown("column", "Result", name, known))
+            raise TrialError(unknown("column", "Result", name, known))
         return np.array([row[name] for row in self.rows])
 
     def __len__(self) -> int:
@@ -165,10 +166,8 @@ def tune(
       objective: takes the names of the space as keywords, and returns a number or a dict of numbers
         (what `evaluate` gives). It may also name `trial`, the number of the trial (for a folder, or
         a key), and `report`: `report(step, value)` records a number on the way.
-      space: names, and what `tsunax.spaces` has; or plain values, which are constants. A list is
-        refused: say `spaces.choice([...])`, or give a tuple.
-      trials: how many; of a grid all of them by default. More of them go on with a directory that
-        has some.
+      space: names, and entries of `ts.tuning.spaces`; plain values are constants, tuples too.
+      trials: how many; of a grid all of them by default.
       backend: "random"; "grid", every combination of the entries that are `grid`; "optuna", which
         proposes, prunes and keeps the trials (extra `tune`); "ray", random values, many trials at
         once on a Ray cluster (extra `ray`).
@@ -178,11 +177,10 @@ def tune(
         is not worth going on.
       vectorized: names that the objective takes as arrays, up to `members` trials at once, which
         agree in all other values; `trial` is an array then, too, and it returns an array, or a dict
-        of arrays. For populations: numbers that are live in a rule. If it raises, its trials are
-        run again one by one.
+        of arrays. For populations. If it raises, its trials are run again one by one.
       directory: where the journal is kept: `trials.jsonl`, or `optuna.journal` with
-        backend="optuna". The same command goes on after whatever ended it: trials that are there
-        are not run again, and an objective with other code gives a warning.
+        backend="optuna". The same command goes on after whatever ended it, also with more trials:
+        those that are there are not run again. An objective with other code gives a warning.
       attempts: a trial in which the process died so many times has failed.
       options: "optuna": `sampler`, an Optuna sampler, or a function of a seed that makes one.
         "ray": `resources` of a trial as {"cpu": 1, "gpu": 1}, `concurrent`, how many at once.
@@ -210,7 +208,7 @@ def tune(
         if name not in _OPTIONS.get(backend, ()):
             known = [*inspect.signature(tune).parameters, *_OPTIONS.get(backend, ())]
             at = f"tune(backend={backend!r})"
-            raise WrongTypeError(patterns.unknown("option", at, name, known))
+            raise WrongTypeError(unknown("option", at, name, known))
     if pruner is not None and backend != "optuna":
         got, fix = f"one beside backend={backend!r}", "Give backend='optuna' too."
         raise invalid("pruner", where, got, "None", fix)
@@ -321,7 +319,7 @@ def _check_objective(objective: Callable, space: Mapping[str, Any], where: str) 
             raise invalid("name", at, repr(name), "another name", f"tune gives {name!r} itself.")
         if not is_open and name not in takes:
             fix = "The objective does not take it."
-            raise HyperparameterError(patterns.unknown("name", at, name, known, fix))
+            raise HyperparameterError(unknown("name", at, name, known, fix))
     for name in known:
         if takes[name].default is not inspect.Parameter.empty:
             continue
@@ -340,7 +338,7 @@ def _check_vectorized(vectorized: Any, space, backend: str, where: str) -> tuple
     names = (vectorized,) if isinstance(vectorized, str) else tuple(vectorized)
     for name in names:
         if name not in space:
-            raise HyperparameterError(patterns.unknown("vectorized", where, str(name), space))
+            raise HyperparameterError(unknown("vectorized", where, str(name), space))
         entry = spaces.innermost(space[name])
         options = getattr(entry, "options", () if hasattr(entry, "at") else (entry,))
         if any(isinstance(x, bool) or not isinstance(x, int | float) for x in options):

@@ -1,0 +1,50 @@
+"""`averages.update_batch_stats`: the forward pass in training mode, for its model state alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from tsunax._core import checks
+from tsunax._step.loss_fn import LossFn, seen_by
+from tsunax.errors import LossError, message
+from tsunax.program import home_of, raise_fault
+from tsunax.state import TrainState, check_state
+
+
+def batch_stats_updated(loss_fn: Callable) -> Callable:
+    """`averages.update_batch_stats`."""
+    fn = LossFn.of(loss_fn, "update_batch_stats()")
+
+    @jax.jit
+    def run(state: TrainState, batch, extra) -> TrainState:
+        keywords = fn.keywords(state, batch, extra, train=True)
+        loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
+        if loss.model_state is None:
+            raise LossError(
+                message(
+                    "model_state",
+                    "update_batch_stats()",
+                    "None",
+                    "ts.Loss.mean(values, model_state=...)",
+                )
+            )
+        checks.check_like(
+            "model_state", loss.model_state, state.model_state, "A step keeps its structure."
+        )
+        return state.replace(model_state=loss.model_state, calls=state.calls + 1)
+
+    def call(state: TrainState, batch, **extra) -> TrainState:
+        check_state(state, "update_batch_stats()", batch)
+        try:
+            if (home := home_of(state.params)[0]) is not None:
+                from tsunax._step import on_mesh
+
+                batch, extra = on_mesh.for_statistics(home, batch, extra)
+            return run(state, batch, extra)
+        except Exception as error:
+            raise_fault(error, state, batch, extra)
+            raise
+
+    return call

@@ -1,0 +1,58 @@
+"""Leaves that a step leaves as they are: frozen ones, and all of them while a rule only gathers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax import guard
+from tsunax._step.roles import trained_count
+from tsunax.rules import accumulation
+from tsunax.rules.owners import owners_of
+from tsunax.state import TrainState, base, trained_part, with_rest
+
+
+def thawed_flags(state: TrainState) -> list[Any]:
+    """One scalar bool for each trained leaf, false if it is frozen."""
+    n = trained_count(state)
+    none = lambda words: [words[0] == 0] * n
+    some = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(n)]
+    # On a CPU behind a cond, which makes a flag an operand of the kernels of its leaf. Fused into
+    # them its place is a constant, and no two leaves have a kernel in common. Elsewhere a cond may
+    # wait for the host.
+    apart = lambda words: jax.lax.cond(jnp.any(words != 0), some, none, words)
+    return jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
+
+
+def kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
+    """`new` with the old leaves where they are frozen, and of params if the call only gathered a
+    gradient.
+    """
+    moves = True if emitted is None else emitted  # a call that only gathers moves no parameter
+    leaves = [moves & on for on in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
+    fields = {}
+    for f in old._fields:
+        now, before, like = getattr(new, f.name), getattr(old, f.name), f.metadata["like"]
+        if f.metadata["moves"] != "step" or now is before:
+            continue
+        if like == "params":
+            fields[f.name] = with_rest(
+                old, guard.choose(leaves, trained_part(new), trained_part(old))
+            )
+        elif (
+            like == "trained"
+        ):  # beside them, as of an average, the number of those that it has seen
+            rest = [moves] * (len(jax.tree.leaves(now)) - len(leaves))
+            fields[f.name] = guard.choose([*leaves, *rest], now, before)
+        elif like == "rule" and thawed is not None:
+            owners = owners_of(old.plan.init, before, old.numbers, base(old))
+            sums = accumulation.in_sums(now)
+            kept = [
+                True if o is None or s else thawed[o] for o, s in zip(owners, sums, strict=True)
+            ]
+            fields[f.name] = guard.choose(kept, now, before)
+    return dataclasses.replace(new, **fields)

@@ -1,0 +1,208 @@
+"""The gradient of a loss function, of one batch or of many micro-batches: the first half of a step.
+
+It is taken for the trained leaves, in the precision of the state, of the loss times its scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax import guard
+from tsunax._core import checks, trees
+from tsunax._core.trees import PyTree
+from tsunax._step.loss_fn import LossFn, inputs_of, objective_of
+from tsunax.errors import LossError, RuleError, WrongTypeError, message, unknown
+from tsunax.state import (
+    TrainState,
+    base,
+    check_state,
+    overwritten_part,
+    trained_part,
+    with_overwritten,
+    with_rest,
+)
+
+
+def gradient_of(
+    loss_fn: Callable,
+    accumulate: int,
+    remat: Any,
+    on_nonfinite: str,
+    where: str,
+    axis_name: Any = None,
+) -> Callable:
+    """`value_and_grad` of `where`, which the errors name."""
+    fn, name = LossFn.of(loss_fn, where), trees.describe_call(loss_fn)
+    checks.check_count(accumulate, where, "accumulate")
+    check_policy(on_nonfinite, where)
+    checkpoint, around = _checkpoint(remat, where), axes_around(axis_name, where)
+    last: dict[Any, list] = {}
+
+    def f(state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any):
+        check_state(state, "value_and_grad()", batch)
+        now = trained_part(state)
+        if at is not None:
+            checks.check_like("(at=)", at, now, "It has the structure of ts.trainable(state).")
+        keywords = fn.keywords(state, batch, extra, train=True)
+        here, scales = now if at is None else at, overwritten_part(state)
+        if axes := around():
+            from tsunax._core import axes as named_axes
+
+            here, scales = named_axes.vary((here, scales), axes)
+            if "key" in keywords and "key" not in extra:
+                keywords["key"] = named_axes.own_key(keywords["key"], axes)
+        inputs = inputs_of(last, state, batch, keywords)
+
+        def objective(trained, batch, keywords, scales=scales):
+            params = with_overwritten(state, with_rest(state, trained), scales)
+            return objective_of(fn, state, batch, keywords, inputs)(params)
+
+        def gradient(batch, keywords):
+            found: list[bool] = []
+
+            def of_parts(trained, scales):
+                mean, loss = objective(trained, batch, keywords, scales)
+                return _noting(mean, found), loss
+
+            both = jax.value_and_grad(checkpoint(of_parts), argnums=(0, 1), has_aux=True)
+            (_, loss), (grads, new) = both(here, scales)
+            _check_noted(found, fn)
+            # jax.checkpoint hands constants out in a class of its own (jax 0.7)
+            as_array = lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x))
+            return dataclasses.replace(jax.tree.map(as_array, loss), overwritten=new), grads
+
+        if accumulate == 1:
+            loss, grads = gradient(batch, keywords)
+        else:
+            from tsunax._step.row_mixing import warn_of_mixed_rows
+            from tsunax.microbatches import over_micro_batches
+
+            of_all = functools.partial(over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
+            loss, grads = of_all(gradient, accumulate, batch, keywords, base(state), scales)
+            warn_of_mixed_rows(objective, here, batch, keywords, accumulate, name)
+        if axes:
+            from tsunax.microbatches import over_devices
+
+            loss, grads = over_devices(loss, grads, axes)
+        return loss, trees.conjugated(_unscaled(state, grads))
+
+    return f
+
+
+def _unscaled(state: TrainState, grads):
+    if (scale := state.loss_scale) is None:
+        return grads
+    unscale = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / scale.scale
+    return jax.tree.map(lambda g, x: unscale(g).astype(x.dtype), grads, base(state))
+
+
+def _noting(mean, found: list):
+    """`mean` as it is. Its differentiation adds to `found` if it depends on what it is
+    differentiated by.
+    """
+
+    @jax.custom_jvp
+    def same(x):
+        return x
+
+    def rule(primals, tangents):
+        (x,), (t,) = primals, tangents
+        if isinstance(t, jax.custom_derivatives.SymbolicZero):
+            return x, jnp.zeros_like(x)
+        found.append(True)
+        return x, t
+
+    same.defjvp(rule, symbolic_zeros=True)
+    return same(mean)
+
+
+def _check_noted(found: list, fn: LossFn) -> None:
+    """Raise LossError for a loss that no trained leaf moves: its gradient is zero, whatever the
+    batch.
+    """
+    if not found:
+        got, expected = "one that does not depend on any trained leaf of params", "one that does"
+        fix = (
+            "Compute it from the params that loss_fn is given, without stop_gradient, argmax or "
+            "rounding."
+        )
+        raise LossError(message("loss", trees.describe_call(fn.fn), got, expected, fix))
+
+
+def _checkpoint(remat: Any, where: str) -> Callable:
+    """`jax.checkpoint` under a policy, or what leaves a function as it is."""
+    if isinstance(remat, str):
+        known = [
+            name
+            for name in dir(jax.checkpoint_policies)
+            if not name.startswith(("_", "save_", "offload"))
+        ]
+        if remat not in known:
+            raise WrongTypeError(unknown("remat", where, remat, known))
+        remat = getattr(jax.checkpoint_policies, remat)
+    if remat is None or remat is False:
+        return lambda f: f
+    if remat is not True and not callable(remat):
+        expected = "True, or a policy of jax.checkpoint_policies, or its name"
+        raise WrongTypeError(message("remat", where, trees.describe(remat), expected))
+    policy: Any = None if remat is True else remat
+    return functools.partial(jax.checkpoint, policy=policy)
+
+
+def axes_around(axis_name: Any, where: str) -> Callable[[], tuple[str, ...]]:
+    """A function that gives the named axes of devices over which a step takes means: () for none.
+
+    Raises WrongTypeError; the function StateError, for an axis that is forgotten or is not there.
+    """
+    if axis_name is None:
+        given = None
+    else:
+        from tsunax._core.axes import as_axes
+
+        given = as_axes(axis_name, where)
+
+    def around() -> tuple[str, ...]:
+        if given is None and not trees.manual_axes():
+            return ()
+        from tsunax._core import axes
+
+        return axes.around(given, where)
+
+    return around
+
+
+def search_functions(loss_fn, state: TrainState, batch, extra, axes) -> dict[str, Callable]:
+    """The loss at other trained parameters, and its gradient, under the names by which rules ask
+    for them.
+    """
+    fn = LossFn.of(loss_fn)
+    keywords = fn.keywords(state, batch, extra, train=True)
+
+    def value_fn(params, **_):
+        if axes:
+            where, fix = f"train_step(axis_name={axes!r})", "Over sharded arrays (ts.shard) it can."
+            raise RuleError(message("rule", where, "a line search", "one without", fix))
+        if state.frozen is not None:
+            from tsunax._step.freezing import thawed_flags
+
+            params = guard.choose(thawed_flags(state), params, trained_part(state))
+        return objective_of(fn, state, batch, keywords)(with_rest(state, params))[1].compute()
+
+    return {
+        "value_fn": value_fn,
+        "obj_fn": value_fn,
+        "grad_fn": lambda params, _=None: jax.grad(value_fn)(params),
+    }
+
+
+def check_policy(on_nonfinite, where: str) -> None:
+    if not checks.is_one_of(on_nonfinite, guard.POLICIES):
+        expected = " or ".join(map(repr, guard.POLICIES))
+        raise WrongTypeError(message("on_nonfinite", where, trees.describe(on_nonfinite), expected))

@@ -1,0 +1,95 @@
+"""What is said of a loss function that fails, asks for what is not there, or is given in the wrong
+place.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax._core import trees
+from tsunax._core.source_lines import LIBRARIES, OURS
+from tsunax.errors import LossError, WrongTypeError, message, unknown
+from tsunax.loss import Loss
+
+
+def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) -> LossError:
+    """For a keyword that a loss function names and nobody gives."""
+    what = f"keyword {name!r}"
+    if name == "key" and not train:
+        got, fix = "an evaluation, which has no key", "Write key=None in its signature."
+        return LossError(message(what, "loss_fn", got, "a default", fix))
+    if name in ("key", "model_state", "ema"):
+        value = {"key": "jax.random.key(0)", "ema": "0.999"}.get(name, "...")
+        fix = f"Give it: setup(..., {name}={value})."
+        return LossError(message(what, "loss_fn", "a state without one", "one", fix))
+    fix = f"Or give it yourself, step(state, batch, {name}=...), or take it out of batch."
+    return LossError(unknown("keyword", "loss_fn", name, [*offered, *extra], fix))
+
+
+A_STEP = "a function (state, batch) -> (state, info)"
+
+
+def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> None:
+    """Raise WrongTypeError if `f`, which failed on a state, is a loss function of its params."""
+    try:
+        out = f(state.params, batch)
+    except Exception:
+        return
+    if isinstance(out, Loss) or np.shape(out) == ():
+        got = f"{trees.describe_call(f)}, a loss function"
+        fix = (
+            "Give "
+            f"ts.{what if what == 'eval_step' else 'train_step'}({getattr(f, '__name__', 'loss_fn')})."
+        )
+        raise WrongTypeError(
+            message(what, "", got, expected, fix.replace("<lambda>", "loss_fn"))
+        ) from None
+
+
+def note(fn, batch, error: Exception) -> str:
+    """The note on an exception of the user's code: its line, and the shapes of its batch."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [
+        f
+        for f in frames
+        if "site-packages" not in f.filename and not f.filename.startswith(LIBRARIES)
+    ]
+    frame = [*frames[:1], *own][-1] if frames else None
+    place = f", in {frame.name} ({frame.filename}:{frame.lineno})" if frame else ""
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    given = [f"{trees.access_str('', path)} {trees.describe(x)}".strip() for path, x in leaves]
+    shapes = trees.listed(given, 4) or "None"
+    return f"raised by the loss function {trees.describe_call(fn)}{place}; its batch: {shapes}"
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Remove tsunax's frames from the traceback of an exception of other code, as JAX removes its
+    own.
+
+    They stay if the exception comes from tsunax, or from JAX called by it: then they show the
+    fault.
+    """
+    if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
+        return
+    ours, jaxs = OURS, os.path.dirname(jax.__file__)
+    frames = [(tb, tb.tb_frame.f_code.co_filename) for tb in _each(error.__traceback__)]
+    foreign = [name for _, name in frames if not name.startswith(jaxs)]
+    if foreign and not foreign[-1].startswith(ours):
+        kept = None
+        for tb, name in reversed(frames):
+            if not name.startswith(ours):
+                kept = types.TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+        error.__traceback__ = kept
+
+
+def _each(tb: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while tb is not None:
+        yield tb
+        tb = tb.tb_next

@@ -1,0 +1,75 @@
+"""A step whose state lies on a mesh: where its arguments have to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from tsunax._core import placement
+from tsunax._step.members import members_of
+from tsunax.errors import LossError
+from tsunax.loss import rows_of, uneven
+from tsunax.state import TrainState
+
+
+def home_of(moving, still=()) -> tuple[placement.Home | None, Any, Any]:
+    """How the moving part of a state lies on a mesh, and both parts as they lie there; None if on
+    one device.
+    """
+    home, other = placement.home_on_mesh(moving, still), placement.home_on_mesh(still, moving)
+    if home is None or other is None:
+        return None, moving, still
+    return home, placement.settled(moving, home.layout), placement.settled(still, other.layout)
+
+
+def masked(given, padding):
+    """A mask that a user gave (or none), beside that of rows of padding behind its own."""
+    if given is None:
+        return padding
+    lib = np if isinstance(given, np.ndarray) else jnp
+    return lib.pad(lib.asarray(given, np.float32), (0, len(padding) - len(given))) * padding
+
+
+def spread(rows, extra, home: placement.Home, *, whole: bool = False) -> tuple[Any, dict]:
+    """A batch and its mask over the mesh of a state, or on each device where they do not divide;
+    extra whole.
+    """
+    batch, mask = placement.put(rows, home.whole, whole=whole)
+    extra = placement.whole({name: x for name, x in extra.items() if name != "mask"}, home.whole)
+    return batch, extra if mask is None else {**extra, "mask": mask}
+
+
+def placed(step: Any, state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
+    """A host batch over the mesh of the state, padded if its rows do not divide and loss_fn masks;
+    extra whole.
+    """
+    if members_of(state) is not None:  # the devices share the members, each of which has all rows
+        return placement.whole((batch, extra), home.whole)
+    mask, rows = extra.get("mask"), rows_of(batch)
+    padding = -rows % placement.divisor(home.whole, step.accumulate)
+    if padding and step.masks and not placement.is_on(batch, home.whole.mesh):
+        if found := uneven(batch):
+            raise LossError(found)
+        batch, more = placement.padded(batch, rows, rows + padding)
+        mask = masked(mask, more)
+    return spread((batch, mask), extra, home)
+
+
+def for_evaluation(state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
+    """The same for an evaluation, which takes rows that do not divide on each device."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((batch, extra))):
+        return batch, extra
+    if members_of(state) is not None:
+        return placement.whole((batch, extra), home.whole)
+    return spread((batch, extra.get("mask")), extra, home, whole=True)
+
+
+def for_statistics(home: placement.Home, batch, extra) -> tuple[Any, dict]:
+    """The same for batch statistics, which need all rows once."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((batch, extra))):
+        return batch, extra
+    return spread((batch, extra.get("mask")), extra, home)

@@ -1,0 +1,77 @@
+"""The text of a state: its tree, counts, hyperparameters, frozen leaves, bytes and devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._core import trees
+from tsunax._step.roles import frozen_flags
+
+
+def describe(state: Any) -> str:
+    """The text of `repr(state)`: tree, counts, hyperparameters, frozen parts, bytes, placement."""
+    leaves, kind = jax.tree.leaves(state), type(state).__name__
+    if any(map(trees.is_traced, leaves)):
+        return f"{kind}(traced, {len(leaves)} arrays)"
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+        return f"{kind}(donated, {len(leaves)} arrays)"
+    concrete = all(map(trees.is_array, leaves)) and jnp.ndim(state.clock) == 1
+    head = f"step={int(state.step)}, calls={int(state.calls)}" if concrete else "abstract"
+    if jnp.ndim(state.clock) > 1:
+        head = f"stacked {jnp.shape(state.clock)[:-1]}"
+    lines = [f"{kind}({head})", *_tree_rows(state, concrete)]
+    if concrete and state.numbers is not None:
+        lines.append(
+            "  " + ", ".join(f"{k}={v:.6g}" for k, v in state.numbers.named(state.step).items())
+        )
+    place = f", on {_devices(leaves)}" if all(map(trees.is_array, leaves)) else ""
+    sizes = [
+        f"{f.metadata['shows']} {_bytes(getattr(state, f.name))}"
+        for f in state._fields
+        if f.metadata["shows"]
+    ]
+    return "\n".join([*lines, f"  {', '.join(sizes)}{place}"])
+
+
+def _tree_rows(state: Any, concrete: bool) -> list[str]:
+    """A line per leaf of params: path, type, whether it is trained."""
+    named = trees.leaves_with_names(state.params)
+    n = len(named)
+    selected, replaced = state.plan.selected or (True,) * n, state.plan.overwritten or (False,) * n
+    frozen = iter(frozen_flags(state) if concrete else [False] * n)
+    rows = []
+    for (name, _, leaf), on, new in zip(named, selected, replaced, strict=True):
+        note = (
+            ("overwritten" if new else "not trained")
+            if not on
+            else "frozen"
+            if next(frozen)
+            else ""
+        )
+        rows.append(
+            ("/".join(name) or "<root>", f"{trees.dtype_of(leaf)}{list(jnp.shape(leaf))}", note)
+        )
+    if len(rows) > 24:
+        rows = [*rows[:12], (f"... {len(rows) - 20} more", "", ""), *rows[-8:]]
+    a, b = (max(len(row[i]) for row in rows) for i in (0, 1))
+    return [f"  {name:<{a}}  {kind:<{b}}  {note}".rstrip() for name, kind, note in rows]
+
+
+def _bytes(tree) -> str:
+    arrays = [x for x in jax.tree.leaves(tree) if trees.dtype_of(x) is not None]
+    return trees.bytes_str(
+        float(sum(np.prod(jnp.shape(x)) * trees.dtype_of(x).itemsize for x in arrays))
+    )
+
+
+def _devices(leaves) -> str:
+    devices = sorted(
+        {d for x in leaves if isinstance(x, jax.Array) for d in x.devices()}, key=lambda d: d.id
+    )
+    if not devices:
+        return "the host"
+    return str(devices[0]) if len(devices) == 1 else f"{len(devices)} devices ({devices[0]} ...)"

@@ -1,0 +1,144 @@
+"""What the fields of a state say of themselves, and the static part that all states of a run share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, dataclass_transform
+
+import jax
+import numpy as np
+
+from tsunax.errors import StateError, unknown
+
+if TYPE_CHECKING:
+    from tsunax.precision import Policy
+
+COUNTS = ("step", "calls", "rejected", "rejected_in_a_row")  # what the clock of a state holds
+
+_PLANS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+_LOCK = threading.Lock()
+
+
+class Plan:
+    """The static part of a state: the rule without its numbers, which leaves it trains, in which
+    precision.
+
+    Interned: equal plans are one object, so that jit compares identities when it looks for its
+    program.
+    """
+
+    init: Any  # the rule's init, its numbers left out: only ever traced for shapes
+    update: Any
+    selected: (
+        tuple[bool, ...] | None
+    )  # one flag per leaf of params, true if the rule trains it; None: all of them
+    precision: Policy | None
+    overwritten: (
+        tuple[bool, ...] | None
+    )  # one flag per leaf, true if its gradient replaces it; None: none of them
+
+    def __new__(cls, init, update, selected, precision=None, overwritten=None):
+        key = init, update, selected, precision, overwritten
+        with _LOCK:
+            plan = _PLANS.get(key)
+            if plan is None:
+                plan = object.__new__(cls)
+                plan.init, plan.update, plan.selected, plan.precision, plan.overwritten = key
+                _PLANS[key] = plan
+        return plan
+
+    def __reduce__(self):
+        return Plan, (self.init, self.update, self.selected, self.precision, self.overwritten)
+
+    @functools.cached_property
+    def moving(self) -> tuple[bool, ...] | None:
+        """One flag per leaf of params, true if a step may change it; None: all of them."""
+        if self.overwritten is None or self.selected is None:
+            return self.selected
+        return tuple(a or b for a, b in zip(self.selected, self.overwritten, strict=True))
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, _):
+        return self
+
+
+# ------------------------------------------------------------------------------------------- fields
+#
+# A field says once, where it is declared, what a step does with it. Donation, assembly, the
+# verdict's choice, sharding, printing and `replace` are derived from that; nothing else lists the
+# fields of a state.
+
+
+def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
+    """Declare a field of a state.
+
+    Args:
+      moves: "step" for what a step changes if its verdict applies it; "record" for what it changes
+        in any case, the guard's own record; "" for what is only read. Both that move are donated.
+      like: what its leaves follow: "params", "trained" (its first leaves are like those that the
+        rule trains: cuts, freezing and shardings go by leaf), "rule" (the state of the rule, of
+          which each leaf has its owner), "free"
+        (any structure, as of model state), or "" (whole on each device).
+      shows: the word for its bytes in `repr`; "" for none.
+    """
+    for name, given, known in (("moves", moves, _MOVES), ("like", like, _LIKE)):
+        if given not in known:
+            raise StateError(unknown(name, "field()", str(given), [repr(one) for one in known]))
+    return dataclasses.field(metadata={"moves": moves, "like": like, "shows": shows})
+
+
+_MOVES, _LIKE = ("", "step", "record"), ("", "params", "trained", "rule", "free")
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
+def state_class(cls):
+    """Register a class of states: `TrainState`, or one that adds fields of its own to it.
+
+    @state_class
+    class Lagged(TrainState):
+        lag: Any = field(moves="step", like="trained", shows="lag")
+
+    state = Lagged.of(ts.setup(rule, params), lag=params)
+    """
+    cls = dataclass(frozen=True, eq=False, init=False, repr=False)(cls)
+    cls._fields = tuple(f for f in dataclasses.fields(cls) if f.name != "plan")
+    names = [f.name for f in cls._fields]
+    cls._moving = tuple(f.name for f in cls._fields if f.metadata["moves"] and f.name != "params")
+    cls._still = tuple(f.name for f in cls._fields if not f.metadata["moves"])
+    cls._take = operator.attrgetter(*cls._moving), operator.attrgetter(*cls._still)
+    return jax.tree_util.register_dataclass(cls, names, ["plan"])
+
+
+# --------------------------------------------------------------------------------------- frozen bits
+
+
+def trained_count(state: Any) -> int:
+    """How many leaves of the params are trained."""
+    selected = state.plan.selected
+    return len(jax.tree.leaves(state.params)) if selected is None else sum(selected)
+
+
+def frozen_flags(state: Any) -> np.ndarray:
+    """One bool per trained leaf, on the host; of a population for each of its members."""
+    n = trained_count(state)
+    if state.frozen is None:
+        return np.zeros(n, bool)
+    words = np.asarray(state.frozen)
+    return (words[..., np.arange(n) // 32] >> np.arange(n) % 32 & 1).astype(bool)
+
+
+def frozen_words(flags) -> np.ndarray:
+    """The inverse: uint32 words, one bit per trained leaf."""
+    words = np.zeros(-(-len(flags) // 32), np.uint32)
+    for k, on in enumerate(flags):
+        words[k // 32] |= np.uint32(int(on) << (k % 32))
+    return words

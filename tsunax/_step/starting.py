@@ -1,0 +1,237 @@
+"""What `setup` and `TrainState.replace` are given: checked, copied, and made into the first state.
+
+A step never comes here. It does not know `TrainState`, whose methods it helps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax import guard, reproduce
+from tsunax._core import checks, patterns, trees
+from tsunax._step.roles import COUNTS, trained_count
+from tsunax.averages import Average, as_average
+from tsunax.errors import (
+    ParamsError,
+    RuleError,
+    StateError,
+    TsunaxError,
+    WrongTypeError,
+    message,
+    told,
+)
+from tsunax.precision import LossScale, Policy, as_loss_scale, as_policy, cast
+
+
+def check_setup(
+    params: Any, device: Any, model_state: Any, trainable: Any, copy: bool, freezable: bool
+) -> tuple[bool, ...]:
+    """Raise for arguments that `setup` cannot work with; which leaves of params are selected."""
+    checks.check_flags("setup()", freezable=freezable, copy=copy)
+    checks.check_keys(params)
+    if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
+        fix = "For example jax.devices()[0]."
+        raise WrongTypeError(
+            message("device", "setup()", trees.describe(device), "a jax.Device or Sharding", fix)
+        )
+    checks.check_arrays(model_state, "model_state")
+    if not jax.tree.leaves(params):
+        raise trees.no_parameters("params", params)
+    flags = patterns.select(trainable, params, allow_empty=True)
+    if not any(flags):
+        raise _selects_nothing(f"{patterns.show(trainable)}, which selects nothing")
+    checks.check_params(params, flags)
+    _check_concrete(params, flags)
+    if not copy:
+        checks.check_aliases(params, flags, model_state=model_state)
+    return flags
+
+
+def parts_of(
+    precision: Any, ema: Any, loss_scale: Any
+) -> tuple[Policy | None, Average | None, LossScale | None]:
+    """What these arguments of `setup` stand for."""
+    policy = as_policy(precision, "setup()")
+    return policy, as_average(ema, "setup()"), as_loss_scale(loss_scale, policy, "setup()")
+
+
+def copied(params: Any, flags: tuple[bool, ...], take: Callable[[Any], Any]) -> Any:
+    """The params as a state holds them: what is trained through `take`, which copies.
+
+    The others are no copies, but a NumPy array would be moved to the device by every step.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    kept = zip(leaves, flags, strict=True)
+    return treedef.unflatten([take(x) if flag else trees.strong(x) for x, flag in kept])
+
+
+def without_overwritten(
+    params: Any, flags: tuple[bool, ...], trainable: Any
+) -> tuple[tuple[bool, ...], tuple[bool, ...] | None]:
+    """Which leaves a rule trains, and which of the selected ones their gradient replaces: flax's
+    fp8 scales and amax histories, which no rule ever sees.
+    """
+    named = jax.tree_util.tree_flatten_with_path(params)[0]
+    found = tuple(
+        on and "_overwrite_with_gradient" in trees.names(path)
+        for (path, _), on in zip(named, flags, strict=True)
+    )
+    if not any(found):
+        return flags, None
+    flags = tuple(on and not replaced for on, replaced in zip(flags, found, strict=True))
+    if not any(flags):
+        got = f"{patterns.show(trainable)}, which selects only what gradients overwrite"
+        raise _selects_nothing(got)
+    return flags, found
+
+
+def _selects_nothing(got: str) -> ParamsError:
+    return ParamsError(message("trainable", "setup()", got, "at least one leaf to train"))
+
+
+def _check_concrete(params: Any, flags: tuple[bool, ...]) -> None:
+    named = jax.tree_util.tree_flatten_with_path(params)[0]
+    for (path, leaf), flag in zip(named, flags, strict=True):
+        if flag and isinstance(leaf, jax.ShapeDtypeStruct):
+            where, got = (
+                trees.access_str("params", path),
+                f"a ShapeDtypeStruct, {trees.describe(leaf)}",
+            )
+            fix = "For shapes alone: jax.eval_shape(lambda p: ts.setup(rule, p), params)."
+            raise ParamsError(message("leaf", where, got, "an array", fix))
+
+
+def tell_flax(cls: type) -> None:
+    """Let `flax.serialization.to_bytes(state)`, if flax is loaded, say what saves a state."""
+    if (flax := sys.modules.get("flax.serialization")) is not None:
+        flax.register_serialization_state(cls, _no_flax_bytes, _no_flax_bytes, override=True)
+
+
+def _no_flax_bytes(state: Any, *_: Any) -> None:
+    fix = (
+        "Save a state with ts.Checkpoints(path), and state.params with flax or "
+        "ts.exchange.save(path, params)."
+    )
+    raise WrongTypeError(
+        message("tree", "flax.serialization", "a TrainState", "a tree of arrays", fix)
+    )
+
+
+def stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
+    """The trained part as a state stores it, and its master copies."""
+    if policy is None:
+        return trained, None
+    if policy.stochastic and key is None:
+        fix = "Rounding draws random numbers: setup(..., key=0)."
+        raise StateError(message("key", "setup(precision=...)", "None", "a key", fix))
+    masters = jax.tree.map(trees.own, cast(trained, "float32")) if policy.masters else None
+    return policy.to_param(trained), masters
+
+
+def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
+    """`rule.init(trained)`, with copies of leaves that share a buffer with what is `held`, or with
+    each other. What `init` raises becomes a RuleError, with the cause.
+
+    Averaging rules start from the params themselves; donating one buffer twice is an error.
+    """
+    try:
+        opt_state = rule.init(trained)
+    except TsunaxError:
+        raise
+    except Exception as error:
+        expected = "one that can start from these params"
+        raise RuleError(message("rule", "setup()", told(error), expected)) from error
+    seen = {id(x) for x in jax.tree.leaves(held)}
+
+    def fresh(x):
+        if trees.is_traced(x):
+            return x
+        if id(x) in seen:
+            x = trees.own(x)
+        seen.add(id(x))
+        return trees.strong(x)
+
+    return jax.tree.map(fresh, opt_state)
+
+
+def as_key(key, where: str):
+    """The PRNG key that a user gave, as it is, or from an int seed."""
+    expected = "an int seed or a key, as jax.random.key(0)"
+    if key is None or trees.is_traced(key) or isinstance(key, jax.ShapeDtypeStruct):
+        return key
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        if not -(2**63) <= key < 2**64:
+            raise StateError(message("key", where, key, "a seed of at most 64 bits"))
+        return reproduce.key_of(int(key))
+    if isinstance(key, jax.Array):
+        if key.is_deleted():
+            raise StateError(message("key", where, "a deleted array", expected))
+        typed = trees.is_key(key)
+        if typed and key.ndim == 0:
+            return key
+        if key.dtype == np.uint32 and key.ndim == 1:
+            if key.shape != (words := jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape):
+                raise StateError(
+                    message(
+                        "key", where, trees.describe(key), f"uint32{list(words)}, or a typed key"
+                    )
+                )
+            return key
+        if typed or key.dtype == np.uint32:
+            raise StateError(
+                message("key", where, trees.describe(key), "one key", "Pick one of them: keys[0].")
+            )
+    raise WrongTypeError(message("key", where, trees.describe(key), expected))
+
+
+def check_field(state: Any, name: str, value) -> None:
+    """Raise for a value that `replace` cannot put into this field."""
+    if name in COUNTS:
+        is_int = isinstance(value, int) or (
+            trees.is_array(value) and jnp.issubdtype(value.dtype, np.integer)
+        )
+        fits = (
+            is_int
+            and not isinstance(value, bool)
+            and np.shape(value) in ((), np.shape(state.clock)[:-1])
+        )
+        if not fits or (
+            not trees.is_traced(value) and not np.all((value >= 0) & (value <= guard.LIMIT))
+        ):
+            raise StateError(
+                message(name, "replace()", trees.describe(value), f"an int in [0, {guard.LIMIT}]")
+            )
+    elif name == "frozen":
+        if value is not None:
+            words = np.empty(-(-trained_count(state) // 32), np.uint32)
+            like = words if state.frozen is None else state.frozen
+            checks.check_like(name, value, like, "Use ts.freeze and ts.thaw.")
+    elif name != "key":
+        follows = next(f.metadata["like"] for f in state._fields if f.name == name)
+        if follows != "free":
+            checks.check_like(name, value, getattr(state, name))
+        checks.check_arrays(value, name)
+        if name == "loss_scale":
+            as_loss_scale(value, None, "replace()")
+
+
+def like(new, old):
+    """Copies of arrays, on the mesh where the old ones lie."""
+    new = jax.tree.map(trees.own, new)
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        return new
+
+    def one(x, y):
+        moves = isinstance(x, jax.Array) and not trees.is_traced(x) and not x.committed
+        spread = (
+            isinstance(y, jax.Array) and not trees.is_traced(y) and len(y.sharding.device_set) > 1
+        )
+        return jax.device_put(x, y.sharding) if moves and spread and x.ndim == y.ndim else x
+
+    return jax.tree.map(one, new, old)

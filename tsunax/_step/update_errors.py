@@ -1,0 +1,99 @@
+"""What is wrong with the arguments of `update`. A step that succeeds never comes here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._core import checks, trees
+from tsunax.errors import RuleError, StateError, message, unknown
+from tsunax.loss import Loss
+from tsunax.rules import inspecting
+
+
+def other_tree(grads: Any, params: Any) -> StateError:
+    """For gradients of another structure than the trained part of the params."""
+    fix = "Gradients have the structure of ts.trainable(state)."
+    if isinstance(grads, tuple) and any(isinstance(part, Loss) for part in grads):
+        fix = "Take it apart: loss, grads = ts.value_and_grad(loss_fn)(state, batch)."
+    return StateError(f"gradient {trees.first_difference(grads, params, 'grads')}. {fix}")
+
+
+def _place(root: str, tree: Any, i: int) -> tuple[str, Any]:
+    path, leaf = jax.tree_util.tree_flatten_with_path(tree)[0][i]
+    return trees.access_str(root, path), leaf
+
+
+def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
+    """For a leaf of the gradients that is not one of this parameter."""
+    where, g = _place("grads", grads, i)
+    if not trees.is_inexact(g):
+        got, expected = trees.describe(g), "floats"
+    elif np.shape(g) != np.shape(p):
+        got, expected = f"shape {np.shape(g)}", f"{np.shape(p)}, as in params"
+    elif jnp.iscomplexobj(g) and not jnp.iscomplexobj(p):
+        got, expected = f"dtype {trees.dtype_of(g)}", f"{trees.dtype_of(p)}, as in params"
+    else:
+        got, expected = "a deleted array", "a live one"
+    return StateError(message("gradient", where, got, expected))
+
+
+def other_shape(updates: Any, i: int, p: Any) -> RuleError:
+    """For a rule whose update of a parameter has another shape."""
+    path, _ = jax.tree_util.tree_flatten_with_path(updates)[0][i]
+    where, u = trees.access_str("params", path), jax.tree.leaves(updates)[i]
+    fix = "The rule changes it."
+    return RuleError(message("update", where, f"shape {np.shape(u)}", f"{np.shape(p)}", fix))
+
+
+def lacking(error: Exception, given: Any) -> RuleError | None:
+    """After a rule failed: the argument that it lacks, if that is why."""
+    lacks = [name for name in inspecting.missing(error) if name not in given]
+    if not lacks:
+        return None
+    how = ["loss=loss" if name == "value" else f"{name}=..." for name in lacks]
+    fix = f"Give update(state, grads, {', '.join(how)})."
+    if {*lacks} <= {"value", *checks.SEARCHES}:
+        fix += " train_step gives it by itself."
+    what = "loss" if "value" in lacks else lacks[0]
+    expected = f"the {what}, which this rule asks for"
+    return RuleError(message(what, "update()", "None", expected, fix))
+
+
+def check_extra(state: Any, extra) -> None:
+    """Raise for keywords of `update` that nothing reads: misspelled ones, and hyperparameters."""
+    if not extra:
+        return
+    numbers, read = state.numbers, inspecting.keywords_of(state.plan.update)
+    names = [] if numbers is None else [name for name, _ in numbers.column_names()]
+    for search in filter(callable, map(extra.get, checks.SEARCHES)):  # gets the extra that it names
+        more = checks.names_of(search)
+        read = None if read is None or more is None else read.union(more)
+    for name in extra:
+        if name in names:
+            fix = f"Set it before the step: state = ts.adjust(state, {name}=...)."
+            raise StateError(message("keyword", "update()", repr(name), "no hyperparameter", fix))
+        if name not in _FOR_RULES and (name in _OWN or (read is not None and name not in read)):
+            known = [*_KEYWORDS, "value", *sorted((read or set()) - {*_FOR_RULES})]
+            raise StateError(unknown("keyword", "update()", name, known))
+
+
+_KEYWORDS = ("loss", "model_state", "on_nonfinite", "norms")
+
+
+_OWN = ("params", "updates", "opt_state")  # what update itself gives to the rule
+
+
+_FOR_RULES = (
+    "value",
+    "grad",
+    "value_fn",
+    "obj_fn",
+    "grad_fn",
+    "weight",
+    "flush",
+    "outside",
+)

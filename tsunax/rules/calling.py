@@ -1,0 +1,98 @@
+"""Any optax rule as a step calls it: with the extra arguments that its signature asks for, compared
+by value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from tsunax._core.checks import names_of
+from tsunax.rules.live_rules import Home, is_live
+from tsunax.rules.printing import text_of
+
+
+@dataclass(frozen=True)
+class _PlainInit:
+    """The init half of a rule that `step=` is not given to: schedules in it have their own
+    clock.
+    """
+
+    init: Callable
+
+    def __call__(self, params):
+        return _on_own_clocks(self.init(params))
+
+    def blank(self) -> Callable:
+        return _PlainInit(blank(self.init))
+
+
+def _on_own_clocks(state):
+    def mark(x):
+        if not is_live(x):
+            return x
+        return dataclasses.replace(
+            x, inner=_on_own_clocks(x.inner), home=Home(x.paths, own_clock=True)
+        )
+
+    return jax.tree.map(mark, state, is_leaf=is_live)
+
+
+@dataclass(frozen=True)
+class PlainUpdate:
+    """The update half of a rule that takes some extra arguments only, or none.
+
+    Compares as that half does.
+    """
+
+    update: Callable
+    takes: tuple[str, ...]
+
+    def __call__(self, updates, state, params=None, **extra):
+        return self.update(
+            updates, state, params, **{name: extra[name] for name in self.takes if name in extra}
+        )
+
+
+class Rule(optax.GradientTransformationExtraArgs):
+    """An optax rule that prints as the call that makes it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return text_of(self.init, self.update)
+
+
+def as_rule(init: Any, update: Any) -> optax.GradientTransformationExtraArgs:
+    """The optax rule of these two halves."""
+    return Rule(init, update)
+
+
+def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The rule as one that takes any extra argument, and gets those in its signature; equal rules
+    stay equal.
+    """
+    takes = _extra_arguments(rule)
+    if takes is None:
+        return as_rule(rule.init, rule.update)
+    init = rule.init if "step" in takes else _PlainInit(rule.init)
+    return as_rule(init, PlainUpdate(rule.update, takes))
+
+
+def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | None:
+    """The names of the extra arguments that an update takes; None: any."""
+    if not isinstance(rule, optax.GradientTransformationExtraArgs):
+        return ()
+    return names_of(rule.update, 3)  # behind updates, state, params
+
+
+def blank(init: Any) -> Callable:
+    """The init half of any rule with the numbers of its live parts left out, so that it compares by
+    value.
+    """
+    return init.blank() if hasattr(init, "blank") else init

@@ -1,0 +1,120 @@
+"""Cuts: several groups of values in one live rule, for disjoint sets of leaves.
+
+`adjust(state, "head/**", learning_rate=1e-4)` gives some leaves numbers of their own while the run
+goes on. The rule is not taken apart for that: its moments stay where they are, a global norm stays
+the norm of all leaves, and a step count stays a count of all steps. Instead the table of numbers
+gets one more group, and at every update the whole rule runs once per group, on all leaves, each
+run with the numbers of its group. Each leaf, and each leaf of the optimizer state that belongs to
+it, is then taken from the run of its own group. What no leaf takes, XLA never computes: the cost
+of a cut is the scalars that the groups do not share. Leaves of the optimizer state that belong to
+no parameter (counts) are kept once per group, because a rule may make them depend on its numbers.
+
+What would break it: a rule whose update of one leaf depends on the *numbers* used for another one.
+No rule of optax does that. Which leaf of a state belongs to which parameter is found by tracing
+`init` on marked leaves (`owners.owners`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax._core import trees
+from tsunax.rules.number_table import Numbers, hoist, interned, is_live, live_states, lower
+from tsunax.rules.owners import owners_of_live
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which group of values each leaf takes, and what each group is called."""
+
+    of: tuple[int, ...]
+    labels: tuple[str, ...]
+
+
+def inners(live: Any, state: Any, params) -> list:
+    """The optax state as each group sees it: shared moments, own counters."""
+    leaves, treedef = jax.tree.flatten(state.inner)
+    owners = owners_of_live(live, params)
+    out = [state.inner]
+    for counters in state.extra:
+        own = iter(counters)
+        out.append(
+            treedef.unflatten(
+                [next(own) if o is None else x for x, o in zip(leaves, owners, strict=True)]
+            )
+        )
+    return out
+
+
+def collected(live: Any, state: Any, params, runs):
+    """Each leaf from the run of its group; counters from every run."""
+    of, owners = state.cut.of, owners_of_live(live, params)
+    per_run = [jax.tree.leaves(u) for u, _ in runs]
+    updates = jax.tree.unflatten(
+        jax.tree.structure(runs[0][0]), [per_run[g][k] for k, g in enumerate(of)]
+    )
+    inners = [jax.tree.leaves(inner) for _, inner in runs]
+    inner = jax.tree.unflatten(
+        jax.tree.structure(runs[0][1]),
+        [inners[0 if o is None else of[o]][j] for j, o in enumerate(owners)],
+    )
+    counters = tuple(
+        tuple(x for x, o in zip(leaves, owners, strict=True) if o is None) for leaves in inners[1:]
+    )
+    return updates, inner, counters
+
+
+def _one_recut(state: Any, cut: Cut, parents: tuple[int, ...], params) -> Any:
+    """The same state with finer groups; group i inherits values and counters of the old group
+    `parents[i]`.
+    """
+    leaves = jax.tree.leaves(state.inner)
+    owners = owners_of_live(state.live, params)
+    first = tuple(x for x, o in zip(leaves, owners, strict=True) if o is None)
+    counters = (first, *state.extra)
+    table = state.table[..., np.asarray(parents), :]
+    # copies: two groups must not donate one buffer
+    extra = tuple(tuple(jnp.array(x, copy=True) for x in counters[p]) for p in parents[1:])
+    return dataclasses.replace(state, table=table, extra=extra, cut=interned(cut))
+
+
+def recut(
+    opt_state, numbers: Numbers, params, cuts: Mapping[int, tuple]
+) -> tuple[Any, Numbers | None]:
+    """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}, see
+    `_one_recut`.
+    """
+
+    def one(place: int, s):
+        if place not in cuts:
+            return s
+        seen = frozenset(s.paths)
+        flags = [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        cut, parents = cuts[place]
+        return _one_recut(s, cut, parents, trees.partition(params, flags)[0])
+
+    if not trees.is_traced(
+        numbers.values
+    ):  # on the host: each cut has shapes of its own, and they would all compile
+        numbers = dataclasses.replace(numbers, values=np.array(numbers.values))
+    return hoist(map_live(one, lower(opt_state, numbers)))
+
+
+def map_live(f: Callable[[int, Any], Any], opt_state):
+    """Apply `f(place, state)` to every live state, in the order of `live_states`."""
+    places = iter(range(len(live_states(opt_state))))
+
+    def visit(x):
+        if not is_live(x):
+            return x
+        place = next(places)
+        return f(place, dataclasses.replace(x, inner=jax.tree.map(visit, x.inner, is_leaf=is_live)))
+
+    return jax.tree.map(visit, opt_state, is_leaf=is_live)

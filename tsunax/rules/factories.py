@@ -1,0 +1,274 @@
+"""`live(factory)`: an optax factory whose numbers are arrays in the state."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, ParamSpec, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tsunax._core import patterns, trees
+from tsunax.errors import (
+    HyperparameterError,
+    RuleError,
+    TsunaxError,
+    WrongTypeError,
+    message,
+    told,
+    unknown,
+)
+from tsunax.rules import numbers as _numbers
+from tsunax.rules.calling import as_rule, with_extra
+from tsunax.rules.live_rules import Home, Live, LiveState, LiveUpdate, building, module_of, name_of
+from tsunax.rules.number_table import Number, interned
+
+
+def table_of(live: Live, values: tuple) -> Any:
+    """The table of one group, from the numbers that the user gave (schedules: their own
+    numbers).
+    """
+    numbers, inner = [], []
+    for value, schedule in zip(values, live.schedules, strict=True):
+        numbers.append(0.0 if schedule else value)
+        if schedule:
+            inner += _numbers.split_schedule(value)[1]
+    return _numbers.as_rows(numbers + inner)[:, None, :]
+
+
+@dataclass(frozen=True)
+class LiveInit:
+    """The init half; it knows the numbers."""
+
+    live: Live
+    values: tuple = field(hash=False)
+
+    def plain(self):
+        """The optax rule of the first step."""
+        numbers = {}
+        for name, value, schedule in zip(
+            self.live.names, self.values, self.live.schedules, strict=True
+        ):
+            value = value(0) if schedule else value
+            numbers[name] = Number(value, 1 - value) if trees.is_traced(value) else float(value)
+        return self.live.build(numbers)
+
+    def __call__(self, params) -> LiveState:
+        live = self.live
+        paths = tuple(path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0])
+        return LiveState(
+            table=table_of(live, self.values),
+            inner=self.plain().init(params),
+            count=jnp.zeros([], jnp.int32) if any(live.schedules) else None,
+            live=interned(live),
+            home=Home(interned(paths)),
+        )
+
+    def blank(self) -> Callable:
+        return BlankInit(self.live)
+
+
+@dataclass(frozen=True)
+class BlankInit:
+    """The init half without its numbers: for shapes and key paths only."""
+
+    live: Live
+
+    def __call__(self, params) -> LiveState:
+        live = self.live
+        inner = live.build(dict.fromkeys(live.names, 0.5)).init(params)
+        count = jnp.zeros([], jnp.int32) if any(live.schedules) else None
+        return LiveState(jnp.zeros((4, 1, live.columns)), inner, count=count, live=live)
+
+
+@dataclass(frozen=True, repr=False)
+class PatternMask:
+    """optax's `mask=` from a pattern: the function that it takes.
+
+    (To optax a str is a tree that is true.)
+    """
+
+    where: Any
+
+    def __post_init__(self):
+        patterns.compile_where(self.where)
+
+    def __repr__(self) -> str:
+        return repr(self.where)
+
+    def __call__(self, params):
+        return jax.tree.unflatten(jax.tree.structure(params), patterns.select(self.where, params))
+
+
+def _is_pattern(x) -> bool:
+    return isinstance(x, str) or (
+        type(x) in (list, tuple) and bool(x) and all(isinstance(p, str) for p in x)
+    )
+
+
+P = ParamSpec("P")
+
+
+class LiveFactory(Generic[P]):
+    """What `live(factory)` returns: call it like the factory."""
+
+    advice = ""  # what an error about its arguments ends with
+
+    def __init__(
+        self, factory: Callable[P, optax.GradientTransformation], static: tuple[str, ...] = ()
+    ):
+        self.__signature__ = _signature(factory)
+        if isinstance(factory, functools.partial) and not factory.args:
+            factory = (
+                factory.func
+            )  # its keywords are defaults of the signature, and this one compares by value
+        self.factory, self.static = factory, frozenset(static)
+        self.__name__ = self.__qualname__ = name_of(factory)
+        self.__module__ = "tsunax.rules"
+        self.__doc__ = factory.__doc__
+
+    def __repr__(self):
+        return f"live({'.'.join(filter(None, (module_of(self.factory), name_of(self.factory))))})"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
+        arguments = self._bind(args, kwargs)
+        statics, names, values, schedules = {}, [], [], []
+        for name, value in arguments.items():
+            parameter = self.__signature__.parameters[name]
+            if (
+                isinstance(parameter.default, bool)
+                and not isinstance(value, (bool, np.bool_))
+                and "mask" not in name
+            ):
+                raise WrongTypeError(
+                    message(name, f"{self.__name__}()", trees.describe(value), "True or False")
+                )
+            if building.get() or name in self.static or not _numbers.takes_number(parameter, value):
+                value = PatternMask(value) if "mask" in name and _is_pattern(value) else value
+                # a copy: statics are part of what rules are compared by, and must not change under
+                # them
+                statics[name] = (
+                    jax.tree.map(lambda x: x, value) if isinstance(value, (dict, list)) else value
+                )
+                continue
+            if callable(value):
+                _numbers.check_schedule(f"{self.__name__}()", name, value)
+                schedule = _numbers.split_schedule(value)[0]
+            else:
+                _numbers.check_number(f"{self.__name__}()", name, value)
+                schedule = None
+            names.append(name), values.append(value), schedules.append(schedule)
+        if building.get():
+            return with_extra(cast(Callable, self.factory)(**statics))
+        live = Live(self.factory, statics, tuple(names), tuple(schedules))
+        init = LiveInit(live, tuple(values))
+        self._try(init)
+        return as_rule(init, LiveUpdate(live))
+
+    def _try(self, init: LiveInit) -> None:
+        """Build the plain rule once: what its factory does not take is told where it was
+        written.
+        """
+        where = f"{self.__name__}()"
+        try:
+            init.plain()
+        except TsunaxError:
+            raise
+        except Exception as error:
+            raise RuleError(
+                message("rule", where, told(error), "arguments that make a rule")
+            ) from error
+
+    def _bind(self, args, kwargs) -> dict[str, Any]:
+        known = list(self.__signature__.parameters)
+        for name in kwargs:
+            if name not in known:
+                raise HyperparameterError(
+                    unknown("parameter", f"{self.__name__}()", name, known, self.advice)
+                )
+        try:
+            bound = self.__signature__.bind(*args, **kwargs)
+        except TypeError as error:
+            names = f"{self.__name__}({trees.listed(known, 12)})"
+            got = str(error).replace("missing a required argument:", "none for")
+            raise WrongTypeError(
+                message("arguments", f"{self.__name__}()", got, names, self.advice)
+            ) from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+def _signature(factory: Callable) -> inspect.Signature:
+    """Raise WrongTypeError for parameters that have no name of their own: each number needs one."""
+    expected = "a function with named parameters"
+    try:
+        signature = inspect.signature(factory)
+    except (ValueError, TypeError):
+        raise WrongTypeError(
+            message("factory", "live()", trees.describe(factory), expected)
+        ) from None
+    for p in signature.parameters.values():
+        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            got = f"{name_of(factory)}(..., {p.replace(annotation=p.empty)}, ...)"
+            raise WrongTypeError(message("factory", "live()", got, expected))
+    return signature
+
+
+def _no_factory(got: str, fix: str = "") -> WrongTypeError:
+    return WrongTypeError(
+        message("factory", "live()", got, "a function that makes an optax rule", fix)
+    )
+
+
+def _check_static(static: Any, factory: Callable) -> None:
+    known = list(_signature(factory).parameters)
+    if isinstance(static, str) or not all(isinstance(name, str) for name in static):
+        raise WrongTypeError(
+            message("static", "live()", trees.describe(static), "a tuple of names")
+        )
+    for name in static:
+        if name not in known:
+            raise HyperparameterError(unknown("static", "live()", name, known))
+
+
+def live(
+    factory: Callable[P, optax.GradientTransformation], *, static: tuple[str, ...] = ()
+) -> LiveFactory[P]:
+    """Make the numbers of an optax factory live: arrays in the state that can be read, changed and
+    scheduled.
+
+    `live(optax.adam)(1e-3)` trains as `optax.adam(1e-3)` does, to the last bit of float32 for most
+    rules, but `ts.adjust(state, learning_rate=1e-4)` changes it without a new compilation. Floats,
+    and schedules of floats, become live; counts, flags, masks and dtypes stay part of the program.
+
+    Args:
+      factory: any function of numbers that returns an `optax.GradientTransformation`, your own
+        chain included.
+      static: names of numeric parameters that the factory branches on in Python; they stay
+        constants.
+
+    Raises:
+      HyperparameterError: unknown parameter, a number that is not finite or out of range, a bad
+        schedule.
+      WrongTypeError: not a factory; a string, `None` or a flag where a number belongs.
+
+    >>> import jax.numpy as jnp, optax, tsunax as ts
+    >>> def nesterov(learning_rate, momentum=0.9):
+    ...     return optax.chain(optax.trace(momentum, nesterov=True), optax.scale(-learning_rate))
+    >>> state = ts.setup(ts.rules.live(nesterov)(0.1), {"w": jnp.ones(3)})
+    >>> ts.hyperparams(state)
+    {'learning_rate': 0.1, 'momentum': 0.9}
+    """
+    if isinstance(factory, optax.GradientTransformation):
+        raise _no_factory("a rule", "Call live(...) first: live(optax.adam)(1e-3).")
+    if isinstance(factory, LiveFactory):
+        raise _no_factory(f"{factory.__name__}, live already", "Use it as it is.")
+    if not callable(factory):
+        raise _no_factory(trees.describe(factory))
+    _check_static(static, factory)
+    return LiveFactory(factory, static)

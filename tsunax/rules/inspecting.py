@@ -1,0 +1,246 @@
+"""What can be seen of any optax rule before it runs: which arguments it reads, whether its update
+works, what it is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tsunax._core import trees
+from tsunax._core.checks import SEARCHES, accepting
+from tsunax.errors import RuleError, TsunaxError, WrongTypeError, message, told
+from tsunax.rules.calling import PlainUpdate
+from tsunax.rules.factories import LiveFactory
+from tsunax.rules.live_rules import LiveUpdate, module_of
+from tsunax.rules.printing import name_of_update
+
+
+@functools.lru_cache(maxsize=128)
+def keywords_of(update: Callable) -> frozenset[str] | None:
+    """The extra arguments that an update, and all that it is made of, may read; None if unknown.
+
+    optax's wrappers take any, so names are looked for in the signatures of the functions inside,
+    and in what a function that takes any mentions by name (`extra.get("beta")`).
+    """
+    parts = parts_of(update)
+    if parts is None:
+        return None
+    found = {"step"} if any(isinstance(x, LiveUpdate) for x in parts) else set()
+    for x in parts:
+        if isinstance(x, (PlainUpdate, types.CodeType)):
+            found.update(x.takes if isinstance(x, PlainUpdate) else _extra_of(x))
+    return frozenset(found)
+
+
+def parts_of(update: Callable) -> list[Any] | None:
+    """The functions, code and other objects that an update is made of; None if nothing can be
+    seen.
+    """
+    seen, left = {}, [update]
+    while left:
+        x = left.pop()
+        if id(x) in seen or isinstance(x, (str, bytes, type, types.ModuleType)):
+            continue
+        seen[id(x)] = x  # kept, so that no other object gets its id
+        if isinstance(x, LiveUpdate):
+            halves = dict.fromkeys(x.live.names, 0.5)
+            left += [x.live.build(halves).update, *x.live.statics.values()]
+        elif isinstance(x, (tuple, list, Mapping)):
+            left += x.values() if isinstance(x, Mapping) else x
+        elif isinstance(x, types.CodeType):
+            left += [part for part in x.co_consts if isinstance(part, types.CodeType)]
+        elif isinstance(x, types.MethodType):
+            left += [x.__func__, x.__self__]
+        elif isinstance(x, types.FunctionType):
+            left += [x.__code__, getattr(x, "__wrapped__", None), *(x.__defaults__ or ())]
+            left += [cell.cell_contents for cell in x.__closure__ or () if cell != _EMPTY]
+            names = x.__code__.co_names
+            named = [x.__globals__.get(name) for name in names]
+            in_optax = [m for m in named if getattr(m, "__name__", "").partition(".")[0] == "optax"]
+            named += [getattr(m, name, None) for m in in_optax for name in names]
+            left += [f for f in named if isinstance(f, types.FunctionType)]
+        elif dataclasses.is_dataclass(x) or callable(x):
+            call = inspect.getattr_static(type(x), "__call__", None)
+            if isinstance(call, types.FunctionType):
+                left.append(call)
+            elif x is update and not hasattr(x, "__wrapped__"):
+                return None
+            left += [getattr(x, "__wrapped__", None), getattr(x, "func", None)]
+            left += getattr(x, "__dict__", {}).values()
+    return list(seen.values())
+
+
+_EMPTY = types.CellType()
+
+
+_OPTAX = os.path.dirname(optax.__file__)
+
+
+def _extra_of(code: types.CodeType) -> set[str]:
+    """The extra arguments in the signature of an update; those of a function that takes any too."""
+    takes_any = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    if not takes_any and not code.co_name.startswith("update"):
+        return set()
+    n = code.co_argcount
+    first = 4 if code.co_varnames[:1] == ("self",) else 3  # behind updates, state, params
+    found = set(code.co_varnames[first : n + code.co_kwonlyargcount])
+    if takes_any and not code.co_filename.startswith(_OPTAX):  # which names all in signatures
+        inside = [code]
+        for part in inside:
+            inside += [x for x in part.co_consts if isinstance(x, types.CodeType)]
+            found.update(x for x in part.co_consts if isinstance(x, str) and x.isidentifier())
+    return found - {"updates", "grads", "state", "params"}
+
+
+def check_rule(rule, where: str, fix: str = "") -> None:
+    """Raise WrongTypeError unless this is an optax rule, guessing what was meant."""
+    expected, got = "an optax.GradientTransformation", trees.describe(rule)
+    if isinstance(rule, optax.GradientTransformation):
+        if not (callable(rule.init) and callable(rule.update)):
+            got = f"one with init {trees.describe(rule.init)}, update {trees.describe(rule.update)}"
+            raise WrongTypeError(message("rule", where, got, "two functions"))
+        try:
+            hash(rule)
+        except TypeError as error:
+            expected = "one that can be hashed, as functions can: jit looks it up"
+            raise RuleError(message("rule", where, told(error), expected)) from None
+        return
+    raise WrongTypeError(message("rule", where, got, expected, fix or _meant(rule)))
+
+
+# What cannot be a rule, and the way that works
+_WAYS = {
+    "lookahead": "Its params are optax.LookaheadParams: use it in a loop of your own, around any of ts.rules. "
+    "An average of the params is setup(..., ema=0.99).",
+    "differentially_private_aggregate": "It takes a gradient for each row: call its update with those of "
+    "jax.vmap(jax.grad(...)) yourself, and give ts.update what it returns.",
+}
+
+
+def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
+    """Raise RuleError for a rule of others whose update fails on these params, or returns other
+    shapes or dtypes.
+
+    Traced for shapes. An extra argument that is missing is no fault yet: `ts.update` may be given
+    it.
+    """
+    named = jax.tree_util.tree_flatten_with_path(params)[0]
+    complex_ = [
+        pair for pair in named if jnp.issubdtype(trees.dtype_of(pair[1]), jnp.complexfloating)
+    ]
+    if not complex_ and _is_ours(rule.update):
+        return
+    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))
+    extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
+    extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
+    run = lambda g, s, step, x: rule.update(g, s, g, step=step, weight=x, value=x, grad=g, **extra)
+    numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+    cause = None
+    try:
+        before = jax.eval_shape(rule.init, params)
+        updates, after = jax.eval_shape(run, params, before, *numbers)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        return  # not under jit, but by hand perhaps
+    except Exception as error:
+        outside = isinstance(error, NameError) and "unbound axis name" in str(error)  # of shard_map
+        if outside or (not complex_ and missing(error)):
+            return
+        cause, name, got = error, _raised_by(error, rule), f"{told(error)} from its update"
+    else:
+        parts = map(name_of_update, filter(callable, parts_of(rule.update) or ()))
+        name = next(filter(_WAYS.__contains__, parts), name_of_update(rule.update))
+        got = _unlike(updates, params)
+        if not got and (difference := trees.first_difference(after, before, "opt_state")):
+            raise RuleError(
+                f"optimizer state {difference}. The rule {name} changes it from call to call."
+            )
+        pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
+        if not got and all(u.dtype == p.dtype for u, p in pairs if complex_):
+            return
+    if complex_ and not isinstance(cause, TsunaxError):
+        path, leaf = complex_[0]
+        fix = "Wrap the rule: optax.contrib.split_real_and_imaginary(rule)."
+        where, got = trees.access_str("params", path), f"dtype {leaf.dtype}"
+        raise RuleError(message("leaf", where, got, "real numbers for this rule", fix)) from cause
+    way = _IN_OPTAX if "unexpected keyword argument" in got else _WAYS.get(name, "")
+    what = "rule" if "<" in name else f"rule {name}"
+    raise RuleError(message(what, "setup()", got, "updates like the params", way)) from cause
+
+
+_IN_OPTAX = (
+    "optax's wrappers give extra arguments to all rules inside, also to those that take others: join them with "
+    "ts.rules.chain or ts.rules.partition."
+)
+
+
+def _unlike(updates, params) -> str:
+    """How updates differ from the params in structure or shape; "" if they do not."""
+    if difference := trees.first_difference(updates, params, "updates"):
+        return f"another tree ({difference})"
+    for (path, p), u in zip(
+        jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(updates), strict=True
+    ):
+        if u.shape != jnp.shape(p):
+            return (
+                f"an update of shape {u.shape} of {trees.access_str('params', path)}, "
+                f"{trees.describe(p)}"
+            )
+    return ""
+
+
+def _is_ours(update: Any) -> bool:
+    """Whether an update is made of rules that are known to work."""
+    if isinstance(update, LiveUpdate):
+        return module_of(update.live.factory).partition(".")[0] in ("optax", "tsunax")
+    if not type(update).__module__.startswith("tsunax."):
+        return False
+    return all(map(_is_ours, getattr(update, "updates", None) or [getattr(update, "update", None)]))
+
+
+def missing(error: Exception) -> list[str]:
+    """The names of the arguments for want of which a function was not called."""
+    if isinstance(error, ValueError):  # of optax's own, for those with a default
+        return re.findall(r"^`?(\w+)`? must be provided", str(error))
+    found = re.search(r"missing \d+ required \S+ arguments?: (.*)", str(error))
+    return re.findall(r"'(\w+)'", found[1]) if isinstance(error, TypeError) and found else []
+
+
+def _raised_by(error: BaseException, rule) -> str:
+    """The factory of the innermost update that an exception came through."""
+    names, trace = [name_of_update(rule.update)], error.__traceback__
+    while trace is not None:
+        outer, _, inner = trace.tb_frame.f_code.co_qualname.partition(".<locals>.")
+        names += [outer] if inner in ("update", "update_fn") else []
+        trace = trace.tb_next
+    return names[-1]
+
+
+def _meant(rule) -> str:
+    if all(
+        callable(getattr(rule, name, None))
+        for name in ("init", "update", "gradient_transformation")
+    ):
+        return "Call rule.gradient_transformation(), or use ts.rules.accumulate(rule, every=n)."
+    is_rule = lambda x: isinstance(x, optax.GradientTransformation)
+    if isinstance(rule, LiveFactory) or (callable(rule) and not isinstance(rule, type)):
+        first = next(iter(inspect.signature(rule).parameters), "")
+        return f"Call it: {getattr(rule, '__name__', 'rule')}({first and first + '=...'})."
+    if isinstance(rule, (list, tuple)) and rule and all(map(is_rule, rule)):
+        return "Join them: ts.rules.chain(*rules)."
+    if type(rule) is tuple and len(rule) == 2 and all(map(callable, rule)):
+        return "Name the two: optax.GradientTransformation(init, update)."
+    if isinstance(rule, Mapping) and rule and all(map(is_rule, rule.values())):
+        return "Give each its part: ts.rules.partition({pattern: rule})."
+    return "For example ts.rules.adam(1e-3)."

@@ -1,0 +1,97 @@
+"""Which parameter each leaf of an optimizer state belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from tsunax._core import trees
+from tsunax.rules.number_table import Numbers, is_live, kept
+
+
+def _owners_by_marks(
+    init: Callable[[Any], Any], params: Any, keyed: list
+) -> list[int | None] | None:
+    """None where `init` fails on marked parameters, or makes another state of them."""
+    try:
+        marked = jtu.tree_flatten_with_path(jax.eval_shape(init, trees.mark(params)))[0]
+    except Exception:  # whatever a user's mask raises when it meets a node that it does not know
+        return None
+    of = lambda found: [(trees.without_marks(path), leaf.shape, leaf.dtype) for path, leaf in found]
+    if of(marked) != of(keyed):
+        return None
+    return [next((k.owner for k in path if isinstance(k, trees.Mark)), None) for path, _ in marked]
+
+
+def owners_by_suffix(params: Any, keyed: list) -> list[int | None]:
+    """The parameter with the longest equal end of the key path that has the same shape."""
+    flat = jtu.tree_flatten_with_path(params)[0]
+    index = {(path, np.shape(leaf)): i for i, (path, leaf) in enumerate(flat)}
+    ends = ([(path[i:], leaf.shape) for i in range(len(path) + 1)] for path, leaf in keyed)
+    return [next((index[end] for end in of_leaf if end in index), None) for of_leaf in ends]
+
+
+def owners(init: Callable[[Any], Any], params: Any) -> tuple[Any, list[tuple], list[int | None]]:
+    """`(shapes, paths, owners)`: from which parameter is each leaf of an optax state made?
+
+    `shapes` is `jax.eval_shape(init, params)`. `paths` and `owners` have, for each leaf of it in
+    flatten order, the key path, and the place among the leaves of `params`; None for a count, and
+    for what several parameters made together.
+
+    Each parameter is wrapped in a `trees.Marked` node, which optax's tree functions pass through, so that
+    masks, labels, factored and stacked moments need no rule of their own. An `init` that does not
+    stand this gets the parameter with the longest equal end of the key path and the same shape.
+    """
+    shapes = jax.eval_shape(init, params)
+    keyed = jtu.tree_flatten_with_path(shapes)[0]
+    found = _owners_by_marks(init, params, keyed)
+    if found is None:
+        found = owners_by_suffix(params, keyed)
+    return shapes, [path for path, _ in keyed], found
+
+
+def owners_of_live(live: Any, params) -> list[int | None]:
+    leaves, treedef = jax.tree.flatten(params)
+    return _owners_like(
+        live, treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    )
+
+
+@functools.lru_cache(
+    maxsize=128
+)  # a trace of `init` each: every cut asks, and every trace of a cut rule
+def _owners_like(live: Any, treedef, shapes: tuple) -> list[int | None]:
+    halves = dict.fromkeys(live.names, 0.5)
+    return owners(live.build(halves).init, treedef.unflatten(shapes))[-1]
+
+
+def owners_of(init: Callable, opt_state, numbers: Numbers | None, params) -> list[int | None]:
+    """For each leaf of a plain optimizer state the index of the parameter that it belongs to, or
+    None.
+    """
+    if numbers is None:
+        return owners(init, params)[-1]
+    found = owners_in(init, numbers.layout.skeleton, params)
+    return [found[i] for i in kept(numbers.layout)]
+
+
+def owners_in(init: Callable, opt_state, params) -> list[int | None]:
+    """The same for the leaves of an optimizer state in which live states keep their tables."""
+    shapes, _, found = owners(init, params)
+    fresh = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if o is None else o for o in found])
+
+    def align(fresh, actual):
+        if not is_live(actual):
+            return fresh
+        inner = jax.tree.map(align, fresh.inner, actual.inner, is_leaf=is_live)
+        table, extra, count = jax.tree.map(lambda _: -1, (actual.table, actual.extra, actual.count))
+        return dataclasses.replace(actual, table=table, inner=inner, extra=extra, count=count)
+
+    aligned = jax.tree.leaves(jax.tree.map(align, fresh, opt_state, is_leaf=is_live))
+    return [None if owner < 0 else owner for owner in aligned]

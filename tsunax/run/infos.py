@@ -1,0 +1,184 @@
+"""The infos of steps on the host: what of them becomes a column of the history."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax._core import trees
+from tsunax.errors import StateError
+from tsunax.run import fused_loop
+from tsunax.run.run import OF_FIT
+from tsunax.state import TrainState, donated
+from tsunax.step import StepInfo
+
+
+def form_of(infos) -> tuple:
+    """What the infos of two calls have to share to become rows together: structure, and shapes but
+    for the steps.
+    """
+    if isinstance(infos, fused_loop.Infos):
+        static = infos.treedef, infos.dtypes, infos.named  # its structure, without a walk
+        return *static, *[x.shape[1:] for x in infos.others]
+    leaves, treedef = jax.tree.flatten(infos)
+    return treedef, *map(np.shape, leaves)
+
+
+def is_ready(infos) -> bool:
+    """Whether a call is done: on a CPU it often is when it returns."""
+    return all(x.is_ready() for x in jax.tree.leaves(infos) if hasattr(x, "is_ready"))
+
+
+def hosted(infos):
+    """Infos as NumPy arrays. Waits. `jax.device_get` costs ten times as much for so small ones."""
+    if isinstance(infos, fused_loop.Infos):  # done for every call
+        infos.__dict__.update(
+            table=np.asarray(infos.table), others=[np.asarray(x) for x in infos.others]
+        )
+        return infos
+    if isinstance(infos, StepInfo):
+        infos = infos._replace(numbers=None)
+    leaves, treedef = jax.tree.flatten(infos)
+    return treedef.unflatten(map(np.asarray, leaves))
+
+
+def unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.ndarray]]:
+    """Infos on the host, stacked by steps, and the scheduled hyperparameters of those that came out
+    of a loop.
+    """
+    if isinstance(infos[0], fused_loop.Infos):
+        return infos[0].unpacked(list(zip(infos, counts, strict=True)))
+    return jax.tree.map(lambda *x: np.stack(x), *infos), {}
+
+
+def verdicts(infos, n: int) -> np.ndarray:
+    """int32 (n,): what the guards of all steps in these infos said; above 0 where one rejected."""
+    parts = jax.tree.leaves(infos, is_leaf=lambda x: isinstance(x, StepInfo))
+    found = [
+        np.asarray(x.verdict) for x in parts if isinstance(x, StepInfo) and x.verdict is not None
+    ]
+    if not found:
+        return np.zeros(n, np.int32)
+    # of a population a call is rejected where all members reject it
+    return functools.reduce(
+        np.maximum, [x if x.ndim == 1 else np.min(x.reshape(len(x), -1), 1) for x in found]
+    )
+
+
+def own_names(infos) -> list[str]:
+    """The names that the user gave: of metrics, or of a dict's own numbers."""
+    if isinstance(infos, StepInfo):
+        return list(infos.metrics or {})
+    return (
+        [name for name in infos if name in (*OF_FIT, "step")] if isinstance(infos, Mapping) else []
+    )
+
+
+def columns(infos) -> Iterator[tuple[str, Any]]:
+    """The numbers of stacked infos, by name: those of a `StepInfo`, of a mapping of them, or one
+    alone.
+    """
+    if isinstance(infos, StepInfo):
+        found = {"loss": infos.loss, "grad_norm": infos.grad_norm, "update_norm": infos.update_norm}
+        found |= {
+            "loss_scale": infos.loss_scale,
+            "dropped": infos.dropped,
+            "weight": infos.weight,
+        } | (infos.metrics or {})
+    elif isinstance(infos, Mapping):
+        found = {}
+        for name, part in infos.items():
+            is_more = isinstance(part, StepInfo | Mapping)
+            found |= (
+                {f"{name}/{inner}": x for inner, x in columns(part)} if is_more else {name: part}
+            )
+    else:
+        found = {"loss": infos}
+    for name, x in found.items():
+        if x is None:
+            continue
+        flat = np.reshape(x, (len(x), -1))
+        if np.ndim(x) == 1:
+            yield name, x
+        elif (
+            flat.shape[1] <= MOST_OF_A_METRIC
+        ):  # a metric for each class; of more, `evaluate` tells
+            yield from ((f"{name}/{i}", column) for i, column in enumerate(flat.T))
+
+
+MOST_OF_A_METRIC = 100  # numbers of an array that become columns
+
+
+def _still(state) -> dict[str, float]:
+    """The live hyperparameters that no schedule moves, by flat name."""
+    if not isinstance(state, TrainState) or state.numbers is None:
+        return {}
+    named = state.numbers.named(None)
+    return {
+        f"{k}/{i}" if np.ndim(x) else k: float(v)
+        for k, x in named.items()
+        for i, v in enumerate(np.ravel(x))
+    }
+
+
+def scheduled(numbers, steps) -> dict[str, np.ndarray]:
+    """Those that one moves, for a few steps."""
+    if numbers is None or not numbers.scheduled:
+        return {}
+    held, rows = numbers.named(None), [numbers.named(int(step)) for step in steps]
+    moved = {
+        name: np.array([row[name] for row in rows])
+        for name in (rows[0] if rows else {})
+        if name not in held
+    }
+    return dict(column for name, x in moved.items() for column in fused_loop.by_member(name, x))
+
+
+def counts_of(state: TrainState) -> np.ndarray:
+    """What the clock of a state holds, read once: int (4,), or (members, 4)."""
+    if trees.is_gone(state.clock):
+        raise StateError(donated("fit()"))
+    return np.asarray(state.clock)
+
+
+def step_of(state, default: int) -> int:
+    """The clock of a state; of a population, whose members have their own, the calls."""
+    if not isinstance(state, TrainState):
+        return default
+    counts = counts_of(state)
+    return int(counts[0] if counts.ndim == 1 else np.max(counts[..., 1]))
+
+
+def calls_of(state) -> int:
+    return int(np.max(counts_of(state)[..., 1])) if isinstance(state, TrainState) else 0
+
+
+def rejected_of(state) -> tuple[int, int]:
+    if not isinstance(state, TrainState):
+        return 0, 0
+    counts = counts_of(state)
+    return int(np.min(counts[..., 2])), int(np.min(counts[..., 3]))
+
+
+class HeldNumbers:
+    """The live hyperparameters that no schedule moves and a row tells: learning rates, and those
+    that were adjusted since the start.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: Any = None  # that they were read from
+        self._start: dict[str, float] | None = None
+        self._told: dict[str, float] = {}
+
+    def of(self, state: Any) -> dict[str, float]:
+        numbers = getattr(state, "numbers", None)
+        if self._start is None or numbers is not self._numbers:
+            now = _still(state)
+            start = now if self._start is None else self._start
+            self._told = {k: x for k, x in now.items() if "learning_rate" in k or x != start.get(k)}
+            self._numbers, self._start = numbers, start
+        return self._told

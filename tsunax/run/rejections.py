@@ -1,0 +1,118 @@
+"""Rejected steps of a run: counted, warned of, kept for `ts.replay`; and the one too many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax import guard
+from tsunax._step import failures
+from tsunax._step.members import members_of
+from tsunax.errors import NonFiniteError, warn
+from tsunax.program import TrainStep
+from tsunax.run.feed import epochs_of
+from tsunax.run.infos import calls_of, rejected_of
+from tsunax.run.run import MOST_REJECTED, Rejected, Run
+from tsunax.state import TrainState
+from tsunax.step import StepInfo
+
+
+class Rejections:
+    """What a run of this step knows of the calls that were rejected."""
+
+    def __init__(self, step: Any, state: Any, run: Run, max_bad: int):
+        self.step, self.run = step, run
+        self.max_bad = 1 if getattr(step, "on_nonfinite", None) == "raise" else max_bad
+        self.count, before = rejected_of(state)
+        self.in_a_row = 0
+        self.calls = calls_of(state)  # of the state before the calls that were not read
+        self.is_population = members_of(state) is not None
+        has_scale = isinstance(state, TrainState) and state.loss_scale is not None
+        # rejected ones in a row that end a call; under a loss scale some do not count
+        self.limit = None if has_scale or self.is_population else self.max_bad + before
+
+    def _is_known(self, info: Any) -> bool:
+        """Whether one verdict and one state belong to a call."""
+        is_one = isinstance(self.run.state, TrainState) and not self.is_population
+        return isinstance(info, StepInfo) and is_one
+
+    def note(self, verdicts, steps, epochs, infos) -> int | None:
+        """Mark rejected calls, warn of the first, the tenth, the hundredth.
+
+        Which one was one too many, if any.
+        """
+        run, count = self.run, self.count
+        if not np.any(verdicts > 0):
+            self.in_a_row = 0
+            return None
+        for i, verdict in enumerate(verdicts):
+            if verdict <= 0:
+                self.in_a_row = 0
+                continue
+            info = jax.tree.map(lambda x, i=i: x[i], infos)
+            count += 1
+            run.history.mark("rejected", int(steps[i]))
+            known = self._is_known(info)
+            if known and failures.is_searching(run.state, info, verdict):
+                continue  # for its loss scale
+            self.in_a_row += 1
+            if count in (1, 10, 100, 1000, 10_000, 100_000) and self.max_bad > 1:
+                why = (
+                    guard.explain(verdict, run.state.opt_state)
+                    if known
+                    else "a loss or gradient is not finite"
+                )
+                loss = f" (loss {float(info.loss):.6g})" if known and info.loss is not None else ""
+                what = f"step {int(steps[i])} of epoch {epochs[i]} was rejected{loss}: {why}"
+                warn(f"{what}. {count} so far; the state is as it was.", RuntimeWarning)
+            if self.in_a_row >= self.max_bad:
+                return i
+        return None
+
+    def keep(self, verdicts, steps, chunks, infos) -> None:
+        """Keep the last rejected calls, for `replay`: a transfer of one batch for each of them."""
+        state, before = self.run.state, self.calls
+        self.calls += len(verdicts)
+        if not self._is_known(infos) or not np.any(verdicts > 0) or jax.process_count() > 1:
+            return  # of several processes none has the whole batch
+        for i in map(int, np.flatnonzero(verdicts > 0)[-MOST_REJECTED:]):
+            info = jax.tree.map(lambda x, i=i: x[i], infos)
+            if not failures.is_searching(state, info, verdicts[i]):
+                batch, epoch = _batch_of(i, chunks)
+                kept = Rejected(int(steps[i]), before + i, epoch, batch, info.loss_scale)
+                self.run.rejected.append(kept)
+
+    def give_up(self, i: int, chunks, extra) -> None:
+        """Raise for a call that was one rejected too many, and say what was wrong with it."""
+        run = self.run
+        assert run.info is not None
+        limit = f"max_bad={self.max_bad}"
+        if getattr(self.step, "on_nonfinite", None) == "raise":
+            limit = "on_nonfinite='raise'"
+        elif self.max_bad > 1:
+            limit = f"the last of {self.max_bad} in a row, {limit}"
+        known = isinstance(run.info, StepInfo) and not self.is_population
+        why = guard.explain(int(run.info.verdict), None) if known else "not finite"
+        if (
+            known and isinstance(self.step, TrainStep) and jax.process_count() == 1
+        ):  # else nobody has the batch
+            why = failures.why(self.step, run.state, run.info, _batch_of(i, chunks)[0], extra)
+        epochs = epochs_of(chunks)
+        what = f"step {run.step} of epoch {epochs[i]} was rejected: {why}; {limit}"
+        raise NonFiniteError(f"{what}. `error.state` is the state before it.", run.state, run.info)
+
+
+def _batch_of(i: int, chunks) -> tuple[Any, int]:
+    """The batch of the i-th of the calls that these chunks hold, on the host, and its epoch."""
+    chunk = next(chunk for chunk in chunks if (i := i - chunk.steps) < 0)
+    batch, mask = jax.device_get(
+        (chunk.feed.at(i + chunk.steps), getattr(chunk.feed, "mask", None))
+    )
+    rows, epoch = (
+        None if mask is None else int(np.sum(mask)),
+        int(np.broadcast_to(chunk.epochs, chunk.steps)[i]),
+    )
+    batch = jax.tree.map(lambda x: x[:rows] if np.ndim(x) else x, batch) if rows else batch
+    return batch, epoch

@@ -1,0 +1,156 @@
+"""What a callback sees of a run of `fit`, and the rejected calls that a run keeps."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax._core import trees
+from tsunax.errors import RowError, StateError, WrongTypeError, message
+from tsunax.run.history import History
+from tsunax.run.rows import join
+from tsunax.state import TrainState, check_state
+
+# names that rows have of themselves; no metric may be called so
+OF_ROWS = ("loss", "grad_norm", "update_norm", "loss_scale", "dropped", "weight", "step")
+OF_FIT = ("epoch", "rejected", "steps_per_second", "examples_per_second")
+MOST_REJECTED = 3  # calls that are kept, each with its batch on the host
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A call whose step was rejected: what it takes, beside the state, to have it again."""
+
+    step: int  # of the clock
+    calls: int  # of the state when it was called: its keys come from that
+    epoch: int
+    batch: Any  # on the host, without rows of padding
+    loss_scale: Any  # the one that it used, where the state has one
+
+    def of(self, state: TrainState, *, exact: bool = True) -> tuple[TrainState, Any]:
+        """`(state, batch)` of that call, for `ts.replay(step, *rejected.of(state))`.
+
+        From the state that the run ended in, as `error.state`. A rejected step leaves a state as it
+        was; where others were applied since, StateError, or with `exact=False` the batch and the
+        keys of that call with later params.
+        """
+        check_state(state, "Rejected.of()")
+        if exact and int(state.step) != self.step:
+            fix = "Take of(state, exact=False), or end the run at the first one: max_bad=1."
+            got = f"step {int(state.step)}"
+            raise StateError(
+                message(
+                    "state", "Rejected.of()", got, f"that of step {self.step}, where it was", fix
+                )
+            )
+        fields: dict[str, Any] = {"calls": self.calls}
+        if self.loss_scale is not None and state.loss_scale is not None:
+            scale = np.float32(self.loss_scale)
+            fields["loss_scale"] = dataclasses.replace(state.loss_scale, scale=scale)
+        return state.replace(**fields), self.batch
+
+
+class Run:
+    """What a callback sees of a run; it may change `memory`, and call `log` and `stop`.
+
+    To assign an attribute is an error in a callback: nobody would read it.
+    """
+
+    is_lent = False  # to a callback
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_of_loop = name in self.__dict__.get("known", ()) or name == "extra"
+        if name in _METHODS or (self.is_lent and is_of_loop):
+            fixes = {
+                "state": "Return the new state.",
+                "memory": "Change it in place: run.memory.update(...).",
+                "extra": "Change the dict that you gave to fit: extra['scale'] = ...",
+            }
+            fix = (
+                f"Call it: run.{name}(...)."
+                if name in _METHODS
+                else fixes.get(name, "It is the loop's.")
+            )
+            raise WrongTypeError(message(f"run.{name}", "a callback", "an assignment", "none", fix))
+        self.__dict__[name] = value
+
+    def __init__(self, state, step: int, epoch: int, history: History):
+        self.event = "start"
+        self.step, self.epoch = step, epoch
+        self.state = state
+        self.info: Any = None  # of the last step, its numbers on the host; None before the first
+        known = {name: history.last(name) for name in history.names}
+        self.metrics: dict[str, float] = {
+            name: x for name, x in known.items() if x is not None
+        }  # the newest of each
+        self.history = history
+        self.memory: dict[str, Any] = {}  # the callback's own; saved and given back
+        self.stopped = ""
+        self.taken: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
+        self.row: dict[str, float] = {}
+        self.note: Callable[[str], None] = print  # a line above the progress
+        self.rejected: collections.deque[Rejected] = collections.deque(
+            maxlen=MOST_REJECTED
+        )  # the last ones
+        self.known = frozenset(
+            self.__dict__
+        )  # of the loop; a callback may put names of its own beside them
+
+    def log(self, **numbers) -> None:
+        """Let numbers join the row of this step."""
+        self.check_own(numbers, "run.log()")
+        row = join(self.row, numbers, "run.log()")
+        self.__dict__["row"] = row
+        self.metrics.update({name: row[name] for name in numbers})
+
+    def check_own(self, numbers, where: str) -> None:
+        """Raise RowError for a name that the rows of training have, so that no column mixes two
+        things.
+        """
+        if taken := [name for name in numbers if name in self.taken]:
+            fix = "Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data})."
+            raise RowError(
+                message(
+                    repr(taken[0]), where, "a name of the training rows", "a name of its own", fix
+                )
+            )
+
+    def stop(self, reason: str) -> None:
+        """End the run after this boundary."""
+        self.__dict__["stopped"] = self.stopped or str(reason)
+
+
+_METHODS = {name for name in vars(Run) if callable(getattr(Run, name))}
+
+
+@contextlib.contextmanager
+def blamed(what: str, fn, run: Run):
+    """Say of an exception which function raised it, and when."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"raised by the {what} {trees.describe_call(fn)} at step {run.step} (epoch {run.epoch})"
+        )
+        raise
+
+
+def with_state(error: BaseException, run: Run) -> BaseException:
+    """An exception with the state and the history of the run that it ends."""
+    gone = any(map(trees.is_gone, jax.tree.leaves(run.state)))
+    if not hasattr(error, "state") or error.state is None:  # type: ignore[attr-defined]
+        error.state = None if gone else run.state  # type: ignore[attr-defined]
+    error.history = run.history  # type: ignore[attr-defined]
+    error.rejected = tuple(run.rejected)  # type: ignore[attr-defined]
+    if gone:
+        error.add_note(
+            f"the failed call had consumed the state of step {run.step}: error.state is None"
+        )
+    return error

@@ -1,0 +1,157 @@
+"""How a run of `fit` starts: its arguments checked, where its newest checkpoint is, and what its
+loggers are told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax._core import checks, trees
+from tsunax.checkpoints import resume as _resume
+from tsunax.checkpoints.saving import Checkpoints, Restored
+from tsunax.errors import WrongTypeError, message, warn
+from tsunax.hyper import hyperparams
+from tsunax.run import progress as _progress
+from tsunax.run.fitting import Fit
+from tsunax.run.history import History
+from tsunax.run.infos import step_of
+from tsunax.run.options import Options, check_step
+from tsunax.state import TrainState, own
+
+
+def opened(checkpoint):
+    """A context with the `Checkpoints` that a user gave, or those of a path, which end with it."""
+    if isinstance(checkpoint, Checkpoints):
+        return contextlib.nullcontext(checkpoint)
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise WrongTypeError(
+            message(
+                "checkpoint", "fit()", trees.describe(checkpoint), "a path or ts.Checkpoints(path)"
+            )
+        )
+    return Checkpoints(checkpoint)
+
+
+def begin(
+    step,
+    state,
+    data,
+    options: Options,
+    progress,
+    history: History | None,
+    resume: str,
+    fast_forward: bool,
+) -> Fit:
+    """The run, where its newest checkpoint is if there is one."""
+    restored = Restored(state) if options.saver is None else options.saver.resumed(state, resume)
+    is_in_hand = restored.step is not None and restored.state is state
+    before = restored.script if isinstance(restored.script, dict) else {}
+    script = {} if options.saver is None else _resume.script_of(step, state, data, options.extra)
+    script["run"] = before.get("run") or secrets.token_hex(4)
+    state = restored.state
+    if not isinstance(state, TrainState):
+        state = jax.tree.map(
+            own, state
+        )  # the loop consumes it, and nobody said that this may be so
+    start = step_of(state, restored.step or 0)
+    if restored.history is not None and not (is_in_hand and history is not None):
+        history = History.of(restored.history)
+    history = History() if history is None else history
+    fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
+    fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
+    if restored.step is not None:
+        fitting.feed.go_to(restored.data, fast_forward)
+        history.mark("restart", start)
+    if (
+        is_in_hand
+    ):  # the run began with another state, which the script gives when it is started again
+        began = {name: before[name] for name in ("calls", "states") if name in before}
+        fitting.boundaries.script = {**script, **began}
+    elif options.saver is not None and restored.step is not None:
+        fitting.boundaries.saved = start, fitting.feed.place()
+        if not options.goal.reached(start, fitting.feed.epoch):
+            for note in _resume.edits(before.get("settings"), script["settings"]):
+                warn(f"fit(): resumed from step {start} in {options.saver.path}, but {note}")
+    total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs, start)
+    fitting.show_on(
+        _progress.progress(progress if jax.process_index() == 0 else False, total, start, "step")
+    )
+    return fitting
+
+
+def check_fit(step, state, dry_run, resume, checkpoint, history) -> None:
+    checks.check_flags("fit()", dry_run=dry_run)
+    if not checks.is_one_of(resume, ("auto", "must", "never")):
+        raise WrongTypeError(
+            message("resume", "fit()", trees.describe(resume), "'auto', 'must' or 'never'")
+        )
+    if resume == "must" and checkpoint is None:
+        raise WrongTypeError(
+            message("resume", "fit()", "'must' without checkpoint=", "a path to resume from")
+        )
+    if history is not None and not isinstance(history, History):
+        raise WrongTypeError(
+            message("history", "fit()", trees.describe(history), "a ts.loop.History, to go on with")
+        )
+    check_step("fit()", step, state)
+
+
+def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
+    """What a logger is told at the start: the settings of the run, and the hyperparameters.
+
+    `closed` is the step of a row that the history has no longer, see `History.reopen`.
+    """
+    options, state = fitting.options, fitting.run.state
+    found = {
+        "run": fitting.boundaries.script["run"],
+        "goal": str(options.goal),
+        "start": fitting.run.step,
+        "jax": jax.__version__,
+        "devices": jax.device_count(),
+    }
+    if fitting.is_resumed:  # a log's rows from there on are not those of an uninterrupted run
+        found["rows_from"] = fitting.run.step + (closed != fitting.run.step)
+    for name in ("accumulate", "on_nonfinite"):
+        if hasattr(fitting.step, name):
+            found[name] = getattr(fitting.step, name)
+    if isinstance(state, TrainState):
+        found |= {f"start/{name}": x for name, x in hyperparams(state).items()}
+        found["parameters"] = sum(np.size(x) for x in jax.tree.leaves(state.params))
+        if state.plan.precision is not None:
+            found["precision"] = state.plan.precision.compute
+    return found
+
+
+@contextlib.contextmanager
+def told(options: Options, settings):
+    """Loggers told of the run, and closed whatever happens."""
+    with contextlib.ExitStack() as stack:
+        for logger in options.loggers:
+            if hasattr(logger, "close"):
+                stack.callback(logger.close)
+            if hasattr(logger, "start"):
+                logger.start(settings)
+        yield
+
+
+def nothing_to_do(fitting: Fit) -> str:
+    """What is said of a goal that a run has reached before its first step."""
+    run, goal, saver = fitting.run, fitting.options.goal, fitting.options.saver
+    at, why = f"step {run.step}", "state.step counts on: ask for a later one, or give a new state"
+    if goal.epochs:
+        at = f"epoch {fitting.feed.epoch}"
+        why = (
+            "so far are the data, data.get_state(): ask for a later one, or go back, "
+            'data.set_state({"epoch": 0, "position": 0})'
+        )
+    if saver is not None and fitting.boundaries.saved is not None:
+        why = f"so says the checkpoint in {saver.path}: ask for a later one, or give another path"
+    return (
+        f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do; {why}"
+    )
