@@ -17,7 +17,7 @@ from tsunax._core import placement, stable_text, trees
 from tsunax.checkpoints import _values
 from tsunax.checkpoints.leaves import Damaged, Keys
 from tsunax.checkpoints.manifest import Manifest, Size, check
-from tsunax.rules import live_rules
+from tsunax.rules.cuts import Cut
 from tsunax.rules.cuts import recut as recut_numbers
 from tsunax.state import TrainState
 
@@ -85,7 +85,7 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
             if s is None or s.cut is not None or len(of) != len(s.paths):
                 # another rule, or a script that cuts before it restores: the comparison tells
                 continue
-            cuts[at] = live_rules.Cut(tuple(of), tuple(labels)), (0,) * len(labels)
+            cuts[at] = Cut(tuple(of), tuple(labels)), (0,) * len(labels)
         if cuts:
             opt_state, numbers = recut_numbers(opt_state, numbers, trained, cuts)
             old = state.numbers.values  # type: ignore[union-attr]
