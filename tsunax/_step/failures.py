@@ -45,7 +45,6 @@ def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | No
 
 
 def _check_arguments(state: TrainState, batch, extra) -> None:
-    members.check_each(state, (batch, extra))
     is_data = isinstance(batch, Iterator) or (
         hasattr(batch, "__iter__") and jax.tree_util.all_leaves([batch])
     )
@@ -67,6 +66,7 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
                 message(f"argument {name!r}", "step()", "arrays of the state itself", "others", fix)
             )
     checks.check_arrays(state, "state")
+    members.check_each(state, (batch, extra))
     _check_places(state)
 
 
