@@ -444,8 +444,10 @@ def test_an_mpi_without_mpi4py(environment, monkeypatch):
         ({"coordinator_address": "host:99999"}, "expected 'host:port' of process 0."),
     ],
 )
-def test_arguments_that_make_no_sense(environment, arguments, text):
+def test_arguments_that_make_no_sense(environment, monkeypatch, arguments, text):
     environment({})
+    # other tests of this process have started a backend, of which JAX speaks first
+    monkeypatch.setattr(starting.xla_bridge, "backends_are_initialized", lambda: False)
     given = {"coordinator_address": "localhost:1234", "num_processes": 2, "process_id": 0} | arguments
     with pytest.raises(ProcessError) as caught:
         distributed.start(**given)

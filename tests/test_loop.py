@@ -1091,7 +1091,7 @@ def test_signals_save(tmp_path):
 
 
 def test_resident_data_is_the_same_data():
-    for kwargs in ({}, {"shuffle": False}, {"tail": "drop"}):
+    for kwargs in ({}, {"shuffle": False}, {"drop_remainder": True}):
         expected, rows = fit(STEP, ts.setup(RULE, init()), data(**kwargs), steps=19, log_every=1)
         state, found = fit(STEP, ts.setup(RULE, init()), data(device=True, **kwargs), steps=19, log_every=1)
         assert_trees_close(state.params, expected.params, rtol=2e-6, atol=2e-6)

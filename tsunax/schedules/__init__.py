@@ -12,3 +12,7 @@ from tsunax.schedules.schedule_type import Schedule, schedule
 __all__ = ["Schedule", "schedule"]
 __all__ += catalog.__all__
 __all__ += combinators.__all__
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
