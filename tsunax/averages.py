@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import checks, trees
-from tsunax.errors import HyperparameterError, WrongTypeError, message
+from tsunax.errors import HyperparameterError, WrongTypeError
 
 
 @functools.partial(
@@ -86,11 +86,11 @@ def ema(decay: Any = 0.999, *, warmup: bool = False, start: int = 0, every: int 
     (Array([1., 1.], dtype=float32), Array([0.1, 0.1], dtype=float32))
     """
     if not checks.is_real(decay) or np.ndim(decay):
-        raise WrongTypeError(message("decay", "ema()", trees.describe(decay), "a number in [0, 1)"))
+        raise WrongTypeError("decay", "ema()", trees.describe(decay), "a number in [0, 1)")
     if not trees.is_traced(decay) and not 0 <= float(decay) < 1:
-        raise HyperparameterError(message("decay", "ema()", decay, "a number in [0, 1)"))
+        raise HyperparameterError("decay", "ema()", decay, "a number in [0, 1)")
     if not isinstance(warmup, bool):
-        raise WrongTypeError(message("warmup", "ema()", trees.describe(warmup), "True or False"))
+        raise WrongTypeError("warmup", "ema()", trees.describe(warmup), "True or False")
     return _average("ema()", start, every, rate=1 - decay, warmup=warmup)
 
 
@@ -114,9 +114,7 @@ def as_average(given, where: str) -> Average | None:
         return given
     if isinstance(given, bool) or trees.dtype_of(given) is None:
         raise WrongTypeError(
-            message(
-                "ema", where, trees.describe(given), "a decay in [0, 1), or ts.averages.ema(...)"
-            )
+            "ema", where, trees.describe(given), "a decay in [0, 1), or ts.averages.ema(...)"
         )
     return ema(given)
 

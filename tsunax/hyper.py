@@ -19,7 +19,7 @@ import optax
 from tsunax._core import patterns, trees
 from tsunax._core.placement import beside
 from tsunax._step.roles import frozen_words
-from tsunax.errors import HyperparameterError, PatternError, RuleError, message, unknown
+from tsunax.errors import HyperparameterError, PatternError, RuleError, unknown
 from tsunax.rules import number_table
 from tsunax.rules import numbers as _numbers
 from tsunax.rules.cuts import Cut, recut
@@ -71,7 +71,7 @@ def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState
     if state.numbers is None:
         fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
         raise HyperparameterError(
-            message("rule", "adjust()", "one without live numbers", "a live rule", fix)
+            "rule", "adjust()", "one without live numbers", "a live rule", fix
         )
     if isinstance(where, str) and where == "**" and any("@" in name for name in values):
         return _assign(state, _by_flat_name(state, values), _table(state).values)
@@ -134,7 +134,7 @@ def _check_can_freeze(state: TrainState) -> None:
         fix = (
             "Its memory mixes all leaves. Leave them out from the start: setup(..., trainable=...)."
         )
-        raise RuleError(message("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix))
+        raise RuleError("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix)
 
 
 def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
@@ -165,7 +165,7 @@ def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
 def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
     where = trees.access_str("params", jax.tree_util.tree_flatten_with_path(state.params)[0][i][0])
     return PatternError(
-        message("leaf", where, "one that setup(trainable=...) left out", "a trained leaf", fix)
+        "leaf", where, "one that setup(trainable=...) left out", "a trained leaf", fix
     )
 
 
@@ -231,7 +231,7 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
         hidden = not all(seen.issuperset(s.paths) for _, s in lives)
         fix = "A wrapper hides its leaves: adjust(state, ...) sets them all." if hidden else ""
         got = "none with live numbers for these leaves"
-        raise HyperparameterError(message("rule", "adjust()", got, "a live rule", fix))
+        raise HyperparameterError("rule", "adjust()", got, "a live rule", fix)
     if not values:
         return {at: {} for at in hit}
     targets: dict[int, dict[str, str]] = {}
@@ -256,9 +256,7 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
                         f"{given!r}, which two rules of a chain have",
                         " or ".join(map(repr, both)),
                     )
-                    raise HyperparameterError(
-                        message("hyperparameter", "adjust()", got, expected, fix)
-                    )
+                    raise HyperparameterError("hyperparameter", "adjust()", got, expected, fix)
         if not found:
             known = _known(state)
             if any(given in (label, label.partition("@")[0].rpartition(".")[2]) for label in known):
@@ -267,9 +265,7 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
                     f"one of {', '.join(known)} for these leaves",
                     "It belongs to the rule of other leaves.",
                 )
-                raise HyperparameterError(
-                    message("hyperparameter", "adjust()", repr(given), expected, fix)
-                )
+                raise HyperparameterError("hyperparameter", "adjust()", repr(given), expected, fix)
             raise HyperparameterError(unknown("hyperparameter", "adjust()", given, known))
         for at in found:
             targets.setdefault(at, {})[given] = name
@@ -349,9 +345,7 @@ def _by_flat_name(state: TrainState, values) -> dict[int, tuple]:
         ):
             fix = f"Cut it first: ts.adjust(state, {label!r})."
             expected = f"one of {trees.listed([*columns], 20)}"
-            raise HyperparameterError(
-                message("hyperparameter", "adjust()", repr(name), expected, fix)
-            )
+            raise HyperparameterError("hyperparameter", "adjust()", repr(name), expected, fix)
     if others:
         raise HyperparameterError(unknown("hyperparameter", "adjust()", others[0], columns))
     return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
@@ -377,7 +371,7 @@ def _assign(state: TrainState, cells: dict[int, tuple], old) -> TrainState:
         if value is None:
             if not scheduled:
                 expected = "a number: it has no schedule to go back to"
-                raise HyperparameterError(message(name, f"{live.title}()", "None", expected))
+                raise HyperparameterError(name, f"{live.title}()", "None", expected)
             rows[column] = None
             continue
         members = np.shape(values)[:-2]
@@ -385,7 +379,7 @@ def _assign(state: TrainState, cells: dict[int, tuple], old) -> TrainState:
             if np.shape(value) != members:
                 expected = f"one number, or shape {members}: one for each member"
                 raise HyperparameterError(
-                    message(name, f"{live.title}()", f"shape {np.shape(value)}", expected)
+                    name, f"{live.title}()", f"shape {np.shape(value)}", expected
                 )
             each = [value] if trees.is_traced(value) else np.ravel(np.asarray(value)).tolist()
         else:

@@ -24,7 +24,7 @@ from tsunax._core import checks, placement, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._step.loss_fn_errors import hide_own_frames
 from tsunax.data.checks import owned
-from tsunax.errors import StateError, message, suggests_names, warn
+from tsunax.errors import StateError, suggests_names, warn
 from tsunax.program import TrainStep
 from tsunax.run import agreement, fused_loop, starting
 from tsunax.run import feed as _feed
@@ -99,9 +99,7 @@ def run_epoch(step: Callable, state, data, **extra):
             new, old = (x.stacked(None) for x in (infos, parts[0]))
             got = trees.first_difference(new, old, "info") or "a number of another shape"
             fix = "Use fit, which takes it, or make the metrics independent of the rows of a batch."
-            raise StateError(
-                message("info", "run_epoch()", got, "the same numbers of every step", fix)
-            )
+            raise StateError("info", "run_epoch()", got, "the same numbers of every step", fix)
         parts.append(infos)
     whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return state, _stacked(state, whole, slice(None))

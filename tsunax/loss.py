@@ -78,15 +78,11 @@ class Loss:
         """
         values = as_array("values", values, "Loss.mean()")
         if not jnp.issubdtype(values.dtype, jnp.floating):
-            raise LossError(
-                message("values", "Loss.mean()", f"dtype {values.dtype}", "real floats")
-            )
+            raise LossError("values", "Loss.mean()", f"dtype {values.dtype}", "real floats")
         if values.size == 0:
             fix = "A mean over nothing is NaN: leave empty batches out."
             raise LossError(
-                message(
-                    "values", "Loss.mean()", f"shape {values.shape}", "at least one element", fix
-                )
+                "values", "Loss.mean()", f"shape {values.shape}", "at least one element", fix
             )
         _check_metrics(metrics or {}, "Loss.mean()")
         if values.ndim == 0 and where is None:
@@ -116,19 +112,15 @@ class Loss:
             got, expected = (
                 f"metrics {', '.join(loss.metrics) or 'none'}" for loss in (other, self)
             )
-            raise LossError(message("other", "Loss.merge()", got, expected))
+            raise LossError("other", "Loss.merge()", got, expected)
         for name, loss in {"loss": self, "other": other}.items():
             if loss.weight is None:
                 fix = "Give ts.Loss(total, weight)."
-                raise LossError(
-                    message(name, "Loss.merge()", "a Loss without a weight", "one with", fix)
-                )
+                raise LossError(name, "Loss.merge()", "a Loss without a weight", "one with", fix)
             for key, m in loss.metrics.items():
                 if not _is_metric(m):
                     expected = "an object with merge and compute"
-                    raise LossError(
-                        message(f"metric {key!r}", "Loss.merge()", trees.describe(m), expected)
-                    )
+                    raise LossError(f"metric {key!r}", "Loss.merge()", trees.describe(m), expected)
         metrics = {name: m.merge(other.metrics[name]) for name, m in self.metrics.items()}
         return Loss(
             self.total + other.total, self.weight + other.weight, metrics, other.model_state
@@ -139,7 +131,7 @@ class Loss:
         if self.mean_value is not None:
             return self.mean_value
         if self.weight is None:
-            raise LossError(message("loss", "Loss.compute()", *_NO_WEIGHT))
+            raise LossError("loss", "Loss.compute()", *_NO_WEIGHT)
         return self.total / self.weight
 
     # ------------------------------------------------------------------------------- as a number
@@ -186,15 +178,13 @@ class Loss:
                 "Give both the same array as mask: ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask). "
             )
             fix += "With masks that differ there is no mean over micro-batches that is exact."
-            raise LossError(message("weights", "Loss + Loss", "two that may differ", "one", fix))
+            raise LossError("weights", "Loss + Loss", "two that may differ", "one", fix)
         if twice := [name for name in self.metrics if name in other.metrics]:
             fix = "Rename one of them."
-            raise LossError(
-                message(f"metric {twice[0]!r}", "Loss + Loss", "two of this name", "one", fix)
-            )
+            raise LossError(f"metric {twice[0]!r}", "Loss + Loss", "two of this name", "one", fix)
         if self.model_state is not None and other.model_state is not None:
             fix = "Give it to the second one alone, which was computed from the first one's."
-            raise LossError(message("model_state", "Loss + Loss", "two", "one", fix))
+            raise LossError("model_state", "Loss + Loss", "two", "one", fix)
         state = other.model_state if self.model_state is None else self.model_state
         return new._with(metrics={**self.metrics, **other.metrics}, model_state=state)
 
@@ -203,7 +193,7 @@ class Loss:
     def _plus(self, x) -> Loss:
         mean = None if self.mean_value is None else self.mean_value + x
         if self.weight is None and mean is None:
-            raise LossError(message("loss", "Loss + ...", *_NO_WEIGHT))
+            raise LossError("loss", "Loss + ...", *_NO_WEIGHT)
         if trees.is_traced(x) and isinstance(self.weight, jax.Array):
             x = checkpoint_name(
                 x, BESIDE
@@ -234,7 +224,7 @@ class Loss:
 
     def _no_number(self, *_) -> Any:
         fix = "Take the mean first: loss.compute(), or float(loss) outside of jit."
-        raise LossError(message("operand", "a function of Loss", "a Loss", "a number", fix))
+        raise LossError("operand", "a function of Loss", "a Loss", "a number", fix)
 
     __abs__ = __round__ = __bool__ = __int__ = __pow__ = __rpow__ = __rtruediv__ = _no_number
     __lt__ = __le__ = __gt__ = __ge__ = _no_number
@@ -247,9 +237,7 @@ _NO_WEIGHT = "a Loss without a weight", "one with", "Give ts.Loss(total, weight)
 def _check_number(x: Any, sign: str) -> None:
     if isinstance(x, Loss) or np.shape(x) != () or not checks.is_real(x):
         fix = "Of a Loss take the mean: loss.compute()." if isinstance(x, Loss) else ""
-        raise LossError(
-            message("operand", f"Loss {sign} ...", trees.describe(x), "one real number", fix)
-        )
+        raise LossError("operand", f"Loss {sign} ...", trees.describe(x), "one real number", fix)
 
 
 def _known(weight) -> float | None:
@@ -276,9 +264,7 @@ def as_loss(out, rows) -> Loss:
         out = Loss(out, mean_value=out)
     check_scalar("total", "loss_fn", out.total)
     if out.weight is None and not rows:
-        raise LossError(
-            message("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN.")
-        )
+        raise LossError("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN.")
     if out.weight is not None:
         _check_weight(out.weight)
     _check_metrics(out.metrics, "loss_fn")
@@ -301,32 +287,30 @@ def check_scalar(what: str, where: str, x: Any) -> None:
     dtype, expected = trees.dtype_of(x), "a scalar or a ts.Loss"
     if isinstance(x, tuple):
         fix = "There is no has_aux: return ts.Loss.mean(values, metrics={...}, model_state=...)."
-        raise LossError(message(what, where, f"a tuple of {len(x)}", expected, fix))
+        raise LossError(what, where, f"a tuple of {len(x)}", expected, fix)
     if dtype is None:
         fix = "Is there no return?" if x is None else ""
-        raise LossError(message(what, where, trees.describe(x), expected, fix))
+        raise LossError(what, where, trees.describe(x), expected, fix)
     if np.shape(x) != ():
         fix = "Average it: values.mean(), or ts.Loss.mean(values)."
-        raise LossError(message(what, where, f"an array of shape {np.shape(x)}", expected, fix))
+        raise LossError(what, where, f"an array of shape {np.shape(x)}", expected, fix)
     if not jnp.issubdtype(dtype, jnp.floating):
         got = f"dtype {dtype}" if trees.is_array(x) else trees.describe(x)
-        raise LossError(message(what, where, got, "a real float", "Only floats have gradients."))
+        raise LossError(what, where, got, "a real float", "Only floats have gradients.")
 
 
 def _check_weight(weight) -> None:
     """Raise LossError unless it is one number; where its value is known, a finite one above 0."""
     if np.shape(weight) != () or not checks.is_real(weight):
-        raise LossError(message("weight", "loss_fn", trees.describe(weight), "one number"))
+        raise LossError("weight", "loss_fn", trees.describe(weight), "one number")
     if not isinstance(weight, jax.Array) and not 0 < weight < float("inf"):
         fix = "The loss is total / weight."
-        raise LossError(message("weight", "loss_fn", weight, "a finite number > 0", fix))
+        raise LossError("weight", "loss_fn", weight, "a finite number > 0", fix)
 
 
 def _check_metrics(metrics, where: str) -> None:
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise LossError(
-            message("metrics", where, trees.describe(metrics), "{name: value}, with str names")
-        )
+        raise LossError("metrics", where, trees.describe(metrics), "{name: value}, with str names")
 
 
 def _is_metric(m) -> bool:
@@ -338,16 +322,14 @@ def _as_metric(name, m, weight):
         if jax.tree_util.all_leaves([m]):
             expected = "an object that is a pytree"
             fix = "Register its class: jax.tree_util.register_dataclass."
-            raise LossError(
-                message(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix)
-            )
+            raise LossError(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix)
         return jax.lax.stop_gradient(m)
     dtype = trees.dtype_of(m)
     numeric = dtype is not None and (jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
     if not numeric or np.shape(m) != ():
         expected = "a scalar, or an object with merge and compute"
         fix = "Arrays of the loss's shape are averaged by ts.Loss.mean(values, metrics={...})."
-        raise LossError(message(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix))
+        raise LossError(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix)
     m = jnp.asarray(m, jnp.float32)
     from tsunax.metrics import Mean
 
@@ -390,7 +372,7 @@ def finished(loss: Any) -> Loss:
         return Loss(loss, mean_value=loss)
     if loss.weight is None and loss.mean_value is None:
         got, fix = "a Loss without a weight", "Give ts.Loss(total, weight)."
-        raise LossError(message("loss", "update()", got, "one with", fix))
+        raise LossError("loss", "update()", got, "one with", fix)
     if all(hasattr(m, "compute") for m in loss.metrics.values()) and (
         loss.weight is None or trees.is_array(loss.weight)
     ):

@@ -18,7 +18,7 @@ import numpy as np
 from tsunax import guard
 from tsunax._core import axes as _axes
 from tsunax._core import convolutions, placement, trees
-from tsunax.errors import LossError, message
+from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, rows_of, uneven
 
 
@@ -37,22 +37,18 @@ def cut(batch, n: int, mask):
                 "It has no rows to cut. Give it as an extra argument: step(state, batch, name=...)."
             )
             raise LossError(
-                message(
-                    "leaf", trees.access_str("batch", path), "a scalar", "an array of rows", fix
-                )
+                "leaf", trees.access_str("batch", path), "a scalar", "an array of rows", fix
             )
     if found := uneven(batch):
         raise LossError(found)
     rows = rows_of(batch)
     padding = -rows % n
     if mask is not None and np.shape(mask)[:1] != (rows,):
-        raise LossError(
-            message("mask", "the step", trees.describe(mask), f"f32 of shape ({rows},)")
-        )
+        raise LossError("mask", "the step", trees.describe(mask), f"f32 of shape ({rows},)")
     if padding and mask is None:
         fix = "Name `mask` in loss_fn, and the batch is padded."
         raise LossError(
-            message("batch", "train_step()", f"{rows} rows", f"a multiple of accumulate={n}", fix)
+            "batch", "train_step()", f"{rows} rows", f"a multiple of accumulate={n}", fix
         )
 
     def apart(x, fill):

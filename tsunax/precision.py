@@ -57,18 +57,16 @@ class Policy:
                 known = False
             if not known:
                 raise WrongTypeError(
-                    message(name, "Policy()", trees.describe(value), f"one of {', '.join(DTYPES)}")
+                    name, "Policy()", trees.describe(value), f"one of {', '.join(DTYPES)}"
                 )
             object.__setattr__(self, name, jnp.dtype(value).name)
         if not checks.is_one_of(self.rounding, ("nearest", "stochastic")):
             expected = "'nearest' or 'stochastic'"
-            raise WrongTypeError(
-                message("rounding", "Policy()", trees.describe(self.rounding), expected)
-            )
+            raise WrongTypeError("rounding", "Policy()", trees.describe(self.rounding), expected)
         if self.rounding == "stochastic" and self.param != "bfloat16":
             fix = "Stochastic rounding cuts float32 to bfloat16."
             raise WrongTypeError(
-                message("param", "Policy(rounding='stochastic')", self.param, "'bfloat16'", fix)
+                "param", "Policy(rounding='stochastic')", self.param, "'bfloat16'", fix
             )
         if isinstance(self.batch, list):  # policies are compared and hashed
             object.__setattr__(self, "batch", tuple(self.batch))
@@ -78,7 +76,7 @@ class Policy:
             expected = "a pattern, a list of them, or a predicate f(path, leaf)"
             fix = "Policies are compared: trees of bools cannot be."
             raise WrongTypeError(
-                message("batch", "Policy()", trees.describe(self.batch), expected, fix)
+                "batch", "Policy()", trees.describe(self.batch), expected, fix
             ) from None
         if self.batch is not None:
             patterns.compile_where(self._batch)
@@ -172,7 +170,7 @@ def as_policy(precision, where: str) -> Policy | None:
     if isinstance(precision, str) and precision in DTYPES:
         return Policy(compute=precision)
     expected = f"{', '.join(map(repr, DTYPES))}, or a Policy"
-    raise WrongTypeError(message("precision", where, trees.describe(precision), expected))
+    raise WrongTypeError("precision", where, trees.describe(precision), expected)
 
 
 def cast(tree, dtype):
@@ -261,16 +259,14 @@ def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | No
         given = LossScale(given, dynamic=False)
     if not isinstance(given, LossScale):
         raise WrongTypeError(
-            message(
-                "loss_scale", where, trees.describe(given), "'dynamic', a number or a LossScale"
-            )
+            "loss_scale", where, trees.describe(given), "'dynamic', a number or a LossScale"
         )
     numbers = (
         getattr(given, name) for name in ("scale", "good", "interval", "factor", "floor", "ceiling")
     )
     if not all(map(checks.is_real, numbers)) or not isinstance(given.dynamic, bool):
         raise WrongTypeError(
-            message("loss_scale", where, given, "one made of numbers, with dynamic True or False")
+            "loss_scale", where, given, "one made of numbers, with dynamic True or False"
         )
     single = jnp.finfo(jnp.float32)
     least, most = float(single.tiny), float(single.max)
@@ -281,12 +277,10 @@ def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | No
     )
     if bad and not given.dynamic:
         raise StateError(
-            message(
-                "loss_scale",
-                where,
-                given.scale,
-                f"a number in [{least:.3g}, {most:.3g}], of float32",
-            )
+            "loss_scale",
+            where,
+            given.scale,
+            f"a number in [{least:.3g}, {most:.3g}], of float32",
         )
     if (
         bad
@@ -295,7 +289,7 @@ def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | No
         or given.interval < 1
     ):
         expected = "0 < floor ≤ scale ≤ ceiling, factor > 1, interval ≥ 1"
-        raise StateError(message("loss_scale", where, given, expected))
+        raise StateError("loss_scale", where, given, expected)
     scale, good = jnp.asarray(given.scale, jnp.float32), jnp.asarray(given.good, jnp.int32)
     return dataclasses.replace(given, scale=scale, good=good)
 

@@ -77,7 +77,7 @@ class TrainState:
             if name not in more or name not in own_names:
                 got = f"none for {name!r}" if name in own_names else repr(name)
                 raise StateError(
-                    message("field", f"{cls.__name__}.of()", got, ", ".join(own_names) or "no more")
+                    "field", f"{cls.__name__}.of()", got, ", ".join(own_names) or "no more"
                 )
         kept = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
         return cls(**kept, **{name: jax.tree.map(own, value) for name, value in more.items()})
@@ -267,7 +267,7 @@ def averaged_params(state: TrainState, where: str):
 def _average_of(state: TrainState, where: str):
     if state.average is None:
         raise StateError(
-            message("average", where, "a state without one", "one", "Give setup(..., ema=0.999).")
+            "average", where, "a state without one", "one", "Give setup(..., ema=0.999)."
         )
     return state.average.params
 
@@ -330,9 +330,7 @@ def setup(
     rule = calling.with_extra(rule)
     if isinstance(params, TrainState):
         fix = "Give state.params."
-        raise WrongTypeError(
-            message("params", "setup()", "a TrainState", "a pytree of arrays", fix)
-        )
+        raise WrongTypeError("params", "setup()", "a TrainState", "a pytree of arrays", fix)
     key = starting.as_key(key, "setup()")
     flags = starting.check_setup(params, device, model_state, trainable, copy, freezable)
     starting.tell_flax(TrainState)
@@ -391,4 +389,4 @@ def check_state(state, where: str, second=None) -> None:
         fix = "The state comes first."
     elif isinstance(state, tuple) and state and isinstance(state[0], TrainState):
         fix = "A step returns two things: state, info = step(state, batch)."
-    raise WrongTypeError(message("state", where, trees.describe(state), "a TrainState", fix))
+    raise WrongTypeError("state", where, trees.describe(state), "a TrainState", fix)

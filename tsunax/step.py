@@ -27,7 +27,6 @@ from tsunax._step.gradients import check_policy, gradient_of
 from tsunax.errors import (
     RuleError,
     StateError,
-    message,
     suggests_names,
 )
 from tsunax.loss import Loss, check_model_state, finished
@@ -180,7 +179,7 @@ def moved(
     if state.loss_scale is not None and on_nonfinite == "ignore":
         fix = "A loss scale lives from rejected steps."
         got, expected = "'ignore'", "another policy under a loss scale"
-        raise StateError(message("on_nonfinite", "update()", got, expected, fix))
+        raise StateError("on_nonfinite", "update()", got, expected, fix)
     grads, loss = _fitting(state, grads, finished(loss))
     model_state = loss.model_state if model_state is None else model_state
     if model_state is None:

@@ -8,7 +8,7 @@ import jax
 
 from tsunax._core import checks
 from tsunax._step.loss_fn import LossFn, seen_by
-from tsunax.errors import LossError, message
+from tsunax.errors import LossError
 from tsunax.program import home_of, raise_fault
 from tsunax.state import TrainState, check_state
 
@@ -23,12 +23,10 @@ def batch_stats_updated(loss_fn: Callable) -> Callable:
         loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
         if loss.model_state is None:
             raise LossError(
-                message(
-                    "model_state",
-                    "update_batch_stats()",
-                    "None",
-                    "ts.Loss.mean(values, model_state=...)",
-                )
+                "model_state",
+                "update_batch_stats()",
+                "None",
+                "ts.Loss.mean(values, model_state=...)",
             )
         checks.check_like(
             "model_state", loss.model_state, state.model_state, "A step keeps its structure."

@@ -22,7 +22,7 @@ from tsunax._step import members
 from tsunax._step.gradients import gradient_of
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax._step.loss_fn_errors import hide_own_frames
-from tsunax.errors import NonFiniteError, StateError, TsunaxError, WrongTypeError, message
+from tsunax.errors import NonFiniteError, StateError, TsunaxError, WrongTypeError
 from tsunax.state import TrainState, split
 from tsunax.step import StepInfo
 
@@ -50,9 +50,7 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
     )
     if is_data and not trees.is_array(batch):
         fix = "A step takes one batch: for batch in data."
-        raise WrongTypeError(
-            message("batch", "step()", trees.describe(batch), "a tree of arrays", fix)
-        )
+        raise WrongTypeError("batch", "step()", trees.describe(batch), "a tree of arrays", fix)
     checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
     moving = {id(x) for x in jax.tree.leaves(split(state)[0])}
     for name, tree in {"batch": batch, **extra}.items():
@@ -63,7 +61,7 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
         if any(id(x) in moving for x in jax.tree.leaves(tree)):
             fix = "The step donates them: copy, or train_step(..., donate=False)."
             raise StateError(
-                message(f"argument {name!r}", "step()", "arrays of the state itself", "others", fix)
+                f"argument {name!r}", "step()", "arrays of the state itself", "others", fix
             )
     checks.check_arrays(state, "state")
     members.check_each(state, (batch, extra))
@@ -87,7 +85,7 @@ def _check_places(state: TrainState) -> None:
         path, x = next((path, x) for path, x in bound if x.sharding.device_set != most)
         fix = "Put all of it in one place: ts.shard(state, mesh) or ts.to_device(state, device)."
         got, expected = in_words(x.sharding.device_set), f"{in_words(most)}, as of the others"
-        raise StateError(message("leaf", trees.access_str("state", path), got, expected, fix))
+        raise StateError("leaf", trees.access_str("state", path), got, expected, fix)
 
 
 def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> None:

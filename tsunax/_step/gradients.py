@@ -18,7 +18,7 @@ from tsunax import guard
 from tsunax._core import checks, trees
 from tsunax._core.trees import PyTree
 from tsunax._step.loss_fn import LossFn, inputs_of, objective_of
-from tsunax.errors import LossError, RuleError, WrongTypeError, message, unknown
+from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.state import (
     TrainState,
     base,
@@ -133,7 +133,7 @@ def _check_noted(found: list, fn: LossFn) -> None:
             "Compute it from the params that loss_fn is given, without stop_gradient, argmax or "
             "rounding."
         )
-        raise LossError(message("loss", trees.describe_call(fn.fn), got, expected, fix))
+        raise LossError("loss", trees.describe_call(fn.fn), got, expected, fix)
 
 
 def _checkpoint(remat: Any, where: str) -> Callable:
@@ -151,7 +151,7 @@ def _checkpoint(remat: Any, where: str) -> Callable:
         return lambda f: f
     if remat is not True and not callable(remat):
         expected = "True, or a policy of jax.checkpoint_policies, or its name"
-        raise WrongTypeError(message("remat", where, trees.describe(remat), expected))
+        raise WrongTypeError("remat", where, trees.describe(remat), expected)
     policy: Any = None if remat is True else remat
     return functools.partial(jax.checkpoint, policy=policy)
 
@@ -188,7 +188,7 @@ def search_functions(loss_fn, state: TrainState, batch, extra, axes) -> dict[str
     def value_fn(params, **_):
         if axes:
             where, fix = f"train_step(axis_name={axes!r})", "Over sharded arrays (ts.shard) it can."
-            raise RuleError(message("rule", where, "a line search", "one without", fix))
+            raise RuleError("rule", where, "a line search", "one without", fix)
         if state.frozen is not None:
             from tsunax._step.freezing import thawed_flags
 
@@ -205,4 +205,4 @@ def search_functions(loss_fn, state: TrainState, batch, extra, axes) -> dict[str
 def check_policy(on_nonfinite, where: str) -> None:
     if not checks.is_one_of(on_nonfinite, guard.POLICIES):
         expected = " or ".join(map(repr, guard.POLICIES))
-        raise WrongTypeError(message("on_nonfinite", where, trees.describe(on_nonfinite), expected))
+        raise WrongTypeError("on_nonfinite", where, trees.describe(on_nonfinite), expected)

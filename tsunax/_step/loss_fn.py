@@ -20,7 +20,7 @@ from jax.core import Tracer
 from tsunax import guard
 from tsunax._core import trees
 from tsunax._core.checks import as_array
-from tsunax.errors import LossError, TsunaxError, WrongTypeError, message, unknown
+from tsunax.errors import LossError, TsunaxError, WrongTypeError, unknown
 from tsunax.loss import Loss, as_loss, check_scalar, rows_of, uneven
 from tsunax.state import TrainState, averaged_params, joined
 
@@ -47,13 +47,11 @@ class LossFn:
     def of(cls, fn, where: str = "train_step()") -> LossFn:
         if not callable(fn) or isinstance(fn, type):
             got = f"{trees.describe(fn)}, not callable" if not callable(fn) else trees.describe(fn)
-            raise WrongTypeError(
-                message("loss_fn", where, got, "a function loss_fn(params, batch, ...)")
-            )
+            raise WrongTypeError("loss_fn", where, got, "a function loss_fn(params, batch, ...)")
         if type(fn).__module__.startswith("tsunax.") and hasattr(fn, "loss_fn"):
             got, fix = f"a {type(fn).__name__}", "Its loss function is step.loss_fn."
             raise WrongTypeError(
-                message("loss_fn", where, got, "a function loss_fn(params, batch, ...)", fix)
+                "loss_fn", where, got, "a function loss_fn(params, batch, ...)", fix
             )
         try:
             parameters = list(inspect.signature(fn).parameters.values())
@@ -72,9 +70,7 @@ class LossFn:
                 trees.describe_call(fn),
                 f"After these two it may name {', '.join(_OFFERED)}.",
             )
-            raise LossError(
-                message("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix)
-            )
+            raise LossError("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix)
         rest = positional[2:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
         return cls(
             fn,
@@ -91,7 +87,7 @@ class LossFn:
         for name in extra:
             if name in _TAKEN or (name == "key" and train and state.key is not None):
                 got, fix = "another name for what you give it", "The step gives this one itself."
-                raise LossError(message("keyword", "the step", repr(name), got, fix))
+                raise LossError("keyword", "the step", repr(name), got, fix)
         if extra.get("mask") is not None:
             # NumPy's is the one that nobody gave: known to let every row through
             extra = extra | {"mask": as_array("mask", extra["mask"], "the step")}

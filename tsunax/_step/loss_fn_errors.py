@@ -15,7 +15,7 @@ import numpy as np
 
 from tsunax._core import trees
 from tsunax._core.source_lines import LIBRARIES, OURS
-from tsunax.errors import LossError, WrongTypeError, message, unknown
+from tsunax.errors import LossError, WrongTypeError, unknown
 from tsunax.loss import Loss
 
 
@@ -24,11 +24,11 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
     what = f"keyword {name!r}"
     if name == "key" and not train:
         got, fix = "an evaluation, which has no key", "Write key=None in its signature."
-        return LossError(message(what, "loss_fn", got, "a default", fix))
+        return LossError(what, "loss_fn", got, "a default", fix)
     if name in ("key", "model_state", "ema"):
         value = {"key": "jax.random.key(0)", "ema": "0.999"}.get(name, "...")
         fix = f"Give it: setup(..., {name}={value})."
-        return LossError(message(what, "loss_fn", "a state without one", "one", fix))
+        return LossError(what, "loss_fn", "a state without one", "one", fix)
     fix = f"Or give it yourself, step(state, batch, {name}=...), or take it out of batch."
     return LossError(unknown("keyword", "loss_fn", name, [*offered, *extra], fix))
 
@@ -48,9 +48,7 @@ def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> Non
             "Give "
             f"ts.{what if what == 'eval_step' else 'train_step'}({getattr(f, '__name__', 'loss_fn')})."
         )
-        raise WrongTypeError(
-            message(what, "", got, expected, fix.replace("<lambda>", "loss_fn"))
-        ) from None
+        raise WrongTypeError(what, "", got, expected, fix.replace("<lambda>", "loss_fn")) from None
 
 
 def note(fn, batch, error: Exception) -> str:

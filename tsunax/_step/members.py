@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax.errors import StateError, message
+from tsunax.errors import StateError
 from tsunax.state import TrainState
 
 
@@ -69,7 +69,7 @@ def check_each(state: TrainState, trees) -> None:
             got, fix = f"shape {np.shape(x)}", "A batch for each member, along a new first axis."
             expected = f"a first axis of {n}" if n else "no each: the state is a single one"
             where = "ts.populations.each"
-            raise StateError(message("leaf", where, got, expected, fix if n else ""))
+            raise StateError("leaf", where, got, expected, fix if n else "")
 
 
 def _is_each(x) -> bool:

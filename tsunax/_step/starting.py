@@ -23,7 +23,6 @@ from tsunax.errors import (
     StateError,
     TsunaxError,
     WrongTypeError,
-    message,
     told,
 )
 from tsunax.precision import LossScale, Policy, as_loss_scale, as_policy, cast
@@ -38,7 +37,7 @@ def check_setup(
     if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
         fix = "For example jax.devices()[0]."
         raise WrongTypeError(
-            message("device", "setup()", trees.describe(device), "a jax.Device or Sharding", fix)
+            "device", "setup()", trees.describe(device), "a jax.Device or Sharding", fix
         )
     checks.check_arrays(model_state, "model_state")
     if not jax.tree.leaves(params):
@@ -92,7 +91,7 @@ def without_overwritten(
 
 
 def _selects_nothing(got: str) -> ParamsError:
-    return ParamsError(message("trainable", "setup()", got, "at least one leaf to train"))
+    return ParamsError("trainable", "setup()", got, "at least one leaf to train")
 
 
 def _check_concrete(params: Any, flags: tuple[bool, ...]) -> None:
@@ -104,7 +103,7 @@ def _check_concrete(params: Any, flags: tuple[bool, ...]) -> None:
                 f"a ShapeDtypeStruct, {trees.describe(leaf)}",
             )
             fix = "For shapes alone: jax.eval_shape(lambda p: ts.setup(rule, p), params)."
-            raise ParamsError(message("leaf", where, got, "an array", fix))
+            raise ParamsError("leaf", where, got, "an array", fix)
 
 
 def tell_flax(cls: type) -> None:
@@ -118,9 +117,7 @@ def _no_flax_bytes(state: Any, *_: Any) -> None:
         "Save a state with ts.Checkpoints(path), and state.params with flax or "
         "ts.exchange.save(path, params)."
     )
-    raise WrongTypeError(
-        message("tree", "flax.serialization", "a TrainState", "a tree of arrays", fix)
-    )
+    raise WrongTypeError("tree", "flax.serialization", "a TrainState", "a tree of arrays", fix)
 
 
 def stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
@@ -129,7 +126,7 @@ def stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
         return trained, None
     if policy.stochastic and key is None:
         fix = "Rounding draws random numbers: setup(..., key=0)."
-        raise StateError(message("key", "setup(precision=...)", "None", "a key", fix))
+        raise StateError("key", "setup(precision=...)", "None", "a key", fix)
     masters = jax.tree.map(trees.own, cast(trained, "float32")) if policy.masters else None
     return policy.to_param(trained), masters
 
@@ -146,7 +143,7 @@ def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
         raise
     except Exception as error:
         expected = "one that can start from these params"
-        raise RuleError(message("rule", "setup()", told(error), expected)) from error
+        raise RuleError("rule", "setup()", told(error), expected) from error
     seen = {id(x) for x in jax.tree.leaves(held)}
 
     def fresh(x):
@@ -167,27 +164,25 @@ def as_key(key, where: str):
         return key
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         if not -(2**63) <= key < 2**64:
-            raise StateError(message("key", where, key, "a seed of at most 64 bits"))
+            raise StateError("key", where, key, "a seed of at most 64 bits")
         return reproduce.key_of(int(key))
     if isinstance(key, jax.Array):
         if key.is_deleted():
-            raise StateError(message("key", where, "a deleted array", expected))
+            raise StateError("key", where, "a deleted array", expected)
         typed = trees.is_key(key)
         if typed and key.ndim == 0:
             return key
         if key.dtype == np.uint32 and key.ndim == 1:
             if key.shape != (words := jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape):
                 raise StateError(
-                    message(
-                        "key", where, trees.describe(key), f"uint32{list(words)}, or a typed key"
-                    )
+                    "key", where, trees.describe(key), f"uint32{list(words)}, or a typed key"
                 )
             return key
         if typed or key.dtype == np.uint32:
             raise StateError(
-                message("key", where, trees.describe(key), "one key", "Pick one of them: keys[0].")
+                "key", where, trees.describe(key), "one key", "Pick one of them: keys[0]."
             )
-    raise WrongTypeError(message("key", where, trees.describe(key), expected))
+    raise WrongTypeError("key", where, trees.describe(key), expected)
 
 
 def check_field(state: Any, name: str, value) -> None:
@@ -205,7 +200,7 @@ def check_field(state: Any, name: str, value) -> None:
             not trees.is_traced(value) and not np.all((value >= 0) & (value <= guard.LIMIT))
         ):
             raise StateError(
-                message(name, "replace()", trees.describe(value), f"an int in [0, {guard.LIMIT}]")
+                name, "replace()", trees.describe(value), f"an int in [0, {guard.LIMIT}]"
             )
     elif name == "frozen":
         if value is not None:

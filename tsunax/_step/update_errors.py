@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import checks, trees
-from tsunax.errors import RuleError, StateError, message, unknown
+from tsunax.errors import RuleError, StateError, unknown
 from tsunax.loss import Loss
 from tsunax.rules import inspecting
 
@@ -38,7 +38,7 @@ def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
         got, expected = f"dtype {trees.dtype_of(g)}", f"{trees.dtype_of(p)}, as in params"
     else:
         got, expected = "a deleted array", "a live one"
-    return StateError(message("gradient", where, got, expected))
+    return StateError("gradient", where, got, expected)
 
 
 def other_shape(updates: Any, i: int, p: Any) -> RuleError:
@@ -46,7 +46,7 @@ def other_shape(updates: Any, i: int, p: Any) -> RuleError:
     path, _ = jax.tree_util.tree_flatten_with_path(updates)[0][i]
     where, u = trees.access_str("params", path), jax.tree.leaves(updates)[i]
     fix = "The rule changes it."
-    return RuleError(message("update", where, f"shape {np.shape(u)}", f"{np.shape(p)}", fix))
+    return RuleError("update", where, f"shape {np.shape(u)}", f"{np.shape(p)}", fix)
 
 
 def lacking(error: Exception, given: Any) -> RuleError | None:
@@ -60,7 +60,7 @@ def lacking(error: Exception, given: Any) -> RuleError | None:
         fix += " train_step gives it by itself."
     what = "loss" if "value" in lacks else lacks[0]
     expected = f"the {what}, which this rule asks for"
-    return RuleError(message(what, "update()", "None", expected, fix))
+    return RuleError(what, "update()", "None", expected, fix)
 
 
 def check_extra(state: Any, extra) -> None:
@@ -75,7 +75,7 @@ def check_extra(state: Any, extra) -> None:
     for name in extra:
         if name in names:
             fix = f"Set it before the step: state = ts.adjust(state, {name}=...)."
-            raise StateError(message("keyword", "update()", repr(name), "no hyperparameter", fix))
+            raise StateError("keyword", "update()", repr(name), "no hyperparameter", fix)
         if name not in _FOR_RULES and (name in _OWN or (read is not None and name not in read)):
             known = [*_KEYWORDS, "value", *sorted((read or set()) - {*_FOR_RULES})]
             raise StateError(unknown("keyword", "update()", name, known))

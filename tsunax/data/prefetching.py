@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from tsunax.data.batching import Data
 from tsunax.data.cursors import END, Source, as_source, named
 from tsunax.data.on_devices import placement, put, sharding_of
-from tsunax.errors import DataError, message, suggests_names
+from tsunax.errors import DataError, suggests_names
 
 __all__ = ["Prefetched", "prefetch"]
 
@@ -157,7 +157,7 @@ class Prefetched(Data):
                 raise
             fix = "Say steps= in place of epochs=."
             got = f"a {type(self.data).__name__} that does not know it"
-            raise TypeError(message("length", "prefetch", got, "data with len()", fix)) from None
+            raise TypeError("length", "prefetch", got, "data with len()", fix) from None
 
     def __iter__(self) -> _Ahead:
         return _Ahead(self)

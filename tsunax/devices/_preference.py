@@ -36,7 +36,7 @@ def _kind_in(path: Path) -> str:
         with open(path, "rb") as file:
             return _known(file.read(_MOST).decode().strip(), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(message("file", str(path), told(error), "one word in UTF-8")) from error
+        raise ConfigError("file", str(path), told(error), "one word in UTF-8") from error
 
 
 def read() -> tuple[str | None, str]:

@@ -134,7 +134,7 @@ class Peers:
             for i, other in enumerate(self._hellos):
                 if other.get(name) != first.get(name):
                     expected = f"{first.get(name)}, as on {self._name(0)}"
-                    raise ProcessError(message(name, self._name(i), other.get(name), expected))
+                    raise ProcessError(name, self._name(i), other.get(name), expected)
 
     def watch(self, patience: float, timeout: float) -> None:
         """From now on this process ends when another one has not beaten for `patience` seconds."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from tsunax._core import stable_text, trees
 from tsunax.distributed import processes, starting
-from tsunax.errors import ProcessError, WrongTypeError, message
+from tsunax.errors import ProcessError, WrongTypeError
 
 __all__ = ["broadcast"]
 
@@ -31,20 +31,20 @@ def broadcast(tree: Any, root: int = 0) -> Any:
     index, count = starting.here()
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < count:
         expected = f"a process from 0 to {count - 1}"
-        raise ProcessError(message("root", "broadcast()", repr(root), expected))
+        raise ProcessError("root", "broadcast()", repr(root), expected)
     keyed, treedef = jtu.tree_flatten_with_path(tree)
     known, values = {}, []
     for path, leaf in keyed:
         place = trees.access_str("tree", path)
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             got, fix = f"{trees.describe(leaf)} of all processes", "It is one array already."
-            raise ProcessError(message("leaf", place, got, "an array of this process", fix))
+            raise ProcessError("leaf", place, got, "an array of this process", fix)
         is_array = trees.is_array(leaf)
         known[place] = f"{leaf.dtype}{list(leaf.shape)}" if is_array else "a number or a string"
         has_objects = isinstance(leaf, np.ndarray) and leaf.dtype.hasobject
         if has_objects or not (is_array or isinstance(leaf, (bool, int, float, str))):
             expected = "an array, a number or a string"
-            raise WrongTypeError(message("leaf", place, trees.describe(leaf), expected))
+            raise WrongTypeError("leaf", place, trees.describe(leaf), expected)
         values.append(None if is_array else leaf)
     if count == 1:
         return tree

@@ -16,7 +16,7 @@ from typing import Any
 from tsunax._core import stable_text
 from tsunax.distributed import starting
 from tsunax.distributed.starting import LAST, process_count, process_index
-from tsunax.errors import ProcessError, TsunaxError, message, told
+from tsunax.errors import ProcessError, TsunaxError, told
 
 __all__ = [
     "LAST",
@@ -45,7 +45,7 @@ def gather(name: str, text: str = "", timeout: float | None = None, thread: str 
         return [text]
     if (peers := starting.peers()) is None:
         got, expected = "a process that has given up", "one of those that train"
-        raise ProcessError(message(name, "", got, expected))
+        raise ProcessError(name, "", got, expected)
     return peers.gather(name, text, timeout, thread, index)
 
 

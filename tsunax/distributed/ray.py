@@ -17,7 +17,7 @@ from typing import Any
 
 from tsunax._core import checks
 from tsunax.distributed import starting
-from tsunax.errors import MissingLibraryError, message
+from tsunax.errors import MissingLibraryError
 
 __all__ = ["run", "trainer"]
 
@@ -28,7 +28,7 @@ def library(part: str = "", where: str = "tsunax.ray") -> Any:
         return importlib.import_module(f"ray{part}")
     except ModuleNotFoundError as error:
         fix = "pip install 'tsunax[ray]'"
-        raise MissingLibraryError(message("ray", where, "no such library", "Ray", fix)) from error
+        raise MissingLibraryError("ray", where, "no such library", "Ray", fix) from error
 
 
 def _free_port() -> int:

@@ -20,7 +20,7 @@ import optax
 
 from tsunax import guard
 from tsunax._core import checks
-from tsunax.errors import RuleError, message
+from tsunax.errors import RuleError
 from tsunax.rules import numbers
 from tsunax.rules.calling import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
@@ -78,13 +78,11 @@ class _Init:
         if any(isinstance(x, SpikeState) for x in guard.reports(inner)):
             fix = "A window that it rejected would stay and be rejected for ever."
             raise RuleError(
-                message(
-                    "reject_spikes",
-                    "accumulate()",
-                    "it inside",
-                    "chain(reject_spikes(), accumulate(...))",
-                    fix,
-                )
+                "reject_spikes",
+                "accumulate()",
+                "it inside",
+                "chain(reject_spikes(), accumulate(...))",
+                fix,
             )
         sums = jax.tree.map(
             lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), params

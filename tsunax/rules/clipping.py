@@ -12,7 +12,7 @@ import optax
 
 from tsunax._core import patterns as _patterns
 from tsunax._core import trees
-from tsunax.errors import RuleError, WrongTypeError, message
+from tsunax.errors import RuleError, WrongTypeError
 from tsunax.guard import GOT, Report, square_sums
 from tsunax.rules.calling import as_rule
 from tsunax.rules.factories import live
@@ -66,9 +66,7 @@ def _clip_by_norm(max_norm: float, p: float = 2, throw: bool = True):
     and the shape; without, it flows on, as does NaN.
     """
     if isinstance(p, bool) or not isinstance(p, (int, float, np.integer, np.floating)) or p != p:
-        raise WrongTypeError(
-            message("p", "clip_by_norm()", trees.describe(p), "a real number, ±inf or 0")
-        )
+        raise WrongTypeError("p", "clip_by_norm()", trees.describe(p), "a real number, ±inf or 0")
     bound = as_scalar(max_norm)
 
     def report(params, values):
@@ -138,7 +136,7 @@ def _decay(where, f):
 
     def update(updates, state, params=None, **_):
         if params is None:
-            raise RuleError(message("params", "update()", "None", "the params, to decay them"))
+            raise RuleError("params", "update()", "None", "the params, to decay them")
         flags = _patterns.select(where, params)
         leaves, treedef = jax.tree.flatten(updates)
         params = jax.tree.leaves(params)

@@ -76,7 +76,7 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
     rules = tuple(map(with_extra, rules))
     if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
         fix = "What follows would run on every call: accumulate(chain(...), every)."
-        raise RuleError(message("accumulate", "chain()", "a rule behind it", "it at the end", fix))
+        raise RuleError("accumulate", "chain()", "a rule behind it", "it at the end", fix)
     return as_rule(
         _ChainInit(tuple(r.init for r in rules)), _ChainUpdate(tuple(r.update for r in rules))
     )
@@ -111,13 +111,11 @@ class _Assign:
         for o, (_, path, _) in zip(owner, named, strict=True):
             if o is None:
                 raise PatternError(
-                    message(
-                        "leaf",
-                        trees.access_str("params", path),
-                        "no pattern that matches it",
-                        f"a match by one of {', '.join(map(repr, self.patterns))}",
-                        "Add a last pattern '**' for the rest.",
-                    )
+                    "leaf",
+                    trees.access_str("params", path),
+                    "no pattern that matches it",
+                    f"a match by one of {', '.join(map(repr, self.patterns))}",
+                    "Add a last pattern '**' for the rest.",
                 )
         for pattern in self.patterns:
             if pattern not in owner:
@@ -128,7 +126,7 @@ class _Assign:
                     else "The patterns before it take all of its leaves."
                 )
                 raise PatternError(
-                    message(f"group {pattern!r}", "partition()", "no leaf", "at least one", fix)
+                    f"group {pattern!r}", "partition()", "no leaf", "at least one", fix
                 )
         return {pattern: tuple(o == pattern for o in owner) for pattern in self.patterns}
 
@@ -146,7 +144,7 @@ class _Assign:
                 known, got = ", ".join(map(repr, self.patterns)), trees.describe(label)
                 got = repr(label) if isinstance(label, str) else got
                 raise PatternError(
-                    message("label", trees.access_str("params", path), got, f"one of {known}")
+                    "label", trees.access_str("params", path), got, f"one of {known}"
                 )
         return labels
 
@@ -238,9 +236,7 @@ def partition(
         raise kind(message("rules", "partition()", trees.describe(rules), "{pattern: rule}"))
     for pattern, rule in rules.items():
         if not isinstance(pattern, str):
-            raise WrongTypeError(
-                message("pattern", "partition()", trees.describe(pattern), "a str")
-            )
+            raise WrongTypeError("pattern", "partition()", trees.describe(pattern), "a str")
         if labels is None:
             _patterns.compile_where(pattern)
         check_rule(rule, f"partition({{{pattern!r}: ...}})")

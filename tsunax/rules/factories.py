@@ -19,7 +19,6 @@ from tsunax.errors import (
     RuleError,
     TsunaxError,
     WrongTypeError,
-    message,
     told,
     unknown,
 )
@@ -146,7 +145,7 @@ class LiveFactory(Generic[P]):
                 and "mask" not in name
             ):
                 raise WrongTypeError(
-                    message(name, f"{self.__name__}()", trees.describe(value), "True or False")
+                    name, f"{self.__name__}()", trees.describe(value), "True or False"
                 )
             if building.get() or name in self.static or not _numbers.takes_number(parameter, value):
                 value = PatternMask(value) if "mask" in name and _is_pattern(value) else value
@@ -180,9 +179,7 @@ class LiveFactory(Generic[P]):
         except TsunaxError:
             raise
         except Exception as error:
-            raise RuleError(
-                message("rule", where, told(error), "arguments that make a rule")
-            ) from error
+            raise RuleError("rule", where, told(error), "arguments that make a rule") from error
 
     def _bind(self, args, kwargs) -> dict[str, Any]:
         known = list(self.__signature__.parameters)
@@ -197,7 +194,7 @@ class LiveFactory(Generic[P]):
             names = f"{self.__name__}({trees.listed(known, 12)})"
             got = str(error).replace("missing a required argument:", "none for")
             raise WrongTypeError(
-                message("arguments", f"{self.__name__}()", got, names, self.advice)
+                "arguments", f"{self.__name__}()", got, names, self.advice
             ) from None
         bound.apply_defaults()
         return dict(bound.arguments)
@@ -209,28 +206,22 @@ def _signature(factory: Callable) -> inspect.Signature:
     try:
         signature = inspect.signature(factory)
     except (ValueError, TypeError):
-        raise WrongTypeError(
-            message("factory", "live()", trees.describe(factory), expected)
-        ) from None
+        raise WrongTypeError("factory", "live()", trees.describe(factory), expected) from None
     for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
             got = f"{name_of(factory)}(..., {p.replace(annotation=p.empty)}, ...)"
-            raise WrongTypeError(message("factory", "live()", got, expected))
+            raise WrongTypeError("factory", "live()", got, expected)
     return signature
 
 
 def _no_factory(got: str, fix: str = "") -> WrongTypeError:
-    return WrongTypeError(
-        message("factory", "live()", got, "a function that makes an optax rule", fix)
-    )
+    return WrongTypeError("factory", "live()", got, "a function that makes an optax rule", fix)
 
 
 def _check_static(static: Any, factory: Callable) -> None:
     known = list(_signature(factory).parameters)
     if isinstance(static, str) or not all(isinstance(name, str) for name in static):
-        raise WrongTypeError(
-            message("static", "live()", trees.describe(static), "a tuple of names")
-        )
+        raise WrongTypeError("static", "live()", trees.describe(static), "a tuple of names")
     for name in static:
         if name not in known:
             raise HyperparameterError(unknown("static", "live()", name, known))

@@ -19,7 +19,7 @@ import optax
 
 from tsunax._core import trees
 from tsunax._core.checks import SEARCHES, accepting
-from tsunax.errors import RuleError, TsunaxError, WrongTypeError, message, told
+from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
 from tsunax.rules.calling import PlainUpdate
 from tsunax.rules.factories import LiveFactory
 from tsunax.rules.live_rules import LiveUpdate, module_of
@@ -109,14 +109,14 @@ def check_rule(rule, where: str, fix: str = "") -> None:
     if isinstance(rule, optax.GradientTransformation):
         if not (callable(rule.init) and callable(rule.update)):
             got = f"one with init {trees.describe(rule.init)}, update {trees.describe(rule.update)}"
-            raise WrongTypeError(message("rule", where, got, "two functions"))
+            raise WrongTypeError("rule", where, got, "two functions")
         try:
             hash(rule)
         except TypeError as error:
             expected = "one that can be hashed, as functions can: jit looks it up"
-            raise RuleError(message("rule", where, told(error), expected)) from None
+            raise RuleError("rule", where, told(error), expected) from None
         return
-    raise WrongTypeError(message("rule", where, got, expected, fix or _meant(rule)))
+    raise WrongTypeError("rule", where, got, expected, fix or _meant(rule))
 
 
 # What cannot be a rule, and the way that works
@@ -173,10 +173,10 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
         path, leaf = complex_[0]
         fix = "Wrap the rule: optax.contrib.split_real_and_imaginary(rule)."
         where, got = trees.access_str("params", path), f"dtype {leaf.dtype}"
-        raise RuleError(message("leaf", where, got, "real numbers for this rule", fix)) from cause
+        raise RuleError("leaf", where, got, "real numbers for this rule", fix) from cause
     way = _IN_OPTAX if "unexpected keyword argument" in got else _WAYS.get(name, "")
     what = "rule" if "<" in name else f"rule {name}"
-    raise RuleError(message(what, "setup()", got, "updates like the params", way)) from cause
+    raise RuleError(what, "setup()", got, "updates like the params", way) from cause
 
 
 _IN_OPTAX = (

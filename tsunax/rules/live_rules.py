@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from tsunax._core import trees
-from tsunax.errors import RuleError, WrongTypeError, message
+from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules.number_table import Number, ScheduleShape, as_scalar, is_live
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Live:
             building.reset(outer)
         if not isinstance(tx, optax.GradientTransformation):
             expected = "an optax.GradientTransformation"
-            raise WrongTypeError(message("result", f"{self.title}()", trees.describe(tx), expected))
+            raise WrongTypeError("result", f"{self.title}()", trees.describe(tx), expected)
         return optax.with_extra_args_support(tx)
 
 
@@ -202,13 +202,11 @@ class LiveUpdate:
         if not is_live(state) or state.table is None:
             fix = "The state of a TrainState is another one: use ts.update."
             raise RuleError(
-                message(
-                    "state",
-                    f"{self.live.title}()",
-                    trees.describe(state),
-                    "what its init made",
-                    fix,
-                )
+                "state",
+                f"{self.live.title}()",
+                trees.describe(state),
+                "what its init made",
+                fix,
             )
         clock = state.count if step is None else step
         extra["step"] = step

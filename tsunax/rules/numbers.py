@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import checks, trees
-from tsunax.errors import HyperparameterError, WrongTypeError, message, remedy, told
+from tsunax.errors import HyperparameterError, WrongTypeError, remedy, told
 from tsunax.rules.number_table import ScheduleShape
 
 
@@ -80,24 +80,22 @@ _FIXES: dict[str, str] = dict.fromkeys(
 def check_number(where: str, name: str, value, expected: str = "a number or a schedule") -> None:
     """Raise unless `value` is one finite number in the range of its name. Traced numbers pass."""
     if not checks.is_real(value):
-        raise WrongTypeError(message(name, where, trees.describe(value), expected))
+        raise WrongTypeError(name, where, trees.describe(value), expected)
     if trees.is_traced(value):
         return
     if np.ndim(value):
-        raise HyperparameterError(
-            message(name, where, f"an array of shape {np.shape(value)}", "one number")
-        )
+        raise HyperparameterError(name, where, f"an array of shape {np.shape(value)}", "one number")
     fix, most = _FIXES.get(name, ""), float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max)
     number = value if isinstance(value, int) else float(np.asarray(value))
     if not -most <= number <= most:  # NaN too
         got = f"{number}" if isinstance(number, float) else "an int of many digits"
         expected = "a finite number" if got in ("nan", "inf", "-inf") else f"one within ±{most:.2g}"
-        raise HyperparameterError(message(name, where, got, expected, fix))
+        raise HyperparameterError(name, where, got, expected, fix)
     low, closed, high = _RANGES.get(name, (None, True, None))
     too_low = low is not None and (number < low or (number == low and not closed))
     if too_low or (high is not None and number >= high):
         bounds = f"{'≥' if closed else '>'} {low}" + (f" and < {high}" if high is not None else "")
-        raise HyperparameterError(message(name, where, f"{value}", bounds, fix))
+        raise HyperparameterError(name, where, f"{value}", bounds, fix)
 
 
 def check_schedule(where: str, name: str, schedule) -> None:
@@ -118,9 +116,7 @@ def _at(where: str, name: str, schedule, step):
     try:
         return schedule(step)
     except Exception as error:
-        raise HyperparameterError(
-            message(name, where, told(error), "a number", remedy(error))
-        ) from error
+        raise HyperparameterError(name, where, told(error), "a number", remedy(error)) from error
 
 
 def as_rows(values) -> Any:

@@ -22,7 +22,7 @@ from tsunax._step.members import members_of
 from tsunax.data.batching import Batches
 from tsunax.data.cursors import Source
 from tsunax.distributed import processes
-from tsunax.errors import DataError, ProcessError, StateError, message, warn
+from tsunax.errors import DataError, ProcessError, StateError, warn
 from tsunax.hyper import hyperparams
 from tsunax.run.feed import Chunk, innermost
 from tsunax.state import TrainState
@@ -55,9 +55,7 @@ class Alike:
                 "ts.mesh(devices=jax.local_devices()))."
             )
             raise StateError(
-                message(
-                    "population", where, "members on devices of several processes", "of one", fix
-                )
+                "population", where, "members on devices of several processes", "of one", fix
             )
         if self._data is not None and processes.process_count() > 1:
             self._check_part(*self._data.process)
@@ -71,18 +69,14 @@ class Alike:
         if parts > 1 and not self.spans:
             got = "on devices of this process alone, and of the data only its part"
             fix = "ts.shard(state, ts.mesh()); or batches(..., process=(0, 1)), to train by itself."
-            raise StateError(message("state", self.where, got, "on a mesh of all processes", fix))
+            raise StateError("state", self.where, got, "on a mesh of all processes", fix)
         index, count = processes.process_index(), processes.process_count()
         if self.spans and parts not in (1, count):
             expected = f"of {count}, or of one with rows of its own"
-            raise DataError(
-                message("data", self.where, f"batches(process=) of {parts} processes", expected)
-            )
+            raise DataError("data", self.where, f"batches(process=) of {parts} processes", expected)
         if parts > 1 and part != index:
             got, expected = f"the part of process {part} on process {index}", "its own"
-            raise DataError(
-                message("data", self.where, got, expected, "It is so without process=.")
-            )
+            raise DataError("data", self.where, got, expected, "It is so without process=.")
 
     def start(self, **settings: Any) -> None:
         """Compare settings, and the data.
@@ -151,9 +145,7 @@ class Alike:
         for i, other in enumerate(everyone):
             if other.keys() != first.keys():
                 got = f"{', '.join(other)} on {processes.name_of(i)}"
-                raise ProcessError(
-                    message("numbers", place, got, f"{', '.join(first)}, as on process 0")
-                )
+                raise ProcessError("numbers", place, got, f"{', '.join(first)}, as on process 0")
             differ = [
                 k for k in first if not np.isclose(other[k], first[k], rtol=1e-5, equal_nan=True)
             ]

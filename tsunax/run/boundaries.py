@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tsunax._core import checks, trees
-from tsunax.errors import RowError, StateError, WrongTypeError, message, unknown, warn
+from tsunax.errors import RowError, StateError, WrongTypeError, unknown, warn
 from tsunax.run import callbacks, evaluation, progress
 from tsunax.run.agreement import Alike
 from tsunax.run.feed import Feed
@@ -217,10 +217,10 @@ def _check_returned(new, run: Run) -> None:
             checks.check_like(name, mine, yours, "A callback keeps the structure of the state.")
         if step_of(new, run.step) != run.step:
             fix = "The history goes forward: state.replace(step=run.step)."
-            raise StateError(message("step", "the callback's state", int(new.step), run.step, fix))
+            raise StateError("step", "the callback's state", int(new.step), run.step, fix)
         return
     if type(new) is not type(old):
         fix = "Is it a factory? Call it." if callable(new) else "Return a state, or nothing."
         expected = "a TrainState" if isinstance(old, TrainState) else trees.describe(old)
-        raise WrongTypeError(message("result", "callback", trees.describe(new), expected, fix))
+        raise WrongTypeError("result", "callback", trees.describe(new), expected, fix)
     checks.check_like("state", new, old, "A callback keeps the structure of the state.")

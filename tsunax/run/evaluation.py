@@ -18,7 +18,7 @@ from tsunax._step.members import members_of
 from tsunax.data.batching import Data
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
-from tsunax.errors import WrongTypeError, message
+from tsunax.errors import WrongTypeError
 from tsunax.loss import Loss
 from tsunax.program import EvalStep
 from tsunax.run.agreement import Alike
@@ -69,19 +69,17 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
     if isinstance(data, Mapping):
         if not data or not all(isinstance(name, str) for name in data):
             raise WrongTypeError(
-                message("data", "evaluate()", trees.describe(data), "{name: data}, with str names")
+                "data", "evaluate()", trees.describe(data), "{name: data}, with str names"
             )
         if all(trees.is_array(part) for part in data.values()):
             got = f"a batch, {trees.describe(data)}"
             fix = "Give [batch], or ts.batches(arrays, batch_size)."
-            raise WrongTypeError(
-                message("data", "evaluate()", got, "batches, or {name: batches}", fix)
-            )
+            raise WrongTypeError("data", "evaluate()", got, "batches, or {name: batches}", fix)
         parts = {name: evaluate(eval_step, state, part, **extra) for name, part in data.items()}
         return {f"{name}/{inner}": x for name, part in parts.items() for inner, x in part.items()}
     if not callable(eval_step):
         raise WrongTypeError(
-            message("eval_step", "evaluate()", trees.describe(eval_step), "ts.eval_step(loss_fn)")
+            "eval_step", "evaluate()", trees.describe(eval_step), "ts.eval_step(loss_fn)"
         )
     pads = (
         isinstance(eval_step, EvalStep)
@@ -120,9 +118,7 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
             raise
         if not isinstance(loss, Loss):
             fix = "Of a loss function: ts.eval_step(loss_fn)."
-            raise WrongTypeError(
-                message("result", "eval_step", trees.describe(loss), "a ts.Loss", fix)
-            )
+            raise WrongTypeError("result", "eval_step", trees.describe(loss), "a ts.Loss", fix)
         total = loss if total is None else merged(total, loss)
         if _ONE_BATCH.get():
             break

@@ -20,7 +20,7 @@ from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.data.order import ALL_ROWS
 from tsunax.data.prefetching import Prefetched
-from tsunax.errors import DataError, StateError, message, warn
+from tsunax.errors import DataError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import fused_loop
 from tsunax.state import TrainState
@@ -311,12 +311,10 @@ class Feed:
             if x.dtype != y.dtype:
                 name = trees.access_str("batch", path)
                 raise DataError(
-                    message(
-                        "dtype",
-                        f"{name}, step {step}",
-                        x.dtype,
-                        f"{y.dtype}, as in the first batch",
-                    )
+                    "dtype",
+                    f"{name}, step {step}",
+                    x.dtype,
+                    f"{y.dtype}, as in the first batch",
                 )
             rows_only &= x.shape[1:] == y.shape[1:]
         if len(self._sizes) >= SHAPES:
@@ -324,9 +322,7 @@ class Feed:
                 f"shape number {SHAPES + 1}",
                 "Each one compiles: pad the batches to a few sizes.",
             )
-            raise DataError(
-                message("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix)
-            )
+            raise DataError("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix)
         if (
             not rows_only or len(self._sizes) > 1
         ):  # the short batch at the end of an epoch is expected
@@ -370,7 +366,7 @@ class Feed:
             got, saved = (other, ours) if now is None else (ours, "data of another kind")
             expected = f"{saved}, with which the checkpoint was saved"
             fix = "Give the data of that run; or start another one, with another path."
-            raise DataError(message("data", "fit()", got, expected, fix))
+            raise DataError("data", "fit()", got, expected, fix)
         if settings is not None and now is not None and dict(settings) != now:
             differ = [name for name in now if settings.get(name) != now[name]]
             said = lambda name, x: f"{name} {'of all rows' if x == ALL_ROWS else x}"
@@ -378,9 +374,7 @@ class Feed:
                 ", ".join(said(name, x.get(name)) for name in differ) for x in (now, settings)
             )
             fix = "Another order of the data is another run: give it another path."
-            raise DataError(
-                message("data", "resume", got, f"{expected}, as in the checkpoint", fix)
-            )
+            raise DataError("data", "resume", got, f"{expected}, as in the checkpoint", fix)
         place = self._restore(place, fast_forward)
         if self._given is not None:
             self._given.set_state(place)
@@ -529,7 +523,7 @@ def length_of(batches, where: str) -> int:
     shapes = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
     if len(shapes) != 1 or shapes == {()} or shapes == {(0,)}:
         got = ", ".join(trees.describe(x) for x in jax.tree.leaves(batches)[:4]) or "no arrays"
-        raise StateError(message("batches", where, got, "arrays with one first axis, of steps"))
+        raise StateError("batches", where, got, "arrays with one first axis, of steps")
     return next(iter(shapes))[0]
 
 

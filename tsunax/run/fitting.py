@@ -24,7 +24,7 @@ import numpy as np
 from tsunax._core import checks, placement
 from tsunax._core.interrupts import Interrupt
 from tsunax.distributed import processes
-from tsunax.errors import NonFiniteError, RowError, message
+from tsunax.errors import NonFiniteError, RowError
 from tsunax.program import TrainStep
 from tsunax.run import agreement, feed, fused_loop
 from tsunax.run import infos as _infos
@@ -264,7 +264,7 @@ class Fit:
         reserved = {*OF_ROWS, *OF_FIT, *named, *held}
         if taken := [name for name in _infos.own_names(infos) if name in reserved]:
             got, fix = "a name that fit reserves", "Rename the metric."
-            raise RowError(message(f"metric {taken[0]!r}", "loss_fn", got, "another name", fix))
+            raise RowError(f"metric {taken[0]!r}", "loss_fn", got, "another name", fix)
         run.taken.update(columns, held)
         # a callback may change them
         numbers = run.state.numbers if isinstance(run.state, TrainState) else None

@@ -35,7 +35,7 @@ from tsunax._core import checks, convolutions, placement, trees
 from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
 from tsunax._step.on_mesh import masked
 from tsunax.data.on_devices import gather
-from tsunax.errors import StateError, message
+from tsunax.errors import StateError
 from tsunax.guard import leaves_apart
 from tsunax.program import Programs, Traced, TrainStep, home_of, raise_fault
 from tsunax.state import TrainState, assemble, donated, split
@@ -245,9 +245,7 @@ class Fused:
                 check_no_loss_fn(self.step, state, batch, "step", A_STEP)
             raise
         if not isinstance(out, tuple) or len(out) != 2:
-            raise StateError(
-                message("result", "step", trees.describe(out), "two things: (state, info)")
-            )
+            raise StateError("result", "step", trees.describe(out), "two things: (state, info)")
         return out
 
     def __call__(self, state, feed, n, extra) -> tuple[Any, Infos]:
@@ -299,13 +297,11 @@ def by_member(name: str, x) -> list[tuple[str, Any]]:
 def _check_same(old, new) -> None:
     if isinstance(old, TrainState) and not isinstance(new, TrainState):
         raise StateError(
-            message(
-                "state",
-                "step",
-                trees.describe(new),
-                "a TrainState",
-                "A step returns (state, info).",
-            )
+            "state",
+            "step",
+            trees.describe(new),
+            "a TrainState",
+            "A step returns (state, info).",
         )
     checks.check_like("state", new, old, "A step returns a state like the one that it got.")
 

@@ -16,7 +16,7 @@ import jax
 
 from tsunax._core import checks, trees
 from tsunax._step.loss_fn_errors import A_STEP
-from tsunax.errors import WrongTypeError, message
+from tsunax.errors import WrongTypeError
 from tsunax.program import TrainStep
 from tsunax.state import TrainState, check_state
 
@@ -35,7 +35,7 @@ class Goal:
                 if steps is None
                 else f"steps={steps} and epochs={epochs}"
             )
-            raise WrongTypeError(message("goal", where, got, "one of them"))
+            raise WrongTypeError("goal", where, got, "one of them")
         self.steps, self.epochs = steps, epochs
 
     def left(self, step: int) -> float:
@@ -192,7 +192,7 @@ def options_of(
     if evaluate is not None and not callable(evaluate):
         fix = "For example lambda state: ts.evaluate(eval_step, state, data)."
         raise WrongTypeError(
-            message("evaluate", where, trees.describe(evaluate), "f(state) -> {name: number}", fix)
+            "evaluate", where, trees.describe(evaluate), "f(state) -> {name: number}", fix
         )
     if evaluate is not None:
         check_takes("evaluate", where, evaluate, "f(state)", None)
@@ -210,12 +210,12 @@ def options_of(
         if every != "epoch":
             fix = "It says when to call evaluate."
             raise WrongTypeError(
-                message("evaluate", where, f"None, but evaluate_every={every!r}", "a function", fix)
+                "evaluate", where, f"None, but evaluate_every={every!r}", "a function", fix
             )
         steps = epochs = None
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise WrongTypeError(
-            message("extra", where, trees.describe(extra), "{name: arrays}, with str names")
+            "extra", where, trees.describe(extra), "{name: arrays}, with str names"
         )
     checks.check_arrays(extra, "extra", "Bind it to the step instead, with functools.partial.")
     if not (
@@ -229,11 +229,11 @@ def options_of(
     for name, found in (("callback", callbacks), ("logger", loggers)):
         for f in found:
             if not callable(f):
-                raise WrongTypeError(message(name, where, trees.describe(f), "a function"))
+                raise WrongTypeError(name, where, trees.describe(f), "a function")
             is_factory = inspect.isfunction(f) and f.__module__.startswith("tsunax.")
             if isinstance(f, type) or is_factory:
                 fix = f"Call it: {f.__name__}(...)."
-                raise WrongTypeError(message(name, where, trees.describe(f), "what it makes", fix))
+                raise WrongTypeError(name, where, trees.describe(f), "what it makes", fix)
     for f in callbacks:
         check_takes("callback", where, f, "f(run)", None)
     for f in loggers:
@@ -266,15 +266,15 @@ def check_step(where: str, step, state) -> None:
             if is_state
             else "Make one: ts.train_step(loss_fn)."
         )
-        raise WrongTypeError(message("step", where, trees.describe(step), expected, fix))
+        raise WrongTypeError("step", where, trees.describe(step), expected, fix)
     if isinstance(step, TrainStep):
         check_state(state, where)
         return
     if isinstance(state, TrainState) and next(iter(_parameters(step)), "") == "params":
         fix = f"Give ts.train_step({getattr(step, '__name__', 'loss_fn')})."
-        raise WrongTypeError(message("step", where, trees.describe_call(step), expected, fix))
+        raise WrongTypeError("step", where, trees.describe_call(step), expected, fix)
     if not jax.tree.leaves(state):
-        raise WrongTypeError(message("state", where, trees.describe(state), "a tree of arrays"))
+        raise WrongTypeError("state", where, trees.describe(state), "a tree of arrays")
 
 
 def check_takes(what: str, where: str, f: Callable, expected: str, *args, **kwargs) -> None:
@@ -284,7 +284,7 @@ def check_takes(what: str, where: str, f: Callable, expected: str, *args, **kwar
     try:
         inspect.signature(f).bind(*args, **kwargs)
     except TypeError:
-        raise WrongTypeError(message(what, where, trees.describe_call(f), expected)) from None
+        raise WrongTypeError(what, where, trees.describe_call(f), expected) from None
     except ValueError:  # some builtins have none
         return
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import RowError, StateError, WrongTypeError, message
+from tsunax.errors import RowError, StateError, WrongTypeError
 from tsunax.run.history import History
 from tsunax.run.rows import join
 from tsunax.state import TrainState, check_state
@@ -46,9 +46,7 @@ class Rejected:
             fix = "Take of(state, exact=False), or end the run at the first one: max_bad=1."
             got = f"step {int(state.step)}"
             raise StateError(
-                message(
-                    "state", "Rejected.of()", got, f"that of step {self.step}, where it was", fix
-                )
+                "state", "Rejected.of()", got, f"that of step {self.step}, where it was", fix
             )
         fields: dict[str, Any] = {"calls": self.calls}
         if self.loss_scale is not None and state.loss_scale is not None:
@@ -78,7 +76,7 @@ class Run:
                 if name in _METHODS
                 else fixes.get(name, "It is the loop's.")
             )
-            raise WrongTypeError(message(f"run.{name}", "a callback", "an assignment", "none", fix))
+            raise WrongTypeError(f"run.{name}", "a callback", "an assignment", "none", fix)
         self.__dict__[name] = value
 
     def __init__(self, state, step: int, epoch: int, history: History):
@@ -117,9 +115,7 @@ class Run:
         if taken := [name for name in numbers if name in self.taken]:
             fix = "Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data})."
             raise RowError(
-                message(
-                    repr(taken[0]), where, "a name of the training rows", "a name of its own", fix
-                )
+                repr(taken[0]), where, "a name of the training rows", "a name of its own", fix
             )
 
     def stop(self, reason: str) -> None:

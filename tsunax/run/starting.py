@@ -15,7 +15,7 @@ import numpy as np
 from tsunax._core import checks, trees
 from tsunax.checkpoints import resume as _resume
 from tsunax.checkpoints.saving import Checkpoints, Restored
-from tsunax.errors import WrongTypeError, message, warn
+from tsunax.errors import WrongTypeError, warn
 from tsunax.hyper import hyperparams
 from tsunax.run import progress as _progress
 from tsunax.run.fitting import Fit
@@ -31,9 +31,7 @@ def opened(checkpoint):
         return contextlib.nullcontext(checkpoint)
     if not isinstance(checkpoint, str | os.PathLike):
         raise WrongTypeError(
-            message(
-                "checkpoint", "fit()", trees.describe(checkpoint), "a path or ts.Checkpoints(path)"
-            )
+            "checkpoint", "fit()", trees.describe(checkpoint), "a path or ts.Checkpoints(path)"
         )
     return Checkpoints(checkpoint)
 
@@ -88,16 +86,14 @@ def begin(
 def check_fit(step, state, dry_run, resume, checkpoint, history) -> None:
     checks.check_flags("fit()", dry_run=dry_run)
     if not checks.is_one_of(resume, ("auto", "must", "never")):
-        raise WrongTypeError(
-            message("resume", "fit()", trees.describe(resume), "'auto', 'must' or 'never'")
-        )
+        raise WrongTypeError("resume", "fit()", trees.describe(resume), "'auto', 'must' or 'never'")
     if resume == "must" and checkpoint is None:
         raise WrongTypeError(
-            message("resume", "fit()", "'must' without checkpoint=", "a path to resume from")
+            "resume", "fit()", "'must' without checkpoint=", "a path to resume from"
         )
     if history is not None and not isinstance(history, History):
         raise WrongTypeError(
-            message("history", "fit()", trees.describe(history), "a ts.loop.History, to go on with")
+            "history", "fit()", trees.describe(history), "a ts.loop.History, to go on with"
         )
     check_step("fit()", step, state)
 

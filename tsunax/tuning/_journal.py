@@ -86,7 +86,7 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, size)
             where = str(self._path)
-            raise SaveError(message("journal", where, told(error), "a line more")) from error
+            raise SaveError("journal", where, told(error), "a line more") from error
 
     def _read(self, record: dict[str, Any]) -> None:
         """Count a record. Raises one of `_ODD` for one that `_write` did not write."""
@@ -150,7 +150,7 @@ def load(path: Path) -> Journal:
 
     Raises CheckpointError.
     """
-    journal, refuse = Journal(), lambda *words: CheckpointError(message("journal", *words))
+    journal, refuse = Journal(), lambda *words: CheckpointError("journal", *words)
     try:
         with durable_files.opened(path) as file:
             *lines, torn = file.read().split(b"\n")

@@ -128,7 +128,7 @@ class Study(_sweep.Drawn):
             trial = self.study.ask()
         if trial.number != index:
             expected, fix = f"trial {index}", "Another program adds trials to its study."
-            raise CheckpointError(message(NAME, "tune()", f"trial {trial.number}", expected, fix))
+            raise CheckpointError(NAME, "tune()", f"trial {trial.number}", expected, fix)
         _ = trial.relative_params  # what is drawn together, lazily: now, by this seed
         self._running[index] = trial
         return _suggested(trial, self.space, lambda name: self._seed(index, name))

@@ -34,7 +34,6 @@ from tsunax.errors import (
     ProcessError,
     TrialError,
     WrongTypeError,
-    message,
     unknown,
 )
 from tsunax.run import plots
@@ -65,7 +64,7 @@ class Result:
             failed = [trial for trial in self.trials if trial.cause]
             first = f"; the first failed with {failed[0].cause}" if failed else ""
             got = f"{len(self.trials)} trials, none of them done{first}"
-            raise TrialError(message("best", "Result", got, "one that is done"))
+            raise TrialError("best", "Result", got, "one that is done")
         return min(done, key=lambda trial: _trials.ranked(trial.value, self.mode))
 
     @property
@@ -276,7 +275,7 @@ def read(directory: str | os.PathLike) -> Result:
         journal = _journal.load(folder / _journal.NAME)
         about, trials = journal.about, journal.trials
     if not about:
-        raise CheckpointError(message("journal", str(directory), "an empty one", "a sweep's"))
+        raise CheckpointError("journal", str(directory), "an empty one", "a sweep's")
     return Result(tuple(trials[i] for i in sorted(trials)), about["space"], about["mode"])
 
 
@@ -364,4 +363,4 @@ def _check(objective, trials, backend, seed, mode, metric, members, attempts, wh
         raise mistyped("metric", where, trees.describe(metric), expected)
     if (count := processes.process_count()) > 1:
         fix = "One process searches; backend='ray' gives trials to others."
-        raise ProcessError(message("tune", "", f"{count} processes", "one", fix))
+        raise ProcessError("tune", "", f"{count} processes", "one", fix)
