@@ -254,10 +254,7 @@ def tiny(peers: bool, rounds: int = 15) -> None:
         "fit, no logger, no progress": (by_fit(step, state(), shuffled()), 10_000),
         "fit, a step a call": (by_fit(step, state(), shuffled(), logged=True, steps_per_call=1), 5000),
         "epochs by hand": (by_scan(same_info, params, BATCHES, keys, order_of, **resident), 10 * BATCHES),
-        "epochs by hand, order from NumPy": (
-            by_scan(same_info, params, BATCHES, orders, **resident),
-            10 * BATCHES,
-        ),
+        "epochs by hand, order from NumPy": (by_scan(same_info, params, BATCHES, orders, **resident), 10 * BATCHES),
         "fit, resident": (by_fit(step, state(), shuffled(device=True), logged=True), 10 * BATCHES),
     }
     targets = [

@@ -87,11 +87,7 @@ def as_rst(app, what, name: str, obj, options, lines: list[str]) -> None:
     napoleon reads `Args:` and `Raises:`.
     """
     if getattr(obj, "__module__", "").startswith("optax"):
-        lines[:] = [
-            *lines[: lines.index("") if "" in lines else None],
-            "",
-            f"This is ``optax.losses.{obj.__name__}``.",
-        ]
+        lines[:] = [*lines[: lines.index("") if "" in lines else None], "", f"This is ``optax.losses.{obj.__name__}``."]
     out, block, section = [], "", False  # block: "", "code" or "example"
     for line in lines:
         indented = line.startswith("    ")

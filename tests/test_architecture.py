@@ -441,10 +441,7 @@ __all__ = ["mse", "metrics", "rules", "Bare", "setup", "search", "Lazy", "LIMIT"
         "tsunax.Bare has no docstring",
         "tsunax.mse has no docstring",
     ]
-    assert [problem.split()[0] for problem in shadowing_problems(seen)] == [
-        "tsunax.metrics",
-        "tsunax.search",
-    ]
+    assert [problem.split()[0] for problem in shadowing_problems(seen)] == ["tsunax.metrics", "tsunax.search"]
     docs = tmp_path / "docs"
     docs.mkdir()
     (tmp_path / "README.md").write_text("`setup(x)`, `mse`; the metrics and rules; ts.LIMIT\n")

@@ -28,15 +28,7 @@ from campaigns import manifests, training_run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tsunax._core import durable_files
-from tsunax.checkpoints import (
-    _background,
-    _blocks,
-    _files,
-    _safetensors,
-    checksums,
-    leaves,
-    saving,
-)
+from tsunax.checkpoints import _background, _blocks, _files, _safetensors, checksums, leaves, saving
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.errors import (
@@ -538,10 +530,7 @@ MISMATCHES = {
     "adamw": (lambda: make(rule=ts.rules.adamw(1e-2)), r"rule of state: saved adam\(.*expected adamw\("),
     "sgd": (lambda: make(rule=ts.rules.sgd(1e-2)), r"rule of state: saved adam\(.*expected sgd\("),
     "nesterov": (lambda: make(rule=ts.rules.adam(1e-2, nesterov=True)), r"nesterov=False\), .*nesterov=True"),
-    "clipped": (
-        lambda: make(rule=ts.rules.chain(ts.rules.clip(1.0), ts.rules.adam(1e-2))),
-        r"clip\(max_delta\)",
-    ),
+    "clipped": (lambda: make(rule=ts.rules.chain(ts.rules.clip(1.0), ts.rules.adam(1e-2))), r"clip\(max_delta\)"),
     "groups": (lambda: make(rule=ts.rules.partition({"**": ts.rules.adam(1e-2)})), r"expected _Partition"),
     "plain": (lambda: make(rule=optax.adam(1e-2)), r"rule of state: saved adam\(.*expected chain\(\("),
     "selected": (lambda: make(trainable="head"), "trained of state: saved everything, expected head"),

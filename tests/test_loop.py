@@ -285,10 +285,7 @@ def test_run_epoch_reads_as_a_for_does(wrap):
     {
         "a loss": (lambda: fit(loss_fn, _fresh(), data(), steps=1), r"step at fit\(\): got loss_fn\(params, batch\)"),
         "steps of a loss": (lambda: run_steps(loss_fn, _fresh(), (X[None], Y[None])), r"step at run_steps\(\)"),
-        "steps of params": (
-            lambda: run_steps(STEP, init(), (X[None], Y[None])),
-            r"state at run_steps\(\): got dict",
-        ),
+        "steps of params": (lambda: run_steps(STEP, init(), (X[None], Y[None])), r"state at run_steps\(\): got dict"),
         "epoch of none": (lambda: run_epoch(None, _fresh(), data()), r"step at run_epoch\(\): got None"),
         "iterate by none": (lambda: next(_iterate(None)), r"steps_per_call at iterate\(\): got None"),
         "iterate by name": (lambda: next(_iterate("auto")), r"steps_per_call at iterate\(\): got 'auto'"),
@@ -742,13 +739,7 @@ def test_loggers_are_told_and_closed():
     log = Log()
     fit(STEP, ts.setup(RULE, init()), data(), steps=20, logger=[log])
     assert [step for step, _ in log.rows] == [1, 10, 20] and log.closed == 1
-    assert {
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "epoch",
-        "rejected",
-    } <= set(log.rows[0][1])
+    assert {"loss", "grad_norm", "learning_rate", "epoch", "rejected"} <= set(log.rows[0][1])
     assert "steps_per_second" not in log.rows[0][1]  # it would be the rate of compiling
     assert {"steps_per_second", "examples_per_second"} <= set(log.rows[-1][1])
     assert all(type(x) in (int, float) for _, row in log.rows for x in row.values())

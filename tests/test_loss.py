@@ -125,10 +125,7 @@ def test_losses_under_one_mask_are_exact_over_micro_batches():
         (lambda a: a * a, r"operand at Loss \* \.\.\.: got Loss, .*take the mean: loss.compute\(\)"),
         (lambda a: 1.0 / 2.0 * a / "x", r"operand at Loss / ...: got 'x' \(str\)"),
         (lambda a: ts.Loss(3.0) + 1.0, r"loss at Loss \+ ...: got a Loss without a weight"),
-        (
-            lambda a: float(ts.Loss(3.0)),
-            r"loss at Loss.compute\(\): got a Loss without a weight.*Give ts.Loss\(",
-        ),
+        (lambda a: float(ts.Loss(3.0)), r"loss at Loss.compute\(\): got a Loss without a weight.*Give ts.Loss\("),
     ],
 )
 def test_what_has_no_meaning_says_what_to_do(make, says):

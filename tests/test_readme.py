@@ -106,10 +106,7 @@ def test_first_block(tmp_path):
         ("exec('\\n' * 5 + 'print(7)')\nprint(1)  # 1\n", None),  # line 6 of something else
         ("print(1 + 1)  # 3\n", "README.md:5: printed ['2'], expected ['3']"),
         ("print(1 + 1)  # 2.\n", "README.md:5: printed ['2'], expected ['2.']"),
-        (
-            "for i in (1, 1):\n    print(i)  # 1\n",
-            "README.md:6: printed ['1', '1'], expected ['1']",
-        ),
+        ("for i in (1, 1):\n    print(i)  # 1\n", "README.md:6: printed ['1', '1'], expected ['1']"),
         ("if 0:\n    print(1)  # 1\n", "README.md:6: printed [], expected ['1']"),
         ("print(1)\n", "nothing to check"),
         ("1 / 0\nprint(1)  # 1\n", 'README.md", line 5'),

@@ -69,10 +69,7 @@ def test_a_log_has_the_rows_of_an_uninterrupted_run(tmp_path, in_hand):
 def test_what_was_adjusted_in_hand_wins_over_the_checkpoint(tmp_path):
     data = ts.batches(X, 4, shuffle=True)
     state, _ = fit(tmp_path, make(), 3, data=data)
-    with pytest.warns(
-        UserWarning,
-        match=r"the state given is at step 3, as the newest checkpoint .* differs.*hyperp",
-    ):
+    with pytest.warns(UserWarning, match=r"the state given is at step 3, as the newest checkpoint .* differs.*hyperp"):
         state, history = fit(tmp_path, ts.adjust(state, learning_rate=0.001), 6, data=data)
     assert ts.hyperparams(state)["learning_rate"] == 0.001
     assert history["step"].tolist() == [1, 2, 3, 4, 5, 6]
@@ -224,10 +221,7 @@ def weighted(weight):
 
 LOSS = r"fit\(\): resumed from step 3 in .*, but loss_fn has changed .*The script's is used\."
 EDITS = {
-    "accumulate": (
-        {"step": ts.train_step(STEP.loss_fn, accumulate=2)},
-        r"accumulate has changed from 1 to 2\.",
-    ),
+    "accumulate": ({"step": ts.train_step(STEP.loss_fn, accumulate=2)}, r"accumulate has changed from 1 to 2\."),
     "loss": ({"step": ts.train_step(other_loss)}, LOSS),
     "number of a loss": ({"step": weighted(2.0)}, LOSS),
     "data": ({"data": X + 1}, "the data has changed"),

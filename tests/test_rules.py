@@ -341,9 +341,7 @@ DECAYS = [r for r in ROWS if any(accepts_schedule(r, name) for name in ("weight_
 
 
 @pytest.mark.parametrize(
-    "row",
-    [r if r.name == "adamw" else pytest.param(r, marks=pytest.mark.slow) for r in DECAYS],
-    ids=lambda r: r.name,
+    "row", [r if r.name == "adamw" else pytest.param(r, marks=pytest.mark.slow) for r in DECAYS], ids=lambda r: r.name
 )
 def test_follows_a_schedule_of_its_decay_as_plain_optax_does(row):
     name = "weight_decay" if "weight_decay" in row.numbers else "weight_decay_rate"
@@ -1057,11 +1055,7 @@ def test_a_line_search_in_a_group_searches_over_that_group():
 
 def warm_clipped_adam(learning_rate, max_norm=1.0, b1=0.9, warm=1):
     """A user's chain of plain rules and of ours."""
-    return optax.chain(
-        optax.clip_by_global_norm(max_norm),
-        rules.adam(learning_rate, b1=b1),
-        optax.scale(warm),
-    )
+    return optax.chain(optax.clip_by_global_norm(max_norm), rules.adam(learning_rate, b1=b1), optax.scale(warm))
 
 
 def test_a_factory_of_a_whole_chain_is_live():

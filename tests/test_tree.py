@@ -135,12 +135,7 @@ def every(tree):
 
 def flags_for(tree):
     n = len(jax.tree.leaves(tree))
-    yield from (
-        [True] * n,
-        [False] * n,
-        [i % 2 == 0 for i in range(n)],
-        [i == n - 1 for i in range(n)],
-    )
+    yield from ([True] * n, [False] * n, [i % 2 == 0 for i in range(n)], [i == n - 1 for i in range(n)])
 
 
 # Leaves
@@ -208,11 +203,7 @@ def test_how_are_paths_written():
     assert trees.names(path) == ("encoder", "0", "kernel")
     assert trees.path_str(path) == trees.path_str(("encoder", "0", "kernel")) == "encoder/0/kernel"
     assert trees.access_str("params", path) == "params['encoder'][0].kernel"
-    assert (trees.path_str(()), trees.show(()), trees.access_str("params", ())) == (
-        "",
-        "<root>",
-        "params",
-    )
+    assert (trees.path_str(()), trees.show(()), trees.access_str("params", ())) == ("", "<root>", "params")
 
 
 def test_are_leaves_in_flatten_order_with_the_paths_of_jax(tree):
@@ -270,11 +261,7 @@ def test_are_boxes_seen_through_at_any_depth():
 
 
 def test_is_the_wrapper_kept_where_dropping_it_would_make_two_leaves_one():
-    assert paths({"x": Odd({"a": leaf()}, leaf()), "y": nnx.Param(leaf())}) == [
-        "x/value/a",
-        "x/a",
-        "y",
-    ]
+    assert paths({"x": Odd({"a": leaf()}, leaf()), "y": nnx.Param(leaf())}) == ["x/value/a", "x/a", "y"]
 
 
 # Patterns
@@ -350,13 +337,7 @@ def test_is_a_key_with_a_slash_one_component():
     tree = {"a/b": 1.0, "a": {"b": 2.0}}
     both = patterns.select(lambda p, x: p == "a/b", tree)
     assert both == (True, True)
-    for pattern, expected in {
-        "a/b": [2.0],
-        "a?b": [1.0],
-        "*": [1.0],
-        "a/*": [2.0],
-        "**/a*": [1.0],
-    }.items():
+    for pattern, expected in {"a/b": [2.0], "a?b": [1.0], "*": [1.0], "a/*": [2.0], "**/a*": [1.0]}.items():
         assert trees.take(tree, patterns.select(pattern, tree)) == expected, pattern
 
 
@@ -459,8 +440,7 @@ def test_is_a_tree_without_leaves_an_error_unless_allowed(empty, where):
 
 
 @pytest.mark.parametrize(
-    ("result", "kind"),
-    [(1, "1 (int)"), (None, "None"), (np.ones(1, bool), "bool[1]"), ("yes", "'yes' (str)")],
+    ("result", "kind"), [(1, "1 (int)"), (None, "None"), (np.ones(1, bool), "bool[1]"), ("yes", "'yes' (str)")]
 )
 def test_must_a_predicate_return_a_bool(result, kind):
     text = f"result of the predicate at params['decoder']['bias']: got {kind}, expected True or False."
@@ -502,10 +482,7 @@ def test_is_a_none_of_the_mask_aligned_with_a_none_of_the_tree():
     ("mask", "text"),
     [
         ({"a": True}, "at params['b']: got nothing, expected dict with c, d"),
-        (
-            {"a": True, "b": {"c": True, "d": True, "e": True}},
-            "at params['b']['e']: got True (bool), expected nothing",
-        ),
+        ({"a": True, "b": {"c": True, "d": True, "e": True}}, "at params['b']['e']: got True (bool), expected nothing"),
         ({"a": True, "b": True}, "at params['b']: got True (bool), expected dict with c, d"),
         ({"a": True, "b": [True, True]}, "at params['b']: got list of 2, expected dict with c, d"),
         ({"b": {"c": True, "d": True}}, "at params['a']: got nothing, expected True or False"),
@@ -527,14 +504,7 @@ def test_are_leaves_of_a_mask_bools(bad, kind):
 
 @pytest.mark.parametrize(
     ("where", "kind"),
-    [
-        (3, "int"),
-        (None, "NoneType"),
-        (2.5, "float"),
-        ({"a"}, "set"),
-        (["**", 3], "list"),
-        (("a", True), "tuple"),
-    ]
+    [(3, "int"), (None, "NoneType"), (2.5, "float"), ({"a"}, "set"), (["**", 3], "list"), (("a", True), "tuple")]
     + [(re.compile("a"), "Pattern"), (np.ones(2, bool), "ndarray"), (b"**", "bytes")],
     ids=str,
 )
@@ -766,10 +736,7 @@ def test_are_no_parameters_an_error(empty):
     [
         ({"a.b": 1.0, "a": {"b": 2.0}}, "params['a']['b'] and params['a.b']: got 'a.b' for both"),
         ({"a/b": 1.0, "a": {"b": 2.0}}, "params['a']['b'] and params['a/b']: got 'a/b' for both"),
-        (
-            {"a.b": {"c": 1.0}, "a": {"b.c": 2.0}},
-            "params['a']['b.c'] and params['a.b']['c']: got 'a.b.c' for both",
-        ),
+        ({"a.b": {"c": 1.0}, "a": {"b.c": 2.0}}, "params['a']['b.c'] and params['a.b']['c']: got 'a.b.c' for both"),
     ],
 )
 def test_are_names_that_collide_shown_both(params, text):
@@ -817,20 +784,14 @@ def test_can_a_checked_leaf_still_be_donated():
 @pytest.mark.parametrize(
     ("params", "text"),
     [
-        (
-            {"a": {("x", "y"): 1.0}},
-            "dict keys at params['a']: got ('x', 'y') (tuple), expected all str or all int",
-        ),
+        ({"a": {("x", "y"): 1.0}}, "dict keys at params['a']: got ('x', 'y') (tuple), expected all str or all int"),
         ([{1.5: 1.0}], "dict keys at params[0]: got 1.5 (float)"),
         ({"a": {None: 1.0, "b": 2.0}}, "dict keys at params['a']: got None (NoneType)"),
         ({"a": ({1: 1.0, "b": 2.0},)}, "dict keys at params['a'][0]: got 'b' (str), 1 (int)"),
         (Pair({"b": 1.0, 2: 2.0}, 1.0), "dict keys at params.w: got 'b' (str), 2 (int)"),
         (Scale({"b": 1.0, 2: 2.0}), "dict keys at params.value: got 'b' (str), 2 (int)"),
         ({1: 1.0, "a": 2.0}, "dict keys at params: got 'a' (str), 1 (int)"),
-        (
-            frozen_dict({1: 1.0, "a": 2.0}),
-            "dict keys at params: got 'a' (str), 1 (int)",
-        ),
+        (frozen_dict({1: 1.0, "a": 2.0}), "dict keys at params: got 'a' (str), 1 (int)"),
     ],
 )
 def test_where_are_dict_keys_that_do_not_sort(params, text):
@@ -841,11 +802,7 @@ def test_where_are_dict_keys_that_do_not_sort(params, text):
 def test_are_shared_arrays_shown_with_both_paths():
     w = leaf()
     params = {"embed": w, "head": [leaf(), w], "x": 1.0, "y": 1.0, "n": None}
-    for flags in (
-        (True,) * 5,
-        (True, False, False, False, False),
-        (False, False, True, False, False),
-    ):
+    for flags in ((True,) * 5, (True, False, False, False, False), (False, False, True, False, False)):
         text = "leaves at params['embed'] and params['head'][1]: got one array for both, expected an"
         with pytest.raises(ParamsError, match=re.escape(text)):
             checks.check_aliases(params, flags)
@@ -897,23 +854,14 @@ def test_is_the_norm_of_a_narrow_tree_computed_in_float32(dtype):
 
 def test_what_is_the_norm_of_mixed_and_of_empty_trees():
     with jax.numpy_dtype_promotion("strict"):
-        mixed = [
-            jnp.full(4, 1, jnp.bfloat16),
-            jnp.ones(4),
-            jnp.ones(4, jnp.complex64),
-            2.0,
-            np.float16(0),
-        ]
+        mixed = [jnp.full(4, 1, jnp.bfloat16), jnp.ones(4), jnp.ones(4, jnp.complex64), 2.0, np.float16(0)]
         np.testing.assert_allclose(guard.global_norm(mixed), 4.0)
         assert guard.global_norm({"a": None}) == 0 and guard.global_norm({}).dtype == jnp.float32
         assert [float(x) for x in guard.square_sums(mixed)] == [4, 4, 4, 4, 0]
         with enable_x64(True):
             assert guard.global_norm([jnp.ones(2), jnp.ones(2, jnp.float64)]).dtype == jnp.float64
             assert guard.global_norm([jnp.ones(2, jnp.float32)]).dtype == jnp.float32
-            assert [x.dtype for x in guard.square_sums([np.ones(1), np.float32(1)])] == [
-                "float64",
-                "float32",
-            ]
+            assert [x.dtype for x in guard.square_sums([np.ones(1), np.float32(1)])] == ["float64", "float32"]
 
 
 # Owners

@@ -113,7 +113,7 @@ def test_conditions():
     }
     seen = [spaces.sample(spaces.checked(space, "", "random"), 0, i) for i in range(60)]
     assert {(v["a"], v.get("b"), v.get("c")) for v in seen} == {
-        *(("x", 1, None), ("x", 2, 7), ("y", 1, None), ("y", 2, None), ("z", None, None)),
+        *(("x", 1, None), ("x", 2, 7), ("y", 1, None), ("y", 2, None), ("z", None, None))
     }
 
 
@@ -126,7 +126,7 @@ def test_a_grid_is_every_combination():
     }
     result = tuning.tune(lambda a, c, d, b="": a + c + d, space, backend="grid", progress=False)
     assert [(t.values["a"], t.values.get("b"), t.values["c"]) for t in result.trials] == [
-        *[(1, None, 0.5), (1, None, 1.5), (2, "u", 0.5), (2, "u", 1.5), (2, "v", 0.5), (2, "v", 1.5)],
+        *[(1, None, 0.5), (1, None, 1.5), (2, "u", 0.5), (2, "u", 1.5), (2, "v", 0.5), (2, "v", 1.5)]
     ]
     assert all(type(t.values["c"]) is float for t in result.trials)
     with pytest.raises(HyperparameterError, match=r"trials at tune\(\): got 7, expected at most 6, the whole grid"):
@@ -680,11 +680,7 @@ def make(key, rate, decay, width, trial):
 
 
 STEP = ts.train_step(loss_fn)
-LIVE = {
-    "rate": spaces.log_uniform(1e-3, 1e-1),
-    "decay": spaces.uniform(0.0, 0.1),
-    "width": spaces.choice([4, 8]),
-}
+LIVE = {"rate": spaces.log_uniform(1e-3, 1e-1), "decay": spaces.uniform(0.0, 0.1), "width": spaces.choice([4, 8])}
 
 
 def trained(state):

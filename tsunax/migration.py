@@ -32,14 +32,7 @@ from tsunax.rules.combining import PartitionState
 from tsunax.rules.cuts import recut as recut_numbers
 from tsunax.rules.owners import owners as owners_of_init
 from tsunax.rules.owners import owners_by_suffix, owners_of
-from tsunax.state import (
-    TrainState,
-    base,
-    check_state,
-    own,
-    setup,
-    trained_part,
-)
+from tsunax.state import TrainState, base, check_state, own, setup, trained_part
 
 __all__ = ["Report", "migrate"]
 

@@ -277,10 +277,7 @@ def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | No
     )
     if bad and not given.dynamic:
         raise StateError(
-            "loss_scale",
-            where,
-            given.scale,
-            f"a number in [{least:.3g}, {most:.3g}], of float32",
+            "loss_scale", where, given.scale, f"a number in [{least:.3g}, {most:.3g}], of float32"
         )
     if (
         bad

@@ -24,11 +24,7 @@ from tsunax import guard
 from tsunax._core import checks, trees
 from tsunax._core.trees import PyTree
 from tsunax._step.gradients import check_policy, gradient_of
-from tsunax.errors import (
-    RuleError,
-    StateError,
-    suggests_names,
-)
+from tsunax.errors import RuleError, StateError, suggests_names
 from tsunax.loss import Loss, check_model_state, finished
 from tsunax.rules import number_table
 from tsunax.rules.number_table import Numbers

@@ -112,13 +112,4 @@ def mean(tree, axes: Axes):
     return jax.tree.map(one, vary(tree, axes))
 
 
-__all__ = [
-    "Axes",
-    "around",
-    "as_axes",
-    "gathered",
-    "mean",
-    "own_key",
-    "varies",
-    "vary",
-]
+__all__ = ["Axes", "around", "as_axes", "gathered", "mean", "own_key", "varies", "vary"]

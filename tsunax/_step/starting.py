@@ -17,14 +17,7 @@ from tsunax import guard, reproduce
 from tsunax._core import checks, patterns, trees
 from tsunax._step.roles import COUNTS, trained_count
 from tsunax.averages import Average, as_average
-from tsunax.errors import (
-    ParamsError,
-    RuleError,
-    StateError,
-    TsunaxError,
-    WrongTypeError,
-    told,
-)
+from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, told
 from tsunax.precision import LossScale, Policy, as_loss_scale, as_policy, cast
 
 

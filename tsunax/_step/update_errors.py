@@ -87,13 +87,4 @@ _KEYWORDS = ("loss", "model_state", "on_nonfinite", "norms")
 _OWN = ("params", "updates", "opt_state")  # what update itself gives to the rule
 
 
-_FOR_RULES = (
-    "value",
-    "grad",
-    "value_fn",
-    "obj_fn",
-    "grad_fn",
-    "weight",
-    "flush",
-    "outside",
-)
+_FOR_RULES = ("value", "grad", "value_fn", "obj_fn", "grad_fn", "weight", "flush", "outside")

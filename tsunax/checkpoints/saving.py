@@ -17,14 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tsunax._core import checks, durable_files, trees
-from tsunax.checkpoints import (
-    _background,
-    _reading,
-    _restoring,
-    _state_in_hand,
-    _values,
-    _writing,
-)
+from tsunax.checkpoints import _background, _reading, _restoring, _state_in_hand, _values, _writing
 from tsunax.checkpoints._files import Files
 from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged

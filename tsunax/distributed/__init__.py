@@ -5,14 +5,7 @@ It needs no device. `tsunax.distributed.ray` starts processes under Ray.
 
 from tsunax.distributed.broadcasting import broadcast
 from tsunax.distributed.processes import agree, barrier, check_in_sync
-from tsunax.distributed.starting import (
-    give_up,
-    is_main,
-    process_count,
-    process_index,
-    start,
-    stop,
-)
+from tsunax.distributed.starting import give_up, is_main, process_count, process_index, start, stop
 
 __all__ = [
     "agree",

@@ -3,12 +3,7 @@
 Nothing imports it.
 """
 
-from tsunax.insight.batch_size import (
-    SizeReport,
-    SizeTrial,
-    find_accumulation,
-    find_batch_size,
-)
+from tsunax.insight.batch_size import SizeReport, SizeTrial, find_accumulation, find_batch_size
 from tsunax.insight.description import Description, describe, measured_peak
 from tsunax.insight.learning_rate import RangeTest, find_learning_rate
 from tsunax.insight.replaying import ReplayReport, replay

@@ -29,12 +29,7 @@ from tsunax.loss import rows_of
 from tsunax.program import TrainStep
 from tsunax.state import own
 
-__all__ = [
-    "SizeReport",
-    "SizeTrial",
-    "find_accumulation",
-    "find_batch_size",
-]
+__all__ = ["SizeReport", "SizeTrial", "find_accumulation", "find_batch_size"]
 
 _MOST = 1 << 31  # rows, where nobody gives a maximum
 _FIRST = (
@@ -582,11 +577,7 @@ def _no_size(
 def _check_parts(step: Any, example: Any, where: str) -> None:
     if not callable(step):
         raise WrongTypeError(
-            "step",
-            where,
-            trees.describe(step),
-            "a train_step",
-            f"{where[:-1]}step, state, ...).",
+            "step", where, trees.describe(step), "a train_step", f"{where[:-1]}step, state, ...)."
         )
     if example is None or (not callable(example) and not jax.tree.leaves(example)):
         fix = "A batch of one row, or its shapes, is enough."

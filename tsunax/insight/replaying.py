@@ -87,11 +87,7 @@ def replay(step: TrainStep, state: TrainState, batch, **extra) -> ReplayReport:
     check_state(state, where, batch)
     if members_of(state) is not None:
         raise StateError(
-            "state",
-            where,
-            "a population",
-            "one member",
-            "Give ts.populations.member(state, i).",
+            "state", where, "a population", "one member", "Give ts.populations.member(state, i)."
         )
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
         fix = "Call it outside of jit, with the arrays of that call."

@@ -14,14 +14,7 @@ import numpy as np
 import optax
 
 from tsunax._core import patterns, trees
-from tsunax.errors import (
-    HyperparameterError,
-    RuleError,
-    TsunaxError,
-    WrongTypeError,
-    told,
-    unknown,
-)
+from tsunax.errors import HyperparameterError, RuleError, TsunaxError, WrongTypeError, told, unknown
 from tsunax.rules import numbers as _numbers
 from tsunax.rules.calling import as_rule, with_extra
 from tsunax.rules.live_rules import Home, Live, LiveState, LiveUpdate, building, module_of, name_of

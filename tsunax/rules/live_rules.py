@@ -202,11 +202,7 @@ class LiveUpdate:
         if not is_live(state) or state.table is None:
             fix = "The state of a TrainState is another one: use ts.update."
             raise RuleError(
-                "state",
-                f"{self.live.title}()",
-                trees.describe(state),
-                "what its init made",
-                fix,
+                "state", f"{self.live.title}()", trees.describe(state), "what its init made", fix
             )
         clock = state.count if step is None else step
         extra["step"] = step
@@ -224,13 +220,7 @@ class LiveUpdate:
             updates, inner, counters = cuts.collected(self.live, state, updates, runs)
         count = None if state.count is None else optax.safe_increment(state.count)
         return updates, LiveState(
-            state.table,
-            inner,
-            counters,
-            count,
-            live=state.live,
-            cut=state.cut,
-            home=state.home,
+            state.table, inner, counters, count, live=state.live, cut=state.cut, home=state.home
         )
 
 

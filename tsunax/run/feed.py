@@ -311,10 +311,7 @@ class Feed:
             if x.dtype != y.dtype:
                 name = trees.access_str("batch", path)
                 raise DataError(
-                    "dtype",
-                    f"{name}, step {step}",
-                    x.dtype,
-                    f"{y.dtype}, as in the first batch",
+                    "dtype", f"{name}, step {step}", x.dtype, f"{y.dtype}, as in the first batch"
                 )
             rows_only &= x.shape[1:] == y.shape[1:]
         if len(self._sizes) >= SHAPES:

@@ -297,11 +297,7 @@ def by_member(name: str, x) -> list[tuple[str, Any]]:
 def _check_same(old, new) -> None:
     if isinstance(old, TrainState) and not isinstance(new, TrainState):
         raise StateError(
-            "state",
-            "step",
-            trees.describe(new),
-            "a TrainState",
-            "A step returns (state, info).",
+            "state", "step", trees.describe(new), "a TrainState", "A step returns (state, info)."
         )
     checks.check_like("state", new, old, "A step returns a state like the one that it got.")
 
