@@ -61,7 +61,7 @@ def plain_steps(tx, params, n, loss_fn=loss_fn, *, guard=False, norms=False, sea
         updates, new_state = tx.update(grads, opt_state, params, **extra)
         new = optax.apply_updates(params, updates), new_state
         if guard:
-            applied = jnp.isfinite(value) & jnp.isfinite(norm)
+            applied = jnp.isfinite(value) & jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(updates))
             new = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, (params, opt_state))
         return *new, value, (norm, optax.tree.norm(updates)) if norms else None
 

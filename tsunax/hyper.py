@@ -53,10 +53,10 @@ def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState
 
     A value is a number (float, int, numpy or jax scalar, traced or not); `None` gives a scheduled
     one back to its schedule. A value never compiles the step again; cutting a subtree off for the
-    first time does, once, and `adjust(state, where)` without values is that cut alone. `adjust(a,
-    hyperparams(b))` copies, into cuts that are there: where only b has one, first `a = adjust(a,
-    where)`. The result shares its arrays with `state`: a step that is given one of them donates
-    both.
+    first time does, once, and `adjust(state, where)` without values is that cut alone.
+    `adjust(a, hyperparams(b))` copies, into cuts that are there: where only b has one, first
+    `a = adjust(a, where)`. The result shares its arrays with `state`: a step that is given one of
+    them donates both.
 
     Raises HyperparameterError for an unknown name (with the known ones), a value out of range, or a
     name that a chain repeats; PatternError if `where` matches nothing.

@@ -39,8 +39,8 @@ class Loss:
     `Loss.mean(values, where)` is the usual way to make one. The raw form is for sums of your own:
     `Loss(total, weight)` stands for the loss `total / weight`, and any number of micro-batches,
     devices and batches add up to exactly that. Weights and masks are data: no gradient flows
-    through them. A mean with weights that are learned is a scalar of your own, `jnp.sum(w * values)
-    / jnp.sum(w)`.
+    through them. A mean with weights that are learned is a scalar of your own,
+    `jnp.sum(w * values) / jnp.sum(w)`.
 
     It adds and multiplies as the mean loss would: `loss + penalty` and `0.5 * loss` keep the
     weight. `float(loss)` and `f"{loss:.3f}"` are those of the mean. Two losses can be added if they

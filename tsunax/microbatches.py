@@ -77,8 +77,8 @@ def over_micro_batches(
     drop: bool,
     axes: _axes.Axes = (),
 ) -> tuple[Loss, Any]:
-    """`(loss, grads)` of the whole batch from `gradient(micro-batch, keywords) -> (Loss, grads of
-    its mean)`.
+    """`(loss, grads)` of the whole batch from
+    `gradient(micro-batch, keywords) -> (Loss, grads of its mean)`.
 
     A scan of value-and-grad, never the gradient of a scan, which would store every micro-batch.
     Each one gets its rows of `mask`, a key of its own, and the model state that the one before it

@@ -38,11 +38,11 @@ __all__ = ["Model", "equinox", "haiku", "linen", "nnx", "raw"]
 class Model:
     """A model in parts; made by `nnx`, `linen`, `equinox`, `haiku` and `raw`.
 
-    `apply(params, *x, model_state=None, key=None, train=False, **named)` returns `(out,
-    model_state)`. It is pure: in train mode dropout draws from `key` and batch statistics move; in
-    eval mode neither. A `key` without `train` is an error if the model has two modes: dropout would
-    be off silently. `named` is passed to the model. `build(state)` returns the library's own model
-    in eval mode, with copies of the state's parameters.
+    `apply(params, *x, model_state=None, key=None, train=False, **named)` returns
+    `(out, model_state)`. It is pure: in train mode dropout draws from `key` and batch statistics
+    move; in eval mode neither. A `key` without `train` is an error if the model has two modes:
+    dropout would be off silently. `named` is passed to the model. `build(state)` returns the
+    library's own model in eval mode, with copies of the state's parameters.
     """
 
     params: Any

@@ -285,9 +285,8 @@ def train_step(
         `extra`; it gets what it names.
       accumulate: cut the batch into so many micro-batches, one after another, for the memory of
         one: same loss and gradients, whatever the masks, if the loss is a mean over rows. One that
-          compares rows, uses batch
-        statistics, or is a sum over rows is another loss then, and warned of. A batch that does not
-        divide is padded if loss_fn names `mask`.
+        compares rows, uses batch statistics, or is a sum over rows is another loss then, and warned
+        of. A batch that does not divide is padded if loss_fn names `mask`.
       on_nonfinite: "skip", "raise" or "ignore" a step with a loss or gradient that is not finite,
         see `update`; or "drop" the micro-batch that it comes from, and skip where none is left.
       donate: whether the state given is consumed. Where the state is traced (inside jit, scan,

@@ -61,8 +61,8 @@ def l1(params: Any, where: Any = "**") -> jax.Array:
 def l2(params: Any, where: Any = "**") -> jax.Array:
     """`½ Σ w²` over the selected leaves: an f32 scalar, with the gradient `w`; otherwise as `l1`.
 
-    In the loss, `factor * l2(params, where)` has the gradient of `add_decayed_weights(factor,
-    where)` first in the chain.
+    In the loss, `factor * l2(params, where)` has the gradient of
+    `add_decayed_weights(factor, where)` first in the chain.
 
     >>> params = {"w": jnp.array([3.0, -4.0]), "bias": jnp.array([100.0])}
     >>> l2(params, ["**", "!**/bias"]), jax.grad(l2)(params)["w"]

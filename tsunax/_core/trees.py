@@ -108,8 +108,8 @@ def cast_like(tree, like):
 def conjugated(grads):
     """JAX's gradients as directions of steepest ascent, and back: they differ in complex leaves.
 
-    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`. Steepest ascent is `∂f/∂x + i
-    ∂f/∂y`.
+    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`. Steepest ascent is
+    `∂f/∂x + i ∂f/∂y`.
     """
     is_complex = lambda g: jnp.issubdtype(dtype_of(g), jnp.complexfloating)
     return jax.tree.map(lambda g: jnp.conj(g) if is_complex(g) else g, grads)

@@ -113,12 +113,10 @@ class LossFn:
         return out
 
     def __call__(self, params, batch, keywords, *, merges: bool = False) -> Loss:
-        """The `Loss` of one batch; a scalar weighs its rows, those that `mask` lets through where
-        it is given.
+        """The `Loss` of one batch; a scalar weighs its rows (those that `mask` lets through).
 
-        Where leaves of the batch differ in rows nobody knows how many there are: it weighs 1, and
-          raises where it
-        `merges` with others.
+        If leaves of the batch differ in rows, a scalar weighs 1, and raises if it `merges` with
+        others.
         """
         mask, rows = keywords.get("mask"), rows_of(batch)
         # containers of its own: flax NNX refuses to merge what was made in an outer trace

@@ -30,8 +30,8 @@ def members_of(state: Any) -> int | None:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("tree",), meta_fields=())
 @dataclass(frozen=True)
 class each:
-    """A tree whose arrays have a first axis of members: a batch for each, `step(runs,
-    ts.populations.each(batches))`.
+    """A tree whose arrays have a first axis of members: a batch for each,
+    `step(runs, ts.populations.each(batches))`.
 
     >>> each(jax.numpy.zeros((3, 8))).tree.shape
     (3, 8)

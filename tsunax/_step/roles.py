@@ -86,8 +86,8 @@ def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
         in any case, the guard's own record; "" for what is only read. Both that move are donated.
       like: what its leaves follow: "params", "trained" (its first leaves are like those that the
         rule trains: cuts, freezing and shardings go by leaf), "rule" (the state of the rule, of
-          which each leaf has its owner), "free"
-        (any structure, as of model state), or "" (whole on each device).
+        which each leaf has its owner), "free" (any structure, as of model state), or "" (whole on
+        each device).
       shows: the word for its bytes in `repr`; "" for none.
     """
     for name, given, known in (("moves", moves, _MOVES), ("like", like, _LIKE)):

@@ -71,8 +71,9 @@ def run(
         ray.get([actor.run(f) for actor in actors])    # after ts.distributed.start() in each
 
     Args:
-      resources: of each actor, as in its `options`: `{"num_cpus": 4, "num_gpus": 1, "runtime_env":
-        {...}}`. Where one process has all GPUs of a host, `num_gpus` is their number.
+      resources: of each actor, as in its `options`:
+        `{"num_cpus": 4, "num_gpus": 1, "runtime_env": {...}}`. Where one process has all GPUs of a
+        host, `num_gpus` is their number.
       start: options of `ts.distributed.start`, such as `{"peer_timeout": 60}`.
 
     The exception of the first process that fails is raised, and all are ended. Ray itself waits

@@ -259,7 +259,7 @@ def find_batch_size(
         changed.
       example: a batch of any number of rows, or its shapes; or a function of the size that gives a
         batch, or new data of which the first batch is taken: a shorter one ends the search at what
-          there is.
+        there is.
       mode: "power" looks at start, 2 start, 4 start, ... (and start / 2, ...); "binsearch" at all
         sizes.
       method: "analyse", or "run": execute `steps_per_trial` steps at each size, twice as many rows

@@ -143,8 +143,8 @@ class Gather:
 def accumulate(
     rule: optax.GradientTransformation, every: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """Gather the gradients of `every` calls and give the rule their weighted mean: `Σ weight · g /
-    Σ weight`.
+    """Gather the gradients of `every` calls and give the rule their weighted mean:
+    `Σ weight · g / Σ weight`.
 
     The other calls change no parameter and no state of the rule; `state.step` and schedules wait,
     `state.calls` counts on, and `info.applied` says which it was. Weights are those of the losses

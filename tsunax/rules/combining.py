@@ -63,8 +63,9 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
 
     Order is meaning: `chain(add_decayed_weights(1e-4), adam(1e-3))` is an L2 penalty. Behind
     `adam`, whose updates point downhill already, decay would make weights grow: the decoupled kind
-    is `adamw`, or `chain(live(optax.scale_by_adam)(), add_decayed_weights(1e-4),
-    live(optax.scale_by_learning_rate)(1e-3))`. A chain of none passes gradients on.
+    is `adamw`, or
+    `chain(live(optax.scale_by_adam)(), add_decayed_weights(1e-4), live(optax.scale_by_learning_rate)(1e-3))`.
+    A chain of none passes gradients on.
 
     >>> import tsunax as ts
     >>> rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.sgd(0.1))

@@ -51,8 +51,8 @@ def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
 
     Args:
       eval_step: `eval_step(loss_fn)`, or any `f(state, batch, **extra) -> Loss`.
-      data: batches, one epoch of them, from `batches` or any iterable; or several by name, `{"val":
-        a, "test": b}`, which gives `val/loss` and so on. Iterators are used up.
+      data: batches, one epoch of them, from `batches` or any iterable; or several by name,
+        `{"val": a, "test": b}`, which gives `val/loss` and so on. Iterators are used up.
       extra: given to `eval_step` by name.
 
     Metrics that compute to an array give one number per element, `name/0`, `name/1`, ...

@@ -86,8 +86,8 @@ class Stacked:
 )
 @dataclass(frozen=True)
 class Gathered:
-    """Rows of arrays that lie on the device: batch i has those at `order[first + i·rows : first +
-    (i + 1)·rows]`.
+    """Rows of arrays that lie on the device: batch i has those at
+    `order[first + i·rows : first + (i + 1)·rows]`.
     """
 
     arrays: Any
