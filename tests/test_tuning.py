@@ -532,7 +532,7 @@ def test_a_directory_of_another_sweep(tmp_path, change, text):
 
 @pytest.mark.medium
 def test_one_writer_and_readers_of_nothing(tmp_path):
-    holder = "import sys, time; from pathlib import Path; from tsunax import _files"
+    holder = "import sys, time; from pathlib import Path; from tsunax._core import durable_files as _files"
     holder += "; lock = _files.Lock(Path(sys.argv[1])); print(1, flush=True); time.sleep(60)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", holder, tmp_path], env=env, stdout=subprocess.PIPE) as process:

@@ -40,6 +40,17 @@ class each:
     tree: Any
 
 
+def check_local_members(state: Any, where: str) -> None:
+    """Raise StateError for a population whose members are on devices of several processes."""
+    if members_of(state) is not None and not state.clock.is_fully_addressable:
+        got = "members on devices of several processes"
+        fix = (
+            "Members of its own for each process: ts.shard(population, "
+            "ts.mesh(devices=jax.local_devices()))."
+        )
+        raise StateError("population", where, got, "of one", fix)
+
+
 def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = None):
     """`f(state, *trees)`, mapped over the members of a population; a tree in `each` has one for
     each of them.
@@ -76,4 +87,4 @@ def _is_each(x) -> bool:
     return isinstance(x, each)
 
 
-__all__ = ["each", "members_of", "over_members"]
+__all__ = ["check_local_members", "each", "members_of", "over_members"]

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from tsunax._core import trees
-from tsunax._step.members import members_of
+from tsunax._step.members import check_local_members
 from tsunax.data.batching import Batches
 from tsunax.data.cursors import Source
 from tsunax.distributed import processes
@@ -49,14 +49,8 @@ class Alike:
             self._data is not None and self._data.is_of_arrays
         )  # then its settings say what will come
         self._has_warned = False
-        if self.spans and members_of(state) is not None:
-            fix = (
-                "Members of its own for each process: ts.shard(population, "
-                "ts.mesh(devices=jax.local_devices()))."
-            )
-            raise StateError(
-                "population", where, "members on devices of several processes", "of one", fix
-            )
+        if self.spans:
+            check_local_members(state, where)
         if self._data is not None and processes.process_count() > 1:
             self._check_part(*self._data.process)
         if self.spans and not self._speaks:

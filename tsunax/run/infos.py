@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from tsunax._core import trees
+from tsunax._step.members import check_local_members
 from tsunax.errors import StateError
 from tsunax.run import fused_loop
 from tsunax.run.run import OF_FIT
@@ -142,6 +143,8 @@ def counts_of(state: TrainState) -> np.ndarray:
     """What the clock of a state holds, read once: int (4,), or (members, 4)."""
     if trees.is_gone(state.clock):
         raise StateError(donated("fit()"))
+    if isinstance(state.clock, jax.Array):
+        check_local_members(state, "fit()")
     return np.asarray(state.clock)
 
 
