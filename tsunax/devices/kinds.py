@@ -30,7 +30,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from tsunax._core import checks, trees
 from tsunax.devices import _preference
-from tsunax.errors import DeviceError, WrongTypeError, message, told, unknown, warn
+from tsunax.errors import DeviceError, WrongTypeError, told, unknown, warn
 
 __all__ = [
     "DeviceInfo",
@@ -60,16 +60,6 @@ _NONE = (RuntimeError, AssertionError)
 _ORDER = ("tpu", "gpu", "cpu")
 _PACKAGES = {"tpu": "jax[tpu]", "gpu": "jax[cuda13]", "cuda": "jax[cuda13]"}
 _PACKAGES |= {"rocm": "jax[rocm7-local]", "metal": "jax-mps"}
-
-
-def invalid(*words: object) -> DeviceError:
-    """The error for a device that cannot be; the words are those of `errors.message`."""
-    return DeviceError(message(*words))  # type: ignore[arg-type]
-
-
-def mistyped(*words: object) -> WrongTypeError:
-    """The same for a value of a wrong type."""
-    return WrongTypeError(message(*words))  # type: ignore[arg-type]
 
 
 # Which there are
@@ -120,12 +110,12 @@ def _automatic() -> tuple[list[jax.Device], list[str]]:
     try:
         return _find(None), [*reasons, "what JAX takes by default"]
     except _NONE as error:
-        raise invalid("devices", "", "; ".join(reasons), "a backend that starts") from error
+        raise DeviceError("devices", "", "; ".join(reasons), "a backend that starts") from error
 
 
 def _check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
     if not isinstance(kind, str):
-        raise mistyped("kind", where, trees.describe(kind), f"one of {', '.join(known)}")
+        raise WrongTypeError("kind", where, trees.describe(kind), f"one of {', '.join(known)}")
     if kind not in known:
         raise DeviceError(unknown("kind", where, kind, known))
 
@@ -138,17 +128,17 @@ def _resolve(kind: Any, where: str) -> tuple[list[jax.Device], list[str]]:
     if not found:
         there = {other: len(_search(other)[0]) for other in _ORDER}
         here = ", ".join(f"{other} ({n})" for other, n in there.items() if n) or "none is"
-        raise invalid("device", where, f"no {kind}", f"one that is here: {here}", f"{why}.")
+        raise DeviceError("device", where, f"no {kind}", f"one that is here: {here}", f"{why}.")
     return found, [f"{kind} was asked for"]
 
 
 def _at(found: Sequence[jax.Device], index: Any, where: str) -> jax.Device:
     if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
-        raise mistyped("index", where, trees.describe(index), "an int")
+        raise WrongTypeError("index", where, trees.describe(index), "an int")
     if not 0 <= index < len(found):
         expected = f"0 to {len(found) - 1}" if len(found) > 1 else "0"
         fix = f"There are {len(found)}, {found[0].platform}, counted from 0."
-        raise invalid("index", where, index, expected, fix)
+        raise DeviceError("index", where, index, expected, fix)
     return found[int(index)]
 
 
@@ -157,7 +147,7 @@ def _first(where: Any, call: str) -> jax.Device:
         return _resolve(where, f"{call[:-1]}{where!r})")[0][0]
     if not isinstance(where, jax.Device):
         fix = "prefetch(data, mesh) spreads batches over a mesh." if isinstance(where, Mesh) else ""
-        raise mistyped("device", call, trees.describe(where), "a kind or a jax.Device", fix)
+        raise WrongTypeError("device", call, trees.describe(where), "a kind or a jax.Device", fix)
     return where
 
 
@@ -200,18 +190,18 @@ def devices(kind: str | Sequence[int | jax.Device] = "auto") -> list[jax.Device]
     if not isinstance(items, (Sequence, np.ndarray)):
         fix = f"[{items}] is device number {items}, devices()[:{items}] are {items} of them."
         fix = fix if isinstance(items, int) else ""
-        raise mistyped("devices", where, trees.describe(items), "a kind or a list", fix)
+        raise WrongTypeError("devices", where, trees.describe(items), "a kind or a list", fix)
     if len(items) == 0:
-        raise invalid("devices", where, "no devices", "one at least", "devices() are all.")
+        raise DeviceError("devices", where, "no devices", "one at least", "devices() are all.")
     here = [] if all(isinstance(item, jax.Device) for item in items) else _resolve("auto", where)[0]
     chosen: list[Any] = []
     for item in items:
         one = item if isinstance(item, jax.Device) else _at(here, item, where)
         if one in chosen:
-            raise invalid("devices", where, f"{item} twice", "each device once")
+            raise DeviceError("devices", where, f"{item} twice", "each device once")
         chosen.append(one)
     if len(platforms := sorted({one.platform for one in chosen})) > 1:
-        raise invalid("devices", where, " and ".join(platforms), "devices of one platform")
+        raise DeviceError("devices", where, " and ".join(platforms), "devices of one platform")
     return chosen
 
 
@@ -276,11 +266,11 @@ def simulate(n: int) -> None:
     tsunax.errors.DeviceError: simulate: got a backend that has started, expected to be called before that. ...
     """
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
-        raise invalid("n", "simulate()", repr(n), "an int of 1 or more")
+        raise DeviceError("n", "simulate()", repr(n), "an int of 1 or more")
     if _started():
         fix = "Call it before anything makes an array; in a notebook restart the kernel first."
         got = "a backend that has started"
-        raise invalid("simulate", "", got, "to be called before that", fix)
+        raise DeviceError("simulate", "", got, "to be called before that", fix)
     given = os.environ.get("NPROC", "")
     most = max(16, 2 * n, os.cpu_count() or 1, int(given) if given.isdigit() else 0)
     os.environ["NPROC"] = str(most)
@@ -441,10 +431,10 @@ def device_of(tree: Any) -> jax.Device | None:
         at = trees.access_str("tree", path)
         if len(leaf.sharding.device_set) > 1:
             got, fix = f"{len(leaf.sharding.device_set)} devices", "Its .sharding says which."
-            raise invalid("array", at, got, "one device", fix)
+            raise DeviceError("array", at, got, "one device", fix)
         (one,) = leaf.sharding.device_set
         if first is not None and one != first[1]:
             fix = "to_device(tree, device) brings them together."
-            raise invalid("array", at, one, f"{first[1]}, where {first[0]} is", fix)
+            raise DeviceError("array", at, one, f"{first[1]}, where {first[0]} is", fix)
         first = first or (at, one)
     return None if first is None else first[1]

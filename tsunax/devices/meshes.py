@@ -25,9 +25,8 @@ from jax.sharding import PartitionSpec as P
 from tsunax._core import checks, patterns, placement, trees
 from tsunax._step.members import members_of
 from tsunax.devices import kinds as _kinds
-from tsunax.devices.kinds import invalid, mistyped
 from tsunax.distributed import processes
-from tsunax.errors import PatternError, told, unknown
+from tsunax.errors import DeviceError, PatternError, WrongTypeError, told, unknown
 from tsunax.rules.owners import owners_of
 from tsunax.state import TrainState, base, trained_part
 
@@ -67,16 +66,16 @@ def mesh(
         is_int = isinstance(size, int | np.integer) and not isinstance(size, bool)
         if not is_int or (size < 1 and size != -1):
             expected = "a number of devices, or -1 for the rest"
-            raise invalid(name, "mesh()", trees.describe(size), expected)
+            raise DeviceError(name, "mesh()", trees.describe(size), expected)
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise invalid("mesh", "", f"-1 for {' and '.join(free)}", "-1 for one axis at most")
+        raise DeviceError("mesh", "", f"-1 for {' and '.join(free)}", "-1 for one axis at most")
     given = math.prod(size for size in sizes.values() if size != -1)
     found = sizes | {name: len(devices) // given for name in free}
     if math.prod(found.values()) != len(devices):
         got = " x ".join(f"{name}={size}" for name, size in sizes.items())
         fix = "Give it fewer: devices=jax.devices()[:4]." if given < len(devices) else ""
-        raise invalid("mesh", "", got, f"sizes that multiply to {len(devices)} devices", fix)
+        raise DeviceError("mesh", "", got, f"sizes that multiply to {len(devices)} devices", fix)
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(_AXES)
     return jax.make_mesh(tuple(found.values()), _AXES, axis_types=kinds, devices=devices)
 
@@ -122,7 +121,7 @@ def shard(
     """
     if not isinstance(mesh, Mesh):
         fix = "Make one: ts.mesh()."
-        raise mistyped("mesh", "shard()", trees.describe(mesh), "a Mesh", fix)
+        raise WrongTypeError("mesh", "shard()", trees.describe(mesh), "a Mesh", fix)
     checks.check_flags("shard()", zero1=zero1)
     rules = _as_dict("rules", rules, "a dict of specs by pattern")
     logical = _as_dict("logical", logical, "a dict of axes of the mesh by name")
@@ -140,7 +139,7 @@ def shard(
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         if not trees.is_array(leaf) and not isinstance(leaf, int | float):
             at = trees.access_str("state", path)
-            raise mistyped("leaf", at, trees.describe(leaf), "an array")
+            raise WrongTypeError("leaf", at, trees.describe(leaf), "an array")
     return _moved(_the_same(state, mesh), where)
 
 
@@ -192,7 +191,7 @@ class _Choice:
         if (n := members_of(state)) is not None:
             if n % self.mesh.size:
                 expected = f"a multiple of {self.mesh.size} devices"
-                raise invalid("population", "shard()", f"{n} members", expected)
+                raise DeviceError("population", "shard()", f"{n} members", expected)
             return [P(self.mesh.axis_names)] * len(jax.tree.leaves(state))
         params = self.of_params(state.params)
         places = jax.tree.unflatten(jax.tree.structure(state.params), range(len(params)))
@@ -222,7 +221,9 @@ class _Choice:
         for pattern, spec in self.rules.items():
             if spec is not None and not isinstance(spec, P | tuple | list | str):
                 expected = "a PartitionSpec, a tuple of axis names, or None"
-                raise mistyped("rule", f"shard(), {pattern!r}", trees.describe(spec), expected)
+                raise WrongTypeError(
+                    "rule", f"shard(), {pattern!r}", trees.describe(spec), expected
+                )
             spec = P(*((spec,) if isinstance(spec, str) else spec or ()))
             for i, on in enumerate(patterns.select(pattern, params)):
                 if on:
@@ -252,18 +253,18 @@ class _Choice:
         """A spec that this mesh and this shape can follow. Raises DeviceError."""
         if len(spec) > len(shape):
             got = f"{spec} for shape {shape}"
-            raise invalid("sharding", path, got, f"at most {len(shape)} axes")
+            raise DeviceError("sharding", path, got, f"at most {len(shape)} axes")
         try:
             NamedSharding(self.mesh, spec)
         except Exception as error:
             expected = "axes of the mesh, each of them once"
-            raise invalid("sharding", path, told(error), expected) from error
+            raise DeviceError("sharding", path, told(error), expected) from error
         for axis, names in enumerate(map(placement.names_of, spec)):
             parts = math.prod(self.mesh.shape[name] for name in names)
             if shape[axis] % parts:
                 got = f"axis {axis} of shape {shape} over {parts} devices ({' x '.join(names)})"
                 fix = "Pad it to a multiple, or give another axis."
-                raise invalid("sharding", path, got, "a size that divides", fix)
+                raise DeviceError("sharding", path, got, "a size that divides", fix)
         return spec
 
     def _over(self, spec: P, leaf, *names: str) -> P:
@@ -321,7 +322,7 @@ def _as_dict(name: str, given: Any, expected: str) -> dict:
     try:
         return {} if given is None else dict(given)
     except (TypeError, ValueError):
-        raise mistyped(name, "shard()", trees.describe(given), expected) from None
+        raise WrongTypeError(name, "shard()", trees.describe(given), expected) from None
 
 
 def describe_sharding(tree) -> Placement:

@@ -28,7 +28,7 @@ from jax._src import xla_bridge
 from jax._src.clusters import ClusterEnv
 
 from tsunax.distributed import _peers
-from tsunax.errors import ProcessError, message, told
+from tsunax.errors import ProcessError, told
 
 __all__ = ["check_seconds", "give_up", "peers", "process_count", "process_index", "start", "stop"]
 
@@ -58,15 +58,11 @@ class _Launch(NamedTuple):
     is_one_host: bool
 
 
-def _error(*words: object) -> ProcessError:
-    return ProcessError(message(*words))  # type: ignore[arg-type]
-
-
 def _number(name: str) -> int | None:
     """A variable of the environment as a number; None without. Raises ProcessError."""
     text = os.environ.get(name, "").strip()
     if text and not text.isdigit():
-        raise _error(name, "the environment", repr(text), "a number")
+        raise ProcessError(name, "the environment", repr(text), "a number")
     return int(text) if text else None
 
 
@@ -106,7 +102,7 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
         if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
             got = "an MPI that JAX knows by mpi4py only"
             fix = "pip install mpi4py, or say coordinator_address=, num_processes= and process_id=."
-            raise _error("launcher", "start()", got, "mpi4py", fix)
+            raise ProcessError("launcher", "start()", got, "mpi4py", fix)
         try:
             given = address, count, index, local_device_ids, method, math.ceil(timeout)
             found = ClusterEnv.auto_detect_unset_distributed_params(*given)
@@ -114,7 +110,7 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
             got = f"{told(error)}, when JAX asked it"
             fix = "Say coordinator_address=, num_processes= and process_id=; "
             fix += "start(num_processes=1) for a process alone."
-            raise _error("launcher", "start()", got, "who is who", fix) from error
+            raise ProcessError("launcher", "start()", got, "who is who", fix) from error
         address, count, index, local_device_ids = found
     if (address, count, index) == (None, None, None):
         count, index = 1, 0
@@ -127,11 +123,11 @@ def _place(launch: _Launch) -> tuple[str, int]:
     names["process_id"] = launch.index
     if missing := [name for name, value in names.items() if value is None]:
         fix = "No launcher was found that tells."
-        raise _error("start()", "", f"no {' and no '.join(missing)}", ", ".join(names), fix)
+        raise ProcessError("start()", "", f"no {' and no '.join(missing)}", ", ".join(names), fix)
     host, _, port = str(launch.address).rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         got = repr(launch.address)
-        raise _error("coordinator_address", "start()", got, "'host:port' of process 0")
+        raise ProcessError("coordinator_address", "start()", got, "'host:port' of process 0")
     return host.strip("[]"), int(port)
 
 
@@ -140,7 +136,7 @@ def check_seconds(where: str, **given: Any) -> None:
     for name, seconds in given.items():
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if not is_number or not 0 < seconds < 1e6:
-            raise _error(name, where, repr(seconds), "seconds, more than 0")
+            raise ProcessError(name, where, repr(seconds), "seconds, more than 0")
 
 
 def start(
@@ -188,7 +184,7 @@ def start(
         return
     check_seconds("start()", timeout=timeout, peer_timeout=peer_timeout)
     if _has_given_up:
-        raise _error("start()", "", "a process that has given up", "a new process")
+        raise ProcessError("start()", "", "a process that has given up", "a new process")
     if (found := _peers.initialized()) is None:
         launch = _launch(coordinator_address, num_processes, process_id, local_device_ids, timeout)
         if launch.count == 1:
@@ -198,7 +194,7 @@ def start(
         if xla_bridge.backends_are_initialized():
             fix = "Make it the first line: jax.devices(), jnp.ones() and jax.random.key() start "
             got, expected = "a backend that has started", "to be called before that"
-            raise _error("start()", "", got, expected, f"{fix}the backend.")
+            raise ProcessError("start()", "", got, expected, f"{fix}the backend.")
         _initialize(launch, *place, timeout, peer_timeout)
         _is_ours = True
     else:
@@ -206,7 +202,9 @@ def start(
         for name, (given, known) in asked.items():
             if given not in (None, known):
                 fix = "jax.distributed was initialized before: leave the arguments out."
-                raise _error(name, "start()", given, f"{known}, as jax.distributed has it", fix)
+                raise ProcessError(
+                    name, "start()", given, f"{known}, as jax.distributed has it", fix
+                )
         if found[2] == 1:
             return
     _watch(timeout, peer_timeout)
@@ -245,12 +243,12 @@ def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_time
         _peers.forget()
     if failed:
         got = told(failed[0])
-        raise _error("jax.distributed", "start()", got, "one that starts") from failed[0]
+        raise ProcessError("jax.distributed", "start()", got, "one that starts") from failed[0]
     if thread.is_alive():
         got = f"not all {launch.count} of them within {timeout:g} s at {there}, seen from process "
         fix = f"Were all started, with this address, num_processes={launch.count} and a process_id "
         fix += "of their own? Is process 0 running there, and the port open between the hosts?"
-        raise _error("processes", "start()", f"{got}{launch.index}", "all of them", fix)
+        raise ProcessError("processes", "start()", f"{got}{launch.index}", "all of them", fix)
 
 
 def _check_port(host: str, port: int, alone: bool) -> None:
@@ -261,7 +259,9 @@ def _check_port(host: str, port: int, alone: bool) -> None:
         fix = "Another program or run has it: give another port, coordinator_address= or "
         got = os.strerror(error.errno or 0)
         where = f"{host}:{port}"
-        raise _error("port", where, got, "a free one", f"{fix}JAX_COORDINATOR_PORT.") from error
+        raise ProcessError(
+            "port", where, got, "a free one", f"{fix}JAX_COORDINATOR_PORT."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -383,7 +383,7 @@ def here() -> tuple[int, int]:
     if count == 1 and not _is_alone and (n := _launched()) > 1:
         fix = "Call ts.distributed.start() first; start(num_processes=1) where each is to train "
         got, expected = f"one of {n}, and not started", "ts.distributed.start()"
-        raise _error("process", "", got, expected, f"{fix}by itself.")
+        raise ProcessError("process", "", got, expected, f"{fix}by itself.")
     return index, count
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import CheckpointError, MissingLibraryError, message, told
+from tsunax.errors import CheckpointError, MissingLibraryError, WrongTypeError, message, told
 from tsunax.tuning import _journal, _sweep, _trials, spaces
 from tsunax.tuning._trials import Trial
 
@@ -83,10 +83,10 @@ class Study(_sweep.Drawn):
         make = (lambda seed: optuna.samplers.TPESampler(seed=seed)) if sampler is None else sampler
         if not callable(make) and not is_made:
             expected = "an Optuna sampler, or a function of a seed that makes one"
-            raise spaces.mistyped("sampler", "tune()", repr(sampler), expected)
+            raise WrongTypeError("sampler", "tune()", repr(sampler), expected)
         if pruner is not None and not isinstance(pruner, optuna.pruners.BasePruner):
             expected, fix = "one of Optuna's", "optuna.pruners.MedianPruner(), for example."
-            raise spaces.mistyped("pruner", "tune()", trees.describe(pruner), expected, fix)
+            raise WrongTypeError("pruner", "tune()", trees.describe(pruner), expected, fix)
         self._make = None if is_made else make
         self._running: dict[int, Any] = {}
         given = {"pruner": pruner or optuna.pruners.NopPruner(), "study_name": _STUDY}

@@ -20,6 +20,7 @@ import numpy as np
 
 from tsunax._core import trees
 from tsunax._core.interrupts import Interrupt
+from tsunax.errors import WrongTypeError
 from tsunax.tuning import _trials, spaces
 from tsunax.tuning._trials import Cause, Pruned, Trial
 
@@ -133,7 +134,7 @@ class Sweep:
         values = value if self.names else [value]
         if self.names and np.shape(value) != (len(reports),):
             expected = f"one for each of {len(reports)} trials"
-            raise spaces.mistyped("values", "report()", trees.describe(value), expected)
+            raise WrongTypeError("values", "report()", trees.describe(value), expected)
         for (i, mine), x in zip(reports.items(), values, strict=True):
             _trials.note(mine, step, x)
             if self.source.prunes(i, mine):

@@ -17,8 +17,7 @@ import numpy as np
 
 from tsunax._core import checks, trees
 from tsunax._core.source_lines import LIBRARIES
-from tsunax.errors import HyperparameterError, TsunaxError, message, unknown
-from tsunax.tuning.spaces import invalid, mistyped
+from tsunax.errors import HyperparameterError, TsunaxError, WrongTypeError, message, unknown
 
 __all__ = []
 
@@ -111,13 +110,15 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
     if not isinstance(result, Mapping):
         if metric is not None:
             expected = f"a dict with {metric!r}, as metric= says"
-            raise mistyped("result", "objective", trees.describe(result), expected)
+            raise WrongTypeError("result", "objective", trees.describe(result), expected)
         return {}, _number(result, "objective")
     metrics = {str(name): _number(x, f"objective, {name!r}") for name, x in result.items()}
     name = next(iter(metrics)) if metric is None and len(metrics) == 1 else metric
     if name is None:
         got = f"{len(metrics)} numbers ({trees.listed(list(metrics), 8)})"
-        raise invalid("result", "objective", got, "one", "Say which: tune(..., metric=...).")
+        raise HyperparameterError(
+            "result", "objective", got, "one", "Say which: tune(..., metric=...)."
+        )
     if name not in metrics:
         raise HyperparameterError(unknown("metric", "objective", name, metrics))
     return metrics, metrics[name]
@@ -126,7 +127,7 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
 def _number(x: Any, where: str) -> float:
     is_python = isinstance(x, int | float) and not isinstance(x, bool)
     if not is_python and not (checks.is_real(x) and np.size(x) == 1):
-        raise mistyped("result", where, trees.describe(x), "a number, or a dict of numbers")
+        raise WrongTypeError("result", where, trees.describe(x), "a number, or a dict of numbers")
     try:
         return float(np.asarray(x).reshape(()))
     except OverflowError:  # an int beyond all floats

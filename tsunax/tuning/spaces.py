@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import HyperparameterError, WrongTypeError, message, unknown
+from tsunax.errors import HyperparameterError, WrongTypeError, unknown
 
 __all__ = ["choice", "grid", "integer", "log_uniform", "uniform", "when"]
 
@@ -85,7 +85,7 @@ class integer:
     def __post_init__(self):
         for name, x in (("low", self.low), ("high", self.high)):
             if isinstance(x, bool) or not isinstance(x, int | np.integer):
-                raise mistyped(name, "integer()", trees.describe(x), "an int")
+                raise WrongTypeError(name, "integer()", trees.describe(x), "an int")
         _keep_bounds(self, "integer()", positive=self.log)
 
     def at(self, u: float) -> int:
@@ -195,7 +195,9 @@ def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
             options = options if inner is ABSENT or hasattr(inner, "at") else [inner]
             if len(grown) + len(options) > _MOST:
                 fix = "Fewer values of each, or backend='random'."
-                raise invalid("grid", "tune()", f"over {_MOST:,} combinations", "fewer", fix)
+                raise HyperparameterError(
+                    "grid", "tune()", f"over {_MOST:,} combinations", "fewer", fix
+                )
             grown += [{**point, name: option} for option in options] or [point]
         found = grown
     return found
@@ -205,23 +207,29 @@ def checked(space: Any, where: str, backend: str) -> dict[str, Any]:
     """A space with plain values as Python's own. Raises for one that cannot be drawn from."""
     if not isinstance(space, Mapping):
         fix = 'A dict: {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1)}.'
-        raise mistyped("space", where, trees.describe(space), "names and what they may be", fix)
+        raise WrongTypeError(
+            "space", where, trees.describe(space), "names and what they may be", fix
+        )
     if not space:
-        raise invalid("space", where, "an empty one", "at least one name")
+        raise HyperparameterError("space", where, "an empty one", "at least one name")
     found: dict[str, Any] = {}
     for name, entry in space.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise mistyped("name", f"space of {where}", repr(name), "a name as of an argument")
+            raise WrongTypeError(
+                "name", f"space of {where}", repr(name), "a name as of an argument"
+            )
         found[name] = _checked_entry(entry, f"space[{name!r}]", space, found, backend)
     if backend == "grid" and not any(isinstance(innermost(x), grid) for x in found.values()):
         fix = "Give ts.tuning.spaces.grid([...]) for what is to be laid out, or backend='random'."
-        raise invalid("space", f"{where}, backend 'grid'", "no grid", "at least one", fix)
+        raise HyperparameterError(
+            "space", f"{where}, backend 'grid'", "no grid", "at least one", fix
+        )
     return found
 
 
 def _checked_entry(entry: Any, at: str, space: Mapping, before: Mapping, backend: str) -> Any:
     if isinstance(entry, type) and hasattr(entry, "at"):
-        raise mistyped("entry", at, f"{entry.__name__} itself", f"{entry.__name__}(...)")
+        raise WrongTypeError("entry", at, f"{entry.__name__} itself", f"{entry.__name__}(...)")
     if hasattr(entry, "at"):
         return entry
     if isinstance(entry, list):
@@ -229,22 +237,22 @@ def _checked_entry(entry: Any, at: str, space: Mapping, before: Mapping, backend
         if entry:
             one = f"For one of them in each trial: ts.tuning.spaces.choice({shown}), or grid({shown})."
             fix = f"{one} {fix}"
-        raise mistyped("entry", at, f"a list, {shown}", "an entry of ts.tuning.spaces", fix)
+        raise WrongTypeError("entry", at, f"a list, {shown}", "an entry of ts.tuning.spaces", fix)
     if not isinstance(entry, when):
         return _plain(entry, at)
     name, wanted = entry.name, [_plain(value, at) for value in entry.values]
     if name not in before and name in space:
-        raise invalid("when", at, f"{name!r}, which comes after it", "a name before it")
+        raise HyperparameterError("when", at, f"{name!r}, which comes after it", "a name before it")
     if name not in before:
         raise HyperparameterError(unknown("when", at, str(name), before))
     if not wanted:
-        raise invalid("when", at, f"no value of {name!r}", "at least one")
+        raise HyperparameterError("when", at, f"no value of {name!r}", "at least one")
     for value in wanted:
         _check_value(name, value, innermost(before[name]), at)
     inner = _checked_entry(entry.entry, at, space, before, backend)
     if backend == "grid" and isinstance(innermost(inner), grid) and not _is_laid_out(before, name):
         got, fix = f"one under {name!r}, which is drawn", f"Make {name!r} a grid too."
-        raise invalid("grid", at, got, "one under a grid", fix)
+        raise HyperparameterError("grid", at, got, "one under a grid", fix)
     return when(name, wanted, inner)
 
 
@@ -253,7 +261,7 @@ def _check_value(name: str, value: Any, other: Any, at: str) -> None:
     if isinstance(other, uniform | log_uniform):
         expected = "a choice, a grid, an integer or a plain value"
         fix = "A single number of these is never drawn."
-        raise invalid(f"when {name!r}", at, repr(other), expected, fix)
+        raise HyperparameterError(f"when {name!r}", at, repr(other), expected, fix)
     if isinstance(other, integer):
         is_known, expected = type(value) is int and other.low <= value <= other.high, repr(other)
     else:
@@ -261,7 +269,7 @@ def _check_value(name: str, value: Any, other: Any, at: str) -> None:
         is_known = any(_same(value, option) for option in known)
         expected = f"one of {trees.listed([repr(x) for x in known], 12)}"
     if not is_known:
-        raise invalid(f"value of {name!r}", at, repr(value), expected)
+        raise HyperparameterError(f"value of {name!r}", at, repr(value), expected)
 
 
 def _is_laid_out(space: Mapping[str, Any], name: str) -> bool:
@@ -283,14 +291,14 @@ def innermost(entry: Any) -> Any:
 
 def _options(where: str, options: Any) -> tuple:
     if isinstance(options, str | bytes | Mapping) or not isinstance(options, Iterable):
-        raise mistyped("options", where, trees.describe(options), "a list of values")
+        raise WrongTypeError("options", where, trees.describe(options), "a list of values")
     found = tuple(_plain(x, f"{where}, option {i}") for i, x in enumerate(options))
     if not found:
-        raise invalid("options", where, "an empty list", "at least one value")
+        raise HyperparameterError("options", where, "an empty list", "at least one value")
     seen: set[str] = set()
     for x in found:
         if label(x) in seen:
-            raise invalid("options", where, f"{x!r} twice", "each value once")
+            raise HyperparameterError("options", where, f"{x!r} twice", "each value once")
         seen.add(label(x))
     return found
 
@@ -307,13 +315,13 @@ def _plain(value: Any, at: str) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_plain(x, at) for x in value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise invalid("value", at, value, "a finite number")
+        raise HyperparameterError("value", at, value, "a finite number")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     fix = "Give its name, and look it up in the objective; or bind it: "
     fix += "functools.partial(objective, x=...)."
     expected = "None, a bool, number, string, or a tuple"
-    raise mistyped("value", at, trees.describe(value), expected, fix)
+    raise WrongTypeError("value", at, trees.describe(value), expected, fix)
 
 
 def _keep_bounds(entry: Any, where: str, positive: bool = False) -> None:
@@ -321,25 +329,15 @@ def _keep_bounds(entry: Any, where: str, positive: bool = False) -> None:
     for name in ("low", "high"):
         x = getattr(entry, name)
         if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
-            raise mistyped(name, where, trees.describe(x), "a number")
+            raise WrongTypeError(name, where, trees.describe(x), "a number")
         x = int(x) if isinstance(x, int | np.integer) else float(x)
         if not abs(x) <= sys.float_info.max:
-            raise invalid(name, where, reprlib.repr(x), "a finite number")
+            raise HyperparameterError(name, where, reprlib.repr(x), "a finite number")
         if positive and x <= 0:
-            raise invalid(name, where, x, "a number > 0, which has a logarithm")
+            raise HyperparameterError(name, where, x, "a number > 0, which has a logarithm")
         object.__setattr__(entry, name, x)
     low, high = entry.low, entry.high
     span = float(high) / float(low) if positive else float(high) - float(low)
     if low >= high or not math.isfinite(span):
         fix = "A value that does not change is given as it is." if low == high else ""
-        raise invalid("bounds", where, f"low={low}, high={high}", "low < high", fix)
-
-
-def invalid(*words: object) -> HyperparameterError:
-    """The error for a value that cannot be; the words are those of `errors.message`."""
-    return HyperparameterError(message(*words))  # type: ignore[arg-type]
-
-
-def mistyped(*words: object) -> WrongTypeError:
-    """The same for a value of a wrong type."""
-    return WrongTypeError(message(*words))  # type: ignore[arg-type]
+        raise HyperparameterError("bounds", where, f"low={low}, high={high}", "low < high", fix)

@@ -40,7 +40,6 @@ from tsunax.run import plots
 from tsunax.run import progress as _progress
 from tsunax.tuning import _journal, _optuna, _ray_tune, _sweep, _trials, spaces
 from tsunax.tuning._trials import Cause, Pruned, Trial
-from tsunax.tuning.spaces import invalid, mistyped
 
 __all__ = ["Cause", "Pruned", "Result", "Trial", "as_optuna", "as_trainable", "read", "tune"]
 
@@ -89,7 +88,7 @@ class Result:
         """A column: `result["learning_rate"]`."""
         if not isinstance(name, str):
             fix = "result.trials[0] is a trial, result.best the best one."
-            raise mistyped("name", "Result", trees.describe(name), "a column's name", fix)
+            raise WrongTypeError("name", "Result", trees.describe(name), "a column's name", fix)
         known = self.rows[0] if self.trials else {}
         if name not in known:
             raise TrialError(unknown("column", "Result", name, known))
@@ -210,7 +209,7 @@ def tune(
             raise WrongTypeError(unknown("option", at, name, known))
     if pruner is not None and backend != "optuna":
         got, fix = f"one beside backend={backend!r}", "Give backend='optuna' too."
-        raise invalid("pruner", where, got, "None", fix)
+        raise HyperparameterError("pruner", where, got, "None", fix)
     points = spaces.points(space) if backend == "grid" else None
     trials = _count(trials, points, space, where)
     texts = {name: repr(entry) for name, entry in space.items()}
@@ -240,13 +239,13 @@ def tune(
 def _count(trials: int | None, points: list | None, space: Mapping[str, Any], where: str) -> int:
     """How many trials: those asked for, or all of a grid."""
     if points is None and trials is None:
-        raise invalid("trials", where, "None", "an int ≥ 1")
+        raise HyperparameterError("trials", where, "None", "an int ≥ 1")
     if points is None or trials is None:
         return trials or len(points or ())
     entries = map(spaces.innermost, space.values())
     is_drawn = any(hasattr(entry, "at") and not isinstance(entry, spaces.grid) for entry in entries)
     if trials > len(points) and not is_drawn:
-        raise invalid("trials", where, trials, f"at most {len(points)}, the whole grid")
+        raise HyperparameterError("trials", where, trials, f"at most {len(points)}, the whole grid")
     return trials
 
 
@@ -315,7 +314,9 @@ def _check_objective(objective: Callable, space: Mapping[str, Any], where: str) 
     at = f"space of {where}"
     for name in space:
         if name in _trials.RESERVED or name in _trials.COLUMNS:
-            raise invalid("name", at, repr(name), "another name", f"tune gives {name!r} itself.")
+            raise HyperparameterError(
+                "name", at, repr(name), "another name", f"tune gives {name!r} itself."
+            )
         if not is_open and name not in takes:
             fix = "The objective does not take it."
             raise HyperparameterError(unknown("name", at, name, known, fix))
@@ -325,15 +326,17 @@ def _check_objective(objective: Callable, space: Mapping[str, Any], where: str) 
         if name not in space:
             fix = "Put it into the space, or bind it: functools.partial(objective, x=...)."
             got = f"a parameter {name!r}"
-            raise invalid("objective", where, got, "names of the space", fix)
+            raise HyperparameterError("objective", where, got, "names of the space", fix)
         if isinstance(space[name], spaces.when):
             fix = f"It is not always there: give {name!r} a default."
-            raise invalid("objective", where, f"{name!r} without a default", "one with", fix)
+            raise HyperparameterError(
+                "objective", where, f"{name!r} without a default", "one with", fix
+            )
 
 
 def _check_vectorized(vectorized: Any, space, backend: str, where: str) -> tuple[str, ...]:
     if not isinstance(vectorized, str | Sequence):
-        raise mistyped("vectorized", where, trees.describe(vectorized), "names of the space")
+        raise WrongTypeError("vectorized", where, trees.describe(vectorized), "names of the space")
     names = (vectorized,) if isinstance(vectorized, str) else tuple(vectorized)
     for name in names:
         if name not in space:
@@ -342,16 +345,16 @@ def _check_vectorized(vectorized: Any, space, backend: str, where: str) -> tuple
         options = getattr(entry, "options", () if hasattr(entry, "at") else (entry,))
         if any(isinstance(x, bool) or not isinstance(x, int | float) for x in options):
             fix = "Only numbers can be an array's."
-            raise invalid(f"vectorized {name!r}", where, repr(entry), "numbers", fix)
+            raise HyperparameterError(f"vectorized {name!r}", where, repr(entry), "numbers", fix)
     if names and backend not in ("random", "grid"):
-        raise invalid("vectorized", where, f"backend {backend!r}", "'random' or 'grid'")
+        raise HyperparameterError("vectorized", where, f"backend {backend!r}", "'random' or 'grid'")
     return names
 
 
 def _check(objective, trials, backend, seed, mode, metric, members, attempts, where: str) -> None:
     if not callable(objective):
         fix, expected = "tune(objective, space, ...).", "a function that returns a number"
-        raise mistyped("objective", where, trees.describe(objective), expected, fix)
+        raise WrongTypeError("objective", where, trees.describe(objective), expected, fix)
     checks.check_choice(backend, where, "backend", ("random", "grid", "optuna", "ray"))
     checks.check_choice(mode, where, "mode", ("min", "max"))
     checks.check_count(seed, where, "seed", least=0)
@@ -360,7 +363,7 @@ def _check(objective, trials, backend, seed, mode, metric, members, attempts, wh
             checks.check_count(n, where, name)
     if metric is not None and not isinstance(metric, str):
         expected = "a name in what the objective returns"
-        raise mistyped("metric", where, trees.describe(metric), expected)
+        raise WrongTypeError("metric", where, trees.describe(metric), expected)
     if (count := processes.process_count()) > 1:
         fix = "One process searches; backend='ray' gives trials to others."
         raise ProcessError("tune", "", f"{count} processes", "one", fix)
