@@ -15,6 +15,13 @@ from tsunax.state import TrainState, field, split, state_class
 
 
 @state_class
+class TwoAverages(TrainState):
+    """A state with a second average: all that it takes."""
+
+    slow: Any = field(moves="step", like="average", shows="slow average")
+
+
+@state_class
 class Lagged(TrainState):
     """A state with the params of one step ago."""
 
@@ -109,3 +116,85 @@ def test_the_fields_of_a_state_have_a_role_each():
     roles = {f.name: (f.metadata["moves"], f.metadata["like"]) for f in TrainState._fields}
     assert roles["params"] == ("step", "params") and roles["clock"] == ("record", "")
     assert {name for name, (moves, _) in roles.items() if not moves} == {"key", "numbers", "frozen"}
+
+
+# -------------------------------------------------------------------------------------------------- a second average
+
+
+def with_two(rule=None, **options):
+    params = {"w": jnp.ones((64, 32)) / 64, "b": jnp.zeros(32)}
+    state = ts.setup(ts.rules.sgd(0.1) if rule is None else rule, params, ema=0.5, **options)
+    return TwoAverages.of(state, slow=ts.averages.ema(0.9).of(state.params))
+
+
+LOSS = STEP.loss_fn
+
+
+def test_a_second_average_moves_as_the_first_one_does():
+    step, state = ts.train_step(LOSS), with_two()
+    alone = ts.setup(ts.rules.sgd(0.1), state.params, ema=0.9)
+    for _ in range(3):
+        state, alone = step(state, X)[0], step(alone, X)[0]
+    assert_trees_equal(ts.averaged(state, "slow").params, ts.averaged(alone).params)
+    assert not np.array_equal(ts.averaged(state).params["w"], ts.averaged(state, "slow").params["w"])
+    with pytest.raises(StateError, match=r"average at averaged.*'fast'.*'average' or 'slow'"):
+        ts.averaged(state, "fast")
+    before = jax.tree.map(np.array, state.slow)
+    rejected, info = step(state, np.full_like(X, np.nan))
+    assert not info.applied
+    assert_trees_equal(rejected.slow, before)
+
+
+def test_a_second_average_is_frozen_checked_and_spread_with_its_leaves():
+    ts.testing.check_frozen(ts.train_step(LOSS), with_two(), X, "b")
+    ts.testing.check_sharding(ts.train_step(LOSS), with_two(), X, ts.mesh(data=-1))
+    state = ts.shard(with_two(), ts.mesh(data=1, fsdp=-1))
+    assert state.slow.params["w"].sharding == state.params["w"].sharding
+
+
+def test_a_second_average_is_saved_and_what_the_script_edits_wins(tmp_path):
+    state, _ = ts.train_step(LOSS)(with_two(), X)
+    saved = jax.tree.map(np.asarray, state.slow)
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(state, step=1)
+        checkpoints.wait()
+        assert_trees_equal(checkpoints.restore(with_two()).state.slow, saved)
+        edited = dataclasses.replace(with_two(), slow=ts.averages.ema(0.99).of(state.params))
+        with pytest.warns(UserWarning, match="ema decay of slow: 0.9 then, 0.99 now"):
+            restored = checkpoints.restore(edited).state
+        np.testing.assert_array_equal(restored.slow.params["w"], saved.params["w"])
+        assert float(restored.slow.rate) == np.float32(1 - 0.99)
+        one = ts.setup(ts.rules.sgd(0.1), state.params, ema=0.5)
+        with pytest.raises(ts.errors.CheckpointError, match=r"slow"):
+            checkpoints.restore(one)
+        broken = dataclasses.replace(
+            state,
+            slow=dataclasses.replace(state.slow, params={"w": saved.params["w"] * np.nan, "b": saved.params["b"]}),
+        )
+        with pytest.warns(UserWarning, match=r"slow.params\['w'\]"):
+            checkpoints.save(broken, step=2)
+            checkpoints.wait()
+
+
+def test_a_second_average_migrates_by_the_names_of_leaves():
+    state, _ = ts.train_step(LOSS)(with_two(), X)
+    new, report = ts.migration.migrate(state, ts.rules.adam(0.1))
+    assert type(new) is TwoAverages and "slow of w" in report.kept
+    assert_trees_equal(new.slow, state.slow)
+    params = {**state.params, "more": jnp.zeros(3)}
+    new, report = ts.migration.migrate(state, ts.rules.adam(0.1), params=params)
+    assert "slow of more" in report.new
+    np.testing.assert_array_equal(new.slow.params["w"], state.slow.params["w"])
+    lagged, _ = ts.migration.migrate(start(), ts.rules.sgd(0.1))
+    assert_trees_equal(lagged.lag, start().lag)
+    with pytest.raises(StateError, match=r"field 'lag' at migrate.*Lagged.of"):
+        ts.migration.migrate(start(), ts.rules.sgd(0.1), params={**start().params, "more": jnp.zeros(3)})
+
+
+def test_a_field_that_is_new_and_none_is_no_hindrance_for_old_checkpoints(tmp_path):
+    before = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(before, step=0)
+        checkpoints.wait()
+        restored = checkpoints.restore(TwoAverages.of(before, slow=None)).state
+    assert type(restored) is TwoAverages and restored.slow is None

@@ -23,7 +23,7 @@ import numpy as np
 from tsunax._core import checks, trees
 from tsunax._core.placement import beside
 from tsunax._step.members import members_of
-from tsunax._step.roles import frozen_flags, frozen_words
+from tsunax._step.roles import averages_of, frozen_flags, frozen_words
 from tsunax.checkpoints import live_numbers
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import hyperparams
@@ -172,7 +172,8 @@ def migrate(
     fresh = dataclasses.replace(fresh, clock=clock, opt_state=opt_state, numbers=numbers)
     _compare_fields(old, fresh, found)
     if known is not None:
-        for carry in (_carry_cuts, _carry_numbers, _carry_average, _carry_frozen):
+        fresh = _with_own_fields(known, fresh)
+        for carry in (_carry_cuts, _carry_numbers, _carry_averages, _carry_frozen):
             fresh = carry(known, fresh, found)
     return fresh, found.report()
 
@@ -414,6 +415,24 @@ def _there(x, like):
 # ------------------------------------------------------------------------------ beside the optimizer
 
 
+def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
+    """The new state in the class of the old one: averages that it adds begin here, other fields
+    are taken over if the leaves that they are like are the same.
+    """
+    own_fields = [f for f in old._fields if f.name not in new.__dict__]
+    values = {f.name: getattr(old, f.name) for f in own_fields}
+    averages = averages_of(old)
+    shapes = lambda s: [(name, np.shape(x)) for name, x in _by_name(s, trained_part(s)).items()]
+    for f in own_fields:
+        if f.name in averages:
+            values[f.name] = averages[f.name].of(base(new))
+        elif f.metadata["like"] in ("params", "trained") and shapes(old) != shapes(new):
+            got = "values for the leaves of the old params"
+            fix = f"Make it anew: {type(old).__name__}.of(ts.migration.migrate(...)[0], ...)."
+            raise StateError(f"field {f.name!r}", "migrate()", got, "the same leaves", fix)
+    return type(old).of(new, **values)
+
+
 def _compare_fields(old: _Old, new: TrainState, report: _Found) -> None:
     """Report leaves of params, model state, key and loss scale that came or went."""
     here, there = (
@@ -474,19 +493,28 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _Found) -> TrainSta
     return dataclasses.replace(new, numbers=dataclasses.replace(new.numbers, values=placed))
 
 
-def _carry_average(old: TrainState, new: TrainState, report: _Found) -> TrainState:
-    """The average of each leaf by name, if the average is of the same kind."""
-    average, before = new.average, old.average
-    titled = lambda names: [f"average of {name}" for name in names]
+def _carry_averages(old: TrainState, new: TrainState, report: _Found) -> TrainState:
+    """The averages of each leaf by name, if the average is of the same kind."""
+    before, now = averages_of(old), averages_of(new)
+    both = dict.fromkeys([*before, *now])
+    moved = {
+        name: _carry_average(old, new, name, before.get(name), now.get(name), report)
+        for name in both
+    }
+    return dataclasses.replace(new, **moved)
+
+
+def _carry_average(old, new, field: str, before, average, report: _Found):
+    titled = lambda names: [f"{field} of {name}" for name in names]
     there = {} if before is None else _by_name(old, before.params)
     if average is None:
         report.dropped += titled(there)
-        return new
+        return None
     here = _by_name(new, average.params)
     if before is not None and before.uniform != average.uniform:
         report.new += titled(here)
-        report.notes.append("average: of another kind, begins anew")
-        return new
+        report.notes.append(f"{field}: of another kind, begins anew")
+        return average
     fits = {name for name in here if name in there and there[name].shape == here[name].shape}
     leaves = [_there(there[name], x) if name in fits else x for name, x in here.items()]
     params = jax.tree.unflatten(jax.tree.structure(average.params), leaves)
@@ -494,9 +522,7 @@ def _carry_average(old: TrainState, new: TrainState, report: _Found) -> TrainSta
     report.kept += titled(name for name in here if name in fits)
     report.new += titled(name for name in here if name not in fits)
     report.dropped += titled(name for name in there if name not in here)
-    return dataclasses.replace(
-        new, average=dataclasses.replace(average, params=params, count=count)
-    )
+    return dataclasses.replace(average, params=params, count=count)
 
 
 def _carry_frozen(old: TrainState, new: TrainState, report: _Found) -> TrainState:

@@ -20,7 +20,7 @@ import optax
 
 from tsunax._core import trees
 from tsunax._core.trees import PyTree, own
-from tsunax._step.roles import COUNTS, Plan, field, state_class
+from tsunax._step.roles import COUNTS, Plan, averages_of, field, state_class
 from tsunax.errors import StateError, WrongTypeError, message, suggests_names, unknown
 from tsunax.rules.number_table import Numbers
 
@@ -52,7 +52,7 @@ class TrainState:
     # float32 copies of the trained leaves, if `params` are stored rounded
     masters: PyTree = field(moves="step", like="trained")
     # Of the trained leaves, if `setup` was given `ema=`
-    average: Average | None = field(moves="step", like="trained")
+    average: Average | None = field(moves="step", like="average")
     loss_scale: LossScale | None = field(moves="record")
     # What is no array: the rule without its numbers, which leaves are trained, in which precision
     plan: Plan = field()
@@ -240,11 +240,12 @@ def _seen(trained, masters, policy):
     return trained if policy is None else policy.wide(trained)
 
 
-def averaged(state: TrainState) -> TrainState:
+def averaged(state: TrainState, average: str = "average") -> TrainState:
     """The state with the averaged parameters in the place of the trained ones: what evaluates may
     take it.
 
-    Raises StateError for a state without an average.
+    A state of a class of yours may have more averages: give the name of the field. Raises
+    StateError for a state without that average.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(2)}, ema=0.75)
@@ -253,9 +254,9 @@ def averaged(state: TrainState) -> TrainState:
     Array([0.25, 0.25], dtype=float32)
     """
     check_state(state, "averaged()")
-    average = _average_of(state, "averaged()")
-    mine = jax.tree.map(own, trees.cast_like(average, trained_part(state)))  # the average lives on
-    masters = None if state.masters is None else jax.tree.map(own, average)
+    mean = _average_of(state, "averaged()", average)
+    mine = jax.tree.map(own, trees.cast_like(mean, trained_part(state)))  # the average lives on
+    masters = None if state.masters is None else jax.tree.map(own, mean)
     return dataclasses.replace(state, params=with_rest(state, mine), masters=masters)
 
 
@@ -264,12 +265,13 @@ def averaged_params(state: TrainState, where: str):
     return with_rest(state, trees.cast_like(_average_of(state, where), trained_part(state)))
 
 
-def _average_of(state: TrainState, where: str):
-    if state.average is None:
-        raise StateError(
-            "average", where, "a state without one", "one", "Give setup(..., ema=0.999)."
-        )
-    return state.average.params
+def _average_of(state: TrainState, where: str, name: str = "average"):
+    found = averages_of(state)
+    if name not in found:
+        got = "a state without one" if name == "average" else f"{name!r}"
+        expected = " or ".join(map(repr, found)) or "one"
+        raise StateError("average", where, got, expected, "Give setup(..., ema=0.999).")
+    return found[name].params
 
 
 @suggests_names

@@ -24,6 +24,7 @@ from tsunax import guard
 from tsunax._core import checks, trees
 from tsunax._core.trees import PyTree
 from tsunax._step.gradients import check_policy, gradient_of
+from tsunax._step.roles import averages_of
 from tsunax.errors import RuleError, StateError, suggests_names
 from tsunax.loss import Loss, check_model_state, finished
 from tsunax.rules import number_table
@@ -327,10 +328,11 @@ def _with_params(state: TrainState, seen: PyTree) -> TrainState:
 
 
 def _averaged(state: TrainState) -> TrainState:
-    if state.average is None:
+    if not (found := averages_of(state)):
         return state
     seen = trained_part(state) if state.masters is None else state.masters
-    return dataclasses.replace(state, average=state.average.moved(seen, state.step))
+    moved = {name: average.moved(seen, state.step) for name, average in found.items()}
+    return dataclasses.replace(state, **moved)
 
 
 def _kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:

@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 from tsunax import guard
 from tsunax._core import checks, trees
 from tsunax._step.members import members_of
-from tsunax._step.roles import frozen_flags
+from tsunax._step.roles import averages_of, frozen_flags
 from tsunax._step.traces import why
 from tsunax.data.batching import Data
 from tsunax.data.prefetching import Prefetched
@@ -228,7 +228,8 @@ def check_frozen(
     after, infos = _run(step, before, batch, extra, steps)
     _check_taken(infos, here, batch, state)
     frozen = frozen_flags(held)
-    parts = [(trained_part(s), s.average and s.average.params) for s in (held, after)]
+    averages = lambda s: {name: average.params for name, average in averages_of(s).items()}
+    parts = [(trained_part(s), averages(s)) for s in (held, after)]
     then, now = (_named(part, "state") for part in parts)
     still = {name: x for i, (name, x) in enumerate(then.items()) if frozen[i % len(frozen)]}
     owners = owners_of(held.plan.init, held.opt_state, held.numbers, base(held))

@@ -16,6 +16,7 @@ import numpy as np
 from tsunax.errors import StateError, unknown
 
 if TYPE_CHECKING:
+    from tsunax.averages import Average
     from tsunax.precision import Policy
 
 COUNTS = ("step", "calls", "rejected", "rejected_in_a_row")  # what the clock of a state holds
@@ -85,7 +86,8 @@ def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
       moves: "step" for what a step changes if its verdict applies it; "record" for what it changes
         in any case, the guard's own record; "" for what is only read. Both that move are donated.
       like: what its leaves follow: "params", "trained" (its first leaves are like those that the
-        rule trains: cuts, freezing and shardings go by leaf), "rule" (the state of the rule, of
+        rule trains: cuts, freezing and shardings go by leaf), "average" (the same, and it holds an
+        `averages.Average` or None: a step moves it), "rule" (the state of the rule, of
         which each leaf has its owner), "free" (any structure, as of model state), or "" (whole on
         each device).
       shows: the word for its bytes in `repr`; "" for none.
@@ -96,7 +98,7 @@ def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
     return dataclasses.field(metadata={"moves": moves, "like": like, "shows": shows})
 
 
-_MOVES, _LIKE = ("", "step", "record"), ("", "params", "trained", "rule", "free")
+_MOVES, _LIKE = ("", "step", "record"), ("", "params", "trained", "average", "rule", "free")
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
@@ -116,6 +118,12 @@ def state_class(cls):
     cls._still = tuple(f.name for f in cls._fields if not f.metadata["moves"])
     cls._take = operator.attrgetter(*cls._moving), operator.attrgetter(*cls._still)
     return jax.tree_util.register_dataclass(cls, names, ["plan"])
+
+
+def averages_of(state: Any) -> dict[str, Average]:
+    """The averages of a state by the fields that hold them: its own, and those of a class of yours."""
+    names = [f.name for f in state._fields if f.metadata["like"] == "average"]
+    return {name: found for name in names if (found := getattr(state, name)) is not None}
 
 
 # --------------------------------------------------------------------------------------- frozen bits

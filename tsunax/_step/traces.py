@@ -66,12 +66,12 @@ class Trace:
             found += _plans(self, other)
         follows = set()
         if found:  # parts of the state that follow from the plan
-            names = (
-                ("masters",)
-                if found[0].startswith("precision")
-                else ("opt_state", "numbers", "masters", "average")
-            )
-            follows = {f"state.{name}" for name in names}
+            follows = {"state.masters"}
+            if not found[0].startswith("precision"):
+                follows |= {"state.opt_state", "state.numbers"}
+                follows |= {
+                    f"state.{f.name}" for f in TrainState._fields if f.metadata["like"] == "average"
+                }
         if self.members != other.members:
             found.append(f"the state is {_members(self)}, was {_members(other)}")
             follows = {name for name in self.trees if name.startswith("state.")}

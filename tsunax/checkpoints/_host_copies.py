@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from tsunax._core import checks, trees
+from tsunax._step.roles import averages_of
 from tsunax.checkpoints import _values, leaves
 from tsunax.checkpoints._blocks import Blocks, block_name, bounds_of, whole
 from tsunax.checkpoints.checksums import Bounds
@@ -159,10 +160,12 @@ def watched(tree: Tree, found: list[Leaf]) -> dict[str, str]:
     """
     paths = set()
     for path, s in tree.states.items():
-        average = None if s.average is None else s.average.params
-        trained = ((".params",), trained_part(s)), ((".params",), overwritten_part(s))
-        trained += ((".masters",), s.masters), ((".average", ".params"), average)
-        for name, part in trained if np.ndim(s.clock) == 1 else ():
+        if np.ndim(s.clock) > 1:
+            continue
+        parts: list = [((".params",), trained_part(s)), ((".params",), overwritten_part(s))]
+        parts.append(((".masters",), s.masters))
+        parts += [((f".{name}", ".params"), x.params) for name, x in averages_of(s).items()]
+        for name, part in parts:
             paths |= {(*path, *name, *at) for at, _ in leaves.tree_of(part).leaves}
     return {x.name: leaves.show("state", x.path) for x in found if x.path in paths and x.dtype}
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import patterns, trees
+from tsunax._step.roles import averages_of
 from tsunax.checkpoints import leaves, live_numbers
 from tsunax.checkpoints._host_copies import holders_of
 from tsunax.checkpoints.checksums import MODULUS, Bounds
@@ -73,11 +74,14 @@ class How:
                 continue
             handed = given.get(path)
             columns[(*path, ".numbers", ".values")] = manifest.states[path], facts, handed
-            then = lambda name, handed=handed: None if handed is None else handed[name]
-            if s.average is not None and not s.average.uniform:
-                alone[(*path, ".average", ".rate")] = "ema decay", then("rate")
+            for name, average in averages_of(s).items():
+                if not average.uniform:
+                    title = "ema decay" + (f" of {name}" if name != "average" else "")
+                    then = None if handed is None else handed["rates"].get(name)
+                    alone[(*path, f".{name}", ".rate")] = title, then
             if s.loss_scale is not None and (handed is not None or not s.loss_scale.dynamic):
-                alone[(*path, ".loss_scale", ".scale")] = "loss scale", then("scale")
+                then = None if handed is None else handed["scale"]
+                alone[(*path, ".loss_scale", ".scale")] = "loss scale", then
             found += _fact_differences(manifest.states[path], facts, path)
         # nothing was frozen where the flags were not saved
         absent = {(*path, ".frozen") for path in mine.states} - saved.keys()
@@ -85,7 +89,7 @@ class How:
         more, pairs = _differences(wanted, saved, self.cast, skip=columns)
         found += more + _extra_leaves(wanted, saved)
         shown = {line.partition(":")[0] for line in found}
-        nodes = _node_differences(manifest.nodes, mine.nodes)
+        nodes = _node_differences(manifest.nodes, mine.nodes, mine.states)
         found += [line for line in nodes if line.partition(":")[0] not in shown]
         return Plan(like, mine, pairs, found, columns, alone, [])
 
@@ -264,7 +268,7 @@ class Plan:
             name, then = self.alone[pair.path]
             then, mine = value if then is None else then, np.asarray(pair.leaf)
             if not np.array_equal(then, mine):
-                turn = (lambda x: 1 - np.float64(x)) if name == "ema decay" else np.asarray
+                turn = (lambda x: 1 - np.float64(x)) if name.startswith("ema") else np.asarray
                 self.edited.append(f"{name}: {live_numbers.then_and_now(turn(then), turn(mine))}")
                 value = mine
         return placed(value, pair.leaf, pair.saved.kind)
@@ -273,9 +277,8 @@ class Plan:
 def restarted(state: TrainState, **parts) -> TrainState:
     """A state whose optimizer starts at restored params."""
     state = state.replace(**parts)
-    if state.average is None:
-        return state
-    return dataclasses.replace(state, average=state.average.of(base(state)))
+    anew = {name: average.of(base(state)) for name, average in averages_of(state).items()}
+    return dataclasses.replace(state, **anew)
 
 
 def placed(value, like, kind: str):
@@ -335,18 +338,25 @@ def _extra_leaves(wanted: Wanted, saved: Mapping, under=lambda _: True) -> list[
             if path not in known and under(path)]  # fmt: skip
 
 
-def _node_differences(saved: Mapping[Keys, str], mine: Mapping[Keys, str]) -> list[str]:
-    """Containers of another type. Those on one side only have leaves that say so, or are empty."""
+def _node_differences(
+    saved: Mapping[Keys, str], mine: Mapping[Keys, str], states: Mapping
+) -> list[str]:
+    """Containers of another type. Those on one side only have leaves that say so, or are empty.
+
+    A state is what its fields are, of whatever class; and a field that one side has not is None.
+    """
     out = []
     for path in dict.fromkeys([*mine, *saved]):
-        a, b = saved.get(path, "nothing"), mine.get(path, "nothing")
-        if a != b and path[-1:] != (".frozen",):
+        of_state = path[:-1] in states
+        absent = "NoneType" if of_state else "nothing"
+        a, b = saved.get(path, absent), mine.get(path, absent)
+        if a != b and path[-1:] != (".frozen",) and not (path in states and path in saved):
             out.append(f"{show('state', path)}: saved {a}, expected {b}")
     return out
 
 
 def _fact_differences(saved: Mapping, mine: Mapping, path: Keys) -> Iterator[str]:
-    for name in ("rule", "trained", "precision", "average"):
+    for name in ("rule", "trained", "precision", "averages"):
         if saved[name] != mine[name]:
             absent = "everything" if name == "trained" else "none"
             a, b = (_brief(x[name], absent) for x in (saved, mine))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import placement, stable_text, trees
+from tsunax._step.roles import averages_of
 from tsunax.checkpoints import _values
 from tsunax.checkpoints.leaves import Damaged, Keys
 from tsunax.checkpoints.manifest import Manifest, Size, check
@@ -39,7 +40,9 @@ def _schedule_text(schedule) -> str:
 
 def state_facts(state: TrainState) -> dict[str, Any]:
     """What a checkpoint says of a training state beside its leaves."""
-    plan, numbers, average = state.plan, state.numbers, state.average
+    plan, numbers = state.plan, state.numbers
+    kind = lambda average: "uniform" if average.uniform else "exponential"
+    averages = [f"{name} ({kind(x)})" for name, x in averages_of(state).items()]
     trained = None
     if plan.selected is not None:
         named = ["/".join(name) for name, _, _ in trees.leaves_with_names(state.params)]
@@ -49,7 +52,7 @@ def state_facts(state: TrainState) -> dict[str, Any]:
         "rule": _short(outline(plan.update)),
         "trained": trained,
         "precision": None if plan.precision is None else outline(plan.precision),
-        "average": None if average is None else "uniform" if average.uniform else "exponential",
+        "averages": ", ".join(averages) or None,
         "columns": [],
         "schedules": {},
         "cuts": [],
@@ -103,7 +106,7 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
 
 
 def given_of(state: TrainState) -> dict[str, Any]:
-    """The numbers that a script gives with a state: its rule's, its average's rate, its loss
+    """The numbers that a script gives with a state: its rule's, its averages' rates, its loss
     scale.
     """
     numbers, plain = state.numbers, lambda x: np.asarray(x).tolist()
@@ -112,7 +115,7 @@ def given_of(state: TrainState) -> dict[str, Any]:
     return {
         "columns": [] if numbers is None else [list(column) for column in numbers.column_names()],
         "values": [] if numbers is None else plain(numbers.values),
-        "rate": None if state.average is None else plain(state.average.rate),
+        "rates": {name: plain(average.rate) for name, average in averages_of(state).items()},
         "scale": None if state.loss_scale is None else plain(state.loss_scale.scale),
     }
 
@@ -128,8 +131,9 @@ def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
             if columns and values.shape[-1] != len(columns):
                 raise ValueError("numbers that are no table of their names")
             number = lambda y: None if y is None else np.asarray(y, np.float32)
-            rate, scale = number(x["rate"]), number(x["scale"])
-            out[path] = {"columns": columns, "values": values, "rate": rate, "scale": scale}
+            rates = {name: number(rate) for name, rate in x["rates"].items()}
+            scale = number(x["scale"])
+            out[path] = {"columns": columns, "values": values, "rates": rates, "scale": scale}
         return out
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return {}

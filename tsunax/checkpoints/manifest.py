@@ -127,7 +127,7 @@ _SCHEMA = {
     "leaves": [_LEAF],
     "nodes": [([str], str)],
     "states": [([str], {
-        "rule": str, "trained": ([str], None), "precision": (str, None), "average": (str, None),
+        "rule": str, "trained": ([str], None), "precision": (str, None), "averages": (str, None),
         "columns": [(str, Size)], "schedules": {str: str}, "cuts": [(Size, [Size], [str])],
     })],
     "parts": [({str: object}, [_LEAF])],

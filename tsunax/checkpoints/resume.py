@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from tsunax._core import stable_text, trees
+from tsunax._step.roles import averages_of
 from tsunax.checkpoints import leaves, live_numbers
 from tsunax.checkpoints._state_in_hand import calls_of
 from tsunax.data.batching import Batches
@@ -55,11 +56,14 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
     scale; and its key.
     """
     yield "rule", stable_text.words_of(state.plan.update, code=False)
-    for name, x, fields in (
-        ("average", state.average, ("start", "every", "warmup")),
-        ("loss_scale", state.loss_scale, ("dynamic", "interval", "factor", "floor", "ceiling")),
-    ):
-        for field in fields if x is not None else ():
+    static: dict[str, Any] = {
+        name: (x, ("start", "every", "warmup")) for name, x in averages_of(state).items()
+    }
+    if state.loss_scale is not None:
+        fields = "dynamic", "interval", "factor", "floor", "ceiling"
+        static["loss_scale"] = state.loss_scale, fields
+    for name, (x, fields) in static.items():
+        for field in fields:
             yield f"{field} of the {name}", str(getattr(x, field))
     functions = {f"the schedule of {name}": found for name, found in _schedules_of(state)}
     if inside := list(_functions_in(state.plan.update, set())):

@@ -206,10 +206,11 @@ class _Choice:
                 opt_state.append(follow[owner])
             else:
                 opt_state.append(self._spread(self._over(P(), leaf, "fsdp"), np.shape(leaf)))
+        roles = {"params": params, "rule": opt_state, "trained": follow, "average": follow}
         found: list[P] = []
         for field in state._fields:
             leaves, like = jax.tree.leaves(getattr(state, field.name)), field.metadata["like"]
-            own = {"params": params, "rule": opt_state, "trained": follow}.get(like, [])
+            own = roles.get(like, [])
             if like == "free":
                 own = [self._over(P(), x, "fsdp") for x in leaves]
             found += [*own[: len(leaves)], *[P()] * (len(leaves) - len(own))]

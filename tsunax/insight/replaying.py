@@ -19,6 +19,7 @@ from tsunax import guard
 from tsunax._core import checks, trees
 from tsunax._core.dataflow import source_line
 from tsunax._step.members import members_of
+from tsunax._step.roles import averages_of
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, home_of
@@ -129,7 +130,7 @@ def _moved(state: TrainState) -> tuple:
     return (
         trained_part(state),
         state.model_state,
-        state.average and state.average.params,
+        {name: average.params for name, average in averages_of(state).items()},
         state.opt_state,
     )
 
