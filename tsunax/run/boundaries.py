@@ -68,6 +68,7 @@ class Boundaries:
             return
         with evaluation.one_batch(), blamed("evaluate", options.evaluate, self.run):
             found = check_row(options.evaluate(self.run.state), "evaluate")
+            self.run.check_own(found, "evaluate")
         for name, where in waits.items():
             if name not in found:
                 raise RowError(unknown("metric", where, name, found))
