@@ -588,11 +588,43 @@ def compositions(rate, schedule=SCHEDULE):
         "groups": rules.partition({"kernel": rules.chain(clip(), rules.adam(rate)), "**": rules.sgd(schedule)}),
         "labels": rules.partition({"matrix": rules.adam(rate), "vector": rules.lion(rate)}, labels=_label),
         "clip": rules.clip_by_norm(rate, p=3),
+        "wrap": rules.wrap(rules.chain(clip(), rules.adam(rate)), noisy, _key),
     }
+
+
+def _key(params):
+    return jax.random.key(7)
+
+
+def noisy(inner, updates, state, params, **extra):
+    key, now = jax.random.split(state.own)
+    noise = optax.tree.random_like(now, updates, sampler=jax.random.normal)
+    updates, rest = inner(jax.tree.map(lambda g, n: g + 0.1 * n, updates, noise))
+    return updates, dataclasses.replace(state, inner=rest, own=key)
 
 
 def _label(path, leaf):
     return "matrix" if leaf.ndim == 2 else "vector"
+
+
+def test_a_rule_around_a_rule_is_the_loop_by_hand():
+    state, key = ts.setup(rules.wrap(rules.adam(0.1), noisy, _key), PARAMS), _key(None)
+    assert repr(rules.wrap(rules.adam(0.1), noisy)) == "noisy(adam(learning_rate=0.1))"
+    plain, params = optax.adam(0.1), PARAMS
+    theirs = plain.init(params)
+    for i in range(3):
+        grads = jax.tree.map(lambda x, i=i: jnp.full_like(x, i + 1.0), PARAMS)
+        state, _ = ts.update(state, grads)
+        key, now = jax.random.split(key)
+        noise = optax.tree.random_like(now, grads, sampler=jax.random.normal)
+        grads = jax.tree.map(lambda g, n: g + 0.1 * n, grads, noise)
+        updates, theirs = plain.update(grads, theirs, params)
+        params = optax.apply_updates(params, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params, params)
+    assert ts.hyperparams(ts.adjust(state, learning_rate=0.2))["learning_rate"] == np.float32(0.2)
+    window = ts.setup(rules.wrap(rules.accumulate(rules.sgd(0.1), 2), noisy, _key), PARAMS)
+    window, info = ts.update(window, jax.tree.map(jnp.ones_like, PARAMS))
+    assert not info.applied and int(window.step) == 0 and int(window.calls) == 1
 
 
 @EVERY_RULE

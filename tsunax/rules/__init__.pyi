@@ -2,6 +2,7 @@
 # when a name is first used.
 from tsunax.rules.accumulation import accumulate as accumulate
 from tsunax.rules.accumulation import flush as flush
+from tsunax.rules.calling import wrap as wrap
 from tsunax.rules.clipping import add_decayed_weights as add_decayed_weights
 from tsunax.rules.clipping import clip as clip
 from tsunax.rules.clipping import clip_by_global_norm as clip_by_global_norm
