@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 from tests.helpers import assert_trees_close, assert_trees_equal, medium_if
-from tsunax._core import convolutions
+from tsunax._core import convolutions, rewriting
 from tsunax._core.convolutions import fast
 
 LAST = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
@@ -272,9 +272,13 @@ def test_only_the_cpu_gets_another_program():
     assert dims(lowered(fast(f), "cpu")) == ["[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"] * 5
 
 
+def in_layout(program):
+    return rewriting.of_program(program, convolutions.equations, convolutions.NAME, {})
+
+
 def same_program(f, *args) -> bool:
     program = jax.make_jaxpr(f)(*args)
-    return convolutions._rewritten(program, {}) is program
+    return in_layout(program) is program
 
 
 @pytest.mark.parametrize(
@@ -372,7 +376,7 @@ def test_a_function_called_twice_stays_one():
     def f(w, x):
         return shared(w, shared(w, x))
 
-    program = convolutions._rewritten(jax.make_jaxpr(f)(WEIGHTS["b"], jnp.ones((1, 4, 4, 6))), {})
+    program = in_layout(jax.make_jaxpr(f)(WEIGHTS["b"], jnp.ones((1, 4, 4, 6))))
     first, second = (eqn.params["jaxpr"] for eqn in program.eqns)
     inner = lambda closed: closed if isinstance(closed, core.Jaxpr) else closed.jaxpr
     assert inner(first) is inner(second)

@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 import jax.numpy as jnp
 
+from tsunax._core.rewriting import rewritten
+
 if TYPE_CHECKING:
     from jax.extend import core
 
-# Equations whose inner programs are looked into. Not shard_map, pallas_call and what else has
-# layouts of its own.
-_OPEN = frozenset(
-    "jit scan while cond remat2 call closed_call custom_jvp_call custom_vjp_call".split()
-)
 # of the inner functions that stand for a convolution: they are not looked into again
-_NAME = "convolution_in_loop"
+NAME = "convolution_in_loop"
 _DTYPES = frozenset(
     map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16))
 )  # others have no fast kernel
@@ -58,68 +55,13 @@ def fast(fn: Callable) -> Callable:
     >>> f(jnp.ones((1, 1, 3)), jnp.arange(4.0).reshape(1, 1, 4))
     Array([[[32., 60., 50.]]], dtype=float32)
     """
-
-    from jax.extend import core  # costs 20 ms to import, and only loops need it
-
-    if not all(
-        hasattr(core, name) for name in ("ClosedJaxpr", "Jaxpr", "jaxpr_as_fun")
-    ):  # of a jax to come
-        return fn
-
-    @functools.wraps(fn)
-    def wrapped(*args, **kwargs):
-        # One equation around it all, so that the rewritten program is not traced again; of a
-        # function that is new each time, because jit remembers what an old one closed over.
-        program, shapes = jax.make_jaxpr(jax.jit(functools.partial(fn)), return_shape=True)(
-            *args, **kwargs
-        )
-        out = core.jaxpr_as_fun(_rewritten(program, {}))(*jax.tree.leaves((args, kwargs)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
-
-    return wrapped
+    return rewritten(fn, equations, closed=NAME)
 
 
-# ----------------------------------------------------------------------------------------- the walk
-
-
-def _rewritten(program, done: dict):
-    """The same program with other equations, or the very same object if there is nothing to do."""
-    from jax.extend import core
-
-    if not isinstance(program, core.Jaxpr):  # a ClosedJaxpr, which is the same class since jax 0.12
-        inner = _rewritten(program.jaxpr, done)
-        return program if inner is program.jaxpr else program.replace(jaxpr=inner)
-    if (
-        id(program) not in done
-    ):  # what was one object stays one: lowering and compiling are cached by it
-        equations = [_equation(eqn, done) for eqn in program.eqns]
-        same = all(a is b for a, b in zip(equations, program.eqns, strict=True))
-        done[id(program)] = program, program if same else program.replace(eqns=equations)
-    return done[id(program)][1]
-
-
-def _equation(eqn: core.JaxprEqn, done: dict) -> core.JaxprEqn:
-    if eqn.primitive.name == "conv_general_dilated":
-        return _convolution(eqn)
-    if eqn.primitive.name not in _OPEN or eqn.params.get("name") == _NAME:
-        return eqn
-    changed = {
-        name: new for name, old in eqn.params.items() if (new := _parameter(old, done)) is not old
-    }
-    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
-
-
-def _parameter(value, done: dict):
-    from jax.extend import core
-
-    if isinstance(
-        value, (getattr(core, "ClosedJaxpr", core.Jaxpr), core.Jaxpr)
-    ):  # one class since jax 0.12
-        return _rewritten(value, done)
-    if isinstance(value, tuple):  # the branches of a cond
-        new = tuple(_parameter(x, done) for x in value)
-        return value if all(a is b for a, b in zip(new, value, strict=True)) else new
-    return value
+def equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+    """Those of a program, each slow convolution as a call of a fast one."""
+    is_one = lambda eqn: eqn.primitive.name == "conv_general_dilated"
+    return [_convolution(eqn) if is_one(eqn) else eqn for eqn in jaxpr.eqns]
 
 
 def _convolution(eqn: core.JaxprEqn) -> core.JaxprEqn:

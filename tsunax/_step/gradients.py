@@ -72,6 +72,10 @@ def gradient_of(
                 return _noting(mean, found), loss
 
             both = jax.value_and_grad(checkpoint(of_parts), argnums=(0, 1), has_aux=True)
+            if trees.is_tracing() and not any(map(guard.is_apart, jax.tree.leaves(here))):
+                from tsunax._core.kept_sums import kept
+
+                both = kept(both)
             (_, loss), (grads, new) = both(here, scales)
             _check_noted(found, fn)
             # jax.checkpoint hands constants out in a class of its own (jax 0.7)
