@@ -1,6 +1,7 @@
 """Gradients with and without sums of cotangents kept in memory: CPU seconds of a step and of its compilation.
 
-Both are the same jitted, donated step of plain JAX and optax (Adam): one of `value_and_grad`, one of `kept(value_and_grad)`.
+Both are the same jitted, donated step of plain JAX and optax (Adam): one of `value_and_grad`, one of
+`kept(value_and_grad)`.
 CPU seconds (all threads) and not the clock: the ratio is that of the work.
 """
 
@@ -120,10 +121,14 @@ def lstm(d=128, t=64, rows=128):
 
 
 MODELS = {
+    "GPT, 2 blocks of 256": lambda: gpt(2),
+    "GPT, 4 blocks of 256": lambda: gpt(4),
     "GPT, 6 blocks of 256": gpt,
     "GPT, 12 blocks of 128": lambda: gpt(12, 128),
     "the same, blocks in a scan": lambda: gpt(12, 128, scan=True),
     "ViT, 4 blocks of 192": vit,
+    "ViT, 8 blocks of 192": lambda: vit(8),
+    "ViT, 12 blocks of 128": lambda: vit(12, 128),
     "ResNet, 8 convolutions": resnet,
     "MLP, 6 layers of 512": mlp,
     "LSTM of 128": lstm,
@@ -148,7 +153,7 @@ def measured(make, bursts=7):
     for _ in range(bursts):
         for run in runs.values():
             begin = time.process_time()
-            *state, loss = run[0](*run[1], batch)
+            *state, _ = run[0](*run[1], batch)
             jax.block_until_ready(state)
             run[1] = state
             run[3].append(time.process_time() - begin)
