@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from tsunax._core import checks, trees
+from tsunax._core import Function, PyTree, Scalar, checks, trees
 from tsunax.errors import HyperparameterError, WrongTypeError
 
 
@@ -30,15 +30,15 @@ from tsunax.errors import HyperparameterError, WrongTypeError
 class Average:
     """An average under way; made by `ema`, `polyak` and `swa`, for `setup(..., ema=...)`."""
 
-    params: Any  # f32, like the trained params. None before setup
-    count: Any  # int32: how many were averaged
-    rate: Any  # f32: 1 - decay. Not read by a uniform average
+    params: PyTree  # f32, like the trained params. None before setup
+    count: Scalar  # int32: how many were averaged
+    rate: Scalar  # f32: 1 - decay. Not read by a uniform average
     uniform: bool
     warmup: bool
     start: int
     every: int
 
-    def of(self, params) -> Average:
+    def of(self, params: PyTree) -> Average:
         """The average of a run that begins at these params."""
         wide = jax.tree.map(
             lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params
@@ -47,7 +47,7 @@ class Average:
             self, params=wide, count=jnp.int32(0), rate=jnp.asarray(self.rate, jnp.float32)
         )
 
-    def moved(self, params, step) -> Average:
+    def moved(self, params: PyTree, step: jax.Array) -> Average:
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
         rate = 1 / (self.count + 1).astype(jnp.float32) if self.uniform else self.rate
         if self.warmup:
@@ -73,7 +73,7 @@ def _average(
     return Average(None, 0, rate, uniform, warmup, int(start), int(every))
 
 
-def ema(decay: Any = 0.999, *, warmup: bool = False, start: int = 0, every: int = 1) -> Average:
+def ema(decay: Scalar = 0.999, *, warmup: bool = False, start: int = 0, every: int = 1) -> Average:
     """`a ← decay · a + (1 - decay) · params` after every `every`-th applied update beyond `start`.
 
     With `warmup` the decay is at most (1 + n) / (10 + n) after n averaged params, so that a young
@@ -108,7 +108,7 @@ def swa(start: int, every: int) -> Average:
     return _average("swa()", start, every, uniform=True)
 
 
-def as_average(given, where: str) -> Average | None:
+def as_average(given: ArrayLike | Average | None, where: str) -> Average | None:
     """What a user gave to `setup(ema=...)`: None, a decay, or one of the functions here."""
     if given is None or isinstance(given, Average):
         return given
@@ -119,7 +119,7 @@ def as_average(given, where: str) -> Average | None:
     return ema(given)
 
 
-def update_batch_stats(loss_fn: Callable) -> Callable:
+def update_batch_stats(loss_fn: Function) -> Function:
     """The compiled forward pass in training mode: `f(state, batch, **extra) -> state` with another
     `model_state` only.
 

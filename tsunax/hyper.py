@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax._core import patterns, trees
+from tsunax._core import Where, patterns, trees
 from tsunax._core.placement import beside
 from tsunax._step.roles import frozen_words
 from tsunax.errors import HyperparameterError, PatternError, RuleError, unknown
@@ -47,7 +47,7 @@ def hyperparams(state: TrainState) -> dict[str, Any]:
     return state.numbers.named(state.step, number_table.own_counts(state.opt_state, state.numbers))
 
 
-def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState:
+def adjust(state: TrainState, where: Where = "**", /, **values: Any) -> TrainState:
     """Set hyperparameters on the whole tree or on the leaves that `where` matches. Moments are
     kept.
 
@@ -85,7 +85,7 @@ def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState
     return _assign(cut, _by_leaf(cut, matched, targets, values), _table(state).values)
 
 
-def freeze(state: TrainState, where: Any) -> TrainState:
+def freeze(state: TrainState, where: Where) -> TrainState:
     """Stop the leaves that `where` matches: params, moments, decay and averages stay bit-identical.
 
     Their gradients count as zero, so norms and global clipping are over what is not frozen. The
@@ -109,7 +109,7 @@ def freeze(state: TrainState, where: Any) -> TrainState:
     return _set_frozen(state, where, True)
 
 
-def thaw(state: TrainState, where: Any = "**") -> TrainState:
+def thaw(state: TrainState, where: Where = "**") -> TrainState:
     """Train frozen leaves again, with the moments that they had when they were frozen.
 
     Rules with one count for all leaves (Adam's bias correction) have gone on counting meanwhile:

@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from tsunax._core import checks, trees
+from tsunax._core import Maybe, Scalar, checks, trees
 from tsunax._core.checks import as_array
 from tsunax.errors import LossError
 
@@ -49,8 +50,8 @@ class Mean:
     Array(3., dtype=float32)
     """
 
-    total: Any  # f32 scalar: Σ weight · value
-    weight: Any  # f32 scalar: Σ weight
+    total: Scalar  # f32 scalar: Σ weight · value
+    weight: Scalar  # f32 scalar: Σ weight
 
     @classmethod
     def empty(cls) -> Mean:
@@ -58,17 +59,19 @@ class Mean:
         return cls(jnp.zeros(()), jnp.zeros(()))
 
     @classmethod
-    def of(cls, values, where=None) -> Mean:
+    def of(cls, values: ArrayLike, where: Maybe = None) -> Mean:
         """From values of any shape and a mask or weights that broadcast from the left."""
         return cls(*weighted_sum(jnp.asarray(values), where, "Mean.of()"))
 
     merge = _add
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return self.total / self.weight
 
 
-def weighted_sum(values, where=None, place: str = "Loss.mean()"):
+def weighted_sum(
+    values: jax.Array, where: Maybe = None, place: str = "Loss.mean()"
+) -> tuple[jax.Array, jax.Array | np.float32]:
     """(Σ where · values, Σ where) in float32; elements of weight 0 may be NaN, also in gradients."""
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if where is None:
@@ -164,7 +167,7 @@ class Accuracy(_OfMean):
     """
 
     @classmethod
-    def of(cls, predictions, targets, where=None) -> Accuracy:
+    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> Accuracy:
         """From scores (..., classes) or class ids (...), and the true class ids (...)."""
         hits = _hits(predictions, targets, 1, "Accuracy.of()")
         return cls(Mean(*weighted_sum(hits, where, "Accuracy.of()")))
@@ -187,7 +190,9 @@ class TopK(_OfMean):
         return cls(Mean.empty(), k)
 
     @classmethod
-    def of(cls, predictions, targets, where=None, *, k: int = 5) -> TopK:
+    def of(
+        cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None, *, k: int = 5
+    ) -> TopK:
         """From scores (..., classes) and the true class ids (...).
 
         Raises LossError for k > classes.
@@ -213,7 +218,7 @@ class Perplexity(_OfMean):
     """
 
     @classmethod
-    def of(cls, predictions, targets, where=None) -> Perplexity:
+    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> Perplexity:
         """From logits (..., classes) and the true class ids (...)."""
         place = "Perplexity.of()"
         logits, targets, classes = _class_ids(predictions, targets, place)
@@ -223,7 +228,7 @@ class Perplexity(_OfMean):
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         return cls(Mean(*weighted_sum(-_at(jax.nn.log_softmax(logits), targets), where, place)))
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return jnp.exp(self.mean.compute())
 
 
@@ -254,21 +259,28 @@ class ConfusionMatrix:
            [0., 1.]], dtype=float32)
     """
 
-    counts: Any  # f32[classes, classes]: Σ weight
+    counts: jax.Array  # f32[classes, classes]: Σ weight
 
     @classmethod
     def empty(cls, classes: int) -> ConfusionMatrix:
         return cls(jnp.zeros((classes, classes), jnp.float32))
 
     @classmethod
-    def of(cls, predictions, targets, where=None, *, classes: int | None = None) -> ConfusionMatrix:
+    def of(
+        cls,
+        predictions: ArrayLike,
+        targets: ArrayLike,
+        where: Maybe = None,
+        *,
+        classes: int | None = None,
+    ) -> ConfusionMatrix:
         """From scores (..., classes), or class ids (...) and `classes`, and the true ids (...)."""
         place = "ConfusionMatrix.of()"
         predicted, actual, weights, n = _pairs(predictions, targets, where, classes, place)
         counts = jnp.zeros((n, n), jnp.float32).at[actual, predicted].add(weights, mode="drop")
         return cls(counts + 0 * jnp.sum(weights))  # a NaN spoils all, also if its cell was dropped
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return self.counts
 
     merge = _add
@@ -349,7 +361,7 @@ class Precision(_ClassSums):
     Array(0.6666667, dtype=float32)
     """
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return self._averaged(self.hits, self.predicted)
 
 
@@ -362,7 +374,7 @@ class Recall(_ClassSums):
     Array([0.5, 1. ], dtype=float32)
     """
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return self._averaged(self.hits, self.actual)
 
 
@@ -377,7 +389,7 @@ class F1(_ClassSums):
     Array(0.8, dtype=float32)
     """
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return self._averaged(2 * self.hits, self.predicted + self.actual)
 
 
@@ -408,7 +420,9 @@ class MeanSquaredError(_OfMean):
     """
 
     @classmethod
-    def of(cls, predictions, targets, where=None) -> MeanSquaredError:
+    def of(
+        cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None
+    ) -> MeanSquaredError:
         """From predictions and targets of one shape."""
         place = "MeanSquaredError.of()"
         predictions, targets = _numbers(predictions, targets, place)
@@ -430,10 +444,10 @@ class R2:
     Array(0.78571427, dtype=float32)
     """
 
-    residual: Any  # f32 of the shape of a row: Σ weight · (prediction - target)²
-    weight: Any  # Σ weight
-    mean: Any  # of targets
-    scatter: Any  # Σ weight · (target - mean)²
+    residual: jax.Array  # f32 of the shape of a row: Σ weight · (prediction - target)²
+    weight: Scalar  # Σ weight
+    mean: jax.Array  # of targets
+    scatter: jax.Array  # Σ weight · (target - mean)²
 
     @classmethod
     def empty(cls, shape: tuple[int, ...] = ()) -> R2:
@@ -441,7 +455,7 @@ class R2:
         return cls(*jnp.zeros((4, *shape)))
 
     @classmethod
-    def of(cls, predictions, targets, where=None) -> R2:
+    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> R2:
         """From predictions and targets of one shape, rows first."""
         predictions, targets = map(jnp.atleast_1d, _numbers(predictions, targets, "R2.of()"))
         weights = _weights(where, targets, "R2.of()")
@@ -460,7 +474,7 @@ class R2:
         scatter = total.scatter + jnp.square(apart) * self.weight * share
         return R2(total.residual, total.weight, self.mean + apart * share, scatter)
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return jnp.mean(1 - self.residual / self.scatter)
 
 

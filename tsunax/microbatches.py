@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
+from tsunax._core import Maybe, PyTree, convolutions, placement, trees
 from tsunax._core import axes as _axes
-from tsunax._core import convolutions, placement, trees
 from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, rows_of, uneven
 
 
-def cut(batch, n: int, mask):
+def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     """`(batch, mask)` with a second axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
 
     Strided, so that on many devices each one keeps its rows, and padding is spread evenly. A batch
@@ -67,12 +67,12 @@ def cut(batch, n: int, mask):
 
 
 def over_micro_batches(
-    gradient: Callable[[Any, dict], tuple[Loss, Any]],
+    gradient: Callable[[Any, dict[str, Any]], tuple[Loss, Any]],
     n: int,
-    batch,
-    keywords: dict,
-    like,
-    overwritten=None,
+    batch: PyTree,
+    keywords: dict[str, Any],
+    like: PyTree,
+    overwritten: PyTree = None,
     *,
     drop: bool,
     axes: _axes.Axes = (),
@@ -147,7 +147,7 @@ def over_micro_batches(
     ), grads
 
 
-def over_devices(loss: Loss, grads, axes: _axes.Axes) -> tuple[Loss, Any]:
+def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any]:
     """`(loss, grads)` of the rows of all devices along named axes, from those of each one: one
     reduction of gradients.
 

@@ -22,8 +22,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from tsunax._core import checks, trees
+from tsunax._core import Function, PyTree, checks, trees
 from tsunax._step.members import each, members_of
 from tsunax._step.starting import as_key
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, remedy
@@ -38,7 +39,7 @@ __all__ = [
 
 
 def population(
-    make: Callable[..., TrainState], n: int, *, key: Any = 0, **values: Any
+    make: Callable[..., TrainState], n: int, *, key: ArrayLike = 0, **values: Any
 ) -> TrainState:
     """A state of n members: `make(key, **values)` for each, with its key and its entry of `values`.
 
@@ -113,7 +114,7 @@ def member(runs: TrainState, i: int) -> TrainState:
     return _taken(runs, i, 0, "member", "an index")
 
 
-def select(runs: TrainState, indices: Any) -> TrainState:
+def select(runs: TrainState, indices: ArrayLike) -> TrainState:
     """The population of the members at these indices, in this order; an index may repeat.
 
     For successive halving, `select(runs, np.argsort(losses)[:8])`, and for populations whose worst
@@ -157,7 +158,7 @@ class plateau:
     min_delta: float = 0.0
     decay: float = 0.9
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.check_count(self.patience, "plateau()", "patience")
         for name, most in (("min_delta", np.inf), ("decay", 1)):
             x = getattr(self, name)
@@ -193,11 +194,11 @@ class Stoppable:
     """A population whose members may have stopped: `runs`, and a bool for each member."""
 
     runs: TrainState
-    stopped: Any  # bool (n,)
-    memory: Any  # of the rule, for each member
-    rule: Callable | None = None
+    stopped: jax.Array  # bool (n,)
+    memory: PyTree  # of the rule, for each member
+    rule: Function | None = None
 
-    def stop(self, where: Any) -> Stoppable:
+    def stop(self, where: ArrayLike) -> Stoppable:
         """The same population, with the members stopped at which `where` is true."""
         n = _members(self.runs, "stop()")
         if np.shape(where) != (n,) or trees.dtype_of(jax.tree.leaves(where)[0]) != np.bool_:
@@ -206,7 +207,7 @@ class Stoppable:
         return dataclasses.replace(self, stopped=self.stopped | jnp.asarray(where, bool))
 
 
-def stoppable(runs: TrainState, rule: Callable | None = None) -> Stoppable:
+def stoppable(runs: TrainState, rule: Function | None = None) -> Stoppable:
     """A population whose members stop by a rule, for a step made by `stopping`.
 
     Args:
@@ -225,7 +226,7 @@ def stoppable(runs: TrainState, rule: Callable | None = None) -> Stoppable:
     return Stoppable(runs, jnp.zeros(n, bool), memory, rule)
 
 
-def stopping(step: TrainStep) -> Callable:
+def stopping(step: TrainStep) -> Function:
     """A step of a `Stoppable`: members that have stopped keep every bit, the others move.
 
         new, info = step(runs, batch)

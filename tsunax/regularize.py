@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tsunax._core import checks, patterns, trees
+from tsunax._core import PyTree, Scalar, Where, checks, patterns, trees
 from tsunax.errors import PatternError
 from tsunax.guard import square_sums
 
@@ -40,7 +40,7 @@ def _magnitudes(x) -> jax.Array:
     return jnp.sum(jnp.real(x * jnp.conj(jax.lax.stop_gradient(jnp.sign(x)))))
 
 
-def l1(params: Any, where: Any = "**") -> jax.Array:
+def l1(params: PyTree, where: Where = "**") -> jax.Array:
     """`Σ |w|` over the selected leaves: an f32 scalar, with the gradient `sign(w)`, 0 at 0.
 
     `where` is a pattern, a list with `!`, a predicate or a bool tree. Leaves that are not float are
@@ -58,7 +58,7 @@ def l1(params: Any, where: Any = "**") -> jax.Array:
     return sum(map(_magnitudes, _selected(params, where, "l1()")), start=jnp.float32(0))
 
 
-def l2(params: Any, where: Any = "**") -> jax.Array:
+def l2(params: PyTree, where: Where = "**") -> jax.Array:
     """`½ Σ w²` over the selected leaves: an f32 scalar, with the gradient `w`; otherwise as `l1`.
 
     In the loss, `factor * l2(params, where)` has the gradient of
@@ -71,7 +71,7 @@ def l2(params: Any, where: Any = "**") -> jax.Array:
     return 0.5 * sum(square_sums(_selected(params, where, "l2()")), start=jnp.float32(0))
 
 
-def elastic(params: Any, where: Any = "**", *, l1_ratio: Any = 0.5) -> jax.Array:
+def elastic(params: PyTree, where: Where = "**", *, l1_ratio: Scalar = 0.5) -> jax.Array:
     """`r · Σ |w| + (1 - r) · ½ Σ w²`: the elastic net's penalty; otherwise as `l1`.
 
     (Zou and Hastie, 2005.) In the loss, `factor * elastic(params, l1_ratio=r)` has the gradient of

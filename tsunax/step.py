@@ -21,8 +21,7 @@ import numpy as np
 import optax
 
 from tsunax import guard
-from tsunax._core import checks, trees
-from tsunax._core.trees import PyTree
+from tsunax._core import AxisName, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._step.gradients import check_policy, gradient_of
 from tsunax.errors import RuleError, StateError, suggests_names
 from tsunax.loss import Loss, check_model_state, finished
@@ -44,13 +43,13 @@ from tsunax.state import (
 
 @suggests_names
 def value_and_grad(
-    loss_fn: Callable,
+    loss_fn: Function,
     *,
     accumulate: int = 1,
-    remat: Any = None,
+    remat: bool | str | Function | None = None,
     on_nonfinite: str = "skip",
-    axis_name: Any = None,
-) -> Callable:
+    axis_name: AxisName = None,
+) -> Function:
     """The first half of a step: `f(state, batch, *, at=None, **extra) -> (Loss, grads)`.
 
     In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that
@@ -124,13 +123,13 @@ class StepInfo(NamedTuple):
 
 def update(
     state: TrainState,
-    grads,
+    grads: PyTree,
     *,
-    loss=None,
-    model_state=None,
+    loss: Loss | Maybe = None,
+    model_state: PyTree = None,
     on_nonfinite: str = "skip",
     norms: bool = True,
-    **extra,
+    **extra: Any,
 ) -> tuple[TrainState, StepInfo]:
     """The second half of a step: verdict, rule, frozen leaves, clock.
 
@@ -169,7 +168,13 @@ def update(
 
 
 def moved(
-    state: TrainState, grads, loss, model_state, on_nonfinite: str, norms: bool, extra
+    state: TrainState,
+    grads: PyTree,
+    loss: Loss | Maybe,
+    model_state: PyTree,
+    on_nonfinite: str,
+    norms: bool,
+    extra: dict[str, Any],
 ) -> tuple[TrainState, StepInfo]:
     """`update`, its arguments checked."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
@@ -289,7 +294,9 @@ def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
     return guard.choose(thawed, grads, jax.tree.map(jnp.zeros_like, grads))
 
 
-def _ruled(state: TrainState, grads: PyTree, value, weight, extra) -> tuple[PyTree, PyTree]:
+def _ruled(
+    state: TrainState, grads: PyTree, value: jax.Array | None, weight: Scalar, extra: dict[str, Any]
+) -> tuple[PyTree, PyTree]:
     """What the rule makes of the gradients.
 
     Raises RuleError for an argument that it lacks, and for other shapes.
@@ -333,7 +340,9 @@ def _averaged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, average=state.average.moved(seen, state.step))
 
 
-def _kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
+def _kept(
+    old: TrainState, new: TrainState, thawed: list[Any] | None, emitted: jax.Array | None
+) -> TrainState:
     """`new` with the old leaves where they are frozen, and of params if the call only gathered a
     gradient.
     """
@@ -344,7 +353,9 @@ def _kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
     return freezing.kept(old, new, thawed, emitted)
 
 
-def _chosen(take, new: TrainState, old: TrainState, again) -> TrainState:
+def _chosen(
+    take: jax.Array, new: TrainState, old: TrainState, again: Callable[[], Any] | None
+) -> TrainState:
     """The one choice of a step: all that moves, of the new state or of the old one."""
     moving, still = split(new)
     rerun = None if again is None else lambda: split(again()[0])[0]
@@ -352,7 +363,9 @@ def _chosen(take, new: TrainState, old: TrainState, again) -> TrainState:
     return assemble((type(new), new.plan), moving, still)
 
 
-def _recorded(old: TrainState, new: TrainState, verdict, emitted, loss: Loss) -> TrainState:
+def _recorded(
+    old: TrainState, new: TrainState, verdict: jax.Array, emitted: jax.Array | None, loss: Loss
+) -> TrainState:
     """The guard's own record, which moves whether the step was applied or not: its counts, and the
     loss scale.
     """

@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,6 @@ import numpy as np
 from jax.core import Tracer
 
 from tsunax.errors import ParamsError, StateError, listed
-
-PyTree: TypeAlias = Any  # containers that JAX knows, with arrays as leaves
 
 Names = tuple[str, ...]
 Flags = Sequence[bool]

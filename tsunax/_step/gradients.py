@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import checks, trees
-from tsunax._core.trees import PyTree
+from tsunax._core import PyTree, checks, trees
 from tsunax._step.loss_fn import LossFn, inputs_of, objective_of
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.state import (
