@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import optax
 
+from tsunax._core import Function, PyTree
 from tsunax._core.checks import names_of
 from tsunax.rules.live_rules import Home, is_live
 from tsunax.rules.printing import text_of
@@ -50,10 +51,12 @@ class PlainUpdate:
     Compares as that half does.
     """
 
-    update: Callable
+    update: Function
     takes: tuple[str, ...]
 
-    def __call__(self, updates, state, params=None, **extra):
+    def __call__(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
         return self.update(
             updates, state, params, **{name: extra[name] for name in self.takes if name in extra}
         )
@@ -68,7 +71,7 @@ class Rule(optax.GradientTransformationExtraArgs):
         return text_of(self.init, self.update)
 
 
-def as_rule(init: Any, update: Any) -> optax.GradientTransformationExtraArgs:
+def as_rule(init: Function, update: Function) -> optax.GradientTransformationExtraArgs:
     """The optax rule of these two halves."""
     return Rule(init, update)
 
@@ -91,7 +94,7 @@ def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | No
     return names_of(rule.update, 3)  # behind updates, state, params
 
 
-def blank(init: Any) -> Callable:
+def blank(init: Any) -> Function:
     """The init half of any rule with the numbers of its live parts left out, so that it compares by
     value.
     """

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tsunax._core import PyTree, trees
 from tsunax._core import patterns as _patterns
-from tsunax._core import trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
 from tsunax.guard import choose, square_sums
@@ -214,7 +214,7 @@ def _for_part(f, params, mine, is_gradient: bool):
 
 
 def partition(
-    rules: Mapping[str, optax.GradientTransformation], *, labels: Any = None
+    rules: Mapping[str, optax.GradientTransformation], *, labels: PyTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """A rule for each part of the params: `{pattern: rule}`; the first pattern that matches a leaf
     takes it.

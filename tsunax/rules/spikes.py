@@ -5,7 +5,7 @@ the verdict.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,10 @@ class SpikeState:
     it, how many, inf for a spike.
     """
 
-    band: Any  # f32[4, 2]
+    band: jax.Array  # f32[4, 2]
 
     @property
-    def values(self):
+    def values(self) -> jax.Array:
         return self.band[3]
 
     @property
@@ -77,4 +77,4 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
     return as_rule(init, update)
 
 
-reject_spikes = live(_reject_spikes, static=("warmup",))
+reject_spikes: Final = live(_reject_spikes, static=("warmup",))
