@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tsunax._core import Scalar
+
 __all__ = [
     "flux_adagrad",
     "flux_adamw",
