@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     try:
-        status = main()
+        status: int = main()
     except BrokenPipeError:  # `python -m tsunax | head`
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()

@@ -232,9 +232,9 @@ class Loss:
         fix = "Take the mean first: loss.compute(), or float(loss) outside of jit."
         raise LossError("operand", "a function of Loss", "a Loss", "a number", fix)
 
-    __abs__ = __round__ = __bool__ = __int__ = __pow__ = __rpow__ = __rtruediv__ = _no_number
-    __lt__ = __le__ = __gt__ = __ge__ = _no_number
 
+for _name in "abs round bool int pow rpow rtruediv lt le gt ge".split():
+    setattr(Loss, f"__{_name}__", Loss._no_number)
 
 BESIDE = "a scalar beside a weighted Loss"
 _NO_WEIGHT = "a Loss without a weight", "one with", "Give ts.Loss(total, weight)."

@@ -22,8 +22,8 @@ class Interrupt:
     Only the main thread can do that.
     """
 
-    def __init__(self, *numbers: int):
-        self.asked = 0
+    def __init__(self, *numbers: int) -> None:
+        self.asked: int = 0
         self._pressed: float | None = None  # when Ctrl-C was, first
         self._numbers = numbers
         self._previous: dict[int, object] = {}
@@ -60,7 +60,7 @@ class Interrupt:
             return False
         return now - self._pressed > TOGETHER
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._previous:
             number, handler = self._previous.popitem()
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from tsunax._core import checks, placement, trees
+from tsunax._core import Function, PyTree, checks, placement, trees
 from tsunax._step.members import members_of
 from tsunax.distributed import processes
 from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError
@@ -226,9 +226,9 @@ def _total(trial: SizeTrial) -> float:
 
 
 def find_batch_size(
-    step: Callable,
-    state: Any = None,
-    example: Any = None,
+    step: Function,
+    state: PyTree = None,
+    example: PyTree = None,
     *,
     mode: str = "power",
     method: str = "analyse",
@@ -346,8 +346,8 @@ def find_batch_size(
 
 def find_accumulation(
     step: TrainStep,
-    state: Any,
-    example: Any,
+    state: PyTree,
+    example: PyTree,
     batch_size: int,
     *,
     multiple_of: int = 1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import checks, trees
+from tsunax._core import PyTree, checks, trees
 from tsunax._step.members import over_members
 from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError
 from tsunax.hyper import adjust
@@ -52,7 +52,7 @@ class RangeTest:
             f"{self.name} from {low:.2g} to {high:.2g} in {len(self.rates)} steps{ended}: {found}"
         )
 
-    def plot(self):
+    def plot(self) -> Any:
         """A matplotlib Figure: the loss over the rate, both suggestions, the band of several seeds."""
         try:
             from matplotlib.figure import Figure
@@ -119,7 +119,7 @@ class _Ramp:
 def find_learning_rate(
     step: TrainStep,
     state: TrainState,
-    data: Any,
+    data: Iterable[PyTree],
     *,
     low: float = 1e-8,
     high: float = 1.0,

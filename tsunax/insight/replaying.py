@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import checks, trees
+from tsunax._core import PyTree, checks, trees
 from tsunax._core.dataflow import source_line
 from tsunax._step.members import members_of
 from tsunax.errors import StateError, WrongTypeError
@@ -52,7 +52,7 @@ class ReplayReport:
         return self.text
 
 
-def replay(step: TrainStep, state: TrainState, batch, **extra) -> ReplayReport:
+def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> ReplayReport:
     """Run a rejected step again with checks; report where the first NaN or inf came from.
 
     The loss and its gradient are computed once more, with keys, mask, model state and micro-batches

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import PyTree, trees
 from tsunax._step.members import check_local_members
 from tsunax.data.batching import Batches
 from tsunax.data.cursors import Source
@@ -33,7 +34,7 @@ SMALL = 1 << 16  # bytes of an array that is compared in full
 class Alike:
     """The processes of one run, or of one evaluation. Nothing for a process alone."""
 
-    def __init__(self, where: str, state: Any, data: Any):
+    def __init__(self, where: str, state: PyTree, data: Iterable[PyTree]) -> None:
         self.where = where
         leaves = (
             x
@@ -41,7 +42,7 @@ class Alike:
             if isinstance(x, jax.Array) and not x.is_fully_addressable
         )
         spread = next(leaves, None)
-        self.spans = spread is not None
+        self.spans: bool = spread is not None
         self._speaks = spread is not None and processes.spans_all(spread.sharding.device_set)
         data = innermost(data)
         self._data = data if isinstance(data, Batches) else None
@@ -96,7 +97,7 @@ class Alike:
             settings["data"] = data
         processes.compare(self.where, settings, processes.LAST)
 
-    def batch(self, place: str, batch: Any, steps: int = 1, then: str = "") -> None:
+    def batch(self, place: str, batch: PyTree, steps: int = 1, then: str = "") -> None:
         """Compare how the next batches look, None after the last, of data that may be another one
         on each process.
 
@@ -154,7 +155,7 @@ class Alike:
                 warn(f"{place}: {text}: that of process 0 counts on all. {fix}.")
         return first
 
-    def boundary(self, place: str, stopped: str, state: Any, has_changed: bool) -> str:
+    def boundary(self, place: str, stopped: str, state: PyTree, has_changed: bool) -> str:
         """Why the run stops, if a callback of any process said so; a clock may say so to one only.
 
         Raises ProcessError where callbacks changed the state on some processes only, or otherwise.
@@ -182,7 +183,7 @@ class Alike:
         return found
 
 
-def small(state: Any) -> Any:
+def small(state: PyTree) -> Any:
     """A tree in which large arrays are their shapes: what is compared in no time."""
     is_small = lambda x: not isinstance(x, jax.Array) or x.nbytes <= SMALL
     return jax.tree.map(lambda x: x if is_small(x) else trees.describe(x), state)

@@ -16,12 +16,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tsunax._core import checks, trees
+from tsunax._core import Where, checks, trees
 from tsunax.errors import HyperparameterError, RowError, WrongTypeError, unknown, warn
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.rules import numbers
+
+if TYPE_CHECKING:
+    from tsunax.run.run import Run
 
 __all__ = [
     "At",
@@ -96,14 +99,14 @@ def _is_better(value: float, other: float, mode: Mode, by: float = 0.0) -> bool:
     return value < other - by if mode == "min" else value > other + by
 
 
-def is_watching(callback) -> bool:
+def is_watching(callback: object) -> bool:
     """Whether it is one of those here that wait for a metric of an evaluation."""
     return isinstance(callback, (early_stopping, best, plateau)) and not callback.metric.startswith(
         "best"
     )
 
 
-def may_log(callback) -> bool:
+def may_log(callback: object) -> bool:
     """Whether a callback may log names that others wait for."""
     return not isinstance(callback, (early_stopping, best, plateau, time_limit, sample, At))
 
@@ -140,7 +143,7 @@ class every:
     n: int
     fn: Callable[[Any], Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _whole("every()", "n", self.n)
         _function("every()", "fn", self.fn)
 
@@ -148,7 +151,7 @@ class every:
     def every(self) -> int:
         return self.n
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> Any:
         return self.fn(run)
 
 
@@ -167,11 +170,11 @@ class throttle:
     leading: bool = True
     trailing: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _function("throttle()", "fn", self.fn)
         _real("throttle()", "seconds", self.seconds, 0)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> Any:
         memory, now = run.memory, time.time()
         is_waiting = (
             now < memory.get("throttled_until", 0.0) <= now + self.seconds
@@ -194,7 +197,7 @@ class sample:
     n: int
     fn: Callable[[Any], Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _whole("sample()", "n", self.n)
         _function("sample()", "fn", self.fn)
 
@@ -202,7 +205,7 @@ class sample:
     def every(self) -> int:
         return self.n
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> Any:
         shown = self.fn(run.state)
         if shown is not None:
             getattr(run, "note", print)(f"step {run.step}: {shown}")
@@ -241,7 +244,7 @@ class early_stopping:
     def events(self) -> tuple[str, ...] | None:
         return _events_of(self.metric)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         where = "early_stopping()"
         _watched(where, self.metric, self.mode)
         _whole(where, "patience", self.patience)
@@ -249,7 +252,7 @@ class early_stopping:
         if self.divergence is not None:
             _real(where, "divergence", self.divergence, -math.inf)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> None:
         memory = run.memory
         if news := _news("early_stopping()", self.metric, run):
             step, value = news
@@ -284,11 +287,11 @@ class patience:
     predicate: Callable[[Any], Any]
     n: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _function("patience()", "predicate", self.predicate)
         _whole("patience()", "n", self.n)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> None:
         memory = run.memory
         if run.event == "start" or memory.get("asked") == run.step:
             return
@@ -310,10 +313,10 @@ class time_limit:
 
     seconds: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _real("time_limit()", "seconds", self.seconds, 0)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> None:
         memory, now = run.memory, time.monotonic()
         if run.event != "start":  # there, `since` may be another process's
             memory["elapsed"] = memory.get("elapsed", 0.0) + now - memory.get("since", now)
@@ -342,12 +345,12 @@ class best:
     def events(self) -> tuple[str, ...] | None:
         return _events_of(self.metric)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _watched("best()", self.metric, self.mode)
         if self.keep is not None:
             _function("best()", "keep", self.keep)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> None:
         memory, news = run.memory, _news("best()", self.metric, run)
         if news is None:
             return
@@ -387,21 +390,21 @@ class plateau:
     patience: int = 5
     min_delta: float = 0.0
     min_learning_rate: float = 0.0
-    where: Any = "**"
+    where: Where = "**"
     mode: Mode = "min"
 
     @property
     def events(self) -> tuple[str, ...] | None:
         return _events_of(self.metric)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _watched("plateau()", self.metric, self.mode)
         _real("plateau()", "factor", self.factor, 0, 1)
         _whole("plateau()", "patience", self.patience)
         _real("plateau()", "min_delta", self.min_delta, 0)
         _real("plateau()", "min_learning_rate", self.min_learning_rate, 0)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> Any:
         if run.event == "start":
             _rates(run.state, self.where)
         news = _news("plateau()", self.metric, run)
@@ -443,17 +446,17 @@ class At:
 
     step: int
     change: Callable[..., Any]
-    where: Any
+    where: Where
     values: dict[str, Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _whole(f"{self.change.__name__}_at()", "step", self.step, 0)
 
     @property
     def at(self) -> tuple[int]:
         return (self.step,)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> Any:
         if run.memory.get("done"):
             return None
         state = self.change(run.state, self.where, **self.values) if run.event == "start" else None
@@ -467,12 +470,12 @@ class At:
         return state if state is not None else self.change(run.state, self.where, **self.values)
 
 
-def thaw_at(step: int, where: Any = "**") -> At:
+def thaw_at(step: int, where: Where = "**") -> At:
     """`ts.thaw(state, where)` at a step: for a head first, then the body."""
     return At(step, thaw, where, {})
 
 
-def freeze_at(step: int, where: Any) -> At:
+def freeze_at(step: int, where: Where) -> At:
     """`ts.freeze(state, where)` at a step.
 
     A state that never froze must be `setup(..., freezable=True)`.
@@ -480,7 +483,7 @@ def freeze_at(step: int, where: Any) -> At:
     return At(step, freeze, where, {})
 
 
-def adjust_at(step: int, where: Any = "**", /, **values: Any) -> At:
+def adjust_at(step: int, where: Where = "**", /, **values: Any) -> At:
     """`ts.adjust(state, where, **values)` at a step; `where` needs values of its own already.
 
     >>> adjust_at(1000, learning_rate=1e-4).at

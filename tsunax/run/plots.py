@@ -101,7 +101,7 @@ def _finite(*columns: np.ndarray) -> np.ndarray:
 # --------------------------------------------------------------------------------------- matplotlib
 
 
-def plot(history, names: Sequence[str] | None, x: str):
+def plot(history: Any, names: Sequence[str] | None, x: str) -> Any:
     """`History.plot`."""
     panels = _panels(history, names, "plot()")
     if x != "step":
@@ -238,12 +238,12 @@ def _draw_marks(axes, history, x: str, labelled: bool) -> None:
 
 
 def scatter(
-    columns: dict[str, list],
+    columns: dict[str, list[Any]],
     values: Sequence[float | None],
     groups: Sequence[str],
     best: int,
-    label="value",
-):
+    label: str = "value",
+) -> Any:
     """A matplotlib Figure with a panel per column: `values` over the column, colored by group.
 
     What is no number lies side by side. None and what is not finite are crosses at the upper edge.

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,7 @@ class Facts:
         return found
 
 
-def summary(row: Mapping[str, float], digits=short) -> list[str]:
+def summary(row: Mapping[str, float], digits: Callable[[float], str] = short) -> list[str]:
     """Each number with its name; those of many members or classes as one range.
 
     >>> summary({"val/loss": 0.5, "val/recall/0": 0.25, "val/recall/1": 0.75, "val/recall/2": 0.5, "val/recall/3": 1.0})
@@ -335,7 +335,7 @@ class Progress:
     _newest: tuple[float, int] = field(default=(0.0, 0), init=False)
     _is_drawn: bool = field(default=False, init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._step = self.start
         self._next = self._began + self.view.interval(0.0)
 
@@ -399,7 +399,9 @@ class _Silent:
         pass
 
 
-def progress(progress: Any = True, total: int | None = None, start: int = 0, unit: str = "step"):
+def progress(
+    progress: Any = True, total: int | None = None, start: int = 0, unit: str = "step"
+) -> Progress | _Silent:
     """The progress display of a run of `total` steps (None: unknown) from step `start`.
 
     True draws on a terminal and in notebooks and writes lines elsewhere, False is silent; a tqdm,

@@ -40,7 +40,7 @@ class uniform:
     low: float
     high: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _keep_bounds(self, "uniform()")
 
     def at(self, u: float) -> float:
@@ -59,7 +59,7 @@ class log_uniform:
     low: float
     high: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _keep_bounds(self, "log_uniform()", positive=True)
 
     def at(self, u: float) -> float:
@@ -82,7 +82,7 @@ class integer:
     high: int
     log: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, x in (("low", self.low), ("high", self.high)):
             if isinstance(x, bool) or not isinstance(x, int | np.integer):
                 raise WrongTypeError(name, "integer()", trees.describe(x), "an int")
@@ -107,7 +107,7 @@ class choice:
 
     options: Sequence[Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "options", _options(f"{type(self).__name__}()", self.options))
 
     def at(self, u: float) -> Any:
