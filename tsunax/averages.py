@@ -51,9 +51,8 @@ class Average:
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
         rate = 1 / (self.count + 1).astype(jnp.float32) if self.uniform else self.rate
         if self.warmup:
-            rate = jnp.maximum(
-                rate, 9 / (10 + self.count.astype(jnp.float32))
-            )  # decay at most (1 + n) / (10 + n)
+            # decay at most (1 + n) / (10 + n)
+            rate = jnp.maximum(rate, 9 / (10 + self.count.astype(jnp.float32)))
         counted = (step > self.start) & ((step - self.start) % self.every == 0)
         rate = jnp.where(step > self.start, rate, 1)  # until it starts, an average is the params
 

@@ -309,9 +309,8 @@ def candidate(
 
     program, shapes = jax.make_jaxpr(applied, return_shape=True)()  # traced once, for both runs
     shapes, treedef = jax.tree.flatten(shapes)
-    as_array = lambda x, s: (
-        x if hasattr(x, "dtype") else jnp.asarray(x, s.dtype)
-    )  # constants come back as numbers
+    # constants come back as numbers
+    as_array = lambda x, s: x if hasattr(x, "dtype") else jnp.asarray(x, s.dtype)
     run = lambda: treedef.unflatten(map(as_array, jaxpr_as_fun(program)(), shapes))
     return run(), run if _is_cheap(getattr(program, "jaxpr", program)) else None
 

@@ -273,9 +273,8 @@ def fit(
             warn(starting.nothing_to_do(fitting))
             return run.state, run.history
         closed = run.history.reopen()
-        ends_all = (
-            saver is not None or fitting.alike.spans
-        )  # then SIGTERM, too, ends the run after its call
+        # then SIGTERM, too, ends the run after its call
+        ends_all = saver is not None or fitting.alike.spans
         signals = (signal.SIGINT, signal.SIGTERM) if ends_all else (signal.SIGINT,)
         try:
             with (
@@ -296,9 +295,8 @@ def fit(
         if dry_run:
             fitting.feed.back()
     if interrupt.asked and not fitting.signal and fitting.alike.spans:
-        os.kill(
-            os.getpid(), interrupt.asked
-        )  # too late for all to end together: as if it had come after this
+        # too late for all to end together: as if it had come after this
+        os.kill(os.getpid(), interrupt.asked)
     asked = fitting.signal or interrupt.asked
     if asked == signal.SIGTERM:
         raise with_state(SystemExit(128 + signal.SIGTERM), run)

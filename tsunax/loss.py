@@ -201,9 +201,8 @@ class Loss:
         if self.weight is None and mean is None:
             raise LossError("loss", "Loss + ...", *_NO_WEIGHT)
         if trees.is_traced(x) and isinstance(self.weight, jax.Array):
-            x = checkpoint_name(
-                x, BESIDE
-            )  # for those who look whether it is a mean over other rows
+            # for those who look whether it is a mean over other rows
+            x = checkpoint_name(x, BESIDE)
         total = mean if self.weight is None else self.total + x * self.weight
         return self._with(total=total, mean_value=mean)
 

@@ -59,9 +59,8 @@ def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     last = lambda x, k: jnp.broadcast_to(x[-1:], (k, *x.shape[1:]))
     nothing = lambda x, k: jnp.zeros((k, *x.shape[1:]), x.dtype)
     batch = jax.tree.map(lambda x: apart(x, last), batch)
-    if mask is None or (
-        isinstance(mask, np.ndarray) and not padding
-    ):  # all rows, and no array to say so
+    # all rows, and no array to say so
+    if mask is None or (isinstance(mask, np.ndarray) and not padding):
         return batch, None
     return batch, apart(mask, nothing)
 
@@ -204,6 +203,5 @@ def _merged(take, losses: Loss) -> Loss:
         return (have | ok, both), None
 
     have, loss = jax.lax.scan(fold, at(0), rest)[0]
-    return dataclasses.replace(
-        loss, weight=jnp.where(have, loss.weight, 0)
-    )  # a mean over nothing is NaN
+    # a mean over nothing is NaN
+    return dataclasses.replace(loss, weight=jnp.where(have, loss.weight, 0))

@@ -38,15 +38,13 @@ class Policy:
     dtype(bfloat16)
     """
 
-    param: str = (
-        "float32"  # how parameters are stored; below float32 they get a float32 master copy
-    )
+    # how parameters are stored; below float32 they get a float32 master copy
+    param: str = "float32"
     compute: str = "float32"  # what loss_fn sees in training: params, and the inputs of the model
     evaluate: str | None = None  # the same in an evaluation; None: `compute`, but at least float32
     output: str = "float32"  # for `to_output`, which a model's last line may call
-    batch: Where = (
-        None  # which leaves are inputs: a pattern over their paths; None: found, see below
-    )
+    # which leaves are inputs: a pattern over their paths; None: found, see below
+    batch: Where = None
     rounding: str = "nearest"  # "stochastic": params of bfloat16 without a master copy, unbiased
 
     def __post_init__(self) -> None:

@@ -18,9 +18,8 @@ if TYPE_CHECKING:  # the package is imported without JAX
 # The types that signatures share, with what the type system cannot say.
 PyTree: TypeAlias = Any  # containers that JAX knows, with arrays as leaves
 Scalar: TypeAlias = Any  # one number: a Python one, or an array without axes, which may be traced
-Where: TypeAlias = (
-    Any  # which leaves: a glob over paths, a list of globs, a predicate, a tree of bools
-)
+# which leaves: a glob over paths, a list of globs, a predicate, a tree of bools
+Where: TypeAlias = Any
 Device: TypeAlias = Any  # a jax.Device, which type checkers do not know, or a Sharding
 Maybe: TypeAlias = "ArrayLike | None"  # a mask or weights, or an optional number
 AxisName: TypeAlias = str | tuple[str, ...] | None  # of devices inside shard_map

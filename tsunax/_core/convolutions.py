@@ -27,9 +27,8 @@ _OPEN = frozenset(
 )
 # of the inner functions that stand for a convolution: they are not looked into again
 _NAME = "convolution_in_loop"
-_DTYPES = frozenset(
-    map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16))
-)  # others have no fast kernel
+# others have no fast kernel
+_DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
 _PARAMETERS = frozenset(
     "batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding precision "
     "preferred_element_type rhs_dilation window_strides".split()
@@ -61,9 +60,8 @@ def fast(fn: Callable) -> Callable:
 
     from jax.extend import core  # costs 20 ms to import, and only loops need it
 
-    if not all(
-        hasattr(core, name) for name in ("ClosedJaxpr", "Jaxpr", "jaxpr_as_fun")
-    ):  # of a jax to come
+    # of a jax to come
+    if not all(hasattr(core, name) for name in ("ClosedJaxpr", "Jaxpr", "jaxpr_as_fun")):
         return fn
 
     @functools.wraps(fn)
@@ -89,9 +87,8 @@ def _rewritten(program, done: dict):
     if not isinstance(program, core.Jaxpr):  # a ClosedJaxpr, which is the same class since jax 0.12
         inner = _rewritten(program.jaxpr, done)
         return program if inner is program.jaxpr else program.replace(jaxpr=inner)
-    if (
-        id(program) not in done
-    ):  # what was one object stays one: lowering and compiling are cached by it
+    # what was one object stays one: lowering and compiling are cached by it
+    if id(program) not in done:
         equations = [_equation(eqn, done) for eqn in program.eqns]
         same = all(a is b for a, b in zip(equations, program.eqns, strict=True))
         done[id(program)] = program, program if same else program.replace(eqns=equations)
@@ -112,9 +109,8 @@ def _equation(eqn: core.JaxprEqn, done: dict) -> core.JaxprEqn:
 def _parameter(value, done: dict):
     from jax.extend import core
 
-    if isinstance(
-        value, (getattr(core, "ClosedJaxpr", core.Jaxpr), core.Jaxpr)
-    ):  # one class since jax 0.12
+    # one class since jax 0.12
+    if isinstance(value, (getattr(core, "ClosedJaxpr", core.Jaxpr), core.Jaxpr)):
         return _rewritten(value, done)
     if isinstance(value, tuple):  # the branches of a cond
         new = tuple(_parameter(x, done) for x in value)

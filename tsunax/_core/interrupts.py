@@ -43,9 +43,8 @@ class Interrupt:
             if isinstance(outer, Interrupt):  # a sweep around this run, which ends with it
                 outer.asked = outer.asked or number
             if number == signal.SIGINT:
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # a handler may come in the middle of another print
+                # a handler may come in the middle of another print
+                with contextlib.suppress(RuntimeError):
                     print(
                         "\nending after this call; Ctrl-C again stops at once",
                         file=sys.stderr,

@@ -121,9 +121,8 @@ def manual_axes() -> tuple:
     found = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
     if found or jax.__version_info__ >= (0, 8):
         return found
-    from jax._src import (
-        core,  # until then pmap was no shard_map, and looks like a vmap with a named axis
-    )
+    # until then pmap was no shard_map, and looks like a vmap with a named axis
+    from jax._src import core
 
     return tuple(core.get_axis_env().axis_sizes)
 

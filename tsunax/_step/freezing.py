@@ -43,9 +43,8 @@ def kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
             fields[f.name] = with_rest(
                 old, guard.choose(leaves, trained_part(new), trained_part(old))
             )
-        elif (
-            like == "trained"
-        ):  # beside them, as of an average, the number of those that it has seen
+        elif like == "trained":
+            # beside them, as of an average, the number of those that it has seen
             rest = [moves] * (len(jax.tree.leaves(now)) - len(leaves))
             fields[f.name] = guard.choose([*leaves, *rest], now, before)
         elif like == "rule" and thawed is not None:

@@ -90,9 +90,8 @@ def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[
         spread = lambda x, axes: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, axes)
         )
-        rows = PartitionSpec(
-            placement.data_axes(mesh) if members_of(state) is None else ()
-        )  # all rows for each member
+        # all rows for each member
+        rows = PartitionSpec(placement.data_axes(mesh) if members_of(state) is None else ())
         batch = jax.tree.map(lambda x: spread(x, rows if x.ndim else PartitionSpec()), batch)
         extra = jax.tree.map(lambda x: spread(x, PartitionSpec()), extra)
     return batch, extra

@@ -158,9 +158,8 @@ def describe(
         _check_positive(peak, where, "peak", " of one device, or 'measure'")
     shapes, more = _memory.as_shapes(state, batch, extra)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Some donated buffers were not usable"
-        )  # it is said here, with the leaves
+        # it is said here, with the leaves
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         started = time.perf_counter()
         traced = step.trace(state, shapes, **more)
         then = time.perf_counter()

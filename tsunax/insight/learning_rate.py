@@ -76,9 +76,8 @@ class RangeTest:
                 linewidth=0,
             )
             low, high = losses.min(), self.smoothed[: self.used].max()
-            axes.set_ylim(
-                top=min(axes.get_ylim()[1], high + 0.5 * (high - low))
-            )  # one seed goes up before the others
+            # one seed goes up before the others
+            axes.set_ylim(top=min(axes.get_ylim()[1], high + 0.5 * (high - low)))
         if self.mode == "exponential":
             axes.set_xscale("log")
         for rate, colour, name in ((self.steepest, 1, "steepest"), (self.tenth, 2, "minimum / 10")):
@@ -275,9 +274,8 @@ def _suggested(
 ) -> tuple[float, RangeTest]:
     mean = losses.reshape(len(losses), -1).mean(1)[:used]
     half = min(len(rates) // 12 + 1, (used - 1) // 2)
-    weights = np.arange(
-        -half, half + 1.0
-    )  # of a line through the points around each: symmetric, so without a lag
+    # of a line through the points around each: symmetric, so without a lag
+    weights = np.arange(-half, half + 1.0)
     slopes = np.correlate(mean, weights, "valid") if half > 0 else np.zeros(1)
     if not slopes.min() < 0:
         at = f"{rates[min(used, len(rates) - 1)]:.2g}"

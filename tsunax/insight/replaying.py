@@ -39,9 +39,8 @@ class ReplayReport:
     # ""
     argument: str
     micro_batch: int | None  # of `accumulate`, counted from 0
-    primitive: (
-        str  # of JAX, that gave the first value that is not finite; "" where it was an argument
-    )
+    # of JAX, that gave the first value that is not finite; "" where it was an argument
+    primitive: str
     line: str  # "path.py:12 (function)" in the user's code
     code: str  # the text of that line
     in_gradient: bool  # whether the loss itself was finite

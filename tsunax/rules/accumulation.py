@@ -40,9 +40,8 @@ class Window:
     value: Scalar  # f32: Σ weight · loss
     weight: Scalar  # f32: Σ weight
     calls: Scalar  # int32: how many
-    count: (
-        Scalar  # int32: windows that were applied. The clock of `every` where nobody passes `step=`
-    )
+    # int32: windows that were applied. The clock of `every` where nobody passes `step=`
+    count: Scalar
     emitted: Scalar  # bool: whether the last call was the last one of its window
 
 

@@ -51,9 +51,8 @@ class _ChainUpdate:
         for update, state in zip(self.updates, states, strict=True):
             grads, state = update(grads, state, params, **extra)
             new.append(state)
-            extra.pop(
-                "outside", None
-            )  # the norm of what the other groups received: no measure for other rules' output
+            # the norm of what the other groups received: no measure for other rules' output
+            extra.pop("outside", None)
         return grads, tuple(new)
 
 

@@ -102,9 +102,8 @@ def recut(
         cut, parents = cuts[place]
         return _one_recut(s, cut, parents, trees.partition(params, flags)[0])
 
-    if not trees.is_traced(
-        numbers.values
-    ):  # on the host: each cut has shapes of its own, and they would all compile
+    # on the host: each cut has shapes of its own, and they would all compile
+    if not trees.is_traced(numbers.values):
         numbers = dataclasses.replace(numbers, values=np.array(numbers.values))
     return hoist(map_live(one, lower(opt_state, numbers)))
 

@@ -116,9 +116,8 @@ class LiveFactory(Generic[P]):
     ) -> None:
         self.__signature__: inspect.Signature = _signature(factory)
         if isinstance(factory, functools.partial) and not factory.args:
-            factory = (
-                factory.func
-            )  # its keywords are defaults of the signature, and this one compares by value
+            # its keywords are defaults of the signature, and this one compares by value
+            factory = factory.func
         self.factory: Function = factory
         self.static: frozenset[str] = frozenset(static)
         self.__name__: str = name_of(factory)

@@ -199,9 +199,8 @@ class Layout:
 class Numbers:
     """All live numbers of an optimizer state."""
 
-    values: (
-        jax.Array | np.ndarray
-    )  # (4, n): value, complement, held against its schedule, as given at setup
+    # (4, n): value, complement, held against its schedule, as given at setup
+    values: jax.Array | np.ndarray
     layout: Layout
 
     @property
@@ -236,9 +235,8 @@ class Numbers:
         Schedules on a clock of their own are read at `counts`, see `own_counts`, or left out.
         """
         out = {}
-        values = (
-            self.values if trees.is_traced(self.values) else np.asarray(self.values)
-        )  # one wait, not one each
+        # one wait, not one each
+        values = self.values if trees.is_traced(self.values) else np.asarray(self.values)
         for at, s, group, start in self.columns():
             table = values[..., start : start + s.live.columns]
             inner = len(s.live.names)

@@ -46,9 +46,8 @@ def takes_number(parameter: inspect.Parameter, value: Any) -> bool:
     is_empty = default is parameter.empty
     if isinstance(default, (bool, int, str, tuple)) or (callable(default) and not is_empty):
         return False
-    if re.match(
-        r"(typing\.|collections\.abc\.)?Callable\b", annotation
-    ):  # not a number or a function of the step
+    # not a number or a function of the step
+    if re.match(r"(typing\.|collections\.abc\.)?Callable\b", annotation):
         return False
     expected = (
         isinstance(default, float)

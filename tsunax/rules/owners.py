@@ -65,9 +65,8 @@ def owners_of_live(live: Any, params: PyTree) -> list[int | None]:
     )
 
 
-@functools.lru_cache(
-    maxsize=128
-)  # a trace of `init` each: every cut asks, and every trace of a cut rule
+# a trace of `init` each: every cut asks, and every trace of a cut rule
+@functools.lru_cache(maxsize=128)
 def _owners_like(live: Any, treedef, shapes: tuple) -> list[int | None]:
     halves = dict.fromkeys(live.names, 0.5)
     return owners(live.build(halves).init, treedef.unflatten(shapes))[-1]

@@ -65,9 +65,8 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
         now = jnp.stack([jnp.log(jnp.maximum(norm, 1e-30)), value]).astype(jnp.float32)
         centre, spread, seen, _ = state.band
         distance = now - centre
-        room = jnp.where(
-            np.array([True, False]), np.float32(np.log(2)), jnp.abs(centre)
-        )  # the double of either
+        # the double of either
+        room = jnp.where(np.array([True, False]), np.float32(np.log(2)), jnp.abs(centre))
         spike = (distance > jnp.maximum(reach * spread, room)) & (seen >= warmup)
         step = jnp.where(seen == 0, 1, jnp.float32(rate))
         spread = spread + step * jnp.where(seen == 0, 0, jnp.abs(distance) - spread)

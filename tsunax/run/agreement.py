@@ -46,9 +46,8 @@ class Alike:
         self._speaks = spread is not None and processes.spans_all(spread.sharding.device_set)
         data = innermost(data)
         self._data = data if isinstance(data, Batches) else None
-        self._is_known = (
-            self._data is not None and self._data.is_of_arrays
-        )  # then its settings say what will come
+        # then its settings say what will come
+        self._is_known = self._data is not None and self._data.is_of_arrays
         self._has_warned = False
         if self.spans:
             check_local_members(state, where)
@@ -82,9 +81,8 @@ class Alike:
             return
         if self._data is not None:
             data = dict(self._data.settings)
-            if (
-                self._data.process[1] == 1 and self._data.resident is None
-            ):  # rows of its own, in their own order
+            # rows of its own, in their own order
+            if self._data.process[1] == 1 and self._data.resident is None:
                 length = len(self._data) if self._data.is_of_arrays else None
                 data |= {
                     "seed": None,
@@ -176,9 +174,8 @@ class Alike:
             return asked
         said = processes.words(f"the end of {self.where}", str(asked))
         found = next((int(text) for text in said if text != "0"), 0)
-        while found and not processes.agree(
-            found
-        ):  # or what one has asked for would end the next run
+        # or what one has asked for would end the next run
+        while found and not processes.agree(found):
             time.sleep(1e-3)
         return found
 

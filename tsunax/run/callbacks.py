@@ -176,9 +176,8 @@ class throttle:
 
     def __call__(self, run: Run) -> Any:
         memory, now = run.memory, time.time()
-        is_waiting = (
-            now < memory.get("throttled_until", 0.0) <= now + self.seconds
-        )  # a clock set back ends the wait
+        # a clock set back ends the wait
+        is_waiting = now < memory.get("throttled_until", 0.0) <= now + self.seconds
         is_due = memory.get("throttled", False)
         if is_waiting and not (run.event == "end" and is_due):
             memory["throttled"] = is_due or self.trailing
@@ -264,9 +263,8 @@ class early_stopping:
                 )
             better = _improves(memory, step, value, self.mode, self.min_delta)
             memory["wait"] = 0 if better else memory.get("wait", 0) + 1
-        if (
-            memory.get("wait", 0) >= self.patience
-        ):  # also at the start of a run that it has stopped before
+        # also at the start of a run that it has stopped before
+        if memory.get("wait", 0) >= self.patience:
             best = (
                 f"{memory['best']:.6g} at step {memory['best_step']}" if "best" in memory else "NaN"
             )

@@ -25,9 +25,8 @@ from tsunax.program import TrainStep
 from tsunax.run import fused_loop
 from tsunax.state import TrainState
 
-BUFFER_BYTES = (
-    1 << 20
-)  # of batches that one call takes: in a cache, and a fraction of what a model needs
+# of batches that one call takes: in a cache, and a fraction of what a model needs
+BUFFER_BYTES = 1 << 20
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
 RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
 MOST_ROOM = 1024  # of a call for so many steps; for more only what is left, if that is known
@@ -101,9 +100,8 @@ class Feed:
                     {"epoch": place["epoch"] + (place["position"] > 0), "position": 0}
                 )
         self._start = self.source.state() if self.source.resumable else None
-        if isinstance(
-            steps_per_call, int
-        ):  # room for so many more than are left would never be filled
+        # room for so many more than are left would never be filled
+        if isinstance(steps_per_call, int):
             steps_per_call = int(min(steps_per_call, max(MOST_ROOM, left)))
         self._setting, self._interval = steps_per_call, interval
         self.size: int = 1  # batches of a call at most, of the shape of the first one
@@ -320,9 +318,8 @@ class Feed:
                 "Each one compiles: pad the batches to a few sizes.",
             )
             raise DataError("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix)
-        if (
-            not rows_only or len(self._sizes) > 1
-        ):  # the short batch at the end of an epoch is expected
+        # the short batch at the end of an epoch is expected
+        if not rows_only or len(self._sizes) > 1:
             new, old = (
                 ", ".join(str(x.shape) for x in jax.tree.leaves(tree))
                 for tree in (one, self._first)
@@ -405,18 +402,16 @@ class _Block:
         """Of stacked leaves, of which n batches at most go into the first call."""
         count = len(leaves[0])
         self.size = max(size, count) if count <= n else size
-        room = (
-            self.size if count <= n else count + size - 1
-        )  # the last call may look beyond the end
+        # the last call may look beyond the end
+        room = self.size if count <= n else count + size - 1
         self.leaves, self.treedef, self.count, self.bytes = (
             [_padded(x, room) for x in leaves],
             treedef,
             count,
             bytes,
         )
-        self.before = (
-            before  # the place of the data where it begins; None where nothing was read ahead
-        )
+        # the place of the data where it begins; None where nothing was read ahead
+        self.before = before
         self.at = 0
 
     def next(self, n: int) -> tuple[Any, int]:
@@ -467,9 +462,8 @@ def buffer_size(
     if isinstance(steps_per_call, int):
         return max(2, steps_per_call)
     size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
-    on_device = any(
-        isinstance(x, jax.Array) for x in leaves
-    )  # stacked by a program of that many operands
+    # stacked by a program of that many operands
+    on_device = any(isinstance(x, jax.Array) for x in leaves)
     most = min(bytes // max(int(size), 1), 8 if on_device else MOST)
     return int(max(2, min(most, interval)))
 

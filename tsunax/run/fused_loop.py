@@ -63,9 +63,8 @@ class Stacked:
     """Batches along a new first axis."""
 
     batches: PyTree
-    mask: jax.Array | np.ndarray | None = (
-        None  # f32 (rows,): 0 for rows of padding, where there are any
-    )
+    # f32 (rows,): 0 for rows of padding, where there are any
+    mask: jax.Array | np.ndarray | None = None
 
     @property
     def size(self) -> int:

@@ -60,9 +60,8 @@ class History:
         # of the rows of the `_dense` names those at multiples of this step stay; 0: all of them
         self._every = 0
         self._dense: set[str] = set()
-        self._settled = (
-            -1
-        )  # rows up to this step stay, or go with all others when there are too many
+        # rows up to this step stay, or go with all others when there are too many
+        self._settled = -1
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
         """Add a row. Numbers of a step that already has a row join it; newer values win.

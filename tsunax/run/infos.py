@@ -106,9 +106,8 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
         flat = np.reshape(x, (len(x), -1))
         if np.ndim(x) == 1:
             yield name, x
-        elif (
-            flat.shape[1] <= MOST_OF_A_METRIC
-        ):  # a metric for each class; of more, `evaluate` tells
+        elif flat.shape[1] <= MOST_OF_A_METRIC:
+            # a metric for each class; of more, `evaluate` tells
             yield from ((f"{name}/{i}", column) for i, column in enumerate(flat.T))
 
 

@@ -60,9 +60,8 @@ def _panels(history, names: Sequence[str] | None, where: str) -> dict[str, list[
             or name.endswith("_per_second")
             or base in _LEFT_OUT
         )
-        is_still = (
-            "/" not in name and base not in _RANKS and np.unique(values).size == 1
-        )  # a hyperparameter
+        # a hyperparameter
+        is_still = "/" not in name and base not in _RANKS and np.unique(values).size == 1
         is_shown = not (is_aside or is_still)
         if names is not None or is_shown:
             panels.setdefault(base, []).append(name)
@@ -167,9 +166,8 @@ def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) ->
 
 def _quiet(axes) -> None:
     axes.yaxis.get_offset_text().set_fontsize(8)
-    axes.tick_params(
-        which="both", labelsize=8
-    )  # of a short logarithmic axis the minor ones have labels, too
+    # of a short logarithmic axis the minor ones have labels, too
+    axes.tick_params(which="both", labelsize=8)
     axes.grid(color="0.92", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -284,9 +282,8 @@ def _draw_column(
             axes.set_xscale("log")
     else:
         labels = list(dict.fromkeys(str(value) for value in column if value is not None))
-        spread = 0.25 * np.cos(
-            2.4 * np.arange(len(column))
-        )  # side by side, and the same in every picture
+        # side by side, and the same in every picture
+        spread = 0.25 * np.cos(2.4 * np.arange(len(column)))
         x = (
             np.array(
                 [labels.index(str(value)) if value is not None else np.nan for value in column]

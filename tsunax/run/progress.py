@@ -38,9 +38,8 @@ class Facts:
     step: int
     total: int | None
     unit: str
-    rate: (
-        float | None
-    )  # units per second, lately; None before any were timed: the first ones compile
+    # units per second, lately; None before any were timed: the first ones compile
+    rate: float | None
     elapsed: float  # seconds
     numbers: Mapping[str, float]
     reason: str | None = None  # why it ended; None while it runs, "" if the goal was reached
@@ -68,9 +67,8 @@ class Facts:
         }
         own = known.pop(f"{self.unit}s", None)
         rates = {f"{self.unit}s": self.rate} if self.rate else {}
-        if (
-            self.rate or not own
-        ):  # rows are of another stretch, but say how many examples a step has
+        # rows are of another stretch, but say how many examples a step has
+        if self.rate or not own:
             rates |= {
                 what: x * self.rate / own if own and self.rate else x for what, x in known.items()
             }
@@ -228,9 +226,8 @@ class _Terminal:
     def __init__(self, console):
         from rich.live import Live
 
-        is_shared = (
-            sys.stdout is not None and sys.stdout.isatty()
-        )  # else it is a file, and stays one
+        # else it is a file, and stays one
+        is_shared = sys.stdout is not None and sys.stdout.isatty()
         self.live = Live(console=console, auto_refresh=False, redirect_stdout=is_shared)
 
     def interval(self, elapsed: float) -> float:

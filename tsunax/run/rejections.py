@@ -103,9 +103,8 @@ class Rejections:
             limit = f"the last of {self.max_bad} in a row, {limit}"
         known = isinstance(run.info, StepInfo) and not self.is_population
         why = guard.explain(int(run.info.verdict), None) if known else "not finite"
-        if (
-            known and isinstance(self.step, TrainStep) and jax.process_count() == 1
-        ):  # else nobody has the batch
+        # else nobody has the batch
+        if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:
             why = failures.why(self.step, run.state, run.info, _batch_of(i, chunks)[0], extra)
         epochs = epochs_of(chunks)
         what = f"step {run.step} of epoch {epochs[i]} was rejected: {why}; {limit}"

@@ -95,9 +95,8 @@ class Run:
         self.taken: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
         self.note: Callable[[str], None] = print  # a line above the progress
-        self.rejected: collections.deque[Rejected] = collections.deque(
-            maxlen=MOST_REJECTED
-        )  # the last ones
+        # the last ones
+        self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
         # of the loop; a callback may put names of its own beside them
         self.known: frozenset[str] = frozenset(self.__dict__)
 

@@ -55,9 +55,8 @@ def begin(
     script["run"] = before.get("run") or secrets.token_hex(4)
     state = restored.state
     if not isinstance(state, TrainState):
-        state = jax.tree.map(
-            own, state
-        )  # the loop consumes it, and nobody said that this may be so
+        # the loop consumes it, and nobody said that this may be so
+        state = jax.tree.map(own, state)
     start = step_of(state, restored.step or 0)
     if restored.history is not None and not (is_in_hand and history is not None):
         history = History.of(restored.history)
@@ -67,9 +66,8 @@ def begin(
     if restored.step is not None:
         fitting.feed.go_to(restored.data, fast_forward)
         history.mark("restart", start)
-    if (
-        is_in_hand
-    ):  # the run began with another state, which the script gives when it is started again
+    # the run began with another state, which the script gives when it is started again
+    if is_in_hand:
         began = {name: before[name] for name in ("calls", "states") if name in before}
         fitting.boundaries.script = {**script, **began}
     elif options.saver is not None and restored.step is not None:
