@@ -103,9 +103,8 @@ class Report:
     """
 
     values: jax.Array  # f32 of shape (n,)
-    whats: tuple[
-        str, ...
-    ]  # what each of them is, with path and shape; "{}" stands for "nan" or "inf"
+    # what each of them is, with path and shape; "{}" stands for "nan" or "inf"
+    whats: tuple[str, ...]
 
 
 def _is_report(x: object) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -61,9 +60,7 @@ class TrainState:
     _fields: ClassVar[tuple[dataclasses.Field[Any], ...]]  # all but the plan, as declared
     _moving: ClassVar[tuple[str, ...]]  # their names, but for params, of which a part moves
     _still: ClassVar[tuple[str, ...]]
-    _take: ClassVar[
-        tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any], tuple[Any, ...]]]
-    ]  # both, off a state
+    _take: ClassVar[tuple[Function, Function]]  # both, off a state
 
     # A frozen dataclass's own __init__ takes three times as long, at every step
     def __init__(self, **fields: Any) -> None:

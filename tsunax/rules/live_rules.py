@@ -148,11 +148,8 @@ class LiveState:
     # (4, groups, columns): value, complement, held, given. None where a TrainState keeps it
     table: jax.Array | None
     inner: PyTree  # the optax state, with group 0's counters
-    extra: (
-        tuple[
-            Any, ...
-        ]  # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
-    )
+    # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
+    extra: tuple[Any, ...]
     # int32: updates of this rule, the clock of its schedules if no `step=` is given; else None
     count: Scalar
     live: Live

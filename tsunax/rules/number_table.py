@@ -176,11 +176,8 @@ class Layout:
     tables: tuple[int, ...]  # which leaves of `full` are tables
     clocks: tuple[int, ...]  # and which are clocks of schedules: in a TrainState its step
     names: tuple[Any, ...]  # flat names, per live state and group
-    homes: (
-        tuple[
-            Any, ...
-        ]  # paths and own_clock per live state: two structures that differ there only are equal
-    )
+    # paths and own_clock per live state: two structures that differ there only are equal
+    homes: tuple[Any, ...]
 
     @functools.cached_property
     def skeleton(self) -> PyTree:

@@ -26,12 +26,8 @@ _NEVER_NUMBERS = {"key", "seed", "mask", "mu_dtype"}
 
 
 _NUMBER_WORDS = ("float", "Scalar", "ArrayLike", "Schedule")
-_OTHER_WORDS = (
-    "Mask",
-    "ArrayTree",
-    "Mapping",
-    "Iterable",
-)  # one for each array, or a function of the params
+# one for each array, or a function of the params
+_OTHER_WORDS = ("Mask", "ArrayTree", "Mapping", "Iterable")
 
 
 def takes_number(parameter: inspect.Parameter, value: Any) -> bool:
