@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ def weighted_sum(
     return jnp.sum(jnp.where(where != 0, values, 0) * where), jnp.sum(where)
 
 
-def _weights(where, values, place: str):
+def _weights(where: Maybe, values: jax.Array, place: str) -> jax.Array:
     """`where` as an array like `values`. Raises LossError unless it has their leading axes."""
     where = as_array("where", where, place) if where is not None else jnp.ones((), values.dtype)
     if not (checks.is_real(where) or where.dtype == np.bool_):
@@ -97,7 +97,9 @@ def _weights(where, values, place: str):
 # -------------------------------------------------------------------------------- class predictions
 
 
-def _class_ids(predictions, targets, place: str, classes: int | None = None):
+def _class_ids(
+    predictions: ArrayLike, targets: ArrayLike, place: str, classes: int | None = None
+) -> tuple[jax.Array, jax.Array, int | None]:
     """Predictions and targets as arrays, and the number of classes if known. Raises LossError."""
     predictions = as_array("predictions", predictions, place)
     targets = as_array("targets", targets, place)
@@ -118,13 +120,13 @@ def _class_ids(predictions, targets, place: str, classes: int | None = None):
     return predictions, targets.astype(jnp.int32), n
 
 
-def _at(scores, targets):
+def _at(scores: jax.Array, targets: jax.Array) -> jax.Array:
     """The score of each target; NaN for one that is no class."""
     targets = jnp.where(targets < 0, scores.shape[-1], targets)  # -1 would be the last class
     return jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
 
 
-def _hits(predictions, targets, k: int, place: str):
+def _hits(predictions: ArrayLike, targets: ArrayLike, k: int, place: str) -> jax.Array:
     """1 for targets among the k highest scores, the first of equal ones; NaN if unknown."""
     predictions, targets, classes = _class_ids(predictions, targets, place)
     if classes is None:
@@ -143,13 +145,13 @@ class _OfMean:
     mean: Mean
 
     @classmethod
-    def empty(cls):
+    def empty(cls) -> Self:
         """The metric of no rows, from which merging starts."""
         return cls(Mean.empty())
 
     merge = _add
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         """An f32 scalar; NaN over nothing."""
         return self.mean.compute()
 
@@ -232,7 +234,9 @@ class Perplexity(_OfMean):
         return jnp.exp(self.mean.compute())
 
 
-def _pairs(predictions, targets, where, classes: int | None, place: str):
+def _pairs(
+    predictions: ArrayLike, targets: ArrayLike, where: Maybe, classes: int | None, place: str
+) -> tuple[jax.Array, jax.Array, jax.Array, int]:
     """Flat predicted and true ids, their weights (NaN for unknown ids), the number of classes."""
     predictions, targets, classes = _class_ids(predictions, targets, place, classes)
     if classes is None:
@@ -286,7 +290,7 @@ class ConfusionMatrix:
     merge = _add
 
 
-def _ratio(a, b):
+def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))
 
 
@@ -294,13 +298,13 @@ def _ratio(a, b):
 class _ClassSums:
     """The sums of each class, of which `Precision`, `Recall` and `F1` are ratios."""
 
-    hits: Any  # f32[classes]: Σ weight of rows whose class was predicted and true
-    predicted: Any  # f32[classes]: Σ weight of rows whose class was predicted
-    actual: Any  # f32[classes]: Σ weight of rows whose class was true
+    hits: jax.Array  # f32[classes]: Σ weight of rows whose class was predicted and true
+    predicted: jax.Array  # f32[classes]: Σ weight of rows whose class was predicted
+    actual: jax.Array  # f32[classes]: Σ weight of rows whose class was true
     average: str | None = field(metadata={"static": True})
 
     @classmethod
-    def _check_average(cls, average, classes: int | None, method: str) -> None:
+    def _check_average(cls, average: object, classes: int | None, method: str) -> None:
         place, known = f"{cls.__name__}.{method}()", ("binary", "macro", "micro", "weighted")
         if average is not None and not checks.is_one_of(average, known):
             expected = f"one of {', '.join(map(repr, known))}, None"
@@ -310,7 +314,7 @@ class _ClassSums:
             raise LossError("average", place, f"'binary' with {classes} classes", "2", fix)
 
     @classmethod
-    def empty(cls, classes: int = 2, *, average: str | None = "binary"):
+    def empty(cls, classes: int = 2, *, average: str | None = "binary") -> Self:
         """The metric of no rows, from which merging starts."""
         cls._check_average(average, classes, "empty")
         hits, predicted, actual = jnp.zeros((3, classes), jnp.float32)
@@ -318,8 +322,14 @@ class _ClassSums:
 
     @classmethod
     def of(
-        cls, predictions, targets, where=None, *, classes: int = 2, average: str | None = "binary"
-    ):
+        cls,
+        predictions: ArrayLike,
+        targets: ArrayLike,
+        where: Maybe = None,
+        *,
+        classes: int = 2,
+        average: str | None = "binary",
+    ) -> Self:
         """From scores (..., classes), or class ids (...) and `classes`, and the true ids (...)."""
         classes = np.shape(predictions)[-1] if np.ndim(predictions) > np.ndim(targets) else classes
         cls._check_average(average, classes, "of")
@@ -333,7 +343,7 @@ class _ClassSums:
 
     merge = _add
 
-    def _averaged(self, above, below):
+    def _averaged(self, above: jax.Array, below: jax.Array) -> jax.Array:
         """`above / below` of each class, averaged as `average` says."""
         if self.average == "micro":
             return _ratio(jnp.sum(above), jnp.sum(below))
@@ -396,7 +406,7 @@ class F1(_ClassSums):
 # ---------------------------------------------------------------------------------- real predictions
 
 
-def _numbers(predictions, targets, place: str):
+def _numbers(predictions: ArrayLike, targets: ArrayLike, place: str) -> tuple[jax.Array, jax.Array]:
     """Both in f32 (f64 stays), of one shape. Raises LossError."""
     predictions = as_array("predictions", predictions, place)
     targets = as_array("targets", targets, place)

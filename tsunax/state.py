@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from tsunax._core import Device, Maybe, PyTree, Where, trees
+from tsunax._core import Device, Function, Maybe, PyTree, Where, trees
 from tsunax._core.trees import own
 from tsunax._step.roles import COUNTS, Plan, field, state_class
 from tsunax.errors import StateError, WrongTypeError, message, suggests_names, unknown

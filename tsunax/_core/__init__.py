@@ -21,6 +21,8 @@ Scalar: TypeAlias = Any  # one number: a Python one, or an array without axes, w
 # which leaves: a glob over paths, a list of globs, a predicate, a tree of bools
 Where: TypeAlias = Any
 Device: TypeAlias = Any  # a jax.Device, which type checkers do not know, or a Sharding
+TreeDef: TypeAlias = Any  # a jax.tree_util.PyTreeDef, which they do not know either
+Figure: TypeAlias = Any  # of matplotlib, which need not be installed
 Maybe: TypeAlias = "ArrayLike | None"  # a mask or weights, or an optional number
 AxisName: TypeAlias = str | tuple[str, ...] | None  # of devices inside shard_map
 StrPath: TypeAlias = str | os.PathLike[str]

@@ -57,6 +57,9 @@ class Data:
 class Batches(Data):
     """Data made by `batches`: an epoch for each iteration, with a position that can be set."""
 
+    is_whole: bool = False
+    is_placed: bool = False
+
     def __init__(
         self,
         arrays: PyTree,

@@ -51,7 +51,7 @@ class Records:
         self.data: Any = data
         self.shape: tuple[int] = (len(data),)
 
-    def read(self, rows: Any) -> PyTree:
+    def read(self, rows: range | np.ndarray) -> PyTree:
         return stacked([jax.tree.map(own, self.data[int(i)]) for i in rows])
 
 

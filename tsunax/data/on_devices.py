@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import numpy as np
@@ -60,7 +59,9 @@ def put(tree: PyTree, sharding: Device) -> PyTree:
     return jax.tree.map(local, tree)
 
 
-def gather(resident: PyTree, order: Any, first: Scalar, shape: tuple[int, ...]) -> PyTree:
+def gather(
+    resident: PyTree, order: jax.Array | None, first: Scalar, shape: tuple[int, ...]
+) -> PyTree:
     """Rows `order[first : first + prod(shape)]` of resident arrays as `(*shape, ...)`, inside jit.
 
     In a fused loop, batch i of an epoch: `gather(resident, order, i * rows, (rows,))`, with

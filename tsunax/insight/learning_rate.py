@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import PyTree, checks, trees
+from tsunax._core import Figure, PyTree, checks, trees
 from tsunax._step.members import over_members
 from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError
 from tsunax.hyper import adjust
@@ -52,7 +52,7 @@ class RangeTest:
             f"{self.name} from {low:.2g} to {high:.2g} in {len(self.rates)} steps{ended}: {found}"
         )
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """A matplotlib Figure: the loss over the rate, both suggestions, the band of several seeds."""
         try:
             from matplotlib.figure import Figure

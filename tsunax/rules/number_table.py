@@ -34,7 +34,7 @@ import numpy as np
 from jax.tree_util import DictKey
 from jax.typing import ArrayLike, DTypeLike
 
-from tsunax._core import Maybe, PyTree, Scalar, trees
+from tsunax._core import Maybe, PyTree, Scalar, TreeDef, trees
 
 # --------------------------------------------------------------------------------------- one number
 
@@ -126,7 +126,7 @@ for _name in ("sub", "lt", "le", "gt", "ge", "eq", "ne"):
 class ScheduleShape:
     """A schedule without its numbers: `leaves` holds `None` where a number of the table goes."""
 
-    treedef: Any
+    treedef: TreeDef
     leaves: tuple[Any, ...]
 
     @property
@@ -171,8 +171,8 @@ def interned(static: Any) -> Any:
 class Layout:
     """Where in an optimizer state the live states are: the static part of `Numbers`. Interned."""
 
-    full: Any  # structure with live states and their tables
-    plain: Any  # structure as a TrainState carries it
+    full: TreeDef  # structure with live states and their tables
+    plain: TreeDef  # structure as a TrainState carries it
     tables: tuple[int, ...]  # which leaves of `full` are tables
     clocks: tuple[int, ...]  # and which are clocks of schedules: in a TrainState its step
     names: tuple[Any, ...]  # flat names, per live state and group

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tsunax._core import Where, checks, trees
+from tsunax._core import PyTree, Where, checks, trees
 from tsunax.errors import HyperparameterError, RowError, WrongTypeError, unknown, warn
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.rules import numbers
@@ -151,7 +151,7 @@ class every:
     def every(self) -> int:
         return self.n
 
-    def __call__(self, run: Run) -> Any:
+    def __call__(self, run: Run) -> PyTree:
         return self.fn(run)
 
 
@@ -174,7 +174,7 @@ class throttle:
         _function("throttle()", "fn", self.fn)
         _real("throttle()", "seconds", self.seconds, 0)
 
-    def __call__(self, run: Run) -> Any:
+    def __call__(self, run: Run) -> PyTree:
         memory, now = run.memory, time.time()
         # a clock set back ends the wait
         is_waiting = now < memory.get("throttled_until", 0.0) <= now + self.seconds
@@ -204,7 +204,7 @@ class sample:
     def every(self) -> int:
         return self.n
 
-    def __call__(self, run: Run) -> Any:
+    def __call__(self, run: Run) -> PyTree:
         shown = self.fn(run.state)
         if shown is not None:
             getattr(run, "note", print)(f"step {run.step}: {shown}")
@@ -402,7 +402,7 @@ class plateau:
         _real("plateau()", "min_delta", self.min_delta, 0)
         _real("plateau()", "min_learning_rate", self.min_learning_rate, 0)
 
-    def __call__(self, run: Run) -> Any:
+    def __call__(self, run: Run) -> PyTree:
         if run.event == "start":
             _rates(run.state, self.where)
         news = _news("plateau()", self.metric, run)
@@ -454,7 +454,7 @@ class At:
     def at(self) -> tuple[int]:
         return (self.step,)
 
-    def __call__(self, run: Run) -> Any:
+    def __call__(self, run: Run) -> PyTree:
         if run.memory.get("done"):
             return None
         state = self.change(run.state, self.where, **self.values) if run.event == "start" else None

@@ -30,7 +30,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Device, PyTree, Scalar, Step, checks, convolutions, placement, trees
+from tsunax._core import (
+    Device,
+    PyTree,
+    Scalar,
+    Step,
+    TreeDef,
+    checks,
+    convolutions,
+    placement,
+    trees,
+)
 from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
 from tsunax._step.on_mesh import masked
 from tsunax.data.on_devices import gather
@@ -119,7 +129,7 @@ class Infos:
 
     table: jax.Array | np.ndarray  # f32 (steps, numbers): others of 32 bits as they lie in memory
     others: list[Any]  # what is not one such number, stacked
-    treedef: Any
+    treedef: TreeDef
     dtypes: tuple[Any, ...]  # of every leaf; None for one of `others`
     named: tuple[str, ...]  # the scheduled hyperparameters, the last columns of the table
 

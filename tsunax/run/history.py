@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import Figure, trees
 from tsunax.errors import MissingLibraryError, RowError, WrongTypeError, unknown
 from tsunax.run.rows import check_names, check_row, families
 
@@ -234,7 +234,7 @@ class History:
         column[np.array(rows, np.int64)] = values
         return column
 
-    def plot(self, *, names: Sequence[str] | None = None, x: str = "step") -> Any:
+    def plot(self, *, names: Sequence[str] | None = None, x: str = "step") -> Figure:
         """A matplotlib Figure of the run: loss, metrics, learning rate and events.
 
         `names` are the columns to draw instead; those that end alike share a panel. `x` is "step",

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tsunax._core import Figure
 from tsunax.errors import MissingLibraryError, RowError
 
 __all__ = ["plot", "scatter"]
@@ -100,7 +101,7 @@ def _finite(*columns: np.ndarray) -> np.ndarray:
 # --------------------------------------------------------------------------------------- matplotlib
 
 
-def plot(history: Any, names: Sequence[str] | None, x: str) -> Any:
+def plot(history: Any, names: Sequence[str] | None, x: str) -> Figure:
     """`History.plot`."""
     panels = _panels(history, names, "plot()")
     if x != "step":
@@ -241,7 +242,7 @@ def scatter(
     groups: Sequence[str],
     best: int,
     label: str = "value",
-) -> Any:
+) -> Figure:
     """A matplotlib Figure with a panel per column: `values` over the column, colored by group.
 
     What is no number lies side by side. None and what is not finite are crosses at the upper edge.

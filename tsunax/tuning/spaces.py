@@ -203,7 +203,7 @@ def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def checked(space: Any, where: str, backend: str) -> dict[str, Any]:
+def checked(space: Mapping[str, Any], where: str, backend: str) -> dict[str, Any]:
     """A space with plain values as Python's own. Raises for one that cannot be drawn from."""
     if not isinstance(space, Mapping):
         fix = 'A dict: {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1)}.'
@@ -303,7 +303,7 @@ def _options(where: str, options: Any) -> tuple:
     return found
 
 
-def label(value: Any) -> str:
+def label(value: object) -> str:
     """A plain value as text, for a library that only stores strings."""
     return value if isinstance(value, str) else json.dumps(value)
 

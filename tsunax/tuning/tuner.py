@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import StrPath, checks, durable_files, stable_text, trees
+from tsunax._core import Figure, StrPath, checks, durable_files, stable_text, trees
 from tsunax._core.interrupts import in_notebook
 from tsunax.distributed import processes
 from tsunax.errors import (
@@ -117,7 +117,7 @@ class Result:
         head = f"{len(self.trials)} trials: {said}".removesuffix(": ")
         return "\n".join([head, *lines, *([f"... {more} more"] if more else [])])
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """A matplotlib Figure: the value of the trials over each name that varies; the best is
         marked.
         """
