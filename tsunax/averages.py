@@ -5,6 +5,8 @@ An average is a float32 tree beside the parameters, moved once per applied step 
 in: what evaluates takes `averaged(state)`. It knows nothing of states.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportUnnecessaryIsInstance=false
 from __future__ import annotations
 
 import dataclasses
@@ -56,7 +58,7 @@ class Average:
         counted = (step > self.start) & ((step - self.start) % self.every == 0)
         rate = jnp.where(step > self.start, rate, 1)  # until it starts, an average is the params
 
-        def move(a, p):
+        def move(a: Any, p: Any):
             new = jnp.where(rate == 1, p.astype(a.dtype), a + rate.astype(a.dtype) * (p - a))
             return jnp.where(counted | (step <= self.start), new, a)
 
@@ -65,7 +67,13 @@ class Average:
 
 
 def _average(
-    where: str, start, every, *, rate: Any = 0.0, uniform: bool = False, warmup: bool = False
+    where: str,
+    start: int,
+    every: int,
+    *,
+    rate: Any = 0.0,
+    uniform: bool = False,
+    warmup: bool = False,
 ) -> Average:
     checks.check_count(start, where, "start", 0)
     checks.check_count(every, where, "every")

@@ -240,7 +240,7 @@ def suggests_names(f: F) -> F:
     """
 
     @functools.wraps(f)
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any):
         try:
             return f(*args, **kwargs)
         except TypeError as error:

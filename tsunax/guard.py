@@ -7,6 +7,8 @@ words on the host. Which gradient leaf it was is not in it: a map of 200 leaves 
 step what only a bad one needs. `locate` finds it by looking at the gradients again.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import contextlib
@@ -14,7 +16,7 @@ import contextvars
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +47,7 @@ _apart: contextvars.ContextVar[bool] = contextvars.ContextVar("_apart", default=
 
 
 @contextlib.contextmanager
-def leaves_apart(apart: bool) -> Iterator[None]:
+def leaves_apart(apart: bool) -> Generator[None, None, None]:
     """Inside it, each leaf is summed by itself: for programs over a mesh."""
     before = _apart.set(apart)
     try:
@@ -286,7 +288,7 @@ def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
     old = treedef.flatten_up_to(old)
     take = take if isinstance(take, list) else [take] * len(new)
 
-    def one(flag, n, o):
+    def one(flag: Any, n: Any, o: Any):
         if n is o or flag is True:
             return n
         o = o if o.dtype == n.dtype else o.astype(n.dtype)
@@ -319,7 +321,7 @@ def between(take: jax.Array, new: PyTree, old: PyTree, again: Callable[[], Any] 
     if again is None or _varies(take):
         return choose(take, new, old)
 
-    def cond():
+    def cond() -> PyTree:
         as_new = lambda n, o: o if o.dtype == n.dtype else o.astype(n.dtype)
         return jax.lax.cond(take, again, lambda: jax.tree.map(as_new, new, old))
 

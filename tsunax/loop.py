@@ -8,6 +8,8 @@
 All of them give the same numbers.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import contextlib
@@ -256,7 +258,7 @@ def fit(
         logger, checkpoint, resume, progress, history = (), None, "auto", False, None
     with contextlib.ExitStack() as stack:
         saver = None if checkpoint is None else stack.enter_context(starting.opened(checkpoint))
-        more = {
+        more: dict[str, Any] = {
             "log_every": log_every,
             "steps_per_call": steps_per_call,
             "max_bad": max_bad,

@@ -1,5 +1,7 @@
 """What a loss function returns: a scalar, or a sum and its weight with metrics and model state."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportPrivateUsage=false
 from __future__ import annotations
 
 import dataclasses

@@ -5,6 +5,8 @@ how a batch is cut, whatever the masks. A micro-batch that weighs nothing adds n
 included. Everything here selects and never multiplies by a flag: 0 · NaN is NaN.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import dataclasses
@@ -51,7 +53,7 @@ def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
             "batch", "train_step()", f"{rows} rows", f"a multiple of accumulate={n}", fix
         )
 
-    def apart(x, fill):
+    def apart(x: Any, fill: Any):
         x = jnp.asarray(x)
         x = jnp.concatenate([x, fill(x, padding)]) if padding else x
         return placement.cut(x, n)
@@ -95,7 +97,7 @@ def over_micro_batches(
     lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), overwritten)
     known = None  # the weight of a micro-batch, where it follows from the shapes
 
-    def one(carry, i):
+    def one(carry: Any, i: Any) -> tuple[Any, Any]:
         sums, most, model_state = carry
         # sliced here, and not by the scan: that would need the whole batch a second time,
         # transposed
@@ -106,7 +108,7 @@ def over_micro_batches(
         if "key" in keywords:
             given["key"] = jax.random.fold_in(keywords["key"], i)
 
-        def traced(rows, given):
+        def traced(rows: Any, given: Any):
             nonlocal known
             loss, grads = gradient(rows, keywords | given)
             known = loss.weight if isinstance(loss.weight, np.generic | np.ndarray) else None
@@ -157,7 +159,7 @@ def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any
     weight = _axes.vary(jnp.asarray(loss.weight, jnp.float32), axes)
     share = weight / jax.lax.psum(weight, axes)
 
-    def add(g):
+    def add(g: Any) -> PyTree:
         wide = jnp.promote_types(g.dtype, jnp.float32)
         return jax.lax.psum(
             jnp.where(weight != 0, share.astype(wide) * g.astype(wide), 0), axes
@@ -181,7 +183,7 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     return dataclasses.replace(merged, model_state=model_state, dropped=dropped, overwritten=most)
 
 
-def _next_state(new, old):
+def _next_state(new: PyTree, old: PyTree) -> PyTree:
     """The model state for the next micro-batch: what the loss function returned, else what it
     was.
     """
@@ -191,12 +193,12 @@ def _next_state(new, old):
     return new
 
 
-def _merged(take, losses: Loss) -> Loss:
+def _merged(take: jax.Array, losses: Loss) -> Loss:
     """All losses of a stack that are taken, merged."""
     at = lambda i: jax.tree.map(lambda x: x[i], (take, losses))
     rest = jax.tree.map(lambda x: x[1:], (take, losses))
 
-    def fold(carry, other):
+    def fold(carry: Any, other: Any):
         have, loss = carry
         ok, new = other
         both = guard.choose(have & ok, loss.merge(new), guard.choose(ok, new, loss))

@@ -87,7 +87,7 @@ def population(
     return runs
 
 
-def _made(make: Callable, key, values: dict[str, Any]):
+def _made(make: Function, key: jax.Array, values: dict[str, Any]) -> TrainState:
     try:
         return make(key, **values)
     except Exception as error:
@@ -97,7 +97,7 @@ def _made(make: Callable, key, values: dict[str, Any]):
         raise
 
 
-def _check_takes(make: Callable, values: dict[str, Any]) -> None:
+def _check_takes(make: Function, values: dict[str, Any]) -> None:
     """Raise WrongTypeError if `make` does not take the arguments `make(key, **values)`."""
     try:
         inspect.signature(make).bind(None, **values)
@@ -138,7 +138,7 @@ def _taken(runs: TrainState, indices: Any, ndim: int, what: str, kind: str) -> T
 
 
 @jax.jit
-def _gathered(runs: TrainState, at) -> TrainState:
+def _gathered(runs: TrainState, at: Any) -> TrainState:
     return jax.tree.map(lambda x: jnp.asarray(x)[at], runs)
 
 
@@ -240,7 +240,7 @@ def stopping(step: TrainStep) -> Function:
         raise WrongTypeError("step", "stopping()", trees.describe(step), "a train_step")
 
     @jax.jit
-    def stopping_step(state: Stoppable, batch, **extra) -> tuple[Stoppable, StepInfo]:
+    def stopping_step(state: Stoppable, batch: PyTree, **extra: Any) -> tuple[Stoppable, StepInfo]:
         n = _members(getattr(state, "runs", state), "the step")
         if not isinstance(state, Stoppable):
             expected = "ts.populations.stoppable(runs)"
@@ -263,7 +263,7 @@ def stopping(step: TrainStep) -> Function:
     return stopping_step
 
 
-def _where(stopped, old, new):
+def _where(stopped: jax.Array, old: PyTree, new: PyTree) -> PyTree:
     """`old` for members that have stopped, else `new`; keys, too."""
     flags = jnp.reshape(stopped, (len(stopped),) + (1,) * (jnp.ndim(new) - 1))
     return jnp.where(flags, old, new)

@@ -147,7 +147,7 @@ class Policy:
         return round_stochastically(tree, key)
 
     @property
-    def _batch(self):
+    def _batch(self) -> Where:
         return list(self.batch) if isinstance(self.batch, tuple) else self.batch
 
     @property
@@ -177,7 +177,7 @@ def as_policy(precision: str | Policy | None, where: str) -> Policy | None:
 def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """The real float leaves of a tree in another dtype; all others as they are."""
 
-    def one(x):
+    def one(x: Any):
         is_float = trees.dtype_of(x) is not None and jnp.issubdtype(trees.dtype_of(x), jnp.floating)
         return jnp.asarray(x, dtype) if is_float and not isinstance(x, jax.ShapeDtypeStruct) else x
 
@@ -193,7 +193,7 @@ def round_stochastically(tree: PyTree, key: jax.Array) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(tree)
 
-    def one(x, key):
+    def one(x: Any, key: jax.Array):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)

@@ -5,6 +5,8 @@
 The formula is in `step.py`; here is only how it is called.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportUnnecessaryIsInstance=false
 from __future__ import annotations
 
 import dataclasses
@@ -196,7 +198,7 @@ class TrainStep:
         return Programs(self._compiled_on)
 
     def _compiled_on(self, home: Home | None) -> Any:
-        def train_step(kind, moving, still, batch, extra):
+        def train_step(kind: Any, moving: Any, still: Any, batch: PyTree, extra: dict[str, Any]):
             state = assemble(kind, moving, still)
             trace = Traced.of("step", home, state, {"batch": batch, **extra})
             with leaves_apart(home is not None):

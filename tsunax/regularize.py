@@ -6,6 +6,8 @@ first in a chain, add the same gradient (also of complex leaves), without a pena
 with a live factor.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 from typing import Any
@@ -20,7 +22,7 @@ from tsunax.guard import square_sums
 __all__ = ["elastic", "l1", "l2"]
 
 
-def _selected(params: Any, where: Any, place: str) -> list:
+def _selected(params: PyTree, where: Where, place: str) -> list[Any]:
     """The float leaves that `where` selects, an array at two paths once."""
     selected = trees.take(params, patterns.select(where, params))
     leaves = [leaf for leaf in selected if trees.is_inexact(leaf)]
@@ -33,7 +35,7 @@ def _selected(params: Any, where: Any, place: str) -> list:
     return list({id(x) if trees.is_array(x) else -i: x for i, x in enumerate(leaves, 1)}.values())
 
 
-def _magnitudes(x) -> jax.Array:
+def _magnitudes(x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     # |x| with the gradient 0 at 0: that of jnp.abs is 1 there

@@ -6,6 +6,9 @@ Arrays are its leaves; functions are its static part (`Plan`). It knows nothing 
 or loops.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportPrivateUsage=false
+# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 import dataclasses

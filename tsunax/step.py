@@ -9,6 +9,8 @@ All of it is one compiled program (`program.py`). What is carried is in `state.p
 up to you.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportMissingTypeStubs=false
 from __future__ import annotations
 
 import dataclasses
@@ -82,7 +84,7 @@ class StepInfo(NamedTuple):
     grad_norm: jax.Array
     update_norm: jax.Array  # f32, L2 of what the rule would add to params. None without norms
     # int32: 0 taken, -1 gathered, else what was not finite (`guard`). None if nobody judged
-    verdict: jax.Array
+    verdict: Scalar
     metrics: dict[str, PyTree]  # f32, or what the metric's compute() gives
     dropped: jax.Array | None  # f32: the weight of micro-batches that were left out, under "drop"
     loss_scale: jax.Array | None  # f32: the one that it used, if the state has one
@@ -228,7 +230,7 @@ def moved(
     scale, numbers = state.loss_scale, state.numbers
     mean: Any = None if value is None else jnp.asarray(value, jnp.float32)
     known: Any = (grad_norm, update_norm) if norms else (None, None)
-    told: Any = guard.with_gathered(verdict, emitted)
+    told = guard.with_gathered(verdict, emitted)
     info = StepInfo(
         loss=mean,
         weight=loss.weight,
@@ -304,7 +306,7 @@ def _ruled(
     params = base(state)
     grads = grads if params is trained_part(state) else trees.cast_like(grads, params)
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
-    given = {"grad": trees.conjugated(grads), "step": state.step, "weight": weight}
+    given: dict[str, Any] = {"grad": trees.conjugated(grads), "step": state.step, "weight": weight}
     given |= ({} if value is None else {"value": value}) | extra
     for name in checks.SEARCHES:
         if callable(given.get(name)):

@@ -1,5 +1,7 @@
 """What the fields of a state say of themselves, and the static part that all states of a run share."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import dataclasses

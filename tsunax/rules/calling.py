@@ -5,7 +5,6 @@ by value.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +23,17 @@ class _PlainInit:
     clock.
     """
 
-    init: Callable
+    init: Function
 
-    def __call__(self, params):
+    def __call__(self, params: PyTree) -> PyTree:
         return _on_own_clocks(self.init(params))
 
-    def blank(self) -> Callable:
+    def blank(self) -> Function:
         return _PlainInit(blank(self.init))
 
 
-def _on_own_clocks(state):
-    def mark(x):
+def _on_own_clocks(state: PyTree) -> PyTree:
+    def mark(x: Any):
         if not is_live(x):
             return x
         return dataclasses.replace(
