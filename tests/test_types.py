@@ -58,7 +58,10 @@ MISTAKES = {
     "an array for a precision": ("ts.setup(rule, {'w': x}, precision=x)", "reportArgumentType"),
     "a number for data": ("ts.fit(step, state, 3, epochs=3)", "reportArgumentType"),
     "a wrong keyword of batches": ("ts.batches(x, 4, drop_last=True)", "reportCallIssue"),
-    "a field that the history has not": ("ts.fit(step, state, [x], epochs=3)[1].loss_curve()", "reportAttributeAccessIssue"),
+    "a field that the history has not": (
+        "ts.fit(step, state, [x], epochs=3)[1].loss_curve()",
+        "reportAttributeAccessIssue",
+    ),
     "the state in the place of the info": ("ts.update(state, x)[0].grad_norm", "reportAttributeAccessIssue"),
     "a comparison of a Loss": ("ts.Loss.mean(x) < 3", "reportOperatorIssue"),
 }

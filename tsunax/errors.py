@@ -23,30 +23,11 @@ import jax
 from tsunax._core import PyTree
 
 __all__ = [
-    "ConfigError",
-    "DataError",
-    "DeviceError",
-    "DoesNotFitError",
-    "CheckError",
-    "CheckpointError",
-    "HyperparameterError",
-    "LossError",
-    "MissingLibraryError",
-    "NonFiniteError",
-    "ParamsError",
-    "PatternError",
-    "ProcessError",
-    "RowError",
-    "RuleError",
-    "SaveError",
-    "StateError",
-    "TrialError",
-    "TsunaxError",
-    "WrongTypeError",
-    "message",
-    "remedy",
-    "told",
-]
+    "ConfigError", "DataError", "DeviceError", "DoesNotFitError", "CheckError", "CheckpointError",
+    "HyperparameterError", "LossError", "MissingLibraryError", "NonFiniteError", "ParamsError",
+    "PatternError", "ProcessError", "RowError", "RuleError", "SaveError", "StateError",
+    "TrialError", "TsunaxError", "WrongTypeError", "message", "remedy", "told",
+]  # fmt: skip
 
 
 class TsunaxError(Exception):

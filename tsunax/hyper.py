@@ -274,12 +274,7 @@ def _targets(
     return targets
 
 
-def _cut(
-    state: TrainState,
-    where: Where,
-    matched: frozenset[Any],
-    targets: Mapping[int, Mapping[str, str]],
-) -> TrainState:
+def _cut(state: TrainState, where: Where, matched: frozenset[Any], targets: Any) -> TrainState:
     """Give the matched leaves groups of values of their own in the targeted live states, where they
     have none.
     """
@@ -324,12 +319,7 @@ def _refined(s: LiveState, hits: Sequence[bool], label: str) -> tuple[Cut | None
     return Cut(of, tuple(labels)), (*range(s.groups), *split)
 
 
-def _by_leaf(
-    state: TrainState,
-    matched: frozenset[Any],
-    targets: Mapping[int, Mapping[str, str]],
-    values: Mapping[str, Any],
-) -> dict[int, tuple[Any, ...]]:
+def _by_leaf(state: TrainState, matched: Any, targets: Any, values: Any) -> dict[int, Any]:
     """{column of the numbers: (live, name, has a schedule, value)} for the groups of the matched
     leaves.
     """

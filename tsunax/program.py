@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tsunax._core import AxisName, Function, PyTree, checks, trees
+from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax.errors import StateError, suggests_names
@@ -49,7 +49,7 @@ def _is_spread(x: Any) -> bool:
     return sharding is not None and len(sharding.device_set) > 1
 
 
-def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: dict[str, Any]) -> None:
+def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:
     """After a program failed: raise what is wrong with its arguments, if that can be seen."""
     from tsunax._step import failures
 
@@ -168,15 +168,11 @@ class TrainStep:
         """Whether loss_fn names `mask`, and so never counts rows of padding."""
         return "mask" in LossFn.of(self.loss_fn).names
 
-    def pure(
-        self, state: TrainState, batch: PyTree, extra: dict[str, Any]
-    ) -> tuple[TrainState, StepInfo]:
+    def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, StepInfo]:
         """The step without compilation and donation; of a population that of each member."""
         return _over_members(self._one, state, batch, extra, at_once=self.at_once)
 
-    def _one(
-        self, state: TrainState, batch: PyTree, extra: dict[str, Any]
-    ) -> tuple[TrainState, StepInfo]:
+    def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, StepInfo]:
         # first: it looks at the names in extra
         search = search_functions(self.loss_fn, state, batch, extra, self.axis_name)
         loss, grads = self.gradient(state, batch, **extra)
@@ -198,7 +194,7 @@ class TrainStep:
         return Programs(self._compiled_on)
 
     def _compiled_on(self, home: Home | None) -> Any:
-        def train_step(kind: Any, moving: Any, still: Any, batch: PyTree, extra: dict[str, Any]):
+        def train_step(kind: Any, moving: Any, still: Any, batch: PyTree, extra: Extra):
             state = assemble(kind, moving, still)
             trace = Traced.of("step", home, state, {"batch": batch, **extra})
             with leaves_apart(home is not None):
@@ -220,7 +216,7 @@ class TrainStep:
         )
 
     def _placed(
-        self, state: TrainState, home: Home, batch: PyTree, extra: dict[str, Any]
+        self, state: TrainState, home: Home, batch: PyTree, extra: Extra
     ) -> tuple[PyTree, dict[str, Any]]:
         from tsunax._step import on_mesh
 
@@ -356,11 +352,11 @@ class EvalStep:
     def _axes_around(self) -> Callable[[], tuple[str, ...]]:
         return axes_around(self.axis_name, "eval_step()")
 
-    def pure(self, state: TrainState, batch: PyTree, extra: dict[str, Any]) -> Loss:
+    def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
         """The evaluation without compilation; of a population that of each member."""
         return _over_members(self._one, state, batch, extra)
 
-    def _one(self, state: TrainState, batch: PyTree, extra: dict[str, Any]) -> Loss:
+    def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
         keywords = self._fn.keywords(state, batch, extra, train=False)
         seen = seen_by(self._fn, state, state.params, batch, keywords, train=False)
         loss = self._fn(*seen, keywords, merges=True)

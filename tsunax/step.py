@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from tsunax import guard
-from tsunax._core import AxisName, Function, Maybe, PyTree, Scalar, checks, trees
+from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._step.gradients import check_policy, gradient_of
 from tsunax.errors import RuleError, StateError, suggests_names
 from tsunax.loss import Loss, check_model_state, finished
@@ -176,7 +176,7 @@ def moved(
     model_state: PyTree,
     on_nonfinite: str,
     norms: bool,
-    extra: dict[str, Any],
+    extra: Extra,
 ) -> tuple[TrainState, StepInfo]:
     """`update`, its arguments checked."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
@@ -297,7 +297,7 @@ def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
 
 
 def _ruled(
-    state: TrainState, grads: PyTree, value: jax.Array | None, weight: Scalar, extra: dict[str, Any]
+    state: TrainState, grads: PyTree, value: jax.Array | None, weight: Scalar, extra: Extra
 ) -> tuple[PyTree, PyTree]:
     """What the rule makes of the gradients.
 

@@ -26,6 +26,7 @@ Figure: TypeAlias = Any  # of matplotlib, which need not be installed
 Maybe: TypeAlias = "ArrayLike | None"  # a mask or weights, or an optional number
 AxisName: TypeAlias = str | tuple[str, ...] | None  # of devices inside shard_map
 StrPath: TypeAlias = str | os.PathLike[str]
+Extra: TypeAlias = dict[str, Any]  # arguments by name
 Function: TypeAlias = Callable[..., Any]
 Step: TypeAlias = Callable[..., tuple[Any, Any]]  # step(state, batch, **extra) -> (state, info)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import AxisName, Function, PyTree, checks, trees
+from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.loss_fn import LossFn, inputs_of, objective_of
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.state import (
@@ -61,13 +61,11 @@ def gradient_of(
                 keywords["key"] = named_axes.own_key(keywords["key"], axes)
         inputs = inputs_of(last, state, batch, keywords)
 
-        def objective(
-            trained: PyTree, batch: PyTree, keywords: dict[str, Any], scales: Any = scales
-        ):
+        def objective(trained: PyTree, batch: PyTree, keywords: Extra, scales: Any = scales):
             params = with_overwritten(state, with_rest(state, trained), scales)
             return objective_of(fn, state, batch, keywords, inputs)(params)
 
-        def gradient(batch: PyTree, keywords: dict[str, Any]):
+        def gradient(batch: PyTree, keywords: Extra):
             found: list[bool] = []
 
             def of_parts(trained: PyTree, scales: Any):
@@ -182,7 +180,7 @@ def axes_around(axis_name: AxisName, where: str) -> Callable[[], tuple[str, ...]
 
 
 def search_functions(
-    loss_fn: Function, state: TrainState, batch: PyTree, extra: dict[str, Any], axes: AxisName
+    loss_fn: Function, state: TrainState, batch: PyTree, extra: Extra, axes: AxisName
 ) -> dict[str, Function]:
     """The loss at other trained parameters, and its gradient, under the names by which rules ask
     for them.

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from tsunax import guard
-from tsunax._core import Function, PyTree, trees
+from tsunax._core import Extra, Function, PyTree, trees
 from tsunax._core.checks import as_array
 from tsunax.errors import LossError, TsunaxError, WrongTypeError, unknown
 from tsunax.loss import Loss, as_loss, check_scalar, rows_of, uneven
@@ -82,7 +82,7 @@ class LossFn:
         )
 
     def keywords(
-        self, state: TrainState, batch: PyTree, extra: dict[str, Any], *, train: bool
+        self, state: TrainState, batch: PyTree, extra: Extra, *, train: bool
     ) -> dict[str, Any]:
         """What this function names, from the state and `extra`.
 
@@ -117,7 +117,7 @@ class LossFn:
         return out
 
     def __call__(
-        self, params: PyTree, batch: PyTree, keywords: dict[str, Any], *, merges: bool = False
+        self, params: PyTree, batch: PyTree, keywords: Extra, *, merges: bool = False
     ) -> Loss:
         """The `Loss` of one batch; a scalar weighs its rows (those that `mask` lets through).
 
@@ -178,11 +178,7 @@ def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> Py
 
 
 def objective_of(
-    fn: LossFn,
-    state: TrainState,
-    batch: PyTree,
-    keywords: dict[str, Any],
-    inputs: list[Any] | None = None,
+    fn: LossFn, state: TrainState, batch: PyTree, keywords: Extra, inputs: list[Any] | None = None
 ) -> Function:
     """`params -> (scaled mean loss, Loss)`."""
 
@@ -201,7 +197,7 @@ def seen_by(
     state: TrainState,
     params: PyTree,
     batch: PyTree,
-    keywords: dict[str, Any],
+    keywords: Extra,
     train: bool = True,
     inputs: list[Any] | None = None,
 ) -> tuple[Any, Any]:
@@ -232,7 +228,7 @@ def seen_by(
 
 
 def inputs_of(
-    last: dict[Any, list[Any]], state: TrainState, batch: PyTree, keywords: dict[str, Any]
+    last: dict[Any, list[Any]], state: TrainState, batch: PyTree, keywords: Extra
 ) -> list[Any]:
     """Which leaves of the batch are inputs, found once for all micro-batches, and for calls that
     are alike.

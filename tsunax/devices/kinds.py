@@ -33,19 +33,9 @@ from tsunax.devices import _preference
 from tsunax.errors import DeviceError, WrongTypeError, told, unknown, warn
 
 __all__ = [
-    "DeviceInfo",
-    "device",
-    "device_info",
-    "device_of",
-    "devices",
-    "is_available",
-    "prefer",
-    "preferred",
-    "simulate",
-    "supported_devices",
-    "to_device",
-    "to_host",
-]
+    "DeviceInfo", "device", "device_info", "device_of", "devices", "is_available", "prefer",
+    "preferred", "simulate", "supported_devices", "to_device", "to_host",
+]  # fmt: skip
 
 _PLATFORMS = {  # JAX's names; METAL is Apple's old plugin, mps the one of today
     "tpu": ("tpu",),

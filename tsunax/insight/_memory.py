@@ -240,16 +240,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 __all__ = [
-    "Need",
-    "as_bytes",
-    "as_shapes",
-    "bytes_on_one",
-    "device_of_state",
-    "free_on_host",
-    "is_out_of_memory",
-    "limit_of",
-    "mesh_of",
-    "need_in",
-    "need_of",
-    "with_rows",
-]
+    "Need", "as_bytes", "as_shapes", "bytes_on_one", "device_of_state", "free_on_host",
+    "is_out_of_memory", "limit_of", "mesh_of", "need_in", "need_of", "with_rows",
+]  # fmt: skip

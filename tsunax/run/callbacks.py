@@ -27,19 +27,9 @@ if TYPE_CHECKING:
     from tsunax.run.run import Run
 
 __all__ = [
-    "At",
-    "adjust_at",
-    "best",
-    "early_stopping",
-    "every",
-    "freeze_at",
-    "patience",
-    "plateau",
-    "sample",
-    "thaw_at",
-    "throttle",
-    "time_limit",
-]
+    "At", "adjust_at", "best", "early_stopping", "every", "freeze_at", "patience", "plateau",
+    "sample", "thaw_at", "throttle", "time_limit",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

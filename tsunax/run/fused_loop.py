@@ -32,6 +32,7 @@ import numpy as np
 
 from tsunax._core import (
     Device,
+    Extra,
     PyTree,
     Scalar,
     Step,
@@ -247,7 +248,7 @@ class Fused:
             out_shardings=out,
         )
 
-    def once(self, state: PyTree, batch: PyTree, extra: dict[str, Any]) -> tuple[PyTree, PyTree]:
+    def once(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
         """One call of the step, as it is."""
         try:
             out = self.step(state, batch, **extra)
@@ -260,7 +261,7 @@ class Fused:
         return out
 
     def __call__(
-        self, state: PyTree, feed: PyTree, n: np.ndarray | jax.Array, extra: dict[str, Any]
+        self, state: PyTree, feed: PyTree, n: np.ndarray | jax.Array, extra: Extra
     ) -> tuple[Any, Infos]:
         kind, moving, still = None, state, ()
         if isinstance(state, TrainState):

@@ -306,12 +306,5 @@ def check_whole(where: str, **values: Any) -> None:
 
 
 __all__ = [
-    "Goal",
-    "Options",
-    "check_step",
-    "check_whole",
-    "is_bare",
-    "is_every",
-    "options_of",
-    "wants",
-]
+    "Goal", "Options", "check_step", "check_whole", "is_bare", "is_every", "options_of", "wants",
+]  # fmt: skip
