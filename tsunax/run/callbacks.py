@@ -131,7 +131,7 @@ class every:
     """
 
     n: int
-    fn: Callable[[Any], Any]
+    fn: Callable[[Run], Any]
 
     def __post_init__(self) -> None:
         _whole("every()", "n", self.n)
@@ -155,7 +155,7 @@ class throttle:
     processes differ: what it calls should not change the state there.
     """
 
-    fn: Callable[[Any], Any]
+    fn: Callable[[Run], Any]
     seconds: float
     leading: bool = True
     trailing: bool = False
@@ -184,7 +184,7 @@ class sample:
     """
 
     n: int
-    fn: Callable[[Any], Any]
+    fn: Callable[[Run], Any]
 
     def __post_init__(self) -> None:
         _whole("sample()", "n", self.n)
@@ -272,7 +272,7 @@ class patience:
     3
     """
 
-    predicate: Callable[[Any], Any]
+    predicate: Callable[[Run], Any]
     n: int
 
     def __post_init__(self) -> None:
@@ -327,7 +327,7 @@ class best:
 
     metric: str = "val/loss"
     mode: Mode = "min"
-    keep: Callable[[Any], Any] | None = None
+    keep: Callable[[Run], Any] | None = None
 
     @property
     def events(self) -> tuple[str, ...] | None:
