@@ -54,14 +54,27 @@ MISTAKES = {
     "a field that the info has not": ("step(state, x)[1].gradient", "reportAttributeAccessIssue"),
     "a name that is not at the top": ("ts.train_steps", "reportAttributeAccessIssue"),
     "a rule that is not there": ("ts.rules.adamm(1e-3)", "reportAttributeAccessIssue"),
+    "a number for a checkpoint": ("ts.fit(step, state, [x], epochs=3, checkpoint=7)", "reportArgumentType"),
+    "an array for a precision": ("ts.setup(rule, {'w': x}, precision=x)", "reportArgumentType"),
+    "a number for data": ("ts.fit(step, state, 3, epochs=3)", "reportArgumentType"),
+    "a wrong keyword of batches": ("ts.batches(x, 4, drop_last=True)", "reportCallIssue"),
+    "a field that the history has not": (
+        "ts.fit(step, state, [x], epochs=3)[1].loss_curve()",
+        "reportAttributeAccessIssue",
+    ),
+    "the state in the place of the info": ("ts.update(state, x)[0].grad_norm", "reportAttributeAccessIssue"),
+    "a comparison of a Loss": ("ts.Loss.mean(x) < 3", "reportOperatorIssue"),
 }
 
-# Of the public symbols those with a full type, in percent: what it was when this was last raised. The goal is 95.
-KNOWN = 67.0
+# Of the public symbols those with a full type, in percent: 99.1 when this was last raised, and what an environment with
+# other libraries may take from it.
+KNOWN = 98.6
 
 
 def pyright(*arguments, folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # --verifytypes takes the libraries of the first Python in PATH, whatever --pythonpath says
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     command = [sys.executable, "-m", "pyright", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300).stdout
 

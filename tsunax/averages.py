@@ -5,19 +5,21 @@ An average is a float32 tree beside the parameters, moved once per applied step 
 in: what evaluates takes `averaged(state)`. It knows nothing of states.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportUnnecessaryIsInstance=false
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from tsunax._core import checks, trees
+from tsunax._core import Function, PyTree, Scalar, checks, trees
 from tsunax.errors import HyperparameterError, WrongTypeError
 
 
@@ -30,15 +32,15 @@ from tsunax.errors import HyperparameterError, WrongTypeError
 class Average:
     """An average under way; made by `ema`, `polyak` and `swa`, for `setup(..., ema=...)`."""
 
-    params: Any  # f32, like the trained params. None before setup
-    count: Any  # int32: how many were averaged
-    rate: Any  # f32: 1 - decay. Not read by a uniform average
+    params: PyTree  # f32, like the trained params. None before setup
+    count: Scalar  # int32: how many were averaged
+    rate: Scalar  # f32: 1 - decay. Not read by a uniform average
     uniform: bool
     warmup: bool
     start: int
     every: int
 
-    def of(self, params) -> Average:
+    def of(self, params: PyTree) -> Average:
         """The average of a run that begins at these params."""
         wide = jax.tree.map(
             lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params
@@ -47,17 +49,16 @@ class Average:
             self, params=wide, count=jnp.int32(0), rate=jnp.asarray(self.rate, jnp.float32)
         )
 
-    def moved(self, params, step) -> Average:
+    def moved(self, params: PyTree, step: jax.Array) -> Average:
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
         rate = 1 / (self.count + 1).astype(jnp.float32) if self.uniform else self.rate
         if self.warmup:
-            rate = jnp.maximum(
-                rate, 9 / (10 + self.count.astype(jnp.float32))
-            )  # decay at most (1 + n) / (10 + n)
+            # decay at most (1 + n) / (10 + n)
+            rate = jnp.maximum(rate, 9 / (10 + self.count.astype(jnp.float32)))
         counted = (step > self.start) & ((step - self.start) % self.every == 0)
         rate = jnp.where(step > self.start, rate, 1)  # until it starts, an average is the params
 
-        def move(a, p):
+        def move(a: Any, p: Any):
             new = jnp.where(rate == 1, p.astype(a.dtype), a + rate.astype(a.dtype) * (p - a))
             return jnp.where(counted | (step <= self.start), new, a)
 
@@ -66,14 +67,20 @@ class Average:
 
 
 def _average(
-    where: str, start, every, *, rate: Any = 0.0, uniform: bool = False, warmup: bool = False
+    where: str,
+    start: int,
+    every: int,
+    *,
+    rate: Any = 0.0,
+    uniform: bool = False,
+    warmup: bool = False,
 ) -> Average:
     checks.check_count(start, where, "start", 0)
     checks.check_count(every, where, "every")
     return Average(None, 0, rate, uniform, warmup, int(start), int(every))
 
 
-def ema(decay: Any = 0.999, *, warmup: bool = False, start: int = 0, every: int = 1) -> Average:
+def ema(decay: Scalar = 0.999, *, warmup: bool = False, start: int = 0, every: int = 1) -> Average:
     """`a ← decay · a + (1 - decay) · params` after every `every`-th applied update beyond `start`.
 
     With `warmup` the decay is at most (1 + n) / (10 + n) after n averaged params, so that a young
@@ -108,7 +115,7 @@ def swa(start: int, every: int) -> Average:
     return _average("swa()", start, every, uniform=True)
 
 
-def as_average(given, where: str) -> Average | None:
+def as_average(given: ArrayLike | Average | None, where: str) -> Average | None:
     """What a user gave to `setup(ema=...)`: None, a decay, or one of the functions here."""
     if given is None or isinstance(given, Average):
         return given
@@ -119,7 +126,7 @@ def as_average(given, where: str) -> Average | None:
     return ema(given)
 
 
-def update_batch_stats(loss_fn: Callable) -> Callable:
+def update_batch_stats(loss_fn: Function) -> Function:
     """The compiled forward pass in training mode: `f(state, batch, **extra) -> state` with another
     `model_state` only.
 

@@ -20,31 +20,14 @@ from typing import Any, TypeVar
 
 import jax
 
+from tsunax._core import PyTree
+
 __all__ = [
-    "ConfigError",
-    "DataError",
-    "DeviceError",
-    "DoesNotFitError",
-    "CheckError",
-    "CheckpointError",
-    "HyperparameterError",
-    "LossError",
-    "MissingLibraryError",
-    "NonFiniteError",
-    "ParamsError",
-    "PatternError",
-    "ProcessError",
-    "RowError",
-    "RuleError",
-    "SaveError",
-    "StateError",
-    "TrialError",
-    "TsunaxError",
-    "WrongTypeError",
-    "message",
-    "remedy",
-    "told",
-]
+    "ConfigError", "DataError", "DeviceError", "DoesNotFitError", "CheckError", "CheckpointError",
+    "HyperparameterError", "LossError", "MissingLibraryError", "NonFiniteError", "ParamsError",
+    "PatternError", "ProcessError", "RowError", "RuleError", "SaveError", "StateError",
+    "TrialError", "TsunaxError", "WrongTypeError", "message", "remedy", "told",
+]  # fmt: skip
 
 
 class TsunaxError(Exception):
@@ -54,7 +37,7 @@ class TsunaxError(Exception):
     "leaf at params['w']: got int32, expected a float."
     """
 
-    def __init__(self, text: str, *parts: object):
+    def __init__(self, text: str, *parts: object) -> None:
         super().__init__(message(text, *parts) if parts else text)  # type: ignore[arg-type]
 
 
@@ -133,7 +116,7 @@ class DoesNotFitError(TsunaxError, MemoryError):
 class NonFiniteError(TsunaxError, ArithmeticError):
     """Loss or gradients stayed non-finite; `state` and `info` are the last ones."""
 
-    def __init__(self, message: str, state: Any = None, info: Any = None):
+    def __init__(self, message: str, state: PyTree = None, info: Any = None) -> None:
         super().__init__(message)
         self.state = state
         self.info = info
@@ -238,7 +221,7 @@ def suggests_names(f: F) -> F:
     """
 
     @functools.wraps(f)
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any):
         try:
             return f(*args, **kwargs)
         except TypeError as error:

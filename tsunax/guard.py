@@ -7,6 +7,8 @@ words on the host. Which gradient leaf it was is not in it: a map of 200 leaves 
 step what only a bad one needs. `locate` finds it by looking at the gradients again.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import contextlib
@@ -14,15 +16,16 @@ import contextvars
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from tsunax._core import trees
+from tsunax._core import Maybe, PyTree, Scalar, trees
 
 POLICIES = ("skip", "raise", "ignore", "drop")
 LIMIT = np.iinfo(np.int32).max
@@ -44,7 +47,7 @@ _apart: contextvars.ContextVar[bool] = contextvars.ContextVar("_apart", default=
 
 
 @contextlib.contextmanager
-def leaves_apart(apart: bool) -> Iterator[None]:
+def leaves_apart(apart: bool) -> Generator[None, None, None]:
     """Inside it, each leaf is summed by itself: for programs over a mesh."""
     before = _apart.set(apart)
     try:
@@ -53,14 +56,14 @@ def leaves_apart(apart: bool) -> Iterator[None]:
         _apart.reset(before)
 
 
-def is_apart(x: Any) -> bool:
+def is_apart(x: ArrayLike) -> bool:
     """Whether what is computed from an array is part of a program over a mesh, as far as JAX
     tells.
     """
     return _apart.get() or bool(jax.typeof(x).sharding.mesh.axis_names)
 
 
-def _square_sum(x: Any) -> jax.Array:
+def _square_sum(x: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
     if x.dtype not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
         x = x.astype(jnp.float32)
@@ -68,12 +71,12 @@ def _square_sum(x: Any) -> jax.Array:
     return jnp.sum(squares + jnp.square(x.imag) if jnp.iscomplexobj(x) else squares)
 
 
-def square_sums(tree: Any) -> list[jax.Array]:
+def square_sums(tree: PyTree) -> list[jax.Array]:
     """sum(|x|²) of each leaf, in float32 whatever its dtype (float64 for float64)."""
     return [_square_sum(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: PyTree) -> jax.Array:
     """sqrt(sum over leaves of sum(|x|²)), float32 whatever the dtypes (float64 if any is):
     `optax.tree.norm`.
     """
@@ -101,21 +104,26 @@ class Report:
     rejected.
     """
 
-    values: Any  # f32 of shape (n,)
-    whats: tuple[
-        str, ...
-    ]  # what each of them is, with path and shape; "{}" stands for "nan" or "inf"
+    values: jax.Array  # f32 of shape (n,)
+    # what each of them is, with path and shape; "{}" stands for "nan" or "inf"
+    whats: tuple[str, ...]
 
 
-def _is_report(x) -> bool:
+def _is_report(x: object) -> bool:
     return isinstance(x, Report) or hasattr(type(x), "whats")  # a state of a rule that reports
 
 
-def reports(opt_state) -> list[Any]:
+def reports(opt_state: PyTree) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_report) if _is_report(x)]
 
 
-def judge(loss, grad_norm, calls, opt_state, update_norm=None):
+def judge(
+    loss: Maybe,
+    grad_norm: jax.Array | None,
+    calls: jax.Array,
+    opt_state: PyTree,
+    update_norm: jax.Array | None = None,
+) -> jax.Array:
     """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradient, clock,
     reports, update.
     """
@@ -132,18 +140,18 @@ def judge(loss, grad_norm, calls, opt_state, update_norm=None):
     return jnp.where(verdict == LIMIT, 0, verdict)
 
 
-def _found(value, place):
+def _found(value: ArrayLike, place: int | np.ndarray) -> jax.Array:
     return jnp.where(jnp.isfinite(value), LIMIT, np.int32(2) * place + jnp.isnan(value)).astype(
         jnp.int32
     )
 
 
-def overflowed(verdict):
+def overflowed(verdict: Scalar) -> Scalar:
     """Whether it was the loss or the gradient, and not what a rule reported."""
     return (verdict > 0) & (verdict < 6)
 
 
-def with_gathered(verdict, emitted):
+def with_gathered(verdict: jax.Array | None, emitted: jax.Array | None) -> jax.Array | None:
     """The verdict, -1 where the call was taken but its gradient only gathered."""
     if emitted is None:
         return verdict
@@ -154,7 +162,9 @@ def with_gathered(verdict, emitted):
 _APPLIED, _GATHERED, _REJECTED = np.array([[1, 1, 0, 0], [0, 1, 0, 0], [0, 1, 1, 1]], np.int32)
 
 
-def count(clock, emitted, verdict=None):
+def count(
+    clock: jax.Array, emitted: jax.Array | None, verdict: jax.Array | None = None
+) -> jax.Array:
     """The clock after this call: applied updates, calls, rejected ones, rejected ones in a row.
 
     Of constants, not stacked from scalars: XLA:CPU would run a kernel of its own for each.
@@ -166,7 +176,7 @@ def count(clock, emitted, verdict=None):
     return taken if verdict is None else jnp.where(verdict == 0, taken, now + _REJECTED)
 
 
-def explain(verdict: int, opt_state, grads=None) -> str:
+def explain(verdict: int, opt_state: PyTree, grads: PyTree = None) -> str:
     """What a verdict says, for an optimizer state of the same setup; with the gradients, which leaf
     it was.
     """
@@ -186,7 +196,7 @@ def explain(verdict: int, opt_state, grads=None) -> str:
     return places[place - 1].replace(GOT, f"got {'nan' if is_nan else 'inf'}")
 
 
-def locate(grads) -> str:
+def locate(grads: PyTree) -> str:
     """The first gradient leaf that is not finite, or overflows when squared."""
     named, squares = jax.tree_util.tree_flatten_with_path(grads)[0], square_sums(grads)
     for (path, leaf), square in zip(named, squares, strict=True):
@@ -196,7 +206,7 @@ def locate(grads) -> str:
     return "gradient norm"
 
 
-def in_batch(batch) -> str:
+def in_batch(batch: PyTree) -> str:
     """Where a batch first holds what is not finite; "" if it does nowhere."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         bad = ~jnp.isfinite(leaf) if trees.is_inexact(leaf) else np.zeros(1, bool)
@@ -207,11 +217,11 @@ def in_batch(batch) -> str:
     return ""
 
 
-def _waits(x) -> bool:
+def _waits(x: object) -> bool:
     return getattr(type(x), "waits", False)  # `rules.accumulate` does, for the end of its window
 
 
-def emitted(opt_state):
+def emitted(opt_state: PyTree) -> jax.Array | None:
     """Whether the call that left this state moved parameters; None where nothing waits: some rule
     runs on every call.
 
@@ -267,7 +277,7 @@ _CHEAP = frozenset(
 )
 
 
-def choose(take, new, old):
+def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
     """`new` where its flag is true, else `old`, leaf by leaf; `take` is one scalar bool, or a list
     of one per leaf.
 
@@ -278,7 +288,7 @@ def choose(take, new, old):
     old = treedef.flatten_up_to(old)
     take = take if isinstance(take, list) else [take] * len(new)
 
-    def one(flag, n, o):
+    def one(flag: Any, n: Any, o: Any):
         if n is o or flag is True:
             return n
         o = o if o.dtype == n.dtype else o.astype(n.dtype)
@@ -288,8 +298,8 @@ def choose(take, new, old):
 
 
 def candidate(
-    applied: Callable[[], tuple], trained: list[Any], *, late: bool = False
-) -> tuple[tuple, Callable[[], tuple] | None]:
+    applied: Callable[[], tuple[Any, ...]], trained: list[Any], *, late: bool = False
+) -> tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]] | None]:
     """What `applied()` gives, and a function that computes it once more, or None if that would not
     pay for these trained leaves, or must not be (`late`).
     """
@@ -300,26 +310,25 @@ def candidate(
 
     program, shapes = jax.make_jaxpr(applied, return_shape=True)()  # traced once, for both runs
     shapes, treedef = jax.tree.flatten(shapes)
-    as_array = lambda x, s: (
-        x if hasattr(x, "dtype") else jnp.asarray(x, s.dtype)
-    )  # constants come back as numbers
+    # constants come back as numbers
+    as_array = lambda x, s: x if hasattr(x, "dtype") else jnp.asarray(x, s.dtype)
     run = lambda: treedef.unflatten(map(as_array, jaxpr_as_fun(program)(), shapes))
     return run(), run if _is_cheap(getattr(program, "jaxpr", program)) else None
 
 
-def between(take, new, old, again: Callable[[], Any] | None):
+def between(take: jax.Array, new: PyTree, old: PyTree, again: Callable[[], Any] | None) -> PyTree:
     """The tree `new` if `take` is true, else `old`; `again` computes `new` once more."""
     if again is None or _varies(take):
         return choose(take, new, old)
 
-    def cond():
+    def cond() -> PyTree:
         as_new = lambda n, o: o if o.dtype == n.dtype else o.astype(n.dtype)
         return jax.lax.cond(take, again, lambda: jax.tree.map(as_new, new, old))
 
     return jax.lax.platform_dependent(cpu=cond, default=lambda: choose(take, new, old))
 
 
-def _varies(take) -> bool:
+def _varies(take: jax.Array) -> bool:
     """Whether devices inside `shard_map` may decide differently."""
     if not trees.manual_axes():
         return False

@@ -8,7 +8,7 @@ compile each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax._core import patterns, trees
+from tsunax._core import PyTree, Where, patterns, trees
 from tsunax._core.placement import beside
 from tsunax._step.roles import frozen_words
 from tsunax.errors import HyperparameterError, PatternError, RuleError, unknown
@@ -47,7 +47,7 @@ def hyperparams(state: TrainState) -> dict[str, Any]:
     return state.numbers.named(state.step, number_table.own_counts(state.opt_state, state.numbers))
 
 
-def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState:
+def adjust(state: TrainState, where: Where = "**", /, **values: Any) -> TrainState:
     """Set hyperparameters on the whole tree or on the leaves that `where` matches. Moments are
     kept.
 
@@ -85,7 +85,7 @@ def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState
     return _assign(cut, _by_leaf(cut, matched, targets, values), _table(state).values)
 
 
-def freeze(state: TrainState, where: Any) -> TrainState:
+def freeze(state: TrainState, where: Where) -> TrainState:
     """Stop the leaves that `where` matches: params, moments, decay and averages stay bit-identical.
 
     Their gradients count as zero, so norms and global clipping are over what is not frozen. The
@@ -109,7 +109,7 @@ def freeze(state: TrainState, where: Any) -> TrainState:
     return _set_frozen(state, where, True)
 
 
-def thaw(state: TrainState, where: Any = "**") -> TrainState:
+def thaw(state: TrainState, where: Where = "**") -> TrainState:
     """Train frozen leaves again, with the moments that they had when they were frozen.
 
     Rules with one count for all leaves (Adam's bias correction) have gone on counting meanwhile:
@@ -137,7 +137,7 @@ def _check_can_freeze(state: TrainState) -> None:
         raise RuleError("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix)
 
 
-def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
+def _set_frozen(state: TrainState, where: Where, on: bool) -> TrainState:
     check_state(state, "freeze()" if on else "thaw()", where)
     flags = patterns.select(where, state.params)
     selected = state.plan.selected or (True,) * len(flags)
@@ -172,13 +172,13 @@ def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
 # ---------------------------------------------------------------------------------- hyperparameters
 
 
-def _is_names(where, known) -> bool:
+def _is_names(where: Where, known: Sequence[str]) -> bool:
     """A mapping of hyperparameter names, as `hyperparams` gives it, rather than a tree of bools."""
     is_mask = all(isinstance(x, (bool, np.bool_)) for x in jax.tree.leaves(where))
     if isinstance(where, Mapping) and any(name in known for name in where) and not is_mask:
         return True
 
-    def number(v) -> bool:
+    def number(v: Any) -> bool:
         dtype = trees.dtype_of(v)  # never `in (None, ...)`: NumPy says that float64 equals None
         return v is None or (
             not isinstance(v, (bool, np.bool_)) and dtype is not None and dtype != np.bool_
@@ -187,7 +187,7 @@ def _is_names(where, known) -> bool:
     return isinstance(where, Mapping) and all(number(v) for v in where.values())
 
 
-def _matched(state: TrainState, where) -> frozenset:
+def _matched(state: TrainState, where: Where) -> frozenset[Any]:
     """Key paths of the leaves that `where` matches; if all of them, those that wrappers made of
     them, too.
     """
@@ -202,7 +202,7 @@ def _matched(state: TrainState, where) -> frozenset:
     )
 
 
-def _paths(tree) -> list[tuple]:
+def _paths(tree: PyTree) -> list[tuple[Any, ...]]:
     return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
@@ -215,7 +215,9 @@ def _known(state: TrainState) -> list[str]:
     return [name for groups in _table(state).layout.names for names in groups for name in names]
 
 
-def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
+def _targets(
+    state: TrainState, matched: frozenset[Any], values: Mapping[str, Any]
+) -> dict[int, dict[str, str]]:
     """The live states that this adjust is for: {place: {name given: name there}}; all of them
     without values.
     """
@@ -272,7 +274,7 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
     return targets
 
 
-def _cut(state: TrainState, where, matched, targets) -> TrainState:
+def _cut(state: TrainState, where: Where, matched: frozenset[Any], targets: Any) -> TrainState:
     """Give the matched leaves groups of values of their own in the targeted live states, where they
     have none.
     """
@@ -289,7 +291,7 @@ def _cut(state: TrainState, where, matched, targets) -> TrainState:
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers)
 
 
-def _label(where) -> str:
+def _label(where: Where) -> str:
     if isinstance(where, str):
         return where
     if isinstance(where, (list, tuple)):
@@ -297,7 +299,7 @@ def _label(where) -> str:
     return getattr(where, "__name__", "mask").strip("<>")
 
 
-def _refined(s: LiveState, hits, label) -> tuple[Cut | None, tuple[int, ...]]:
+def _refined(s: LiveState, hits: Sequence[bool], label: str) -> tuple[Cut | None, tuple[int, ...]]:
     """The groups of `s` split by `hits`: (the new cut, or None where the old one will do;
     parents).
     """
@@ -317,7 +319,7 @@ def _refined(s: LiveState, hits, label) -> tuple[Cut | None, tuple[int, ...]]:
     return Cut(of, tuple(labels)), (*range(s.groups), *split)
 
 
-def _by_leaf(state: TrainState, matched, targets, values) -> dict[int, tuple]:
+def _by_leaf(state: TrainState, matched: Any, targets: Any, values: Any) -> dict[int, Any]:
     """{column of the numbers: (live, name, has a schedule, value)} for the groups of the matched
     leaves.
     """
@@ -331,7 +333,7 @@ def _by_leaf(state: TrainState, matched, targets, values) -> dict[int, tuple]:
     return out
 
 
-def _by_flat_name(state: TrainState, values) -> dict[int, tuple]:
+def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tuple[Any, ...]]:
     """The same for flat names, as `hyperparams` gives them."""
     columns = {}
     for at, s, group, start in _table(state).columns():
@@ -351,7 +353,7 @@ def _by_flat_name(state: TrainState, values) -> dict[int, tuple]:
     return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
 
 
-def _like(old, host):
+def _like(old: Any, host: np.ndarray) -> jax.Array:
     """`host` on the devices of `old`; committed to them only if that is, or the step would compile
     again.
     """
@@ -360,7 +362,7 @@ def _like(old, host):
     return jax.make_array_from_callback(host.shape, old.sharding, lambda index: host[index])
 
 
-def _assign(state: TrainState, cells: dict[int, tuple], old) -> TrainState:
+def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> TrainState:
     """Write values into columns, on the devices of `old`; what is concrete is written without
     waiting for a step.
     """

@@ -8,21 +8,24 @@
 All of them give the same numbers.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import checks, placement, trees
+from tsunax._core import Function, PyTree, Step, StrPath, checks, placement, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._step.loss_fn_errors import hide_own_frames
+from tsunax.checkpoints.saving import Checkpoints
 from tsunax.data.checks import owned
 from tsunax.errors import StateError, suggests_names, warn
 from tsunax.program import TrainStep
@@ -39,7 +42,7 @@ from tsunax.state import TrainState, own
 _State = TypeVar("_State")
 
 
-def run_steps(step: Callable, state, batches, **extra):
+def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple[_State, Any]:
     """k steps in one compiled loop; `batches` has a first axis of k. Returns `(state, infos)`, the
     infos stacked.
 
@@ -68,7 +71,9 @@ def run_steps(step: Callable, state, batches, **extra):
     return state, _stacked(state, infos, slice(k))
 
 
-def run_epoch(step: Callable, state, data, **extra):
+def run_epoch(
+    step: Step, state: _State, data: Iterable[PyTree], **extra: Any
+) -> tuple[_State, Any]:
     """One epoch of `data` in few compiled loops. Returns `(state, infos)`, as `run_steps`.
 
     Reads the batches that `for batch in data` reads: after a `break` a new epoch, after `set_state`
@@ -105,26 +110,26 @@ def run_epoch(step: Callable, state, data, **extra):
     return state, _stacked(state, whole, slice(None))
 
 
-def _loop_of(step) -> fused_loop.Fused:
+def _loop_of(step: Step) -> fused_loop.Fused:
     return fused_loop.fused(step, isinstance(step, TrainStep) and step.donate)
 
 
-def _stacked(state, infos: fused_loop.Infos, rows):
+def _stacked(state: PyTree, infos: fused_loop.Infos, rows: Any) -> PyTree:
     """Infos as a step would give them: those of some rows, or of one."""
     infos = jax.tree.map(lambda x: x[rows], infos)
     return infos.stacked(state.numbers if isinstance(state, TrainState) else None)
 
 
 def iterate(
-    step: Callable,
-    state,
-    data,
+    step: Step,
+    state: _State,
+    data: Iterable[PyTree],
     *,
     steps: int | None = None,
     epochs: int | None = None,
-    steps_per_call=1,
-    **extra,
-):
+    steps_per_call: int = 1,
+    **extra: Any,
+) -> Generator[tuple[_State, Any], _State | None, None]:
     """The loop as a generator: `for state, info in iterate(step, state, data, steps=1000)`.
 
     Yields after every `steps_per_call` steps, with the info of the last one. The state that was
@@ -153,17 +158,17 @@ def iterate(
 
 @suggests_names
 def fit(
-    step: Callable,
+    step: Step,
     state: _State,
-    data,
+    data: Iterable[PyTree],
     *,
     steps: int | None = None,
     epochs: int | None = None,
-    evaluate: Callable | None = None,
+    evaluate: Function | None = None,
     evaluate_every: int | str = "epoch",
-    callbacks=(),
-    logger=(),
-    checkpoint=None,
+    callbacks: Function | Sequence[Function] = (),
+    logger: Function | Sequence[Function] | None = (),
+    checkpoint: StrPath | Checkpoints | None = None,
     resume: str = "auto",
     fast_forward: bool = False,
     progress: Any = True,
@@ -253,7 +258,7 @@ def fit(
         logger, checkpoint, resume, progress, history = (), None, "auto", False, None
     with contextlib.ExitStack() as stack:
         saver = None if checkpoint is None else stack.enter_context(starting.opened(checkpoint))
-        more = {
+        more: dict[str, Any] = {
             "log_every": log_every,
             "steps_per_call": steps_per_call,
             "max_bad": max_bad,
@@ -270,9 +275,8 @@ def fit(
             warn(starting.nothing_to_do(fitting))
             return run.state, run.history
         closed = run.history.reopen()
-        ends_all = (
-            saver is not None or fitting.alike.spans
-        )  # then SIGTERM, too, ends the run after its call
+        # then SIGTERM, too, ends the run after its call
+        ends_all = saver is not None or fitting.alike.spans
         signals = (signal.SIGINT, signal.SIGTERM) if ends_all else (signal.SIGINT,)
         try:
             with (
@@ -293,9 +297,8 @@ def fit(
         if dry_run:
             fitting.feed.back()
     if interrupt.asked and not fitting.signal and fitting.alike.spans:
-        os.kill(
-            os.getpid(), interrupt.asked
-        )  # too late for all to end together: as if it had come after this
+        # too late for all to end together: as if it had come after this
+        os.kill(os.getpid(), interrupt.asked)
     asked = fitting.signal or interrupt.asked
     if asked == signal.SIGTERM:
         raise with_state(SystemExit(128 + signal.SIGTERM), run)

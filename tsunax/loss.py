@@ -1,5 +1,7 @@
 """What a loss function returns: a scalar, or a sum and its weight with metrics and model state."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportPrivateUsage=false
 from __future__ import annotations
 
 import dataclasses
@@ -12,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
 
-from tsunax._core import checks, trees
+from tsunax._core import Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.checks import as_array
-from tsunax._core.trees import PyTree
 from tsunax.errors import LossError, message
 
 
@@ -50,14 +52,15 @@ class Loss:
     Metrics are scalars (weighed like the loss) or objects with `merge` and `compute`.
     """
 
-    total: Any  # scalar: Σ weight · loss
-    weight: Any = None  # scalar: Σ weight (tokens, rows). None: the rows of the batch
+    total: Scalar  # scalar: Σ weight · loss
+    weight: Scalar = None  # scalar: Σ weight (tokens, rows). None: the rows of the batch
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    model_state: Any = None
-    mean_value: Any = None  # the mean itself, where the loss function returned it as a scalar
-    dropped: Any = None  # f32[micro-batches]: the weights of those that were left out, under "drop"
+    model_state: PyTree = None
+    mean_value: Scalar = None  # the mean itself, where the loss function returned it as a scalar
+    # f32[micro-batches]: the weights of those that were left out, under "drop"
+    dropped: jax.Array | None = None
     # the new values of leaves that their gradient replaces (flax's fp8), like those of params
-    overwritten: Any = None
+    overwritten: PyTree = None
 
     # the array that was the mask of `mean`, and how many values it had; forgotten by every program
     _where: ClassVar[tuple[Any, int] | None] = None
@@ -65,7 +68,12 @@ class Loss:
     # `mean` the constructor; `compute` the result.
     @classmethod
     def mean(
-        cls, values, where=None, *, metrics: Mapping[str, Any] | None = None, model_state=None
+        cls,
+        values: ArrayLike,
+        where: Maybe = None,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        model_state: PyTree = None,
     ) -> Loss:
         """The mean of `values` (any shape) under a mask or weights `where` (their leading axes).
 
@@ -99,7 +107,7 @@ class Loss:
         loss = cls(total, weight, merged, model_state)
         return loss if where is None else loss._with(_where=(where, values.size))
 
-    def _with(self, **fields) -> Loss:
+    def _with(self, **fields: Any) -> Loss:
         """A copy with other fields, which remembers its mask."""
         kept = fields.pop("_where", self._where)
         loss = dataclasses.replace(self, **fields)
@@ -126,7 +134,7 @@ class Loss:
             self.total + other.total, self.weight + other.weight, metrics, other.model_state
         )
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         """The mean loss, an f32 scalar."""
         if self.mean_value is not None:
             return self.mean_value
@@ -158,7 +166,7 @@ class Loss:
         told = [f"{name}={_short(x)}".lstrip("=") for name, x in parts.items()]
         return f"Loss({', '.join(told)})"
 
-    def __add__(self, other) -> Loss:
+    def __add__(self, other: Loss | ArrayLike) -> Loss:
         """The sum of two means; a scalar is a penalty, and weighs as much as the loss."""
         if not isinstance(other, Loss):
             _check_number(other, "+")
@@ -190,18 +198,17 @@ class Loss:
 
     __radd__ = __add__
 
-    def _plus(self, x) -> Loss:
+    def _plus(self, x: Scalar) -> Loss:
         mean = None if self.mean_value is None else self.mean_value + x
         if self.weight is None and mean is None:
             raise LossError("loss", "Loss + ...", *_NO_WEIGHT)
         if trees.is_traced(x) and isinstance(self.weight, jax.Array):
-            x = checkpoint_name(
-                x, BESIDE
-            )  # for those who look whether it is a mean over other rows
+            # for those who look whether it is a mean over other rows
+            x = checkpoint_name(x, BESIDE)
         total = mean if self.weight is None else self.total + x * self.weight
         return self._with(total=total, mean_value=mean)
 
-    def __mul__(self, x) -> Loss:
+    def __mul__(self, x: Scalar) -> Loss:
         """The loss times a number; its metrics stay as they are."""
         _check_number(x, "*")
         mean = None if self.mean_value is None else self.mean_value * x
@@ -209,26 +216,26 @@ class Loss:
 
     __rmul__ = __mul__
 
-    def __truediv__(self, x) -> Loss:
+    def __truediv__(self, x: Scalar) -> Loss:
         _check_number(x, "/")
         return self * (1 / x)
 
     def __neg__(self) -> Loss:
         return self * -1
 
-    def __sub__(self, other) -> Loss:
+    def __sub__(self, other: Loss | Scalar) -> Loss:
         return self + -other
 
-    def __rsub__(self, other) -> Loss:
+    def __rsub__(self, other: Loss | ArrayLike) -> Loss:
         return -self + other
 
-    def _no_number(self, *_) -> Any:
+    def _no_number(self, *_: object) -> Any:
         fix = "Take the mean first: loss.compute(), or float(loss) outside of jit."
         raise LossError("operand", "a function of Loss", "a Loss", "a number", fix)
 
-    __abs__ = __round__ = __bool__ = __int__ = __pow__ = __rpow__ = __rtruediv__ = _no_number
-    __lt__ = __le__ = __gt__ = __ge__ = _no_number
 
+for _name in "abs round bool int pow rpow rtruediv lt le gt ge".split():
+    setattr(Loss, f"__{_name}__", Loss._no_number)
 
 BESIDE = "a scalar beside a weighted Loss"
 _NO_WEIGHT = "a Loss without a weight", "one with", "Give ts.Loss(total, weight)."
@@ -240,7 +247,7 @@ def _check_number(x: Any, sign: str) -> None:
         raise LossError("operand", f"Loss {sign} ...", trees.describe(x), "one real number", fix)
 
 
-def _known(weight) -> float | None:
+def _known(weight: Scalar) -> float | None:
     """A weight that follows from the shapes; None for an array, which may have no value yet."""
     return None if isinstance(weight, jax.Array) else float(weight)
 
@@ -254,7 +261,7 @@ def _short(x: Any) -> str:
     )
 
 
-def as_loss(out, rows) -> Loss:
+def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
     """The `Loss` behind what a loss function returned, its weight and metrics filled in.
 
     Raises LossError.
@@ -278,7 +285,7 @@ def as_loss(out, rows) -> Loss:
     return Loss(total, weight, metrics, out.model_state, mean)
 
 
-def _wide(x):
+def _wide(x: Scalar) -> jax.Array:
     return jnp.asarray(x, jnp.promote_types(trees.dtype_of(x), jnp.float32))
 
 
@@ -299,7 +306,7 @@ def check_scalar(what: str, where: str, x: Any) -> None:
         raise LossError(what, where, got, "a real float", "Only floats have gradients.")
 
 
-def _check_weight(weight) -> None:
+def _check_weight(weight: Scalar) -> None:
     """Raise LossError unless it is one number; where its value is known, a finite one above 0."""
     if np.shape(weight) != () or not checks.is_real(weight):
         raise LossError("weight", "loss_fn", trees.describe(weight), "one number")
@@ -308,16 +315,16 @@ def _check_weight(weight) -> None:
         raise LossError("weight", "loss_fn", weight, "a finite number > 0", fix)
 
 
-def _check_metrics(metrics, where: str) -> None:
+def _check_metrics(metrics: object, where: str) -> None:
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise LossError("metrics", where, trees.describe(metrics), "{name: value}, with str names")
 
 
-def _is_metric(m) -> bool:
+def _is_metric(m: object) -> bool:
     return hasattr(m, "merge") and hasattr(m, "compute")
 
 
-def _as_metric(name, m, weight):
+def _as_metric(name: str, m: Any, weight: Scalar) -> PyTree:
     if _is_metric(m):
         if jax.tree_util.all_leaves([m]):
             expected = "an object that is a pytree"
@@ -336,14 +343,14 @@ def _as_metric(name, m, weight):
     return jax.lax.stop_gradient(Mean(_share(m, weight), weight))
 
 
-def _share(mean, weight):
+def _share(mean: Scalar, weight: Scalar) -> Scalar:
     """What a mean adds to a total: nothing where it weighs nothing, and may be 0/0."""
     return (
         jnp.where(weight != 0, mean * weight, 0) if isinstance(weight, jax.Array) else mean * weight
     )
 
 
-def uneven(batch) -> str:
+def uneven(batch: PyTree) -> str:
     """What is said of a batch whose leaves differ in their number of rows, or have none; "" where
     all agree.
     """
@@ -358,13 +365,13 @@ def uneven(batch) -> str:
     return message("rows", "batch", found or "no arrays", "the same number in every leaf")
 
 
-def rows_of(batch) -> int:
+def rows_of(batch: PyTree) -> int:
     """Length of the first axis of the first array that has one; 1 where there is none."""
     shapes = (jnp.shape(x) for x in jax.tree.leaves(batch))
     return next((shape[0] for shape in shapes if shape), 1)
 
 
-def finished(loss: Any) -> Loss:
+def finished(loss: Loss | Maybe) -> Loss:
     """The loss that a user gave to `update`, as `value_and_grad` would give it."""
     if not isinstance(loss, Loss):
         if loss is not None:

@@ -40,11 +40,11 @@ from optax.losses import (  # isort: skip
 # fmt: on
 from optax.losses import softmax_cross_entropy_with_integer_labels as _with_integer_labels
 
-from tsunax._core import trees
+from tsunax._core import Maybe, trees
 from tsunax.errors import LossError
 
 Axis = int | tuple[int, ...]
-Maybe = ArrayLike | None
+
 
 # -------------------------------------------------------------------------------------- regressions
 

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from tsunax._core import checks, trees
+from tsunax._core import Maybe, Scalar, checks, trees
 from tsunax._core.checks import as_array
 from tsunax.errors import LossError
 
@@ -49,8 +50,8 @@ class Mean:
     Array(3., dtype=float32)
     """
 
-    total: Any  # f32 scalar: Σ weight · value
-    weight: Any  # f32 scalar: Σ weight
+    total: Scalar  # f32 scalar: Σ weight · value
+    weight: Scalar  # f32 scalar: Σ weight
 
     @classmethod
     def empty(cls) -> Mean:
@@ -58,17 +59,19 @@ class Mean:
         return cls(jnp.zeros(()), jnp.zeros(()))
 
     @classmethod
-    def of(cls, values, where=None) -> Mean:
+    def of(cls, values: ArrayLike, where: Maybe = None) -> Mean:
         """From values of any shape and a mask or weights that broadcast from the left."""
         return cls(*weighted_sum(jnp.asarray(values), where, "Mean.of()"))
 
     merge = _add
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return self.total / self.weight
 
 
-def weighted_sum(values, where=None, place: str = "Loss.mean()"):
+def weighted_sum(
+    values: jax.Array, where: Maybe = None, place: str = "Loss.mean()"
+) -> tuple[jax.Array, jax.Array | np.float32]:
     """(Σ where · values, Σ where) in float32; elements of weight 0 may be NaN, also in gradients."""
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if where is None:
@@ -78,7 +81,7 @@ def weighted_sum(values, where=None, place: str = "Loss.mean()"):
     return jnp.sum(jnp.where(where != 0, values, 0) * where), jnp.sum(where)
 
 
-def _weights(where, values, place: str):
+def _weights(where: Maybe, values: jax.Array, place: str) -> jax.Array:
     """`where` as an array like `values`. Raises LossError unless it has their leading axes."""
     where = as_array("where", where, place) if where is not None else jnp.ones((), values.dtype)
     if not (checks.is_real(where) or where.dtype == np.bool_):
@@ -94,7 +97,9 @@ def _weights(where, values, place: str):
 # -------------------------------------------------------------------------------- class predictions
 
 
-def _class_ids(predictions, targets, place: str, classes: int | None = None):
+def _class_ids(
+    predictions: ArrayLike, targets: ArrayLike, place: str, classes: int | None = None
+) -> tuple[jax.Array, jax.Array, int | None]:
     """Predictions and targets as arrays, and the number of classes if known. Raises LossError."""
     predictions = as_array("predictions", predictions, place)
     targets = as_array("targets", targets, place)
@@ -115,13 +120,13 @@ def _class_ids(predictions, targets, place: str, classes: int | None = None):
     return predictions, targets.astype(jnp.int32), n
 
 
-def _at(scores, targets):
+def _at(scores: jax.Array, targets: jax.Array) -> jax.Array:
     """The score of each target; NaN for one that is no class."""
     targets = jnp.where(targets < 0, scores.shape[-1], targets)  # -1 would be the last class
     return jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
 
 
-def _hits(predictions, targets, k: int, place: str):
+def _hits(predictions: ArrayLike, targets: ArrayLike, k: int, place: str) -> jax.Array:
     """1 for targets among the k highest scores, the first of equal ones; NaN if unknown."""
     predictions, targets, classes = _class_ids(predictions, targets, place)
     if classes is None:
@@ -140,13 +145,13 @@ class _OfMean:
     mean: Mean
 
     @classmethod
-    def empty(cls):
+    def empty(cls) -> Self:
         """The metric of no rows, from which merging starts."""
         return cls(Mean.empty())
 
     merge = _add
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         """An f32 scalar; NaN over nothing."""
         return self.mean.compute()
 
@@ -164,7 +169,7 @@ class Accuracy(_OfMean):
     """
 
     @classmethod
-    def of(cls, predictions, targets, where=None) -> Accuracy:
+    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> Accuracy:
         """From scores (..., classes) or class ids (...), and the true class ids (...)."""
         hits = _hits(predictions, targets, 1, "Accuracy.of()")
         return cls(Mean(*weighted_sum(hits, where, "Accuracy.of()")))
@@ -187,7 +192,9 @@ class TopK(_OfMean):
         return cls(Mean.empty(), k)
 
     @classmethod
-    def of(cls, predictions, targets, where=None, *, k: int = 5) -> TopK:
+    def of(
+        cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None, *, k: int = 5
+    ) -> TopK:
         """From scores (..., classes) and the true class ids (...).
 
         Raises LossError for k > classes.
@@ -213,7 +220,7 @@ class Perplexity(_OfMean):
     """
 
     @classmethod
-    def of(cls, predictions, targets, where=None) -> Perplexity:
+    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> Perplexity:
         """From logits (..., classes) and the true class ids (...)."""
         place = "Perplexity.of()"
         logits, targets, classes = _class_ids(predictions, targets, place)
@@ -223,11 +230,13 @@ class Perplexity(_OfMean):
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         return cls(Mean(*weighted_sum(-_at(jax.nn.log_softmax(logits), targets), where, place)))
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return jnp.exp(self.mean.compute())
 
 
-def _pairs(predictions, targets, where, classes: int | None, place: str):
+def _pairs(
+    predictions: ArrayLike, targets: ArrayLike, where: Maybe, classes: int | None, place: str
+) -> tuple[jax.Array, jax.Array, jax.Array, int]:
     """Flat predicted and true ids, their weights (NaN for unknown ids), the number of classes."""
     predictions, targets, classes = _class_ids(predictions, targets, place, classes)
     if classes is None:
@@ -254,27 +263,34 @@ class ConfusionMatrix:
            [0., 1.]], dtype=float32)
     """
 
-    counts: Any  # f32[classes, classes]: Σ weight
+    counts: jax.Array  # f32[classes, classes]: Σ weight
 
     @classmethod
     def empty(cls, classes: int) -> ConfusionMatrix:
         return cls(jnp.zeros((classes, classes), jnp.float32))
 
     @classmethod
-    def of(cls, predictions, targets, where=None, *, classes: int | None = None) -> ConfusionMatrix:
+    def of(
+        cls,
+        predictions: ArrayLike,
+        targets: ArrayLike,
+        where: Maybe = None,
+        *,
+        classes: int | None = None,
+    ) -> ConfusionMatrix:
         """From scores (..., classes), or class ids (...) and `classes`, and the true ids (...)."""
         place = "ConfusionMatrix.of()"
         predicted, actual, weights, n = _pairs(predictions, targets, where, classes, place)
         counts = jnp.zeros((n, n), jnp.float32).at[actual, predicted].add(weights, mode="drop")
         return cls(counts + 0 * jnp.sum(weights))  # a NaN spoils all, also if its cell was dropped
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return self.counts
 
     merge = _add
 
 
-def _ratio(a, b):
+def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))
 
 
@@ -282,13 +298,13 @@ def _ratio(a, b):
 class _ClassSums:
     """The sums of each class, of which `Precision`, `Recall` and `F1` are ratios."""
 
-    hits: Any  # f32[classes]: Σ weight of rows whose class was predicted and true
-    predicted: Any  # f32[classes]: Σ weight of rows whose class was predicted
-    actual: Any  # f32[classes]: Σ weight of rows whose class was true
+    hits: jax.Array  # f32[classes]: Σ weight of rows whose class was predicted and true
+    predicted: jax.Array  # f32[classes]: Σ weight of rows whose class was predicted
+    actual: jax.Array  # f32[classes]: Σ weight of rows whose class was true
     average: str | None = field(metadata={"static": True})
 
     @classmethod
-    def _check_average(cls, average, classes: int | None, method: str) -> None:
+    def _check_average(cls, average: object, classes: int | None, method: str) -> None:
         place, known = f"{cls.__name__}.{method}()", ("binary", "macro", "micro", "weighted")
         if average is not None and not checks.is_one_of(average, known):
             expected = f"one of {', '.join(map(repr, known))}, None"
@@ -298,7 +314,7 @@ class _ClassSums:
             raise LossError("average", place, f"'binary' with {classes} classes", "2", fix)
 
     @classmethod
-    def empty(cls, classes: int = 2, *, average: str | None = "binary"):
+    def empty(cls, classes: int = 2, *, average: str | None = "binary") -> Self:
         """The metric of no rows, from which merging starts."""
         cls._check_average(average, classes, "empty")
         hits, predicted, actual = jnp.zeros((3, classes), jnp.float32)
@@ -306,8 +322,14 @@ class _ClassSums:
 
     @classmethod
     def of(
-        cls, predictions, targets, where=None, *, classes: int = 2, average: str | None = "binary"
-    ):
+        cls,
+        predictions: ArrayLike,
+        targets: ArrayLike,
+        where: Maybe = None,
+        *,
+        classes: int = 2,
+        average: str | None = "binary",
+    ) -> Self:
         """From scores (..., classes), or class ids (...) and `classes`, and the true ids (...)."""
         classes = np.shape(predictions)[-1] if np.ndim(predictions) > np.ndim(targets) else classes
         cls._check_average(average, classes, "of")
@@ -321,7 +343,7 @@ class _ClassSums:
 
     merge = _add
 
-    def _averaged(self, above, below):
+    def _averaged(self, above: jax.Array, below: jax.Array) -> jax.Array:
         """`above / below` of each class, averaged as `average` says."""
         if self.average == "micro":
             return _ratio(jnp.sum(above), jnp.sum(below))
@@ -349,7 +371,7 @@ class Precision(_ClassSums):
     Array(0.6666667, dtype=float32)
     """
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return self._averaged(self.hits, self.predicted)
 
 
@@ -362,7 +384,7 @@ class Recall(_ClassSums):
     Array([0.5, 1. ], dtype=float32)
     """
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return self._averaged(self.hits, self.actual)
 
 
@@ -377,14 +399,14 @@ class F1(_ClassSums):
     Array(0.8, dtype=float32)
     """
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return self._averaged(2 * self.hits, self.predicted + self.actual)
 
 
 # ---------------------------------------------------------------------------------- real predictions
 
 
-def _numbers(predictions, targets, place: str):
+def _numbers(predictions: ArrayLike, targets: ArrayLike, place: str) -> tuple[jax.Array, jax.Array]:
     """Both in f32 (f64 stays), of one shape. Raises LossError."""
     predictions = as_array("predictions", predictions, place)
     targets = as_array("targets", targets, place)
@@ -408,7 +430,9 @@ class MeanSquaredError(_OfMean):
     """
 
     @classmethod
-    def of(cls, predictions, targets, where=None) -> MeanSquaredError:
+    def of(
+        cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None
+    ) -> MeanSquaredError:
         """From predictions and targets of one shape."""
         place = "MeanSquaredError.of()"
         predictions, targets = _numbers(predictions, targets, place)
@@ -430,10 +454,10 @@ class R2:
     Array(0.78571427, dtype=float32)
     """
 
-    residual: Any  # f32 of the shape of a row: Σ weight · (prediction - target)²
-    weight: Any  # Σ weight
-    mean: Any  # of targets
-    scatter: Any  # Σ weight · (target - mean)²
+    residual: jax.Array  # f32 of the shape of a row: Σ weight · (prediction - target)²
+    weight: Scalar  # Σ weight
+    mean: jax.Array  # of targets
+    scatter: jax.Array  # Σ weight · (target - mean)²
 
     @classmethod
     def empty(cls, shape: tuple[int, ...] = ()) -> R2:
@@ -441,7 +465,7 @@ class R2:
         return cls(*jnp.zeros((4, *shape)))
 
     @classmethod
-    def of(cls, predictions, targets, where=None) -> R2:
+    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> R2:
         """From predictions and targets of one shape, rows first."""
         predictions, targets = map(jnp.atleast_1d, _numbers(predictions, targets, "R2.of()"))
         weights = _weights(where, targets, "R2.of()")
@@ -460,7 +484,7 @@ class R2:
         scatter = total.scatter + jnp.square(apart) * self.weight * share
         return R2(total.residual, total.weight, self.mean + apart * share, scatter)
 
-    def compute(self):
+    def compute(self) -> jax.Array:
         return jnp.mean(1 - self.residual / self.scatter)
 
 

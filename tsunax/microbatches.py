@@ -5,6 +5,8 @@ how a batch is cut, whatever the masks. A micro-batch that weighs nothing adds n
 included. Everything here selects and never multiplies by a flag: 0 · NaN is NaN.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import dataclasses
@@ -16,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
+from tsunax._core import Maybe, PyTree, convolutions, placement, trees
 from tsunax._core import axes as _axes
-from tsunax._core import convolutions, placement, trees
 from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, rows_of, uneven
 
 
-def cut(batch, n: int, mask):
+def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     """`(batch, mask)` with a second axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
 
     Strided, so that on many devices each one keeps its rows, and padding is spread evenly. A batch
@@ -51,7 +53,7 @@ def cut(batch, n: int, mask):
             "batch", "train_step()", f"{rows} rows", f"a multiple of accumulate={n}", fix
         )
 
-    def apart(x, fill):
+    def apart(x: Any, fill: Any):
         x = jnp.asarray(x)
         x = jnp.concatenate([x, fill(x, padding)]) if padding else x
         return placement.cut(x, n)
@@ -59,20 +61,19 @@ def cut(batch, n: int, mask):
     last = lambda x, k: jnp.broadcast_to(x[-1:], (k, *x.shape[1:]))
     nothing = lambda x, k: jnp.zeros((k, *x.shape[1:]), x.dtype)
     batch = jax.tree.map(lambda x: apart(x, last), batch)
-    if mask is None or (
-        isinstance(mask, np.ndarray) and not padding
-    ):  # all rows, and no array to say so
+    # all rows, and no array to say so
+    if mask is None or (isinstance(mask, np.ndarray) and not padding):
         return batch, None
     return batch, apart(mask, nothing)
 
 
 def over_micro_batches(
-    gradient: Callable[[Any, dict], tuple[Loss, Any]],
+    gradient: Callable[[Any, dict[str, Any]], tuple[Loss, Any]],
     n: int,
-    batch,
-    keywords: dict,
-    like,
-    overwritten=None,
+    batch: PyTree,
+    keywords: dict[str, Any],
+    like: PyTree,
+    overwritten: PyTree = None,
     *,
     drop: bool,
     axes: _axes.Axes = (),
@@ -96,7 +97,7 @@ def over_micro_batches(
     lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), overwritten)
     known = None  # the weight of a micro-batch, where it follows from the shapes
 
-    def one(carry, i):
+    def one(carry: Any, i: Any) -> tuple[Any, Any]:
         sums, most, model_state = carry
         # sliced here, and not by the scan: that would need the whole batch a second time,
         # transposed
@@ -107,7 +108,7 @@ def over_micro_batches(
         if "key" in keywords:
             given["key"] = jax.random.fold_in(keywords["key"], i)
 
-        def traced(rows, given):
+        def traced(rows: Any, given: Any):
             nonlocal known
             loss, grads = gradient(rows, keywords | given)
             known = loss.weight if isinstance(loss.weight, np.generic | np.ndarray) else None
@@ -147,7 +148,7 @@ def over_micro_batches(
     ), grads
 
 
-def over_devices(loss: Loss, grads, axes: _axes.Axes) -> tuple[Loss, Any]:
+def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any]:
     """`(loss, grads)` of the rows of all devices along named axes, from those of each one: one
     reduction of gradients.
 
@@ -158,7 +159,7 @@ def over_devices(loss: Loss, grads, axes: _axes.Axes) -> tuple[Loss, Any]:
     weight = _axes.vary(jnp.asarray(loss.weight, jnp.float32), axes)
     share = weight / jax.lax.psum(weight, axes)
 
-    def add(g):
+    def add(g: Any) -> PyTree:
         wide = jnp.promote_types(g.dtype, jnp.float32)
         return jax.lax.psum(
             jnp.where(weight != 0, share.astype(wide) * g.astype(wide), 0), axes
@@ -182,7 +183,7 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     return dataclasses.replace(merged, model_state=model_state, dropped=dropped, overwritten=most)
 
 
-def _next_state(new, old):
+def _next_state(new: PyTree, old: PyTree) -> PyTree:
     """The model state for the next micro-batch: what the loss function returned, else what it
     was.
     """
@@ -192,18 +193,17 @@ def _next_state(new, old):
     return new
 
 
-def _merged(take, losses: Loss) -> Loss:
+def _merged(take: jax.Array, losses: Loss) -> Loss:
     """All losses of a stack that are taken, merged."""
     at = lambda i: jax.tree.map(lambda x: x[i], (take, losses))
     rest = jax.tree.map(lambda x: x[1:], (take, losses))
 
-    def fold(carry, other):
+    def fold(carry: Any, other: Any):
         have, loss = carry
         ok, new = other
         both = guard.choose(have & ok, loss.merge(new), guard.choose(ok, new, loss))
         return (have | ok, both), None
 
     have, loss = jax.lax.scan(fold, at(0), rest)[0]
-    return dataclasses.replace(
-        loss, weight=jnp.where(have, loss.weight, 0)
-    )  # a mean over nothing is NaN
+    # a mean over nothing is NaN
+    return dataclasses.replace(loss, weight=jnp.where(have, loss.weight, 0))

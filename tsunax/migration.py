@@ -19,14 +19,18 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+import optax
+from jax.typing import ArrayLike
 
-from tsunax._core import checks, trees
+from tsunax._core import Maybe, PyTree, Where, checks, trees
 from tsunax._core.placement import beside
 from tsunax._step.members import members_of
 from tsunax._step.roles import averages_of, frozen_flags, frozen_words
+from tsunax.averages import Average
 from tsunax.checkpoints import live_numbers
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import hyperparams
+from tsunax.precision import LossScale, Policy
 from tsunax.rules import live_rules, number_table
 from tsunax.rules.combining import PartitionState
 from tsunax.rules.cuts import recut as recut_numbers
@@ -103,16 +107,16 @@ class _Old:
 
 
 def migrate(
-    state: Any,
-    rule: Any,
+    state: PyTree,
+    rule: optax.GradientTransformation,
     *,
-    params: Any = KEEP,
-    trainable: Any = KEEP,
-    ema: Any = KEEP,
-    precision: Any = KEEP,
-    loss_scale: Any = KEEP,
-    model_state: Any = KEEP,
-    key: Any = KEEP,
+    params: PyTree = KEEP,
+    trainable: Where = KEEP,
+    ema: ArrayLike | Average | None = KEEP,
+    precision: str | Policy | None = KEEP,
+    loss_scale: ArrayLike | LossScale | str | None = KEEP,
+    model_state: PyTree = KEEP,
+    key: Maybe = KEEP,
     step: int | None = None,
 ) -> tuple[TrainState, Report]:
     """The state under another rule, and a report of kept, new and dropped arrays.

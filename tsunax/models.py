@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import Function, PyTree, trees
 from tsunax.errors import (
     LossError,
     MissingLibraryError,
@@ -45,10 +45,10 @@ class Model:
     library's own model in eval mode, with copies of the state's parameters.
     """
 
-    params: Any
-    model_state: Any  # what is carried without a gradient; {} for a model that carries nothing
-    apply: Callable
-    build: Callable
+    params: PyTree
+    model_state: PyTree  # what is carried without a gradient; {} for a model that carries nothing
+    apply: Function
+    build: Function
 
     def __repr__(self) -> str:
         counts, rows = [], []
@@ -162,7 +162,7 @@ def _modes(fn: Callable, flag: str | None, where: str) -> Callable[[bool], dict]
 # ------------------------------------------------------------------------------------- the adapters
 
 
-def nnx(module, *, wrt=None) -> Model:
+def nnx(module: Any, *, wrt: Any = None) -> Model:
     """The parts of a flax NNX module, which is merged again while a step is traced.
 
     `params` is a nested dict of the arrays in its `nnx.Param` variables, also those of LoRA: choose
@@ -223,7 +223,9 @@ def nnx(module, *, wrt=None) -> Model:
     return _model(params, rest, call, assemble)
 
 
-def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> Model:
+def linen(
+    module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",), flag: str | None = None
+) -> Model:
     """The parts of a flax Linen module with the variables that its `init` returned.
 
     `params` is the collection "params" (with `_overwrite_with_gradient` of fp8 layers: both); the
@@ -265,7 +267,9 @@ def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> M
     return _model(params, others, call, bound, has_modes=bool(modes(True)))
 
 
-def equinox(module, state=None, *, vmap: bool = False, axis_name: str = "batch") -> Model:
+def equinox(
+    module: Any, state: Any = None, *, vmap: bool = False, axis_name: str = "batch"
+) -> Model:
     """The parts of an equinox module, with its `eqx.nn.State` if it has one.
 
     `params` is `eqx.partition(module, eqx.is_inexact_array)[0]`; `model_state` is the state. With
@@ -309,7 +313,9 @@ def equinox(module, state=None, *, vmap: bool = False, axis_name: str = "batch")
     return _model(params, state if stateful else {}, call, assemble)
 
 
-def haiku(transformed, params, state=None, *, flag: str | None = None) -> Model:
+def haiku(
+    transformed: Any, params: PyTree, state: PyTree = None, *, flag: str | None = None
+) -> Model:
     """The parts of an `hk.transform_with_state` or `hk.transform`, with what its `init` returned.
 
     `key` is passed as `rng`, the mode as `flag`, or as those of `train`, `training`, `is_training`
@@ -330,7 +336,7 @@ def haiku(transformed, params, state=None, *, flag: str | None = None) -> Model:
     return _model(params, carried, call, _closed(call), has_modes=bool(modes(True)))
 
 
-def raw(fn, params, model_state=None) -> Model:
+def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:
     """The parts of a function `fn(params, *x)` that may name `model_state`, `key` and `train`.
 
     A function that names `model_state` returns `(out, model_state)`, any other returns `out`.

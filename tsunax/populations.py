@@ -22,8 +22,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from tsunax._core import checks, trees
+from tsunax._core import Function, PyTree, checks, trees
 from tsunax._step.members import each, members_of
 from tsunax._step.starting import as_key
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, remedy
@@ -38,7 +39,7 @@ __all__ = [
 
 
 def population(
-    make: Callable[..., TrainState], n: int, *, key: Any = 0, **values: Any
+    make: Callable[..., TrainState], n: int, *, key: ArrayLike = 0, **values: Any
 ) -> TrainState:
     """A state of n members: `make(key, **values)` for each, with its key and its entry of `values`.
 
@@ -86,7 +87,7 @@ def population(
     return runs
 
 
-def _made(make: Callable, key, values: dict[str, Any]):
+def _made(make: Function, key: jax.Array, values: dict[str, Any]) -> TrainState:
     try:
         return make(key, **values)
     except Exception as error:
@@ -96,7 +97,7 @@ def _made(make: Callable, key, values: dict[str, Any]):
         raise
 
 
-def _check_takes(make: Callable, values: dict[str, Any]) -> None:
+def _check_takes(make: Function, values: dict[str, Any]) -> None:
     """Raise WrongTypeError if `make` does not take the arguments `make(key, **values)`."""
     try:
         inspect.signature(make).bind(None, **values)
@@ -113,7 +114,7 @@ def member(runs: TrainState, i: int) -> TrainState:
     return _taken(runs, i, 0, "member", "an index")
 
 
-def select(runs: TrainState, indices: Any) -> TrainState:
+def select(runs: TrainState, indices: ArrayLike) -> TrainState:
     """The population of the members at these indices, in this order; an index may repeat.
 
     For successive halving, `select(runs, np.argsort(losses)[:8])`, and for populations whose worst
@@ -137,7 +138,7 @@ def _taken(runs: TrainState, indices: Any, ndim: int, what: str, kind: str) -> T
 
 
 @jax.jit
-def _gathered(runs: TrainState, at) -> TrainState:
+def _gathered(runs: TrainState, at: Any) -> TrainState:
     return jax.tree.map(lambda x: jnp.asarray(x)[at], runs)
 
 
@@ -157,7 +158,7 @@ class plateau:
     min_delta: float = 0.0
     decay: float = 0.9
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.check_count(self.patience, "plateau()", "patience")
         for name, most in (("min_delta", np.inf), ("decay", 1)):
             x = getattr(self, name)
@@ -193,11 +194,11 @@ class Stoppable:
     """A population whose members may have stopped: `runs`, and a bool for each member."""
 
     runs: TrainState
-    stopped: Any  # bool (n,)
-    memory: Any  # of the rule, for each member
-    rule: Callable | None = None
+    stopped: jax.Array  # bool (n,)
+    memory: PyTree  # of the rule, for each member
+    rule: Function | None = None
 
-    def stop(self, where: Any) -> Stoppable:
+    def stop(self, where: ArrayLike) -> Stoppable:
         """The same population, with the members stopped at which `where` is true."""
         n = _members(self.runs, "stop()")
         if np.shape(where) != (n,) or trees.dtype_of(jax.tree.leaves(where)[0]) != np.bool_:
@@ -206,7 +207,7 @@ class Stoppable:
         return dataclasses.replace(self, stopped=self.stopped | jnp.asarray(where, bool))
 
 
-def stoppable(runs: TrainState, rule: Callable | None = None) -> Stoppable:
+def stoppable(runs: TrainState, rule: Function | None = None) -> Stoppable:
     """A population whose members stop by a rule, for a step made by `stopping`.
 
     Args:
@@ -225,7 +226,7 @@ def stoppable(runs: TrainState, rule: Callable | None = None) -> Stoppable:
     return Stoppable(runs, jnp.zeros(n, bool), memory, rule)
 
 
-def stopping(step: TrainStep) -> Callable:
+def stopping(step: TrainStep) -> Function:
     """A step of a `Stoppable`: members that have stopped keep every bit, the others move.
 
         new, info = step(runs, batch)
@@ -239,7 +240,7 @@ def stopping(step: TrainStep) -> Callable:
         raise WrongTypeError("step", "stopping()", trees.describe(step), "a train_step")
 
     @jax.jit
-    def stopping_step(state: Stoppable, batch, **extra) -> tuple[Stoppable, StepInfo]:
+    def stopping_step(state: Stoppable, batch: PyTree, **extra: Any) -> tuple[Stoppable, StepInfo]:
         n = _members(getattr(state, "runs", state), "the step")
         if not isinstance(state, Stoppable):
             expected = "ts.populations.stoppable(runs)"
@@ -262,7 +263,7 @@ def stopping(step: TrainStep) -> Callable:
     return stopping_step
 
 
-def _where(stopped, old, new):
+def _where(stopped: jax.Array, old: PyTree, new: PyTree) -> PyTree:
     """`old` for members that have stopped, else `new`; keys, too."""
     flags = jnp.reshape(stopped, (len(stopped),) + (1,) * (jnp.ndim(new) - 1))
     return jnp.where(flags, old, new)

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
-from tsunax._core import checks, patterns, trees
+from tsunax._core import PyTree, Scalar, Where, checks, patterns, trees
 from tsunax.errors import StateError, WrongTypeError, message, warn
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -37,16 +38,16 @@ class Policy:
     dtype(bfloat16)
     """
 
-    param: str = (
-        "float32"  # how parameters are stored; below float32 they get a float32 master copy
-    )
+    # how parameters are stored; below float32 they get a float32 master copy
+    param: str = "float32"
     compute: str = "float32"  # what loss_fn sees in training: params, and the inputs of the model
     evaluate: str | None = None  # the same in an evaluation; None: `compute`, but at least float32
     output: str = "float32"  # for `to_output`, which a model's last line may call
-    batch: Any = None  # which leaves are inputs: a pattern over their paths; None: found, see below
+    # which leaves are inputs: a pattern over their paths; None: found, see below
+    batch: Where = None
     rounding: str = "nearest"  # "stochastic": params of bfloat16 without a master copy, unbiased
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("param", "compute", "evaluate", "output"):
             value = getattr(self, name)
             if name == "evaluate" and value is None:
@@ -81,26 +82,26 @@ class Policy:
         if self.batch is not None:
             patterns.compile_where(self._batch)
 
-    def to_param(self, tree):
+    def to_param(self, tree: PyTree) -> PyTree:
         return cast(tree, self.param)
 
-    def to_compute(self, tree):
+    def to_compute(self, tree: PyTree) -> PyTree:
         return cast(tree, self.compute)
 
-    def to_output(self, tree):
+    def to_output(self, tree: PyTree) -> PyTree:
         return cast(tree, self.output)
 
     def seen(self, train: bool) -> str:
         """The dtype in which the loss function sees params and inputs."""
         return self.compute if train else self.evaluate  # type: ignore[return-value]
 
-    def seen_of(self, params, train: bool):
+    def seen_of(self, params: PyTree, train: bool) -> PyTree:
         """What the loss function sees of params."""
         return cast(params, self.seen(train))
 
     def batch_to_compute(
-        self, batch, train: bool, inputs: Callable[[Any], Sequence[Sequence[bool]]]
-    ):
+        self, batch: PyTree, train: bool, inputs: Callable[[Any], Sequence[Sequence[bool]]]
+    ) -> PyTree:
         """The batch with its inputs in the dtype of `seen`, and all other leaves as they are.
 
         Inputs are the float leaves that `batch` matches; by default those of `inputs(batch)`, which
@@ -115,7 +116,7 @@ class Policy:
         leaves = [y if on else x for (x, y), on in zip(pairs, flags, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
-    def warn_of_no_input(self, batch, found: Sequence[bool], met: Sequence[bool]) -> None:
+    def warn_of_no_input(self, batch: PyTree, found: Sequence[bool], met: Sequence[bool]) -> None:
         """Warn if no leaf of the batch is an input, and one that meets params may be."""
         named = jax.tree_util.tree_flatten_with_path(batch)[0]
         is_float = lambda x: jnp.issubdtype(trees.dtype_of(x), jnp.floating)
@@ -136,17 +137,17 @@ class Policy:
                 message("batch", f"precision={self.compute!r}", got, "the inputs of the model", fix)
             )
 
-    def wide(self, trained):
+    def wide(self, trained: PyTree) -> PyTree:
         """The params as the rule sees them, if there are no master copies of them."""
         return cast(trained, "float32") if self.stochastic else trained
 
-    def rounded(self, tree, key, calls):
+    def rounded(self, tree: PyTree, key: Any, calls: jax.Array) -> PyTree:
         """The params that an update led to as they are stored under stochastic rounding."""
         key = jax.random.fold_in(jax.random.fold_in(key, calls - 1), _ROUNDING)
         return round_stochastically(tree, key)
 
     @property
-    def _batch(self):
+    def _batch(self) -> Where:
         return list(self.batch) if isinstance(self.batch, tuple) else self.batch
 
     @property
@@ -163,7 +164,7 @@ class Policy:
 _ROUNDING = 0x726E64
 
 
-def as_policy(precision, where: str) -> Policy | None:
+def as_policy(precision: str | Policy | None, where: str) -> Policy | None:
     """The policy behind what a user gave: None, a dtype's name, or a `Policy`."""
     if precision is None or isinstance(precision, Policy):
         return precision
@@ -173,17 +174,17 @@ def as_policy(precision, where: str) -> Policy | None:
     raise WrongTypeError("precision", where, trees.describe(precision), expected)
 
 
-def cast(tree, dtype):
+def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """The real float leaves of a tree in another dtype; all others as they are."""
 
-    def one(x):
+    def one(x: Any):
         is_float = trees.dtype_of(x) is not None and jnp.issubdtype(trees.dtype_of(x), jnp.floating)
         return jnp.asarray(x, dtype) if is_float and not isinstance(x, jax.ShapeDtypeStruct) else x
 
     return jax.tree.map(one, tree)
 
 
-def round_stochastically(tree, key):
+def round_stochastically(tree: PyTree, key: jax.Array) -> PyTree:
     """Real float leaves as bfloat16, up or down with the probability that keeps the mean; others as
     they are.
 
@@ -192,7 +193,7 @@ def round_stochastically(tree, key):
     """
     leaves, treedef = jax.tree.flatten(tree)
 
-    def one(x, key):
+    def one(x: Any, key: jax.Array):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
@@ -221,15 +222,15 @@ class LossScale:
     within [floor, ceiling]. `dynamic=False` never changes it.
     """
 
-    scale: Any = 2.0**16  # f32
-    good: Any = 0  # int32: applied steps since the scale last changed
+    scale: Scalar = 2.0**16  # f32
+    good: Scalar = 0  # int32: applied steps since the scale last changed
     dynamic: bool = True
     interval: int = 2000
     factor: float = 2.0
     floor: float = 1.0
     ceiling: float = 2.0**24
 
-    def grown(self, applied, overflowed) -> LossScale:
+    def grown(self, applied: jax.Array, overflowed: jax.Array) -> LossScale:
         """The scale after a step that was applied, or that overflowed, or neither (rejected for
         another reason).
         """
@@ -243,7 +244,9 @@ class LossScale:
         return dataclasses.replace(self, scale=scale, good=good)
 
 
-def as_loss_scale(given, precision: Policy | None, where: str) -> LossScale | None:
+def as_loss_scale(
+    given: ArrayLike | LossScale | str | None, precision: Policy | None, where: str
+) -> LossScale | None:
     """The loss scale behind what a user gave: None, "dynamic", a number, or a `LossScale`.
 
     float16 gets a dynamic one by default: without it, training in float16 stands still without a

@@ -5,21 +5,22 @@
 The formula is in `step.py`; here is only how it is called.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportUnnecessaryIsInstance=false
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tsunax._core import checks, trees
-from tsunax._core.trees import PyTree
+from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax.errors import StateError, suggests_names
@@ -27,6 +28,9 @@ from tsunax.guard import leaves_apart
 from tsunax.loss import Loss
 from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
 from tsunax.step import StepInfo, moved
+
+if TYPE_CHECKING:
+    from tsunax._core.placement import Home
 
 
 def home_of(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
@@ -45,7 +49,7 @@ def _is_spread(x: Any) -> bool:
     return sharding is not None and len(sharding.device_set) > 1
 
 
-def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Any) -> None:
+def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:
     """After a program failed: raise what is wrong with its arguments, if that can be seen."""
     from tsunax._step import failures
 
@@ -53,7 +57,7 @@ def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Any) 
         raise fault from None
 
 
-def _over_members(f: Callable, state: TrainState, *given: Any, at_once: int | None = None) -> Any:
+def _over_members(f: Function, state: TrainState, *given: Any, at_once: int | None = None) -> Any:
     """`f(state, *given)`; of a population that of each member."""
     if jnp.ndim(state.clock) == 1:
         return f(state, *given)
@@ -68,32 +72,32 @@ class Traced(NamedTuple):
     """
 
     kind: str  # "step", or "loop" for those that run fused
-    layout: Any  # on a mesh the sharding of each array that the step changes
-    state: Any  # with a `jax.typeof` for each array
+    layout: PyTree  # on a mesh the sharding of each array that the step changes
+    state: PyTree  # with a `jax.typeof` for each array
     given: dict[str, Any]  # {argument: a tree of those}
 
     @classmethod
-    def of(cls, kind: str, home: Any, state: TrainState, given: dict[str, Any]) -> Traced:
+    def of(cls, kind: str, home: Home | None, state: TrainState, given: dict[str, Any]) -> Traced:
         layout = None if home is None else home.layout
         return cls(kind, layout, *jax.tree.map(jax.typeof, (state, given)))
 
 
-class Programs(dict):
+class Programs(dict[Any, Any]):
     """The compiled functions of a step by the home of what they take; one is built when it is asked
     for first.
     """
 
-    def __init__(self, build: Callable):
+    def __init__(self, build: Function) -> None:
         super().__init__()
         self._build = build
         self._sharding: Any = self  # of the clock of the last state on one device: no sharding yet
         self.devices: list[Any] = []  # that such states lay on: each compiles, none traces
 
-    def __missing__(self, home: Any):
+    def __missing__(self, home: Hashable) -> Function:
         self[home] = self._build(home)
         return self[home]
 
-    def home_of(self, state: TrainState, moving, still) -> tuple[Any, Any, Any]:
+    def home_of(self, state: TrainState, moving: PyTree, still: PyTree) -> tuple[Any, Any, Any]:
         """`home_of`, which looks at every leaf, but for states that lie as the last one: what a
         program returns has one sharding object, call for call. Raises StateError for a state that
         was donated."""
@@ -126,7 +130,7 @@ class _Known:
 
     weight: np.ndarray | np.generic
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(float(self.weight))
 
 
@@ -139,23 +143,23 @@ class TrainStep:
     it, and `dataclasses.replace(step, accumulate=4)` the same step otherwise.
     """
 
-    loss_fn: Callable
+    loss_fn: Function
     accumulate: int = 1
     on_nonfinite: str = "skip"
     donate: bool = True
-    remat: Any = None
+    remat: bool | str | Function | None = None
     norms: bool = True
-    axis_name: Any = None
+    axis_name: AxisName = None
     at_once: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.check_flags("train_step()", donate=self.donate, norms=self.norms)
         if self.at_once is not None:
             checks.check_count(self.at_once, "train_step()", "at_once")
         _ = self.gradient  # the errors of all others belong here, not into the first call
 
     @functools.cached_property
-    def gradient(self) -> Callable:
+    def gradient(self) -> Function:
         given = self.loss_fn, self.accumulate, self.remat, self.on_nonfinite
         return gradient_of(*given, "train_step()", self.axis_name)
 
@@ -164,11 +168,11 @@ class TrainStep:
         """Whether loss_fn names `mask`, and so never counts rows of padding."""
         return "mask" in LossFn.of(self.loss_fn).names
 
-    def pure(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
+    def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, StepInfo]:
         """The step without compilation and donation; of a population that of each member."""
         return _over_members(self._one, state, batch, extra, at_once=self.at_once)
 
-    def _one(self, state: TrainState, batch, extra) -> tuple[TrainState, StepInfo]:
+    def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, StepInfo]:
         # first: it looks at the names in extra
         search = search_functions(self.loss_fn, state, batch, extra, self.axis_name)
         loss, grads = self.gradient(state, batch, **extra)
@@ -189,8 +193,8 @@ class TrainStep:
     def programs(self) -> Programs:
         return Programs(self._compiled_on)
 
-    def _compiled_on(self, home: Any) -> Any:
-        def train_step(kind, moving, still, batch, extra):
+    def _compiled_on(self, home: Home | None) -> Any:
+        def train_step(kind: Any, moving: Any, still: Any, batch: PyTree, extra: Extra):
             state = assemble(kind, moving, still)
             trace = Traced.of("step", home, state, {"batch": batch, **extra})
             with leaves_apart(home is not None):
@@ -211,12 +215,16 @@ class TrainStep:
             out_shardings=out,
         )
 
-    def _placed(self, state: TrainState, home: Any, batch, extra) -> tuple[PyTree, dict[str, Any]]:
+    def _placed(
+        self, state: TrainState, home: Home, batch: PyTree, extra: Extra
+    ) -> tuple[PyTree, dict[str, Any]]:
         from tsunax._step import on_mesh
 
         return on_mesh.placed(self, state, home, batch, extra)
 
-    def __call__(self, state: TrainState, batch, **extra) -> tuple[TrainState, StepInfo]:
+    def __call__(
+        self, state: TrainState, batch: PyTree, **extra: Any
+    ) -> tuple[TrainState, StepInfo]:
         if not isinstance(state, TrainState):
             check_state(state, "step()", batch)
         try:
@@ -240,13 +248,13 @@ class TrainStep:
             failures.raise_if_rejected(self, state, info, batch, extra)
         return state, info
 
-    def lower(self, state: TrainState, batch, **extra) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, batch: PyTree, **extra: Any) -> jax.stages.Lowered:
         """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is
         compiled.
         """
         return self.trace(state, batch, **extra).lower()
 
-    def trace(self, state: TrainState, batch, **extra) -> jax.stages.Traced:
+    def trace(self, state: TrainState, batch: PyTree, **extra: Any) -> jax.stages.Traced:
         """The same before it is lowered: `.jaxpr`."""
         check_state(state, "lower()", batch)
         home, moving, still = home_of(*split(state))
@@ -254,20 +262,20 @@ class TrainStep:
             batch, extra = self._placed(state, home, batch, extra)
         return self.programs[home].trace((type(state), state.plan), moving, still, batch, extra)
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @suggests_names
 def train_step(
-    loss_fn: Callable,
+    loss_fn: Function,
     *,
     accumulate: int = 1,
     on_nonfinite: str = "skip",
     donate: bool = True,
-    remat: Any = None,
+    remat: bool | str | Function | None = None,
     norms: bool = True,
-    axis_name: Any = None,
+    axis_name: AxisName = None,
     at_once: int | None = None,
 ) -> TrainStep:
     """The compiled step of a loss function: `step(state, batch, **extra) -> (state, info)`.
@@ -330,10 +338,10 @@ class EvalStep:
     value.
     """
 
-    loss_fn: Callable
-    axis_name: Any = None
+    loss_fn: Function
+    axis_name: AxisName = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _ = self._fn, self._axes_around
 
     @functools.cached_property
@@ -344,11 +352,11 @@ class EvalStep:
     def _axes_around(self) -> Callable[[], tuple[str, ...]]:
         return axes_around(self.axis_name, "eval_step()")
 
-    def pure(self, state: TrainState, batch, extra) -> Loss:
+    def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
         """The evaluation without compilation; of a population that of each member."""
         return _over_members(self._one, state, batch, extra)
 
-    def _one(self, state: TrainState, batch, extra) -> Loss:
+    def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
         keywords = self._fn.keywords(state, batch, extra, train=False)
         seen = seen_by(self._fn, state, state.params, batch, keywords, train=False)
         loss = self._fn(*seen, keywords, merges=True)
@@ -371,7 +379,7 @@ class EvalStep:
         plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
         return dataclasses.replace(state.only("clock", "params", "model_state", average), plan=plan)
 
-    def __call__(self, state: TrainState, batch, **extra) -> Loss:
+    def __call__(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
         check_state(state, "eval_step()", batch)
         home = home_of(state.params)[0]
         try:
@@ -384,12 +392,12 @@ class EvalStep:
             raise_fault(error, state, batch, extra)
             raise
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {"loss_fn": self.loss_fn, "axis_name": self.axis_name}
 
 
 @suggests_names
-def eval_step(loss_fn: Callable, *, axis_name: Any = None) -> EvalStep:
+def eval_step(loss_fn: Function, *, axis_name: AxisName = None) -> EvalStep:
     """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
 
     `train` is False, there is no `key`, and `model_state` is read only; the precision is that of

@@ -6,6 +6,8 @@ first in a chain, add the same gradient (also of complex leaves), without a pena
 with a live factor.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 from typing import Any
@@ -13,14 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tsunax._core import checks, patterns, trees
+from tsunax._core import PyTree, Scalar, Where, checks, patterns, trees
 from tsunax.errors import PatternError
 from tsunax.guard import square_sums
 
 __all__ = ["elastic", "l1", "l2"]
 
 
-def _selected(params: Any, where: Any, place: str) -> list:
+def _selected(params: PyTree, where: Where, place: str) -> list[Any]:
     """The float leaves that `where` selects, an array at two paths once."""
     selected = trees.take(params, patterns.select(where, params))
     leaves = [leaf for leaf in selected if trees.is_inexact(leaf)]
@@ -33,14 +35,14 @@ def _selected(params: Any, where: Any, place: str) -> list:
     return list({id(x) if trees.is_array(x) else -i: x for i, x in enumerate(leaves, 1)}.values())
 
 
-def _magnitudes(x) -> jax.Array:
+def _magnitudes(x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     # |x| with the gradient 0 at 0: that of jnp.abs is 1 there
     return jnp.sum(jnp.real(x * jnp.conj(jax.lax.stop_gradient(jnp.sign(x)))))
 
 
-def l1(params: Any, where: Any = "**") -> jax.Array:
+def l1(params: PyTree, where: Where = "**") -> jax.Array:
     """`Σ |w|` over the selected leaves: an f32 scalar, with the gradient `sign(w)`, 0 at 0.
 
     `where` is a pattern, a list with `!`, a predicate or a bool tree. Leaves that are not float are
@@ -58,7 +60,7 @@ def l1(params: Any, where: Any = "**") -> jax.Array:
     return sum(map(_magnitudes, _selected(params, where, "l1()")), start=jnp.float32(0))
 
 
-def l2(params: Any, where: Any = "**") -> jax.Array:
+def l2(params: PyTree, where: Where = "**") -> jax.Array:
     """`½ Σ w²` over the selected leaves: an f32 scalar, with the gradient `w`; otherwise as `l1`.
 
     In the loss, `factor * l2(params, where)` has the gradient of
@@ -71,7 +73,7 @@ def l2(params: Any, where: Any = "**") -> jax.Array:
     return 0.5 * sum(square_sums(_selected(params, where, "l2()")), start=jnp.float32(0))
 
 
-def elastic(params: Any, where: Any = "**", *, l1_ratio: Any = 0.5) -> jax.Array:
+def elastic(params: PyTree, where: Where = "**", *, l1_ratio: Scalar = 0.5) -> jax.Array:
     """`r · Σ |w| + (1 - r) · ½ Σ w²`: the elastic net's penalty; otherwise as `l1`.
 
     (Zou and Hastie, 2005.) In the loss, `factor * elastic(params, l1_ratio=r)` has the gradient of

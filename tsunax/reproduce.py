@@ -15,7 +15,7 @@ import hashlib
 import os
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax._src import xla_bridge
 
-from tsunax._core import checks, stable_text, trees
+from tsunax._core import Function, PyTree, checks, stable_text, trees
 from tsunax.errors import DeviceError, StateError, WrongTypeError
 
 __all__ = ["check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"]
@@ -108,7 +108,7 @@ def worker_seed(seed: int, *path: int) -> int:
     return int(low) | (int(high) & 0x7FFFFFFF) << 32
 
 
-def fingerprint(tree: Any) -> str:
+def fingerprint(tree: PyTree) -> str:
     """16 hex digits of the sha256 of every leaf's path, shape, dtype and bytes. Waits.
 
     Each of several processes has its own; they are equal if each process has all of each array.
@@ -147,7 +147,7 @@ def _check_concrete(leaf, place: str, fix: str = "") -> None:
 
 
 def check_reproducible(
-    step: Callable, state: Any, batches: Iterable[Any], *, times: int = 2
+    step: Function, state: PyTree, batches: Iterable[Any], *, times: int = 2
 ) -> str:
     """The fingerprint of the last state of several equal runs of `step` over the batches.
 

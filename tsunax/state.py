@@ -6,27 +6,30 @@ Arrays are its leaves; functions are its static part (`Plan`). It knows nothing 
 or loops.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportPrivateUsage=false
+# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
-from tsunax._core import trees
-from tsunax._core.trees import PyTree, own
+from tsunax._core import Device, Function, Maybe, PyTree, Where, trees
+from tsunax._core.trees import own
 from tsunax._step.roles import COUNTS, Plan, averages_of, field, state_class
 from tsunax.errors import StateError, WrongTypeError, message, suggests_names, unknown
 from tsunax.rules.number_table import Numbers
 
 if TYPE_CHECKING:
     from tsunax.averages import Average
-    from tsunax.precision import LossScale
+    from tsunax.precision import LossScale, Policy
 
 
 @state_class
@@ -57,17 +60,17 @@ class TrainState:
     # What is no array: the rule without its numbers, which leaves are trained, in which precision
     plan: Plan = field()
 
-    _fields: ClassVar[tuple[dataclasses.Field, ...]]  # all but the plan, as declared
+    _fields: ClassVar[tuple[dataclasses.Field[Any], ...]]  # all but the plan, as declared
     _moving: ClassVar[tuple[str, ...]]  # their names, but for params, of which a part moves
     _still: ClassVar[tuple[str, ...]]
-    _take: ClassVar[tuple[operator.attrgetter, operator.attrgetter]]  # both, off a state
+    _take: ClassVar[tuple[Function, Function]]  # both, off a state
 
     # A frozen dataclass's own __init__ takes three times as long, at every step
-    def __init__(self, **fields: Any):
+    def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
 
     @classmethod
-    def of(cls, state: TrainState, **more) -> TrainState:
+    def of(cls, state: TrainState, **more: Any) -> TrainState:
         """A state of this class with the fields of another one, and copies of more.
 
         StateError for other names.
@@ -109,7 +112,7 @@ class TrainState:
         """int32: how many of them since the last call that was not."""
         return _tick(self.clock, 3)
 
-    def replace(self, **fields) -> TrainState:
+    def replace(self, **fields: Any) -> TrainState:
         """The state with some fields exchanged. Arrays given are copied, so that yours survive
         donation.
 
@@ -158,7 +161,7 @@ def _tick(clock: Any, i: int) -> Any:
     return clock[..., i]
 
 
-def trainable(state: TrainState):
+def trainable(state: TrainState) -> PyTree:
     """The part of `state.params` that is trained: the same containers, `None` where a leaf is not
     selected.
 
@@ -174,38 +177,38 @@ def trainable(state: TrainState):
     return trained_part(state)
 
 
-def trained_part(state: TrainState):
+def trained_part(state: TrainState) -> PyTree:
     """`trainable` without a look at the state: every step asks for it."""
     return _part(state.params, state.plan.selected)
 
 
-def with_rest(state: TrainState, trained):
+def with_rest(state: TrainState, trained: PyTree) -> PyTree:
     """The inverse: the full tree of params with these leaves in the place of the trained ones."""
     return joined(trained, state.params, state.plan.selected)
 
 
-def _part(params, flags):
+def _part(params: PyTree, flags: trees.Flags | None) -> PyTree:
     return params if flags is None else trees.partition(params, flags)[0]
 
 
-def joined(part, params, flags):
+def joined(part: PyTree, params: PyTree, flags: trees.Flags | None) -> PyTree:
     """`params` with other leaves where flags are true; None: everywhere."""
     return part if flags is None else trees.merge(part, trees.partition(params, flags)[1])
 
 
-def overwritten_part(state: TrainState):
+def overwritten_part(state: TrainState) -> PyTree:
     """The leaves of params that their gradient replaces: model state, in all but the place where
     flax keeps it.
     """
     return None if state.plan.overwritten is None else _part(state.params, state.plan.overwritten)
 
 
-def with_overwritten(state: TrainState, params, new):
+def with_overwritten(state: TrainState, params: PyTree, new: PyTree) -> PyTree:
     """The full tree with new values of the leaves that their gradient replaces; None: as it is."""
     return params if new is None else joined(new, params, state.plan.overwritten)
 
 
-def split(state: TrainState) -> tuple[tuple, tuple]:
+def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """What a step changes (donated, and returned by its program), and what it only reads."""
     params, rest = state.params, None
     if state.plan.moving is not None:
@@ -214,7 +217,9 @@ def split(state: TrainState) -> tuple[tuple, tuple]:
     return (params, *moving(state)), (rest, *still(state))
 
 
-def assemble(kind: tuple, moving: tuple, still: tuple) -> TrainState:
+def assemble(
+    kind: tuple[type[TrainState], Plan], moving: tuple[Any, ...], still: tuple[Any, ...]
+) -> TrainState:
     """The inverse of `split`; `kind` is the class of the state and its plan."""
     cls, plan = kind
     rest = still[0]
@@ -227,14 +232,14 @@ def assemble(kind: tuple, moving: tuple, still: tuple) -> TrainState:
     return state
 
 
-def base(state: TrainState):
+def base(state: TrainState) -> PyTree:
     """The trained part in the precision in which the rule sees it: float32 where params are stored
     rounded.
     """
     return _seen(trained_part(state), state.masters, state.plan.precision)
 
 
-def _seen(trained, masters, policy):
+def _seen(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
     if masters is not None:
         return masters
     return trained if policy is None else policy.wide(trained)
@@ -260,12 +265,12 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
     return dataclasses.replace(state, params=with_rest(state, mine), masters=masters)
 
 
-def averaged_params(state: TrainState, where: str):
+def averaged_params(state: TrainState, where: str) -> PyTree:
     """The full tree with the average in it, in the dtypes of the params."""
     return with_rest(state, trees.cast_like(_average_of(state, where), trained_part(state)))
 
 
-def _average_of(state: TrainState, where: str, name: str = "average"):
+def _average_of(state: TrainState, where: str, name: str = "average") -> PyTree:
     found = averages_of(state)
     if name not in found:
         got = "a state without one" if name == "average" else f"{name!r}"
@@ -277,16 +282,16 @@ def _average_of(state: TrainState, where: str, name: str = "average"):
 @suggests_names
 def setup(
     rule: optax.GradientTransformation,
-    params,
+    params: PyTree,
     *,
-    key=None,
-    model_state=None,
-    trainable="**",
+    key: Maybe = None,
+    model_state: PyTree = None,
+    trainable: Where = "**",
     freezable: bool = False,
-    ema=None,
-    precision=None,
-    loss_scale=None,
-    device=None,
+    ema: ArrayLike | Average | None = None,
+    precision: str | Policy | None = None,
+    loss_scale: ArrayLike | LossScale | str | None = None,
+    device: Device = None,
     copy: bool = True,
 ) -> TrainState:
     """Make the training state of `params` under `rule`.
@@ -378,7 +383,7 @@ def donated(where: str) -> str:
     )
 
 
-def check_state(state, where: str, second=None) -> None:
+def check_state(state: object, where: str, second: object = None) -> None:
     """Raise unless `state` is a TrainState that was not donated; `second` is what was given after
     it.
     """

@@ -9,6 +9,8 @@ All of it is one compiled program (`program.py`). What is carried is in `state.p
 up to you.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportMissingTypeStubs=false
 from __future__ import annotations
 
 import dataclasses
@@ -21,8 +23,7 @@ import numpy as np
 import optax
 
 from tsunax import guard
-from tsunax._core import checks, trees
-from tsunax._core.trees import PyTree
+from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._step.gradients import check_policy, gradient_of
 from tsunax._step.roles import averages_of
 from tsunax.errors import RuleError, StateError, suggests_names
@@ -45,13 +46,13 @@ from tsunax.state import (
 
 @suggests_names
 def value_and_grad(
-    loss_fn: Callable,
+    loss_fn: Function,
     *,
     accumulate: int = 1,
-    remat: Any = None,
+    remat: bool | str | Function | None = None,
     on_nonfinite: str = "skip",
-    axis_name: Any = None,
-) -> Callable:
+    axis_name: AxisName = None,
+) -> Function:
     """The first half of a step: `f(state, batch, *, at=None, **extra) -> (Loss, grads)`.
 
     In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that
@@ -84,7 +85,7 @@ class StepInfo(NamedTuple):
     grad_norm: jax.Array
     update_norm: jax.Array  # f32, L2 of what the rule would add to params. None without norms
     # int32: 0 taken, -1 gathered, else what was not finite (`guard`). None if nobody judged
-    verdict: jax.Array
+    verdict: Scalar
     metrics: dict[str, PyTree]  # f32, or what the metric's compute() gives
     dropped: jax.Array | None  # f32: the weight of micro-batches that were left out, under "drop"
     loss_scale: jax.Array | None  # f32: the one that it used, if the state has one
@@ -125,13 +126,13 @@ class StepInfo(NamedTuple):
 
 def update(
     state: TrainState,
-    grads,
+    grads: PyTree,
     *,
-    loss=None,
-    model_state=None,
+    loss: Loss | Maybe = None,
+    model_state: PyTree = None,
     on_nonfinite: str = "skip",
     norms: bool = True,
-    **extra,
+    **extra: Any,
 ) -> tuple[TrainState, StepInfo]:
     """The second half of a step: verdict, rule, frozen leaves, clock.
 
@@ -170,7 +171,13 @@ def update(
 
 
 def moved(
-    state: TrainState, grads, loss, model_state, on_nonfinite: str, norms: bool, extra
+    state: TrainState,
+    grads: PyTree,
+    loss: Loss | Maybe,
+    model_state: PyTree,
+    on_nonfinite: str,
+    norms: bool,
+    extra: Extra,
 ) -> tuple[TrainState, StepInfo]:
     """`update`, its arguments checked."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
@@ -224,7 +231,7 @@ def moved(
     scale, numbers = state.loss_scale, state.numbers
     mean: Any = None if value is None else jnp.asarray(value, jnp.float32)
     known: Any = (grad_norm, update_norm) if norms else (None, None)
-    told: Any = guard.with_gathered(verdict, emitted)
+    told = guard.with_gathered(verdict, emitted)
     info = StepInfo(
         loss=mean,
         weight=loss.weight,
@@ -290,7 +297,9 @@ def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
     return guard.choose(thawed, grads, jax.tree.map(jnp.zeros_like, grads))
 
 
-def _ruled(state: TrainState, grads: PyTree, value, weight, extra) -> tuple[PyTree, PyTree]:
+def _ruled(
+    state: TrainState, grads: PyTree, value: jax.Array | None, weight: Scalar, extra: Extra
+) -> tuple[PyTree, PyTree]:
     """What the rule makes of the gradients.
 
     Raises RuleError for an argument that it lacks, and for other shapes.
@@ -298,7 +307,7 @@ def _ruled(state: TrainState, grads: PyTree, value, weight, extra) -> tuple[PyTr
     params = base(state)
     grads = grads if params is trained_part(state) else trees.cast_like(grads, params)
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
-    given = {"grad": trees.conjugated(grads), "step": state.step, "weight": weight}
+    given: dict[str, Any] = {"grad": trees.conjugated(grads), "step": state.step, "weight": weight}
     given |= ({} if value is None else {"value": value}) | extra
     for name in checks.SEARCHES:
         if callable(given.get(name)):
@@ -335,7 +344,9 @@ def _averaged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, **moved)
 
 
-def _kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
+def _kept(
+    old: TrainState, new: TrainState, thawed: list[Any] | None, emitted: jax.Array | None
+) -> TrainState:
     """`new` with the old leaves where they are frozen, and of params if the call only gathered a
     gradient.
     """
@@ -346,7 +357,9 @@ def _kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
     return freezing.kept(old, new, thawed, emitted)
 
 
-def _chosen(take, new: TrainState, old: TrainState, again) -> TrainState:
+def _chosen(
+    take: jax.Array, new: TrainState, old: TrainState, again: Callable[[], Any] | None
+) -> TrainState:
     """The one choice of a step: all that moves, of the new state or of the old one."""
     moving, still = split(new)
     rerun = None if again is None else lambda: split(again()[0])[0]
@@ -354,7 +367,9 @@ def _chosen(take, new: TrainState, old: TrainState, again) -> TrainState:
     return assemble((type(new), new.plan), moving, still)
 
 
-def _recorded(old: TrainState, new: TrainState, verdict, emitted, loss: Loss) -> TrainState:
+def _recorded(
+    old: TrainState, new: TrainState, verdict: jax.Array, emitted: jax.Array | None, loss: Loss
+) -> TrainState:
     """The guard's own record, which moves whether the step was applied or not: its counts, and the
     loss scale.
     """

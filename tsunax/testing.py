@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tsunax import guard
-from tsunax._core import checks, trees
+from tsunax._core import Function, PyTree, Where, checks, trees
 from tsunax._step.members import members_of
 from tsunax._step.roles import averages_of, frozen_flags
 from tsunax._step.traces import why
@@ -66,7 +66,12 @@ STEPS = 3
 
 
 def check_accumulation(
-    step: TrainStep, state: TrainState, batch: Any, n: int = 4, tolerance: float = EXACT, **extra
+    step: TrainStep,
+    state: TrainState,
+    batch: PyTree,
+    n: int = 4,
+    tolerance: float = EXACT,
+    **extra: Any,
 ) -> float:
     """Compare gradients and loss of n micro-batches with those of the whole batch.
 
@@ -96,7 +101,7 @@ def check_accumulation(
 
 
 def check_precision(
-    step: TrainStep, state: TrainState, batch: Any, tolerance: float = 0.05, **extra
+    step: TrainStep, state: TrainState, batch: PyTree, tolerance: float = 0.05, **extra: Any
 ) -> float:
     """Compare gradients in the state's precision with those in float32, by the norm of each leaf.
 
@@ -122,11 +127,11 @@ def check_precision(
 def check_sharding(
     step: TrainStep,
     state: TrainState,
-    batch: Any,
-    mesh: Any = None,
+    batch: PyTree,
+    mesh: Mesh | None = None,
     tolerance: float = EXACT,
     steps: int = STEPS,
-    **extra,
+    **extra: Any,
 ) -> float:
     """Compare losses and params of a few steps over the devices of a mesh with one device.
 
@@ -152,7 +157,12 @@ def check_sharding(
 
 
 def check_resume(
-    step: Callable, state: Any, data: Any, steps: int = 6, at: int = 3, **options: Any
+    step: Function,
+    state: PyTree,
+    data: Iterable[PyTree],
+    steps: int = 6,
+    at: int = 3,
+    **options: Any,
 ) -> None:
     """Compare the bits of a run stopped at step `at` and resumed with those of an uninterrupted run.
 
@@ -196,7 +206,7 @@ def check_resume(
 
 
 def check_fused(
-    step: Callable, state: Any, data: Any, steps: int = 6, tolerance: float = EXACT
+    step: Function, state: PyTree, data: Iterable[PyTree], steps: int = 6, tolerance: float = EXACT
 ) -> float:
     """Compare the bits of many steps in one compiled loop with those of one at a time.
 
@@ -218,7 +228,12 @@ def check_fused(
 
 
 def check_frozen(
-    step: TrainStep, state: TrainState, batch: Any, where: Any, steps: int = STEPS, **extra
+    step: TrainStep,
+    state: TrainState,
+    batch: PyTree,
+    where: Where,
+    steps: int = STEPS,
+    **extra: Any,
 ) -> None:
     """Check that frozen leaves keep their bits, with moments and averages, and that others move."""
     here, title = "check_frozen()", f"freeze({where!r})"
@@ -247,12 +262,12 @@ def check_frozen(
 
 def check_population(
     step: TrainStep,
-    make: Callable,
-    batch: Any,
+    make: Function,
+    batch: PyTree,
     n: int = 3,
     tolerance: float = EXACT,
     steps: int = STEPS,
-    **values,
+    **values: Any,
 ) -> float:
     """Compare each member of `population(make, n, **values)` with its single run.
 
@@ -276,7 +291,7 @@ def check_population(
     return worst
 
 
-def check_purity(step: TrainStep, state: TrainState, batch: Any, **extra) -> None:
+def check_purity(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> None:
     """Check that the loss function depends on its arguments only, and keeps no tracer.
 
     It is traced twice, and both traces must give the same state and info to the bit. Finds NumPy's
@@ -306,7 +321,7 @@ def check_purity(step: TrainStep, state: TrainState, batch: Any, **extra) -> Non
         raise CheckError(f"{error} {fix} Randomness comes from `key`.") from None
 
 
-def check_donation(step: TrainStep, state: TrainState, batch: Any, **extra) -> int:
+def check_donation(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> int:
     """Check that the compiled step reuses all donated memory; the bytes of it on one device.
 
     A donated array that no result can replace (another dtype, shape or sharding) is memory held
@@ -325,7 +340,7 @@ def check_donation(step: TrainStep, state: TrainState, batch: Any, **extra) -> i
 
 
 def check_recompiles(
-    step: TrainStep, state: TrainState, batches: Iterable[Any], most: int = 1, **extra
+    step: TrainStep, state: TrainState, batches: Iterable[Any], most: int = 1, **extra: Any
 ) -> int:
     """Check that a step is compiled at most `most` times over these batches; the number of times.
 

@@ -6,10 +6,29 @@ Nothing here has heard of a training state, a rule or a loop.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:  # the package is imported without JAX
+    from jax.typing import ArrayLike
+
+# The types that signatures share, with what the type system cannot say.
+PyTree: TypeAlias = Any  # containers that JAX knows, with arrays as leaves
+Scalar: TypeAlias = Any  # one number: a Python one, or an array without axes, which may be traced
+# which leaves: a glob over paths, a list of globs, a predicate, a tree of bools
+Where: TypeAlias = Any
+Device: TypeAlias = Any  # a jax.Device, which type checkers do not know, or a Sharding
+TreeDef: TypeAlias = Any  # a jax.tree_util.PyTreeDef, which they do not know either
+Figure: TypeAlias = Any  # of matplotlib, which need not be installed
+Maybe: TypeAlias = "ArrayLike | None"  # a mask or weights, or an optional number
+AxisName: TypeAlias = str | tuple[str, ...] | None  # of devices inside shard_map
+StrPath: TypeAlias = str | os.PathLike[str]
+Extra: TypeAlias = dict[str, Any]  # arguments by name
+Function: TypeAlias = Callable[..., Any]
+Step: TypeAlias = Callable[..., tuple[Any, Any]]  # step(state, batch, **extra) -> (state, info)
 
 
 def lazy(

@@ -282,7 +282,7 @@ def check_flags(where: str, **flags) -> None:
             raise WrongTypeError(name, where, trees.describe(value), "True or False")
 
 
-def as_array(what: str, x, place: str) -> Any:
+def as_array(what: str, x: object, place: str) -> jax.Array:
     """`x` as an array. Raises LossError for what is none."""
     try:
         return jnp.asarray(x)

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 # of the inner functions that stand for a convolution: they are not looked into again
 NAME = "convolution_in_loop"
-_DTYPES = frozenset(
-    map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16))
-)  # others have no fast kernel
+# others have no fast kernel
+_DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
 _PARAMETERS = frozenset(
     "batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding precision "
     "preferred_element_type rhs_dilation window_strides".split()

@@ -29,9 +29,8 @@ from tsunax.errors import CheckpointError, told, warn
 __all__ = []
 
 LOCK = "tsunax.lock"
-_URL = re.compile(
-    r"[A-Za-z][\w+.-]+:/"
-)  # of one letter it is a drive; a Path has lost the second slash
+# of one letter it is a drive; a Path has lost the second slash
+_URL = re.compile(r"[A-Za-z][\w+.-]+:/")
 _OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
 
 
@@ -121,9 +120,8 @@ def opened(path: Path) -> BinaryIO:
 
     OSError for anything else.
     """
-    flags = (
-        os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-    )  # a pipe would block
+    # a pipe would block
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     file = open(os.open(path, flags), "rb")  # noqa: SIM115, the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -145,9 +143,8 @@ def sync(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF) or not os.path.isdir(
-            path
-        ):  # some cannot sync a directory
+        # some cannot sync a directory
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not os.path.isdir(path):
             raise
     finally:
         os.close(fd)

@@ -22,8 +22,8 @@ class Interrupt:
     Only the main thread can do that.
     """
 
-    def __init__(self, *numbers: int):
-        self.asked = 0
+    def __init__(self, *numbers: int) -> None:
+        self.asked: int = 0
         self._pressed: float | None = None  # when Ctrl-C was, first
         self._numbers = numbers
         self._previous: dict[int, object] = {}
@@ -43,9 +43,8 @@ class Interrupt:
             if isinstance(outer, Interrupt):  # a sweep around this run, which ends with it
                 outer.asked = outer.asked or number
             if number == signal.SIGINT:
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # a handler may come in the middle of another print
+                # a handler may come in the middle of another print
+                with contextlib.suppress(RuntimeError):
                     print(
                         "\nending after this call; Ctrl-C again stops at once",
                         file=sys.stderr,
@@ -60,7 +59,7 @@ class Interrupt:
             return False
         return now - self._pressed > TOGETHER
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._previous:
             number, handler = self._previous.popitem()
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]

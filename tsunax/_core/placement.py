@@ -357,21 +357,6 @@ def _sent(leaves: list, shardings: list, shared: bool) -> list:
 
 
 __all__ = [
-    "Home",
-    "beside",
-    "collected",
-    "copied",
-    "cut",
-    "data_axes",
-    "divisor",
-    "home_of",
-    "home_on_mesh",
-    "names_of",
-    "padded",
-    "put",
-    "room",
-    "rows_over",
-    "settled",
-    "spread",
-    "whole",
-]
+    "Home", "beside", "collected", "copied", "cut", "data_axes", "divisor", "home_of",
+    "home_on_mesh", "names_of", "padded", "put", "room", "rows_over", "settled", "spread", "whole",
+]  # fmt: skip

@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,6 @@ import numpy as np
 from jax.core import Tracer
 
 from tsunax.errors import ParamsError, StateError, listed
-
-PyTree: TypeAlias = Any  # containers that JAX knows, with arrays as leaves
 
 Names = tuple[str, ...]
 Flags = Sequence[bool]
@@ -123,9 +121,8 @@ def manual_axes() -> tuple:
     found = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
     if found or jax.__version_info__ >= (0, 8):
         return found
-    from jax._src import (
-        core,  # until then pmap was no shard_map, and looks like a vmap with a named axis
-    )
+    # until then pmap was no shard_map, and looks like a vmap with a named axis
+    from jax._src import core
 
     return tuple(core.get_axis_env().axis_sizes)
 

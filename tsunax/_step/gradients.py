@@ -3,6 +3,8 @@
 It is taken for the trained leaves, in the precision of the state, of the loss times its scale.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import dataclasses
@@ -15,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import checks, trees
-from tsunax._core.trees import PyTree
+from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.loss_fn import LossFn, inputs_of, objective_of
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
+from tsunax.loss import Loss
 from tsunax.state import (
     TrainState,
     base,
@@ -31,19 +33,19 @@ from tsunax.state import (
 
 
 def gradient_of(
-    loss_fn: Callable,
+    loss_fn: Function,
     accumulate: int,
-    remat: Any,
+    remat: bool | str | Function | None,
     on_nonfinite: str,
     where: str,
-    axis_name: Any = None,
-) -> Callable:
+    axis_name: AxisName = None,
+) -> Function:
     """`value_and_grad` of `where`, which the errors name."""
     fn, name = LossFn.of(loss_fn, where), trees.describe_call(loss_fn)
     checks.check_count(accumulate, where, "accumulate")
     check_policy(on_nonfinite, where)
     checkpoint, around = _checkpoint(remat, where), axes_around(axis_name, where)
-    last: dict[Any, list] = {}
+    last: dict[Any, list[Any]] = {}
 
     def f(state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any):
         check_state(state, "value_and_grad()", batch)
@@ -60,14 +62,14 @@ def gradient_of(
                 keywords["key"] = named_axes.own_key(keywords["key"], axes)
         inputs = inputs_of(last, state, batch, keywords)
 
-        def objective(trained, batch, keywords, scales=scales):
+        def objective(trained: PyTree, batch: PyTree, keywords: Extra, scales: Any = scales):
             params = with_overwritten(state, with_rest(state, trained), scales)
             return objective_of(fn, state, batch, keywords, inputs)(params)
 
-        def gradient(batch, keywords):
+        def gradient(batch: PyTree, keywords: Extra) -> tuple[Loss, PyTree]:
             found: list[bool] = []
 
-            def of_parts(trained, scales):
+            def of_parts(trained: PyTree, scales: Any):
                 mean, loss = objective(trained, batch, keywords, scales)
                 return _noting(mean, found), loss
 
@@ -100,23 +102,23 @@ def gradient_of(
     return f
 
 
-def _unscaled(state: TrainState, grads):
+def _unscaled(state: TrainState, grads: PyTree) -> PyTree:
     if (scale := state.loss_scale) is None:
         return grads
     unscale = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / scale.scale
     return jax.tree.map(lambda g, x: unscale(g).astype(x.dtype), grads, base(state))
 
 
-def _noting(mean, found: list):
+def _noting(mean: jax.Array, found: list[bool]) -> jax.Array:
     """`mean` as it is. Its differentiation adds to `found` if it depends on what it is
     differentiated by.
     """
 
     @jax.custom_jvp
-    def same(x):
+    def same(x: Any):
         return x
 
-    def rule(primals, tangents):
+    def rule(primals: Any, tangents: Any):
         (x,), (t,) = primals, tangents
         if isinstance(t, jax.custom_derivatives.SymbolicZero):
             return x, jnp.zeros_like(x)
@@ -127,7 +129,7 @@ def _noting(mean, found: list):
     return same(mean)
 
 
-def _check_noted(found: list, fn: LossFn) -> None:
+def _check_noted(found: list[Any], fn: LossFn) -> None:
     """Raise LossError for a loss that no trained leaf moves: its gradient is zero, whatever the
     batch.
     """
@@ -140,7 +142,7 @@ def _check_noted(found: list, fn: LossFn) -> None:
         raise LossError("loss", trees.describe_call(fn.fn), got, expected, fix)
 
 
-def _checkpoint(remat: Any, where: str) -> Callable:
+def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
     """`jax.checkpoint` under a policy, or what leaves a function as it is."""
     if isinstance(remat, str):
         known = [
@@ -160,7 +162,7 @@ def _checkpoint(remat: Any, where: str) -> Callable:
     return functools.partial(jax.checkpoint, policy=policy)
 
 
-def axes_around(axis_name: Any, where: str) -> Callable[[], tuple[str, ...]]:
+def axes_around(axis_name: AxisName, where: str) -> Callable[[], tuple[str, ...]]:
     """A function that gives the named axes of devices over which a step takes means: () for none.
 
     Raises WrongTypeError; the function StateError, for an axis that is forgotten or is not there.
@@ -182,14 +184,16 @@ def axes_around(axis_name: Any, where: str) -> Callable[[], tuple[str, ...]]:
     return around
 
 
-def search_functions(loss_fn, state: TrainState, batch, extra, axes) -> dict[str, Callable]:
+def search_functions(
+    loss_fn: Function, state: TrainState, batch: PyTree, extra: Extra, axes: AxisName
+) -> dict[str, Function]:
     """The loss at other trained parameters, and its gradient, under the names by which rules ask
     for them.
     """
     fn = LossFn.of(loss_fn)
     keywords = fn.keywords(state, batch, extra, train=True)
 
-    def value_fn(params, **_):
+    def value_fn(params: PyTree, **_: Any):
         if axes:
             where, fix = f"train_step(axis_name={axes!r})", "Over sharded arrays (ts.shard) it can."
             raise RuleError("rule", where, "a line search", "one without", fix)
@@ -206,7 +210,7 @@ def search_functions(loss_fn, state: TrainState, batch, extra, axes) -> dict[str
     }
 
 
-def check_policy(on_nonfinite, where: str) -> None:
+def check_policy(on_nonfinite: object, where: str) -> None:
     if not checks.is_one_of(on_nonfinite, guard.POLICIES):
         expected = " or ".join(map(repr, guard.POLICIES))
         raise WrongTypeError("on_nonfinite", where, trees.describe(on_nonfinite), expected)

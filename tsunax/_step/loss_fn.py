@@ -4,11 +4,12 @@ Here is what a loss function may name, and what it sees of the params and the ba
 nothing of gradients.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from tsunax import guard
-from tsunax._core import trees
+from tsunax._core import Extra, Function, PyTree, trees
 from tsunax._core.checks import as_array
 from tsunax.errors import LossError, TsunaxError, WrongTypeError, unknown
 from tsunax.loss import Loss, as_loss, check_scalar, rows_of, uneven
@@ -38,13 +40,13 @@ class LossFn:
     else.
     """
 
-    fn: Callable
+    fn: Function
     names: tuple[str, ...]
     optional: frozenset[str]
     takes_any: bool
 
     @classmethod
-    def of(cls, fn, where: str = "train_step()") -> LossFn:
+    def of(cls, fn: Any, where: str = "train_step()") -> LossFn:
         if not callable(fn) or isinstance(fn, type):
             got = f"{trees.describe(fn)}, not callable" if not callable(fn) else trees.describe(fn)
             raise WrongTypeError("loss_fn", where, got, "a function loss_fn(params, batch, ...)")
@@ -79,7 +81,9 @@ class LossFn:
             any(p.kind is kinds.VAR_KEYWORD for p in parameters),
         )
 
-    def keywords(self, state: TrainState, batch, extra, *, train: bool) -> dict[str, Any]:
+    def keywords(
+        self, state: TrainState, batch: PyTree, extra: Extra, *, train: bool
+    ) -> dict[str, Any]:
         """What this function names, from the state and `extra`.
 
         Raises LossError for what is not there.
@@ -112,7 +116,9 @@ class LossFn:
             raise LossError(unknown("keyword", "the step", unread[0], self.names, fix))
         return out
 
-    def __call__(self, params, batch, keywords, *, merges: bool = False) -> Loss:
+    def __call__(
+        self, params: PyTree, batch: PyTree, keywords: Extra, *, merges: bool = False
+    ) -> Loss:
         """The `Loss` of one batch; a scalar weighs its rows (those that `mask` lets through).
 
         If leaves of the batch differ in rows, a scalar weighs 1, and raises if it `merges` with
@@ -140,7 +146,7 @@ class LossFn:
         return as_loss(out, rows)
 
 
-def _weighed(out, weight):
+def _weighed(out: Loss | ArrayLike, weight: jax.Array) -> Loss:
     """What a loss function returned under a mask, weighing the rows that it lets through."""
     if isinstance(out, Loss):
         return out if out.weight is not None else dataclasses.replace(out, weight=weight)
@@ -158,7 +164,7 @@ def _explaining() -> Any:
 # ------------------------------------------------------------------------ what it sees of the state
 
 
-def in_precision(state: TrainState, params, *, train: bool = True):
+def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> PyTree:
     """What the loss function sees of params."""
     policy, plan = state.plan.precision, state.plan
     if policy is None:
@@ -172,11 +178,11 @@ def in_precision(state: TrainState, params, *, train: bool = True):
 
 
 def objective_of(
-    fn: LossFn, state: TrainState, batch, keywords, inputs: list | None = None
-) -> Callable:
+    fn: LossFn, state: TrainState, batch: PyTree, keywords: Extra, inputs: list[Any] | None = None
+) -> Function:
     """`params -> (scaled mean loss, Loss)`."""
 
-    def objective(params):
+    def objective(params: PyTree):
         loss = fn(*seen_by(fn, state, params, batch, keywords, inputs=inputs), keywords)
         mean = loss.compute()
         if state.loss_scale is not None:
@@ -187,7 +193,13 @@ def objective_of(
 
 
 def seen_by(
-    fn: LossFn, state: TrainState, params, batch, keywords, train=True, inputs: list | None = None
+    fn: LossFn,
+    state: TrainState,
+    params: PyTree,
+    batch: PyTree,
+    keywords: Extra,
+    train: bool = True,
+    inputs: list[Any] | None = None,
 ) -> tuple[Any, Any]:
     """What a loss function sees of params and batch.
 
@@ -204,7 +216,7 @@ def seen_by(
     of = lambda params, batch: fn(params, batch, keywords)
     known = [] if inputs is None else inputs
 
-    def found(batch):
+    def found(batch: PyTree):
         from tsunax._core.dataflow import multiplied
 
         if not known:
@@ -215,7 +227,9 @@ def seen_by(
     return params, policy.batch_to_compute(batch, train, found)
 
 
-def inputs_of(last: dict[Any, list], state: TrainState, batch, keywords) -> list:
+def inputs_of(
+    last: dict[Any, list[Any]], state: TrainState, batch: PyTree, keywords: Extra
+) -> list[Any]:
     """Which leaves of the batch are inputs, found once for all micro-batches, and for calls that
     are alike.
 

@@ -1,5 +1,7 @@
 """What the fields of a state say of themselves, and the static part that all states of a run share."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import dataclasses
@@ -7,21 +9,25 @@ import functools
 import operator
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, dataclass_transform
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
 
+from tsunax._core import Function
 from tsunax.errors import StateError, unknown
 
 if TYPE_CHECKING:
     from tsunax.averages import Average
     from tsunax.precision import Policy
 
+T = TypeVar("T")
+
 COUNTS = ("step", "calls", "rejected", "rejected_in_a_row")  # what the clock of a state holds
 
-_PLANS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+_PLANS: weakref.WeakValueDictionary[Any, Plan] = weakref.WeakValueDictionary()
 
 
 _LOCK = threading.Lock()
@@ -36,16 +42,19 @@ class Plan:
     """
 
     init: Any  # the rule's init, its numbers left out: only ever traced for shapes
-    update: Any
-    selected: (
-        tuple[bool, ...] | None
-    )  # one flag per leaf of params, true if the rule trains it; None: all of them
+    update: Any  # both are None in what evaluates
+    selected: tuple[bool, ...] | None  # for each leaf of params if it is trained; None: all are
     precision: Policy | None
-    overwritten: (
-        tuple[bool, ...] | None
-    )  # one flag per leaf, true if its gradient replaces it; None: none of them
+    overwritten: tuple[bool, ...] | None  # for each leaf if its gradient replaces it; None: none
 
-    def __new__(cls, init, update, selected, precision=None, overwritten=None):
+    def __new__(
+        cls,
+        init: Function | None,
+        update: Function | None,
+        selected: tuple[bool, ...] | None,
+        precision: Policy | None = None,
+        overwritten: tuple[bool, ...] | None = None,
+    ) -> Plan:
         key = init, update, selected, precision, overwritten
         with _LOCK:
             plan = _PLANS.get(key)
@@ -55,7 +64,7 @@ class Plan:
                 _PLANS[key] = plan
         return plan
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Plan], tuple[Any, ...]]:
         return Plan, (self.init, self.update, self.selected, self.precision, self.overwritten)
 
     @functools.cached_property
@@ -65,10 +74,10 @@ class Plan:
             return self.selected
         return tuple(a or b for a, b in zip(self.selected, self.overwritten, strict=True))
 
-    def __copy__(self):
+    def __copy__(self) -> Plan:
         return self
 
-    def __deepcopy__(self, _):
+    def __deepcopy__(self, _: object) -> Plan:
         return self
 
 
@@ -102,7 +111,7 @@ _MOVES, _LIKE = ("", "step", "record"), ("", "params", "trained", "average", "ru
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
-def state_class(cls):
+def state_class(cls: type[T]) -> type[T]:
     """Register a class of states: `TrainState`, or one that adds fields of its own to it.
 
     @state_class
@@ -111,13 +120,13 @@ def state_class(cls):
 
     state = Lagged.of(ts.setup(rule, params), lag=params)
     """
-    cls = dataclass(frozen=True, eq=False, init=False, repr=False)(cls)
-    cls._fields = tuple(f for f in dataclasses.fields(cls) if f.name != "plan")
-    names = [f.name for f in cls._fields]
-    cls._moving = tuple(f.name for f in cls._fields if f.metadata["moves"] and f.name != "params")
-    cls._still = tuple(f.name for f in cls._fields if not f.metadata["moves"])
-    cls._take = operator.attrgetter(*cls._moving), operator.attrgetter(*cls._still)
-    return jax.tree_util.register_dataclass(cls, names, ["plan"])
+    made: Any = dataclass(frozen=True, eq=False, init=False, repr=False)(cls)
+    made._fields = tuple(f for f in dataclasses.fields(made) if f.name != "plan")
+    names = [f.name for f in made._fields]
+    made._moving = tuple(f.name for f in made._fields if f.metadata["moves"] and f.name != "params")
+    made._still = tuple(f.name for f in made._fields if not f.metadata["moves"])
+    made._take = operator.attrgetter(*made._moving), operator.attrgetter(*made._still)
+    return jax.tree_util.register_dataclass(made, names, ["plan"])
 
 
 def averages_of(state: Any) -> dict[str, Average]:
@@ -144,7 +153,7 @@ def frozen_flags(state: Any) -> np.ndarray:
     return (words[..., np.arange(n) // 32] >> np.arange(n) % 32 & 1).astype(bool)
 
 
-def frozen_words(flags) -> np.ndarray:
+def frozen_words(flags: Sequence[bool] | np.ndarray) -> np.ndarray:
     """The inverse: uint32 words, one bit per trained leaf."""
     words = np.zeros(-(-len(flags) // 32), np.uint32)
     for k, on in enumerate(flags):

@@ -150,7 +150,7 @@ def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
     return jax.tree.map(fresh, opt_state)
 
 
-def as_key(key, where: str):
+def as_key(key: Any, where: str) -> Any:
     """The PRNG key that a user gave, as it is, or from an int seed."""
     expected = "an int seed or a key, as jax.random.key(0)"
     if key is None or trees.is_traced(key) or isinstance(key, jax.ShapeDtypeStruct):

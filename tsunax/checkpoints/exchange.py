@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import checks, durable_files, patterns, trees
+from tsunax._core import PyTree, StrPath, Where, checks, durable_files, patterns, trees
 from tsunax.checkpoints import (
     _host_copies,
     _orbax,
@@ -48,8 +48,8 @@ _DEPTH = 64
 
 
 def save(
-    path: str | os.PathLike,
-    tree,
+    path: StrPath,
+    tree: PyTree,
     *,
     rename: Rename = None,
     metadata: Mapping[str, str] | None = None,
@@ -147,13 +147,13 @@ def _texts(metadata) -> dict[str, str]:
 
 
 def restore(
-    path: str | os.PathLike,
-    like=None,
+    path: StrPath,
+    like: PyTree = None,
     *,
-    where: Any = None,
+    where: Where = None,
     rename: Rename = None,
     cast: bool = False,
-):
+) -> PyTree:
     """The arrays of a safetensors file in the place of `like`'s: its structure, dtypes and devices.
 
     `like` is a tree of arrays or of `jax.ShapeDtypeStruct`, with its shardings; or a training
@@ -185,13 +185,13 @@ def restore(
 
 
 def restore_flax(
-    path: str | os.PathLike,
-    like=None,
+    path: StrPath,
+    like: PyTree = None,
     *,
-    where: Any = None,
+    where: Where = None,
     rename: Rename = None,
     cast: bool = False,
-):
+) -> PyTree:
     """As `restore`, from a file of `flax.serialization.to_bytes` or `flax.training.checkpoints`
     (msgpack).
 
@@ -206,13 +206,13 @@ def restore_flax(
 
 
 def restore_orbax(
-    path: str | os.PathLike,
-    like=None,
+    path: StrPath,
+    like: PyTree = None,
     *,
-    where: Any = None,
+    where: Where = None,
     rename: Rename = None,
     cast: bool = False,
-):
+) -> PyTree:
     """As `restore`, from a directory that orbax wrote: of one step, by its old interface or the new
     one.
 
@@ -229,7 +229,7 @@ def restore_orbax(
         return _restored(source, like, where, rename, cast, "restore_orbax()")
 
 
-def contents(path: str | os.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
+def contents(path: StrPath) -> dict[str, jax.ShapeDtypeStruct]:
     """The names in a safetensors file with their shapes and dtypes; no array is read.
 
     `path` as in `restore`.

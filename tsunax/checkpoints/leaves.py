@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import PyTree, trees
 from tsunax.errors import WrongTypeError
 from tsunax.state import TrainState
 
@@ -52,7 +53,7 @@ class Leaf:
     kind: str  # "array", "key:<implementation>", or the type of a plain value
     shape: tuple[int, ...] = ()
     dtype: str = ""  # of an array, as NumPy calls it
-    value: Any = None
+    value: PyTree = None
     name: str = ""  # in files
     hash: int = 0  # of the whole array, see `checksums`
 
@@ -71,7 +72,7 @@ def dtype_of(name: str) -> np.dtype | None:
         return None
 
 
-def is_shape(shape) -> bool:
+def is_shape(shape: Sequence[Any]) -> bool:
     """Whether NumPy can have an array of this shape: also one without elements has a size without
     the axes of length 0.
     """
@@ -79,7 +80,7 @@ def is_shape(shape) -> bool:
     return sizes and len(shape) <= 64 and math.prod(n for n in shape if n) < 1 << 48
 
 
-def leaf_of(path: Keys, x, name: str = "") -> Leaf:
+def leaf_of(path: Keys, x: PyTree, name: str = "") -> Leaf:
     """What is said of a leaf that is saved, or expected of one that is restored.
 
     WrongTypeError for other things.
@@ -98,24 +99,24 @@ def leaf_of(path: Keys, x, name: str = "") -> Leaf:
     raise WrongTypeError("leaf", show("state", path), got, expected, fix)
 
 
-def can_be_saved(x) -> bool:
+def can_be_saved(x: PyTree) -> bool:
     return dtype_of(np.dtype(x.dtype).name) == x.dtype and not isinstance(x, np.ma.MaskedArray)
 
 
-def plain_value(leaf: Leaf):
+def plain_value(leaf: Leaf) -> PyTree:
     """The Python value of a leaf that is no array."""
     value = unfinite(leaf.value)
     return complex(*map(unfinite, value)) if leaf.kind == "complex" else value
 
 
-def finite(x) -> Any:
+def finite(x: PyTree) -> PyTree:
     """JSON has no NaN: floats that are not finite become strings in a list."""
     if isinstance(x, list):
         return [finite(v) for v in x]
     return [repr(x)] if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def unfinite(x) -> Any:
+def unfinite(x: PyTree) -> PyTree:
     is_odd = isinstance(x, list) and len(x) == 1 and x[0] in ("nan", "inf", "-inf")
     return float(x[0]) if is_odd else x
 
@@ -123,13 +124,13 @@ def unfinite(x) -> Any:
 # --------------------------------------------------------------------------------------------- keys
 
 
-def implementation(dtype) -> str:
+def implementation(dtype: Any) -> str:
     """The name of the generator of a key dtype: "fry"."""
     return re.sub(r"[^\w]", "", str(dtype).removeprefix("key"))[:40]
 
 
 @functools.cache  # `eval_shape` keeps a kilobyte of each call for ever
-def key_shape(shape: tuple[int, ...], dtype) -> tuple[int, ...]:
+def key_shape(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype)).shape
 
 
@@ -140,7 +141,7 @@ def _generators() -> dict[str, str]:
     return {implementation(key(name).dtype): name for name in known}
 
 
-def wrap_key(data, name: str):
+def wrap_key(data: PyTree, name: str) -> jax.Array:
     """Key data as typed keys of the generator with this name."""
     if name not in _generators():
         raise Damaged(f"a key of the generator {name!r}, which is not known here")
@@ -162,7 +163,7 @@ class Tree:
     names: list[str]
 
 
-def tree_of(tree) -> Tree:
+def tree_of(tree: PyTree) -> Tree:
     out, names, taken = Tree([], {}, {}, []), [], {}
     _walk(tree, (), (), False, out, names)
     for name in names:  # of a custom node, the keys may differ in their type alone

@@ -141,9 +141,9 @@ def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
 
 def merged_numbers(
     saved: np.ndarray,
-    saved_facts,
+    saved_facts: Mapping[str, Any],
     mine: np.ndarray,
-    my_facts,
+    my_facts: Mapping[str, Any],
     given: Mapping[str, Any] | None = None,
 ) -> tuple[np.ndarray, list[str]]:
     """The live numbers of a restored state, (..., 4, n), and what was edited in the script since.
@@ -197,7 +197,7 @@ def _edited_name(name: str, schedule: str, then: np.ndarray, now: np.ndarray) ->
     return name if differ[0] == 0 else f"{labels[differ[0] - 1]} of {name}"
 
 
-def then_and_now(then, now) -> str:
+def then_and_now(then: Any, now: Any) -> str:
     """The first three numbers that differ, on both sides."""
     then, now = np.ravel(then), np.ravel(now)
     differ = then != now if then.shape == now.shape else slice(None)

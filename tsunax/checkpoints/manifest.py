@@ -138,7 +138,7 @@ _SCHEMA = {
 }  # fmt: skip
 
 
-def check(x, schema) -> None:
+def check(x: Any, schema: Any) -> None:
     """Raise ValueError unless JSON is as a schema: [of each], (of the first, of the second),
     (schema, None) for what may be None, {key: of its value}, {str: of all values}, or a type.
     """

@@ -12,13 +12,13 @@ import itertools
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsunax._core import stable_text, trees
+from tsunax._core import PyTree, stable_text, trees
 from tsunax._step.roles import averages_of
 from tsunax.checkpoints import leaves, live_numbers
 from tsunax.checkpoints._state_in_hand import calls_of
@@ -34,7 +34,9 @@ _LONG = 100  # entries of a list or dict
 _DEEP = 40
 
 
-def script_of(step, state, data, extra: Mapping[str, Any]) -> dict[str, Any]:
+def script_of(
+    step: Any, state: PyTree, data: Iterable[PyTree], extra: Mapping[str, Any]
+) -> dict[str, Any]:
     """Calls and numbers of a script's states, and the rest of what it gives as texts."""
     states = list(leaves.tree_of(state).states.values())
     found: dict[str, str] = {"loss_fn": code_text(getattr(step, "loss_fn", step))}
@@ -172,7 +174,7 @@ def _first_difference(a: str, b: str) -> str:
 # ---------------------------------------------------------------------------------------- functions
 
 
-def code_text(f) -> str:
+def code_text(f: object) -> str:
     """The Python that compiled a function, and a hash of its code and of what it refers to.
 
     What it refers to: defaults, closures, its object, and among the globals plain numbers, dicts

@@ -28,7 +28,7 @@ class Best:
     mode: str | None = None  # "min" or "max": which one is better, no name tells
     k: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or not self.metric:
             got = trees.describe(self.metric)
             raise WrongTypeError("metric", "Best()", got, "the name of a metric")

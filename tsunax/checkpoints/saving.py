@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tsunax._core import checks, durable_files, trees
+from tsunax._core import PyTree, StrPath, checks, durable_files, trees
 from tsunax.checkpoints import _background, _reading, _restoring, _state_in_hand, _values, _writing
 from tsunax.checkpoints._files import Files
 from tsunax.checkpoints._reading import Restored
@@ -84,7 +84,7 @@ class Checkpoints:
     @suggests_names
     def __init__(
         self,
-        path: str | os.PathLike,
+        path: StrPath,
         *,
         every: int | None = None,
         keep_last: int | None = 2,
@@ -93,7 +93,7 @@ class Checkpoints:
         fingerprint: Mapping[str, Any] | None = None,
         read_only: bool = False,
         timeout: float = 600.0,
-    ):
+    ) -> None:
         counts = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
         for name, value in counts.items():
             if value is not None:
@@ -156,7 +156,9 @@ class Checkpoints:
         if processes.process_count() > 1:
             self.together("Checkpoints()", join)
 
-    def together(self, name: str, f: Callable[[], tuple[Any, str]], **how) -> tuple[Any, list[str]]:
+    def together(
+        self, name: str, f: Callable[[], tuple[Any, str]], **how: Any
+    ) -> tuple[Any, list[str]]:
         """`f()`, a value and a word, on all processes, or an error on all: (value, all words)."""
         kinds = (Damaged, CheckpointError, SaveError)
         return processes.together(name, f, **{"timeout": self.timeout + 10, "kinds": kinds, **how})
@@ -169,7 +171,7 @@ class Checkpoints:
 
     def save(
         self,
-        state,
+        state: PyTree,
         *,
         step: int | None = None,
         data: Any = None,
@@ -241,7 +243,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except SaveError as failed:
@@ -265,7 +267,7 @@ class Checkpoints:
 
     def restore(
         self,
-        like,
+        like: PyTree,
         *,
         step: int | str | None = None,
         partial: Any = None,
@@ -301,7 +303,7 @@ class Checkpoints:
         read = lambda at: _reading.read(self, at, how, step is not None)
         return _reading.newest(self, like, step, resume, alike, read)
 
-    def resumed(self, state, resume: str) -> Restored:
+    def resumed(self, state: PyTree, resume: str) -> Restored:
         """Where `fit` goes on: at the newest good checkpoint, or at a `state` that is further, see
         `_state_in_hand`.
         """

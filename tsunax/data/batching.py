@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import checks, trees
+from tsunax._core import Device, PyTree, checks, trees
 from tsunax.data import columns, on_devices, order
 from tsunax.data.checks import check_batch, check_casts, own
 from tsunax.errors import DataError, WrongTypeError, message, suggests_names
@@ -29,23 +29,27 @@ __all__ = ["Batches", "Data", "batches"]
 class Data:
     """Data that can be iterated again and again, an epoch each time, and stores its position."""
 
-    is_whole = False  # whether the last batch has all rows on every process, and no shares
-    resumable = True  # whether `set_state` needs nothing but the position
+    is_whole: bool = False  # whether the last batch has all rows on every process, and no shares
+    resumable: bool = True  # whether `set_state` needs nothing but the position
     is_placed: bool = False  # whether `set_state` was called after the last batch
 
     def __len__(self) -> int:
         """The batches of an epoch. Raises TypeError if unknown."""
         raise NotImplementedError
 
-    def get_state(self) -> dict:
+    def __iter__(self) -> Iterator[PyTree]:
+        """The batches of an epoch, or of the rest of one."""
+        raise NotImplementedError
+
+    def get_state(self) -> dict[str, Any]:
         """The position after the last batch."""
         raise NotImplementedError
 
-    def afresh(self) -> Any:
+    def afresh(self) -> Data:
         """The same data at the beginning, with a separate position."""
         raise NotImplementedError
 
-    def follow(self, state: Mapping) -> None:
+    def follow(self, state: Mapping[str, Any]) -> None:
         """Take over the position of such a copy, as if its batches had been read here."""
         raise NotImplementedError
 
@@ -53,16 +57,31 @@ class Data:
 class Batches(Data):
     """Data made by `batches`: an epoch for each iteration, with a position that can be set."""
 
-    def __init__(self, arrays, batch_size, *, seed, window, drop_remainder, process, device):
-        self.batch_size, self.process, self.resident = batch_size, process, None
+    is_whole: bool = False
+    is_placed: bool = False
+
+    def __init__(
+        self,
+        arrays: PyTree,
+        batch_size: int,
+        *,
+        seed: int,
+        window: int | None,
+        drop_remainder: bool,
+        process: tuple[int, int],
+        device: Device,
+    ) -> None:
+        self.batch_size: int = batch_size
+        self.process: order.Process = process
+        self.resident: PyTree = None  # the arrays on the device
         self._seed, self._window, self._drop = seed, window, drop_remainder
         # of the epoch that was read last; shared by copies, so that a run of `fit` finds it again
         self._known_order: dict[int, np.ndarray] = {}
         self._place = (0, 0)
-        self.share = batch_size // process[1]  # rows that this process has of a full batch
+        self.share: int = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = window is not None or process[1] > 1
-        self.is_stream = columns.is_stream(arrays)  # records in sequence, and not by number
-        self.is_of_arrays = False  # so that rows are read at once
+        self.is_stream: bool = columns.is_stream(arrays)  # records in sequence, and not by number
+        self.is_of_arrays: bool = False  # so that rows are read at once
         if self.is_stream:
             self._records = arrays
             self._rows: Any = len(arrays) if hasattr(arrays, "__len__") else None
@@ -162,7 +181,7 @@ class Batches(Data):
         other._place, other.is_placed = (0, 0), False
         return other
 
-    def follow(self, state: Mapping) -> None:
+    def follow(self, state: Mapping[str, Any]) -> None:
         self._place, self.is_placed = (state["epoch"], state["position"]), False
 
     def _begin(self) -> tuple[int, int]:
@@ -303,14 +322,14 @@ class _Epoch:
 
 @suggests_names
 def batches(
-    arrays: Any,
+    arrays: PyTree,
     batch_size: int,
     *,
     shuffle: bool = False,
     seed: int = 0,
     drop_remainder: bool = False,
     shuffle_window: int | None = None,
-    device: Any = None,
+    device: Device = None,
     process: tuple[int, int] | None = None,
 ) -> Batches:
     """Batches of arrays in memory or in files, or of records.

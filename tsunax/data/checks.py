@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from tsunax._core import checks, placement, trees
+from tsunax._core import PyTree, checks, placement, trees
 from tsunax.errors import DataError, WrongTypeError
 
 
-def check_batch(batch: Any, where: str = "", root: str = "batch") -> int:
+def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
     """The number of rows of a batch, the same in every leaf.
 
     Raises DataError for no rows, different numbers of rows, or leaves without a row axis;
@@ -96,7 +96,7 @@ def _lost(x: Any) -> tuple[str, str] | None:
     return f"{x.dtype} values from {low} to {high}", expected
 
 
-def check_casts(tree: Any, root: str, where: str = "") -> None:
+def check_casts(tree: PyTree, root: str, where: str = "") -> None:
     """Raise DataError for NumPy arrays of which JAX would lose something silently.
 
     Integers that wrap, numbers that become inf, a mask. Reads the values of 64-bit arrays only, and
@@ -112,7 +112,7 @@ def check_casts(tree: Any, root: str, where: str = "") -> None:
                 raise DataError("leaf", place, *lost, fix)
 
 
-def own(leaf: Any) -> Any:
+def own(leaf: PyTree) -> PyTree:
     """A copy of a NumPy array, or of an object that may share memory with one."""
     if type(leaf) is np.ndarray:
         return placement.copied(leaf)
@@ -123,7 +123,7 @@ def own(leaf: Any) -> Any:
     return placement.copied(np.asarray(leaf))
 
 
-def owned(tree: Any, root: str, where: str = "") -> Any:
+def owned(tree: PyTree, root: str, where: str = "") -> PyTree:
     """The tree with copies of NumPy arrays and of objects that share their memory; checks casts."""
     leaves, treedef = jax.tree.flatten(tree)
     if any(map(_lost, leaves)):

@@ -9,12 +9,12 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import PyTree, trees
 from tsunax.data.checks import check_batch, own
 from tsunax.errors import DataError, TsunaxError, told
 
 
-def stacked(records: list[Any]) -> Any:
+def stacked(records: list[Any]) -> PyTree:
     """Records along a new first axis. Raises DataError if structures or shapes differ."""
     try:
         batch = jax.tree.map(_stack, *records)
@@ -47,14 +47,15 @@ def _check_alike(record: Any, first: Any) -> None:
 class Records:
     """A leaf whose rows are records, read one by one by their number and stacked."""
 
-    def __init__(self, data: Any):
-        self.data, self.shape = data, (len(data),)
+    def __init__(self, data: Any) -> None:
+        self.data: Any = data
+        self.shape: tuple[int] = (len(data),)
 
-    def read(self, rows: Any) -> Any:
+    def read(self, rows: range | np.ndarray) -> PyTree:
         return stacked([jax.tree.map(own, self.data[int(i)]) for i in rows])
 
 
-def read(leaf: Any, rows: np.ndarray | slice) -> Any:
+def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
     """Rows of an array, in fresh memory; a file is read in its own order."""
     if isinstance(leaf, Records):
         return leaf.read(range(*rows.indices(leaf.shape[0])) if isinstance(rows, slice) else rows)
@@ -102,7 +103,7 @@ def _has_records(x: Any) -> bool:
     return True
 
 
-def is_stream(arrays: Any) -> bool:
+def is_stream(arrays: object) -> bool:
     """Whether it yields records one after the other, and is no pytree of arrays."""
     if isinstance(arrays, Iterator):
         return True
@@ -113,7 +114,7 @@ def is_stream(arrays: Any) -> bool:
     return not (hasattr(arrays, "columns") or _is_column(arrays) or _has_records(arrays))
 
 
-def as_columns(arrays: Any) -> Any:
+def as_columns(arrays: PyTree) -> PyTree:
     """The tree with leaves that `read` can read. Raises DataError for ambiguous ones."""
     try:
         columns = jtu.tree_map_with_path(_as_column, arrays)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import checks, placement, trees
+from tsunax._core import PyTree, checks, placement, trees
 from tsunax.data.batching import Batches, Data
 from tsunax.data.checks import check_casts, owned
 from tsunax.errors import DataError, TsunaxError, WrongTypeError, told
@@ -35,7 +35,7 @@ def _as_array(leaf: Any) -> Any:
     return np.asarray(leaf) if is_other else leaf
 
 
-def named(data: Any) -> str:
+def named(data: object) -> str:
     """Data of this package in a line, the type of other data."""
     return repr(data) if isinstance(data, Data) else f"a {type(data).__name__}"
 
@@ -75,9 +75,11 @@ class Source:
     `epoch` and `position` count the epochs, and the batches read of the current one.
     """
 
-    def __init__(self, data: Any):
-        self.data, self.epoch, self.position = data, 0, 0
-        self.is_whole = False  # whether the last batch has all rows on every process
+    def __init__(self, data: Any) -> None:
+        self.data: Any = data
+        self.epoch: int = 0
+        self.position: int = 0
+        self.is_whole: bool = False  # whether the last batch has all rows on every process
         self._batches: Any = None  # the iterator of this epoch
         self._held: Any = None  # a batch that `take` read too much, the state before, `is_whole`
         self._given, self._restored = 0, False
@@ -150,7 +152,7 @@ class Source:
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0
 
-    def next(self) -> Any:
+    def next(self) -> PyTree:
         """The next batch; None at the end of an epoch, after which the next one begins.
 
         Raises DataError for an exception of the data (its cause), a batch that is None, or an epoch
@@ -181,7 +183,7 @@ class Source:
     def _count(self, n: int) -> None:
         self.position, self._given, self._restored = self.position + n, self._given + n, False
 
-    def take(self, k: int) -> Any:
+    def take(self, k: int) -> PyTree:
         """The next k batches as one tree with a leading axis; None as in `next`.
 
         Fewer at the end of an epoch, and if shapes change. `Batches` gather them at once.
@@ -234,7 +236,7 @@ class Source:
         """Whether `restore` was called after the last batch."""
         return self._restored or (self._is_ours and self.data.is_placed)
 
-    def follow(self, state: Mapping) -> None:
+    def follow(self, state: Mapping[str, Any]) -> None:
         """Take over the position of a copy of data of this package."""
         self.data.follow(state)
         self._batches, self._held, self._restored = None, None, False
@@ -254,7 +256,7 @@ class Source:
                     return True, method(*args)
         return False, None
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, Any]:
         """The position after the last batch, `{"epoch", "position"}`, and the data's own state."""
         if self._held is not None:
             return self._held[1]
@@ -263,7 +265,7 @@ class Source:
         inner = self._call(GETTERS)[1]
         return {"epoch": self.epoch, "position": self.position, "data": inner}
 
-    def restore(self, state: Mapping, fast_forward: bool = False) -> None:
+    def restore(self, state: Mapping[str, Any], fast_forward: bool = False) -> None:
         """Resume from a position that `state` returned.
 
         Data and iterators without get_state/set_state or state_dict/load_state_dict raise
@@ -310,7 +312,7 @@ class Source:
         self._restored = True
 
 
-def as_source(data: Any) -> Source:
+def as_source(data: Iterable[PyTree]) -> Source:
     """A cursor over any iterable of batches: `batches`, a list, a generator, grain, torch, ...
 
     Leaves of other libraries, such as torch's tensors on the CPU, become NumPy arrays. The data's

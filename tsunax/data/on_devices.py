@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from tsunax._core import trees
+from tsunax._core import Device, Function, PyTree, Scalar, trees
 from tsunax._core.placement import data_axes
 from tsunax.errors import DataError, WrongTypeError
 
 
-def placement(device: Any, where: str) -> Any:
+def placement(device: Device, where: str) -> Device:
     """The sharding of batches, rows over the devices; None for JAX's default device."""
     if device is True or isinstance(device, (NamedSharding, SingleDeviceSharding)):
         return None if device is True else device
@@ -27,14 +26,14 @@ def placement(device: Any, where: str) -> Any:
     raise WrongTypeError("device", where, trees.describe(device), expected)
 
 
-def spans_processes(device: Any) -> bool:
+def spans_processes(device: Device) -> bool:
     """Whether it is a mesh or sharding that other processes have a part of."""
     if isinstance(device, Mesh):
         return device.is_multi_process
     return isinstance(device, NamedSharding) and not device.is_fully_addressable
 
 
-def sharding_of(shape: tuple[int, ...], sharding: Any, axis: int = 0) -> Any:
+def sharding_of(shape: tuple[int, ...], sharding: Device, axis: int = 0) -> Device:
     """The sharding of an array with rows along an axis. Raises DataError if they do not divide."""
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -52,7 +51,7 @@ def sharding_of(shape: tuple[int, ...], sharding: Any, axis: int = 0) -> Any:
     return sharding
 
 
-def put(tree: Any, sharding: Any) -> Any:
+def put(tree: PyTree, sharding: Device) -> PyTree:
     """Arrays that every process has, at a sharding that may span all of them."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
@@ -60,7 +59,9 @@ def put(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(local, tree)
 
 
-def gather(resident: Any, order: Any, first: Any, shape: tuple[int, ...]) -> Any:
+def gather(
+    resident: PyTree, order: jax.Array | None, first: Scalar, shape: tuple[int, ...]
+) -> PyTree:
     """Rows `order[first : first + prod(shape)]` of resident arrays as `(*shape, ...)`, inside jit.
 
     In a fused loop, batch i of an epoch: `gather(resident, order, i * rows, (rows,))`, with
@@ -78,7 +79,7 @@ def gather(resident: Any, order: Any, first: Any, shape: tuple[int, ...]) -> Any
 
 
 @functools.lru_cache(maxsize=64)
-def gather_to(sharding: Any, shape: tuple[int, ...], ordered: bool):
+def gather_to(sharding: Device, shape: tuple[int, ...], ordered: bool) -> Function:
     """`gather` compiled: rows chosen by the host, or in sequence from a row on.
 
     A slice of an order on the device would be a kernel more.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from tsunax._core import Function
 from tsunax.distributed import process_count, process_index
 
 ALL_ROWS = 2**62  # the window of a shuffle of the whole epoch
 Process = tuple[int, int]  # (index, count)
 
 
-def draw(seed: int, epoch: int):
+def draw(seed: int, epoch: int) -> Function:
     """`draw(n)`: the next n random words of an epoch.
 
     NumPy promises the words of a bit generator for every version and machine, but not its

@@ -7,13 +7,14 @@ import copy
 import queue
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from tsunax._core import Device, PyTree
 from tsunax.data.batching import Data
 from tsunax.data.cursors import END, Source, as_source, named
 from tsunax.data.on_devices import placement, put, sharding_of
@@ -121,9 +122,9 @@ class _Ahead:
 class Prefetched(Data):
     """Data that is read ahead, made by `prefetch`; its position counts the batches you received."""
 
-    def __init__(self, data: Any, device: Any, size: int):
+    def __init__(self, data: Iterable[PyTree], device: Device, size: int) -> None:
         self._source, self._place, self._size = as_source(data), _placer(device), size
-        self._state: dict | None = None
+        self._state: dict[str, Any] | None = None
         self._running: Any = lambda: None
 
     @property
@@ -162,11 +163,11 @@ class Prefetched(Data):
     def __iter__(self) -> _Ahead:
         return _Ahead(self)
 
-    def get_state(self) -> dict:
+    def get_state(self) -> dict[str, Any]:
         """The position after the last batch you received; the state of the data itself there."""
         return self._source.state() if self._state is None else self._state
 
-    def follow(self, state: Mapping) -> None:
+    def follow(self, state: Mapping[str, Any]) -> None:
         self.close()
         self._source.follow(state)
         self._state = dict(state)
@@ -181,7 +182,7 @@ class Prefetched(Data):
         if running := self._running():
             running.close()
 
-    def set_state(self, state: Mapping, fast_forward: bool = False) -> None:
+    def set_state(self, state: Mapping[str, Any], fast_forward: bool = False) -> None:
         """Resume from a position; see `Source.restore`."""
         self.close()
         self._source.restore(state, fast_forward)
@@ -189,7 +190,7 @@ class Prefetched(Data):
 
 
 @suggests_names
-def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
+def prefetch(data: Iterable[PyTree], device: Device = None, size: int = 2) -> Prefetched:
     """Data whose next `size` batches a thread makes, and copies to a device, ahead of the loop.
 
         for batch in prefetch(data, device):  # the same batches in the same order

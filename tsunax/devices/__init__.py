@@ -17,20 +17,7 @@ from tsunax.devices.kinds import (
 from tsunax.devices.meshes import Placement, describe_sharding, mesh, shard
 
 __all__ = [
-    "DeviceInfo",
-    "Placement",
-    "describe_sharding",
-    "device",
-    "device_info",
-    "device_of",
-    "devices",
-    "is_available",
-    "mesh",
-    "prefer",
-    "preferred",
-    "shard",
-    "simulate",
-    "supported_devices",
-    "to_device",
-    "to_host",
-]
+    "DeviceInfo", "Placement", "describe_sharding", "device", "device_info", "device_of", "devices",
+    "is_available", "mesh", "prefer", "preferred", "shard", "simulate", "supported_devices",
+    "to_device", "to_host",
+]  # fmt: skip

@@ -28,24 +28,14 @@ import numpy as np
 from jax._src import xla_bridge
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from tsunax._core import checks, trees
+from tsunax._core import Device, PyTree, checks, trees
 from tsunax.devices import _preference
 from tsunax.errors import DeviceError, WrongTypeError, told, unknown, warn
 
 __all__ = [
-    "DeviceInfo",
-    "device",
-    "device_info",
-    "device_of",
-    "devices",
-    "is_available",
-    "prefer",
-    "preferred",
-    "simulate",
-    "supported_devices",
-    "to_device",
-    "to_host",
-]
+    "DeviceInfo", "device", "device_info", "device_of", "devices", "is_available", "prefer",
+    "preferred", "simulate", "supported_devices", "to_device", "to_host",
+]  # fmt: skip
 
 _PLATFORMS = {  # JAX's names; METAL is Apple's old plugin, mps the one of today
     "tpu": ("tpu",),
@@ -65,7 +55,7 @@ _PACKAGES |= {"rocm": "jax[rocm7-local]", "metal": "jax-mps"}
 # Which there are
 
 
-def _find(platform: str | None) -> list[jax.Device]:
+def _find(platform: str | None) -> list[Device]:
     """The devices of a platform in this process, or JAX's default; raises one of `_NONE`."""
     return jax.local_devices(backend=platform)
 
@@ -74,7 +64,7 @@ def _started() -> bool:
     return xla_bridge.backends_are_initialized()  # JAX has no public way to ask without starting it
 
 
-def _search(kind: str) -> tuple[list[jax.Device], str]:
+def _search(kind: str) -> tuple[list[Device], str]:
     """The devices of a kind, or why there are none."""
     for platform in _PLATFORMS[kind]:
         try:
@@ -92,7 +82,7 @@ def _search(kind: str) -> tuple[list[jax.Device], str]:
     return [], f"JAX finds none{plugin}"
 
 
-def _automatic() -> tuple[list[jax.Device], list[str]]:
+def _automatic() -> tuple[list[Device], list[str]]:
     """The devices of the kind that is preferred, or else of the first that is here; and why."""
     wanted, source = _preference.read()
     reasons = [] if wanted else ["no preference"]
@@ -120,7 +110,7 @@ def _check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
         raise DeviceError(unknown("kind", where, kind, known))
 
 
-def _resolve(kind: Any, where: str) -> tuple[list[jax.Device], list[str]]:
+def _resolve(kind: Any, where: str) -> tuple[list[Device], list[str]]:
     _check_kind(kind, where, _preference.KINDS)
     if kind == "auto":
         return _automatic()
@@ -132,7 +122,7 @@ def _resolve(kind: Any, where: str) -> tuple[list[jax.Device], list[str]]:
     return found, [f"{kind} was asked for"]
 
 
-def _at(found: Sequence[jax.Device], index: Any, where: str) -> jax.Device:
+def _at(found: Sequence[Device], index: Any, where: str) -> Device:
     if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
         raise WrongTypeError("index", where, trees.describe(index), "an int")
     if not 0 <= index < len(found):
@@ -142,7 +132,7 @@ def _at(found: Sequence[jax.Device], index: Any, where: str) -> jax.Device:
     return found[int(index)]
 
 
-def _first(where: Any, call: str) -> jax.Device:
+def _first(where: Any, call: str) -> Device:
     if isinstance(where, str):
         return _resolve(where, f"{call[:-1]}{where!r})")[0][0]
     if not isinstance(where, jax.Device):
@@ -170,7 +160,7 @@ def is_available(kind: str) -> bool:
     return bool(_search(kind)[0])
 
 
-def devices(kind: str | Sequence[int | jax.Device] = "auto") -> list[jax.Device]:
+def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
     """The devices of a kind, or those of a list of indices into `devices()`, or of devices.
 
         devices("gpu") == jax.local_devices(backend="gpu")
@@ -205,7 +195,7 @@ def devices(kind: str | Sequence[int | jax.Device] = "auto") -> list[jax.Device]
     return chosen
 
 
-def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> jax.Device:
+def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> Device:
     """One device: number `index`, from 0, of a kind.
 
     "auto" is the preference (see `prefer`), then TPU, GPU, CPU: the first that is here. A kind that
@@ -238,7 +228,7 @@ class DeviceInfo:
     version: str
 
 
-def device_info(device: str | jax.Device = "auto") -> DeviceInfo:
+def device_info(device: str | Device = "auto") -> DeviceInfo:
     """Platform, kind of hardware, memory in bytes, and version of the platform.
 
     >>> device_info("cpu")
@@ -365,7 +355,7 @@ class _Moving(_Moved):
         return to_device(next(self._data), self._place)
 
 
-def to_device(tree: Any, device: str | jax.Device | Sharding = "auto") -> Any:
+def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
     """A tree with its arrays on a device; or a loader, whose batches are put there one by one.
 
         jax.tree.map(lambda x: jax.device_put(x, device), tree)  # other leaves stay as they are
@@ -394,7 +384,7 @@ def to_device(tree: Any, device: str | jax.Device | Sharding = "auto") -> Any:
     return treedef.unflatten([moved.get(id(x), x) for x in leaves])
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: PyTree) -> PyTree:
     """A tree with its JAX arrays as NumPy's, in memory of their own.
 
     An array that occurs twice stays one. NumPy has no keys: they stay JAX's, on the CPU if JAX has
@@ -416,7 +406,7 @@ def to_host(tree: Any) -> Any:
     return treedef.unflatten([moved.get(id(x), x) for x in leaves])
 
 
-def device_of(tree: Any) -> jax.Device | None:
+def device_of(tree: PyTree) -> Device | None:
     """The device that the JAX arrays of a tree are on; None if there are none: NumPy's are nowhere.
 
     Raises DeviceError, with two paths, for arrays on several devices.
@@ -424,7 +414,7 @@ def device_of(tree: Any) -> jax.Device | None:
     >>> device_of({"w": jnp.ones(2), "x": np.ones(2)}) == jax.devices()[0], device_of(np.ones(2))
     (True, None)
     """
-    first: tuple[str, jax.Device] | None = None
+    first: tuple[str, Device] | None = None
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
         if not isinstance(leaf, jax.Array) or trees.is_traced(leaf):
             continue

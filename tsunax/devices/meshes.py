@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tsunax._core import checks, patterns, placement, trees
+from tsunax._core import Device, PyTree, checks, patterns, placement, trees
 from tsunax._step.members import members_of
 from tsunax.devices import kinds as _kinds
 from tsunax.distributed import processes
@@ -32,13 +32,19 @@ from tsunax.state import TrainState, base, trained_part
 
 __all__ = ["Placement", "describe_sharding", "mesh", "shard"]
 
+T = TypeVar("T")
 _AXES = ("data", "fsdp", "tensor")
 # elements: an array of fewer is whole on each device, which costs less than to collect it
 SMALL = 1024
 
 
 def mesh(
-    data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None, explicit: bool = False
+    data: int = -1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    *,
+    devices: Sequence[Device] | str | None = None,
+    explicit: bool = False,
 ) -> Mesh:
     """A mesh of devices with the axes `data`, `fsdp` and `tensor`; -1 is what is left of them.
 
@@ -81,8 +87,13 @@ def mesh(
 
 
 def shard(
-    state: Any, mesh: Mesh, rules=None, *, logical: Mapping | None = None, zero1: bool = False
-) -> Any:
+    state: T,
+    mesh: Mesh,
+    rules: Any = None,
+    *,
+    logical: Mapping[str, Any] | None = None,
+    zero1: bool = False,
+) -> T:
     """The same state over the devices of a mesh.
 
     Which axis of a parameter is spread over which axis of the mesh, the first that says something:
@@ -326,7 +337,7 @@ def _as_dict(name: str, given: Any, expected: str) -> dict:
         raise WrongTypeError(name, "shard()", trees.describe(given), expected) from None
 
 
-def describe_sharding(tree) -> Placement:
+def describe_sharding(tree: PyTree) -> Placement:
     """How each array of a tree is spread, and the bytes that each device holds.
 
     >>> import jax.numpy as jnp

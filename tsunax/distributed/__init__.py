@@ -8,14 +8,6 @@ from tsunax.distributed.processes import agree, barrier, check_in_sync
 from tsunax.distributed.starting import give_up, is_main, process_count, process_index, start, stop
 
 __all__ = [
-    "agree",
-    "barrier",
-    "broadcast",
-    "check_in_sync",
-    "give_up",
-    "is_main",
-    "process_count",
-    "process_index",
-    "start",
-    "stop",
-]
+    "agree", "barrier", "broadcast", "check_in_sync", "give_up", "is_main", "process_count",
+    "process_index", "start", "stop",
+]  # fmt: skip

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from tsunax._core import stable_text, trees
+from tsunax._core import PyTree, stable_text, trees
 from tsunax.distributed import processes, starting
 from tsunax.errors import ProcessError, WrongTypeError
 
 __all__ = ["broadcast"]
 
 
-def broadcast(tree: Any, root: int = 0) -> Any:
+def broadcast(tree: PyTree, root: int = 0) -> PyTree:
     """The tree of one process, on all of them: to the bit, arrays in one transfer.
 
     The trees have the same structure everywhere. Arrays (shape and dtype the same on all) travel

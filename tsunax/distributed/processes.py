@@ -19,19 +19,9 @@ from tsunax.distributed.starting import LAST, process_count, process_index
 from tsunax.errors import ProcessError, TsunaxError, told
 
 __all__ = [
-    "LAST",
-    "agree",
-    "barrier",
-    "check_in_sync",
-    "compare",
-    "gather",
-    "name_of",
-    "process_count",
-    "process_index",
-    "spans_all",
-    "together",
-    "words",
-]
+    "LAST", "agree", "barrier", "check_in_sync", "compare", "gather", "name_of", "process_count",
+    "process_index", "spans_all", "together", "words",
+]  # fmt: skip
 
 SHOWN = 10  # differences in a message
 

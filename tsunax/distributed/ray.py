@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tsunax._core import checks
+from tsunax._core import Function, checks
 from tsunax.distributed import starting
 from tsunax.errors import MissingLibraryError
 
@@ -60,7 +60,7 @@ class _Process:
 
 
 def run(
-    f: Callable,
+    f: Function,
     processes: int,
     *args: Any,
     resources: Mapping[str, Any] | None = None,
@@ -105,7 +105,7 @@ def _first_errors(ray, waiting: list) -> list:
 
 
 def trainer(
-    f: Callable,
+    f: Function,
     workers: int = 1,
     *,
     config: Mapping[str, Any] | None = None,

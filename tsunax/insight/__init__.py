@@ -9,15 +9,6 @@ from tsunax.insight.learning_rate import RangeTest, find_learning_rate
 from tsunax.insight.replaying import ReplayReport, replay
 
 __all__ = [
-    "Description",
-    "RangeTest",
-    "ReplayReport",
-    "SizeReport",
-    "SizeTrial",
-    "describe",
-    "find_accumulation",
-    "find_batch_size",
-    "find_learning_rate",
-    "measured_peak",
-    "replay",
-]
+    "Description", "RangeTest", "ReplayReport", "SizeReport", "SizeTrial", "describe",
+    "find_accumulation", "find_batch_size", "find_learning_rate", "measured_peak", "replay",
+]  # fmt: skip

@@ -90,9 +90,8 @@ def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[
         spread = lambda x, axes: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, axes)
         )
-        rows = PartitionSpec(
-            placement.data_axes(mesh) if members_of(state) is None else ()
-        )  # all rows for each member
+        # all rows for each member
+        rows = PartitionSpec(placement.data_axes(mesh) if members_of(state) is None else ())
         batch = jax.tree.map(lambda x: spread(x, rows if x.ndim else PartitionSpec()), batch)
         extra = jax.tree.map(lambda x: spread(x, PartitionSpec()), extra)
     return batch, extra
@@ -241,16 +240,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 __all__ = [
-    "Need",
-    "as_bytes",
-    "as_shapes",
-    "bytes_on_one",
-    "device_of_state",
-    "free_on_host",
-    "is_out_of_memory",
-    "limit_of",
-    "mesh_of",
-    "need_in",
-    "need_of",
-    "with_rows",
-]
+    "Need", "as_bytes", "as_shapes", "bytes_on_one", "device_of_state", "free_on_host",
+    "is_out_of_memory", "limit_of", "mesh_of", "need_in", "need_of", "with_rows",
+]  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from tsunax._core import checks, placement, trees
+from tsunax._core import Function, PyTree, checks, placement, trees
 from tsunax._step.members import members_of
 from tsunax.distributed import processes
 from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError
@@ -32,9 +32,8 @@ from tsunax.state import own
 __all__ = ["SizeReport", "SizeTrial", "find_accumulation", "find_batch_size"]
 
 _MOST = 1 << 31  # rows, where nobody gives a maximum
-_FIRST = (
-    8  # times the start: batches of few rows are compiled into other programs than those of many
-)
+# times the start: batches of few rows are compiled into other programs than those of many
+_FIRST = 8
 
 
 @dataclass(frozen=True)
@@ -177,9 +176,8 @@ class _Search:
         if most <= least + (lo is not None):
             return least, None
         if len(self.trials) == 1 and (need := self.trials[0].need) is not None:
-            known[0] = (
-                need.total - need.batch - need.temporary
-            )  # as if all that is temporary grew with the rows
+            # as if all that is temporary grew with the rows
+            known[0] = need.total - need.batch - need.temporary
         nearest = sorted(
             (n for n in known if known[n] < math.inf), key=lambda n: abs(known[n] - limit)
         )[:2]
@@ -200,9 +198,8 @@ class _Search:
                     and _at_least(known, limit, self.sizes[least + 1]) - error > limit
                 )
                 return (least if is_sure else least + 1), line
-            if (
-                lo is not None and hi is not None
-            ):  # beyond what does not fit: a bend between the two
+            # beyond what does not fit: a bend between the two
+            if lo is not None and hi is not None:
                 break
         if hi is None:
             return self.floor(2 * (lo or 1)), None
@@ -226,9 +223,9 @@ def _total(trial: SizeTrial) -> float:
 
 
 def find_batch_size(
-    step: Callable,
-    state: Any = None,
-    example: Any = None,
+    step: Function,
+    state: PyTree = None,
+    example: PyTree = None,
     *,
     mode: str = "power",
     method: str = "analyse",
@@ -346,8 +343,8 @@ def find_batch_size(
 
 def find_accumulation(
     step: TrainStep,
-    state: Any,
-    example: Any,
+    state: PyTree,
+    example: PyTree,
     batch_size: int,
     *,
     multiple_of: int = 1,

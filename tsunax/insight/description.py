@@ -20,8 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from tsunax._core import checks, patterns, trees
+from tsunax._core import Device, PyTree, checks, patterns, trees
 from tsunax._step import traces as _traces
 from tsunax._step.roles import frozen_flags
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError
@@ -60,7 +61,7 @@ class Leaf:
     sharding: str  # "" on one device
 
     @property
-    def kind(self) -> tuple:
+    def kind(self) -> tuple[Any, ...]:
         """What two leaves have in common that are shown as one."""
         same = self.dtype, self.status, self.rule, self.clip, self.sharding
         return *same, tuple((name, str(x)) for name, x in self.values.items())
@@ -112,7 +113,7 @@ class Description:
 
 
 def describe(
-    step: TrainStep, state: TrainState, batch, *, peak: Any = None, **extra
+    step: TrainStep, state: TrainState, batch: PyTree, *, peak: Any = None, **extra: Any
 ) -> Description:
     """Describe the cost and effects of a step from its compiled program, without executing it.
 
@@ -157,9 +158,8 @@ def describe(
         _check_positive(peak, where, "peak", " of one device, or 'measure'")
     shapes, more = _memory.as_shapes(state, batch, extra)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Some donated buffers were not usable"
-        )  # it is said here, with the leaves
+        # it is said here, with the leaves
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         started = time.perf_counter()
         traced = step.trace(state, shapes, **more)
         then = time.perf_counter()
@@ -228,7 +228,10 @@ def _check_positive(x, where: str, name: str, more: str = "") -> None:
 
 
 def measured_peak(
-    device: Any = None, dtype: Any = "float32", size: int | None = None, seconds: float = 0.5
+    device: Device = None,
+    dtype: DTypeLike = "float32",
+    size: int | None = None,
+    seconds: float = 0.5,
 ) -> float:
     """FLOP/s of the best square matrix product of this dtype on a device within `seconds`.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import checks, trees
+from tsunax._core import Figure, PyTree, checks, trees
 from tsunax._step.members import over_members
 from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError
 from tsunax.hyper import adjust
@@ -52,7 +52,7 @@ class RangeTest:
             f"{self.name} from {low:.2g} to {high:.2g} in {len(self.rates)} steps{ended}: {found}"
         )
 
-    def plot(self):
+    def plot(self) -> Figure:
         """A matplotlib Figure: the loss over the rate, both suggestions, the band of several seeds."""
         try:
             from matplotlib.figure import Figure
@@ -76,9 +76,8 @@ class RangeTest:
                 linewidth=0,
             )
             low, high = losses.min(), self.smoothed[: self.used].max()
-            axes.set_ylim(
-                top=min(axes.get_ylim()[1], high + 0.5 * (high - low))
-            )  # one seed goes up before the others
+            # one seed goes up before the others
+            axes.set_ylim(top=min(axes.get_ylim()[1], high + 0.5 * (high - low)))
         if self.mode == "exponential":
             axes.set_xscale("log")
         for rate, colour, name in ((self.steepest, 1, "steepest"), (self.tenth, 2, "minimum / 10")):
@@ -119,7 +118,7 @@ class _Ramp:
 def find_learning_rate(
     step: TrainStep,
     state: TrainState,
-    data: Any,
+    data: Iterable[PyTree],
     *,
     low: float = 1e-8,
     high: float = 1.0,
@@ -275,9 +274,8 @@ def _suggested(
 ) -> tuple[float, RangeTest]:
     mean = losses.reshape(len(losses), -1).mean(1)[:used]
     half = min(len(rates) // 12 + 1, (used - 1) // 2)
-    weights = np.arange(
-        -half, half + 1.0
-    )  # of a line through the points around each: symmetric, so without a lag
+    # of a line through the points around each: symmetric, so without a lag
+    weights = np.arange(-half, half + 1.0)
     slopes = np.correlate(mean, weights, "valid") if half > 0 else np.zeros(1)
     if not slopes.min() < 0:
         at = f"{rates[min(used, len(rates) - 1)]:.2g}"

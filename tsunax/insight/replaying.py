@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import checks, trees
+from tsunax._core import PyTree, checks, trees
 from tsunax._core.dataflow import source_line
 from tsunax._step.members import members_of
 from tsunax._step.roles import averages_of
@@ -40,9 +40,8 @@ class ReplayReport:
     # ""
     argument: str
     micro_batch: int | None  # of `accumulate`, counted from 0
-    primitive: (
-        str  # of JAX, that gave the first value that is not finite; "" where it was an argument
-    )
+    # of JAX, that gave the first value that is not finite; "" where it was an argument
+    primitive: str
     line: str  # "path.py:12 (function)" in the user's code
     code: str  # the text of that line
     in_gradient: bool  # whether the loss itself was finite
@@ -53,7 +52,7 @@ class ReplayReport:
         return self.text
 
 
-def replay(step: TrainStep, state: TrainState, batch, **extra) -> ReplayReport:
+def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> ReplayReport:
     """Run a rejected step again with checks; report where the first NaN or inf came from.
 
     The loss and its gradient are computed once more, with keys, mask, model state and micro-batches

@@ -12,17 +12,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tsunax._core import Scalar
+
 __all__ = [
-    "flux_adagrad",
-    "flux_adamw",
-    "flux_amsgrad",
-    "flux_momentum",
-    "flux_oadam",
-    "flux_rprop",
-]
+    "flux_adagrad", "flux_adamw", "flux_amsgrad", "flux_momentum", "flux_oadam", "flux_rprop",
+]  # fmt: skip
 
 
-def flux_momentum(learning_rate, momentum=0.9, nesterov=False):
+def flux_momentum(learning_rate: optax.ScalarOrSchedule, momentum=0.9, nesterov=False):
     """`Momentum` and `Nesterov` of Optimisers.jl: the rate is inside the velocity, so old steps
     keep the old rate.
 
@@ -41,7 +38,9 @@ def flux_momentum(learning_rate, momentum=0.9, nesterov=False):
     )
 
 
-def flux_rprop(learning_rate, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, max_step_size=50.0):
+def flux_rprop(
+    learning_rate: Scalar, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, max_step_size=50.0
+):
     """`Rprop` of Optimisers.jl (and of PyTorch): each number has a step size of its own, only signs
     of gradients count.
 
@@ -86,7 +85,7 @@ def flux_rprop(learning_rate, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, m
     return optax.GradientTransformation(init, update)
 
 
-def flux_adagrad(learning_rate, eps=1e-8):
+def flux_adagrad(learning_rate: optax.ScalarOrSchedule, eps=1e-8):
     """`AdaGrad` of Optimisers.jl: params ← params − learning_rate·g / (√s + eps), s = eps + Σg².
 
     `adagrad` has eps inside the root, and starts s at 0.1 by default. Duchi et al. 2011.
@@ -105,7 +104,7 @@ def flux_adagrad(learning_rate, eps=1e-8):
     return optax.chain(scaled, optax.scale_by_learning_rate(learning_rate))
 
 
-def flux_amsgrad(learning_rate, b1=0.9, b2=0.999, eps=1e-8):
+def flux_amsgrad(learning_rate: optax.ScalarOrSchedule, b1=0.9, b2=0.999, eps=1e-8):
     """`AMSGrad` of Optimisers.jl: no bias correction, and both moments and the maximum start at
     `eps`.
 
@@ -128,7 +127,9 @@ def flux_amsgrad(learning_rate, b1=0.9, b2=0.999, eps=1e-8):
     return optax.chain(scaled, optax.scale_by_learning_rate(learning_rate))
 
 
-def flux_adamw(learning_rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, couple=True):
+def flux_adamw(
+    learning_rate: optax.ScalarOrSchedule, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, couple=True
+):
     """`AdamW` of Optimisers.jl, whose decay need not follow the rate.
 
     params ← params − learning_rate·(u + weight_decay·params) with u of Adam, which is `adamw`; with
@@ -146,7 +147,7 @@ def flux_adamw(learning_rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, coup
     )
 
 
-def flux_oadam(learning_rate, b1=0.5, b2=0.9, eps=1e-8):
+def flux_oadam(learning_rate: Scalar, b1=0.5, b2=0.9, eps=1e-8):
     """`OAdam` of Optimisers.jl: with uₜ = learning_rate·(what Adam gives), params ← params − 2uₜ +
     uₜ₋₁, where u₀ = 0.
 

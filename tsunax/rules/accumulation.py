@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from tsunax import guard
-from tsunax._core import checks
+from tsunax._core import Function, PyTree, Scalar, checks
 from tsunax.errors import RuleError
 from tsunax.rules import numbers
 from tsunax.rules.calling import as_rule, blank, with_extra
@@ -35,26 +35,27 @@ class Window:
 
     waits: ClassVar[bool] = True
 
-    inner: Any  # the rule's own
-    sums: Any  # f32, like params: Σ weight · gradient of the calls gathered so far
-    value: Any  # f32: Σ weight · loss
-    weight: Any  # f32: Σ weight
-    calls: Any  # int32: how many
-    count: Any  # int32: windows that were applied. The clock of `every` where nobody passes `step=`
-    emitted: Any  # bool: whether the last call was the last one of its window
+    inner: PyTree  # the rule's own
+    sums: PyTree  # f32, like params: Σ weight · gradient of the calls gathered so far
+    value: Scalar  # f32: Σ weight · loss
+    weight: Scalar  # f32: Σ weight
+    calls: Scalar  # int32: how many
+    # int32: windows that were applied. The clock of `every` where nobody passes `step=`
+    count: Scalar
+    emitted: Scalar  # bool: whether the last call was the last one of its window
 
 
 def _is_window(x) -> bool:
     return isinstance(x, Window)
 
 
-def any_emitted(opt_state):
+def any_emitted(opt_state: PyTree) -> jax.Array | None:
     """The same of any window anywhere; None where there is none."""
     found = [x.emitted for x in jax.tree.leaves(opt_state, is_leaf=_is_window) if _is_window(x)]
     return functools.reduce(operator.or_, found) if found else None
 
 
-def in_sums(opt_state) -> list[bool]:
+def in_sums(opt_state: PyTree) -> list[bool]:
     """For each leaf whether it is a sum under way.
 
     Those go on for frozen leaves, with nothing added to them.
@@ -95,15 +96,22 @@ class _Init:
 
 @dataclass(frozen=True)
 class Gather:
-    update: Callable
-    every: Any  # int, or a schedule
+    update: Function
+    every: int | Function  # int, or a schedule
 
     def text(self, init: Any) -> str:
         return f"accumulate({text_of(init.init, self.update)}, every={self.every})"
 
     def __call__(
-        self, grads, state: Window, params=None, *, weight=None, flush: bool = False, **extra
-    ):
+        self,
+        grads: PyTree,
+        state: Window,
+        params: PyTree = None,
+        *,
+        weight: Scalar = None,
+        flush: bool = False,
+        **extra: Any,
+    ) -> tuple[PyTree, Window]:
         weight = jnp.float32(1 if weight is None else weight)
         value = jnp.float32(extra.get("value", 0))
         take = (weight > 0) & jnp.isfinite(guard.global_norm(grads)) & jnp.isfinite(value)
@@ -141,7 +149,7 @@ class Gather:
 
 
 def accumulate(
-    rule: optax.GradientTransformation, every: Any
+    rule: optax.GradientTransformation, every: int | Function
 ) -> optax.GradientTransformationExtraArgs:
     """Gather the gradients of `every` calls and give the rule their weighted mean:
     `Σ weight · g / Σ weight`.
@@ -174,7 +182,7 @@ def accumulate(
     return as_rule(_Init(rule.init), Gather(rule.update, every))
 
 
-def flush(state):
+def flush(state: PyTree) -> PyTree:
     """Apply what an unfinished window of `accumulate` holds, at the end of an epoch or a run.
 
     It is divided by the weight that it has, not by that of a full window. A state whose windows are

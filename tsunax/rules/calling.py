@@ -5,13 +5,13 @@ by value.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import optax
 
+from tsunax._core import Function, PyTree
 from tsunax._core.checks import names_of
 from tsunax.rules.live_rules import Home, is_live
 from tsunax.rules.printing import text_of
@@ -23,17 +23,17 @@ class _PlainInit:
     clock.
     """
 
-    init: Callable
+    init: Function
 
-    def __call__(self, params):
+    def __call__(self, params: PyTree) -> PyTree:
         return _on_own_clocks(self.init(params))
 
-    def blank(self) -> Callable:
+    def blank(self) -> Function:
         return _PlainInit(blank(self.init))
 
 
-def _on_own_clocks(state):
-    def mark(x):
+def _on_own_clocks(state: PyTree) -> PyTree:
+    def mark(x: Any):
         if not is_live(x):
             return x
         return dataclasses.replace(
@@ -50,10 +50,12 @@ class PlainUpdate:
     Compares as that half does.
     """
 
-    update: Callable
+    update: Function
     takes: tuple[str, ...]
 
-    def __call__(self, updates, state, params=None, **extra):
+    def __call__(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
         return self.update(
             updates, state, params, **{name: extra[name] for name in self.takes if name in extra}
         )
@@ -68,7 +70,7 @@ class Rule(optax.GradientTransformationExtraArgs):
         return text_of(self.init, self.update)
 
 
-def as_rule(init: Any, update: Any) -> optax.GradientTransformationExtraArgs:
+def as_rule(init: Function, update: Function) -> optax.GradientTransformationExtraArgs:
     """The optax rule of these two halves."""
     return Rule(init, update)
 
@@ -102,8 +104,8 @@ class Wrapped:
 
 @dataclass(frozen=True)
 class _WrapInit:
-    init: Callable
-    own: Callable | None
+    init: Function
+    own: Function | None
 
     def __call__(self, params):
         return Wrapped(self.init(params), None if self.own is None else self.own(params))
@@ -114,8 +116,8 @@ class _WrapInit:
 
 @dataclass(frozen=True)
 class _WrapUpdate:
-    update: Callable
-    around: Callable
+    update: Function
+    around: Function
 
     def __call__(self, updates, state, params=None, **extra):
         inner = lambda updates, at=None: self.update(
@@ -128,7 +130,7 @@ class _WrapUpdate:
 
 
 def wrap(
-    rule: optax.GradientTransformation, update: Callable, init: Callable | None = None
+    rule: optax.GradientTransformation, update: Function, init: Function | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """A rule around a rule: `update` says when, and with what, the one inside is called.
 
@@ -151,7 +153,7 @@ def wrap(
     return as_rule(_WrapInit(rule.init, init), _WrapUpdate(rule.update, update))
 
 
-def blank(init: Any) -> Callable:
+def blank(init: Any) -> Function:
     """The init half of any rule with the numbers of its live parts left out, so that it compares by
     value.
     """

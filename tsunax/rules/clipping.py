@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
     return as_rule(lambda params: optax.EmptyState(), update)
 
 
-def _clip(max_delta: float):
+def _clip(max_delta: optax.ScalarOrSchedule):
     """Clamp every component of the gradient to [-max_delta, max_delta]; NaN stays NaN.
 
     It changes the direction.
@@ -39,7 +39,7 @@ def _clip(max_delta: float):
     )
 
 
-def _clip_by_global_norm(max_norm: float):
+def _clip_by_global_norm(max_norm: optax.ScalarOrSchedule):
     """Scale the whole gradient to an L2 norm of at most `max_norm`.
 
     One f32 norm over everything that is trained and not frozen; at the head of a group's chain it
@@ -58,7 +58,7 @@ def _clip_by_global_norm(max_norm: float):
     return _stateless(clip)
 
 
-def _clip_by_norm(max_norm: float, p: float = 2, throw: bool = True):
+def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = True):
     """Scale each array by itself to a p-norm of at most `max_norm` (Optimisers.jl's `ClipNorm`).
 
     `p` is any real number, ±inf, or 0 (the count of nonzeros). Norms are taken in f32. With
@@ -93,7 +93,7 @@ def _clip_by_norm(max_norm: float, p: float = 2, throw: bool = True):
     return as_rule(init, update)
 
 
-def array_norm(x, p: float):
+def array_norm(x: jax.Array, p: float) -> jax.Array:
     """(Σ|x|ᵖ)^(1/p) of one array in f32; max |x| for inf, min |x| for -inf, the count of nonzeros
     for 0.
     """
@@ -109,7 +109,7 @@ def array_norm(x, p: float):
     return jnp.sum(x**p) ** (1 / p)
 
 
-def _add_decayed_weights(weight_decay: float, where: Any = "**"):
+def _add_decayed_weights(weight_decay: optax.ScalarOrSchedule, where: Any = "**"):
     """Add `weight_decay · params` to the gradient of the leaves that `where` matches.
 
     First in a chain it is the gradient of `weight_decay / 2 · Σ params²` added to the loss; between
@@ -119,7 +119,7 @@ def _add_decayed_weights(weight_decay: float, where: Any = "**"):
     return _decay(where, lambda g, p: g + rate * p)
 
 
-def _sign_decay(sign_decay: float = 1e-3, where: Any = "**"):
+def _sign_decay(sign_decay: optax.ScalarOrSchedule = 1e-3, where: Any = "**"):
     """Add `sign_decay · sign(params)` to the gradient: first in a chain, `sign_decay · Σ|params|`
     in the loss.
     """
@@ -146,10 +146,10 @@ def _decay(where, f):
     return as_rule(init, update)
 
 
-clip = live(_clip)
-clip_by_global_norm = live(_clip_by_global_norm)
-clip_by_norm = live(_clip_by_norm, static=("p", "throw"))
+clip: Final = live(_clip)
+clip_by_global_norm: Final = live(_clip_by_global_norm)
+clip_by_norm: Final = live(_clip_by_norm, static=("p", "throw"))
 for _rule in (clip, clip_by_global_norm, clip_by_norm):
     _rule.advice = "Choose one of clip_by_global_norm, clip_by_norm, clip."
-add_decayed_weights = live(_add_decayed_weights)
-sign_decay = live(_sign_decay)
+add_decayed_weights: Final = live(_add_decayed_weights)
+sign_decay: Final = live(_sign_decay)

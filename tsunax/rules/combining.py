@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tsunax._core import PyTree, trees
 from tsunax._core import patterns as _patterns
-from tsunax._core import trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
 from tsunax.guard import choose, square_sums
@@ -51,9 +51,8 @@ class _ChainUpdate:
         for update, state in zip(self.updates, states, strict=True):
             grads, state = update(grads, state, params, **extra)
             new.append(state)
-            extra.pop(
-                "outside", None
-            )  # the norm of what the other groups received: no measure for other rules' output
+            # the norm of what the other groups received: no measure for other rules' output
+            extra.pop("outside", None)
         return grads, tuple(new)
 
 
@@ -214,7 +213,7 @@ def _for_part(f, params, mine, is_gradient: bool):
 
 
 def partition(
-    rules: Mapping[str, optax.GradientTransformation], *, labels: Any = None
+    rules: Mapping[str, optax.GradientTransformation], *, labels: PyTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """A rule for each part of the params: `{pattern: rule}`; the first pattern that matches a leaf
     takes it.

@@ -17,7 +17,7 @@ No rule of optax does that. Which leaf of a state belongs to which parameter is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import PyTree, trees
 from tsunax.rules.number_table import Numbers, hoist, interned, is_live, live_states, lower
 from tsunax.rules.owners import owners_of_live
 
@@ -38,7 +38,7 @@ class Cut:
     labels: tuple[str, ...]
 
 
-def inners(live: Any, state: Any, params) -> list:
+def inners(live: Any, state: Any, params: PyTree) -> list[Any]:
     """The optax state as each group sees it: shared moments, own counters."""
     leaves, treedef = jax.tree.flatten(state.inner)
     owners = owners_of_live(live, params)
@@ -53,7 +53,9 @@ def inners(live: Any, state: Any, params) -> list:
     return out
 
 
-def collected(live: Any, state: Any, params, runs):
+def collected(
+    live: Any, state: Any, params: PyTree, runs: Sequence[tuple[PyTree, PyTree]]
+) -> tuple[PyTree, PyTree, tuple[Any, ...]]:
     """Each leaf from the run of its group; counters from every run."""
     of, owners = state.cut.of, owners_of_live(live, params)
     per_run = [jax.tree.leaves(u) for u, _ in runs]
@@ -86,7 +88,7 @@ def _one_recut(state: Any, cut: Cut, parents: tuple[int, ...], params) -> Any:
 
 
 def recut(
-    opt_state, numbers: Numbers, params, cuts: Mapping[int, tuple]
+    opt_state: PyTree, numbers: Numbers, params: PyTree, cuts: Mapping[int, tuple[Any, ...]]
 ) -> tuple[Any, Numbers | None]:
     """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}, see
     `_one_recut`.
@@ -100,14 +102,13 @@ def recut(
         cut, parents = cuts[place]
         return _one_recut(s, cut, parents, trees.partition(params, flags)[0])
 
-    if not trees.is_traced(
-        numbers.values
-    ):  # on the host: each cut has shapes of its own, and they would all compile
+    # on the host: each cut has shapes of its own, and they would all compile
+    if not trees.is_traced(numbers.values):
         numbers = dataclasses.replace(numbers, values=np.array(numbers.values))
     return hoist(map_live(one, lower(opt_state, numbers)))
 
 
-def map_live(f: Callable[[int, Any], Any], opt_state):
+def map_live(f: Callable[[int, Any], Any], opt_state: PyTree) -> PyTree:
     """Apply `f(place, state)` to every live state, in the order of `live_states`."""
     places = iter(range(len(live_states(opt_state))))
 

@@ -6,14 +6,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec, cast
+from typing import Any, Generic, ParamSpec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax._core import patterns, trees
+from tsunax._core import Function, PyTree, Where, patterns, trees
 from tsunax.errors import HyperparameterError, RuleError, TsunaxError, WrongTypeError, told, unknown
 from tsunax.rules import numbers as _numbers
 from tsunax.rules.calling import as_rule, with_extra
@@ -21,7 +21,7 @@ from tsunax.rules.live_rules import Home, Live, LiveState, LiveUpdate, building,
 from tsunax.rules.number_table import Number, interned
 
 
-def table_of(live: Live, values: tuple) -> Any:
+def table_of(live: Live, values: tuple[Any, ...]) -> jax.Array:
     """The table of one group, from the numbers that the user gave (schedules: their own
     numbers).
     """
@@ -38,9 +38,9 @@ class LiveInit:
     """The init half; it knows the numbers."""
 
     live: Live
-    values: tuple = field(hash=False)
+    values: tuple[Any, ...] = field(hash=False)
 
-    def plain(self):
+    def plain(self) -> optax.GradientTransformationExtraArgs:
         """The optax rule of the first step."""
         numbers = {}
         for name, value, schedule in zip(
@@ -50,7 +50,7 @@ class LiveInit:
             numbers[name] = Number(value, 1 - value) if trees.is_traced(value) else float(value)
         return self.live.build(numbers)
 
-    def __call__(self, params) -> LiveState:
+    def __call__(self, params: PyTree) -> LiveState:
         live = self.live
         paths = tuple(path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0])
         return LiveState(
@@ -61,7 +61,7 @@ class LiveInit:
             home=Home(interned(paths)),
         )
 
-    def blank(self) -> Callable:
+    def blank(self) -> Function:
         return BlankInit(self.live)
 
 
@@ -71,7 +71,7 @@ class BlankInit:
 
     live: Live
 
-    def __call__(self, params) -> LiveState:
+    def __call__(self, params: PyTree) -> LiveState:
         live = self.live
         inner = live.build(dict.fromkeys(live.names, 0.5)).init(params)
         count = jnp.zeros([], jnp.int32) if any(live.schedules) else None
@@ -85,15 +85,15 @@ class PatternMask:
     (To optax a str is a tree that is true.)
     """
 
-    where: Any
+    where: Where
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         patterns.compile_where(self.where)
 
     def __repr__(self) -> str:
         return repr(self.where)
 
-    def __call__(self, params):
+    def __call__(self, params: PyTree) -> PyTree:
         return jax.tree.unflatten(jax.tree.structure(params), patterns.select(self.where, params))
 
 
@@ -113,18 +113,19 @@ class LiveFactory(Generic[P]):
 
     def __init__(
         self, factory: Callable[P, optax.GradientTransformation], static: tuple[str, ...] = ()
-    ):
-        self.__signature__ = _signature(factory)
+    ) -> None:
+        self.__signature__: inspect.Signature = _signature(factory)
         if isinstance(factory, functools.partial) and not factory.args:
-            factory = (
-                factory.func
-            )  # its keywords are defaults of the signature, and this one compares by value
-        self.factory, self.static = factory, frozenset(static)
-        self.__name__ = self.__qualname__ = name_of(factory)
+            # its keywords are defaults of the signature, and this one compares by value
+            factory = factory.func
+        self.factory: Function = factory
+        self.static: frozenset[str] = frozenset(static)
+        self.__name__: str = name_of(factory)
+        self.__qualname__ = self.__name__
         self.__module__ = "tsunax.rules"
         self.__doc__ = factory.__doc__
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"live({'.'.join(filter(None, (module_of(self.factory), name_of(self.factory))))})"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
@@ -154,9 +155,11 @@ class LiveFactory(Generic[P]):
             else:
                 _numbers.check_number(f"{self.__name__}()", name, value)
                 schedule = None
-            names.append(name), values.append(value), schedules.append(schedule)
+            names.append(name)
+            values.append(value)
+            schedules.append(schedule)
         if building.get():
-            return with_extra(cast(Callable, self.factory)(**statics))
+            return with_extra(self.factory(**statics))
         live = Live(self.factory, statics, tuple(names), tuple(schedules))
         init = LiveInit(live, tuple(values))
         self._try(init)

@@ -10,14 +10,14 @@ import inspect
 import os
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from tsunax._core import trees
+from tsunax._core import Function, PyTree, trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
 from tsunax.rules.calling import PlainUpdate
@@ -27,7 +27,7 @@ from tsunax.rules.printing import name_of_update
 
 
 @functools.lru_cache(maxsize=128)
-def keywords_of(update: Callable) -> frozenset[str] | None:
+def keywords_of(update: Function) -> frozenset[str] | None:
     """The extra arguments that an update, and all that it is made of, may read; None if unknown.
 
     optax's wrappers take any, so names are looked for in the signatures of the functions inside,
@@ -43,7 +43,7 @@ def keywords_of(update: Callable) -> frozenset[str] | None:
     return frozenset(found)
 
 
-def parts_of(update: Callable) -> list[Any] | None:
+def parts_of(update: Function) -> list[Any] | None:
     """The functions, code and other objects that an update is made of; None if nothing can be
     seen.
     """
@@ -103,7 +103,7 @@ def _extra_of(code: types.CodeType) -> set[str]:
     return found - {"updates", "grads", "state", "params"}
 
 
-def check_rule(rule, where: str, fix: str = "") -> None:
+def check_rule(rule: object, where: str, fix: str = "") -> None:
     """Raise WrongTypeError unless this is an optax rule, guessing what was meant."""
     expected, got = "an optax.GradientTransformation", trees.describe(rule)
     if isinstance(rule, optax.GradientTransformation):
@@ -128,7 +128,7 @@ _WAYS = {
 }
 
 
-def check_update(rule: optax.GradientTransformationExtraArgs, params) -> None:
+def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
     """Raise RuleError for a rule of others whose update fails on these params, or returns other
     shapes or dtypes.
 

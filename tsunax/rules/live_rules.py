@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
-from tsunax._core import trees
+from tsunax._core import Function, Maybe, PyTree, Scalar, trees
 from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules.number_table import Number, ScheduleShape, as_scalar, is_live
 
@@ -36,7 +37,7 @@ class Live:
     Compared by value, so that two rules that differ in numbers only share one compiled program.
     """
 
-    factory: Callable
+    factory: Function
     statics: Mapping[str, Any]
     names: tuple[str, ...]
     schedules: tuple[ScheduleShape | None, ...]
@@ -54,7 +55,7 @@ class Live:
     def columns(self) -> int:
         return len(self.names) + sum(s.size for s in self.schedules if s)
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return (
             self is other
             or (  # without a global name: the interpreter's last comparisons find none
@@ -67,7 +68,7 @@ class Live:
             )
         )
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash((self.factory, self.names))
 
     @staticmethod
@@ -77,7 +78,7 @@ class Live:
         except (ValueError, TypeError):  # arrays in a mask: equal only if they are the same object
             return False
 
-    def read(self, table, step) -> dict[str, Number]:
+    def read(self, table: jax.Array, step: ArrayLike) -> dict[str, Number]:
         """The numbers in force at `step`, from one group's `table` of shape (4, columns)."""
         out, at = {}, len(self.names)
         for i, (name, schedule) in enumerate(zip(self.names, self.schedules, strict=True)):
@@ -90,7 +91,7 @@ class Live:
             out[name] = Number(value, complement)
         return out
 
-    def build(self, numbers: Mapping[str, Any]):
+    def build(self, numbers: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
         """The optax rule for these numbers."""
         outer = building.set(True)
         try:
@@ -114,11 +115,11 @@ _BRANCHES = (
 )
 
 
-def name_of(factory) -> str:
+def name_of(factory: object) -> str:
     return (getattr(factory, "__name__", None) or type(factory).__name__).strip("_")
 
 
-def module_of(factory) -> str:
+def module_of(factory: object) -> str:
     """The module of a factory; "" for one that has none, as what `exec` made."""
     return getattr(factory, "__module__", None) or ""
 
@@ -131,7 +132,7 @@ class Home:
     (`tree_map_params`), and from the params of the moment (`lookahead`, `sam`).
     """
 
-    paths: tuple = field(compare=False)  # key path of each leaf that the rule sees
+    paths: tuple[Any, ...] = field(compare=False)  # key path of each leaf that the rule sees
     own_clock: bool = field(default=False, compare=False)  # in a rule that no `step=` is given to
 
 
@@ -145,13 +146,12 @@ class LiveState:
     """State of a live rule."""
 
     # (4, groups, columns): value, complement, held, given. None where a TrainState keeps it
-    table: Any
-    inner: Any  # the optax state, with group 0's counters
-    extra: (
-        tuple  # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
-    )
+    table: jax.Array | None
+    inner: PyTree  # the optax state, with group 0's counters
+    # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
+    extra: tuple[Any, ...]
     # int32: updates of this rule, the clock of its schedules if no `step=` is given; else None
-    count: Any
+    count: Scalar
     live: Live
     cut: Cut | None
     home: Home
@@ -160,12 +160,22 @@ class LiveState:
 
     # A dataclass that is frozen sets its fields one by one through `object.__setattr__`; a state is
     # made at every flatten and unflatten.
-    def __init__(self, table, inner, extra=(), count=None, *, live, cut=None, home=Home(())):
+    def __init__(
+        self,
+        table: jax.Array | None,
+        inner: PyTree,
+        extra: tuple[Any, ...] = (),
+        count: Scalar = None,
+        *,
+        live: Live,
+        cut: Cut | None = None,
+        home: Home = Home(()),
+    ) -> None:
         self.__dict__.update(
             table=table, inner=inner, extra=extra, count=count, live=live, cut=cut, home=home
         )
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         """The fields of the optax state: `state.plateau_count`, as code that was written for that
         reads them.
         """
@@ -173,11 +183,11 @@ class LiveState:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: Any) -> Any:
         return self.inner[i]
 
     @property
-    def paths(self) -> tuple:
+    def paths(self) -> tuple[Any, ...]:
         return self.home.paths
 
     @property
@@ -198,7 +208,15 @@ class LiveUpdate:
     def in_words(self, inner: Callable[[Any], str]) -> str:
         return self.live.in_words(inner)
 
-    def __call__(self, updates, state: LiveState, params=None, *, step=None, **extra):
+    def __call__(
+        self,
+        updates: PyTree,
+        state: LiveState,
+        params: PyTree = None,
+        *,
+        step: Maybe = None,
+        **extra: Any,
+    ) -> tuple[PyTree, LiveState]:
         if not is_live(state) or state.table is None:
             fix = "The state of a TrainState is another one: use ts.update."
             raise RuleError(

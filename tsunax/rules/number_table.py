@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey
+from jax.typing import ArrayLike, DTypeLike
 
-from tsunax._core import trees
+from tsunax._core import Maybe, PyTree, Scalar, TreeDef, trees
 
 # --------------------------------------------------------------------------------------- one number
 
 
-def weak(x):
+def weak(x: ArrayLike) -> jax.Array:
     """`x` as a weakly typed scalar, which promotes like a Python float."""
     return jax.lax.full_like(jnp.asarray(0.0), x)
 
@@ -53,52 +54,53 @@ class Number:
     into functions that it jits.
     """
 
-    def __init__(self, value, complement):
-        self.value, self.complement = value, complement
+    def __init__(self, value: Scalar, complement: Scalar) -> None:
+        self.value: Scalar = value
+        self.complement: Scalar = complement
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[tuple[Scalar, Scalar], None]:
         return (self.value, self.complement), None
 
     @classmethod
-    def tree_unflatten(cls, _, children):
+    def tree_unflatten(cls, _: None, children: Iterable[Scalar]) -> Number:
         return cls(*children)
 
-    def __jax_array__(self):
+    def __jax_array__(self) -> jax.Array:
         return weak(self.value)
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return bool(weak(self.value))
 
-    def __float__(self):
+    def __float__(self) -> float:
         return float(weak(self.value))
 
-    def __neg__(self):
+    def __neg__(self) -> Number:
         return Number(-self.value, 1 + self.value)
 
-    def __pos__(self):
+    def __pos__(self) -> Number:
         return self
 
-    def __abs__(self):
+    def __abs__(self) -> jax.Array:
         return abs(weak(self.value))
 
-    def __rsub__(self, other):
+    def __rsub__(self, other: Scalar) -> Any:
         if isinstance(other, (int, float)) and other == 1:
             return Number(self.complement, self.value)
         return other - weak(self.value)
 
-    def astype(self, dtype):
+    def astype(self, dtype: DTypeLike) -> jax.Array:
         return weak(self.value).astype(dtype)
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype[Any]:
         return self.value.dtype
 
-    shape = ()
+    shape: tuple[int, ...] = ()
     ndim = 0
     size = 1
 
 
-def as_scalar(x):
+def as_scalar(x: Scalar) -> Scalar:
     """A live number as a weakly typed scalar; a Python number as it is."""
     return weak(x.value) if isinstance(x, Number) else x
 
@@ -124,20 +126,20 @@ for _name in ("sub", "lt", "le", "gt", "ge", "eq", "ne"):
 class ScheduleShape:
     """A schedule without its numbers: `leaves` holds `None` where a number of the table goes."""
 
-    treedef: Any
-    leaves: tuple
+    treedef: TreeDef
+    leaves: tuple[Any, ...]
 
     @property
     def size(self) -> int:
         return sum(leaf is None for leaf in self.leaves)
 
-    def at(self, step, numbers):
+    def at(self, step: Maybe, numbers: Iterable[Scalar]) -> Scalar:
         numbers = iter(numbers)
         leaves = [next(numbers) if leaf is None else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)(step)
 
 
-def as_float(value, complement):
+def as_float(value: Scalar, complement: Scalar) -> Scalar:
     """The shortest Python float that would give this value and this complement: 0.999, not
     0.9990000129.
     """
@@ -154,13 +156,13 @@ def as_float(value, complement):
 # ------------------------------------------------------------------------------------- all of them
 
 
-def is_live(x) -> bool:
+def is_live(x: object) -> bool:
     """Whether it is the state of a live rule (`live_rules.Any`)."""
     return getattr(type(x), "is_live", False)
 
 
 @functools.lru_cache(maxsize=1024)  # what falls out costs time, not truth: these compare by value
-def interned(static):
+def interned(static: Any) -> Any:
     """One object for equal static parts, so that comparing two states compares identities."""
     return static
 
@@ -169,22 +171,21 @@ def interned(static):
 class Layout:
     """Where in an optimizer state the live states are: the static part of `Numbers`. Interned."""
 
-    full: Any  # structure with live states and their tables
-    plain: Any  # structure as a TrainState carries it
+    full: TreeDef  # structure with live states and their tables
+    plain: TreeDef  # structure as a TrainState carries it
     tables: tuple[int, ...]  # which leaves of `full` are tables
     clocks: tuple[int, ...]  # and which are clocks of schedules: in a TrainState its step
-    names: tuple  # flat names, per live state and group
-    homes: (
-        tuple  # paths and own_clock per live state: two structures that differ there only are equal
-    )
+    names: tuple[Any, ...]  # flat names, per live state and group
+    # paths and own_clock per live state: two structures that differ there only are equal
+    homes: tuple[Any, ...]
 
     @functools.cached_property
-    def skeleton(self):
+    def skeleton(self) -> PyTree:
         """The optimizer state with its live states, an int for each array."""
         return jax.tree.unflatten(self.full, range(self.full.num_leaves))
 
     @functools.cached_property
-    def lives(self) -> list[tuple[tuple, Any]]:
+    def lives(self) -> list[tuple[tuple[Any, ...], Any]]:
         return live_states(self.skeleton)
 
 
@@ -195,14 +196,15 @@ class Layout:
 class Numbers:
     """All live numbers of an optimizer state."""
 
-    values: Any  # (4, n): value, complement, held against its schedule, as given at setup
+    # (4, n): value, complement, held against its schedule, as given at setup
+    values: jax.Array | np.ndarray
     layout: Layout
 
     @property
     def scheduled(self) -> bool:
         return any(schedule for _, s in self.layout.lives for schedule in s.live.schedules)
 
-    def columns(self):
+    def columns(self) -> Iterator[tuple[int, Any, int, int]]:
         """(live state, group, first column) in the order of the columns."""
         start = 0
         for at, (_, s) in enumerate(self.layout.lives):
@@ -224,15 +226,14 @@ class Numbers:
             ]
         return out
 
-    def named(self, step, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
+    def named(self, step: Maybe, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
         """Every number in force at `step`, by flat name: Python floats where they are concrete.
 
         Schedules on a clock of their own are read at `counts`, see `own_counts`, or left out.
         """
         out = {}
-        values = (
-            self.values if trees.is_traced(self.values) else np.asarray(self.values)
-        )  # one wait, not one each
+        # one wait, not one each
+        values = self.values if trees.is_traced(self.values) else np.asarray(self.values)
         for at, s, group, start in self.columns():
             table = values[..., start : start + s.live.columns]
             inner = len(s.live.names)
@@ -251,7 +252,7 @@ class Numbers:
         return out
 
 
-def hoist(opt_state) -> tuple[Any, Numbers | None]:
+def hoist(opt_state: PyTree) -> tuple[Any, Numbers | None]:
     """Take tables and clocks out: (plain state, numbers)."""
     leaves, full = jax.tree.flatten(opt_state)
     lives = [s for _, s in live_states(opt_state)]
@@ -288,7 +289,7 @@ def _plain(opt_state):
     return jax.tree.map(one, opt_state, is_leaf=is_live)
 
 
-def lower(opt_state, numbers: Numbers | None, step: Any = 0):
+def lower(opt_state: PyTree, numbers: Numbers | None, step: Scalar = 0) -> PyTree:
     """Put them back: the inverse of `hoist`."""
     if numbers is None:
         return opt_state
@@ -306,7 +307,7 @@ def lower(opt_state, numbers: Numbers | None, step: Any = 0):
     return layout.full.unflatten(out)
 
 
-def hoist_like(opt_state, numbers: Numbers | None):
+def hoist_like(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
     """The plain state again, after an update that changed no number."""
     leaves, full = jax.tree.flatten(opt_state)
     if numbers is None or full != numbers.layout.full:
@@ -314,7 +315,7 @@ def hoist_like(opt_state, numbers: Numbers | None):
     return without(numbers.layout, leaves)
 
 
-def own_counts(opt_state, numbers: Numbers) -> dict[int, Any]:
+def own_counts(opt_state: PyTree, numbers: Numbers) -> dict[int, Any]:
     """{live state: its count} of a plain optimizer state, where schedules run on that and not on
     the clock.
     """
@@ -333,11 +334,11 @@ def kept(layout: Layout) -> list[int]:
     ]
 
 
-def without(layout: Layout, leaves):
+def without(layout: Layout, leaves: Sequence[Any]) -> PyTree:
     return layout.plain.unflatten([leaves[i] for i in kept(layout)])
 
 
-def live_states(opt_state) -> list[tuple[tuple, Any]]:
+def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
     """Every live state with its key path, outer ones first: the order of their tables among the
     leaves.
     """
@@ -351,12 +352,12 @@ def live_states(opt_state) -> list[tuple[tuple, Any]]:
 # -------------------------------------------------------------------------------------------- names
 
 
-def patterns(path) -> tuple[str, ...]:
+def patterns(path: Sequence[Any]) -> tuple[str, ...]:
     """The groups of rules in which a live state stands, by their patterns."""
     return tuple(str(k.key) for k in path if isinstance(k, DictKey))
 
 
-def chain_indices(lives) -> list[str]:
+def chain_indices(lives: Sequence[tuple[tuple[Any, ...], Any]]) -> list[str]:
     """Where each live state stands: "0", "1.0" in a chain within a chain, "" for the outermost
     rule.
     """
@@ -374,7 +375,7 @@ def chain_indices(lives) -> list[str]:
     return [index for index, _ in places]
 
 
-def labels(opt_state) -> tuple:
+def labels(opt_state: PyTree) -> tuple[Any, ...]:
     """The flat name of every number: per live state, per group, per name. No two are equal.
 
     A name alone where one rule has it; `name@pattern` in a group of rules; `i.name` where a chain

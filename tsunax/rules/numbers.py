@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import checks, trees
+from tsunax._core import Function, PyTree, Scalar, checks, trees
 from tsunax.errors import HyperparameterError, WrongTypeError, remedy, told
 from tsunax.rules.number_table import ScheduleShape
 
 
-def split_schedule(schedule) -> tuple[ScheduleShape, list]:
+def split_schedule(schedule: PyTree) -> tuple[ScheduleShape, list[Any]]:
     leaves, treedef = jax.tree.flatten(schedule)
     fixed = tuple(leaf if callable(leaf) else None for leaf in leaves)
     return ScheduleShape(treedef, fixed), [leaf for leaf in leaves if not callable(leaf)]
@@ -25,15 +26,11 @@ _NEVER_NUMBERS = {"key", "seed", "mask", "mu_dtype"}
 
 
 _NUMBER_WORDS = ("float", "Scalar", "ArrayLike", "Schedule")
-_OTHER_WORDS = (
-    "Mask",
-    "ArrayTree",
-    "Mapping",
-    "Iterable",
-)  # one for each array, or a function of the params
+# one for each array, or a function of the params
+_OTHER_WORDS = ("Mask", "ArrayTree", "Mapping", "Iterable")
 
 
-def takes_number(parameter: inspect.Parameter, value) -> bool:
+def takes_number(parameter: inspect.Parameter, value: Any) -> bool:
     """Does this parameter of a factory hold a number, or a schedule of one, given this value?
 
     Counts, flags, names, masks, dtypes, keys, tuples and functions do not: they are part of the
@@ -45,9 +42,8 @@ def takes_number(parameter: inspect.Parameter, value) -> bool:
     is_empty = default is parameter.empty
     if isinstance(default, (bool, int, str, tuple)) or (callable(default) and not is_empty):
         return False
-    if re.match(
-        r"(typing\.|collections\.abc\.)?Callable\b", annotation
-    ):  # not a number or a function of the step
+    # not a number or a function of the step
+    if re.match(r"(typing\.|collections\.abc\.)?Callable\b", annotation):
         return False
     expected = (
         isinstance(default, float)
@@ -77,7 +73,9 @@ _FIXES: dict[str, str] = dict.fromkeys(
 )
 
 
-def check_number(where: str, name: str, value, expected: str = "a number or a schedule") -> None:
+def check_number(
+    where: str, name: str, value: Any, expected: str = "a number or a schedule"
+) -> None:
     """Raise unless `value` is one finite number in the range of its name. Traced numbers pass."""
     if not checks.is_real(value):
         raise WrongTypeError(name, where, trees.describe(value), expected)
@@ -98,7 +96,7 @@ def check_number(where: str, name: str, value, expected: str = "a number or a sc
         raise HyperparameterError(name, where, f"{value}", bounds, fix)
 
 
-def check_schedule(where: str, name: str, schedule) -> None:
+def check_schedule(where: str, name: str, schedule: Function) -> None:
     """Probe a schedule at step 0, and traced: a scalar, finite, in the range of its name.
 
     Nothing is known of later steps: a schedule may be of no use behind the end of its run.
@@ -119,7 +117,7 @@ def _at(where: str, name: str, schedule, step):
         raise HyperparameterError(name, where, told(error), "a number", remedy(error)) from error
 
 
-def as_rows(values) -> Any:
+def as_rows(values: Sequence[Scalar]) -> jax.Array:
     """(4, n): values, their complements rounded once from float64 where they are concrete, zeros,
     the values again.
     """

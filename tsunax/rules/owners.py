@@ -11,7 +11,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import Function, PyTree, trees
 from tsunax.rules.number_table import Numbers, is_live, kept
 
 
@@ -29,7 +29,7 @@ def _owners_by_marks(
     return [next((k.owner for k in path if isinstance(k, trees.Mark)), None) for path, _ in marked]
 
 
-def owners_by_suffix(params: Any, keyed: list) -> list[int | None]:
+def owners_by_suffix(params: PyTree, keyed: list[Any]) -> list[int | None]:
     """The parameter with the longest equal end of the key path that has the same shape."""
     flat = jtu.tree_flatten_with_path(params)[0]
     index = {(path, np.shape(leaf)): i for i, (path, leaf) in enumerate(flat)}
@@ -37,7 +37,9 @@ def owners_by_suffix(params: Any, keyed: list) -> list[int | None]:
     return [next((index[end] for end in of_leaf if end in index), None) for of_leaf in ends]
 
 
-def owners(init: Callable[[Any], Any], params: Any) -> tuple[Any, list[tuple], list[int | None]]:
+def owners(
+    init: Callable[[Any], Any], params: PyTree
+) -> tuple[Any, list[tuple[Any, ...]], list[int | None]]:
     """`(shapes, paths, owners)`: from which parameter is each leaf of an optax state made?
 
     `shapes` is `jax.eval_shape(init, params)`. `paths` and `owners` have, for each leaf of it in
@@ -56,22 +58,23 @@ def owners(init: Callable[[Any], Any], params: Any) -> tuple[Any, list[tuple], l
     return shapes, [path for path, _ in keyed], found
 
 
-def owners_of_live(live: Any, params) -> list[int | None]:
+def owners_of_live(live: Any, params: PyTree) -> list[int | None]:
     leaves, treedef = jax.tree.flatten(params)
     return _owners_like(
         live, treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     )
 
 
-@functools.lru_cache(
-    maxsize=128
-)  # a trace of `init` each: every cut asks, and every trace of a cut rule
+# a trace of `init` each: every cut asks, and every trace of a cut rule
+@functools.lru_cache(maxsize=128)
 def _owners_like(live: Any, treedef, shapes: tuple) -> list[int | None]:
     halves = dict.fromkeys(live.names, 0.5)
     return owners(live.build(halves).init, treedef.unflatten(shapes))[-1]
 
 
-def owners_of(init: Callable, opt_state, numbers: Numbers | None, params) -> list[int | None]:
+def owners_of(
+    init: Function, opt_state: PyTree, numbers: Numbers | None, params: PyTree
+) -> list[int | None]:
     """For each leaf of a plain optimizer state the index of the parameter that it belongs to, or
     None.
     """
@@ -81,7 +84,7 @@ def owners_of(init: Callable, opt_state, numbers: Numbers | None, params) -> lis
     return [found[i] for i in kept(numbers.layout)]
 
 
-def owners_in(init: Callable, opt_state, params) -> list[int | None]:
+def owners_in(init: Function, opt_state: PyTree, params: PyTree) -> list[int | None]:
     """The same for the leaves of an optimizer state in which live states keep their tables."""
     shapes, _, found = owners(init, params)
     fresh = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if o is None else o for o in found])

@@ -5,7 +5,7 @@ the verdict.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,10 @@ class SpikeState:
     it, how many, inf for a spike.
     """
 
-    band: Any  # f32[4, 2]
+    band: jax.Array  # f32[4, 2]
 
     @property
-    def values(self):
+    def values(self) -> jax.Array:
         return self.band[3]
 
     @property
@@ -65,9 +65,8 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
         now = jnp.stack([jnp.log(jnp.maximum(norm, 1e-30)), value]).astype(jnp.float32)
         centre, spread, seen, _ = state.band
         distance = now - centre
-        room = jnp.where(
-            np.array([True, False]), np.float32(np.log(2)), jnp.abs(centre)
-        )  # the double of either
+        # the double of either
+        room = jnp.where(np.array([True, False]), np.float32(np.log(2)), jnp.abs(centre))
         spike = (distance > jnp.maximum(reach * spread, room)) & (seen >= warmup)
         step = jnp.where(seen == 0, 1, jnp.float32(rate))
         spread = spread + step * jnp.where(seen == 0, 0, jnp.abs(distance) - spread)
@@ -77,4 +76,4 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
     return as_rule(init, update)
 
 
-reject_spikes = live(_reject_spikes, static=("warmup",))
+reject_spikes: Final = live(_reject_spikes, static=("warmup",))

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import PyTree, trees
 from tsunax._step.members import check_local_members
 from tsunax.data.batching import Batches
 from tsunax.data.cursors import Source
@@ -33,7 +34,7 @@ SMALL = 1 << 16  # bytes of an array that is compared in full
 class Alike:
     """The processes of one run, or of one evaluation. Nothing for a process alone."""
 
-    def __init__(self, where: str, state: Any, data: Any):
+    def __init__(self, where: str, state: PyTree, data: Iterable[PyTree]) -> None:
         self.where = where
         leaves = (
             x
@@ -41,13 +42,12 @@ class Alike:
             if isinstance(x, jax.Array) and not x.is_fully_addressable
         )
         spread = next(leaves, None)
-        self.spans = spread is not None
+        self.spans: bool = spread is not None
         self._speaks = spread is not None and processes.spans_all(spread.sharding.device_set)
         data = innermost(data)
         self._data = data if isinstance(data, Batches) else None
-        self._is_known = (
-            self._data is not None and self._data.is_of_arrays
-        )  # then its settings say what will come
+        # then its settings say what will come
+        self._is_known = self._data is not None and self._data.is_of_arrays
         self._has_warned = False
         if self.spans:
             check_local_members(state, where)
@@ -81,9 +81,8 @@ class Alike:
             return
         if self._data is not None:
             data = dict(self._data.settings)
-            if (
-                self._data.process[1] == 1 and self._data.resident is None
-            ):  # rows of its own, in their own order
+            # rows of its own, in their own order
+            if self._data.process[1] == 1 and self._data.resident is None:
                 length = len(self._data) if self._data.is_of_arrays else None
                 data |= {
                     "seed": None,
@@ -96,7 +95,7 @@ class Alike:
             settings["data"] = data
         processes.compare(self.where, settings, processes.LAST)
 
-    def batch(self, place: str, batch: Any, steps: int = 1, then: str = "") -> None:
+    def batch(self, place: str, batch: PyTree, steps: int = 1, then: str = "") -> None:
         """Compare how the next batches look, None after the last, of data that may be another one
         on each process.
 
@@ -154,7 +153,7 @@ class Alike:
                 warn(f"{place}: {text}: that of process 0 counts on all. {fix}.")
         return first
 
-    def boundary(self, place: str, stopped: str, state: Any, has_changed: bool) -> str:
+    def boundary(self, place: str, stopped: str, state: PyTree, has_changed: bool) -> str:
         """Why the run stops, if a callback of any process said so; a clock may say so to one only.
 
         Raises ProcessError where callbacks changed the state on some processes only, or otherwise.
@@ -175,14 +174,13 @@ class Alike:
             return asked
         said = processes.words(f"the end of {self.where}", str(asked))
         found = next((int(text) for text in said if text != "0"), 0)
-        while found and not processes.agree(
-            found
-        ):  # or what one has asked for would end the next run
+        # or what one has asked for would end the next run
+        while found and not processes.agree(found):
             time.sleep(1e-3)
         return found
 
 
-def small(state: Any) -> Any:
+def small(state: PyTree) -> Any:
     """A tree in which large arrays are their shapes: what is compared in no time."""
     is_small = lambda x: not isinstance(x, jax.Array) or x.nbytes <= SMALL
     return jax.tree.map(lambda x: x if is_small(x) else trees.describe(x), state)

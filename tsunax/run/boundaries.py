@@ -4,12 +4,13 @@ loggers, progress, checkpoint, in this order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsunax._core import checks, trees
+from tsunax._core import Function, checks, trees
 from tsunax.errors import RowError, StateError, WrongTypeError, unknown, warn
 from tsunax.run import callbacks, evaluation, progress
 from tsunax.run.agreement import Alike
@@ -23,27 +24,23 @@ from tsunax.run.run import Run, blamed
 from tsunax.state import TrainState, donated
 
 
+@dataclass(eq=False)
 class Boundaries:
     """The boundaries of a run, and what is remembered from one to the next."""
 
-    def __init__(
-        self,
-        run: Run,
-        options: Options,
-        feed: Feed,
-        alike: Alike,
-        log: RowLog,
-        rejections: Rejections,
-        memory: dict[str, Any],
-    ):
-        self.run, self.options, self.feed, self.alike = run, options, feed, alike
-        self.log, self.rejections, self.memory = log, rejections, memory
-        self.bar: Any = None
-        self.saved: Any = None  # at which place it was, last
-        self.script: Any = None  # what the script gave, see `checkpoints.resume.script_of`
-        self.evaluated = -1  # the step at which it was, last
-        self.agreed: frozenset[str] = frozenset()  # names of its numbers, the same on all processes
-        self.has_changed = False  # whether a callback of this boundary returned a state
+    run: Run
+    options: Options
+    feed: Feed
+    alike: Alike
+    log: RowLog
+    rejections: Rejections
+    memory: dict[str, Any]
+    bar: Any = None
+    saved: Any = None  # at which place it was, last
+    script: Any = None  # what the script gave, see `checkpoints.resume.script_of`
+    evaluated: int = -1  # the step at which it was, last
+    agreed: frozenset[str] = frozenset()  # names of its numbers, the same on all processes
+    has_changed: bool = False  # whether a callback of this boundary returned a state
 
     def look_for_names(self) -> None:
         """Raise RowError before step 1 for a name that somebody waits for and `evaluate` does not
@@ -184,7 +181,7 @@ class Boundaries:
         run.history.mark("evaluate", run.step)
         self.bar.note(f"step {run.step}: " + ", ".join(progress.summary(found, "{:.6g}".format)))
 
-    def call_back(self, name: str, callback) -> None:
+    def call_back(self, name: str, callback: Function) -> None:
         run = self.run
         run.memory = self.memory.setdefault(name, {})
         self.log.begin(run.step)

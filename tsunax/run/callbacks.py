@@ -16,27 +16,20 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tsunax._core import checks, trees
+from tsunax._core import PyTree, Where, checks, trees
 from tsunax.errors import HyperparameterError, RowError, WrongTypeError, unknown, warn
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.rules import numbers
 
+if TYPE_CHECKING:
+    from tsunax.run.run import Run
+
 __all__ = [
-    "At",
-    "adjust_at",
-    "best",
-    "early_stopping",
-    "every",
-    "freeze_at",
-    "patience",
-    "plateau",
-    "sample",
-    "thaw_at",
-    "throttle",
-    "time_limit",
-]
+    "At", "adjust_at", "best", "early_stopping", "every", "freeze_at", "patience", "plateau",
+    "sample", "thaw_at", "throttle", "time_limit",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
@@ -96,14 +89,14 @@ def _is_better(value: float, other: float, mode: Mode, by: float = 0.0) -> bool:
     return value < other - by if mode == "min" else value > other + by
 
 
-def is_watching(callback) -> bool:
+def is_watching(callback: object) -> bool:
     """Whether it is one of those here that wait for a metric of an evaluation."""
     return isinstance(callback, (early_stopping, best, plateau)) and not callback.metric.startswith(
         "best"
     )
 
 
-def may_log(callback) -> bool:
+def may_log(callback: object) -> bool:
     """Whether a callback may log names that others wait for."""
     return not isinstance(callback, (early_stopping, best, plateau, time_limit, sample, At))
 
@@ -138,9 +131,9 @@ class every:
     """
 
     n: int
-    fn: Callable[[Any], Any]
+    fn: Callable[[Run], Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _whole("every()", "n", self.n)
         _function("every()", "fn", self.fn)
 
@@ -148,7 +141,7 @@ class every:
     def every(self) -> int:
         return self.n
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> PyTree:
         return self.fn(run)
 
 
@@ -162,20 +155,19 @@ class throttle:
     processes differ: what it calls should not change the state there.
     """
 
-    fn: Callable[[Any], Any]
+    fn: Callable[[Run], Any]
     seconds: float
     leading: bool = True
     trailing: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _function("throttle()", "fn", self.fn)
         _real("throttle()", "seconds", self.seconds, 0)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> PyTree:
         memory, now = run.memory, time.time()
-        is_waiting = (
-            now < memory.get("throttled_until", 0.0) <= now + self.seconds
-        )  # a clock set back ends the wait
+        # a clock set back ends the wait
+        is_waiting = now < memory.get("throttled_until", 0.0) <= now + self.seconds
         is_due = memory.get("throttled", False)
         if is_waiting and not (run.event == "end" and is_due):
             memory["throttled"] = is_due or self.trailing
@@ -192,9 +184,9 @@ class sample:
     """
 
     n: int
-    fn: Callable[[Any], Any]
+    fn: Callable[[Run], Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _whole("sample()", "n", self.n)
         _function("sample()", "fn", self.fn)
 
@@ -202,7 +194,7 @@ class sample:
     def every(self) -> int:
         return self.n
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> PyTree:
         shown = self.fn(run.state)
         if shown is not None:
             getattr(run, "note", print)(f"step {run.step}: {shown}")
@@ -241,7 +233,7 @@ class early_stopping:
     def events(self) -> tuple[str, ...] | None:
         return _events_of(self.metric)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         where = "early_stopping()"
         _watched(where, self.metric, self.mode)
         _whole(where, "patience", self.patience)
@@ -249,7 +241,7 @@ class early_stopping:
         if self.divergence is not None:
             _real(where, "divergence", self.divergence, -math.inf)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> None:
         memory = run.memory
         if news := _news("early_stopping()", self.metric, run):
             step, value = news
@@ -261,9 +253,8 @@ class early_stopping:
                 )
             better = _improves(memory, step, value, self.mode, self.min_delta)
             memory["wait"] = 0 if better else memory.get("wait", 0) + 1
-        if (
-            memory.get("wait", 0) >= self.patience
-        ):  # also at the start of a run that it has stopped before
+        # also at the start of a run that it has stopped before
+        if memory.get("wait", 0) >= self.patience:
             best = (
                 f"{memory['best']:.6g} at step {memory['best_step']}" if "best" in memory else "NaN"
             )
@@ -281,14 +272,14 @@ class patience:
     3
     """
 
-    predicate: Callable[[Any], Any]
+    predicate: Callable[[Run], Any]
     n: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _function("patience()", "predicate", self.predicate)
         _whole("patience()", "n", self.n)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> None:
         memory = run.memory
         if run.event == "start" or memory.get("asked") == run.step:
             return
@@ -310,10 +301,10 @@ class time_limit:
 
     seconds: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _real("time_limit()", "seconds", self.seconds, 0)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> None:
         memory, now = run.memory, time.monotonic()
         if run.event != "start":  # there, `since` may be another process's
             memory["elapsed"] = memory.get("elapsed", 0.0) + now - memory.get("since", now)
@@ -336,18 +327,18 @@ class best:
 
     metric: str = "val/loss"
     mode: Mode = "min"
-    keep: Callable[[Any], Any] | None = None
+    keep: Callable[[Run], Any] | None = None
 
     @property
     def events(self) -> tuple[str, ...] | None:
         return _events_of(self.metric)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _watched("best()", self.metric, self.mode)
         if self.keep is not None:
             _function("best()", "keep", self.keep)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> None:
         memory, news = run.memory, _news("best()", self.metric, run)
         if news is None:
             return
@@ -387,21 +378,21 @@ class plateau:
     patience: int = 5
     min_delta: float = 0.0
     min_learning_rate: float = 0.0
-    where: Any = "**"
+    where: Where = "**"
     mode: Mode = "min"
 
     @property
     def events(self) -> tuple[str, ...] | None:
         return _events_of(self.metric)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _watched("plateau()", self.metric, self.mode)
         _real("plateau()", "factor", self.factor, 0, 1)
         _whole("plateau()", "patience", self.patience)
         _real("plateau()", "min_delta", self.min_delta, 0)
         _real("plateau()", "min_learning_rate", self.min_learning_rate, 0)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> PyTree:
         if run.event == "start":
             _rates(run.state, self.where)
         news = _news("plateau()", self.metric, run)
@@ -443,17 +434,17 @@ class At:
 
     step: int
     change: Callable[..., Any]
-    where: Any
+    where: Where
     values: dict[str, Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _whole(f"{self.change.__name__}_at()", "step", self.step, 0)
 
     @property
     def at(self) -> tuple[int]:
         return (self.step,)
 
-    def __call__(self, run):
+    def __call__(self, run: Run) -> PyTree:
         if run.memory.get("done"):
             return None
         state = self.change(run.state, self.where, **self.values) if run.event == "start" else None
@@ -467,12 +458,12 @@ class At:
         return state if state is not None else self.change(run.state, self.where, **self.values)
 
 
-def thaw_at(step: int, where: Any = "**") -> At:
+def thaw_at(step: int, where: Where = "**") -> At:
     """`ts.thaw(state, where)` at a step: for a head first, then the body."""
     return At(step, thaw, where, {})
 
 
-def freeze_at(step: int, where: Any) -> At:
+def freeze_at(step: int, where: Where) -> At:
     """`ts.freeze(state, where)` at a step.
 
     A state that never froze must be `setup(..., freezable=True)`.
@@ -480,7 +471,7 @@ def freeze_at(step: int, where: Any) -> At:
     return At(step, freeze, where, {})
 
 
-def adjust_at(step: int, where: Any = "**", /, **values: Any) -> At:
+def adjust_at(step: int, where: Where = "**", /, **values: Any) -> At:
     """`ts.adjust(state, where, **values)` at a step; `where` needs values of its own already.
 
     >>> adjust_at(1000, learning_rate=1e-4).at

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tsunax._core import placement, trees
+from tsunax._core import Function, PyTree, placement, trees
 from tsunax._step.loss_fn import LossFn
 from tsunax._step.loss_fn_errors import check_no_loss_fn
 from tsunax._step.members import members_of
@@ -41,7 +41,9 @@ def one_batch() -> Iterator[None]:
         _ONE_BATCH.reset(token)
 
 
-def evaluate(eval_step, state: TrainState, data, **extra) -> dict[str, float]:
+def evaluate(
+    eval_step: Function, state: TrainState, data: Iterable[PyTree], **extra: Any
+) -> dict[str, float]:
     """`{"loss": ..., metrics...}` of a state over all of `data`, exact whatever the sizes of its
     batches.
 

@@ -5,7 +5,7 @@ lives.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tsunax._core import placement, trees
+from tsunax._core import PyTree, placement, trees
 from tsunax._step.members import members_of
 from tsunax.data.batching import Batches, Data
 from tsunax.data.checks import check_batch
-from tsunax.data.cursors import as_source
+from tsunax.data.cursors import Source, as_source
 from tsunax.data.order import ALL_ROWS
 from tsunax.data.prefetching import Prefetched
 from tsunax.errors import DataError, StateError, warn
@@ -25,9 +25,8 @@ from tsunax.program import TrainStep
 from tsunax.run import fused_loop
 from tsunax.state import TrainState
 
-BUFFER_BYTES = (
-    1 << 20
-)  # of batches that one call takes: in a cache, and a fraction of what a model needs
+# of batches that one call takes: in a cache, and a fraction of what a model needs
+BUFFER_BYTES = 1 << 20
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
 RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
 MOST_ROOM = 1024  # of a call for so many steps; for more only what is left, if that is known
@@ -40,7 +39,7 @@ SHAPES = 16  # that batches may have in a run: each one compiles
 class Chunk(NamedTuple):
     """Batches for one call."""
 
-    feed: Any  # on the device
+    feed: PyTree  # on the device
     n: Any  # int32 (2,): how many steps, and how many rejected ones in a row end them
     steps: int
     epochs: Any  # int (steps,), or one int
@@ -62,10 +61,10 @@ class Feed:
 
     def __init__(
         self,
-        step,
-        data,
-        state,
-        steps_per_call,
+        step: Any,
+        data: Iterable[PyTree],
+        state: PyTree,
+        steps_per_call: int | str | None,
         interval: float,
         left: float = float("inf"),
         *,
@@ -74,7 +73,7 @@ class Feed:
         goes_on: bool = False,
         crosses: bool = False,  # whether a call may go beyond the end of an epoch that is shorter
         tells: bool = True,  # the data given where they are after each call, not at `sync` alone
-    ):
+    ) -> None:
         self._tells = tells
         self._step, self._crosses = step, crosses
         self._repeats = crosses and isinstance(data, list | tuple) and len(data) == 1
@@ -89,7 +88,7 @@ class Feed:
             self._given, self._was, data = data, (data.get_state(), data.is_placed), data.afresh()
         elif begins and isinstance(data, Prefetched) and not isinstance(innermost(data), Iterator):
             data.restart()
-        self.source = as_source(data)
+        self.source: Source = as_source(data)
         if isinstance(data, Data) and self.source.resumable and not begins:
             place, is_placed = (
                 (data.get_state(), data.is_placed) if self._given is None else self._was
@@ -101,12 +100,11 @@ class Feed:
                     {"epoch": place["epoch"] + (place["position"] > 0), "position": 0}
                 )
         self._start = self.source.state() if self.source.resumable else None
-        if isinstance(
-            steps_per_call, int
-        ):  # room for so many more than are left would never be filled
+        # room for so many more than are left would never be filled
+        if isinstance(steps_per_call, int):
             steps_per_call = int(min(steps_per_call, max(MOST_ROOM, left)))
         self._setting, self._interval = steps_per_call, interval
-        self.size = 1  # batches of a call at most, of the shape of the first one
+        self.size: int = 1  # batches of a call at most, of the shape of the first one
         self._first: Any = None  # that batch, as shapes
         self._sizes: dict[Any, tuple[int, int]] = {}
         self._ended = False
@@ -143,7 +141,7 @@ class Feed:
             return False
 
     def take(
-        self, n: int, state, step: int, limit: int = NO_LIMIT, until: float = 1
+        self, n: int, state: PyTree, step: int, limit: int = NO_LIMIT, until: float = 1
     ) -> Chunk | None:
         """The next batches, n at most and all of one shape; None at the end of an epoch.
 
@@ -320,9 +318,8 @@ class Feed:
                 "Each one compiles: pad the batches to a few sizes.",
             )
             raise DataError("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix)
-        if (
-            not rows_only or len(self._sizes) > 1
-        ):  # the short batch at the end of an epoch is expected
+        # the short batch at the end of an epoch is expected
+        if not rows_only or len(self._sizes) > 1:
             new, old = (
                 ", ".join(str(x.shape) for x in jax.tree.leaves(tree))
                 for tree in (one, self._first)
@@ -342,7 +339,7 @@ class Feed:
             return buffer_size(one, (), self._setting, self._interval, REPEATED_BYTES)
         return buffer_size(one, leaves, self._setting, self._interval)
 
-    def place(self) -> Any:
+    def place(self) -> dict[str, Any] | None:
         """Where the data are, for a checkpoint."""
         block, settings = self._block, _settings_of(self.source.data)
         place = self.source.state()
@@ -350,7 +347,7 @@ class Feed:
             place = block.before | {"position": block.before["position"] + block.at}
         return place if settings is None else {**place, "settings": settings}
 
-    def go_to(self, place, fast_forward: bool) -> None:
+    def go_to(self, place: Mapping[str, Any], fast_forward: bool) -> None:
         """Go on from such a place.
 
         Raises DataError for data that cannot, unless it is read again up to there.
@@ -405,18 +402,16 @@ class _Block:
         """Of stacked leaves, of which n batches at most go into the first call."""
         count = len(leaves[0])
         self.size = max(size, count) if count <= n else size
-        room = (
-            self.size if count <= n else count + size - 1
-        )  # the last call may look beyond the end
+        # the last call may look beyond the end
+        room = self.size if count <= n else count + size - 1
         self.leaves, self.treedef, self.count, self.bytes = (
             [_padded(x, room) for x in leaves],
             treedef,
             count,
             bytes,
         )
-        self.before = (
-            before  # the place of the data where it begins; None where nothing was read ahead
-        )
+        # the place of the data where it begins; None where nothing was read ahead
+        self.before = before
         self.at = 0
 
     def next(self, n: int) -> tuple[Any, int]:
@@ -451,7 +446,13 @@ def _repeated(x, n: int):
     return out
 
 
-def buffer_size(batch, leaves, steps_per_call, interval: float, bytes: int = BUFFER_BYTES) -> int:
+def buffer_size(
+    batch: PyTree,
+    leaves: Sequence[Any],
+    steps_per_call: int | str | None,
+    interval: float,
+    bytes: int = BUFFER_BYTES,
+) -> int:
     """How many batches a call has room for: at least 2, since a loop of one would be another
     program.
 
@@ -461,14 +462,15 @@ def buffer_size(batch, leaves, steps_per_call, interval: float, bytes: int = BUF
     if isinstance(steps_per_call, int):
         return max(2, steps_per_call)
     size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
-    on_device = any(
-        isinstance(x, jax.Array) for x in leaves
-    )  # stacked by a program of that many operands
+    # stacked by a program of that many operands
+    on_device = any(isinstance(x, jax.Array) for x in leaves)
     most = min(bytes // max(int(size), 1), 8 if on_device else MOST)
     return int(max(2, min(most, interval)))
 
 
-def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) -> tuple[Any, Any]:
+def place(
+    feed: PyTree, n: int, home: Any, limit: int = NO_LIMIT, *, step: Any = None, whole: bool = False
+) -> tuple[Any, Any]:
     """Stacked batches, in memory of ours, where the state lives; jit is the fastest way to one
     device.
 
@@ -502,7 +504,7 @@ def _is_new(state) -> bool:
     return bool(parts) and not any(np.max(x.calls) for x in parts)
 
 
-def innermost(data) -> Any:
+def innermost(data: Any) -> Any:
     """What is read ahead, however often; other data themselves."""
     while isinstance(data, Prefetched):
         data = data.data
@@ -515,7 +517,7 @@ def _settings_of(data) -> dict[str, Any] | None:
     return data.settings if isinstance(data, Batches) else None
 
 
-def length_of(batches, where: str) -> int:
+def length_of(batches: PyTree, where: str) -> int:
     """The length of the first axis that all arrays of a tree share. Raises StateError."""
     shapes = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
     if len(shapes) != 1 or shapes == {()} or shapes == {(0,)}:

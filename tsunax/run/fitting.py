@@ -16,12 +16,13 @@ import contextlib
 import functools
 import itertools
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsunax._core import checks, placement
+from tsunax._core import PyTree, Step, checks, placement
 from tsunax._core.interrupts import Interrupt
 from tsunax.distributed import processes
 from tsunax.errors import NonFiniteError, RowError
@@ -48,43 +49,50 @@ class Fit:
 
     def __init__(
         self,
-        step: Any,
-        state: Any,
-        data: Any,
+        step: Step,
+        state: PyTree,
+        data: Iterable[PyTree],
         options: Options,
         history: History,
         memory: dict[str, Any],
         start: int,
-    ):
-        self.step, self.options = step, options
+    ) -> None:
+        self.step: Step = step
+        self.options: Options = options
         interval = min(options.intervals, default=float("inf"))
         left = options.goal.left(start)
         crosses = not options.listens_to_epochs and jax.process_count() == 1
         given = options.steps_per_call, interval, left
-        self.feed = feed.Feed(step, data, state, *given, goes_on=True, crosses=crosses, tells=False)
-        self.loop = fused_loop.fused(step, not isinstance(step, TrainStep) or step.donate)
-        self.run = Run(state, start, self.feed.epoch, history)
-        self.alike = agreement.Alike("fit()", state, data)
-        self.signal = 0  # that ended the run: the same on all processes
-        self.log = RowLog(self.run, options.loggers)
-        self.rejections = Rejections(step, state, self.run, options.max_bad)
+        self.feed: feed.Feed = feed.Feed(
+            step, data, state, *given, goes_on=True, crosses=crosses, tells=False
+        )
+        self.loop: fused_loop.Fused = fused_loop.fused(
+            step, not isinstance(step, TrainStep) or step.donate
+        )
+        self.run: Run = Run(state, start, self.feed.epoch, history)
+        self.alike: agreement.Alike = agreement.Alike("fit()", state, data)
+        self.signal: int = 0  # that ended the run: the same on all processes
+        self.log: RowLog = RowLog(self.run, options.loggers)
+        self.rejections: Rejections = Rejections(step, state, self.run, options.max_bad)
         parts = self.run, options, self.feed, self.alike, self.log, self.rejections
-        self.boundaries = Boundaries(*parts, memory)
+        self.boundaries: Boundaries = Boundaries(*parts, memory)
         self.given: Any = None  # what `extra` was placed from
+        self.extra: Any
         self.place_extra()
-        self.held = _infos.HeldNumbers()
-        self.is_resumed = False  # at the step of a checkpoint
+        self.held: _infos.HeldNumbers = _infos.HeldNumbers()
+        self.is_resumed: bool = False  # at the step of a checkpoint
         self.next: tuple[int, float] = -1, 0.0  # the boundary after this step
         self.pending: list[tuple[feed.Chunk, Any]] = []  # calls whose infos were not read
-        self.ahead = 0  # steps in them
+        self.ahead: int = 0  # steps in them
         # per step over the last reads, without compiling and boundaries; 0: unknown
-        self.seconds = 0.0
-        self.read_at = 0.0  # when calls were read last; 0 before the first call
-        self.idle, self.idle_steps = 0.0, 0  # seconds that do not count, and the steps done in them
-        self.steps_read = 0
+        self.seconds: float = 0.0
+        self.read_at: float = 0.0  # when calls were read last; 0 before the first call
+        self.idle: float = 0.0  # seconds that do not count
+        self.idle_steps: int = 0  # done in them
+        self.steps_read: int = 0
         self.stretch: collections.deque[tuple[float, int]]  # (clock, steps done) at the last reads
         self.stretch = collections.deque(maxlen=STRETCH)
-        self.traced = self.traces()  # when it was called last
+        self.traced: int = self.traces()  # when it was called last
 
     def place_extra(self) -> None:
         """The arguments of the step where the state lives: once, and again where a callback put in
@@ -244,7 +252,9 @@ class Fit:
             self.seconds = max(clock - since, 1e-9) / (done - before)
         self.stretch.append((clock, done))
 
-    def rows(self, chunks: Any, infos: Any, named: dict[str, np.ndarray]) -> None:
+    def rows(
+        self, chunks: Sequence[feed.Chunk], infos: PyTree, named: dict[str, np.ndarray]
+    ) -> None:
         """History, loggers and progress get the numbers of these steps, one row for every
         `log_every` of them.
         """
@@ -289,7 +299,7 @@ class Fit:
             rejections.give_up(fatal, chunks, self.extra)
 
     def rates(
-        self, columns: dict[str, np.ndarray], infos: Any
+        self, columns: dict[str, np.ndarray], infos: PyTree
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """The columns without the weights of steps, and the steps and examples of a second."""
         is_population = self.rejections.is_population

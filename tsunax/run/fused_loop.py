@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +30,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import checks, convolutions, placement, trees
+from tsunax._core import (
+    Device,
+    Extra,
+    PyTree,
+    Scalar,
+    Step,
+    TreeDef,
+    checks,
+    convolutions,
+    placement,
+    trees,
+)
 from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
 from tsunax._step.on_mesh import masked
 from tsunax.data.on_devices import gather
 from tsunax.errors import StateError
 from tsunax.guard import leaves_apart
 from tsunax.program import Programs, Traced, TrainStep, home_of, raise_fault
+from tsunax.rules.number_table import Numbers
 from tsunax.state import TrainState, assemble, donated, split
 from tsunax.step import StepInfo
 
@@ -46,12 +57,12 @@ from tsunax.step import StepInfo
 class Single:
     """One batch, for a step that is called as it is."""
 
-    batch: Any
+    batch: PyTree
 
-    def one(self):
+    def one(self) -> PyTree:
         return self.batch
 
-    def at(self, i):
+    def at(self, i: Scalar) -> PyTree:
         return self.batch
 
 
@@ -62,18 +73,19 @@ class Single:
 class Stacked:
     """Batches along a new first axis."""
 
-    batches: Any
-    mask: Any = None  # f32 (rows,): 0 for rows of padding, where there are any
+    batches: PyTree
+    # f32 (rows,): 0 for rows of padding, where there are any
+    mask: jax.Array | np.ndarray | None = None
 
     @property
     def size(self) -> int:
         return jax.tree.leaves(self.batches)[0].shape[0]
 
-    def one(self):
+    def one(self) -> PyTree:
         """The first batch, as it is."""
         return jax.tree.map(lambda x: x[0], self.batches)
 
-    def at(self, i):
+    def at(self, i: Scalar) -> PyTree:
         return jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), self.batches
         )
@@ -90,17 +102,17 @@ class Gathered:
     `order[first + i·rows : first + (i + 1)·rows]`.
     """
 
-    arrays: Any
-    order: Any  # int32 (all rows,); None: as they lie
-    first: Any  # int32
+    arrays: PyTree
+    order: jax.Array | None  # int32 (all rows,); None: as they lie
+    first: Scalar  # int32
     rows: int
     size: int
-    spread: Any = None  # the sharding of a batch's rows, on a mesh
+    spread: Device = None  # the sharding of a batch's rows, on a mesh
 
-    def one(self):
+    def one(self) -> PyTree:
         return self.at(0)
 
-    def at(self, i):
+    def at(self, i: Scalar) -> PyTree:
         batch = gather(self.arrays, self.order, self.first + i * self.rows, (self.rows,))
         return batch if self.spread is None else placement.spread(batch, self.spread)
 
@@ -116,14 +128,14 @@ class Infos:
     one transfer.
     """
 
-    table: Any  # f32 (steps, numbers): others of 32 bits as they lie in memory
+    table: jax.Array | np.ndarray  # f32 (steps, numbers): others of 32 bits as they lie in memory
     others: list[Any]  # what is not one such number, stacked
-    treedef: Any
+    treedef: TreeDef
     dtypes: tuple[Any, ...]  # of every leaf; None for one of `others`
     named: tuple[str, ...]  # the scheduled hyperparameters, the last columns of the table
 
     @classmethod
-    def of(cls, info) -> Infos:
+    def of(cls, info: PyTree) -> Infos:
         """Those of one step."""
         leaves, treedef = jax.tree.flatten(info)
         dtypes = tuple(x.dtype if x.shape == () and x.dtype.itemsize == 4 else None for x in leaves)
@@ -148,7 +160,7 @@ class Infos:
             name: table[:, i] for name, i in zip(self.named, columns, strict=True)
         }
 
-    def stacked(self, numbers) -> Any:
+    def stacked(self, numbers: Numbers | None) -> PyTree:
         """The infos as a step would give them, on the device."""
         columns, others = iter(range(self.table.shape[-1])), iter(self.others)
         as_dtype = jax.lax.bitcast_convert_type
@@ -169,7 +181,7 @@ class Fused:
     steps in a row goes no further: where the host learns of it late, it is still as it was then.
     """
 
-    step: Callable
+    step: Step
     donate: bool
 
     @functools.cached_property
@@ -236,7 +248,7 @@ class Fused:
             out_shardings=out,
         )
 
-    def once(self, state, batch, extra):
+    def once(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
         """One call of the step, as it is."""
         try:
             out = self.step(state, batch, **extra)
@@ -248,7 +260,9 @@ class Fused:
             raise StateError("result", "step", trees.describe(out), "two things: (state, info)")
         return out
 
-    def __call__(self, state, feed, n, extra) -> tuple[Any, Infos]:
+    def __call__(
+        self, state: PyTree, feed: PyTree, n: np.ndarray | jax.Array, extra: Extra
+    ) -> tuple[Any, Infos]:
         kind, moving, still = None, state, ()
         if isinstance(state, TrainState):
             kind, (moving, still) = (type(state), state.plan), split(state)
@@ -289,7 +303,7 @@ def _with_scheduled(infos: Infos, numbers) -> Infos:
     return dataclasses.replace(infos, table=table, named=tuple(columns))
 
 
-def by_member(name: str, x) -> list[tuple[str, Any]]:
+def by_member(name: str, x: np.ndarray | jax.Array) -> list[tuple[str, Any]]:
     """A number as a column of that name, or one for each member of a population."""
     return [(name, x)] if np.ndim(x) < 2 else [(f"{name}/{i}", x[:, i]) for i in range(x.shape[1])]
 
@@ -303,7 +317,7 @@ def _check_same(old, new) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def fused(step: Callable, donate: bool) -> Fused:
+def fused(step: Step, donate: bool) -> Fused:
     """The loop of a step; equal steps share one, and so what was compiled."""
     return Fused(step, donate)
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import Figure, trees
 from tsunax.errors import MissingLibraryError, RowError, WrongTypeError, unknown
 from tsunax.run.rows import check_names, check_row, families
 
@@ -50,7 +50,7 @@ class History:
     (array([10, 20]), array([ nan, 1.75]), 0.1)
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._steps = array("q")
         self._columns: dict[
             str, tuple[array, array]
@@ -60,9 +60,8 @@ class History:
         # of the rows of the `_dense` names those at multiples of this step stay; 0: all of them
         self._every = 0
         self._dense: set[str] = set()
-        self._settled = (
-            -1
-        )  # rows up to this step stay, or go with all others when there are too many
+        # rows up to this step stay, or go with all others when there are too many
+        self._settled = -1
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
         """Add a row. Numbers of a step that already has a row join it; newer values win.
@@ -220,7 +219,7 @@ class History:
     def __contains__(self, name: object) -> bool:
         return name == "step" or name in self._columns
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -235,7 +234,7 @@ class History:
         column[np.array(rows, np.int64)] = values
         return column
 
-    def plot(self, *, names: Sequence[str] | None = None, x: str = "step"):
+    def plot(self, *, names: Sequence[str] | None = None, x: str = "step") -> Figure:
         """A matplotlib Figure of the run: loss, metrics, learning rate and events.
 
         `names` are the columns to draw instead; those that end alike share a panel. `x` is "step",
@@ -297,7 +296,7 @@ class History:
             raise RowError(unknown("name", "history", name, ["step", *self.names]))
         return self._columns[name]
 
-    def to_dataframe(self):
+    def to_dataframe(self) -> Any:
         """A pandas DataFrame with a row for each step, its index.
 
         Raises MissingLibraryError without pandas.

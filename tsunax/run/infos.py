@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import PyTree, trees
 from tsunax._step.members import check_local_members
 from tsunax.errors import StateError
+from tsunax.rules.number_table import Numbers
 from tsunax.run import fused_loop
 from tsunax.run.run import OF_FIT
 from tsunax.state import TrainState, donated
 from tsunax.step import StepInfo
 
 
-def form_of(infos) -> tuple:
+def form_of(infos: PyTree) -> tuple[Any, ...]:
     """What the infos of two calls have to share to become rows together: structure, and shapes but
     for the steps.
     """
@@ -29,12 +30,12 @@ def form_of(infos) -> tuple:
     return treedef, *map(np.shape, leaves)
 
 
-def is_ready(infos) -> bool:
+def is_ready(infos: PyTree) -> bool:
     """Whether a call is done: on a CPU it often is when it returns."""
     return all(x.is_ready() for x in jax.tree.leaves(infos) if hasattr(x, "is_ready"))
 
 
-def hosted(infos):
+def hosted(infos: PyTree) -> PyTree:
     """Infos as NumPy arrays. Waits. `jax.device_get` costs ten times as much for so small ones."""
     if isinstance(infos, fused_loop.Infos):  # done for every call
         infos.__dict__.update(
@@ -56,7 +57,7 @@ def unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.nda
     return jax.tree.map(lambda *x: np.stack(x), *infos), {}
 
 
-def verdicts(infos, n: int) -> np.ndarray:
+def verdicts(infos: PyTree, n: int) -> np.ndarray:
     """int32 (n,): what the guards of all steps in these infos said; above 0 where one rejected."""
     parts = jax.tree.leaves(infos, is_leaf=lambda x: isinstance(x, StepInfo))
     found = [
@@ -70,7 +71,7 @@ def verdicts(infos, n: int) -> np.ndarray:
     )
 
 
-def own_names(infos) -> list[str]:
+def own_names(infos: PyTree) -> list[str]:
     """The names that the user gave: of metrics, or of a dict's own numbers."""
     if isinstance(infos, StepInfo):
         return list(infos.metrics or {})
@@ -79,7 +80,7 @@ def own_names(infos) -> list[str]:
     )
 
 
-def columns(infos) -> Iterator[tuple[str, Any]]:
+def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
     """The numbers of stacked infos, by name: those of a `StepInfo`, of a mapping of them, or one
     alone.
     """
@@ -105,9 +106,8 @@ def columns(infos) -> Iterator[tuple[str, Any]]:
         flat = np.reshape(x, (len(x), -1))
         if np.ndim(x) == 1:
             yield name, x
-        elif (
-            flat.shape[1] <= MOST_OF_A_METRIC
-        ):  # a metric for each class; of more, `evaluate` tells
+        elif flat.shape[1] <= MOST_OF_A_METRIC:
+            # a metric for each class; of more, `evaluate` tells
             yield from ((f"{name}/{i}", column) for i, column in enumerate(flat.T))
 
 
@@ -126,7 +126,7 @@ def _still(state) -> dict[str, float]:
     }
 
 
-def scheduled(numbers, steps) -> dict[str, np.ndarray]:
+def scheduled(numbers: Numbers | None, steps: Iterable[int]) -> dict[str, np.ndarray]:
     """Those that one moves, for a few steps."""
     if numbers is None or not numbers.scheduled:
         return {}
@@ -148,7 +148,7 @@ def counts_of(state: TrainState) -> np.ndarray:
     return np.asarray(state.clock)
 
 
-def step_of(state, default: int) -> int:
+def step_of(state: PyTree, default: int) -> int:
     """The clock of a state; of a population, whose members have their own, the calls."""
     if not isinstance(state, TrainState):
         return default
@@ -156,11 +156,11 @@ def step_of(state, default: int) -> int:
     return int(counts[0] if counts.ndim == 1 else np.max(counts[..., 1]))
 
 
-def calls_of(state) -> int:
+def calls_of(state: PyTree) -> int:
     return int(np.max(counts_of(state)[..., 1])) if isinstance(state, TrainState) else 0
 
 
-def rejected_of(state) -> tuple[int, int]:
+def rejected_of(state: PyTree) -> tuple[int, int]:
     if not isinstance(state, TrainState):
         return 0, 0
     counts = counts_of(state)
@@ -177,7 +177,7 @@ class HeldNumbers:
         self._start: dict[str, float] | None = None
         self._told: dict[str, float] = {}
 
-    def of(self, state: Any) -> dict[str, float]:
+    def of(self, state: PyTree) -> dict[str, float]:
         numbers = getattr(state, "numbers", None)
         if self._start is None or numbers is not self._numbers:
             now = _still(state)

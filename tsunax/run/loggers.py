@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from tsunax._core import durable_files, trees
+from tsunax._core import StrPath, durable_files, trees
 from tsunax.errors import (
     HyperparameterError,
     MissingLibraryError,
@@ -167,7 +167,7 @@ class console:
     _names: set[str] = field(default_factory=set, init=False, repr=False)
     _rows: int = field(default=0, init=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int):
             raise WrongTypeError("every", "console()", trees.describe(self.every), "a whole number")
         if self.every < 1:
@@ -216,14 +216,14 @@ class csv:
     file that is none of this logger's.
     """
 
-    path: str | os.PathLike
+    path: StrPath
     _file: TextIO | None = field(default=None, init=False, repr=False)
     _names: list[str] = field(default_factory=list, init=False, repr=False)
     _runs: tuple[Any, Any] = field(default=(None, None), init=False, repr=False)
     _settings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     _used: bool = field(default=False, init=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.path = _path("csv()", self.path)
 
     def start(self, settings: Mapping[str, Any]) -> None:
@@ -285,12 +285,12 @@ class jsonl:
     all. Raises RowError for a file that is none of this logger's.
     """
 
-    path: str | os.PathLike
+    path: StrPath
     _file: TextIO | None = field(default=None, init=False, repr=False)
     _settings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     _used: bool = field(default=False, init=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.path = _path("jsonl()", self.path)
 
     def start(self, settings: Mapping[str, Any]) -> None:
@@ -330,11 +330,11 @@ class tensorboard:
     "_". Raises MissingLibraryError, when it is made, without tensorboardX.
     """
 
-    directory: str | os.PathLike
+    directory: StrPath
     _writer: Any = field(default=None, init=False, repr=False)
     _settings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.directory = _path("tensorboard()", self.directory)
         try:
             import tensorboardX  # noqa: F401

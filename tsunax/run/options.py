@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from tsunax._core import checks, trees
+from tsunax._core import Function, PyTree, checks, trees
 from tsunax._step.loss_fn_errors import A_STEP
 from tsunax.errors import WrongTypeError
 from tsunax.program import TrainStep
@@ -24,7 +24,7 @@ from tsunax.state import TrainState, check_state
 class Goal:
     """`steps` or `epochs`, whichever was given: a place to reach, not a number to add."""
 
-    def __init__(self, where: str, steps, epochs):
+    def __init__(self, where: str, steps: int | None, epochs: int | None) -> None:
         check_whole(
             where,
             **{name: x for name, x in (("steps", steps), ("epochs", epochs)) if x is not None},
@@ -36,13 +36,14 @@ class Goal:
                 else f"steps={steps} and epochs={epochs}"
             )
             raise WrongTypeError("goal", where, got, "one of them")
-        self.steps, self.epochs = steps, epochs
+        self.steps: int | None = steps
+        self.epochs: int | None = epochs
 
     def left(self, step: int) -> float:
         return float("inf") if self.steps is None else self.steps - step
 
     def reached(self, step: int, epoch: int) -> bool:
-        return step >= self.steps if self.steps is not None else epoch >= self.epochs
+        return step >= self.steps if self.steps is not None else epoch >= (self.epochs or 0)
 
     def __str__(self) -> str:
         return f"steps={self.steps}" if self.steps is not None else f"epochs={self.epochs}"
@@ -53,7 +54,7 @@ class Options:
     """What `fit` was given, checked."""
 
     goal: Goal
-    evaluate: Callable | None
+    evaluate: Function | None
     evaluate_steps: int | None  # every so many steps
     evaluate_epochs: int | None  # or every so many epochs
     callbacks: tuple[Any, ...]
@@ -138,11 +139,11 @@ class Options:
         return [event for event, is_due in due.items() if is_due]
 
 
-def is_every(callback) -> bool:
+def is_every(callback: object) -> bool:
     return isinstance(getattr(callback, "every", None), int)
 
 
-def is_bare(callback) -> bool:
+def is_bare(callback: object) -> bool:
     return (
         not is_every(callback)
         and not hasattr(callback, "at")
@@ -162,7 +163,7 @@ def _name(callback) -> str:
     return f"{type(callback).__name__}({', '.join(told)})"
 
 
-def wants(callback, event: str, step: int) -> bool:
+def wants(callback: Any, event: str, step: int) -> bool:
     if event == "step":
         return (is_every(callback) and step % callback.every == 0) or step in getattr(
             callback, "at", ()
@@ -173,17 +174,17 @@ def wants(callback, event: str, step: int) -> bool:
 
 
 def options_of(
-    goal,
-    evaluate,
-    every,
-    callbacks,
-    logger,
-    log_every,
-    steps_per_call,
-    max_bad,
-    extra,
-    saver,
-    dry_run,
+    goal: Goal,
+    evaluate: Function | None,
+    every: int | str,
+    callbacks: Any,
+    logger: Any,
+    log_every: int,
+    steps_per_call: int | str | None,
+    max_bad: int,
+    extra: Mapping[str, Any],
+    saver: Any,
+    dry_run: bool,
 ) -> Options:
     """The arguments of `fit`, each checked by itself."""
     where = "fit()"
@@ -256,7 +257,7 @@ def options_of(
     )
 
 
-def check_step(where: str, step, state) -> None:
+def check_step(where: str, step: object, state: PyTree) -> None:
     """Raise WrongTypeError for what is no step, or no state for it."""
     expected = A_STEP
     if not callable(step):
@@ -277,7 +278,9 @@ def check_step(where: str, step, state) -> None:
         raise WrongTypeError("state", where, trees.describe(state), "a tree of arrays")
 
 
-def check_takes(what: str, where: str, f: Callable, expected: str, *args, **kwargs) -> None:
+def check_takes(
+    what: str, where: str, f: Function, expected: str, *args: Any, **kwargs: Any
+) -> None:
     """Raise WrongTypeError for a function that cannot be called so, as far as its signature
     tells.
     """
@@ -296,19 +299,12 @@ def _parameters(f: Callable) -> Mapping[str, Any]:
         return {}
 
 
-def check_whole(where: str, **values) -> None:
+def check_whole(where: str, **values: Any) -> None:
     """Raise WrongTypeError for what is no int ≥ 1."""
     for name, value in values.items():
         checks.check_count(value, where, name)
 
 
 __all__ = [
-    "Goal",
-    "Options",
-    "check_step",
-    "check_whole",
-    "is_bare",
-    "is_every",
-    "options_of",
-    "wants",
-]
+    "Goal", "Options", "check_step", "check_whole", "is_bare", "is_every", "options_of", "wants",
+]  # fmt: skip

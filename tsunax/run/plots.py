@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tsunax._core import Figure
 from tsunax.errors import MissingLibraryError, RowError
 
 __all__ = ["plot", "scatter"]
@@ -60,9 +61,8 @@ def _panels(history, names: Sequence[str] | None, where: str) -> dict[str, list[
             or name.endswith("_per_second")
             or base in _LEFT_OUT
         )
-        is_still = (
-            "/" not in name and base not in _RANKS and np.unique(values).size == 1
-        )  # a hyperparameter
+        # a hyperparameter
+        is_still = "/" not in name and base not in _RANKS and np.unique(values).size == 1
         is_shown = not (is_aside or is_still)
         if names is not None or is_shown:
             panels.setdefault(base, []).append(name)
@@ -101,7 +101,7 @@ def _finite(*columns: np.ndarray) -> np.ndarray:
 # --------------------------------------------------------------------------------------- matplotlib
 
 
-def plot(history, names: Sequence[str] | None, x: str):
+def plot(history: Any, names: Sequence[str] | None, x: str) -> Figure:
     """`History.plot`."""
     panels = _panels(history, names, "plot()")
     if x != "step":
@@ -167,9 +167,8 @@ def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) ->
 
 def _quiet(axes) -> None:
     axes.yaxis.get_offset_text().set_fontsize(8)
-    axes.tick_params(
-        which="both", labelsize=8
-    )  # of a short logarithmic axis the minor ones have labels, too
+    # of a short logarithmic axis the minor ones have labels, too
+    axes.tick_params(which="both", labelsize=8)
     axes.grid(color="0.92", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -238,12 +237,12 @@ def _draw_marks(axes, history, x: str, labelled: bool) -> None:
 
 
 def scatter(
-    columns: dict[str, list],
+    columns: dict[str, list[Any]],
     values: Sequence[float | None],
     groups: Sequence[str],
     best: int,
-    label="value",
-):
+    label: str = "value",
+) -> Figure:
     """A matplotlib Figure with a panel per column: `values` over the column, colored by group.
 
     What is no number lies side by side. None and what is not finite are crosses at the upper edge.
@@ -284,9 +283,8 @@ def _draw_column(
             axes.set_xscale("log")
     else:
         labels = list(dict.fromkeys(str(value) for value in column if value is not None))
-        spread = 0.25 * np.cos(
-            2.4 * np.arange(len(column))
-        )  # side by side, and the same in every picture
+        # side by side, and the same in every picture
+        spread = 0.25 * np.cos(2.4 * np.arange(len(column)))
         x = (
             np.array(
                 [labels.index(str(value)) if value is not None else np.nan for value in column]

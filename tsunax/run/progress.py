@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +38,8 @@ class Facts:
     step: int
     total: int | None
     unit: str
-    rate: (
-        float | None
-    )  # units per second, lately; None before any were timed: the first ones compile
+    # units per second, lately; None before any were timed: the first ones compile
+    rate: float | None
     elapsed: float  # seconds
     numbers: Mapping[str, float]
     reason: str | None = None  # why it ended; None while it runs, "" if the goal was reached
@@ -68,9 +67,8 @@ class Facts:
         }
         own = known.pop(f"{self.unit}s", None)
         rates = {f"{self.unit}s": self.rate} if self.rate else {}
-        if (
-            self.rate or not own
-        ):  # rows are of another stretch, but say how many examples a step has
+        # rows are of another stretch, but say how many examples a step has
+        if self.rate or not own:
             rates |= {
                 what: x * self.rate / own if own and self.rate else x for what, x in known.items()
             }
@@ -95,7 +93,7 @@ class Facts:
         return found
 
 
-def summary(row: Mapping[str, float], digits=short) -> list[str]:
+def summary(row: Mapping[str, float], digits: Callable[[float], str] = short) -> list[str]:
     """Each number with its name; those of many members or classes as one range.
 
     >>> summary({"val/loss": 0.5, "val/recall/0": 0.25, "val/recall/1": 0.75, "val/recall/2": 0.5, "val/recall/3": 1.0})
@@ -228,9 +226,8 @@ class _Terminal:
     def __init__(self, console):
         from rich.live import Live
 
-        is_shared = (
-            sys.stdout is not None and sys.stdout.isatty()
-        )  # else it is a file, and stays one
+        # else it is a file, and stays one
+        is_shared = sys.stdout is not None and sys.stdout.isatty()
         self.live = Live(console=console, auto_refresh=False, redirect_stdout=is_shared)
 
     def interval(self, elapsed: float) -> float:
@@ -335,7 +332,7 @@ class Progress:
     _newest: tuple[float, int] = field(default=(0.0, 0), init=False)
     _is_drawn: bool = field(default=False, init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._step = self.start
         self._next = self._began + self.view.interval(0.0)
 
@@ -399,7 +396,9 @@ class _Silent:
         pass
 
 
-def progress(progress: Any = True, total: int | None = None, start: int = 0, unit: str = "step"):
+def progress(
+    progress: Any = True, total: int | None = None, start: int = 0, unit: str = "step"
+) -> Progress | _Silent:
     """The progress display of a run of `total` steps (None: unknown) from step `start`.
 
     True draws on a terminal and in notebooks and writes lines elsewhere, False is silent; a tqdm,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from tsunax import guard
+from tsunax._core import PyTree, Step
 from tsunax._step import failures
 from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
-from tsunax.run.feed import epochs_of
+from tsunax.run.feed import Chunk, epochs_of
 from tsunax.run.infos import calls_of, rejected_of
 from tsunax.run.run import MOST_REJECTED, Rejected, Run
 from tsunax.state import TrainState
@@ -22,23 +24,27 @@ from tsunax.step import StepInfo
 class Rejections:
     """What a run of this step knows of the calls that were rejected."""
 
-    def __init__(self, step: Any, state: Any, run: Run, max_bad: int):
-        self.step, self.run = step, run
-        self.max_bad = 1 if getattr(step, "on_nonfinite", None) == "raise" else max_bad
+    def __init__(self, step: Step, state: PyTree, run: Run, max_bad: int) -> None:
+        self.step: Step = step
+        self.run: Run = run
+        self.max_bad: int = 1 if getattr(step, "on_nonfinite", None) == "raise" else max_bad
+        self.count: int  # of calls whose step was rejected
         self.count, before = rejected_of(state)
-        self.in_a_row = 0
-        self.calls = calls_of(state)  # of the state before the calls that were not read
-        self.is_population = members_of(state) is not None
+        self.in_a_row: int = 0
+        self.calls: int = calls_of(state)  # of the state before the calls that were not read
+        self.is_population: bool = members_of(state) is not None
         has_scale = isinstance(state, TrainState) and state.loss_scale is not None
         # rejected ones in a row that end a call; under a loss scale some do not count
-        self.limit = None if has_scale or self.is_population else self.max_bad + before
+        self.limit: int | None = None if has_scale or self.is_population else self.max_bad + before
 
     def _is_known(self, info: Any) -> bool:
         """Whether one verdict and one state belong to a call."""
         is_one = isinstance(self.run.state, TrainState) and not self.is_population
         return isinstance(info, StepInfo) and is_one
 
-    def note(self, verdicts, steps, epochs, infos) -> int | None:
+    def note(
+        self, verdicts: np.ndarray, steps: np.ndarray, epochs: np.ndarray, infos: PyTree
+    ) -> int | None:
         """Mark rejected calls, warn of the first, the tenth, the hundredth.
 
         Which one was one too many, if any.
@@ -71,7 +77,9 @@ class Rejections:
                 return i
         return None
 
-    def keep(self, verdicts, steps, chunks, infos) -> None:
+    def keep(
+        self, verdicts: np.ndarray, steps: np.ndarray, chunks: Sequence[Chunk], infos: PyTree
+    ) -> None:
         """Keep the last rejected calls, for `replay`: a transfer of one batch for each of them."""
         state, before = self.run.state, self.calls
         self.calls += len(verdicts)
@@ -84,7 +92,7 @@ class Rejections:
                 kept = Rejected(int(steps[i]), before + i, epoch, batch, info.loss_scale)
                 self.run.rejected.append(kept)
 
-    def give_up(self, i: int, chunks, extra) -> None:
+    def give_up(self, i: int, chunks: Sequence[Chunk], extra: Mapping[str, Any]) -> None:
         """Raise for a call that was one rejected too many, and say what was wrong with it."""
         run = self.run
         assert run.info is not None
@@ -95,9 +103,8 @@ class Rejections:
             limit = f"the last of {self.max_bad} in a row, {limit}"
         known = isinstance(run.info, StepInfo) and not self.is_population
         why = guard.explain(int(run.info.verdict), None) if known else "not finite"
-        if (
-            known and isinstance(self.step, TrainStep) and jax.process_count() == 1
-        ):  # else nobody has the batch
+        # else nobody has the batch
+        if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:
             why = failures.why(self.step, run.state, run.info, _batch_of(i, chunks)[0], extra)
         epochs = epochs_of(chunks)
         what = f"step {run.step} of epoch {epochs[i]} was rejected: {why}; {limit}"

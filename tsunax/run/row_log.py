@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from tsunax._core import Function
 from tsunax.run.run import Run, blamed
 
 
 class RowLog:
     """The newest row of a run, to which an evaluation and callbacks may still add numbers."""
 
-    def __init__(self, run: Run, loggers: Sequence[Callable[..., Any]]):
-        self.run, self.loggers = run, loggers
-        self.step = -1  # of the newest row
-        self.told_step = -1  # of the row that the loggers were given last
+    def __init__(self, run: Run, loggers: Sequence[Function]) -> None:
+        self.run: Run = run
+        self.loggers: Sequence[Function] = loggers
+        self.step: int = -1  # of the newest row
+        self.told_step: int = -1  # of the row that the loggers were given last
         # what makes the row of the newest step, if it has none
         self.last: tuple[Callable[[], Mapping[str, Any]], int] | None = None
 

@@ -14,9 +14,8 @@ from tsunax.errors import RowError, WrongTypeError
 
 __all__ = ["check_names", "check_row", "families", "join"]
 
-_LONGEST = (
-    200  # characters of a name: more is no name, and what some file systems and databases refuse
-)
+# characters of a name: more is no name, and what some file systems and databases refuse
+_LONGEST = 200
 
 
 @functools.lru_cache(maxsize=4096)

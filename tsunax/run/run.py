@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.errors import RowError, StateError, WrongTypeError
 from tsunax.run.history import History
 from tsunax.run.rows import join
@@ -31,8 +31,8 @@ class Rejected:
     step: int  # of the clock
     calls: int  # of the state when it was called: its keys come from that
     epoch: int
-    batch: Any  # on the host, without rows of padding
-    loss_scale: Any  # the one that it used, where the state has one
+    batch: PyTree  # on the host, without rows of padding
+    loss_scale: Scalar  # the one that it used, where the state has one
 
     def of(self, state: TrainState, *, exact: bool = True) -> tuple[TrainState, Any]:
         """`(state, batch)` of that call, for `ts.replay(step, *rejected.of(state))`.
@@ -79,36 +79,35 @@ class Run:
             raise WrongTypeError(f"run.{name}", "a callback", "an assignment", "none", fix)
         self.__dict__[name] = value
 
-    def __init__(self, state, step: int, epoch: int, history: History):
+    def __init__(self, state: PyTree, step: int, epoch: int, history: History) -> None:
         self.event = "start"
-        self.step, self.epoch = step, epoch
-        self.state = state
+        self.step: int = step
+        self.epoch: int = epoch
+        self.state: PyTree = state
         self.info: Any = None  # of the last step, its numbers on the host; None before the first
         known = {name: history.last(name) for name in history.names}
         self.metrics: dict[str, float] = {
             name: x for name, x in known.items() if x is not None
         }  # the newest of each
-        self.history = history
+        self.history: History = history
         self.memory: dict[str, Any] = {}  # the callback's own; saved and given back
         self.stopped = ""
         self.taken: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
         self.note: Callable[[str], None] = print  # a line above the progress
-        self.rejected: collections.deque[Rejected] = collections.deque(
-            maxlen=MOST_REJECTED
-        )  # the last ones
-        self.known = frozenset(
-            self.__dict__
-        )  # of the loop; a callback may put names of its own beside them
+        # the last ones
+        self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
+        # of the loop; a callback may put names of its own beside them
+        self.known: frozenset[str] = frozenset(self.__dict__)
 
-    def log(self, **numbers) -> None:
+    def log(self, **numbers: Any) -> None:
         """Let numbers join the row of this step."""
         self.check_own(numbers, "run.log()")
         row = join(self.row, numbers, "run.log()")
         self.__dict__["row"] = row
         self.metrics.update({name: row[name] for name in numbers})
 
-    def check_own(self, numbers, where: str) -> None:
+    def check_own(self, numbers: Mapping[str, Any], where: str) -> None:
         """Raise RowError for a name that the rows of training have, so that no column mixes two
         things.
         """
@@ -127,7 +126,7 @@ _METHODS = {name for name in vars(Run) if callable(getattr(Run, name))}
 
 
 @contextlib.contextmanager
-def blamed(what: str, fn, run: Run):
+def blamed(what: str, fn: Function, run: Run) -> Iterator[None]:
     """Say of an exception which function raised it, and when."""
     try:
         yield

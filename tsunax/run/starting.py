@@ -7,12 +7,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsunax._core import checks, trees
+from tsunax._core import PyTree, Step, StrPath, checks, trees
 from tsunax.checkpoints import resume as _resume
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import WrongTypeError, warn
@@ -25,7 +26,7 @@ from tsunax.run.options import Options, check_step
 from tsunax.state import TrainState, own
 
 
-def opened(checkpoint):
+def opened(checkpoint: StrPath | Checkpoints) -> contextlib.AbstractContextManager[Checkpoints]:
     """A context with the `Checkpoints` that a user gave, or those of a path, which end with it."""
     if isinstance(checkpoint, Checkpoints):
         return contextlib.nullcontext(checkpoint)
@@ -37,11 +38,11 @@ def opened(checkpoint):
 
 
 def begin(
-    step,
-    state,
-    data,
+    step: Step,
+    state: PyTree,
+    data: Iterable[PyTree],
     options: Options,
-    progress,
+    progress: Any,
     history: History | None,
     resume: str,
     fast_forward: bool,
@@ -54,9 +55,8 @@ def begin(
     script["run"] = before.get("run") or secrets.token_hex(4)
     state = restored.state
     if not isinstance(state, TrainState):
-        state = jax.tree.map(
-            own, state
-        )  # the loop consumes it, and nobody said that this may be so
+        # the loop consumes it, and nobody said that this may be so
+        state = jax.tree.map(own, state)
     start = step_of(state, restored.step or 0)
     if restored.history is not None and not (is_in_hand and history is not None):
         history = History.of(restored.history)
@@ -66,9 +66,8 @@ def begin(
     if restored.step is not None:
         fitting.feed.go_to(restored.data, fast_forward)
         history.mark("restart", start)
-    if (
-        is_in_hand
-    ):  # the run began with another state, which the script gives when it is started again
+    # the run began with another state, which the script gives when it is started again
+    if is_in_hand:
         began = {name: before[name] for name in ("calls", "states") if name in before}
         fitting.boundaries.script = {**script, **began}
     elif options.saver is not None and restored.step is not None:
@@ -76,14 +75,21 @@ def begin(
         if not options.goal.reached(start, fitting.feed.epoch):
             for note in _resume.edits(before.get("settings"), script["settings"]):
                 warn(f"fit(): resumed from step {start} in {options.saver.path}, but {note}")
-    total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs, start)
+    total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs or 0, start)
     fitting.show_on(
         _progress.progress(progress if jax.process_index() == 0 else False, total, start, "step")
     )
     return fitting
 
 
-def check_fit(step, state, dry_run, resume, checkpoint, history) -> None:
+def check_fit(
+    step: Step,
+    state: PyTree,
+    dry_run: object,
+    resume: object,
+    checkpoint: StrPath | Checkpoints | None,
+    history: object,
+) -> None:
     checks.check_flags("fit()", dry_run=dry_run)
     if not checks.is_one_of(resume, ("auto", "must", "never")):
         raise WrongTypeError("resume", "fit()", trees.describe(resume), "'auto', 'must' or 'never'")
@@ -125,7 +131,7 @@ def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def told(options: Options, settings):
+def told(options: Options, settings: Mapping[str, Any]) -> Iterator[None]:
     """Loggers told of the run, and closed whatever happens."""
     with contextlib.ExitStack() as stack:
         for logger in options.loggers:

@@ -3,13 +3,13 @@
 # Without `from __future__ import annotations`: the annotations of a formula are its checks.
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import Function, trees
 from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.schedules.catalog import warmup_cosine_decay_schedule
 from tsunax.schedules.schedule_type import (
@@ -112,7 +112,9 @@ def compose(schedule: Schedule, /, **parameters: Any) -> Schedule:
     return schedule.factory(**{**schedule.arguments, **dict(schedule.static), **parameters})
 
 
-def join_schedules(schedules: Any, boundaries: Any) -> Schedule:
+def join_schedules(
+    schedules: Sequence[Function], boundaries: Sequence[int] | np.ndarray
+) -> Schedule:
     """`sequence`, with the steps at which pieces begin in place of their lengths.
 
     Raises HyperparameterError for boundaries that are negative, not sorted, or not one fewer than
@@ -136,7 +138,7 @@ def join_schedules(schedules: Any, boundaries: Any) -> Schedule:
     return sequence(list(zip(schedules, lengths, strict=True)))
 
 
-def sgdr_schedule(cosine_kwargs: Any) -> Schedule:
+def sgdr_schedule(cosine_kwargs: Sequence[Mapping[str, Any]]) -> Schedule:
     """`sequence` of one `warmup_cosine_decay_schedule(**kwargs)` for each, `decay_steps` long.
 
     (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)

@@ -10,13 +10,14 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Concatenate, ParamSpec
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from tsunax._core import checks, trees
+from tsunax._core import Scalar, checks, trees
 from tsunax.errors import HyperparameterError, WrongTypeError, remedy, told, unknown
 from tsunax.rules import number_table as _number_table
 from tsunax.rules import numbers as _numbers
@@ -50,7 +51,7 @@ class Schedule:
     arguments: dict[str, Any]  # numbers, schedules, tuples of them
     static: tuple[tuple[str, Any], ...]  # flags and names
 
-    def __call__(self, step: Any) -> jax.Array:
+    def __call__(self, step: ArrayLike) -> jax.Array:
         return _evaluate(jax.tree.map(_as_float, self), _as_step(step, self.factory.__name__))
 
     def __iter__(self) -> Iterator[float]:
@@ -132,14 +133,14 @@ def _evaluate_all(schedule: Schedule, steps):
     return jax.lax.map(schedule, steps)
 
 
-def at(piece, step):
+def at(piece: Any, step: ArrayLike) -> Scalar:
     """The value of a schedule or of another function of the step; anything else as it is."""
     if not callable(piece):
         return piece
     return jnp.asarray(piece(jnp.clip(step, 0, LAST)), jax.dtypes.canonicalize_dtype(float))
 
 
-def whole(x):
+def whole(x: jax.Array) -> jax.Array:
     """A number of steps, which reaches a formula as a float, as the int that it is."""
     return jnp.round(x).astype(jnp.int32)
 
@@ -163,7 +164,17 @@ class _Function:
 # A check is a function (where, name, value) -> value as it is kept.
 
 
-def in_range(low=None, high=None, *, above=None, whole=False, is_int32=False) -> Callable:
+Check: TypeAlias = Callable[[str, str, Any], Any]
+
+
+def in_range(
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    above: float | None = None,
+    whole: bool = False,
+    is_int32: bool = False,
+) -> Check:
     """The check of a finite number in a range; int32 for numbers that formulas count with."""
     bounds = [f"{sign} {x}" for sign, x in (("≥", low), (">", above), ("≤", high)) if x is not None]
     expected = f"a {'whole ' if whole else ''}number {' and '.join(bounds)}".rstrip()
@@ -183,10 +194,10 @@ def in_range(low=None, high=None, *, above=None, whole=False, is_int32=False) ->
     return check
 
 
-check_finite = in_range()
-check_scale = in_range(0)
-check_wait = in_range(0, whole=True)
-check_steps = in_range(0, whole=True, is_int32=True)
+check_finite: Check = in_range()
+check_scale: Check = in_range(0)
+check_wait: Check = in_range(0, whole=True)
+check_steps: Check = in_range(0, whole=True, is_int32=True)
 
 
 def check_piece(where: str, name: str, value: Any) -> Any:

@@ -40,7 +40,7 @@ class uniform:
     low: float
     high: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _keep_bounds(self, "uniform()")
 
     def at(self, u: float) -> float:
@@ -59,7 +59,7 @@ class log_uniform:
     low: float
     high: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _keep_bounds(self, "log_uniform()", positive=True)
 
     def at(self, u: float) -> float:
@@ -82,7 +82,7 @@ class integer:
     high: int
     log: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, x in (("low", self.low), ("high", self.high)):
             if isinstance(x, bool) or not isinstance(x, int | np.integer):
                 raise WrongTypeError(name, "integer()", trees.describe(x), "an int")
@@ -107,7 +107,7 @@ class choice:
 
     options: Sequence[Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "options", _options(f"{type(self).__name__}()", self.options))
 
     def at(self, u: float) -> Any:
@@ -203,7 +203,7 @@ def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def checked(space: Any, where: str, backend: str) -> dict[str, Any]:
+def checked(space: Mapping[str, Any], where: str, backend: str) -> dict[str, Any]:
     """A space with plain values as Python's own. Raises for one that cannot be drawn from."""
     if not isinstance(space, Mapping):
         fix = 'A dict: {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1)}.'
@@ -303,7 +303,7 @@ def _options(where: str, options: Any) -> tuple:
     return found
 
 
-def label(value: Any) -> str:
+def label(value: object) -> str:
     """A plain value as text, for a library that only stores strings."""
     return value if isinstance(value, str) else json.dumps(value)
 

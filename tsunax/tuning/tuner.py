@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import signal
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import checks, durable_files, stable_text, trees
+from tsunax._core import Figure, StrPath, checks, durable_files, stable_text, trees
 from tsunax._core.interrupts import in_notebook
 from tsunax.distributed import processes
 from tsunax.errors import (
@@ -118,7 +117,7 @@ class Result:
         head = f"{len(self.trials)} trials: {said}".removesuffix(": ")
         return "\n".join([head, *lines, *([f"... {more} more"] if more else [])])
 
-    def plot(self):
+    def plot(self) -> Figure:
         """A matplotlib Figure: the value of the trials over each name that varies; the best is
         marked.
         """
@@ -149,7 +148,7 @@ def tune(
     pruner: Any = None,
     vectorized: Sequence[str] = (),
     members: int = 32,
-    directory: str | os.PathLike | None = None,
+    directory: StrPath | None = None,
     attempts: int = 3,
     progress: Any = True,
     **options: Any,
@@ -265,7 +264,7 @@ def _ended(result: Result, asked: int) -> Result:
     raise error
 
 
-def read(directory: str | os.PathLike) -> Result:
+def read(directory: StrPath) -> Result:
     """The trials of a directory so far, also while a sweep writes there. Raises CheckpointError."""
     folder = durable_files.folder_of(directory, "directory", "read()")
     if (folder / _optuna.NAME).exists():
