@@ -4,6 +4,7 @@ The environment is set before jax is imported; the subprocesses that tests start
 """
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -59,6 +60,20 @@ hypothesis.settings.load_profile("tsunax")
 def _strict_ranks():
     with jax.numpy_rank_promotion("raise"):
         yield
+
+
+# The examples of the package's docstrings state no equivalence, and each compiles.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if isinstance(item, pytest.DoctestItem) and item.name.startswith("tsunax."):
+            item.add_marker(pytest.mark.medium)
+
+
+# What was imported and collected stays: no collection of garbage needs to look at it again.
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
 
 
 # Half of the tests, in their order, for each of two workers: what a module compiles once, one worker compiles. Whoever

@@ -15,11 +15,12 @@ from tsunax.errors import HyperparameterError, LossError, RuleError, StateError,
 from tsunax.rules.optimizers import CONTRIB, OPTAX
 
 FEATURES, CLASSES = 5, 3
+SHAPES = {"body": (FEATURES, 8), "head": (8, CLASSES)}
 
 
 def make_params(seed=0):
-    a, b = jax.random.split(jax.random.key(seed))
-    return {"body": jax.random.normal(a, (FEATURES, 8)), "head": jax.random.normal(b, (8, CLASSES))}
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
 
 
 def make_batch(rows=32, seed=1):
@@ -204,11 +205,12 @@ def test_a_bad_micro_batch_is_dropped_with_its_weight(what, where):
     np.testing.assert_allclose([loss.compute(), loss.weight], [value, good["keep"].sum()], rtol=1e-6)
     dropped = [batch["keep"][i::4].sum() if i == where else 0 for i in range(4)]
     np.testing.assert_allclose(loss.dropped, dropped, rtol=1e-6)
-    after, info = ts.train_step(fn, accumulate=4, on_nonfinite="drop", donate=False)(state, batch)
+    step = ts.train_step(fn, accumulate=4, on_nonfinite="drop", donate=False)
+    after, info = step(state, batch)
     assert bool(info.applied) and float(info.dropped) > 0
     _, info = ts.train_step(fn, accumulate=4, donate=False)(state, batch)
     assert not bool(info.applied)
-    after, info = ts.train_step(fn, accumulate=4, on_nonfinite="drop")(state, batch | {"bad": np.ones(12, bool)})
+    after, info = step(state, batch | {"bad": np.ones(12, bool)})
     assert not bool(info.applied) and int(after.rejected) == 1
 
 

@@ -298,6 +298,7 @@ def test_the_table_of_tiers_is_the_package():
     check(unknown_rooms(PACKAGE))
 
 
+@pytest.mark.medium
 def test_import_has_no_effects(tsunax_seen):
     check(import_effects(tsunax_seen))
 
@@ -396,6 +397,7 @@ __all__ = []
     ]
 
 
+@pytest.mark.medium
 def test_wrong_public_names_are_found(tmp_path):
     wrong = write(
         tmp_path,
@@ -455,6 +457,7 @@ __all__ = ["mse", "metrics", "rules", "Bare", "setup", "search", "Lazy", "LIMIT"
     ]
 
 
+@pytest.mark.medium
 def test_a_package_that_cannot_be_imported_is_reported(tmp_path):
     wrong = write(tmp_path, {"__init__.py": "import warnings; warnings.warn('old')\n"})
     with pytest.raises(AssertionError, match="UserWarning: old"):

@@ -463,6 +463,7 @@ def test_a_callback_may_change_extra(steps_per_call):
         fit_with(callbacks.every(2, lambda run: extra.update(scale="heavy")), extra=extra)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("wait", [early_stopping, best, plateau])
 def test_a_metric_that_no_row_has_ends_the_run_at_the_first_rows(wait):
     text = rf"metric at {wait.__name__}\(\): got 'los', expected .*Did you mean 'loss'\?"
@@ -473,6 +474,7 @@ def test_a_metric_that_no_row_has_ends_the_run_at_the_first_rows(wait):
         fit_with([wait("los"), lambda run: None], steps=30, log_every=5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("wait", [early_stopping, best, plateau])
 def test_a_name_that_evaluate_does_not_return_is_known_before_step_1(wait):
     seen = []

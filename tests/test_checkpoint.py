@@ -845,6 +845,7 @@ IN_A_RUN = {  # what is wrong with the directory that `fit` is given, and what i
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", IN_A_RUN)
 def test_fit_refuses_a_directory_before_it_compiles(tmp_path, run_of_two_steps, name):
     from tests.helpers import count_compiles
@@ -1142,6 +1143,7 @@ def test_fit_does_not_let_go_of_signals_before_its_last_save_is_written(tmp_path
     assert len(seen) > 1 and signal.SIG_DFL not in seen
 
 
+@pytest.mark.medium
 def test_a_second_sigterm_does_not_cut_the_save_short(tmp_path, monkeypatch):
     import signal
 
@@ -1354,6 +1356,7 @@ def test_modes_are_the_umasks(tmp_path, mask):
     assert all((p.stat().st_mode & 0o777 & mask) == 0 for p in paths)
 
 
+@pytest.mark.medium
 def test_readers_while_a_run_rotates(tmp_path):
     like = {"w": jnp.zeros(100)}
     done, wrong, reads = threading.Event(), [], 0
@@ -1401,6 +1404,7 @@ def test_ten_thousand_mutated_manifests():
     assert manifests.is_well(counts), counts
 
 
+@pytest.mark.medium
 def test_small_files_that_claim_much_cost_nothing(copy):
     import resource
 

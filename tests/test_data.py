@@ -569,6 +569,7 @@ def test_prefetch_reads_size_batches_ahead_and_a_new_loop_ends_the_old_one():
     it.close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("how", ["error in the loop", "break", "collected in a cycle", "left"])
 def test_the_thread_ends_with_the_loop(how):
     def loop():
@@ -976,6 +977,7 @@ def test_grain_as_documented():
     assert [len(e) for e in epochs] == [(15 - 4) * 64, 15 * 64]  # the rest of this epoch, and another one
 
 
+@pytest.mark.medium
 def test_torch():
     torch = need("torch")
     x, y = torch.arange(10.0).reshape(5, 2), torch.arange(5)

@@ -290,6 +290,7 @@ def test_a_terminal_keeps_what_the_user_prints():
     assert at[3] < max(i for i, line in enumerate(lines) if "40/40" in line) and "enough" in lines[at[4] - 1]
 
 
+@pytest.mark.medium
 def test_stdout_in_a_file_has_only_what_the_user_prints(tmp_path):
     with open(tmp_path / "results.txt", "w") as file:
         text = run_in_a_terminal(SCRIPT, stdout=file)
@@ -298,6 +299,7 @@ def test_stdout_in_a_file_has_only_what_the_user_prints(tmp_path):
     assert "40/40 steps" in text and "a note with" in text and "the user" not in text
 
 
+@pytest.mark.medium
 def test_notes_wrap_between_words():
     script = """
 from tsunax.run import progress as display

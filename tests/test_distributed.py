@@ -202,6 +202,7 @@ def test_who_asks_again_at_once_is_heard_after_all_have_agreed(group):
     assert first == second and [value for _, value in first] == [15, 16, 17]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("how", ["ended", "service gone", "silent"])
 def test_agreeing_ends_when_a_process_is_lost_that_was_to_be_counted(group, monkeypatch, how):
     """Also in a run that was not begun by start(), in which nobody watches."""
@@ -245,6 +246,7 @@ def test_calls_count_from_the_last_gathering(group):
     assert found[0] == found[1] == found[2] and found[0][1] == 15
 
 
+@pytest.mark.medium
 def test_a_long_wait_says_so(group, capfd):
     peers = group(2, timeout=0.2)
 
@@ -256,6 +258,7 @@ def test_a_long_wait_says_so(group, capfd):
     assert "tsunax: process 0 has waited for the others for 0.2 s at step 4 of fit()\n" in capfd.readouterr().err
 
 
+@pytest.mark.medium
 def test_who_is_silent_is_named(group, left):
     start, peers = time.monotonic(), group(3, patience=1.5)
     peers[2]._closing.set()  # no beat comes any more
@@ -266,6 +269,7 @@ def test_who_is_silent_is_named(group, left):
     assert texts == {f"process 2 (host h, pid 100) has been silent for 1 s: {why}"}
 
 
+@pytest.mark.medium
 def test_a_silent_process_0_is_named(group, left, monkeypatch):
     """Its service is stopped with it: a call to it does not return."""
     peers = group(2, patience=1.5)
@@ -274,6 +278,7 @@ def test_a_silent_process_0_is_named(group, left, monkeypatch):
     assert re.fullmatch(r"process 0 \(host h, pid 100\) has been silent for \d s: it was stopped, or .*", left[1])
 
 
+@pytest.mark.medium
 def test_a_process_0_that_is_gone_is_named_while_jax_aborts(group, left, monkeypatch):
     """The thread that aborts is the one that brings answers: no call to the service returns."""
     peers = group(2, patience=5.0)
@@ -307,6 +312,7 @@ def test_who_fails_says_why(group, left):
     assert left == {0: why, 1: "", 2: why}  # it has said so itself
 
 
+@pytest.mark.medium
 def test_who_fails_because_another_one_died_does_not_take_the_blame(group, left, monkeypatch):
     """A collective fails on the living when a process dies; that one is named, on all."""
     peers = group(3, patience=1.5)
@@ -607,6 +613,7 @@ def test_two_processes(launch):
     assert [value for _, value in zero["agreed"]] == [15, 2]
 
 
+@pytest.mark.medium
 def test_a_run_that_jax_started(launch, tmp_path):
     started = launch(2, "foreign", variables=lambda i: {"TSUNAX_TEST_FOLDER": str(tmp_path / "run")})
     assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
@@ -741,6 +748,7 @@ def test_a_start_that_failed_may_be_tried_again(launch):
     assert re.match(expected, one[0]) and one[1] == 1
 
 
+@pytest.mark.medium
 def test_who_waits_for_others_in_vain_says_so(environment):
     environment({})
     start = time.monotonic()

@@ -430,6 +430,7 @@ def test_hostile_headers(tmp_path, name):
     assert got.startswith(f"safetensors file at {path}: got ") and text in got, got
 
 
+@pytest.mark.medium
 def test_small_files_that_claim_much_cost_nothing(tmp_path):
     path = tmp_path / "a.safetensors"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

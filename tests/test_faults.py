@@ -111,6 +111,7 @@ def check(fault, row, variant):
     assert not state.params["w"].is_deleted() and int(state.calls) == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fault", medium_if(lambda name: name != "log of 0", ["log of 0", "sqrt at 0", "mask"]))
 def test_planted_faults(fault):
     check(fault, 5, "scan, cut, remat")
@@ -146,6 +147,7 @@ def test_faults_of_the_rule(accumulate):
     assert replay(step, two(ts.rules.adam(1e-3)), x).result == ""
 
 
+@pytest.mark.medium
 def test_a_fault_within_a_library_has_its_line():
     """Not that of the call to replay."""
     bounded = optax.chain(optax.scale(1e30), optax.scale(1e30))
@@ -255,6 +257,7 @@ def test_what_is_harmless_is_not_blamed():
     assert report.primitive in ("log", "exp") and report.result == "loss"
 
 
+@pytest.mark.medium
 def test_loops_and_branches():
     def loss_fn(params, x):
         x = jax.lax.fori_loop(0, 6, lambda i, x: x + jnp.log(5.0 - i - (i == 3) * 2), x)  # while or scan

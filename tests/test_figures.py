@@ -41,6 +41,7 @@ def _matplotlib(request):
 # --------------------------------------------------------------------------------------------------------- matplotlib
 
 
+@pytest.mark.medium
 def test_the_panels_are_loss_metrics_and_rate():
     figure = made().plot()
     assert labels(figure) == ["loss", "accuracy", "learning rate"]
@@ -81,6 +82,7 @@ def test_marks():
     assert not history.plot().axes[0].texts  # too many to read
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("n", [1, 2, 3, 40, 500, 501, 100_000])
 def test_from_one_point_to_many(n):
     history, rng = History(), np.random.default_rng(0)
@@ -110,6 +112,7 @@ def test_values_that_are_not_finite_are_marked_where_they_are():
     assert np.isfinite(found["loss"][1]).all()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("values", "scale"), [([1.0, 30.0], "log"), ([1.0, 2.0], "linear"), ([0.0, 30.0], "linear"), ([np.nan], "linear")]
 )

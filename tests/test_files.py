@@ -111,6 +111,7 @@ def second(path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.medium
 def test_the_lock_survives_that_its_own_process_reads_the_directory(tmp_path):
     with ts.Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(make())
@@ -121,6 +122,7 @@ def test_the_lock_survives_that_its_own_process_reads_the_directory(tmp_path):
     assert second(tmp_path / "run") == "let in"
 
 
+@pytest.mark.medium
 def test_where_open_files_cannot_be_locked_records_are(tmp_path, monkeypatch):
     def unknown(*_):
         raise OSError(errno.EINVAL, "Invalid argument")

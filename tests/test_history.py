@@ -267,7 +267,7 @@ def test_a_long_history_is_thinned_whenever_its_rows_came(monkeypatch):
             np.testing.assert_array_equal(cut[name], whole[name])
 
 
-@pytest.mark.parametrize("most", [10, 100])
+@pytest.mark.parametrize("most", [10, pytest.param(100, marks=pytest.mark.medium)])
 def test_a_long_history_is_thinned_alike_wherever_a_run_ended(monkeypatch, most):
     """The row of an end, and what is taken back with it, changes nothing of what stays."""
     monkeypatch.setattr(history_module, "MOST", most)

@@ -575,6 +575,7 @@ def test_names_that_are_not_there_are_refused_with_those_that_are():
         ts.adjust(ts.setup(optax.sgd(0.1), PARAMS), learning_rate=0.1)
 
 
+@pytest.mark.medium
 def test_a_hundred_adjusts_compile_no_step_and_a_cut_compiles_one():
     state = train(ts.setup(rules.adam(0.01, eps=1e-3), PARAMS))
     kinds = list(KINDS.values())
@@ -628,7 +629,7 @@ def test_a_new_cut_in_a_scan_is_another_structure():
         jax.lax.scan(lambda s, _: (ts.adjust(s, "head/**", learning_rate=0.1), 0), state, None, length=2)
 
 
-@pytest.mark.parametrize("where", ["**", "head/**"])
+@pytest.mark.parametrize("where", [pytest.param("**", marks=pytest.mark.medium), "head/**"])
 def test_members_of_a_population_take_one_value_each(where):
     make = lambda rate: ts.adjust(ts.setup(rules.adam(rate), PARAMS), where)
     many = jax.vmap(make)(jnp.array([0.1, 0.2, 0.3]))
@@ -638,7 +639,9 @@ def test_members_of_a_population_take_one_value_each(where):
     for i, rate in enumerate(given):
         single = ts.adjust(make([0.1, 0.2, 0.3][i]), where, learning_rate=float(rate), b2=0.99)
         single, _ = STEP(single, BATCHES[0])
-        assert_trees_close(jax.tree.map(lambda x, i=i: x[i], many.params), single.params, rtol=1e-5, atol=1e-6)
+        assert_trees_close(
+            jax.tree.map(lambda x, i=i: np.asarray(x)[i], many.params), single.params, rtol=1e-5, atol=1e-6
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- freeze
@@ -700,6 +703,7 @@ def test_a_thawed_leaf_goes_on_with_its_momentum():
             np.testing.assert_array_equal(after[path], trace[path])
 
 
+@pytest.mark.medium
 def test_the_first_freeze_compiles_once_and_the_others_never():
     step = ts.train_step(loss_fn, donate=False)  # nobody else's: what others compiled counts for none
     state = train(ts.setup(rules.adam(0.01), PARAMS), step=step)
@@ -717,6 +721,7 @@ def test_the_first_freeze_compiles_once_and_the_others_never():
     assert steps_compiled(c) == 0
 
 
+@pytest.mark.medium
 def test_leaves_that_are_alike_share_their_kernels_though_each_may_be_frozen():
     """A kernel for each leaf compiles for as long as there are leaves."""
     params = [jnp.ones((8, 8)) for _ in range(40)]
@@ -813,9 +818,9 @@ def test_freeze_in_jit_scan_and_vmap():
         looped, _ = body(looped, batch)
     assert_trees_close(scanned.params, looped.params, rtol=1e-5, atol=1e-6)
 
-    many = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    many = jax.tree.map(lambda x: jnp.asarray(np.stack([x, x])), state)
     many = jax.vmap(lambda s, batch: STEP(ts.freeze(s, "head/**"), batch)[0], in_axes=(0, None))(many, BATCHES[0])
-    assert_trees_close(jax.tree.map(lambda x: x[1], many.params), expected, rtol=1e-6, atol=1e-7)
+    assert_trees_close(jax.tree.map(lambda x: np.asarray(x)[1], many.params), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow

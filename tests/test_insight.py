@@ -76,6 +76,7 @@ def test_flops_of_fused_steps():
     assert _cost.flops_of(program).loops == 1
 
 
+@pytest.mark.medium
 def test_flops_of_a_cnn():
     def taps(n, stride, k=3):
         """(output, tap) pairs of one axis under SAME padding that meet the input, counted one by one."""
@@ -166,6 +167,7 @@ def test_programs_within_programs():
     assert _cost.flops_of(jax.make_jaxpr(jnp.linalg.cholesky)(x)).opaque == ("cholesky",)
 
 
+@pytest.mark.medium
 def test_what_is_read_off_the_compiled_program():
     step, state = ts.train_step(mlp), state_of()
     about = describe(step, state, BATCH, peak=1e12)
@@ -240,6 +242,7 @@ ENTRY %main (a: f32[8], b: f32[8]) -> f32[8] {
 # ---------------------------------------------------------------------------------------------------------- the table
 
 
+@pytest.mark.medium
 def test_the_table_of_leaves():
     params = {
         "body": {"w": np.ones((8, 8), np.float32), "bias": np.ones(8, np.float32)},
@@ -407,6 +410,7 @@ def test_another_device_compiles_without_a_trace():
     assert describe(step, at(0), x).recompiles[1] == f"loop: the state is on {first}, was on {jax.devices()[2]}"
 
 
+@pytest.mark.medium
 def test_a_mesh_of_one_device_is_told_from_none():
     step, x = ts.train_step(square, donate=False), np.ones((8, 4), np.float32)
     state = state_of({"w": np.ones((4, 2), np.float32)})
@@ -509,6 +513,7 @@ def test_a_peak_must_be_had():
     assert 1e6 < peak < 1e14
 
 
+@pytest.mark.medium
 def test_the_peak_is_that_of_the_dtype_that_the_step_computes_in(monkeypatch):
     asked = []
     monkeypatch.setattr(ts.insight.description, "measured_peak", lambda device, dtype: asked.append(dtype) or 1e12)

@@ -11,6 +11,7 @@ import tsunax as ts
 from tsunax import __main__ as command
 
 
+@pytest.mark.medium
 def test_the_report(capsys):
     assert command.main([]) == 0
     text = capsys.readouterr().out

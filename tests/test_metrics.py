@@ -394,6 +394,7 @@ def test_over_nothing():
 SCORES, IDS = np.zeros((6, 3), np.float32), np.zeros(6, np.int32)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("wrong", "texts"),
     [

@@ -35,9 +35,9 @@ RULES: dict[str, Callable[[float], Any]] = {
 
 
 def init(extra: bool = False):
-    keys = iter(jax.random.split(jax.random.key(0), 4))
-    layer = lambda i, o: {"kernel": jax.random.normal(next(keys), (i, o)) / 2, "bias": jnp.full(o, 0.1)}
-    params = {"body": layer(4, 5), "head": layer(4, 4)}
+    rng = np.random.default_rng(0)
+    kernel = lambda: jnp.asarray(rng.normal(size=(4, 4)) / 2, jnp.float32)
+    params = {name: {"kernel": kernel(), "bias": jnp.full(4, 0.1)} for name in ALL}
     return {**params, "lora": {"a": jnp.ones((4, 2))}} if extra else params
 
 
@@ -500,6 +500,7 @@ ERRORS: dict[str, tuple] = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name):
     call, kind, text = ERRORS[name]

@@ -289,6 +289,7 @@ def test_nnx_paths_are_readable():
     assert model.apply(state.params, jnp.ones((1, 2)))[0].shape == (1, 2)
 
 
+@pytest.mark.medium
 def test_importing_tsunax_loads_no_model_library():
     code = (
         "import sys; from tsunax import models; m = models.raw(lambda p, x: p * x, 2.0); "

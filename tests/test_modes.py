@@ -276,6 +276,7 @@ def test_how_to_stop_the_statistics(library):
     assert_trees_close(info.metrics["out"], make_batch() / np.sqrt(1 + EPS), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["nnx", "linen", "raw"])
 def test_a_key_without_train_is_an_error(kind):
     """Dropout would be off in training: the mode is False unless it is handed on."""

@@ -178,7 +178,11 @@ def trained_by_tsunax(rule, steps=2):
 
 
 LONG = {"acprop", "lbfgs", "muon", "scale_by_zoom_linesearch", "sophia"}  # test_rules trains them, too
-CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in sorted(ALL)]
+# One of each kind: what wraps, groups, masks, measures, is given the loss or its function, and is refused
+QUICK = {"adamw", "apply_if_finite", "chain", "conditionally_mask", "inject_hyperparams", "lookahead", "masked"}
+QUICK |= {"multi_transform", "polyak_sgd", "sam", "scale_by_backtracking_linesearch", "schedule_free", "snapshot"}
+SPEED = {name: [] if name in QUICK else [pytest.mark.slow if name in LONG else pytest.mark.medium] for name in ALL}
+CASES = [pytest.param(name, marks=SPEED[name]) for name in sorted(ALL)]
 
 
 @pytest.mark.parametrize("join", [optax.chain, ts.rules.chain])

@@ -146,6 +146,7 @@ def test_a_loss_whose_inputs_are_not_found_says_so():
     step.lower(state("bfloat16"), {**batch, "x": np.arange(8) % 4})
 
 
+@pytest.mark.medium
 def test_a_gradient_by_hand_looks_for_inputs_once():
     """Again only for what may be another program: other shapes, other values that are no arrays."""
     found = []
@@ -493,6 +494,7 @@ def test_only_a_scale_at_its_floor_is_called_that():
         step(start(precision="float16"), {"x": X}, mask=jnp.zeros(8))
 
 
+@pytest.mark.medium
 def test_a_loss_scale_out_of_range_is_told_with_its_step():
     """A fixed scale that overflows in float16 at every step; one put into a state that float32 cannot hold."""
     state, step = start(precision="float16", loss_scale=2.0**30), ts.train_step(scaled, on_nonfinite="raise")

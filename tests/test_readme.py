@@ -89,6 +89,7 @@ def broken_promises(readme: Path, folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.medium
 def test_first_block(tmp_path):
     readme = ROOT / "README.md"
     assert readme.is_file(), "README.md does not exist"

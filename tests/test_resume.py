@@ -255,6 +255,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_of_the_script_is_told_once(tmp_path, name):
     edit, text = EDITS[name]
@@ -271,6 +272,7 @@ def test_an_edit_of_the_script_is_told_once(tmp_path, name):
     script(5, **edit)  # it is the script's by now
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", PAIRS)
 def test_an_edit_of_the_state_is_told(tmp_path, name):
     one, two, text = PAIRS[name]
@@ -327,6 +329,7 @@ def test_the_text_of_a_function_has_its_names_and_the_numbers_that_it_refers_to(
     assert before[0] != after[0] and before[1] != after[1]
 
 
+@pytest.mark.medium
 def test_an_edit_of_a_schedule_that_is_a_function_is_told(tmp_path):
     text = "the schedule of learning_rate has changed"
     for name, one, other in (
@@ -343,6 +346,7 @@ def test_an_edit_of_a_schedule_that_is_a_function_is_told(tmp_path):
         assert len(told) == 1
 
 
+@pytest.mark.medium
 def test_an_edit_of_extra_is_told(tmp_path):
     step = ts.train_step(lambda params, x, scale: scale * jnp.mean((x @ params["w"] - 1.0) ** 2))
     extra = lambda x: {"scale": jnp.asarray(x)}
@@ -352,6 +356,7 @@ def test_an_edit_of_extra_is_told(tmp_path):
         fit(tmp_path, make(), 4, step, extra=extra(2.0))
 
 
+@pytest.mark.medium
 def test_the_text_of_a_function_is_the_same_in_every_process():
     """No address, no order of a set, and no end of a search: what a loss closes over may be anything."""
     program = (
@@ -505,6 +510,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.medium
 def test_signals_that_come_together_save(tmp_path):
     """SIGTERM and SIGINT within milliseconds, in either order and often, as a scheduler sends them."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}

@@ -259,6 +259,10 @@ def found(fn, model_state=None):
 def test_losses_of_the_whole_batch_are_noticed(kind, fn):
     assert found(fn).kind == kind
 
+
+@pytest.mark.medium
+@pytest.mark.parametrize("fn", [fn for fns in WHOLE.values() for fn in fns])
+def test_losses_of_the_whole_batch_are_others_than_those_of_its_parts(fn):
     @jax.jit
     def both(p, b):
         parts = [as_loss(fn(p, jax.tree.map(lambda x, i=i: x[i::2], b)), N // 2) for i in range(2)]
@@ -279,6 +283,7 @@ def test_statistics_of_batch_norm_are_noticed_unless_they_are_model_state():
     assert found(clip, {"mean": jnp.zeros(4)}).kind == "pairs"
 
 
+@pytest.mark.medium
 def test_an_image_model_with_dropout_and_its_batch_norm():
     class Net(nnx.Module):
         def __init__(self, norm, rngs):
@@ -312,6 +317,7 @@ def test_an_image_model_with_dropout_and_its_batch_norm():
             step.trace(state, batch)
 
 
+@pytest.mark.medium
 def test_the_warning_says_what_where_and_what_to_do_and_comes_once():
     state = ts.setup(ts.rules.sgd(0.1), PARAMS)
     step = ts.train_step(clip, accumulate=4)

@@ -89,8 +89,8 @@ def test_the_numbers_are_optax_s(name, arguments):
     """To an ulp of the largest value: optax takes some differences in float64, on the host."""
     steps = np.array([*range(70), 1000, 10**6], np.int32)
     plain = getattr(optax, name)(**arguments)
-    theirs = np.asarray(jax.vmap(lambda step: jnp.asarray(plain(step), jnp.float32))(steps))
-    ours = np.asarray(jax.vmap(getattr(S, name)(**arguments))(steps))
+    theirs = np.asarray(jax.jit(jax.vmap(lambda step: jnp.asarray(plain(step), jnp.float32)))(steps))
+    ours = np.asarray(jax.jit(jax.vmap(getattr(S, name)(**arguments)))(steps))
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2 * np.spacing(np.abs(theirs).max()))
 
@@ -116,6 +116,7 @@ def test_the_last_steps_of_a_long_schedule_keep_their_digits():
     np.testing.assert_allclose(S.polynomial_schedule(3.0, 2.0, 2, n, 7)(n + 4), 2 + 9e-12, rtol=1e-7)
 
 
+@pytest.mark.medium
 def test_where_optax_s_own_arithmetic_is_off():
     # 0.13 * 900 is 116.99999 in float32, int(0.29 * 100) is 28, and a rise that begins at 1e-7 of its height begins at 1.19e-7 in float32
     assert np.argmax(S.linear_onecycle_schedule(900, 1.0, pct_start=0.13).values(200)) == 117
@@ -570,6 +571,7 @@ def test_the_schedules_of_parameter_schedulers(name):
     np.testing.assert_allclose(ours.values(20), theirs(np.arange(1, 21)), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.medium
 def test_past_their_end():
     assert S.polynomial_schedule(0.3, 0.0, 2, 20).values(23)[19:].round(6).tolist() == [F32(0.00075).round(6), 0, 0, 0]
     assert S.cosine_annealing(0.1, 1.0, 20, restart=False).values(23)[20:].tolist() == [F32(0.1)] * 3
@@ -625,6 +627,7 @@ def test_all_numbers_may_be_traced():
     assert [float(value) for value in traced(4, 0.5)] == [0.125, 0.25, 0.125]
 
 
+@pytest.mark.medium
 def test_steps_of_every_kind():
     schedule = S.linear_schedule(0.0, 1.0, 10)
     for step in (3, np.int64(3), np.uint8(3), np.array(3), jnp.int32(3), jnp.uint8(3)):
@@ -699,7 +702,7 @@ def run(tx, n=6, params=PARAMS):
 OURS, OPTAX_S = S.cosine_decay_schedule(0.1, 5), optax.cosine_decay_schedule(0.1, 5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.medium)])
 @pytest.mark.parametrize(
     "make",
     [
@@ -731,6 +734,7 @@ STEP = ts.train_step(loss_fn, donate=False)
 BATCH = jnp.zeros(3)
 
 
+@pytest.mark.medium
 def test_schedules_that_differ_in_numbers_share_one_program():
     families = [
         lambda a, n: S.cosine_decay_schedule(a, n),

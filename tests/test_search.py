@@ -250,6 +250,7 @@ def test_the_answer_is_that_of_plain_jax(state):
     assert len(report.trials) <= 6 and size > 1000
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("more", [{}, {"accumulate": 4}, {"remat": True}], ids=str)
 def test_compiled_quickly_it_needs_what_the_real_program_does(state, more):
     convolved = lambda params, x: jnp.mean(jnp.convolve(loss_fn(params, x) * x[0], x[0]))
@@ -322,6 +323,7 @@ def test_confirmation_needs_room_for_a_copy(state, monkeypatch):
     assert "the state is shapes only" in repr(report)
 
 
+@pytest.mark.medium
 def test_confirmation_goes_down_where_memory_ends(monkeypatch):
     state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((8, 8))})
     step = ts.train_step(lambda params, x: jnp.mean(x @ params["w"]))
@@ -609,6 +611,7 @@ def test_errors_of_the_range_test(options, kind, parts):
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
+@pytest.mark.medium
 def test_a_convolution_on_a_cpu_needs_room_for_packed_operands():
     x, w = jnp.ones((8, 32, 32, 4)), jnp.ones((3, 3, 4, 16))
     conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))

@@ -116,6 +116,7 @@ def test_setup_runs_under_jit_vmap_scan_and_eval_shape():
     assert inside.shape == (2, 3)
 
 
+@pytest.mark.medium
 def test_shapes_are_enough_for_a_setup_under_eval_shape():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax_params())
     state = jax.eval_shape(lambda p: ts.setup(ts.rules.adam(1e-3), p), shapes)
@@ -192,6 +193,7 @@ def test_printing_shows_tree_numbers_frozen_parts_bytes_and_place():
         assert part in text, (part, text)
 
 
+@pytest.mark.medium
 def test_printing_never_fails(capsys):
     state = ts.setup(ts.rules.adam(1e-3), jax_params())
     jax.jit(lambda s: print(s))(state)

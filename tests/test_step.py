@@ -20,16 +20,15 @@ ROWS, FEATURES, CLASSES = 16, 5, 3
 
 
 def make_params(seed=0):
-    a, b = jax.random.split(jax.random.key(seed))
-    return {
-        "body": {"w": jax.random.normal(a, (FEATURES, 8)), "b": jnp.zeros(8)},
-        "head": {"w": jax.random.normal(b, (8, CLASSES)), "b": jnp.zeros(CLASSES)},
-    }
+    rng = np.random.default_rng(seed)
+    layer = lambda i, o: {"w": jnp.asarray(rng.normal(size=(i, o)), jnp.float32), "b": jnp.zeros(o)}
+    return {"body": layer(FEATURES, 8), "head": layer(8, CLASSES)}
 
 
 def make_batch(seed=1):
-    x = jax.random.normal(jax.random.key(seed), (ROWS, FEATURES))
-    return {"x": x, "y": jax.random.randint(jax.random.key(seed + 1), (ROWS,), 0, CLASSES)}
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(ROWS, FEATURES)), rng.integers(0, CLASSES, ROWS)
+    return {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(y, jnp.int32)}
 
 
 def logits(params, x):
@@ -83,9 +82,17 @@ def our_steps(rule, params, n, loss_fn=loss_fn, **options):
 # --------------------------------------------------------------------------------- the same as plain optax
 
 
-@pytest.mark.parametrize("norms", [True, False])
-@pytest.mark.parametrize("on_nonfinite", ["skip", pytest.param("raise", marks=pytest.mark.medium), "ignore"])
-def test_a_step_is_the_hand_written_one_to_the_last_bit(norms, on_nonfinite):
+@pytest.mark.parametrize(
+    ("on_nonfinite", "norms"),
+    [
+        *[("skip", True), ("skip", False), ("ignore", False)],
+        *[
+            pytest.param(*pair, marks=pytest.mark.medium)
+            for pair in (("ignore", True), ("raise", True), ("raise", False))
+        ],
+    ],
+)
+def test_a_step_is_the_hand_written_one_to_the_last_bit(on_nonfinite, norms):
     guard = on_nonfinite != "ignore"
     params, _, values = plain_steps(optax.adamw(1e-2), make_params(), 20, guard=guard, norms=norms)
     state, infos = our_steps(ts.rules.adamw(1e-2), make_params(), 20, norms=norms, on_nonfinite=on_nonfinite)
@@ -153,7 +160,7 @@ def test_a_hand_written_loop_of_the_two_halves_is_the_step():
 
 def test_gradients_of_the_full_tree_are_taken_too():
     state = ts.setup(ts.rules.sgd(0.1), make_params(), trainable="head/**")
-    grads = jax.grad(loss_fn)(state.params, make_batch())
+    grads = jax.jit(jax.grad(loss_fn))(state.params, make_batch())
     a, _ = ts.update(state, grads)
     b, _ = ts.update(state, {"body": {"w": None, "b": None}, "head": grads["head"]})
     assert_trees_equal(a, b)
@@ -288,9 +295,9 @@ def test_a_loss_of_sums_and_weights_averages_under_a_mask():
 
     state, batch = ts.setup(ts.rules.sgd(0.1), make_params()), make_batch()
     loss, grads = ts.value_and_grad(masked)(state, batch)
-    value, expected_grads = jax.value_and_grad(expected)(state.params, batch)
+    value, expected_grads = jax.jit(jax.value_and_grad(expected))(state.params, batch)
     assert_trees_close((loss.compute(), grads), (value, expected_grads), rtol=1e-6, atol=1e-7)
-    correct = np.argmax(np.asarray(logits(state.params, batch["x"])), -1) == np.asarray(batch["y"])
+    correct = np.argmax(np.asarray(jax.jit(logits)(state.params, batch["x"])), -1) == np.asarray(batch["y"])
     _, info = ts.train_step(masked)(state, batch)
     np.testing.assert_allclose(info.metrics["accuracy"], np.average(correct, weights=keep), rtol=1e-6)
     assert float(info.metrics["scalar"]) == 3.0 and float(info.weight) == float(keep.sum())
@@ -386,14 +393,14 @@ def test_ignore_lets_it_through():
 def test_the_step_works_inside_jit_scan_vmap_and_grad_and_donates_nothing_there():
     step = ts.train_step(loss_fn)
     make = lambda: ts.setup(ts.rules.adam(1e-2), make_params())
-    batches = jax.tree.map(lambda *xs: jnp.stack(xs), *[make_batch(i) for i in range(4)])
+    batches = jax.tree.map(lambda *xs: np.stack(xs), *[make_batch(i) for i in range(4)])
     expected, _ = our_steps(ts.rules.adam(1e-2), make_params(), 4)
     state = make()
     scanned, stacked = jax.lax.scan(step, state, batches)
     assert_trees_close(scanned.params, expected.params, rtol=1e-5, atol=1e-6)
     assert stacked.loss.shape == (4,) and stacked.applied.shape == (4,) and stacked.weight.shape == (4,)
     jax.jit(lambda s: step(s, make_batch()))(state)
-    many = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    many = jax.tree.map(lambda x: jnp.asarray(np.stack([x, x])), state)
     jax.vmap(step, in_axes=(0, None))(many, make_batch())
     assert not state.clock.is_deleted() and not many.clock.is_deleted()
 
@@ -403,9 +410,8 @@ def test_the_step_works_inside_jit_scan_vmap_and_grad_and_donates_nothing_there(
             state, _ = step(state, make_batch(i))
         return loss_fn(state.params, make_batch(9))
 
-    slope = jax.grad(after_two)(0.1)
-    numeric = (after_two(0.1 + 1e-2) - after_two(0.1 - 1e-2)) / 2e-2
-    np.testing.assert_allclose(slope, numeric, rtol=1e-2)
+    (below, _, above), slopes = jax.jit(jax.vmap(jax.value_and_grad(after_two)))(jnp.array([0.09, 0.1, 0.11]))
+    np.testing.assert_allclose(slopes[1], (above - below) / 2e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("stepped", [pytest.param(False, marks=pytest.mark.medium), True])
@@ -485,7 +491,7 @@ def test_a_vmapped_setup_over_traced_rates_is_one_trace_and_the_single_runs():
     assert len(traces) == 1
     for i, rate in enumerate(rates):
         one, _ = our_steps(ts.rules.adam(float(rate)), make_params(), 5)
-        assert_trees_close(jax.tree.map(lambda x, i=i: x[i], many.params), one.params, rtol=1e-4, atol=1e-6)
+        assert_trees_close(jax.tree.map(lambda x, i=i: np.asarray(x)[i], many.params), one.params, rtol=1e-4, atol=1e-6)
 
 
 def test_a_hundred_steps_are_one_program():
@@ -504,6 +510,7 @@ def test_host_batches_are_taken_as_they_are():
     assert_trees_equal(a, b)
 
 
+@pytest.mark.medium
 def test_donation_really_aliases():
     state = ts.setup(ts.rules.adam(1e-2), make_params())
     size = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state, state.clock)))
@@ -532,6 +539,7 @@ def deep_loss(params, x):
     return jnp.mean(x**2)
 
 
+@pytest.mark.medium
 def test_unselected_layers_cost_no_backward_pass_and_no_moments():
     """6 of 8 layers left out: the FLOPs of a hand-written step that differentiates two, within 2 %."""
     params, x = deep_params(8), jnp.ones((32, 64))
@@ -577,7 +585,7 @@ def test_flax_nnx_and_linen_and_equinox_params_train_as_they_are():
         (variables, linen_loss, "params/kernel"),
         (module, eqx_loss, "weight"),
     ):
-        state = ts.setup(ts.rules.adam(0.05), params, trainable="**")
+        state = ts.setup(ts.rules.sgd(0.05), params, trainable="**")
         state = ts.adjust(ts.freeze(state, where), where, learning_rate=0.5)
         step = ts.train_step(fn)
         first = last = None
@@ -586,7 +594,7 @@ def test_flax_nnx_and_linen_and_equinox_params_train_as_they_are():
             first, last = first or float(info.loss), float(info.loss)
         assert last < first
         assert type(state.params) is type(params)
-        half = ts.setup(ts.rules.adam(0.05), params, trainable=where)
+        half = ts.setup(ts.rules.sgd(0.05), params, trainable=where)
         half, info = ts.train_step(fn)(half, (x, y))
         assert bool(info.applied) and len(jax.tree.leaves(ts.trainable(half))) == 1
 

@@ -41,7 +41,7 @@ def loss_fn(params, batch, key=None):
 
 def masked(params, batch, key, mask):
     x, y = batch
-    hidden = jnp.tanh(x @ params["w"]) + 0.01 * jax.random.normal(key, (len(x), 16))
+    hidden = jnp.tanh(x @ params["w"]) + 0.02 * jax.random.uniform(key, (len(x), 16))
     return ts.Loss.mean(jnp.mean((hidden @ params["v"] - y) ** 2, -1), where=mask)
 
 
@@ -67,7 +67,7 @@ def fit(state, step, **options):
 KEYS = jax.random.split(jax.random.key(0), N)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.medium), 2])
 def test_each_member_is_its_single_run(accumulate):
     """History, evaluation and state of three epochs, with seeds, rates, noise, schedules, clipping and averages."""
     step = ts.train_step(masked, accumulate=accumulate)
@@ -111,11 +111,11 @@ def test_a_member_that_fails_fails_alone():
 
 
 def test_batches_of_their_own():
-    step, runs = ts.train_step(loss_fn), ts.population(make, 2, key=0, rate=RATES[:2])
-    batches = [(X[:8], Y[:8]), (X[8:16], Y[8:16])]
+    step, runs = ts.train_step(loss_fn), ts.population(make, N, key=0, rate=RATES)
+    batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(N)]
     _, info = step(runs, ts.populations.each(jax.tree.map(lambda *x: np.stack(x), *batches)))
     for i, batch in enumerate(batches):
-        one = make(jax.random.split(jax.random.key(0), 2)[i], float(RATES[i]))
+        one = make(KEYS[i], float(RATES[i]))
         np.testing.assert_allclose(info.loss[i], step(one, batch)[1].loss, rtol=1e-5)
 
 
@@ -313,6 +313,7 @@ def test_population_based_training():
     np.testing.assert_array_equal(ts.hyperparams(chosen)["learning_rate"], rates)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [

@@ -268,6 +268,7 @@ def test_the_state_stays_as_it_is():
 OWN = {"own": Own, "loader": Loader, "cursor": Cursor, "prefetched": lambda: ts.prefetch(Own())}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", OWN)
 def test_data_of_ones_own_are_read_again_from_where_they_were(name):
     given = OWN[name]()
@@ -301,6 +302,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", HIDDEN)
 def test_an_impure_loss_is_found_where_the_state_hides_it(name):
     fn, rule, noisy, leaf = HIDDEN[name]
@@ -327,7 +329,7 @@ REJECTED = {
 }
 
 
-@pytest.mark.parametrize("name", medium_if(lambda name: name in ("population", "sharding"), REJECTED))
+@pytest.mark.parametrize("name", medium_if(lambda name: name != "accumulation", REJECTED))
 def test_a_check_that_compared_nothing_says_so(name):
     with pytest.raises(
         DataError, match=r"at check_\w+\(\): got .*not? .*finite.*Nothing (was|can be) compared"
@@ -420,6 +422,7 @@ def test_no_check_under_jit(name):
             call()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name in ALL if name != "population"])
 def test_no_check_of_a_donated_state(name):
     state = make()

@@ -1026,6 +1026,7 @@ def test_does_a_non_finite_error_carry_state_and_info():
 # Import
 
 
+@pytest.mark.medium
 def test_does_the_import_touch_no_device_and_no_flax():
     code = (
         "import sys, tsunax._core.trees\n"

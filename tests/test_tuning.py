@@ -16,7 +16,6 @@ import types
 import zlib
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -674,8 +673,9 @@ def loss_fn(params, batch):
 
 
 def make(key, rate, decay, width, trial):
-    w, v = jax.random.split(jax.random.fold_in(jax.random.key(0), trial))
-    params = {"w": jax.random.normal(w, (4, width)) * 0.5, "v": jax.random.normal(v, (width, 2)) * 0.5}
+    draws = np.random.default_rng(0).normal(size=(6, width)).astype(np.float32)  # a normal of jax's is slow to compile
+    draws = 0.5 * jnp.roll(draws, trial, 1)
+    params = {"w": draws[:4], "v": draws[4:].T}
     return ts.setup(ts.rules.adamw(rate, weight_decay=decay), params)
 
 
@@ -701,15 +701,15 @@ def together(rate, decay, width, trial):
 
 def test_trials_of_one_population_are_single_runs(tmp_path):
     """Up to 1e-4: what a member may differ by from a run of its own, after 40 steps."""
-    alone = tune(single, LIVE, trials=7)
-    runs = tune(together, LIVE, trials=7, vectorized=["rate", "decay"], members=3, directory=tmp_path)
+    alone = tune(single, LIVE, trials=6)
+    runs = tune(together, LIVE, trials=6, vectorized=["rate", "decay"], members=3, directory=tmp_path)
     assert [t.values for t in runs.trials] == [t.values for t in alone.trials]
     np.testing.assert_allclose(runs["value"], alone["value"], rtol=1e-4)
     assert runs.best.index == alone.best.index
     lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
     ends = [[end["index"] for end in line["end"]] for line in lines if "end" in line]
     width = lambda i: alone.trials[i].values["width"]
-    assert max(map(len, ends)) <= 3 and len(ends) == sum(-(-sum(width(i) == w for i in range(7)) // 3) for w in (4, 8))
+    assert sorted(map(sorted, ends)) == [[i for i in range(6) if width(i) == w] for w in (8, 4)]
     assert all(len({width(i) for i in group}) == 1 for group in ends)
 
 
@@ -733,6 +733,7 @@ def test_a_group_that_raises_goes_one_by_one():
     assert "got float64[3], expected an array of 1 numbers" in wrong[3].cause.message
 
 
+@pytest.mark.medium
 def test_a_batch_size_compiles_once_a_size():
     traced = []
 
