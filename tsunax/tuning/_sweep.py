@@ -125,10 +125,10 @@ class Sweep:
                     self.run([i])
         else:
             parts = _trials.apart(outcome, len(indices)) if self.names else [outcome]
-            judged = lambda i, part: _trials.judged(
-                i, values[i], part, self.metric, reports[i], seconds
-            )
-            self.end(list(map(judged, indices, parts)))
+            ended = []
+            for i, x in zip(indices, parts, strict=True):
+                ended.append(_trials.judged(i, values[i], x, self.metric, reports[i], seconds))
+            self.end(ended)
 
     def _report(self, reports: dict[int, dict[int, float]], step: Any, value: Any) -> None:
         values = value if self.names else [value]
