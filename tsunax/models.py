@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import tables, trees
 from tsunax.errors import (
     LossError,
     MissingLibraryError,
@@ -39,10 +39,10 @@ class Model:
     """A model in parts; made by `nnx`, `linen`, `equinox`, `haiku` and `raw`.
 
     `apply(params, *x, model_state=None, key=None, train=False, **named)` returns
-    `(out, model_state)`. It is pure: in train mode dropout draws from `key` and batch statistics
-    move; in eval mode neither. A `key` without `train` is an error if the model has two modes:
-    dropout would be off silently. `named` is passed to the model. `build(state)` returns the
-    library's own model in eval mode, with copies of the state's parameters.
+    `(out, model_state)`; the model gets `named`. It is pure: in train mode dropout draws from `key`
+    and batch statistics move; in eval mode neither. A `key` without `train` is an error if the
+    model has two modes. `build(state)` returns the library's own model in eval mode, with copies of
+    the state's parameters.
     """
 
     params: Any
@@ -61,9 +61,7 @@ class Model:
             rows += [(show(path), trees.describe(x)) for path, x in keyed]
         if len(rows) > 24:
             rows = [*rows[:12], (f"... {len(rows) - 20} more", ""), *rows[-8:]]
-        width = max(len(name) for name, _ in rows)
-        table = [f"  {name:<{width}}  {kind}".rstrip() for name, kind in rows]
-        return "\n".join([f"Model({', '.join(counts)})", *table])
+        return "\n".join([f"Model({', '.join(counts)})", *(f"  {x}" for x in tables.aligned(rows))])
 
 
 def _model(
@@ -141,9 +139,8 @@ def _library(name: str, where: str):
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise MissingLibraryError(
-            name, where, "no such package", "it installed", f"pip install {name}"
-        ) from None
+        fix = f"pip install {name}"
+        raise MissingLibraryError(name, where, "no such package", "it installed", fix) from None
 
 
 def _names(fn) -> list[str]:
@@ -165,12 +162,12 @@ def _modes(fn: Callable, flag: str | None, where: str) -> Callable[[bool], dict]
 def nnx(module, *, wrt=None) -> Model:
     """The parts of a flax NNX module, which is merged again while a step is traced.
 
-    `params` is a nested dict of the arrays in its `nnx.Param` variables, also those of LoRA: choose
-    among them with `setup(trainable=...)`; `wrt` is another filter than `nnx.Param`. Random streams
-    are split off: in each call each draws from its part of `key` (without a key, an evaluation
-    draws the same every time). All other variables (batch statistics) are `model_state`. `train`
-    sets the module's mode, `module.train()` or `module.eval()`; if its call names `rngs` or a flag
-    such as `train`, they are passed. Sown values are dropped.
+    `params` is a nested dict of its `nnx.Param` variables, also those of LoRA (choose with
+    `setup(trainable=...)`), or of those that the filter `wrt` selects. Each random stream draws from
+    its part of `key`; without a key, an evaluation draws the same every time. All other variables
+    (batch statistics) are `model_state`. `train` sets the module's mode, `module.train()` or
+    `module.eval()`; its call gets `rngs` and flags such as `train` if it names them. Sown values
+    are dropped.
 
     Raises WrongTypeError unless it is an instance of `nnx.Module`, ParamsError for a module without
     parameters, and, when called, StateError for a model that draws in train mode without a key.
@@ -210,8 +207,7 @@ def nnx(module, *, wrt=None) -> Model:
         ends = zip(*map(jax.tree.leaves, (lib.to_pure_dict(after), rngs)), strict=True)
         if train and key is None and any(a is not b for a, b in ends):
             expected = "a key for the model's random streams"
-            fix = "Add a key parameter to loss_fn, call model.apply(..., key=key), and give "
-            fix += "setup(..., key=0)."
+            fix = "Add a key parameter to loss_fn for model.apply(..., key=key): setup(..., key=0)."
             raise StateError("key", "Model.apply()", "None", expected, fix)
         return out, lib.to_pure_dict(rest)
 
@@ -282,11 +278,10 @@ def equinox(module, state=None, *, vmap: bool = False, axis_name: str = "batch")
     if stateful and not isinstance(state, eqx.nn.State):
         got, fix = trees.describe(state), "module, state = eqx.nn.make_with_state(Net)(...)"
         raise WrongTypeError("state", "models.equinox()", got, "an equinox.nn.State", fix)
-    params, modes = eqx.filter(module, eqx.is_inexact_array), (True, False)
-    in_mode = {train: eqx.nn.inference_mode(module, value=not train) for train in modes}
-    static = {
-        train: eqx.filter(net, eqx.is_inexact_array, inverse=True) for train, net in in_mode.items()
-    }
+    params, static = eqx.filter(module, eqx.is_inexact_array), {}
+    for train in (True, False):
+        net = eqx.nn.inference_mode(module, value=not train)
+        static[train] = eqx.filter(net, eqx.is_inexact_array, inverse=True)
     takes_key = "key" in _names(module.__call__)
 
     def call(params, model_state, key, train, x, named):

@@ -76,8 +76,8 @@ def run(
         host, `num_gpus` is their number.
       start: options of `ts.distributed.start`, such as `{"peer_timeout": 60}`.
 
-    The exception of the first process that fails is raised, and all are ended. Ray itself waits
-    without a limit for a cluster that has the resources.
+    Raises the exception of the first process that fails, and ends all. Ray waits without a limit
+    for a cluster that has the resources.
     """
     checks.check_count(processes, "ray.run()", "processes")
     ray = library()
