@@ -51,9 +51,9 @@ def adjust(state: TrainState, where: Any = "**", /, **values: Any) -> TrainState
     """Set hyperparameters on all leaves, or on those that `where` matches. Moments are kept.
 
     A value is a number (float, int, numpy or jax scalar, traced or not); `None` gives a scheduled
-    one back to its schedule. A value never compiles the step again; cutting a subtree off for the
-    first time does, once, and `adjust(state, where)` without values is that cut alone.
-    `adjust(a, hyperparams(b))` copies, into cuts that are there: where only b has one, first
+    one back to its schedule. A value never compiles the step again; the first cut of a subtree
+    does, once, and `adjust(state, where)` without values is that cut alone.
+    `adjust(a, hyperparams(b))` copies into cuts that `a` has: make others first by
     `a = adjust(a, where)`. The result shares its arrays with `state`: a step that is given one of
     them donates both.
 
@@ -86,11 +86,10 @@ def freeze(state: TrainState, where: Any) -> TrainState:
     """Stop the leaves that `where` matches: params, moments, decay and averages stay bit-identical.
 
     Their gradients count as zero, so norms and global clipping are over what is not frozen. The
-    gradient is still computed (`setup(trainable=...)` is the freeze that saves it). The first
-    freeze of a state compiles the step once (`setup(freezable=True)`: not even that); later ones
-    and thaws never do. Under jit, scan and vmap too, where the state has been frozen before or is
-    freezable. The result shares its arrays with `state`: a step that is given one of them donates
-    both.
+    gradient is still computed (`setup(trainable=...)` saves it). The first freeze of a state
+    compiles the step once (`setup(freezable=True)`: not even that); later ones and thaws never do,
+    and work under jit, scan and vmap, too. The result shares its arrays with `state`: a step that is
+    given one of them donates both.
 
     Raises PatternError if `where` matches nothing that is trained.
 
@@ -109,14 +108,12 @@ def freeze(state: TrainState, where: Any) -> TrainState:
 def thaw(state: TrainState, where: Any = "**") -> TrainState:
     """Train frozen leaves again, with the moments that they had when they were frozen.
 
-    Rules with one count for all leaves (Adam's bias correction) have gone on counting meanwhile:
-    leaves frozen from the start take larger first steps after a late thaw, up to 6 × the rate at
-    step 2000 with Adam's defaults, in a rule of its own in `partition` too. A warm-up of their rate
-    avoids that. The result shares its arrays with `state`: a step that is given one of them donates
-    both.
+    The count of a rule (Adam's bias correction) has gone on meanwhile: leaves frozen from the start
+    take larger first steps after a late thaw, up to 6 × the rate at step 2000 with Adam's defaults.
+    A warm-up of their rate avoids that. The result shares its arrays with `state`: a step that is
+    given one of them donates both.
 
-    Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments to go
-    on with.
+    Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments.
     """
     return _set_frozen(state, where, False)
 
@@ -135,14 +132,9 @@ def _set_frozen(state: TrainState, where, on: bool) -> TrainState:
         fix = "It never trains anyway." if on else "Only ts.migrate can add it to a run."
         raise _left_out(state, outside[0], fix)
     memory = lambda x: isinstance(x, optax.ScaleByLBFGSState)
-    if (
-        on
-        and not all(trained)
-        and any(map(memory, jax.tree.leaves(state.opt_state, is_leaf=memory)))
-    ):
-        fix = (
-            "Its memory mixes all leaves. Leave them out from the start: setup(..., trainable=...)."
-        )
+    mixes = any(map(memory, jax.tree.leaves(state.opt_state, is_leaf=memory)))
+    if on and mixes and not all(trained):
+        fix = "Its memory mixes all leaves. Leave them out with setup(..., trainable=...)."
         raise RuleError("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix)
     words = frozen_words(trained)
     if state.frozen is None:
@@ -215,17 +207,15 @@ class _Hit(NamedTuple):
 
 
 def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
-    """The live states that this adjust is for: {place: {name given: name there}}; all of them
-    without values.
+    """`{place: {name given: name there}}` of the live states that this adjust is for: all without
+    values.
     """
     lives, seen = _table(state).layout.lives, matched.union(_paths(trained_part(state)))
-    hits = []
-    for at, (index, (_, s)) in enumerate(
-        zip(number_table.chain_indices(lives), lives, strict=True)
-    ):
+    hits, indices = [], number_table.chain_indices(lives)
+    for at, (_, s) in enumerate(lives):
         leaves = matched.intersection(s.paths)
         if leaves and seen.issuperset(s.paths):
-            hits.append(_Hit(at, index, s.live.names, leaves))
+            hits.append(_Hit(at, indices[at], s.live.names, leaves))
     if not hits:
         hidden = not all(seen.issuperset(s.paths) for _, s in lives)
         fix = "A wrapper hides its leaves: adjust(state, ...) sets them all." if hidden else ""

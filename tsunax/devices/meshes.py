@@ -218,11 +218,9 @@ class _Choice:
         found: dict[int, P] = {}
         for pattern, spec in self.rules.items():
             if spec is not None and not isinstance(spec, P | tuple | list | str):
-                at, expected = (
-                    f"shard(), {pattern!r}",
-                    "a PartitionSpec, a tuple of axis names, or None",
-                )
-                raise WrongTypeError("rule", at, trees.describe(spec), expected)
+                at, got = f"shard(), {pattern!r}", trees.describe(spec)
+                expected = "a PartitionSpec, a tuple of axis names, or None"
+                raise WrongTypeError("rule", at, got, expected)
             spec = P(*((spec,) if isinstance(spec, str) else spec or ()))
             for i, on in enumerate(patterns.select(pattern, params)):
                 if on:

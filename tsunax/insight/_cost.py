@@ -23,13 +23,11 @@ from tsunax._core.trees import programs_in
 class Flops:
     """Floating-point operations of a program on all devices together, a multiply-add as two."""
 
-    matmul: float = (
-        0.0  # dot products and convolutions; zeros of padding and dilation are left out, as by XLA
-    )
+    # dot products and convolutions; zeros of padding and dilation are left out, as by XLA
+    matmul: float = 0.0
     other: float = 0.0  # one for each element that arithmetic gives, or that a reduction reads
-    transcendental: float = (
-        0.0  # exp, log, tanh, pow, sqrt and so on: calls, in neither of the others
-    )
+    # exp, log, tanh, pow, sqrt and so on: calls, in neither of the others
+    transcendental: float = 0.0
     loops: int = 0  # `while` loops, whose trips nobody knows before they run: counted `trips` times
     opaque: tuple[str, ...] = ()  # what is in no count: kernels, factorisations
 

@@ -31,9 +31,8 @@ class Origin:
     argument: int | None  # which argument of the program it is; None where the program made it
     primitive: str = ""
     sources: tuple[Any, ...] = ()  # `source_info` of its equation, then of the calls around that
-    trips: tuple[
-        tuple[Any, int], ...
-    ] = ()  # the loops around it, outermost first: their equation, which trip
+    # the loops around it, outermost first: their equation, which trip
+    trips: tuple[tuple[Any, int], ...] = ()
     operands: tuple[Any, ...] = ()  # what the primitive was given, on the host
     value: Any = None  # what it gave
     constant: bool = False  # whether it is, or comes from, a constant of the program: bad by intent

@@ -334,13 +334,9 @@ def find_accumulation(
         try:
             trial = _Trials(cut, state, example, extra, limit, 0).compiled(batch_size)
         except _Beyond as beyond:
-            at, got, expected = (
-                f"example({batch_size})",
-                f"{beyond.rows} rows",
-                f"{batch_size} rows",
-            )
+            parts = f"example({batch_size})", f"{beyond.rows} rows", f"{batch_size} rows"
             fix = "Give a batch_size that the data have, or a batch to be read as shapes."
-            raise DataError("batch", at, got, expected, fix) from None
+            raise DataError("batch", *parts, fix) from None
         return dataclasses.replace(trial, size=micro)
 
     search = _Search(sizes, attempt, max_trials)

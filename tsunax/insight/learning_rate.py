@@ -49,9 +49,8 @@ class RangeTest:
         n = len(self.rates)
         found = f"{self.name} from {low:.2g} to {high:.2g} in {n} steps"
         found += f", diverged at {self.rates[self.used]:.2g}" if self.used < n else ""
-        return (
-            f"{found}: steepest at {self.steepest:.2g}, a tenth of the minimum's {self.tenth:.2g}"
-        )
+        tenth = f"a tenth of the minimum's {self.tenth:.2g}"
+        return f"{found}: steepest at {self.steepest:.2g}, {tenth}"
 
     def plot(self):
         """A matplotlib Figure: the loss over the rate, both suggestions, the band of several seeds."""
@@ -192,10 +191,8 @@ def _copies(state: Any, seeds: int | None, where: str) -> TrainState:
     checks.check_count(seeds, where, "seeds")
     if isinstance(state, TrainState):
         if state.key is None:
-            got, fix = (
-                f"{seeds} for a state without a key",
-                "setup(..., key=0), or give a function.",
-            )
+            got = f"{seeds} for a state without a key"
+            fix = "setup(..., key=0), or give a function of a key."
             raise HyperparameterError("seeds", where, got, "a key", fix)
         key = state.key
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(seeds))
@@ -247,12 +244,10 @@ def _suggested(
     slopes = np.correlate(mean, weights, "valid") if half > 0 else np.zeros(1)
     if not slopes.min() < 0:
         at = f"{rates[min(used, len(rates) - 1)]:.2g}"
-        got, fix = (
-            f"a loss that never falls, up to {at}",
-            "Other low= and high=, or a larger batch.",
-        )
-        if used <= 2:
-            got, fix = f"a loss that diverges at {at} already", "Give a smaller low=."
+        got, fix = f"a loss that diverges at {at} already", "Give a smaller low=."
+        if used > 2:
+            got = f"a loss that never falls, up to {at}"
+            fix = "Other low= and high=, or a larger batch."
         raise HyperparameterError(name, where, got, "one that falls somewhere", fix)
     steepest = float(rates[half + int(slopes.argmin())])
     tenth = float(rates[int(np.argmin(smoothed[:used]))] / 10)

@@ -156,11 +156,9 @@ def _nothing(state: TrainState, look: Callable, given: tuple) -> ReplayReport:
     if found != "gradient norm":
         text = f"{found[0].upper()}{found[1:]} overflows when it is squared: every value is finite."
         return ReplayReport(found, "", None, "", "", "", True, (), text)
-    text = (
-        "Loss, gradients and the new state are finite. If the step was rejected, a rule did it (a "
-    )
-    text += "spike, clip_by_norm), the state is not the one of that call, or the step computes in "
-    text += "another order where nobody looks."
+    text = "Loss, gradients and the new state are finite. If the step was rejected, a rule did it "
+    text += "(a spike, clip_by_norm), the state is not the one of that call, or the step computes "
+    text += "in another order."
     return ReplayReport("", "", None, "", "", "", False, (), text)
 
 
@@ -181,9 +179,8 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin
         line, code = source_line(origin.sources, above=__file__)
         said = "a constant" if origin.constant else _what(origin.value)
         at = f" at {'the derivative of ' * in_gradient}{line}" if line else ""
-        made = f"{origin.primitive} gave {said}{_from(origin)}{at}" + (
-            f": `{code}`" if code else ""
-        )
+        made = f"{origin.primitive} gave {said}{_from(origin)}{at}"
+        made += f": `{code}`" if code else ""
     places = [f"micro-batch {micro} of {n}"] if micro is not None else []
     places += [f"trip {i} of a loop" for i in trips]
     text = f"The {what}. The first such value: {made}"

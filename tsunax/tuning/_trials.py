@@ -99,9 +99,8 @@ def judged(
             trial = dataclasses.replace(trial, value=value, metrics=metrics)
             if math.isfinite(value):
                 return trial
-            outcome = Cause(
-                "NonFiniteError", message("result", "objective", value, "a finite number")
-            )
+            text = message("result", "objective", value, "a finite number")
+            outcome = Cause("NonFiniteError", text)
     return dataclasses.replace(trial, status="failed", cause=outcome)
 
 

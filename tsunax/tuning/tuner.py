@@ -104,9 +104,8 @@ class Result:
 
         rows = sorted(self.rows, key=rank)[:_SHOWN]
         columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
-        filled = {
-            n: cells for n, cells in columns.items() if any(x not in (None, "") for x in cells)
-        }
+        is_filled = lambda cells: any(x not in (None, "") for x in cells)
+        filled = {name: cells for name, cells in columns.items() if is_filled(cells)}
         texts = [[name, *map(_cell, cells)] for name, cells in filled.items()]
         is_number = lambda x: isinstance(x, int | float | None)
         right = [i for i, cells in enumerate(filled.values()) if all(map(is_number, cells))]
