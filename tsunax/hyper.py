@@ -201,7 +201,7 @@ class _Hit(NamedTuple):
     """A live state that an adjust may be for."""
 
     at: int
-    index: str  # of its rule in a chain
+    rule: str  # its index in a chain
     names: tuple[str, ...]
     leaves: frozenset
 
@@ -224,15 +224,15 @@ def _targets(state: TrainState, matched, values) -> dict[int, dict[str, str]]:
     targets: dict[int, dict[str, str]] = {} if values else {hit.at: {} for hit in hits}
     for given in values:
         index, _, name = given.rpartition(".")
-        found = [hit for hit in hits if name in hit.names and index in ("", hit.index)]
+        found = [hit for hit in hits if name in hit.names and index in ("", hit.rule)]
         if not index:  # of a rule around another one, the plain name is the outer one's
-            outer = frozenset().union(*(hit.leaves for hit in found if not hit.index))
-            found = [hit for hit in found if not hit.index or not hit.leaves & outer]
+            outer = frozenset().union(*(hit.leaves for hit in found if not hit.rule))
+            found = [hit for hit in found if not hit.rule or not hit.leaves & outer]
         for hit in found:
             targets.setdefault(hit.at, {})[given] = name
         for pair in itertools.combinations(found, 2):
             if pair[0].leaves & pair[1].leaves:
-                both = [repr(f"{hit.index}.{name}") for hit in pair]
+                both = [repr(f"{hit.rule}.{name}") for hit in pair]
                 got, expected = f"{given!r}, which two rules of a chain have", " or ".join(both)
                 fix = f"Write adjust(state, **{{{both[0]}: ...}})."
                 raise HyperparameterError("hyperparameter", "adjust()", got, expected, fix)
@@ -348,7 +348,7 @@ def _assign(state: TrainState, cells: dict[int, tuple], old) -> TrainState:
             _numbers.check_number(where, name, number, "a number")
     given = {column: value for column, (_, _, value) in cells.items()}
     concrete = not any(map(trees.is_traced, [values, *given.values()]))
-    values = np.array(values) if concrete else values
+    values: Any = np.array(values) if concrete else values
     if not concrete and isinstance(values, np.ndarray):
         values = _like(old, values)
     for column, value in given.items():

@@ -147,7 +147,7 @@ def migrate(
     """
     old = _as_old(state, params, step)
     known, given = old.state, old.params if params is KEEP else params
-    options = {"ema": ema, "precision": precision, "loss_scale": loss_scale}
+    options: dict[str, Any] = {"ema": ema, "precision": precision, "loss_scale": loss_scale}
     options |= {"trainable": trainable, "model_state": model_state, "key": key}
     kept: dict[str, Any] = {"model_state": old.model_state, "key": old.key}
     if trainable is KEEP:
@@ -155,7 +155,7 @@ def migrate(
     if known is not None:
         average, loss_scale = jax.tree.map(own, (known.average, known.loss_scale))
         kept |= {"ema": average, "precision": known.plan.precision, "loss_scale": loss_scale}
-    options = {name: kept.get(name) if x is KEEP else x for name, x in options.items()}
+    options |= {name: kept.get(name) for name, x in options.items() if x is KEEP}
     fresh, found = setup(rule, _wide(given, known), **options), _Found()
     full = number_table.lower(fresh.opt_state, fresh.numbers)
     slots = _slots(full, _owners_of(fresh), base(fresh))

@@ -10,7 +10,6 @@ adapter imports its library when it is called. Of states it reads `params` and `
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,14 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import tables, trees
-from tsunax.errors import (
-    LossError,
-    MissingLibraryError,
-    ParamsError,
-    StateError,
-    WrongTypeError,
-    unknown,
-)
+from tsunax._core.libraries import library
+from tsunax.errors import LossError, ParamsError, StateError, WrongTypeError, unknown
 from tsunax.state import TrainState, check_state, own
 
 __all__ = ["Model", "equinox", "haiku", "linen", "nnx", "raw"]
@@ -111,8 +104,8 @@ def _adapter_of(x) -> str:
     """The adapter for a model, by the names of its classes; "" if there is none."""
     kinds = (x if isinstance(x, type) else type(x)).__mro__
     for module in (kind.__module__ for kind in kinds if kind.__name__ in _BASES):
-        for library, adapter in _LIBRARIES.items():
-            if module.startswith(library):
+        for prefix, adapter in _LIBRARIES.items():
+            if module.startswith(prefix):
                 return adapter
     return ""
 
@@ -131,16 +124,6 @@ def _check_model(x, adapter: str, expected: str) -> None:
         got = f"a {type(x).__name__} without __call__"
         fix = "Give it one, or write a function for ts.models.raw()."
         raise WrongTypeError("model", where, got, "one that can be called", fix)
-
-
-def _library(name: str, where: str):
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        fix = f"pip install {name}"
-        raise MissingLibraryError(name, where, "no such package", "it installed", fix) from None
 
 
 def _names(fn) -> list[str]:
@@ -179,7 +162,7 @@ def nnx(module, *, wrt=None) -> Model:
     {'bias': (2,), 'kernel': (3, 2)}
     """
     where = "models.nnx()"
-    lib = _library("flax.nnx", where)
+    lib = library("flax.nnx", where)
     _check_model(module, "nnx", "an instance of nnx.Module")
     wrt = lib.Param if wrt is None else wrt
     modes, takes_rngs = _modes(module.__call__, None, where), "rngs" in _names(module.__call__)
@@ -246,7 +229,7 @@ def linen(module, variables, *, rngs=("dropout",), flag: str | None = None) -> M
         raise kind("variables", where, got, "a dict with 'params'", fix)
     modes = _modes(module.__call__, flag, where)
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
-    others = _library("flax.core", where).unfreeze(variables)  # calls return plain dicts
+    others = library("flax.core", where).unfreeze(variables)  # calls return plain dicts
     fp8, params = "_overwrite_with_gradient", others.pop("params")
     if fp8 in others:
         params = {"params": params, fp8: others.pop(fp8)}
@@ -272,7 +255,7 @@ def equinox(module, state=None, *, vmap: bool = False, axis_name: str = "batch")
     Raises MissingLibraryError without equinox, WrongTypeError unless they are instances of
     `equinox.Module` and `equinox.nn.State`, ParamsError for a module without parameters.
     """
-    eqx = _library("equinox", "models.equinox()")
+    eqx = library("equinox", "models.equinox()")
     _check_model(module, "equinox", "an instance of equinox.Module")
     stateful = state is not None
     if stateful and not isinstance(state, eqx.nn.State):

@@ -131,7 +131,7 @@ def mixing(objective: Callable, params: Any, batch: Any, keywords: dict) -> Mixi
 
 
 def _either(a: Fact, b: Fact) -> Fact:
-    either = [x or y for x, y in zip(a, b, strict=True)]
+    either: list[Any] = [x or y for x, y in zip(a, b, strict=True)]
     return Fact(*either)._replace(rows=a.rows | b.rows, added=max(a.added, b.added))
 
 
@@ -370,6 +370,3 @@ def _gathered(eqn: Any, given: Sequence[frozenset[int]]) -> frozenset[int]:
     rows |= {d.offset_dims[kept.index(axis)] for axis in whole}
     pairs = zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)
     return frozenset(rows | {free[j] for i, j in pairs if i in given[0]})
-
-
-__all__ = ["Mixing", "mixing", "warn_of_mixed_rows"]

@@ -200,9 +200,10 @@ class _Choice:
         owners = owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
         opt_state = []
         for owner, leaf in zip(owners, jax.tree.leaves(state.opt_state), strict=True):
-            follows = owner is not None and np.shape(leaf) == shapes[owner]
-            free = self._spread(self._over(P(), leaf, "fsdp"), np.shape(leaf))
-            opt_state.append(follow[owner] if follows else free)
+            if owner is not None and np.shape(leaf) == shapes[owner]:
+                opt_state.append(follow[owner])
+            else:
+                opt_state.append(self._spread(self._over(P(), leaf, "fsdp"), np.shape(leaf)))
         roles = {"params": params, "rule": opt_state, "trained": follow, "average": follow}
         found: list[P] = []
         for field in state._fields:

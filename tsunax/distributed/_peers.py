@@ -437,6 +437,3 @@ def leave(text: str, index: int) -> None:
         flush.start()
         flush.join(1.0)
     os._exit(1)
-
-
-__all__ = ["Peers", "Store", "forget", "initialized", "leave", "name_process_0"]

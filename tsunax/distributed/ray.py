@@ -9,26 +9,20 @@ Each process is one of many (`ts.distributed`) before the function begins: it ma
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tsunax._core import checks
+from tsunax._core import checks, libraries
 from tsunax.distributed import starting
-from tsunax.errors import MissingLibraryError
 
 __all__ = ["run", "trainer"]
 
 
 def library(part: str = "", where: str = "tsunax.ray") -> Any:
     """Ray, or a part of it; `import ray` would be this file to a type checker."""
-    try:
-        return importlib.import_module(f"ray{part}")
-    except ModuleNotFoundError as error:
-        fix = "pip install 'tsunax[ray]'"
-        raise MissingLibraryError("ray", where, "no such library", "Ray", fix) from error
+    return libraries.library(f"ray{part}", where, extra="ray")
 
 
 def _free_port() -> int:

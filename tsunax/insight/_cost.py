@@ -36,8 +36,8 @@ class Flops:
         return self.matmul + self.other
 
     def __add__(self, more: Flops) -> Flops:
-        sums = [a + b for a, b in zip(astuple(self), astuple(more), strict=True)]
-        return Flops(*sums[:4], tuple(dict.fromkeys(sums[4])))
+        *sums, opaque = (a + b for a, b in zip(astuple(self), astuple(more), strict=True))
+        return Flops(*sums, opaque=tuple(dict.fromkeys(opaque)))
 
     def times(self, n: float) -> Flops:
         counts = self.matmul * n, self.other * n, self.transcendental * n
@@ -271,6 +271,3 @@ def donated_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
     table = head[at : head.find("entry_computation_layout", at)] if at >= 0 else ""
     aliased = {int(n) for n in re.findall(r"\}: \((\d+),", table)}
     return frozenset(names.values()), frozenset(names[n] for n in aliased if n in names)
-
-
-__all__ = ["Collective", "Flops", "collectives_in", "donated_in", "flops_of", "largest_convolution"]

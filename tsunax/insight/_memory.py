@@ -214,19 +214,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
     ended = "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and ended)
-
-
-__all__ = [
-    "Need",
-    "as_bytes",
-    "as_shapes",
-    "bytes_on_one",
-    "device_of_state",
-    "free_on_host",
-    "is_out_of_memory",
-    "limit_of",
-    "mesh_of",
-    "need_in",
-    "need_of",
-    "with_rows",
-]

@@ -248,6 +248,3 @@ def _compiled(jaxpr: Any, made: tuple | None) -> Callable:
 
 def _on_host(x: Any) -> Any:
     return np.asarray(x) if jnp.issubdtype(getattr(x, "dtype", np.dtype(float)), np.number) else x
-
-
-__all__ = ["Origin", "bad", "origin"]

@@ -7,7 +7,6 @@ The state, its key and the place of the data are afterwards what they were, bit 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 
 from tsunax._core import checks, trees
 from tsunax._step.members import over_members
-from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError
+from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust
 from tsunax.program import TrainStep
 from tsunax.run import feed as _feed
@@ -54,12 +53,7 @@ class RangeTest:
 
     def plot(self):
         """A matplotlib Figure: the loss over the rate, both suggestions, the band of several seeds."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            parts = "library", "plot()", "no matplotlib", "matplotlib"
-            raise MissingLibraryError(*parts, "pip install 'tsunax[plot]'") from None
-        figure = Figure(figsize=(6.4, 2.8), dpi=150, layout="constrained")
+        figure = plots._figure(6.4, 2.8)
         axes, colors = figure.subplots(), plots._COLOURS
         shown, smoothed = self.rates[: self.used], self.smoothed[: self.used]
         losses = self.losses[: self.used].reshape(len(shown), -1)
@@ -76,7 +70,6 @@ class RangeTest:
             axes.axvline(rate, color=colors[color], linewidth=1, label=f"{name}: {rate:.2g}")
         axes.set_xlabel(self.name.replace("_", " "), fontsize=9)
         axes.legend(fontsize=8, frameon=False)
-        figure._repr_png_ = functools.partial(plots._png, figure)  # type: ignore[attr-defined]
         return figure
 
 

@@ -167,9 +167,9 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin
     # the outermost loop is that over micro-batches, unless the rule has one
     if n > 1 and origin.argument is None and trips and origin.trips[0][0].params.get("length") == n:
         micro, trips = trips[0], trips[1:]
-    in_gradient, blames_argument = result.startswith("gradient"), origin.argument is not None
+    in_gradient = result.startswith("gradient")
     argument = line = code = ""
-    if blames_argument:
+    if origin.argument is not None:
         argument = _argument(given, origin.argument)
         bad = _origin.bad(origin.value)
         if n > 1 and argument.startswith("batch") and bad is not None and bad.ndim:
@@ -185,7 +185,7 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin
     places += [f"trip {i} of a loop" for i in trips]
     text = f"The {what}. The first such value: {made}"
     text += f" ({', '.join(places)})." if places else "."
-    primitive = "" if blames_argument else origin.primitive
+    primitive = "" if argument else origin.primitive
     return ReplayReport(result, argument, micro, primitive, line, code, in_gradient, trips, text)
 
 

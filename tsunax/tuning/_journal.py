@@ -23,8 +23,6 @@ from tsunax._core import durable_files
 from tsunax.errors import CheckpointError, SaveError, told
 from tsunax.tuning._trials import Trial, as_record, from_record, index_of
 
-__all__ = ["NAME", "VERSION", "Journal", "check_same", "cut_torn_line", "load", "lock", "opened"]
-
 NAME = "trials.jsonl"
 VERSION = 1
 _FIRST = b'{"sweep": {'  # what every journal begins with

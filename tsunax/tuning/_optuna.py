@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import CheckpointError, MissingLibraryError, WrongTypeError, told
+from tsunax._core.libraries import library
+from tsunax.errors import CheckpointError, WrongTypeError, told
 from tsunax.tuning import _journal, _sweep, _trials, spaces
 from tsunax.tuning._trials import Trial
-
-__all__ = ["NAME", "Study", "objective_of", "read"]
 
 NAME = "optuna.journal"
 _STUDY = "tsunax"
@@ -29,11 +27,7 @@ _KEY = "tsunax"  # of what is ours in the attributes of a study and of a trial
 
 
 def _optuna(part: str = "") -> Any:
-    try:
-        return importlib.import_module(f"optuna{part}")
-    except ModuleNotFoundError as error:
-        parts = "optuna", "tune()", "no such library", "Optuna", "pip install 'tsunax[tune]'"
-        raise MissingLibraryError(*parts) from error
+    return library(f"optuna{part}", "tune()", extra="tune")
 
 
 def _storage(path: Path) -> Any:

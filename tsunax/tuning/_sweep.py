@@ -24,8 +24,6 @@ from tsunax.errors import WrongTypeError
 from tsunax.tuning import _trials, spaces
 from tsunax.tuning._trials import Cause, Pruned, Trial
 
-__all__ = []
-
 
 class Ending(Interrupt):
     """The first signal ends the sweep, and at once the trial under way."""

@@ -18,8 +18,6 @@ from tsunax._core import checks, trees
 from tsunax._core.source_lines import LIBRARIES
 from tsunax.errors import HyperparameterError, TsunaxError, WrongTypeError, message, unknown
 
-__all__ = []
-
 RESERVED = ("report", "trial")  # what an objective may name beside the space
 COLUMNS = ("trial", "value", "status", "seconds", "cause")  # of the table, beside the space
 STATUSES = ("done", "pruned", "failed", "interrupted")
