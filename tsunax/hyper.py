@@ -1,15 +1,15 @@
 """Change a run while it runs: read and set hyperparameters, freeze and thaw. State in, state out.
 
-Every function here edits arrays of the state (`numbers`, `frozen`), so the step keeps its program.
-Only the first cut of a new subtree and the first freeze change the state's shape, and cost one
-compile each.
+Every function edits arrays of the state (`numbers`, `frozen`), so the step keeps its program. Only
+the first cut of a new subtree and the first freeze compile the step again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,13 +48,12 @@ def hyperparams(state: TrainState) -> dict[str, Any]:
 
 
 def adjust(state: TrainState, where: Where = "**", /, **values: Any) -> TrainState:
-    """Set hyperparameters on the whole tree or on the leaves that `where` matches. Moments are
-    kept.
+    """Set hyperparameters on all leaves, or on those that `where` matches. Moments are kept.
 
     A value is a number (float, int, numpy or jax scalar, traced or not); `None` gives a scheduled
-    one back to its schedule. A value never compiles the step again; cutting a subtree off for the
-    first time does, once, and `adjust(state, where)` without values is that cut alone.
-    `adjust(a, hyperparams(b))` copies, into cuts that are there: where only b has one, first
+    one back to its schedule. A value never compiles the step again; the first cut of a subtree
+    does, once, and `adjust(state, where)` without values is that cut alone.
+    `adjust(a, hyperparams(b))` copies into cuts that `a` has: make others first by
     `a = adjust(a, where)`. The result shares its arrays with `state`: a step that is given one of
     them donates both.
 
@@ -70,15 +69,13 @@ def adjust(state: TrainState, where: Where = "**", /, **values: Any) -> TrainSta
     check_state(state, "adjust()", where)
     if state.numbers is None:
         fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
-        raise HyperparameterError(
-            "rule", "adjust()", "one without live numbers", "a live rule", fix
-        )
+        got = "one without live numbers"
+        raise HyperparameterError("rule", "adjust()", got, "a live rule", fix)
     if isinstance(where, str) and where == "**" and any("@" in name for name in values):
         return _assign(state, _by_flat_name(state, values), _table(state).values)
     if _is_names(where, _known(state)):
-        return _assign(
-            state, _by_flat_name(state, {**cast(Mapping, where), **values}), _table(state).values
-        )
+        values = {**cast(Mapping, where), **values}
+        return _assign(state, _by_flat_name(state, values), _table(state).values)
     matched = _matched(state, where)
     targets = _targets(state, matched, values)
     cut = _cut(state, where, matched, targets)
@@ -89,11 +86,10 @@ def freeze(state: TrainState, where: Where) -> TrainState:
     """Stop the leaves that `where` matches: params, moments, decay and averages stay bit-identical.
 
     Their gradients count as zero, so norms and global clipping are over what is not frozen. The
-    gradient is still computed (`setup(trainable=...)` is the freeze that saves it). The first
-    freeze of a state compiles the step once (`setup(freezable=True)`: not even that); later ones
-    and thaws never do. Under jit, scan and vmap too, where the state has been frozen before or is
-    freezable. The result shares its arrays with `state`: a step that is given one of them donates
-    both.
+    gradient is still computed (`setup(trainable=...)` saves it). The first freeze of a state
+    compiles the step once (`setup(freezable=True)`: not even that); later ones and thaws never do,
+    and work under jit, scan and vmap, too. The result shares its arrays with `state`: a step that is
+    given one of them donates both.
 
     Raises PatternError if `where` matches nothing that is trained.
 
@@ -112,29 +108,17 @@ def freeze(state: TrainState, where: Where) -> TrainState:
 def thaw(state: TrainState, where: Where = "**") -> TrainState:
     """Train frozen leaves again, with the moments that they had when they were frozen.
 
-    Rules with one count for all leaves (Adam's bias correction) have gone on counting meanwhile:
-    leaves frozen from the start take larger first steps after a late thaw, up to 6 × the rate at
-    step 2000 with Adam's defaults, in a rule of its own in `partition` too. A warm-up of their rate
-    avoids that. The result shares its arrays with `state`: a step that is given one of them donates
-    both.
+    The count of a rule (Adam's bias correction) has gone on meanwhile: leaves frozen from the start
+    take larger first steps after a late thaw, up to 6 × the rate at step 2000 with Adam's defaults.
+    A warm-up of their rate avoids that. The result shares its arrays with `state`: a step that is
+    given one of them donates both.
 
-    Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments to go
-    on with.
+    Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments.
     """
     return _set_frozen(state, where, False)
 
 
 # ----------------------------------------------------------------------------------------- freezing
-
-
-def _check_can_freeze(state: TrainState) -> None:
-    """Raise RuleError for a rule that would go on with a wrong picture of the other leaves."""
-    memory = lambda x: isinstance(x, optax.ScaleByLBFGSState)
-    if any(map(memory, jax.tree.leaves(state.opt_state, is_leaf=memory))):
-        fix = (
-            "Its memory mixes all leaves. Leave them out from the start: setup(..., trainable=...)."
-        )
-        raise RuleError("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix)
 
 
 def _set_frozen(state: TrainState, where: Where, on: bool) -> TrainState:
@@ -147,8 +131,11 @@ def _set_frozen(state: TrainState, where: Where, on: bool) -> TrainState:
     if outside and not everything and (not on or not any(trained)):
         fix = "It never trains anyway." if on else "Only ts.migrate can add it to a run."
         raise _left_out(state, outside[0], fix)
-    if on and not all(trained):
-        _check_can_freeze(state)
+    memory = lambda x: isinstance(x, optax.ScaleByLBFGSState)
+    mixes = any(map(memory, jax.tree.leaves(state.opt_state, is_leaf=memory)))
+    if on and mixes and not all(trained):
+        fix = "Its memory mixes all leaves. Leave them out with setup(..., trainable=...)."
+        raise RuleError("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix)
     words = frozen_words(trained)
     if state.frozen is None:
         if not on:
@@ -164,9 +151,8 @@ def _set_frozen(state: TrainState, where: Where, on: bool) -> TrainState:
 
 def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
     where = trees.access_str("params", jax.tree_util.tree_flatten_with_path(state.params)[0][i][0])
-    return PatternError(
-        "leaf", where, "one that setup(trainable=...) left out", "a trained leaf", fix
-    )
+    got = "one that setup(trainable=...) left out"
+    return PatternError("leaf", where, got, "a trained leaf", fix)
 
 
 # ---------------------------------------------------------------------------------- hyperparameters
@@ -174,32 +160,28 @@ def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
 
 def _is_names(where: Where, known: Sequence[str]) -> bool:
     """A mapping of hyperparameter names, as `hyperparams` gives it, rather than a tree of bools."""
-    is_mask = all(isinstance(x, (bool, np.bool_)) for x in jax.tree.leaves(where))
-    if isinstance(where, Mapping) and any(name in known for name in where) and not is_mask:
+    if not isinstance(where, Mapping):
+        return False
+    is_bool = lambda x: isinstance(x, (bool, np.bool_))
+    if any(name in known for name in where) and not all(map(is_bool, jax.tree.leaves(where))):
         return True
-
-    def number(v: Any) -> bool:
-        dtype = trees.dtype_of(v)  # never `in (None, ...)`: NumPy says that float64 equals None
-        return v is None or (
-            not isinstance(v, (bool, np.bool_)) and dtype is not None and dtype != np.bool_
-        )
-
-    return isinstance(where, Mapping) and all(number(v) for v in where.values())
+    kinds = ((v, trees.dtype_of(v)) for v in where.values() if v is not None)
+    # `is None` before `!=`: NumPy says that float64 equals None
+    return not any(is_bool(v) or kind is None or kind == np.bool_ for v, kind in kinds)
 
 
 def _matched(state: TrainState, where: Where) -> frozenset[Any]:
-    """Key paths of the leaves that `where` matches; if all of them, those that wrappers made of
-    them, too.
+    """Key paths of the leaves that `where` matches; if it matches all, also of what wrappers made
+    of them.
     """
     flags = patterns.select(where, state.params)
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
         raise _left_out(state, flags.index(True), "It has no hyperparameters.")
-    paths = _paths(state.params)
-    matched = frozenset(path for path, flag in zip(paths, flags, strict=True) if flag)
-    everywhere = matched.issuperset(_paths(trained_part(state)))
-    return (
-        matched.union(*(s.paths for _, s in _table(state).layout.lives)) if everywhere else matched
-    )
+    pairs = zip(_paths(state.params), flags, strict=True)
+    matched = frozenset(path for path, flag in pairs if flag)
+    if not matched.issuperset(_paths(trained_part(state))):
+        return matched
+    return matched.union(*(s.paths for _, s in _table(state).layout.lives))
 
 
 def _paths(tree: PyTree) -> list[tuple[Any, ...]]:
@@ -215,70 +197,61 @@ def _known(state: TrainState) -> list[str]:
     return [name for groups in _table(state).layout.names for names in groups for name in names]
 
 
+class _Hit(NamedTuple):
+    """A live state that an adjust may be for."""
+
+    at: int
+    rule: str  # its index in a chain
+    names: tuple[str, ...]
+    leaves: frozenset
+
+
 def _targets(
     state: TrainState, matched: frozenset[Any], values: Mapping[str, Any]
 ) -> dict[int, dict[str, str]]:
-    """The live states that this adjust is for: {place: {name given: name there}}; all of them
-    without values.
+    """`{place: {name given: name there}}` of the live states that this adjust is for: all without
+    values.
     """
     lives, seen = _table(state).layout.lives, matched.union(_paths(trained_part(state)))
-    hit = {}
-    for at, (index, (_, s)) in enumerate(
-        zip(number_table.chain_indices(lives), lives, strict=True)
-    ):
+    hits, indices = [], number_table.chain_indices(lives)
+    for at, (_, s) in enumerate(lives):
         leaves = matched.intersection(s.paths)
         if leaves and seen.issuperset(s.paths):
-            hit[at] = (index, s.live.names, leaves)
-    if not hit:
+            hits.append(_Hit(at, indices[at], s.live.names, leaves))
+    if not hits:
         hidden = not all(seen.issuperset(s.paths) for _, s in lives)
         fix = "A wrapper hides its leaves: adjust(state, ...) sets them all." if hidden else ""
         got = "none with live numbers for these leaves"
         raise HyperparameterError("rule", "adjust()", got, "a live rule", fix)
-    if not values:
-        return {at: {} for at in hit}
-    targets: dict[int, dict[str, str]] = {}
+    targets: dict[int, dict[str, str]] = {} if values else {hit.at: {} for hit in hits}
     for given in values:
         index, _, name = given.rpartition(".")
-        found = [
-            at for at, (i, names, _) in hit.items() if name in names and (not index or i == index)
-        ]
+        found = [hit for hit in hits if name in hit.names and index in ("", hit.rule)]
         if not index:  # of a rule around another one, the plain name is the outer one's
-            outer = [leaves for i, names, leaves in hit.values() if not i and name in names]
-            found = [
-                at
-                for at in found
-                if not hit[at][0] or not any(hit[at][2] & leaves for leaves in outer)
-            ]
-        for k, a in enumerate(found):
-            for b in found[k + 1 :]:
-                if hit[a][2] & hit[b][2]:
-                    both = [f"{hit[x][0]}.{name}" for x in (a, b)]
-                    fix = f"Write adjust(state, **{{{both[0]!r}: ...}})."
-                    got, expected = (
-                        f"{given!r}, which two rules of a chain have",
-                        " or ".join(map(repr, both)),
-                    )
-                    raise HyperparameterError("hyperparameter", "adjust()", got, expected, fix)
+            outer = frozenset().union(*(hit.leaves for hit in found if not hit.rule))
+            found = [hit for hit in found if not hit.rule or not hit.leaves & outer]
+        for hit in found:
+            targets.setdefault(hit.at, {})[given] = name
+        for pair in itertools.combinations(found, 2):
+            if pair[0].leaves & pair[1].leaves:
+                both = [repr(f"{hit.rule}.{name}") for hit in pair]
+                got, expected = f"{given!r}, which two rules of a chain have", " or ".join(both)
+                fix = f"Write adjust(state, **{{{both[0]}: ...}})."
+                raise HyperparameterError("hyperparameter", "adjust()", got, expected, fix)
         if not found:
             known = _known(state)
-            if any(given in (label, label.partition("@")[0].rpartition(".")[2]) for label in known):
-                known = sorted({name for _, names, _ in hit.values() for name in names})
-                expected, fix = (
-                    f"one of {', '.join(known)} for these leaves",
-                    "It belongs to the rule of other leaves.",
-                )
-                raise HyperparameterError("hyperparameter", "adjust()", repr(given), expected, fix)
-            raise HyperparameterError(unknown("hyperparameter", "adjust()", given, known))
-        for at in found:
-            targets.setdefault(at, {})[given] = name
+            if all(given not in (x, x.partition("@")[0].rpartition(".")[2]) for x in known):
+                raise HyperparameterError(unknown("hyperparameter", "adjust()", given, known))
+            here = ", ".join(sorted({name for hit in hits for name in hit.names}))
+            expected, fix = f"one of {here} for these leaves", "It is of the rule of other leaves."
+            raise HyperparameterError("hyperparameter", "adjust()", repr(given), expected, fix)
     return targets
 
 
 def _cut(state: TrainState, where: Where, matched: frozenset[Any], targets: Any) -> TrainState:
-    """Give the matched leaves groups of values of their own in the targeted live states, where they
+    """Give the matched leaves groups of values of their own in the targeted live states, if they
     have none.
     """
-    params = trained_part(state)
     cuts = {}
     for at, (_, s) in enumerate(_table(state).layout.lives):
         cut, parents = _refined(s, [path in matched for path in s.paths], _label(where))
@@ -286,8 +259,7 @@ def _cut(state: TrainState, where: Where, matched: frozenset[Any], targets: Any)
             cuts[at] = cut, parents
     if not cuts:
         return state
-
-    opt_state, numbers = recut(state.opt_state, _table(state), params, cuts)
+    opt_state, numbers = recut(state.opt_state, _table(state), trained_part(state), cuts)
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers)
 
 
@@ -300,9 +272,7 @@ def _label(where: Where) -> str:
 
 
 def _refined(s: LiveState, hits: Sequence[bool], label: str) -> tuple[Cut | None, tuple[int, ...]]:
-    """The groups of `s` split by `hits`: (the new cut, or None where the old one will do;
-    parents).
-    """
+    """The groups of `s` split by `hits`: (the new cut, or None if the old one will do; parents)."""
     old = s.cut or Cut((0,) * len(s.paths), ("",))
     pairs = list(zip(old.of, hits, strict=True))
     split = [g for g in range(s.groups) if (g, True) in pairs and (g, False) in pairs]
@@ -335,21 +305,17 @@ def _by_leaf(state: TrainState, matched: Any, targets: Any, values: Any) -> dict
 
 def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tuple[Any, ...]]:
     """The same for flat names, as `hyperparams` gives them."""
-    columns = {}
+    columns, lives = {}, _table(state).layout.lives
     for at, s, group, start in _table(state).columns():
         names = _table(state).layout.names[at][group]
         columns |= {name: (start + i, s.live, i) for i, name in enumerate(names)}
-    others = [name for name in values if name not in columns]
-    for name in others:
+    for name in (name for name in values if name not in columns):
         rest, _, label = name.rpartition("@")
-        if rest in columns and not any(
-            label in number_table.patterns(path) for path, _ in _table(state).layout.lives
-        ):
+        if rest in columns and not any(label in number_table.patterns(path) for path, _ in lives):
             fix = f"Cut it first: ts.adjust(state, {label!r})."
             expected = f"one of {trees.listed([*columns], 20)}"
             raise HyperparameterError("hyperparameter", "adjust()", repr(name), expected, fix)
-    if others:
-        raise HyperparameterError(unknown("hyperparameter", "adjust()", others[0], columns))
+        raise HyperparameterError(unknown("hyperparameter", "adjust()", name, columns))
     return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
 
 
@@ -363,49 +329,40 @@ def _like(old: Any, host: np.ndarray) -> jax.Array:
 
 
 def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> TrainState:
-    """Write values into columns, on the devices of `old`; what is concrete is written without
-    waiting for a step.
-    """
+    """Write values into columns, on the devices of `old`; numbers without waiting for a step."""
     values = _table(state).values
-    rows = {}
-    for column, (live, i, value) in cells.items():
-        name, scheduled = live.names[i], live.schedules[i] is not None
+    members = np.shape(values)[:-2]
+    for live, i, value in cells.values():
+        name, where = live.names[i], f"{live.title}()"
+        each = [value]
         if value is None:
-            if not scheduled:
+            if live.schedules[i] is None:
                 expected = "a number: it has no schedule to go back to"
-                raise HyperparameterError(name, f"{live.title}()", "None", expected)
-            rows[column] = None
+                raise HyperparameterError(name, where, "None", expected)
             continue
-        members = np.shape(values)[:-2]
         if np.ndim(value) and members:  # a population takes one value per member
             if np.shape(value) != members:
-                expected = f"one number, or shape {members}: one for each member"
-                raise HyperparameterError(
-                    name, f"{live.title}()", f"shape {np.shape(value)}", expected
-                )
-            each = [value] if trees.is_traced(value) else np.ravel(np.asarray(value)).tolist()
-        else:
-            each = [value]
+                got, expected = f"shape {np.shape(value)}", f"one number, or shape {members}"
+                raise HyperparameterError(name, where, got, f"{expected}: one for each member")
+            if not trees.is_traced(value):
+                each = np.ravel(np.asarray(value)).tolist()
         for number in each:
-            _numbers.check_number(f"{live.title}()", name, number, "a number")
-        rows[column] = value
-    concrete = not trees.is_traced(values) and all(
-        v is None or not trees.is_traced(v) for v in rows.values()
-    )
-    if concrete:
-        host = np.array(values)
-        for column, value in rows.items():
-            host[..., 2, column] = value is not None
-            if value is not None:
-                exact = np.asarray(value, np.float64)
-                host[..., 0, column], host[..., 1, column] = exact, 1 - exact
-        values = _like(old, host)
-    else:
-        values = _like(old, values) if isinstance(values, np.ndarray) else values
-        for column, value in rows.items():
-            values = values.at[..., 2, column].set(0 if value is None else 1)
-            if value is not None:
-                value = jnp.asarray(value, values.dtype)
-                values = values.at[..., 0, column].set(value).at[..., 1, column].set(1 - value)
+            _numbers.check_number(where, name, number, "a number")
+    given = {column: value for column, (_, _, value) in cells.items()}
+    concrete = not any(map(trees.is_traced, [values, *given.values()]))
+    values: Any = np.array(values) if concrete else values
+    if not concrete and isinstance(values, np.ndarray):
+        values = _like(old, values)
+    for column, value in given.items():
+        new = {2: value is not None}
+        if value is not None:  # with its complement: `rules/live_rules.py`
+            exact = np.asarray(value, np.float64) if concrete else jnp.asarray(value, values.dtype)
+            new |= {0: exact, 1: 1 - exact}
+        for row, x in new.items():
+            if concrete:
+                values[..., row, column] = x
+            else:
+                values = values.at[..., row, column].set(x)
+    values = _like(old, values) if concrete else values
     numbers = dataclasses.replace(_table(state), values=values)
     return dataclasses.replace(state, numbers=numbers)

@@ -5,7 +5,7 @@
 
 A new state is set up, and the arrays that both states have are carried over; the report lists the
 rest. Arrays of an optimizer state are matched by name, `ScaleByAdamState.mu of encoder/kernel`, not
-by their place in a chain.
+by place.
 """
 
 from __future__ import annotations
@@ -123,9 +123,8 @@ def migrate(
 
     Options that are not given stay as they were. Arrays are matched by their field, the name of
     their parameter, shape and dtype; a count goes with the moments beside it. A live number is kept
-    if both rules were given the same one; if the rules differ, the new rule's number is used, and
-    the report lists it. Frozen leaves stay frozen, by name. An array that could be one of several
-    begins anew, and the report lists it: nothing is guessed.
+    if both rules were given the same one; else the new rule's is used, and reported. Frozen leaves
+    stay frozen, by name. An array that could be one of several begins anew, and is reported.
 
     Args:
       state: a `TrainState`; a flax `TrainState`; or an optax state, with its `params=`.
@@ -150,22 +149,17 @@ def migrate(
     >>> int(state.step), ts.hyperparams(state)["max_norm"]
     (1, 1.0)
     """
-    old = _as_old(state, params, rule, step)
+    old = _as_old(state, params, step)
     known, given = old.state, old.params if params is KEEP else params
-    options = {
-        "trainable": _trained_by_name(given, old) if trainable is KEEP else trainable,
-        "model_state": old.model_state if model_state is KEEP else model_state,
-        "key": old.key if key is KEEP else key,
-        "ema": ema,
-        "precision": precision,
-        "loss_scale": loss_scale,
-    }
-    kept = known and {
-        "ema": jax.tree.map(own, known.average),
-        "precision": known.plan.precision,
-        "loss_scale": jax.tree.map(own, known.loss_scale),
-    }
-    options |= {name: kept and kept[name] for name, x in options.items() if x is KEEP}
+    options: dict[str, Any] = {"ema": ema, "precision": precision, "loss_scale": loss_scale}
+    options |= {"trainable": trainable, "model_state": model_state, "key": key}
+    kept: dict[str, Any] = {"model_state": old.model_state, "key": old.key}
+    if trainable is KEEP:
+        kept["trainable"] = _trained_by_name(given, old)
+    if known is not None:
+        average, loss_scale = jax.tree.map(own, (known.average, known.loss_scale))
+        kept |= {"ema": average, "precision": known.plan.precision, "loss_scale": loss_scale}
+    options |= {name: kept.get(name) for name, x in options.items() if x is KEEP}
     fresh, found = setup(rule, _wide(given, known), **options), _Found()
     full = number_table.lower(fresh.opt_state, fresh.numbers)
     slots = _slots(full, _owners_of(fresh), base(fresh))
@@ -185,7 +179,7 @@ def migrate(
 # ----------------------------------------------------------------------------------- the old state
 
 
-def _as_old(state, params, rule, step) -> _Old:
+def _as_old(state, params, step) -> _Old:
     where = "migrate()"
     if isinstance(state, TrainState):
         check_state(state, where)
@@ -196,8 +190,8 @@ def _as_old(state, params, rule, step) -> _Old:
             fix = "Each alone: ts.populations.member(runs, i)."
             raise StateError("state", where, "a population", "one state", fix)
         if any(map(trees.is_traced, jax.tree.leaves(state))):
-            fix = "Call it outside of jit."
-            raise StateError("state", where, "a traced state", "a concrete one", fix)
+            parts = "state", where, "a traced state", "a concrete one"
+            raise StateError(*parts, "Call it outside of jit.")
         full = number_table.lower(state.opt_state, state.numbers)
         slots = _slots(full, _owners_of(state), base(state))
         return _Old(state.params, slots, int(state.step), state, state.model_state, state.key)
@@ -214,7 +208,7 @@ def _as_old(state, params, rule, step) -> _Old:
     if params is KEEP:
         fix = "For an optax state also give params=."
         raise WrongTypeError("state", where, trees.describe(state), "a TrainState", fix)
-    slots = _slots(state, _owners_in(state, rule, params), params)
+    slots = _slots(state, _owners_in(state, params), params)
     clocks = (s for s in slots.values() if s.what.endswith(".count") and not np.ndim(s.value))
     counts = {int(s.value) for s in clocks}
     if step is None and len(counts) != 1:
@@ -233,13 +227,8 @@ def _owners_of(state: TrainState) -> list[int | None]:
     return [None if i in gone else next(known) for i in range(layout.full.num_leaves)]
 
 
-def _owners_in(opt_state, rule, params) -> list[int | None]:
-    """The same for a bare optax state: from the rule's init if it fits, else from the key paths."""
-    shapes, _, owners = owners_of_init(rule.init, params)
-    numbered = jax.tree.unflatten(jax.tree.structure(shapes), range(len(owners)))
-    for made in (numbered, _without_numbers(numbered)):
-        if jax.tree.structure(made) == jax.tree.structure(opt_state):
-            return [owners[i] for i in jax.tree.leaves(made)]
+def _owners_in(opt_state, params) -> list[int | None]:
+    """The same for a bare optax state, from its key paths."""
     owners = _owners_by_field(opt_state, params)
     if any(owner is not None for owner in owners):
         return owners
@@ -249,8 +238,7 @@ def _owners_in(opt_state, rule, params) -> list[int | None]:
 def _owners_by_field(opt_state, params) -> list[int | None]:
     """The parameter of each leaf inside fields that have the tree of the params, by its path.
 
-    Shapes are not compared: moments may be factored, or one number for each parameter. A field may
-    have a list of arrays for each parameter.
+    Moments may have other shapes: factors, one number or a list of arrays for each parameter.
     """
     places = {path: i for i, (path, _) in enumerate(jtu.tree_flatten_with_path(params)[0])}
     treedef = jax.tree.structure(params)
@@ -272,12 +260,6 @@ def _owners_by_field(opt_state, params) -> list[int | None]:
         return places[path[end:at]] if is_there else None
 
     return [owner(path) for path, _ in jtu.tree_flatten_with_path(opt_state)[0]]
-
-
-def _without_numbers(opt_state):
-    """The state with plain optax states in place of live ones."""
-    bare = lambda x: _without_numbers(x.inner) if live_rules.is_live(x) else x
-    return jax.tree.map(bare, opt_state, is_leaf=live_rules.is_live)
 
 
 def _slots(full, owners: list[int | None], params) -> dict[int, _Slot]:
@@ -327,9 +309,7 @@ def _trained_by_name(params, old: _Old) -> Any:
     plan = old.state and old.state.plan
     if plan is None or plan.selected is None:
         return "**"
-    names = ["/".join(name) for name, _, _ in trees.leaves_with_names(old.params)]
-    trained = dict(zip(names, plan.selected, strict=True))
-    here = ["/".join(name) for name, _, _ in trees.leaves_with_names(params)]
+    trained, here = dict(zip(_names(old.params), plan.selected, strict=True)), _names(params)
     if unknown := [name for name in here if name not in trained]:
         fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
         what = f"leaf {unknown[0]!r}"
@@ -390,21 +370,20 @@ def _match_counts(
     for i, slot in [(i, slot) for i, slot in slots.items() if slot.owner is None]:
         origin = homes.get(slot.home, set()) if slot.home in owned else None
         same = [o for o in old if o.kind == slot.kind and (origin is None or o.home in origin)]
-        values = {trees.on_host(o.value).tobytes() for o in same}
+        n = len({trees.on_host(o.value).tobytes() for o in same})
         alike = [j for j, s in slots.items() if s.kind == slot.kind]
-        if len(values) > 1 and len(same) == len(alike):
+        if n > 1 and len(same) == len(alike):
             same = [same[alike.index(i)]]
-        elif len(values) > 1:
-            same = sorted(same, key=lambda o: trees.on_host(o.value).sum())
-            text = f"one of {len(values)} values there, the largest taken"
-            report.notes.append(f"{slot.name}: {text}")
+        elif n > 1:
+            same.sort(key=lambda o: trees.on_host(o.value).sum())
+            report.notes.append(f"{slot.name}: one of {n} values there, the largest taken")
         if same:
             found[i] = same[-1]
     for i, slot in slots.items():
         mates = [j for j, s in slots.items() if s.home == slot.home and s.owner is not None]
         if slot.owner is None and i in found and (anew := sum(j not in found for j in mates)):
-            text = f"goes on, also for {anew} arrays beside it that begin anew"
-            report.notes.append(f"{slot.name}: {text}")
+            about = f"goes on, also for {anew} arrays beside it that begin anew"
+            report.notes.append(f"{slot.name}: {about}")
 
 
 def _there(x, like):
@@ -439,10 +418,8 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
 
 def _compare_fields(old: _Old, new: TrainState, report: _Found) -> None:
     """Report leaves of params, model state, key and loss scale that came or went."""
-    here, there = (
-        {"/".join(name): np.shape(x) for name, _, x in trees.leaves_with_names(s.params)}
-        for s in (new, old)
-    )
+    shapes = lambda s: {name: np.shape(x) for name, x in _names(s.params).items()}
+    here, there = shapes(new), shapes(old)
     report.new += [f"leaf {name}" for name, shape in here.items() if there.get(name) != shape]
     report.dropped += [f"leaf {name}" for name, shape in there.items() if here.get(name) != shape]
     loss_scale = old.state and old.state.loss_scale
@@ -457,16 +434,13 @@ def _carry_cuts(old: TrainState, new: TrainState, report: _Found) -> TrainState:
     """Cuts into subtrees with their own numbers, if both rules have the same live rule there."""
     if old.numbers is None or not any(s.cut for _, s in old.numbers.layout.lives):
         return new
-    there = [s for _, s in old.numbers.layout.lives]
-    numbers = new.numbers
+    there, numbers = [s for _, s in old.numbers.layout.lives], new.numbers
     here = [] if numbers is None else [s for _, s in numbers.layout.lives]
-    alike = lambda lives, s: [
-        at for at, t in enumerate(lives) if (t.live.title, t.paths) == (s.live.title, s.paths)
-    ]
     cuts = {}
     for s in (s for s in there if s.cut is not None):
-        places = alike(here, s)
-        if len(places) == len(alike(there, s)) == 1:
+        alike = lambda t, s=s: (t.live.title, t.paths) == (s.live.title, s.paths)
+        places = [at for at, t in enumerate(here) if alike(t)]
+        if len(places) == sum(map(alike, there)) == 1:
             cuts[places[0]] = s.cut, (0,) * s.groups
         else:
             labels = ", ".join(s.cut.labels[1:])
@@ -500,12 +474,8 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _Found) -> TrainSta
 def _carry_averages(old: TrainState, new: TrainState, report: _Found) -> TrainState:
     """The averages of each leaf by name, if the average is of the same kind."""
     before, now = averages_of(old), averages_of(new)
-    both = dict.fromkeys([*before, *now])
-    moved = {
-        name: _carry_average(old, new, name, before.get(name), now.get(name), report)
-        for name in both
-    }
-    return dataclasses.replace(new, **moved)
+    carried = lambda name: _carry_average(old, new, name, before.get(name), now.get(name), report)
+    return dataclasses.replace(new, **{name: carried(name) for name in {**before, **now}})
 
 
 def _carry_average(old, new, field: str, before, average, report: _Found):
@@ -519,7 +489,7 @@ def _carry_average(old, new, field: str, before, average, report: _Found):
         report.new += titled(here)
         report.notes.append(f"{field}: of another kind, begins anew")
         return average
-    fits = {name for name in here if name in there and there[name].shape == here[name].shape}
+    fits = {name for name, x in here.items() if name in there and there[name].shape == x.shape}
     leaves = [_there(there[name], x) if name in fits else x for name, x in here.items()]
     params = jax.tree.unflatten(jax.tree.structure(average.params), leaves)
     count = average.count if before is None else _there(before.count, average.count)
@@ -543,5 +513,9 @@ def _carry_frozen(old: TrainState, new: TrainState, report: _Found) -> TrainStat
 
 def _by_name(state: TrainState, tree) -> dict[str, Any]:
     """The leaves of a tree like the trained params, by their names."""
-    named = trees.leaves_with_names(trained_part(state))
-    return {"/".join(name): x for (name, _, _), x in zip(named, jax.tree.leaves(tree), strict=True)}
+    return dict(zip(_names(trained_part(state)), jax.tree.leaves(tree), strict=True))
+
+
+def _names(params) -> dict[str, Any]:
+    """The leaves of params by name."""
+    return {"/".join(name): x for name, _, x in trees.leaves_with_names(params)}

@@ -10,7 +10,6 @@ adapter imports its library when it is called. Of states it reads `params` and `
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,15 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function, PyTree, trees
-from tsunax.errors import (
-    LossError,
-    MissingLibraryError,
-    ParamsError,
-    StateError,
-    WrongTypeError,
-    unknown,
-)
+from tsunax._core import Function, PyTree, tables, trees
+from tsunax._core.libraries import library
+from tsunax.errors import LossError, ParamsError, StateError, WrongTypeError, unknown
 from tsunax.state import TrainState, check_state, own
 
 __all__ = ["Model", "equinox", "haiku", "linen", "nnx", "raw"]
@@ -39,10 +32,10 @@ class Model:
     """A model in parts; made by `nnx`, `linen`, `equinox`, `haiku` and `raw`.
 
     `apply(params, *x, model_state=None, key=None, train=False, **named)` returns
-    `(out, model_state)`. It is pure: in train mode dropout draws from `key` and batch statistics
-    move; in eval mode neither. A `key` without `train` is an error if the model has two modes:
-    dropout would be off silently. `named` is passed to the model. `build(state)` returns the
-    library's own model in eval mode, with copies of the state's parameters.
+    `(out, model_state)`; the model gets `named`. It is pure: in train mode dropout draws from `key`
+    and batch statistics move; in eval mode neither. A `key` without `train` is an error if the
+    model has two modes. `build(state)` returns the library's own model in eval mode, with copies of
+    the state's parameters.
     """
 
     params: PyTree
@@ -61,9 +54,7 @@ class Model:
             rows += [(show(path), trees.describe(x)) for path, x in keyed]
         if len(rows) > 24:
             rows = [*rows[:12], (f"... {len(rows) - 20} more", ""), *rows[-8:]]
-        width = max(len(name) for name, _ in rows)
-        table = [f"  {name:<{width}}  {kind}".rstrip() for name, kind in rows]
-        return "\n".join([f"Model({', '.join(counts)})", *table])
+        return "\n".join([f"Model({', '.join(counts)})", *(f"  {x}" for x in tables.aligned(rows))])
 
 
 def _model(
@@ -113,8 +104,8 @@ def _adapter_of(x) -> str:
     """The adapter for a model, by the names of its classes; "" if there is none."""
     kinds = (x if isinstance(x, type) else type(x)).__mro__
     for module in (kind.__module__ for kind in kinds if kind.__name__ in _BASES):
-        for library, adapter in _LIBRARIES.items():
-            if module.startswith(library):
+        for prefix, adapter in _LIBRARIES.items():
+            if module.startswith(prefix):
                 return adapter
     return ""
 
@@ -133,17 +124,6 @@ def _check_model(x, adapter: str, expected: str) -> None:
         got = f"a {type(x).__name__} without __call__"
         fix = "Give it one, or write a function for ts.models.raw()."
         raise WrongTypeError("model", where, got, "one that can be called", fix)
-
-
-def _library(name: str, where: str):
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise MissingLibraryError(
-            name, where, "no such package", "it installed", f"pip install {name}"
-        ) from None
 
 
 def _names(fn) -> list[str]:
@@ -165,12 +145,12 @@ def _modes(fn: Callable, flag: str | None, where: str) -> Callable[[bool], dict]
 def nnx(module: Any, *, wrt: Any = None) -> Model:
     """The parts of a flax NNX module, which is merged again while a step is traced.
 
-    `params` is a nested dict of the arrays in its `nnx.Param` variables, also those of LoRA: choose
-    among them with `setup(trainable=...)`; `wrt` is another filter than `nnx.Param`. Random streams
-    are split off: in each call each draws from its part of `key` (without a key, an evaluation
-    draws the same every time). All other variables (batch statistics) are `model_state`. `train`
-    sets the module's mode, `module.train()` or `module.eval()`; if its call names `rngs` or a flag
-    such as `train`, they are passed. Sown values are dropped.
+    `params` is a nested dict of its `nnx.Param` variables, also those of LoRA (choose with
+    `setup(trainable=...)`), or of those that the filter `wrt` selects. Each random stream draws from
+    its part of `key`; without a key, an evaluation draws the same every time. All other variables
+    (batch statistics) are `model_state`. `train` sets the module's mode, `module.train()` or
+    `module.eval()`; its call gets `rngs` and flags such as `train` if it names them. Sown values
+    are dropped.
 
     Raises WrongTypeError unless it is an instance of `nnx.Module`, ParamsError for a module without
     parameters, and, when called, StateError for a model that draws in train mode without a key.
@@ -182,7 +162,7 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
     {'bias': (2,), 'kernel': (3, 2)}
     """
     where = "models.nnx()"
-    lib = _library("flax.nnx", where)
+    lib = library("flax.nnx", where)
     _check_model(module, "nnx", "an instance of nnx.Module")
     wrt = lib.Param if wrt is None else wrt
     modes, takes_rngs = _modes(module.__call__, None, where), "rngs" in _names(module.__call__)
@@ -210,8 +190,7 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
         ends = zip(*map(jax.tree.leaves, (lib.to_pure_dict(after), rngs)), strict=True)
         if train and key is None and any(a is not b for a, b in ends):
             expected = "a key for the model's random streams"
-            fix = "Add a key parameter to loss_fn, call model.apply(..., key=key), and give "
-            fix += "setup(..., key=0)."
+            fix = "Add a key parameter to loss_fn for model.apply(..., key=key): setup(..., key=0)."
             raise StateError("key", "Model.apply()", "None", expected, fix)
         return out, lib.to_pure_dict(rest)
 
@@ -252,7 +231,7 @@ def linen(
         raise kind("variables", where, got, "a dict with 'params'", fix)
     modes = _modes(module.__call__, flag, where)
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
-    others = _library("flax.core", where).unfreeze(variables)  # calls return plain dicts
+    others = library("flax.core", where).unfreeze(variables)  # calls return plain dicts
     fp8, params = "_overwrite_with_gradient", others.pop("params")
     if fp8 in others:
         params = {"params": params, fp8: others.pop(fp8)}
@@ -280,17 +259,16 @@ def equinox(
     Raises MissingLibraryError without equinox, WrongTypeError unless they are instances of
     `equinox.Module` and `equinox.nn.State`, ParamsError for a module without parameters.
     """
-    eqx = _library("equinox", "models.equinox()")
+    eqx = library("equinox", "models.equinox()")
     _check_model(module, "equinox", "an instance of equinox.Module")
     stateful = state is not None
     if stateful and not isinstance(state, eqx.nn.State):
         got, fix = trees.describe(state), "module, state = eqx.nn.make_with_state(Net)(...)"
         raise WrongTypeError("state", "models.equinox()", got, "an equinox.nn.State", fix)
-    params, modes = eqx.filter(module, eqx.is_inexact_array), (True, False)
-    in_mode = {train: eqx.nn.inference_mode(module, value=not train) for train in modes}
-    static = {
-        train: eqx.filter(net, eqx.is_inexact_array, inverse=True) for train, net in in_mode.items()
-    }
+    params, static = eqx.filter(module, eqx.is_inexact_array), {}
+    for train in (True, False):
+        net = eqx.nn.inference_mode(module, value=not train)
+        static[train] = eqx.filter(net, eqx.is_inexact_array, inverse=True)
     takes_key = "key" in _names(module.__call__)
 
     def call(params, model_state, key, train, x, named):

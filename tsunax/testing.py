@@ -4,12 +4,11 @@
         ts.testing.check_accumulation(step, state, batch, n=4)
         ts.testing.check_resume(step, state, data)
 
-Each check runs the step both ways from copies of the state, which stays as it is. It raises
-CheckError that names the leaf that differs most; if no leaf differs by more than the tolerance, it
-returns the difference, relative to the largest element of its leaf. Some gradients are pure
-rounding noise (a bias before a normalization layer, or added to all logits), and Adam turns their
-sign into full steps: those gradients are measured relative to the largest gradient of all, and
-those params are skipped. If every step was rejected, nothing can be compared: DataError.
+Each check runs the step both ways from copies of the state. It returns the largest difference,
+relative to the largest element of its leaf, or raises CheckError with the name of the leaf if that
+is more than the tolerance. Some gradients are rounding noise (of a bias before a normalization
+layer), and Adam turns their sign into full steps: they are measured relative to the largest
+gradient of all, and their params are skipped. DataError if every step was rejected.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ import copy
 import dataclasses
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -90,12 +90,10 @@ def check_accumulation(
         raise WrongTypeError("batch", where, f"{rows_of(batch)} rows", f"a multiple of {n}")
     with warnings.catch_warnings():  # it is compared here
         warnings.filterwarnings("ignore", ".*expected a mean over rows under accumulate")
-        ways = (dataclasses.replace(step, accumulate=k) for k in (1, n))
-        one, many = (
-            _gradient(way, _settled(way, state, batch, extra), batch, extra) for way in ways
-        )
+        steps = (dataclasses.replace(step, accumulate=k) for k in (1, n))
+        one, many = (_gradient(s, _settled(s, state, batch, extra), batch, extra) for s in steps)
     _check_finite(one, where, batch)
-    title, sizes = f"accumulate={n}", _sizes_of_noise(one[1], "grads", by_norm=False)
+    title, sizes = f"accumulate={n}", _sizes_of_noise(one[1], "grads")
     worst = _compared(title, many[0], one[0], tolerance, "loss")
     return max(worst, _compared(title, many[1], one[1], tolerance, "grads", sizes=sizes))
 
@@ -106,7 +104,6 @@ def check_precision(
     """Compare gradients in the state's precision with those in float32, by the norm of each leaf.
 
     Names leaves that overflow, underflow to zero, or lose more than `tolerance` of their norm.
-    bfloat16 has 8 bits of a number, float16 has 11.
     """
     where = "check_precision()"
     _check(step, state, where, batch, extra, tolerance=tolerance)
@@ -117,8 +114,8 @@ def check_precision(
     plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
     params = with_rest(state, base(state))
     wide = dataclasses.replace(state, params=params, masters=None, loss_scale=None, plan=plan)
-    state = _settled(step, state, batch, extra)
-    full, low = (_gradient(step, s, batch, extra) for s in (wide, state))
+    full = _gradient(step, wide, batch, extra)
+    low = _gradient(step, _settled(step, state, batch, extra), batch, extra)
     _check_finite(full, where, batch)
     sizes = _sizes_of_noise(full[1], "grads", by_norm=True)
     return _compared(title, low[1], full[1], tolerance, "grads", by_norm=True, sizes=sizes)
@@ -133,10 +130,9 @@ def check_sharding(
     steps: int = STEPS,
     **extra: Any,
 ) -> float:
-    """Compare losses and params of a few steps over the devices of a mesh with one device.
+    """Compare losses and params of a few steps over a mesh (`ts.mesh()`) with one device.
 
-    Without a mesh: that of all devices, `ts.mesh()`. Randomness has to come from the key, not from
-    shapes.
+    Randomness has to come from the key, not from shapes.
     """
     where = "check_sharding()"
     _check(step, state, where, batch, extra, tolerance=tolerance, steps=steps)
@@ -148,12 +144,12 @@ def check_sharding(
     single, ones = _run(step, _copy(state), batch, extra, steps)
     spread, many = _run(step, shard(_copy(state), mesh), batch, extra, steps)
     _check_taken(ones, where, batch, state)
-    losses = [
-        _compared(f"{title}, step {i + 1}", found.loss, one.loss, tolerance, "loss")
-        for i, (one, found) in enumerate(zip(ones, many, strict=True))
-    ]
-    ends, wide = (spread.params, single.params), tolerance * steps
-    return max(*losses, _compared(title, *ends, wide, "params", sizes=sizes))
+    worst = 0.0
+    for i, (one, found) in enumerate(zip(ones, many, strict=True), 1):
+        far = _compared(f"{title}, step {i}", found.loss, one.loss, tolerance, "loss")
+        worst = max(worst, far)
+    ends = spread.params, single.params
+    return max(worst, _compared(title, *ends, tolerance * steps, "params", sizes=sizes))
 
 
 def check_resume(
@@ -166,9 +162,9 @@ def check_resume(
 ) -> None:
     """Compare the bits of a run stopped at step `at` and resumed with those of an uninterrupted run.
 
-    State, key, position of the data, losses. It must be possible to read `data` again: each run
-    begins at its current `get_state()`, which is restored at the end. `options` are passed to
-    `fit`, for example `fast_forward=True` for data that stores no position.
+    State, key, position of the data, losses. Each run begins at the current `get_state()` of
+    `data`, which is restored at the end. `options` are passed to `fit`, for example
+    `fast_forward=True` for data that stores no position.
 
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
@@ -180,19 +176,16 @@ def check_resume(
     _check_goal(state, steps, where)
     begin = int(np.max(state.step)) if isinstance(state, TrainState) else 0
     if not isinstance(at, int | np.integer) or not begin < at < steps:
-        expected = f"a step before steps={steps}"
-        expected += f" and after {begin}, where the state is" if begin else ""
+        after = f" and after {begin}, where the state is" if begin else ""
+        expected = f"a step before steps={steps}{after}"
         raise WrongTypeError("at", where, trees.describe(at), expected)
     for name in ("checkpoint", "resume", "dry_run", "history"):
         if name in options:
-            got, fix = (
-                f"{name}={trees.describe(options[name])}",
-                "check_resume sets it: leave it out.",
-            )
-            raise WrongTypeError("options", where, got, "other arguments of fit", fix)
+            got, fix = trees.describe(options[name]), "check_resume sets it: leave it out."
+            raise WrongTypeError("options", where, f"{name}={got}", "other arguments of fit", fix)
     options = {"progress": False, "log_every": 1, **options}
-    call = "check_resume(step, state, list(data), fast_forward=True)"
-    fix = f"A list is, with fast_forward=True: {call}."
+    fix = "A list is, with fast_forward=True: "
+    fix += "check_resume(step, state, list(data), fast_forward=True)."
     with tempfile.TemporaryDirectory() as folder, _rereading(data, where, fix) as anew:
         run = lambda state, n, **more: fit(step, state, anew(), steps=n, **options, **more)
         expected, rows = run(_copy(state), steps)
@@ -210,7 +203,7 @@ def check_fused(
 ) -> float:
     """Compare the bits of many steps in one compiled loop with those of one at a time.
 
-    And the params with a loop in Python, up to `tolerance`: XLA may round two programs differently.
+    And params with those of a loop in Python, up to `tolerance`: XLA may round it differently.
     """
     where, options = "check_fused()", {"steps": steps, "progress": False, "log_every": 1}
     _check_live(state, where)
@@ -243,20 +236,22 @@ def check_frozen(
     after, infos = _run(step, before, batch, extra, steps)
     _check_taken(infos, here, batch, state)
     frozen = frozen_flags(held)
-    averages = lambda s: {name: average.params for name, average in averages_of(s).items()}
-    parts = [(trained_part(s), averages(s)) for s in (held, after)]
-    then, now = (_named(part, "state") for part in parts)
-    still = {name: x for i, (name, x) in enumerate(then.items()) if frozen[i % len(frozen)]}
     owners = owners_of(held.plan.init, held.opt_state, held.numbers, base(held))
-    moments = zip(owners, _named(held.opt_state, "opt_state").items(), strict=True)
-    still |= {name: x for owner, (name, x) in moments if owner is not None and frozen[owner]}
-    now |= _named(after.opt_state, "opt_state")
-    for name, x in still.items():
-        if trees.bits_differ(now[name], x):
+
+    def leaves(s: TrainState) -> list[tuple[int | None, str, Any]]:
+        """(index of the parameter, name, leaf) of params, averages and moments."""
+        averages = {name: average.params for name, average in averages_of(s).items()}
+        named = _named((trained_part(s), averages), "state").items()
+        found: list[Any] = [(i % len(frozen), *pair) for i, pair in enumerate(named)]
+        moments = _named(s.opt_state, "opt_state").items()
+        return found + [(i, *pair) for i, pair in zip(owners, moments, strict=True)]
+
+    moved = []
+    for (i, name, x), (_, _, y) in zip(leaves(held), leaves(after), strict=True):
+        moved.append(i is not None and trees.bits_differ(x, y))
+        if moved[-1] and frozen[i]:
             raise CheckError(f"leaf {name}", title, f"other bits after {steps} steps", "its own")
-    then, now = (_named(trained_part(s), "params") for s in (held, after))
-    others = [name for i, name in enumerate(then) if not frozen[i]]
-    if others and not any(trees.bits_differ(now[name], then[name]) for name in others):
+    if not all(frozen) and not any(moved[: len(frozen)]):
         raise CheckError("others", title, f"none that moved in {steps} steps", "one at least")
 
 
@@ -294,8 +289,8 @@ def check_population(
 def check_purity(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> None:
     """Check that the loss function depends on its arguments only, and keeps no tracer.
 
-    It is traced twice, and both traces must give the same state and info to the bit. Finds NumPy's
-    and Python's random numbers, clocks and counters that are read while it is traced.
+    Two traces of it must give the same bits. Finds NumPy's and Python's random numbers, clocks and
+    counters that are read while it is traced.
     """
     where, ends = "check_purity()", []
     _check(step, state, where, batch, extra)
@@ -324,8 +319,8 @@ def check_purity(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any
 def check_donation(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> int:
     """Check that the compiled step reuses all donated memory; the bytes of it on one device.
 
-    A donated array that no result can replace (another dtype, shape or sharding) is memory held
-    twice; JAX warns of it once. Nothing is executed.
+    Memory is held twice if no result has the dtype, shape and sharding of a donated array. Nothing
+    is executed.
     """
     where = "check_donation()"
     _check(step, state, where, batch, extra)
@@ -422,14 +417,14 @@ def _check_taken(infos: list[Any], where: str, batch: Any, state: Any) -> None:
 
     Except if a loss scale is still falling, which rejects the first steps of a good run.
     """
-    if any(map(_is_taken, infos)):
-        return
     is_falling = state.loss_scale is not None and state.loss_scale.dynamic
-    if not (is_falling and np.isfinite(np.asarray(infos[-1].loss)).any()):
-        loss, found = np.asarray(infos[0].loss), guard.in_batch(batch)
-        got = f"{len(infos)} steps, all of them rejected or not finite: loss {loss}"
-        fix = f"Nothing was compared: give a batch that it trains on. {found}".rstrip()
-        raise DataError("batch", where, got, "one that was taken", fix)
+    if is_falling and np.isfinite(np.asarray(infos[-1].loss)).any():
+        return
+    if not any(map(_is_taken, infos)):
+        got = f"{len(infos)} steps, all of them rejected or not finite: loss "
+        got += str(np.asarray(infos[0].loss))
+        fix = f"Nothing was compared: give a batch that it trains on. {guard.in_batch(batch)}"
+        raise DataError("batch", where, got, "one that was taken", fix.rstrip())
 
 
 def _is_taken(info: Any) -> bool:
@@ -474,10 +469,9 @@ def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
     while isinstance(inner, Prefetched):
         inner = inner.data
     read = put = None
-    for getter, setter in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
-        has_both = hasattr(inner, getter) and hasattr(inner, setter)
-        if put is None and has_both and not isinstance(inner, Data):
-            read, put = getattr(inner, getter), getattr(inner, setter)
+    for names in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
+        if all(hasattr(inner, name) for name in names) and not isinstance(inner, Data):
+            read, put = (getattr(inner, name) for name in names)
     if put is None and isinstance(inner, Iterator):
         got = trees.describe(inner)
         raise WrongTypeError("data", where, got, "data that can be read again", fix)
@@ -527,12 +521,16 @@ def _settled(step: TrainStep, state: TrainState, batch: Any, extra) -> TrainStat
     return state
 
 
+def _wide(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
 def _size(x: Any, by_norm: bool) -> float:
-    x = np.abs(np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64))
+    x = np.abs(_wide(x))
     return float(np.linalg.norm(x) if by_norm else np.max(x, initial=0))
 
 
-def _sizes_of_noise(grads: Any, root: str, *, by_norm: bool) -> dict[str, float]:
+def _sizes_of_noise(grads: Any, root: str, by_norm: bool = False) -> dict[str, float]:
     """The largest size of all gradients, by the names of those that are rounding noise beside it."""
     sizes = {name: _size(x, by_norm) for name, x in _named(grads, root).items()}
     whole = max(sizes.values(), default=0.0)
@@ -542,7 +540,7 @@ def _sizes_of_noise(grads: Any, root: str, *, by_norm: bool) -> dict[str, float]
 def _without_digits(step: TrainStep, state: TrainState, batch: Any, extra) -> dict[str, float]:
     """An infinite size, by the names of params that move by the sign of rounding noise."""
     grads = _gradient(step, state, batch, extra)[1]
-    return dict.fromkeys(_sizes_of_noise(grads, "params", by_norm=False), np.inf)
+    return dict.fromkeys(_sizes_of_noise(grads, "params"), np.inf)
 
 
 def _all_finite(tree: Any) -> bool:
@@ -562,7 +560,7 @@ def _compared(
     root: str,
     *,
     by_norm: bool = False,
-    sizes: Any = None,
+    sizes: Mapping[str, float] = MappingProxyType({}),
 ) -> float:
     """The largest relative difference of two trees. Raises CheckError if above the tolerance.
 
@@ -570,38 +568,33 @@ def _compared(
     """
     if difference := trees.first_difference(got, expected, root):
         raise CheckError(f"tree of {where}: {difference}.")
-    worst, name, text = 0.0, "", ""
-    theirs = _named(expected, root)
-    for here, x in _named(got, root).items():
-        size = (sizes or {}).get(here)
-        far, said = _distance(x, theirs[here], exact=tolerance == 0, by_norm=by_norm, size=size)
-        if far > worst:
-            worst, name, text = far, here, said
+    found, theirs = [(0.0, "", "")], _named(expected, root)
+    for name, x in _named(got, root).items():
+        far, text = _distance(x, theirs[name], tolerance == 0, by_norm, sizes.get(name))
+        found.append((far, name, text))
+    worst, name, text = max(found, key=lambda x: x[0])
     if worst > tolerance:
         expects = "the same bits" if tolerance == 0 else f"at most {tolerance:.2g}"
         raise CheckError(f"leaf {name}", where, text, expects)
     return worst
 
 
-def _distance(
-    x: Any, y: Any, *, exact: bool, by_norm: bool, size: float | None
-) -> tuple[float, str]:
+def _distance(x: Any, y: Any, exact: bool, by_norm: bool, size: float | None) -> tuple[float, str]:
     """The relative difference of two leaves, as a number and in words."""
     if not trees.bits_differ(x, y):
         return 0.0, ""
     x, y = trees.on_host(x), trees.on_host(y)
     if x.shape != y.shape or (x.dtype != y.dtype and exact):
         return np.inf, f"{x.dtype}{list(x.shape)} for {y.dtype}{list(y.shape)}"
-    wide = [z.astype(np.complex128 if np.iscomplexobj(z) else np.float64) for z in (x, y)]
-    both_nan = np.isnan(wide[0]) & np.isnan(wide[1])  # whatever their bits
-    same = (wide[0] == wide[1]) | both_nan
+    a, b = _wide(x), _wide(y)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))  # whatever the bits of NaN
     with np.errstate(invalid="ignore"):
-        gap = np.where(same, 0, np.abs(wide[0] - wide[1]))
+        gap = np.where(same, 0, np.abs(a - b))
     if exact or not np.isfinite(gap).all():
         at = () if same.all() else tuple(np.argwhere(~same)[0].tolist())
         return np.inf, f"{x[at]!s} for {y[at]!s}" + (f" at {list(at)}" if at else "")
     if same.all():
         return 0.0, ""
-    size = _size(np.where(np.isfinite(wide[1]), wide[1], 0), by_norm) if size is None else size
+    size = _size(np.where(np.isfinite(b), b, 0), by_norm) if size is None else size
     far = _size(gap, by_norm) / size if size else np.inf
     return far, f"a difference of {far:.2g} of its {'norm' if by_norm else 'largest element'}"

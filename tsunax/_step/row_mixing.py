@@ -1,9 +1,8 @@
 """Whether a loss mixes the rows of its batch, so that `accumulate=n` trains on another loss.
 
 Micro-batches add up exactly if the loss is a (weighted) mean of values, one for each row. CLIP's
-loss is not: it compares each row with all others, and a micro-batch has only its own. Nothing in
-the numbers shows that, so it is looked for in the jaxpr of the loss function, once for each
-trace.
+loss is not: it compares each row with all others, and a micro-batch has only its own. No number
+shows that, so the jaxpr of the loss function is searched for it, once for each trace.
 
 Each value in the program gets a `Fact`: which of its axes are **rows** (at the start axis 0 of
 each leaf of the batch; params have none), whether sums over all rows took part in it
@@ -20,12 +19,11 @@ each leaf of the batch; params have none), whether sums over all rows took part 
 
 Only what the loss is made of counts, not metrics or model state. Means, weighted means with a
 mask, and sums of such losses are linear, and no evidence. A false warning is worse than a missing
-one: a maximum that meets rows again (a softmax made stable) is no evidence, nor is a sum that was
-divided by a weight, by an unknown number, or by a constant as large as the number of rows; rows
-that were taken by an index (mixup) are none any more, and a primitive that is not listed here is
-taken for one that works row by row, or drops the rows. Statistics do not count if the loss returns
-a `model_state`: batch norm is documented to see micro-batches, as in PyTorch. Missed are pairs made
-by an index.
+one, so no evidence is: a maximum that meets rows again (a softmax made stable); a sum that was
+divided by a weight, an unknown number, or a constant as large as the number of rows; rows that
+were taken by an index (mixup), pairs made by an index included. A primitive that is not listed
+here is taken for one that works row by row, or drops the rows. Statistics do not count if the loss
+returns a `model_state`: batch norm is documented to see micro-batches, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -114,7 +112,7 @@ def warn_of_mixed_rows(objective: Callable, params, batch, keywords, n: int, nam
 
 
 def mixing(objective: Callable, params: Any, batch: Any, keywords: dict) -> Mixing | None:
-    """The first evidence on the way to the scalar in `objective(params, batch, keywords)`."""
+    """The first evidence on the way to the scalar of `objective(params, batch, keywords)`."""
     mask = {"mask": keywords["mask"]} if isinstance(keywords.get("mask"), jax.Array) else {}
 
     def of(params, batch, mask):
@@ -133,16 +131,8 @@ def mixing(objective: Callable, params: Any, batch: Any, keywords: dict) -> Mixi
 
 
 def _either(a: Fact, b: Fact) -> Fact:
-    return Fact(
-        a.rows | b.rows,
-        a.pooled or b.pooled,
-        a.moves or b.moves,
-        a.mixing or b.mixing,
-        max(a.added, b.added),
-        a.last or b.last,
-        a.part or b.part,
-        a.turn or b.turn,
-    )
+    either: list[Any] = [x or y for x, y in zip(a, b, strict=True)]
+    return Fact(*either)._replace(rows=a.rows | b.rows, added=max(a.added, b.added))
 
 
 def _one_of(fact: Fact) -> Fact:
@@ -197,21 +187,21 @@ def _added(eqn: Any, facts: Sequence[Fact], out: Fact, n: int) -> int:
         facts = facts[:1]
     all_of = [fact.added for fact in facts]
     if name in ("reduce_sum", "dot_general"):
-        p = eqn.params
+        p, size = eqn.params, 0
         axes = p["dimension_numbers"][0] if name == "dot_general" else [p["axes"]]
-        sizes = [0]
         for v, fact, over in zip(eqn.invars, facts, axes, strict=True):
-            gone = fact.rows.intersection(over)
-            sizes += [math.prod(v.aval.shape[axis] for axis in gone)] if gone else []
-        size = max(sizes)
+            if gone := fact.rows.intersection(over):
+                size = max(size, math.prod(v.aval.shape[axis] for axis in gone))
         if size:
             return -1 if min(all_of) < 0 else max(*all_of, size)
     if name in _CURVED:
         return 0 if out.rows else max(all_of)
     if name in ("mul", "div"):
         return _scaled(eqn, facts, out, n)
-    if name == "sign" or min(all_of, default=0) < 0:
-        return 0 if name == "sign" else -1
+    if name == "sign":
+        return 0
+    if min(all_of, default=0) < 0:
+        return -1
     known = _SAME | _REDUCTIONS | {"squeeze", "transpose", "broadcast_in_dim", "reshape", "gather"}
     if name not in known and not out.rows and any(fact.rows for fact in facts):
         return -1
@@ -380,6 +370,3 @@ def _gathered(eqn: Any, given: Sequence[frozenset[int]]) -> frozenset[int]:
     rows |= {d.offset_dims[kept.index(axis)] for axis in whole}
     pairs = zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)
     return frozenset(rows | {free[j] for i, j in pairs if i in given[0]})
-
-
-__all__ = ["Mixing", "mixing", "warn_of_mixed_rows"]

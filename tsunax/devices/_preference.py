@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tsunax.errors import ConfigError, message, told, unknown
 
-__all__ = ["KINDS", "NAME", "read", "write"]
-
 KINDS = ("auto", "tpu", "gpu", "cpu", "cuda", "rocm", "metal")
 NAME = ".tsunax-device"
 _MOST = 100  # characters in a message; no kind is longer

@@ -4,9 +4,8 @@
     for batch in ts.to_device(data): ...
 
 A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable
-TSUNAX_DEVICE or the file `.tsunax-device`, the only configuration there is, may name the kind that
-`"auto"` tries first. All that JAX is asked goes through `_find` and `_started`. Nothing here knows
-of meshes, states and steps.
+TSUNAX_DEVICE or the file `.tsunax-device` may name the kind that `"auto"` tries first. Only `_find`
+and `_started` ask JAX.
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -116,9 +115,9 @@ def _resolve(kind: Any, where: str) -> tuple[list[Device], list[str]]:
         return _automatic()
     found, why = _search(kind)
     if not found:
-        there = {other: len(_search(other)[0]) for other in _ORDER}
-        here = ", ".join(f"{other} ({n})" for other, n in there.items() if n) or "none is"
-        raise DeviceError("device", where, f"no {kind}", f"one that is here: {here}", f"{why}.")
+        there = [f"{other} ({n})" for other in _ORDER if (n := len(_search(other)[0]))]
+        expected = f"one that is here: {', '.join(there) or 'none is'}"
+        raise DeviceError("device", where, f"no {kind}", expected, f"{why}.")
     return found, [f"{kind} was asked for"]
 
 
@@ -166,9 +165,9 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
         devices("gpu") == jax.local_devices(backend="gpu")
         devices([0, 2]) == devices("0,2") == [devices()[0], devices()[2]]
 
-    Raises DeviceError for a kind that is not here, a list that is empty, has a device twice,
-    devices of several platforms, or an index out of range. A bare number is refused: `[2]` is
-    device number 2, `devices()[:2]` are two of them.
+    Raises DeviceError for a kind that is not here, an index out of range, and a list that is empty
+    or has a device twice or devices of several platforms. A bare number is refused: `[2]` is device
+    number 2, `devices()[:2]` are two of them.
 
     >>> devices("0") == devices([0]) == devices()[:1]
     True
@@ -198,9 +197,9 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
 def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> Device:
     """One device: number `index`, from 0, of a kind.
 
-    "auto" is the preference (see `prefer`), then TPU, GPU, CPU: the first that is here. A kind that
-    is asked for by name has to be here. `verbose` prints why it was this one. Raises DeviceError
-    for an unknown or absent kind, and an index out of range; the message says what is here.
+    "auto" is the first that is here of the preference (see `prefer`), TPU, GPU, CPU. `verbose`
+    prints why it was this one. Raises DeviceError for an unknown or absent kind, and an index out
+    of range; the message says what is here.
 
     >>> device("cpu", 0, verbose=True).id
     device cpu:0 (cpu): cpu was asked for
@@ -216,7 +215,7 @@ def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> Devi
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInfo:
-    """What a device says of itself; bytes of memory are None if it does not say, as CPUs do not.
+    """What a device says of itself; a CPU does not say its bytes of memory.
 
     `memory_total` is what this process may have: of a GPU three quarters by default.
     """
@@ -245,10 +244,9 @@ def device_info(device: str | Device = "auto") -> DeviceInfo:
 def simulate(n: int) -> None:
     """Make this process see `n` CPU devices, and nothing else. The first thing to call.
 
-    Programs on simulated devices share one pool of threads. Where it has no more threads than there
-    are devices, a collective can wait for a participant that never runs, and XLA ends the process
-    after 40 s: so the pool is made large enough (the variable NPROC). Raises DeviceError once the
-    backend has started.
+    Simulated devices share one pool of threads. In a pool of `n` threads a collective can wait for
+    a participant that never runs, and XLA ends the process after 40 s: so the variable NPROC asks
+    for a larger one. Raises DeviceError once the backend has started.
 
     >>> x = jnp.ones(2)
     >>> simulate(8)
@@ -286,18 +284,17 @@ def preferred() -> str | None:
 def prefer(kind: str | None) -> None:
     """Write into the file `.tsunax-device` which kind "auto" tries first; None deletes the file.
 
-    The file counts in its directory and all below it. It is the nearest one; if there is none, a
-    new one beside the nearest pyproject.toml, or else in the current directory. Once the backend
-    has started, a warning says that a restart is needed. Raises DeviceError for an unknown kind,
-    and ConfigError for a file that cannot be read or written, or that holds another word.
+    The file counts in its directory and all below it. It is the nearest one, or else a new one
+    beside the nearest pyproject.toml, or in the current directory. Warns if the backend has started
+    already. Raises DeviceError for an unknown kind, and ConfigError for a file that cannot be read
+    or written, or that holds another word.
     """
     if kind is not None:
         _check_kind(kind, "prefer()", _preference.KINDS)
     path, changed = _preference.write(kind)
     if not changed:
         nothing = f"there is no {path}: no kind is preferred"
-        print(f"{path} says {kind} already" if kind else nothing)
-        return
+        return print(f"{path} says {kind} already" if kind else nothing)
     if said := os.environ.get("TSUNAX_DEVICE", "").strip():
         warn(f"TSUNAX_DEVICE={said} goes before {path}.")
     if _started():
@@ -309,7 +306,7 @@ def prefer(kind: str | None) -> None:
 
 
 def _has_to_move(x: Any, place: Sharding) -> bool:
-    """Whether it is an array that JAX has, and not committed to that place.
+    """Whether it is an array that JAX can have, and not committed to that place.
 
     An array that is there and not committed would follow the first other one away.
     """
@@ -360,11 +357,11 @@ def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
 
         jax.tree.map(lambda x: jax.device_put(x, device), tree)  # other leaves stay as they are
 
-    An array that is there already stays the same object, one that occurs twice stays one, and keys
-    stay keys. NumPy's arrays are copied (`device_put` alone shares their memory on a CPU) and get
-    JAX's widths: float64 becomes float32 unless x64 is on. A loader is any iterable that is itself
-    no pytree, such as `batches`; it keeps its length, its state and whether it can be iterated
-    again. `prefetch` does the same ahead of time. Raises StateError for a deleted array.
+    An array that is there already stays the same object, and one that occurs twice stays one.
+    NumPy's arrays are copied (`device_put` alone shares their memory on a CPU) and get JAX's
+    widths: float64 becomes float32 unless x64 is on. A loader is any iterable that is no pytree,
+    such as `batches`; it keeps its methods. `prefetch` does the same ahead of time. Raises
+    StateError for a deleted array.
 
     >>> tree = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
     >>> tree["w"].device == device("cpu"), tree["name"], to_device(tree, "cpu")["w"] is tree["w"]
@@ -387,9 +384,9 @@ def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
 def to_host(tree: PyTree) -> PyTree:
     """A tree with its JAX arrays as NumPy's, in memory of their own.
 
-    An array that occurs twice stays one. NumPy has no keys: they stay JAX's, on the CPU if JAX has
-    one. Arrays that are still donated later are not held back by it, as `np.asarray` would. Other
-    leaves stay as they are. Raises StateError for a deleted array.
+    An array that occurs twice stays one. Keys stay JAX's, on the CPU if JAX has one; other leaves
+    stay as they are. A copy does not keep its array from being donated, as `np.asarray` would.
+    Raises StateError for a deleted array.
 
     >>> to_host({"name": "relu", "w": jnp.ones(2)})
     {'name': 'relu', 'w': array([1., 1.], dtype=float32)}

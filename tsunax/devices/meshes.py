@@ -4,10 +4,9 @@
     state = ts.shard(state, mesh)          # or ts.shard(lambda: ts.setup(rule, init(key)), mesh): never whole anywhere
     state, info = step(state, batch)       # the rows of the batch go over the mesh, the numbers are those of one device
 
-A sharding says where the parts of an array lie; programs over sharded arrays compute the same
-numbers and communicate where they have to. So there is nothing here but a choice: one
-`PartitionSpec` for each parameter, and for what follows it (moments, averages, master copies). The
-step keeps it, and spreads rows (`_core/placement.py`).
+JAX computes the same numbers over sharded arrays, and communicates where it has to. So all that
+there is to do is a choice: one `PartitionSpec` for each parameter, and for what follows it
+(moments, averages, master copies). The step keeps it, and spreads rows (`_core/placement.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tsunax._core import Device, PyTree, checks, patterns, placement, trees
+from tsunax._core import Device, PyTree, checks, patterns, placement, tables, trees
 from tsunax._step.members import members_of
 from tsunax.devices import kinds as _kinds
 from tsunax.distributed import processes
@@ -96,13 +95,13 @@ def shard(
 ) -> T:
     """The same state over the devices of a mesh.
 
-    Which axis of a parameter is spread over which axis of the mesh, the first that says something:
+    Which axis of a parameter is spread over which axis of the mesh, the first that applies:
 
     1. `rules`, by pattern: `{"**/mlp/up/kernel": P(None, "tensor"), "norm/**": None}`. None is
        whole on each device.
     2. The names that flax's metadata (`nn.with_partitioning`, `nnx.Param(sharding=...)`) gives to
-       its axes, which `logical` maps to axes of the mesh, `{"embed": "fsdp", "mlp": "tensor"}`;
-       those of the mesh stand for themselves.
+       its axes: axes of the mesh, or names that `logical` maps to them,
+       `{"embed": "fsdp", "mlp": "tensor"}`.
     3. Nothing: whole.
 
     Then the largest free axis that divides is spread over the axis `fsdp` of the mesh, unless a rule
@@ -117,8 +116,8 @@ def shard(
       zero1: spread moments, averages and master copies over all data axes, and leave the parameters
         as they are.
 
-    What lies on a device of the mesh already is not copied: the first step consumes the state that
-    was given, too.
+    Arrays that are on a device of the mesh already are not copied: the first step consumes the
+    state that was given, too.
 
     Raises PatternError for a rule that matches nothing, DeviceError for one that the mesh or the
     shape cannot follow. Source of the scheme: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054),
@@ -144,8 +143,7 @@ def shard(
     where = jax.tree.unflatten(jax.tree.structure(like), shardings)
     if make is not None:
         with jax.set_mesh(mesh):
-            made = jax.jit(make, out_shardings=where)()
-        return _the_same(made, mesh)
+            return _the_same(jax.jit(make, out_shardings=where)(), mesh)
     checks.check_all_alive(state, "state")
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         if not trees.is_array(leaf) and not isinstance(leaf, int | float):
@@ -210,9 +208,9 @@ class _Choice:
         shapes = [np.shape(x) for x in jax.tree.leaves(trained_part(state))]
         follow = [self._spread(params[i], shape) for i, shape in zip(ruled, shapes, strict=True)]
 
-        given = state.plan.init, state.opt_state, state.numbers, base(state)
+        owners = owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
         opt_state = []
-        for owner, leaf in zip(owners_of(*given), jax.tree.leaves(state.opt_state), strict=True):
+        for owner, leaf in zip(owners, jax.tree.leaves(state.opt_state), strict=True):
             if owner is not None and np.shape(leaf) == shapes[owner]:
                 opt_state.append(follow[owner])
             else:
@@ -232,10 +230,9 @@ class _Choice:
         found: dict[int, P] = {}
         for pattern, spec in self.rules.items():
             if spec is not None and not isinstance(spec, P | tuple | list | str):
+                at, got = f"shard(), {pattern!r}", trees.describe(spec)
                 expected = "a PartitionSpec, a tuple of axis names, or None"
-                raise WrongTypeError(
-                    "rule", f"shard(), {pattern!r}", trees.describe(spec), expected
-                )
+                raise WrongTypeError("rule", at, got, expected)
             spec = P(*((spec,) if isinstance(spec, str) else spec or ()))
             for i, on in enumerate(patterns.select(pattern, params)):
                 if on:
@@ -244,16 +241,12 @@ class _Choice:
 
     def _named(self, params) -> dict[int, P]:
         """By leaf what flax's metadata say of its axes."""
-        found: dict[int, P] = {}
-        for i, names in enumerate(trees.axis_names(params)):
-            if names:
-                found[i] = P(*map(self._axis_of, names))
-        used = {name for names in trees.axis_names(params) for name in names or () if name}
+        named = {i: names for i, names in enumerate(trees.axis_names(params)) if names}
+        used = {name for names in named.values() for name in names if name}
         for name in self.logical:
             if name not in used:
-                text = unknown("logical axis", "shard()", name, sorted(used))
-                raise PatternError(text)
-        return found
+                raise PatternError(unknown("logical axis", "shard()", name, sorted(used)))
+        return {i: P(*map(self._axis_of, names)) for i, names in named.items()}
 
     def _axis_of(self, name):
         if name is None or isinstance(name, tuple):
@@ -315,14 +308,11 @@ class Placement:
     total: int  # of the whole tree, counted once
 
     def __repr__(self) -> str:
-        rows = list(self.rows)
+        size = trees.bytes_str
+        rows = [(*texts, size(n) if n else "") for *texts, n in self.rows]
         if len(rows) > 40:
-            rows = [*rows[:24], (f"... {len(rows) - 36} more", "", "", 0), *rows[-12:]]
-        size, lines = trees.bytes_str, []
-        widths = [max((len(str(row[i])) for row in rows), default=0) for i in range(3)]
-        for *texts, n in rows:
-            cells = [f"{text:<{width}}" for text, width in zip(texts, widths, strict=True)]
-            lines.append("  ".join([*cells, *([size(n)] if n else [])]).rstrip())
+            rows = [*rows[:24], (f"... {len(rows) - 36} more", "", "", ""), *rows[-12:]]
+        lines = tables.aligned(rows) if rows else []
         held = sorted(set(self.bytes.values())) or [0]
         on = size(held[0]) if len(held) == 1 else f"{size(held[0])} to {size(held[-1])}"
         lines.append(f"{size(self.total)} in all, {on} on each of {len(self.bytes)}")

@@ -8,8 +8,7 @@ service.
 
 `jax.distributed` runs the service in process 0, at the one port that the user named. The first
 writer of a key wins, so that all processes read the same verdict and the same events. Every wait
-ends. This file alone uses the parts of JAX that are not public (`jax._src.distributed`); orbax and
-others use the same. It needs no device and starts no backend.
+ends. `jax._src.distributed` is not public; orbax and others use it, too. It starts no backend.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Store:
         self._client.key_value_set(f"{self._root}/{key}", text, allow_overwrite=True)
 
     def get(self, key: str, seconds: float) -> str | None:
-        """The text of a key, once it is written; None if it is not within so many seconds."""
+        """The text of a key once it is written; None if not within these seconds."""
         milliseconds = max(1, round(1000 * seconds))
         try:
             return self._client.blocking_key_value_get(f"{self._root}/{key}", milliseconds)
@@ -80,10 +79,8 @@ class Store:
 
 
 def initialized() -> tuple[Any, int, int] | None:
-    """The client, the number of this process and the number of processes of `jax.distributed`; None
-    before it starts.
-
-    This number is the launcher's. `jax.process_index()` may be another one on a TPU.
+    """The client of `jax.distributed`, the launcher's number of this process (on a TPU not always
+    `jax.process_index()`), and how many there are; None before it starts.
     """
     state = _jax_distributed.global_state
     return None if state.client is None else (state.client, state.process_id, state.num_processes)
@@ -93,8 +90,7 @@ def forget() -> None:
     """Let `jax.distributed` be started again: after a failed start, and in a forked child."""
     state = _jax_distributed.global_state
     ours = state.client, state.service, state.preemption_sync_manager
-    for leaked in (*ours, *xla_bridge._backends.values()):
-        # destructors would wait for the service, for ever
+    for leaked in (*ours, *xla_bridge._backends.values()):  # destructors would wait for ever
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(leaked))
     state.client = state.service = state.preemption_sync_manager = None
 
@@ -103,8 +99,8 @@ class Peers:
     """A process's view of the others.
 
     `node` is the launcher's number of this process, of `count`; `run` how often they have met before
-    (no key is used twice); `timeout` the seconds that a gathering waits. Until `watch`, nobody is
-    watched: when another process ends the run, the next gathering raises ProcessError.
+    (no key is used twice); `timeout` the seconds that a gathering waits. Before `watch`, the end of
+    another process is an error of the next gathering; after it, the end of this one.
     """
 
     def __init__(self, client: Any, node: int, count: int, run: int = 0, timeout: float = 120.0):
@@ -159,17 +155,16 @@ class Peers:
         return self._name(self._indices.index(index)) if is_known else f"process {index}"
 
     def _name(self, node: int) -> str:
-        hello = self._hellos[node] if node < len(self._hellos) else {}
+        hello = self._hellos[node]
         where = f" (host {hello['host']}, pid {hello['pid']})" if hello else ""
         return f"process {self._indices[node]}{where}"
 
     def gather(
         self, name: str, text: str = "", timeout: float | None = None, thread="", index=None
     ) -> list[str]:
-        """What all processes said here, by index.
+        """What all processes said here, by index. Raises ProcessError if one was not here.
 
         A thread beside the main one gives its name: its gatherings have an order of their own.
-        Raises ProcessError if a process did not come, or was elsewhere.
         """
         timeout = self.timeout if timeout is None else timeout
         with self._changed:
@@ -222,14 +217,14 @@ class Peers:
     def _judged(self, said: dict[int, list], name: str, is_late: bool) -> dict[str, Any]:
         """The answer to what some processes said; nothing before it can be given."""
         first = min(said)
-        for i in sorted(said):
-            if said[i][1] != said[first][1]:
-                got = f"{said[i][1]} on {self._name(i)}"
+        for i, (_, call, _) in sorted(said.items()):
+            if call != said[first][1]:
+                got = f"{call} on {self._name(i)}"
                 expected = f"{said[first][1]}, as on {self._name(first)}"
                 fix = "All processes call the same, in the same order."
                 return {"wrong": message("call", "", got, expected, fix)}
         if len(said) == self.count:
-            return {"all": [[said[i][0], said[i][2]] for i in sorted(said)]}
+            return {"all": [[index, text] for _, (index, _, text) in sorted(said.items())]}
         return {"wrong": self._no_word(name, said)} if is_late else {}
 
     def _no_word(self, name: str, said: Container[int]) -> str:
@@ -237,10 +232,7 @@ class Peers:
         return message(name, "", f"no word of {missing}", "all processes")
 
     def agree(self, asked: int) -> int:
-        """See `processes.agree`. It waits only while the processes say how often they have called.
-
-        Raises ProcessError when another process has ended the run, or does not say so.
-        """
+        """See `processes.agree`. It waits only while the processes say how often they have called."""
         with self._changed:
             free = lambda: self._ended or not self._is_counting
             if not self._changed.wait_for(free, self.timeout):
@@ -274,8 +266,8 @@ class Peers:
     def _wait_for_signs(self) -> None:
         """Return once all other processes have answered, which living ones do within milliseconds.
 
-        When a process dies, a collective fails on the living: the dead one is to be named, and not
-        the one that noticed. It will be, for its silence, while this waits.
+        When a process dies, a collective fails on the living. While this waits, the dead one is
+        named for its silence, in place of the one that noticed.
         """
         until = time.monotonic() + (self.patience + PATIENCE if self._ends else 0)
         self._post({"ping": self.node})
@@ -361,10 +353,9 @@ class Peers:
             self._end(self._lost(error))
 
     def _watch(self) -> None:
-        """Whether the service answers: a stopped process 0 leaves every call to it waiting, and so
-        does an abort.
+        """End when the service does not answer: if process 0 is stopped, every call to it waits.
 
-        The thread of JAX that aborts is the one that brings answers (`name_process_0`), so this
+        During an abort the thread of JAX that brings answers sleeps (see `name_process_0`), so this
         asks the port itself.
         """
         pause = min(1.0, self.patience / 10)
@@ -419,11 +410,10 @@ def _is_refused() -> bool:
 def name_process_0() -> None:
     """Let Python name process 0 before JAX aborts this process because of its death.
 
-    JAX's client aborts within milliseconds when its connection to process 0 is lost, without a
-    name. The thread that aborts sleeps for six seconds first: `sleep` itself is the handler of
-    SIGABRT, whose number is 6. It is allowed in a signal handler, and needs no Python. By then a
-    thread of `Peers` has named process 0 and ended this one. Any other abort is delayed by these
-    seconds, and faulthandler does not print for it. JAX 0.7 exits without an abort.
+    JAX's client aborts within milliseconds when it loses process 0, without a name. Here the thread
+    that aborts sleeps for six seconds first: C's `sleep` itself is the handler of SIGABRT, whose
+    number is 6. By then a thread of `Peers` has named process 0 and ended this one. Any other abort
+    comes six seconds later, too, without faulthandler's print. JAX 0.7 exits without an abort.
     """
     if sys.platform != "win32" and signal.SIGABRT == 6:
         libc = ctypes.CDLL(None)
@@ -447,6 +437,3 @@ def leave(text: str, index: int) -> None:
         flush.start()
         flush.join(1.0)
     os._exit(1)
-
-
-__all__ = ["Peers", "Store", "forget", "initialized", "leave", "name_process_0"]

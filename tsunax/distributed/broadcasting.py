@@ -20,10 +20,10 @@ __all__ = ["broadcast"]
 def broadcast(tree: PyTree, root: int = 0) -> PyTree:
     """The tree of one process, on all of them: to the bit, arrays in one transfer.
 
-    The trees have the same structure everywhere. Arrays (shape and dtype the same on all) travel
-    over the devices, and arrive as NumPy arrays where they were, else where they lay; numbers and
-    strings may differ, and need no device. Raises ProcessError for trees that do not fit, or a root
-    that is not there, WrongTypeError for other leaves.
+    The trees have the same structure, shapes and dtypes everywhere. JAX arrays keep their place,
+    NumPy arrays stay NumPy's. Numbers and strings may differ, and need no device. Raises
+    ProcessError for trees that do not fit, or a root that is not there, WrongTypeError for other
+    leaves.
 
     >>> broadcast({"run": "2026-11-21", "seed": 3})
     {'run': '2026-11-21', 'seed': 3}

@@ -2,8 +2,7 @@
 
     ts.distributed.check_in_sync(seed=seed, params=params, settings=settings)
 
-It works on the host, over the key-value store of JAX's coordination service (`_peers.py`), and
-knows nothing of meshes, states and steps.
+It works on the host, over the key-value store of JAX's coordination service (`_peers.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ SHOWN = 10  # differences in a message
 
 
 def gather(name: str, text: str = "", timeout: float | None = None, thread: str = "") -> list[str]:
-    """What all processes say at this place, by index; a thread beside the main one has places of
-    its own.
-    """
+    """What all processes say at this place, by index; a `thread` has places of its own."""
     index, count = starting.here()
     if count == 1:
         return [text]
@@ -40,10 +37,9 @@ def gather(name: str, text: str = "", timeout: float | None = None, thread: str 
 
 
 def barrier(name: str = "barrier", timeout: float | None = None) -> None:
-    """Wait until all processes are here. Raises ProcessError that names who did not come, or is at
-    another place.
+    """Wait until all processes are here, `timeout` seconds at most (None: that of `start`).
 
-    On the host, and bounded by `timeout` seconds (that of `start` if None). It does not wait for
+    Raises ProcessError that names who did not come, or is at another place. It does not wait for
     the devices.
     """
     if timeout is not None:
@@ -58,8 +54,8 @@ def agree(asked: int = 0) -> int:
             break
 
     Every process calls it equally often. It waits for nobody: the processes settle on the next call
-    that none of them has reached. A process alone gets back what it asks. Where two ask at once,
-    one of them is heard. Raises ProcessError when another process has ended the run, or is lost.
+    that none of them has reached. If two ask at once, one of them is heard. Raises ProcessError
+    when another process has ended the run, or is lost.
 
     >>> agree(), agree(15)
     (0, 15)
@@ -74,10 +70,7 @@ def spans_all(devices: Iterable[Any]) -> bool:
 
 
 def words(name: str, text: str) -> list[str]:
-    """What each process says at this place, by index.
-
-    It waits for all of them, half an hour at most.
-    """
+    """What each process says at this place, by index; waits half an hour at most."""
     return gather(name, text, LAST)
 
 
@@ -89,10 +82,10 @@ def together(
     thread: str = "",
     kinds: Sequence[type[Exception]] = (),
 ) -> tuple[Any, list[str]]:
-    """`f()`, which gives (value, word), on all processes: its value and the words of all.
+    """`f()`, which returns (value, word), on all processes: its value and the words of all.
 
-    An error on one is an error on all: the process itself raises it, the others a ProcessError that
-    names it, or one of these kinds, which are listed from the mildest on; any other is graver.
+    An error on one is an error on all. The process itself raises it; the others raise an error that
+    names the process: of its kind among `kinds` (from the mildest on), or else a ProcessError.
     """
     if process_count() == 1:
         value, word = f()
@@ -125,9 +118,9 @@ def check_in_sync(**things: Any) -> None:
     """Raise ProcessError on all processes unless each thing (seed, tree, state) is the same on all.
 
     The message names up to 10 leaves that differ, with both sides. Containers and static fields
-    count as leaves do. Arrays are compared by shape, dtype and a hash of their bytes; of an array
-    that is spread over processes, shape and dtype only. Objects are compared by their fields,
-    functions by name, code, defaults and what they close over.
+    count, too. Arrays are compared by shape, dtype and a hash of their bytes (an array that is
+    spread over processes without the hash), objects by their fields, functions by name, code,
+    defaults and closure.
 
     >>> check_in_sync(seed=0, params={"w": [1.0, 2.0]})
     """
@@ -138,11 +131,9 @@ def compare(where: str, things: Mapping[str, Any], timeout: float | None = None)
     """`check_in_sync` at a place, whose name the message has where others are at another one."""
     if process_count() == 1:
         return
-    parts = {
-        place: text
-        for name, thing in things.items()
-        for place, text in stable_text.parts_of(name, thing).items()
-    }
+    parts: dict[str, str] = {}
+    for name, thing in things.items():
+        parts |= stable_text.parts_of(name, thing)
     if len(set(gather(where, stable_text.hash_of(json.dumps(parts).encode()), timeout))) == 1:
         return
     everyone = [json.loads(text) for text in gather(f"{where} in detail", json.dumps(parts))]

@@ -9,26 +9,20 @@ Each process is one of many (`ts.distributed`) before the function begins: it ma
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tsunax._core import Function, checks
+from tsunax._core import Function, checks, libraries
 from tsunax.distributed import starting
-from tsunax.errors import MissingLibraryError
 
 __all__ = ["run", "trainer"]
 
 
 def library(part: str = "", where: str = "tsunax.ray") -> Any:
     """Ray, or a part of it; `import ray` would be this file to a type checker."""
-    try:
-        return importlib.import_module(f"ray{part}")
-    except ModuleNotFoundError as error:
-        fix = "pip install 'tsunax[ray]'"
-        raise MissingLibraryError("ray", where, "no such library", "Ray", fix) from error
+    return libraries.library(f"ray{part}", where, extra="ray")
 
 
 def _free_port() -> int:
@@ -76,8 +70,8 @@ def run(
         host, `num_gpus` is their number.
       start: options of `ts.distributed.start`, such as `{"peer_timeout": 60}`.
 
-    The exception of the first process that fails is raised, and all are ended. Ray itself waits
-    without a limit for a cluster that has the resources.
+    Raises the exception of the first process that fails, and ends all. Ray waits without a limit
+    for a cluster that has the resources.
     """
     checks.check_count(processes, "ray.run()", "processes")
     ray = library()

@@ -4,8 +4,7 @@
 
 `mpirun`, SLURM, Kubernetes and the like start the processes; `start` finds out from them who is
 who, brings all together, and starts `jax.distributed`. From then on `jax.devices()` are those of
-all processes, and arrays and programs span them. A run that `jax.distributed.initialize` started is
-served too. It works on the host, and knows nothing of meshes, states and steps.
+all processes. A run that `jax.distributed.initialize` started is served, too.
 """
 
 from __future__ import annotations
@@ -119,15 +118,14 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
 
 def _place(launch: _Launch) -> tuple[str, int]:
     """The host and port of process 0. Raises ProcessError for a launch that says too little."""
-    names = {"coordinator_address": launch.address, "num_processes": launch.count}
-    names["process_id"] = launch.index
-    if missing := [name for name, value in names.items() if value is None]:
+    names = ("coordinator_address", "num_processes", "process_id")
+    if missing := [name for name, value in zip(names, launch, strict=False) if value is None]:
         fix = "No launcher was found that tells."
         raise ProcessError("start()", "", f"no {' and no '.join(missing)}", ", ".join(names), fix)
     host, _, port = str(launch.address).rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        got = repr(launch.address)
-        raise ProcessError("coordinator_address", "start()", got, "'host:port' of process 0")
+        got, expected = repr(launch.address), "'host:port' of process 0"
+        raise ProcessError("coordinator_address", "start()", got, expected)
     return host.strip("[]"), int(port)
 
 
@@ -169,11 +167,11 @@ def start(
 
     When a process dies, is stopped, or ends with an exception, all others end with exit code 1 and
     a line that names it: a collective that has lost a member never returns. At the end processes
-    wait for each other, see `stop`. SIGTERM keeps the handler that it had.
+    wait for each other, see `stop`. SIGTERM keeps its handler.
 
-    Raises ProcessError if not all processes come, or if their versions or counts differ; for
-    arguments that do not fit; if a device was used before; if the port of process 0 is taken. When
-    two processes have one number, JAX aborts.
+    Raises ProcessError if not all processes come, or if their versions or counts differ; for wrong
+    arguments; if a device was used before; if the port of process 0 is taken. If two processes have
+    one number, JAX aborts.
 
     >>> start()
     >>> process_index(), process_count()
@@ -192,19 +190,18 @@ def start(
             return
         place = _place(launch)
         if xla_bridge.backends_are_initialized():
-            fix = "Make it the first line: jax.devices(), jnp.ones() and jax.random.key() start "
             got, expected = "a backend that has started", "to be called before that"
-            raise ProcessError("start()", "", got, expected, f"{fix}the backend.")
+            fix = "Make it the first line: jax.devices() and jnp.ones() start the backend."
+            raise ProcessError("start()", "", got, expected, fix)
         _initialize(launch, *place, timeout, peer_timeout)
         _is_ours = True
     else:
         asked = {"num_processes": (num_processes, found[2]), "process_id": (process_id, found[1])}
         for name, (given, known) in asked.items():
             if given not in (None, known):
+                expected = f"{known}, as jax.distributed has it"
                 fix = "jax.distributed was initialized before: leave the arguments out."
-                raise ProcessError(
-                    name, "start()", given, f"{known}, as jax.distributed has it", fix
-                )
+                raise ProcessError(name, "start()", given, expected, fix)
         if found[2] == 1:
             return
     _watch(timeout, peer_timeout)
@@ -256,12 +253,9 @@ def _check_port(host: str, port: int, alone: bool) -> None:
     try:
         socket.create_server((host if alone else "", port), family=family).close()
     except OSError as error:
-        fix = "Another program or run has it: give another port, coordinator_address= or "
-        got = os.strerror(error.errno or 0)
-        where = f"{host}:{port}"
-        raise ProcessError(
-            "port", where, got, "a free one", f"{fix}JAX_COORDINATOR_PORT."
-        ) from error
+        where, got = f"{host}:{port}", os.strerror(error.errno or 0)
+        fix = "Another program has it: give another, coordinator_address= or JAX_COORDINATOR_PORT."
+        raise ProcessError("port", where, got, "a free one", fix) from error
 
 
 @contextlib.contextmanager
@@ -332,8 +326,8 @@ def stop() -> None:
 def give_up(reason: object) -> None:
     """End all other processes, which say that this one ended, and why; this one goes on, alone.
 
-    A script that ends with an exception does so by itself. This is for what catches exceptions: a
-    notebook, a framework that runs your function, `sys.exit(1)`.
+    An exception that ends a script does so by itself: this is for a notebook, a framework that
+    catches exceptions, `sys.exit(1)`.
     """
     global _has_given_up
     if (others := _let_go()) is not None:

@@ -1,7 +1,7 @@
-"""FLOPs from a program's jaxpr; memory traffic and donation from its HLO.
+"""FLOPs from a program's jaxpr; communication and donation from its HLO.
 
-XLA's own count takes the body of a loop once, however often it runs. Here a `scan` counts as long
-as it is, and dead equations, which XLA drops, not at all. It knows nothing of training.
+XLA's own count takes the body of a loop once, however often it runs. Here a `scan` counts as often
+as it runs, and dead equations, which XLA drops, not at all.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections import Counter
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,22 +36,16 @@ class Flops:
         return self.matmul + self.other
 
     def __add__(self, more: Flops) -> Flops:
-        sums = {
-            name: getattr(self, name) + getattr(more, name)
-            for name in ("matmul", "other", "transcendental", "loops")
-        }
-        return Flops(**sums, opaque=tuple(dict.fromkeys(self.opaque + more.opaque)))
+        *sums, opaque = (a + b for a, b in zip(astuple(self), astuple(more), strict=True))
+        return Flops(*sums, opaque=tuple(dict.fromkeys(opaque)))
 
     def times(self, n: float) -> Flops:
-        scaled = {name: getattr(self, name) * n for name in ("matmul", "other", "transcendental")}
-        return dataclasses.replace(self, **scaled)
+        counts = self.matmul * n, self.other * n, self.transcendental * n
+        return Flops(*counts, self.loops, self.opaque)
 
 
 _ONE = frozenset(
-    (
-        "abs add add_any atan2 ceil clamp div floor max min mul neg nextafter rem round sign "
-        "square sub"
-    ).split()
+    "abs add add_any atan2 ceil clamp div floor max min mul neg nextafter rem round sign square sub".split()
 )
 _TRANSCENDENTAL = frozenset(
     "acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 "
@@ -78,15 +72,15 @@ def flops_of(program: Any, trips: int = 1) -> Flops:
 
 
 def _counted(jaxpr: Any, live: list[bool] | None, trips: int) -> Flops:
-    """The equations that the outputs marked as live need, backwards; None: all of them are."""
-    wanted = {v for i, v in enumerate(jaxpr.outvars) if _is_var(v) and (live is None or live[i])}
+    """The equations that the live outputs need, backwards; None: all outputs are live."""
+    outvars = zip(jaxpr.outvars, live or [True] * len(jaxpr.outvars), strict=True)
+    wanted = {v for v, on in outvars if on and _is_var(v)}
     found = Flops()
     for eqn in reversed(jaxpr.eqns):
         out = [v in wanted for v in eqn.outvars]
-        if not any(out) and not eqn.effects:
-            continue
-        found += _equation(eqn, out, trips)
-        wanted.update(filter(_is_var, eqn.invars))
+        if any(out) or eqn.effects:
+            found += _equation(eqn, out, trips)
+            wanted.update(filter(_is_var, eqn.invars))
     return found
 
 
@@ -103,9 +97,7 @@ def _equation(eqn: Any, live: list[bool], trips: int) -> Flops:
     if name in _OPAQUE:
         return Flops(opaque=(name,))
     programs = programs_in(eqn) if name not in _REDUCTIONS else []
-    if programs:
-        return _of_programs(eqn, programs, live, trips)
-    return _of_elements(eqn)
+    return _of_programs(eqn, programs, live, trips) if programs else _of_elements(eqn)
 
 
 def _of_programs(eqn: Any, programs: list[Any], live: list[bool], trips: int) -> Flops:
@@ -117,10 +109,8 @@ def _of_programs(eqn: Any, programs: list[Any], live: list[bool], trips: int) ->
         once = _counted(body, None, trips) + _counted(test, None, trips)
         return dataclasses.replace(once.times(trips), loops=once.loops + 1)
     if name == "cond":
-        return max(
-            (_counted(branch, live, trips) for branch in programs),
-            key=lambda f: f.total + f.transcendental,
-        )
+        branches = [_counted(branch, live, trips) for branch in programs]
+        return max(branches, key=lambda f: f.total + f.transcendental)
     total = Flops()
     for program in programs:
         same = len(program.outvars) == len(live)
@@ -144,39 +134,33 @@ def _of_convolution(eqn: Any) -> float:
     pairs = 1.0
     for i in range(len(p["window_strides"])):
         n, k, m = x[lhs[2 + i]], w[rhs[2 + i]], out[to[2 + i]]
-        place = (
-            np.arange(m)[:, None] * p["window_strides"][i]
-            + np.arange(k)[None] * p["rhs_dilation"][i]
-        )
-        place -= p["padding"][i][0]
+        start = np.arange(m)[:, None] * p["window_strides"][i] - p["padding"][i][0]
+        place = start + np.arange(k) * p["rhs_dilation"][i]
         spacing = p["lhs_dilation"][i]
-        pairs *= int(
-            np.count_nonzero((place >= 0) & (place <= (n - 1) * spacing) & (place % spacing == 0))
-        )
+        is_inside = (place >= 0) & (place <= (n - 1) * spacing)
+        pairs *= np.count_nonzero(is_inside & (place % spacing == 0))
     return 2.0 * _factor(eqn.outvars[0].aval) * pairs * out[to[0]] * out[to[1]] * w[rhs[1]]
 
 
 def _of_elements(eqn: Any) -> Flops:
-    name, out = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
-    if not eqn.invars or out is None or not any(_is_float(v.aval) for v in eqn.invars):
+    name, p = eqn.primitive.name, eqn.params
+    if not eqn.outvars or not any(_is_float(v.aval) for v in eqn.invars):
         return Flops()
-    read = _size(eqn.invars[0].aval)
-    if name in _ONE:
-        return Flops(other=_size(out))
+    read, made = _size(eqn.invars[0].aval), _size(eqn.outvars[0].aval)
     if name in _TRANSCENDENTAL:
-        return Flops(transcendental=_size(out))
+        return Flops(transcendental=made)
+    if name in _ONE:
+        return Flops(other=made)
     if name == "integer_pow":  # by squaring
-        y = abs(eqn.params["y"])
-        times = max(0, y.bit_length() + y.bit_count() - 2) + (eqn.params["y"] < 0)
-        return Flops(other=_size(out) * times)
+        y = abs(p["y"])
+        return Flops(other=made * (max(0, y.bit_length() + y.bit_count() - 2) + (p["y"] < 0)))
     if name in _REDUCTIONS:
-        return Flops(other=max(0.0, read - _size(out)))
+        return Flops(other=max(0.0, read - made))
     if name in _SCANS:
         return Flops(other=read)
-    if name.startswith("reduce_window"):
-        return Flops(other=_size(out) * math.prod(eqn.params["window_dimensions"]))
-    if name.startswith("select_and_"):
-        return Flops(other=read * math.prod(eqn.params.get("window_dimensions", (1,))))
+    if name.startswith(("reduce_window", "select_and_")):
+        window = math.prod(p.get("window_dimensions", (1,)))
+        return Flops(other=(made if name.startswith("reduce") else read) * window)
     if name in ("scatter_add", "scatter-add", "scatter_mul"):
         return Flops(other=_size(eqn.invars[2].aval))
     return Flops()
@@ -235,24 +219,22 @@ def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def collectives_in(text: str) -> tuple[Collective, ...]:
-    """What a compiled program says to other devices, from its text."""
+    """What a compiled program sends to other devices, from its text."""
     entry, computations = _computations(text)
-    counts, sizes = Counter[str](), Counter[str]()
+    counts, sizes = defaultdict[str, float](float), defaultdict[str, float](float)
 
     def walk(name: str, times: float) -> None:
         for line in computations.get(name, ()):
             if (call := _CALL.search(line)) is not None:
                 parts = [_bytes(*shape) for shape in _SHAPE.findall(call[1])]
-                counts[call[2]] += times  # type: ignore[assignment]
+                counts[call[2]] += times
                 # what starts one and does not wait has operands and results in one tuple
-                sizes[call[2]] += times * (max(parts) if call[3] else sum(parts))  # type: ignore[assignment]
-            if " = " not in line:
-                continue
+                sizes[call[2]] += times * (max(parts) if call[3] else sum(parts))
             trips = int(known[1]) if (known := _TRIPS.search(line)) else 1
             for role, called in _CALLED.findall(line):
                 walk(called, times * (trips if role == "body" else 1))
-            if (branches := _BRANCHES.search(line)) is not None:
-                for called in branches[1].split(","):
+            for branches in _BRANCHES.findall(line):
+                for called in branches.split(","):
                     walk(called.strip().lstrip("%"), times)
 
     walk(entry, 1)
@@ -281,17 +263,11 @@ def largest_convolution(text: str) -> float:
 def donated_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
     """The names of a compiled program's arguments, and of those whose memory results reuse."""
     entry, computations = _computations(text)
-    names = {}
-    for line in computations[entry]:
-        if (
-            found := re.search(r'parameter\((\d+)\).*?op_name="((?:[^"\\]|\\.)*)"', line)
-        ) is not None:
-            names[int(found[1])] = found[2].replace("\\'", "'").replace('\\"', '"')
+    pattern = r'parameter\((\d+)\).*?op_name="((?:[^"\\]|\\.)*)"'
+    found = filter(None, (re.search(pattern, line) for line in computations[entry]))
+    names = {int(x[1]): x[2].replace("\\'", "'").replace('\\"', '"') for x in found}
     head = text.partition("\n")[0]
     at = head.find("input_output_alias={")
     table = head[at : head.find("entry_computation_layout", at)] if at >= 0 else ""
     aliased = {int(n) for n in re.findall(r"\}: \((\d+),", table)}
     return frozenset(names.values()), frozenset(names[n] for n in aliased if n in names)
-
-
-__all__ = ["Collective", "Flops", "collectives_in", "donated_in", "flops_of", "largest_convolution"]

@@ -2,7 +2,7 @@
 
     need = state + batch + temporary + results that take no place of the state      (bytes on one device)
 
-XLA lays out all memory of a program before it runs, and says so. Knows nothing of searches.
+XLA lays out all memory of a program before it runs, and tells how much it is.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ class Need:
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     """An array as its shape, in the dtype that JAX would give it."""
     dtype = trees.dtype_of(x)
-    return jax.ShapeDtypeStruct(
-        np.shape(x), dtype if trees.is_key(x) else jax.dtypes.canonicalize_dtype(dtype)
-    )
+    dtype = dtype if trees.is_key(x) else jax.dtypes.canonicalize_dtype(dtype)
+    return jax.ShapeDtypeStruct(np.shape(x), dtype)
 
 
 def mesh_of(state: Any) -> Any:
@@ -66,10 +65,7 @@ def mesh_of(state: Any) -> Any:
 
 
 def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
-    """What a step needs for such a batch, of arrays or shapes; on a mesh with all its rows.
-
-    Compiles it.
-    """
+    """Compile a step for a batch of arrays or shapes, and return what it needs."""
     batch, extra = as_shapes(state, batch, extra)
     lowered = step.lower(state, batch, **extra)
     try:
@@ -84,17 +80,18 @@ def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
 
 def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What a step takes beside its state, as shapes that lie where it would put the arrays."""
-    mesh, extra = mesh_of(state), jax.tree.map(shape_of, extra)
-    batch = jax.tree.map(shape_of, batch)
-    if mesh is not None and mesh.size > 1:
-        spread = lambda x, axes: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(mesh, axes)
-        )
-        # all rows for each member
-        rows = PartitionSpec(placement.data_axes(mesh) if members_of(state) is None else ())
-        batch = jax.tree.map(lambda x: spread(x, rows if x.ndim else PartitionSpec()), batch)
-        extra = jax.tree.map(lambda x: spread(x, PartitionSpec()), extra)
-    return batch, extra
+    mesh = mesh_of(state)
+    batch, extra = jax.tree.map(shape_of, (batch, extra))
+    if mesh is None or mesh.size == 1:
+        return batch, extra
+
+    def spread(x, axes=()):
+        sharding = NamedSharding(mesh, PartitionSpec(axes) if axes and x.ndim else PartitionSpec())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    # each member of a population has all rows
+    rows = placement.data_axes(mesh) if members_of(state) is None else ()
+    return jax.tree.map(lambda x: spread(x, rows), batch), jax.tree.map(spread, extra)
 
 
 def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
@@ -102,13 +99,10 @@ def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
     found = compiled.memory_analysis()
     if found is None:
         fix = 'Use method="run", which executes trials.'
-        raise DeviceError(
-            "memory analysis", "find_batch_size()", "none of this backend", "one", fix
-        )
-    device = device_of_state(state)
-    taken = sum(map(bytes_on_one, jax.tree.leaves(batch)))
-    scratch = 0
-    if device.platform == "cpu":
+        where, got = "find_batch_size()", "none of this backend"
+        raise DeviceError("memory analysis", where, got, "one", fix)
+    taken, scratch = sum(map(bytes_on_one, jax.tree.leaves(batch))), 0
+    if device_of_state(state).platform == "cpu":
         packed = CPU_PACKED * _cost.largest_convolution(compiled.as_text() or "")
         scratch = CPU_SCRATCH + int(packed)
     return Need(
@@ -122,27 +116,17 @@ def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
 
 def bytes_on_one(x: Any) -> int:
     """Bytes of an array, or of the shape of one, on each of its devices."""
-    return math.prod(_part(x)) * x.dtype.itemsize
-
-
-def _part(x: Any) -> tuple[int, ...]:
-    """The shape of what one device holds."""
-    sharding = getattr(x, "sharding", None)
-    return tuple(np.shape(x)) if sharding is None else sharding.shard_shape(np.shape(x))
+    sharding, shape = getattr(x, "sharding", None), np.shape(x)
+    part = shape if sharding is None else sharding.shard_shape(shape)
+    return math.prod(part) * x.dtype.itemsize
 
 
 def device_of_state(state: Any) -> Any:
     """A device of this process on which the state lies; the default one for shapes."""
     for x in jax.tree.leaves(state):
         if (sharding := getattr(x, "sharding", None)) is not None:
-            return sorted(sharding.addressable_devices, key=lambda one: one.id)[0]
+            return min(sharding.addressable_devices, key=lambda one: one.id)
     return jnp.zeros(()).devices().pop()
-
-
-def _neighbours(state: Any) -> int:
-    """How many devices of this process share its host with that one."""
-    mesh = mesh_of(state)
-    return 1 if mesh is None else max(1, len(mesh.local_devices))
 
 
 def held_by(state: Any) -> int:
@@ -152,7 +136,7 @@ def held_by(state: Any) -> int:
 
 
 def free_on_host() -> int | None:
-    """Bytes that this machine can still give to this process; None where it does not say."""
+    """Bytes that this machine can still give to this process, if it tells."""
     found = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -176,14 +160,12 @@ def as_bytes(memory: Any, where: str) -> int:
     """
     if isinstance(memory, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", memory, re.IGNORECASE)
-        if found:
-            memory = int(float(found[1]) * _UNITS[found[2].upper()])
-    if isinstance(memory, str) or (isinstance(memory, (int, np.integer)) and memory <= 0):
-        raise HyperparameterError("memory", where, repr(memory), "bytes, as 80 * 2**30 or '80GiB'")
-    if not isinstance(memory, (int, np.integer)) or isinstance(memory, bool):
-        raise WrongTypeError(
-            "memory", where, trees.describe(memory), "bytes, as 80 * 2**30 or '80GiB'"
-        )
+        memory = int(float(found[1]) * _UNITS[found[2].upper()]) if found else memory
+    expected, is_int = "bytes, as 80 * 2**30 or '80GiB'", isinstance(memory, int | np.integer)
+    if isinstance(memory, str) or (is_int and memory <= 0):
+        raise HyperparameterError("memory", where, repr(memory), expected)
+    if not is_int or isinstance(memory, bool):
+        raise WrongTypeError("memory", where, trees.describe(memory), expected)
     return int(memory)
 
 
@@ -195,35 +177,30 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
     info = device_info(device)
     if info.memory_total is not None:
         others = max(0, (info.memory_in_use or 0) - held)
-        return (
-            info.memory_total - others,
-            f"the limit of {device}, less {trees.bytes_str(others)} of others",
-        )
+        source = f"the limit of {device}, less {trees.bytes_str(others)} of others"
+        return info.memory_total - others, source
     free = free_on_host() if device.platform == "cpu" else None
     if free is None:
-        fix = "Give memory='16GiB'."
-        raise DeviceError(
-            "memory", where, f"{device}, which does not say how much it has", "a number", fix
-        )
-    n = _neighbours(state)
+        got, fix = f"{device}, which does not say how much it has", "Give memory='16GiB'."
+        raise DeviceError("memory", where, got, "a number", fix)
+    mesh = mesh_of(state)
+    n = 1 if mesh is None else max(1, len(mesh.local_devices))  # they share the host
     return free // n + held, "free on this machine" + (f", over {n} devices" if n > 1 else "")
 
 
 def with_rows(example: Any, size: int, *, shapes: bool) -> Any:
     """A batch of `size` rows like the example: shapes, or its own rows repeated on the host."""
     if shapes:
-        resized = lambda x: (
-            x if not x.shape else jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
-        )
-        return jax.tree.map(lambda x: resized(shape_of(x)), example)
+        example = jax.tree.map(shape_of, example)
+        resized = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) if x.shape else x
+        return jax.tree.map(resized, example)
     index = np.arange(size) % rows_of(example)
 
     def one(x):
         if isinstance(x, jax.ShapeDtypeStruct):
             return np.zeros((size, *x.shape[1:]) if x.shape else (), x.dtype)
-        if trees.is_key(x):
-            return x[index] if np.ndim(x) else x
-        return np.asarray(x)[index] if np.ndim(x) else x
+        x = x if trees.is_key(x) or not np.ndim(x) else np.asarray(x)
+        return x[index] if np.ndim(x) else x
 
     return jax.tree.map(one, example)
 
@@ -237,9 +214,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
     ended = "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and ended)
-
-
-__all__ = [
-    "Need", "as_bytes", "as_shapes", "bytes_on_one", "device_of_state", "free_on_host",
-    "is_out_of_memory", "limit_of", "mesh_of", "need_in", "need_of", "with_rows",
-]  # fmt: skip

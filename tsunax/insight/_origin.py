@@ -3,11 +3,10 @@
     bad result -> the equation that gave it -> its bad operands -> ... -> the first one whose
     operands were all finite
 
-Only what leads to the bad result counts: an infinity that a mask puts in and `where` takes out
-again, or log(0) in a branch that is not taken, is nobody's fault. A constant that is infinite by
-intent (-inf in a mask) is blamed only for what is made of it. Inner programs (jit, scan, while,
-cond, checkpoint, custom derivatives) are looked into where the walk leads there, a loop at the
-first trip that went wrong. Knows nothing of training.
+Only what leads to the bad result counts: not an infinity that a mask puts in and `where` takes out
+again, nor log(0) in a branch that is not taken. A constant that is infinite by intent (-inf in a
+mask) is blamed only for what is made of it. The walk goes into inner programs (jit, scan, while,
+cond, checkpoint, custom derivatives), into a loop at the first trip that went wrong.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ class Origin:
     argument: int | None  # which argument of the program it is; None where the program made it
     primitive: str = ""
     sources: tuple[Any, ...] = ()  # `source_info` of its equation, then of the calls around that
-    trips: tuple[
-        tuple[Any, int], ...
-    ] = ()  # the loops around it, outermost first: their equation, which trip
+    # the loops around it, outermost first: their equation, which trip
+    trips: tuple[tuple[Any, int], ...] = ()
     operands: tuple[Any, ...] = ()  # what the primitive was given, on the host
     value: Any = None  # what it gave
     constant: bool = False  # whether it is, or comes from, a constant of the program: bad by intent
@@ -52,9 +50,8 @@ def bad(x: Any) -> Any:
 def origin(program: Any, arguments: Sequence[Any], place: int, where: Any) -> Origin:
     """The origin of the bad elements in one result of a closed jaxpr (`where` marks them)."""
     own = lambda i, places: Origin(i, value=np.asarray(arguments[i]))
-    return _Run(program.jaxpr, program.consts, arguments, own).of(
-        program.jaxpr.outvars[place], where
-    )
+    run = _Run(program.jaxpr, program.consts, arguments, own)
+    return run.of(program.jaxpr.outvars[place], where)
 
 
 class _Run:
@@ -68,9 +65,8 @@ class _Run:
         self.constants = set(jaxpr.constvars)
         self.maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.known: dict[tuple[Any, bytes], Origin] = {}
-        self.values = dict(zip(jaxpr.invars, arguments, strict=True)) | dict(
-            zip(jaxpr.constvars, consts, strict=True)
-        )
+        self.values = dict(zip(jaxpr.invars, arguments, strict=True))
+        self.values |= zip(jaxpr.constvars, consts, strict=True)
         made = [v for eqn in jaxpr.eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
         self.values |= zip(made, _compiled(jaxpr, tuple(made))(consts, arguments), strict=True)
 
@@ -95,35 +91,23 @@ class _Run:
         operands = [(x, self.at(eqn, i, x, where)) for i, x in enumerate(eqn.invars)]
         wrong = [(x, places) for x, places in operands if places is not None]
         made_nan = bool(np.isnan(out[where]).any())
+        nans = [(x, p & np.isnan(np.asarray(self.value(x)))) for x, p in wrong if made_nan]
+        nans = [(x, places) for x, places in nans if places.any()]
         order = lambda pair: self.maker.get(pair[0], -1) if not hasattr(pair[0], "val") else -2
-        nans = [
-            (x, p) for x, p in wrong if made_nan and np.isnan(np.asarray(self.value(x))[p]).any()
-        ]
         constant = None
         for x, places in sorted(nans or wrong, key=order):
-            if nans:
-                places = places & np.isnan(np.asarray(self.value(x)))
-            found = self.of(x, places)
-            if not found.constant:
-                return found
-            constant = found
-        mine = self.blame(eqn, out)
+            constant = self.of(x, places)
+            if not constant.constant:
+                return constant
         if constant is None or (made_nan and not nans) or self.is_new(eqn, out, where):
-            return mine
+            return self.blame(eqn, out)
         # infinite by intent so far: whoever asks may blame an equation further on
         return constant if constant.sources else self.blame(eqn, out, constant=True)
 
     def blame(self, eqn: Any, out: Any, constant: bool = False) -> Origin:
         given = tuple(_on_host(self.value(x)) for x in eqn.invars)
-        return Origin(
-            None,
-            eqn.primitive.name,
-            (eqn.source_info, *self.sources),
-            self.trips,
-            given,
-            out,
-            constant,
-        )
+        sources = (eqn.source_info, *self.sources)
+        return Origin(None, eqn.primitive.name, sources, self.trips, given, out, constant)
 
     def at(self, eqn: Any, i: int, x: Any, where: Any) -> Any:
         """The bad elements of an operand on which the result at `where` depends; None without any."""
@@ -146,11 +130,11 @@ class _Run:
         """Whether an elementwise primitive made a bad value from finite operands."""
         if eqn.primitive.name not in _ELEMENTWISE:
             return False
-        fine = np.ones(out.shape, bool)
+        new = where & ~np.isfinite(out)
         for x in eqn.invars:
-            found = bad(self.value(x))
-            fine = fine if found is None else fine & ~found
-        return bool((fine & where & ~np.isfinite(out)).any())
+            if (found := bad(self.value(x))) is not None:
+                new &= ~found
+        return bool(new.any())
 
     # ------------------------------------------------------------------------------- inner programs
 
@@ -158,15 +142,12 @@ class _Run:
         """The origin within the program of an equation; None where there is none to look into."""
         name, place = eqn.primitive.name, eqn.outvars.index(v)
         given = [self.value(x) for x in eqn.invars]
-        if name == "scan":
-            return self.in_scan(eqn, given, place, where)
-        if name == "while":
-            return self.in_while(eqn, given, place, where)
-        first, called = 0, None
+        if name in ("scan", "while"):
+            return (self.in_scan if name == "scan" else self.in_while)(eqn, given, place, where)
+        first, called = 0, called_by(eqn)
         if name == "cond":
-            first, called = 1, eqn.params["branches"][int(np.asarray(given[0]))]
-            called = called.jaxpr, called.consts
-        called = called or called_by(eqn)
+            branch = eqn.params["branches"][int(np.asarray(given[0]))]
+            first, called = 1, (branch.jaxpr, branch.consts)
         if called is None:
             return None
         outer = lambda i, places: self.of(eqn.invars[first + i], places)
@@ -176,12 +157,9 @@ class _Run:
     def in_scan(self, eqn: Any, given: list, place: int, where: Any) -> Origin:
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         fixed, carried = scanned(eqn)
-        consts, carry, rows = (
-            given[:fixed],
-            given[fixed : fixed + carried],
-            given[fixed + carried :],
-        )
-        order = list(range(length))[:: -1 if eqn.params["reverse"] else 1]
+        consts, carry = given[:fixed], given[fixed : fixed + carried]
+        rows, order = given[fixed + carried :], range(length)
+        order = order[::-1] if eqn.params["reverse"] else order
         run = _compiled(body.jaxpr, None)
         before: list[list] = []  # what each trip was given
 
@@ -234,16 +212,12 @@ class _Run:
         """Within one trip of a loop, the `at` of which is (trip, result, places)."""
         trip, place, where = at
         trips, sources = (*self.trips, (eqn, order[trip])), (eqn.source_info, *self.sources)
-        ask = functools.partial(_swapped, outer, trip)
+        ask = lambda i, places: outer(i, places, trip)
         run = _Run(body.jaxpr, body.consts, before[trip], ask, trips, sources)
         v = body.jaxpr.outvars[place]
         wrong = bad(run.value(v))
         shared = where if wrong is None else wrong & where
         return run.of(v, shared if wrong is None or shared.any() else wrong)
-
-
-def _swapped(f: Callable, last: Any, i: int, places: Any) -> Origin:
-    return f(i, places, last)
 
 
 _ELEMENTWISE = frozenset(
@@ -253,23 +227,16 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def _unnamed(jaxpr: Any) -> Any:
-    """The debug info of a program that has other results, which it names."""
-    info = jaxpr.debug_info
-    return (
-        info._replace(result_paths=None)
-        if hasattr(info, "_replace") and hasattr(info, "result_paths")
-        else info
-    )
-
-
 @functools.lru_cache(maxsize=64)  # the body of a loop is walked trip by trip
 def _compiled(jaxpr: Any, made: tuple | None) -> Callable:
     """`(consts, arguments) -> results` of a program, or the values of these variables."""
     from jax.extend import core
 
     if made is not None:
-        jaxpr = jaxpr.replace(outvars=list(made), debug_info=_unnamed(jaxpr))
+        info = jaxpr.debug_info  # it names the results
+        if hasattr(info, "_replace") and hasattr(info, "result_paths"):
+            info = info._replace(result_paths=None)
+        jaxpr = jaxpr.replace(outvars=list(made), debug_info=info)
 
     @jax.jit
     def run(consts, arguments):
@@ -281,6 +248,3 @@ def _compiled(jaxpr: Any, made: tuple | None) -> Callable:
 
 def _on_host(x: Any) -> Any:
     return np.asarray(x) if jnp.issubdtype(getattr(x, "dtype", np.dtype(float)), np.number) else x
-
-
-__all__ = ["Origin", "bad", "origin"]

@@ -3,8 +3,7 @@
     size, report = find_batch_size(step, state, example)       compiles, and executes nothing
     n, report = find_accumulation(step, state, example, 512)   the same for a batch that is given
 
-Functions of their arguments: the state, its key and the place of the data are afterwards what they
-were, bit by bit. What a program needs of a device is known to `insight/_memory.py`.
+The state, its key and the place of the data are afterwards what they were, bit by bit.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 import jax
 
-from tsunax._core import Function, PyTree, checks, placement, trees
+from tsunax._core import Function, PyTree, checks, placement, tables, trees
 from tsunax._step.members import members_of
 from tsunax.distributed import processes
 from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError
@@ -31,26 +30,26 @@ from tsunax.state import own
 
 __all__ = ["SizeReport", "SizeTrial", "find_accumulation", "find_batch_size"]
 
-_MOST = 1 << 31  # rows, where nobody gives a maximum
+_MOST = 1 << 31  # rows, if no maximum is given
 # times the start: batches of few rows are compiled into other programs than those of many
 _FIRST = 8
 
 
 @dataclass(frozen=True)
 class SizeTrial:
-    """One size that was looked at."""
+    """One size that was tried."""
 
     size: int
     fits: bool
     how: str  # "compiled" or "executed"
-    need: Need | None  # None where it was only executed
+    need: Need | None  # None if it was only executed
     seconds: float
-    said: str = ""  # why it does not fit, where that is not a matter of numbers
+    said: str = ""  # why it does not fit, if not by the numbers
 
 
 @dataclass(frozen=True)
 class SizeReport:
-    """What a search saw, in its order; prints as a table. Bytes are those of one device."""
+    """The trials of a search in their order; prints as a table. Bytes are those of one device."""
 
     what: str
     found: int
@@ -60,37 +59,18 @@ class SizeReport:
     note: str = ""
 
     def __repr__(self) -> str:
-        parts = [field.name for field in dataclasses.fields(Need)]
-        if all(trial.need is None for trial in self.trials):
-            parts = []
-        lines = [["size", *parts, *(["need"] if parts else []), "fits", "how", "s"]]
+        names = [field.name for field in dataclasses.fields(Need)] + ["need"]
+        names = names if any(t.need for t in self.trials) else []
+        rows = [["size", *names, "fits", "how", "s", ""]]
         for t in self.trials:
-            bytes = (
-                [getattr(t.need, part) for part in parts] + [t.need.total]
-                if t.need
-                else [None] * (len(parts) + 1)
-            )
-            shown = ["" if b is None else trees.bytes_str(b) for b in bytes] if parts else []
-            lines.append(
-                [str(t.size), *shown, "yes" if t.fits else "no", t.how, f"{t.seconds:.1f}", t.said]
-            )
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        rows = [
-            "  ".join(
-                [*(f"{x:>{n}}" for x, n in zip(line, widths, strict=False)), *line[len(widths) :]]
-            )
-            for line in lines
-        ]
-        within = (
-            "" if self.limit is None else f", within {trees.bytes_str(self.limit)} ({self.source})"
-        )
-        return "\n".join(
-            [
-                f"{self.what} {self.found}{within}",
-                *(row.rstrip() for row in rows),
-                *filter(None, [self.note]),
-            ]
-        )
+            sizes = [*dataclasses.astuple(t.need), t.need.total] if t.need else []
+            needs = [trees.bytes_str(n) for n in sizes] or [""] * len(names)
+            fits = "yes" if t.fits else "no"
+            rows.append([str(t.size), *needs, fits, t.how, f"{t.seconds:.1f}", t.said])
+        lines = tables.aligned(rows, right=range(len(rows[0]) - 1))
+        limit = "" if self.limit is None else trees.bytes_str(self.limit)
+        within = f", within {limit} ({self.source})" if limit else ""
+        return "\n".join([f"{self.what} {self.found}{within}", *lines, *filter(None, [self.note])])
 
 
 class _Beyond(Exception):
@@ -101,9 +81,9 @@ class _Beyond(Exception):
 
 
 class _Search:
-    """Sizes in ascending order, and what was found of them.
+    """Sizes in ascending order, and the trials of some of them.
 
-    `attempt(size) -> SizeTrial`, or raises _Beyond.
+    `attempt(size)` returns a SizeTrial, or raises _Beyond.
     """
 
     def __init__(self, sizes: Sequence[int], attempt: Callable[[int], SizeTrial], most: int):
@@ -112,18 +92,16 @@ class _Search:
 
     def floor(self, x: float) -> int:
         """The index of the largest size that is not above x; 0 if all are."""
-        return max(0, bisect.bisect_right(self.sizes, min(x, self.sizes[-1])) - 1)
+        return max(0, bisect.bisect_right(self.sizes, x) - 1)
 
     def try_(self, at: int) -> SizeTrial | None:
-        """The trial of a size; None, and fewer sizes, where the data end before."""
+        """The trial of a size; None, and fewer sizes, if the data end before."""
         try:
-            trial = self.attempt(self.sizes[at])
+            self.trials.append(self.attempt(self.sizes[at]))
         except _Beyond as beyond:
-            fewer = self.sizes[: bisect.bisect_right(self.sizes, beyond.rows)]
-            self.sizes = fewer if fewer or not self.sizes else self.sizes[:0]
+            self.sizes = self.sizes[: bisect.bisect_right(self.sizes, beyond.rows)]
             return None
-        self.trials.append(trial)
-        return trial
+        return self.trials[-1]
 
     @property
     def best(self) -> int | None:
@@ -135,87 +113,72 @@ class _Search:
 
     def by_doubling(self, start: int) -> None:
         """Double until a size fails, halve until one fits, then bisect."""
-        best, at = -1, self.floor(start)
-        worst = len(self.sizes)
-        failed = False
+        best, worst, at, failed = -1, len(self.sizes), self.floor(start), False
         while not self.is_over and best + 1 < worst:
-            trial = self.try_(min(at, worst - 1))
-            if trial is None:
-                worst = min(worst, len(self.sizes))
-                at = min(at, worst - 1)
-                continue
             at = min(at, worst - 1)
+            if (trial := self.try_(at)) is None:
+                worst = min(worst, len(self.sizes))
+                continue
             best, worst, failed = (at, worst, failed) if trial.fits else (best, at, True)
-            if best >= 0 and failed:
-                at = (best + worst) // 2
-            else:
-                at = self.floor(2 * trial.size) if trial.fits else self.floor(trial.size // 2)
+            next_size = trial.size * 2 if trial.fits else trial.size / 2
+            at = (best + worst) // 2 if best >= 0 and failed else self.floor(next_size)
 
     def by_line(self, start: float, limit: int) -> None:
         """Interpolate between two trials until no larger size is left to try."""
-        at, before = self.floor(start), None
+        at, line = self.floor(start), None
         while not self.is_over:
-            trial = self.try_(at)
-            if trial is None:
-                at = min(at, len(self.sizes) - 1)
-                if self.sizes and any(t.size == self.sizes[at] for t in self.trials):
-                    return
-                continue
-            error = None if before is None else abs(before(trial.size) - _total(trial))
-            at, before = self._next(limit, error)
-            if any(t.size == self.sizes[at] for t in self.trials):
+            if (trial := self.try_(at)) is not None:
+                error = None if line is None else abs(line(trial.size) - _total(trial))
+                at, line = self._next(limit, error)
+            at = min(at, len(self.sizes) - 1)
+            if self.sizes and any(t.size == self.sizes[at] for t in self.trials):
                 return
 
     def _next(self, limit: int, error: float | None) -> tuple[int, Callable | None]:
-        """The next size to try (one already tried ends the search), and the line that predicts it."""
+        """The next size to try (one already tried ends the search), and the line that predicts it.
+
+        `error`: how far the line before was off at the last trial.
+        """
         known = {t.size: _total(t) for t in self.trials}
-        lo = max((n for n, need in known.items() if need <= limit), default=None)
-        hi = min((n for n, need in known.items() if need > limit and n > (lo or 0)), default=None)
-        least = 0 if lo is None else bisect.bisect_left(self.sizes, lo)
-        most = len(self.sizes) if hi is None else bisect.bisect_left(self.sizes, hi)  # below it
-        if most <= least + (lo is not None):
+        fitting = sorted(n for n in known if known[n] <= limit)
+        lo = max(fitting, default=0)  # 0: none
+        hi = min((n for n in known if known[n] > limit and n > lo), default=0)
+        # a size above `least` (if that fits) and below `most`
+        least = bisect.bisect_left(self.sizes, lo)
+        most = bisect.bisect_left(self.sizes, hi) if hi else len(self.sizes)
+        if most <= least + bool(lo):
             return least, None
         if len(self.trials) == 1 and (need := self.trials[0].need) is not None:
             # as if all that is temporary grew with the rows
             known[0] = need.total - need.batch - need.temporary
-        nearest = sorted(
-            (n for n in known if known[n] < math.inf), key=lambda n: abs(known[n] - limit)
-        )[:2]
-        for pair in (nearest, [n for n in (lo, hi) if n is not None]):
-            if len(pair) < 2:
-                continue
-            a, b = sorted(pair)
-            slope = (known[b] - known[a]) / (b - a)
+        finite = (n for n in known if known[n] < math.inf)
+        nearest = sorted(finite, key=lambda n: abs(known[n] - limit))[:2]
+        for pair in (nearest, [n for n in (lo, hi) if n]):
+            slope, line = _line(known, pair)
             if not 0 < slope < math.inf:
                 continue
-            line = lambda n, a=a, slope=slope: known[a] + slope * (n - a)
-            at = self.floor(a + (limit - known[a]) / slope)
-            if least < at < most or (lo is None and at < most) or (hi is None and at > least):
+            at = self.floor(pair[0] + (limit - known[pair[0]]) / slope)
+            if (at > least or not lo) and (at < most or not hi):
                 return min(at, most - 1), line
             if at == least:  # nothing larger, if the line has been right
-                is_sure = (
-                    error is not None
-                    and _at_least(known, limit, self.sizes[least + 1]) - error > limit
-                )
+                _, above = _line(known, fitting[-2:])
+                is_sure = error is not None and above(self.sizes[least + 1]) - error > limit
                 return (least if is_sure else least + 1), line
-            # beyond what does not fit: a bend between the two
-            if lo is not None and hi is not None:
+            if lo and hi:  # beyond what does not fit: a bend between the two
                 break
-        if hi is None:
-            return self.floor(2 * (lo or 1)), None
-        if lo is None:
-            return self.floor(hi / 2), None
+        if not (lo and hi):
+            return self.floor(2 * lo or hi / 2), None
         middle = math.sqrt(lo * hi) if hi > 4 * lo else (lo + hi) / 2
         return min(max(self.floor(middle), least + 1), most - 1), None
 
 
-def _at_least(known: dict[int, float], limit: int, size: int) -> float:
-    """A lower bound for the memory of a larger size, by the line through the two largest that fit."""
-    fits = sorted(n for n, need in known.items() if need <= limit)[-2:]
-    if len(fits) < 2:
-        return -math.inf
-    a, b = fits
-    return known[b] + (known[b] - known[a]) / (b - a) * (size - b)
+def _line(known: dict[int, float], pair: list[int]) -> tuple[float, Callable[[int], float]]:
+    """The slope between two sizes, and the line through them; of one size a slope of 0."""
+    if len(pair) < 2:
+        return 0.0, lambda n: -math.inf
+    a, b = sorted(pair)
+    slope = (known[b] - known[a]) / (b - a)
+    return slope, lambda n: known[a] + slope * (n - a)
 
 
 def _total(trial: SizeTrial) -> float:
@@ -246,37 +209,35 @@ def find_batch_size(
 
     The real step is compiled at a few sizes, and XLA says what each program needs: rule,
     accumulation, precision and sharding are in it, and nothing is executed or allocated. The sizes
-    follow a line through those that were seen: two or three are enough where memory grows evenly.
-    What is returned was compiled (or executed), and did fit.
+    follow a line through the trials: two or three are enough if memory grows evenly. The size that
+    is returned was compiled (or executed), and did fit.
 
     Args:
       step: a `train_step`, or any jitted `(state, batch, **extra) -> (state, ...)`. With
-        method="run" and no state, a function of the size, which fails where memory ends.
+        method="run" and no state, a function of the size that fails when memory ends.
       state: arrays, or shapes (`jax.eval_shape(lambda: ts.setup(rule, params))`). It is not
         changed.
-      example: a batch of any number of rows, or its shapes; or a function of the size that gives a
-        batch, or new data of which the first batch is taken: a shorter one ends the search at what
-        there is.
-      mode: "power" looks at start, 2 start, 4 start, ... (and start / 2, ...); "binsearch" at all
-        sizes.
+      example: a batch of any number of rows, or its shapes; or a function of the size that returns
+        a batch, or new data of which the first batch is taken: a shorter one ends the search at
+        its size.
+      mode: "power" tries start, 2 start, 4 start, ... (and start / 2, ...); "binsearch" all sizes.
       method: "analyse", or "run": execute `steps_per_trial` steps at each size, twice as many rows
         until memory ends, then in "binsearch" by halves; for backends that analyse nothing. On a
-        CPU, where an end of memory is the end of the process, it executes only what by analysis
-        fits.
+        CPU, where the process would die when memory ends, only what fits by analysis is executed.
       max_size, multiple_of, max_trials: hold in both modes. Sizes are multiples of `multiple_of`,
         and of the step's `accumulate` times the parts into which a mesh cuts rows; they count the
         rows of all devices and processes.
-      memory: bytes, or "80GiB", for state and step on one device; by default what the device gives
-        to this process less what others hold there, on a CPU what is free on this machine.
+      memory: bytes, or "80GiB", for state and step on one device. Default: what the device gives
+        to this process less what others hold there; on a CPU what is free on this machine.
       margin: the part of it that stays free, for batches on their way, evaluation, and what XLA
         does not count.
       confirm: also execute `steps_per_trial` steps at the size found, on a copy of the state, and
-        look at half of it where memory ends. A copy that finds no room is said in the report.
+        try half of it if memory ends. The report says if there was no room for a copy.
       extra: arguments for the step, as in `step(state, batch, **extra)`.
 
-    Raises DoesNotFitError where the smallest size does not fit; HyperparameterError and
-    WrongTypeError for arguments that make no sense. Source of the search by trials: Lightning's and
-    toma's batch size finders.
+    Raises DoesNotFitError if the smallest size does not fit; HyperparameterError and WrongTypeError
+    for arguments that make no sense. Source of the search by trials: Lightning's and toma's batch
+    size finders.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -286,59 +247,45 @@ def find_batch_size(
     >>> size, report.trials[0].how
     (8192, 'compiled')
     """
-    where = "find_batch_size()"
-    for name, n in {"start": start, "multiple_of": multiple_of, "max_trials": max_trials}.items():
-        checks.check_count(n, where, name)
-    checks.check_count(steps_per_trial, where, "steps_per_trial")
+    where, bare = "find_batch_size()", state is None
+    counts = {"start": start, "multiple_of": multiple_of, "max_trials": max_trials}
+    _check_numbers(where, margin, **counts, steps_per_trial=steps_per_trial)
     checks.check_choice(mode, where, "mode", ("power", "binsearch"))
     checks.check_choice(method, where, "method", ("analyse", "run"))
-    if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
-        raise HyperparameterError(
-            "margin", where, trees.describe(margin), "a number from 0 to below 1"
-        )
+    unit = multiple_of
+    if not bare:
+        unit = math.lcm(multiple_of, _parts(state) * getattr(step, "accumulate", 1))
     if max_size is not None:
         checks.check_count(max_size, where, "max_size")
         if max_size < start:
             raise HyperparameterError("max_size", where, max_size, f"start={start} or more")
-    bare = state is None
-    unit = (
-        multiple_of
-        if bare
-        else math.lcm(multiple_of, _parts(state) * getattr(step, "accumulate", 1))
-    )
-    if max_size is not None and max_size < unit:
-        raise HyperparameterError(
-            "max_size", where, max_size, f"{unit} or more, of which sizes are multiples"
-        )
-    sizes = _sizes(mode, start, unit, max_size or _MOST)
+        if max_size < unit:
+            expected = f"{unit} or more, of which sizes are multiples"
+            raise HyperparameterError("max_size", where, max_size, expected)
     if bare and (method != "run" or not callable(step)):
-        raise WrongTypeError(
-            "state", where, "None", "a state", "find_batch_size(step, state, example)."
-        )
+        fix = "find_batch_size(step, state, example)."
+        raise WrongTypeError("state", where, "None", "a state", fix)
+    limit, source = None, ""
     if not bare:
         _check_parts(step, example, where)
         if method == "analyse" and not hasattr(step, "lower"):
-            fix = 'jax.jit it, or method="run".'
-            raise WrongTypeError(
-                "step", where, trees.describe(step), "one that can be lowered", fix
-            )
-    limit, source = (None, "") if bare else _limit(memory, state, margin, where)
-    trials = _Trials(step, state, example, extra, limit, steps_per_trial)
+            got, fix = trees.describe(step), 'jax.jit it, or method="run".'
+            raise WrongTypeError("step", where, got, "one that can be lowered", fix)
+        limit, source = _limit(memory, state, margin, where)
+    sizes = _sizes(mode, start, unit, max_size or _MOST)
+    trials = _Trials(step, state, example, extra, limit or 0, steps_per_trial)
     if method == "analyse":
         search = _Search(sizes, trials.compiled, max_trials)
-        search.by_line(_FIRST * max(start, unit), limit or 0)
+        search.by_line(_FIRST * max(start, unit), trials.limit)
     else:
         search = _Search(sizes, trials.called if bare else trials.executed, max_trials)
         search.by_doubling(start)
-    seen, note = search.trials, ""
-    if search.best is None:
-        raise _no_size(where, seen, limit, source)
-    size = search.best
-    if confirm and method == "analyse":
+    size, note = search.best, ""
+    if size is not None and confirm and method == "analyse":
         size, note = _confirmed(trials, search, size)
-        if size is None:
-            raise _no_size(where, seen, limit, source)
-    return size, SizeReport("batch size", size, tuple(seen), limit, source, note)
+    if size is None:
+        raise _no_size(where, search.trials, limit, source)
+    return size, SizeReport("batch size", size, tuple(search.trials), limit, source, note)
 
 
 def find_accumulation(
@@ -355,10 +302,9 @@ def find_accumulation(
 ) -> tuple[int, SizeReport]:
     """The fewest micro-batches with which a batch of `batch_size` rows fits: `(n, report)`.
 
-    The dual of `find_batch_size`: the batch, and so the course of training, is given, and memory
-    says how it is computed. Then `step = dataclasses.replace(step, accumulate=n)`. Arguments and
-    errors as there; `multiple_of` is of the micro-batch's rows, and the report's sizes are
-    micro-batches.
+    The dual of `find_batch_size`: the batch, and so the course of training, is given. Then
+    `step = dataclasses.replace(step, accumulate=n)`. Arguments and errors as there; `multiple_of`
+    is of the micro-batch's rows, and the report's sizes are micro-batches.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -371,19 +317,10 @@ def find_accumulation(
     """
     where = "find_accumulation()"
     if not isinstance(step, TrainStep):
-        raise WrongTypeError(
-            "step", where, trees.describe(step), "a train_step", "Others cut no batches."
-        )
-    for name, n in {
-        "batch_size": batch_size,
-        "multiple_of": multiple_of,
-        "max_trials": max_trials,
-    }.items():
-        checks.check_count(n, where, name)
-    if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
-        raise HyperparameterError(
-            "margin", where, trees.describe(margin), "a number from 0 to below 1"
-        )
+        got, fix = trees.describe(step), "Others cut no batches."
+        raise WrongTypeError("step", where, got, "a train_step", fix)
+    counts = {"batch_size": batch_size, "multiple_of": multiple_of, "max_trials": max_trials}
+    _check_numbers(where, margin, **counts)
     _check_parts(step, example, where)
     unit = math.lcm(multiple_of, _parts(state))
     small = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
@@ -397,13 +334,9 @@ def find_accumulation(
         try:
             trial = _Trials(cut, state, example, extra, limit, 0).compiled(batch_size)
         except _Beyond as beyond:
-            got, fix = (
-                f"{beyond.rows} rows",
-                "Give a batch_size that the data have, or a batch to be read as shapes.",
-            )
-            raise DataError(
-                "batch", f"example({batch_size})", got, f"{batch_size} rows", fix
-            ) from None
+            parts = f"example({batch_size})", f"{beyond.rows} rows", f"{batch_size} rows"
+            fix = "Give a batch_size that the data have, or a batch to be read as shapes."
+            raise DataError("batch", *parts, fix) from None
         return dataclasses.replace(trial, size=micro)
 
     search = _Search(sizes, attempt, max_trials)
@@ -423,20 +356,14 @@ class _Trials:
     state: Any
     example: Any
     extra: dict[str, Any]
-    limit: int | None
+    limit: int
     steps: int
 
     def compiled(self, size: int) -> SizeTrial:
         """By what XLA says of the program."""
-        batch, began = self._batch(size, shapes=True), time.perf_counter()
-        try:
-            need, said = _memory.need_of(self.step, self.state, batch, self.extra), ""
-        except Exception as error:  # autotuning runs out of memory too
-            if not _memory.is_out_of_memory(error):
-                raise
-            need, said = None, "out of memory while compiling"
-        fits = need is not None and self.limit is not None and need.total <= self.limit
-        return SizeTrial(size, _all_say(fits), "compiled", need, time.perf_counter() - began, said)
+        batch = self._batch(size, shapes=True)
+        need = lambda: _memory.need_of(self.step, self.state, batch, self.extra)
+        return self._trial(size, "compiled", need)
 
     def executed(self, size: int) -> SizeTrial:
         """By some steps on a copy of the state."""
@@ -446,19 +373,27 @@ class _Trials:
             if not trial.fits:
                 return trial
             need = trial.need
-        batch, began = self._batch(size, shapes=False), time.perf_counter()
-        said = _ran_out(lambda: self._run(batch))
-        return SizeTrial(
-            size, _all_say(not said), "executed", need, time.perf_counter() - began, said
-        )
+        batch = self._batch(size, shapes=False)
+        return self._trial(size, "executed", lambda: self._run(batch), need)
 
     def called(self, size: int) -> SizeTrial:
         """By a function of the size alone."""
-        began = time.perf_counter()
-        said = _ran_out(lambda: [jax.block_until_ready(self.step(size)) for _ in range(self.steps)])
-        return SizeTrial(
-            size, _all_say(not said), "executed", None, time.perf_counter() - began, said
-        )
+        run = lambda: [jax.block_until_ready(self.step(size)) for _ in range(self.steps)]
+        return self._trial(size, "executed", run)
+
+    def _trial(self, size: int, how: str, run: Callable[[], Any], need: Any = None) -> SizeTrial:
+        """Keeps no traceback, which would keep arrays."""
+        began, fits, said = time.perf_counter(), True, ""
+        try:
+            found = run()
+            if how == "compiled":
+                need, fits = found, found.total <= self.limit
+        except Exception as error:  # autotuning runs out of memory, too
+            if not _memory.is_out_of_memory(error):
+                raise
+            fits, said = False, "out of memory" + " while compiling" * (how == "compiled")
+        fits = _all_say(fits)
+        return SizeTrial(size, fits, how, need, time.perf_counter() - began, said)
 
     def _run(self, batch: Any) -> None:
         step = self.step
@@ -485,22 +420,8 @@ class _Trials:
         return _memory.with_rows(example, local, shapes=shapes)
 
 
-def _ran_out(run: Callable[[], Any]) -> str:
-    """Why memory ended in `run`; "" where it did not.
-
-    Keeps no traceback, which would keep arrays.
-    """
-    try:
-        run()
-    except Exception as error:
-        if not _memory.is_out_of_memory(error):
-            raise
-        return "out of memory"
-    return ""
-
-
 def _confirmed(trials: _Trials, search: _Search, size: int) -> tuple[int | None, str]:
-    """The size with which some steps did run, and what is to be said."""
+    """The size with which some steps did run, and a note for the report."""
     need = next(t.need for t in search.trials if t.size == size and t.need is not None)
     copy = _memory.held_by(trials.state)
     if not copy:
@@ -508,14 +429,14 @@ def _confirmed(trials: _Trials, search: _Search, size: int) -> tuple[int | None,
     room, _ = _memory.limit_of(None, trials.state, "find_batch_size()")
     if not _all_say(need.total + copy <= room):
         return size, "not executed: no room for a copy of the state beside it"
-    at = search.sizes.index(size)
-    while at >= 0:
-        trial = trials.executed(search.sizes[at])
+    while True:
+        trial = trials.executed(search.sizes[search.floor(size)])
         search.trials.append(trial)
         if trial.fits:
             return trial.size, ""
-        at = search.floor(trial.size / 2) if search.sizes[0] < trial.size else -1
-    return None, ""
+        if trial.size <= search.sizes[0]:
+            return None, ""
+        size = trial.size // 2
 
 
 def _all_say(fits: bool) -> bool:
@@ -529,16 +450,16 @@ def _all_say(fits: bool) -> bool:
 
 
 def _sizes(mode: str, start: int, unit: int, most: int) -> Sequence[int]:
-    """All sizes that may be looked at, in ascending order."""
+    """All sizes that may be tried, in ascending order."""
     if mode == "binsearch":
         return range(unit, most + 1, unit)
-    sizes = [-(-start // unit) * unit]
-    while sizes[0] % (2 * unit) == 0:
-        sizes.insert(0, sizes[0] // 2)
-    while 2 * sizes[-1] <= most:
-        sizes.append(2 * sizes[-1])
-    last = most // unit * unit
-    sizes = [n for n in sizes if n <= last]
+    first, last = -(-start // unit) * unit, most // unit * unit
+    while first % (2 * unit) == 0:
+        first //= 2
+    sizes = []
+    while first <= last:
+        sizes.append(first)
+        first *= 2
     return sizes if last in sizes or most == _MOST else [*sizes, last]
 
 
@@ -559,23 +480,30 @@ def _limit(memory, state, margin: float, where: str) -> tuple[int, str]:
 def _no_size(
     where: str, trials: list[SizeTrial], limit: int | None, source: str
 ) -> DoesNotFitError:
-    smallest = min(trials, key=lambda t: t.size, default=None)
-    if smallest is None:
+    if not trials:
         return DoesNotFitError("data", where, "no batch of any size", "rows")
-    need = "" if smallest.need is None else f" needs {trees.bytes_str(smallest.need.total)}"
-    got = f"{smallest.size} that{need or ' ran out of memory'}"
-    expected = "one that fits" if limit is None else f"at most {trees.bytes_str(limit)} ({source})"
-    fix = (
-        "remat=True, a lower precision or a mesh with fsdp need less." if limit is not None else ""
-    )
+    smallest = min(trials, key=lambda t: t.size)
+    why = f"needs {trees.bytes_str(smallest.need.total)}" if smallest.need else "ran out of memory"
+    expected, fix = "one that fits", ""
+    if limit is not None:
+        expected = f"at most {trees.bytes_str(limit)} ({source})"
+        fix = "remat=True, a lower precision or a mesh with fsdp need less."
+    got = f"{smallest.size} that {why}"
     return DoesNotFitError("smallest batch size", where, got, expected, fix)
+
+
+def _check_numbers(where: str, margin: Any, **counts: Any) -> None:
+    for name, n in counts.items():
+        checks.check_count(n, where, name)
+    if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
+        got = trees.describe(margin)
+        raise HyperparameterError("margin", where, got, "a number from 0 to below 1")
 
 
 def _check_parts(step: Any, example: Any, where: str) -> None:
     if not callable(step):
-        raise WrongTypeError(
-            "step", where, trees.describe(step), "a train_step", f"{where[:-1]}step, state, ...)."
-        )
+        got, fix = trees.describe(step), f"{where[:-1]}step, state, ...)."
+        raise WrongTypeError("step", where, got, "a train_step", fix)
     if example is None or (not callable(example) and not jax.tree.leaves(example)):
         fix = "A batch of one row, or its shapes, is enough."
         raise WrongTypeError("example", where, trees.describe(example), "a batch", fix)

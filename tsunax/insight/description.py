@@ -1,14 +1,13 @@
 """Describe a compiled step: its cost, what it does to each leaf, and why it was recompiled.
 
-    describe(step, state, batch)   compiles, executes nothing
-
-All of it is read off the program and the state. Where a NaN came from is in `insight/replaying.py`.
+describe(step, state, batch)   compiles, executes nothing
 """
 
 from __future__ import annotations
 
 import html
 import math
+import os
 import textwrap
 import time
 import warnings
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tsunax._core import Device, PyTree, checks, patterns, trees
+from tsunax._core import Device, PyTree, checks, patterns, tables, trees
 from tsunax._step import traces as _traces
 from tsunax._step.roles import frozen_flags
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError
@@ -39,8 +38,8 @@ from tsunax.state import TrainState, check_state, split, trained_part
 __all__ = ["Description", "Leaf", "describe", "measured_peak"]
 
 WIDTH = 80  # of the page
-MOST_CELL = WIDTH // 2 - 1  # of one cell of the table: two stand beside each other
-MOST_ROWS = 24  # of leaves, before those alike are shown as one
+MOST_CELL = WIDTH // 2 - 1  # of a cell of the table: two stand beside each other
+MOST_ROWS = 24  # of leaves; if there are more, a row is for all of one kind
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Leaf:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What two leaves have in common that are shown as one."""
+        """Leaves of one kind may share a row."""
         same = self.dtype, self.status, self.rule, self.clip, self.sharding
         return *same, tuple((name, str(x)) for name, x in self.values.items())
 
@@ -108,7 +107,7 @@ class Description:
         return "\n".join([*_summary(self), "", *_rows(self.leaves)])
 
     def _repr_html_(self) -> str:
-        style = "white-space:pre;overflow-x:auto;line-height:1.4;font-family:Menlo,Consolas,monospace;margin:0"
+        style = "overflow-x:auto;line-height:1.4"
         return f'<pre style="{style}">{html.escape(repr(self))}</pre>'
 
 
@@ -117,11 +116,11 @@ def describe(
 ) -> Description:
     """Describe the cost and effects of a step from its compiled program, without executing it.
 
-    FLOPs are counted over the program of the step, gradient and rule included, with loops
-    (`accumulate=`, a scan over layers) as often as they run, and what `remat` computes again; see
-    `Flops` for what is one. The loops of `run_steps` and `fit` cost this much a step. Memory,
-    donation and communication are those of the compiled program. The table has a line for each leaf
-    of params, or for each kind of leaf where there are many.
+    FLOPs are counted over the whole step, gradient and rule included, with loops (`accumulate=`, a
+    scan over layers) as often as they run, and what `remat` computes again; see `Flops`. The loops
+    of `run_steps` and `fit` cost this much a step. Memory, donation and communication are those of
+    the compiled program. The table has a line for each leaf of params, or for each kind of leaf if
+    there are many.
 
     Args:
       step: a `train_step`.
@@ -129,13 +128,12 @@ def describe(
       peak: FLOP/s of one device, for `utilisation`; or "measure", which runs matrix products for a
         second or two.
 
-    `recompiles` says why this step was traced more often than once since it was made, `fit`
-    included: the leaf with another shape, dtype or weak type, the other rule, selection or
-    precision, or where the trees differ. Steps that are equal, of one function, share the loop of
-    `fit` and what is known of it; one of a new function knows nothing.
+    `recompiles` says why this step was traced again since it was made, by `fit` too: the leaf with
+    another shape, dtype or weak type, the other rule, selection or precision, or where the trees
+    differ. Equal steps, of one function, share the loop of `fit` and its traces.
 
-    Raises WrongTypeError for what is no train_step, and what the step itself raises for these
-    arguments.
+    Raises WrongTypeError for a step that is no `train_step`, and what the step itself raises for
+    these arguments.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -154,37 +152,31 @@ def describe(
         raise StateError("state or batch", where, "a traced one", "a concrete one", fix)
     if not _is_shapes(batch):
         checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
-    if peak is not None and not (isinstance(peak, str) and peak == "measure"):
+    if peak is not None and not checks.is_one_of(peak, ("measure",)):
         _check_positive(peak, where, "peak", " of one device, or 'measure'")
     shapes, more = _memory.as_shapes(state, batch, extra)
-    with warnings.catch_warnings():
-        # it is said here, with the leaves
+    times = [time.perf_counter()]
+    with warnings.catch_warnings():  # of donation, which is described with the leaves
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        started = time.perf_counter()
         traced = step.trace(state, shapes, **more)
-        then = time.perf_counter()
+        times.append(time.perf_counter())
         lowered = traced.lower()
-        later = time.perf_counter()
+        times.append(time.perf_counter())
         compiled = lowered.compile()
-    seconds = {
-        "trace": then - started,
-        "lower": later - then,
-        "compile": time.perf_counter() - later,
-    }
+        times.append(time.perf_counter())
     text = compiled.as_text() or ""
     analysis, device = compiled.memory_analysis(), _memory.device_of_state(state)
     donated, failed = _donation(step, state, text)
     costs = compiled.cost_analysis() or {}
     costs = costs[0] if isinstance(costs, list) else costs
-    shared = _loop_of(step)
-    traces = [
-        *step.traces,
-        *(trace for trace in shared.traces if trace.kind == "loop" and shared is not step),
-    ]
     loop = fused_loop.fused(step, step.donate)
-    places = [
-        (kind, x) for kind, of in (("step", step), ("loop", loop)) for x in of.programs.devices
-    ]
+    shared = loop.step if isinstance(loop.step, TrainStep) else step  # of equal steps
+    looped = [trace for trace in shared.traces if trace.kind == "loop" and shared is not step]
+    traces = [*step.traces, *looped]
+    places = [("step", x) for x in step.programs.devices]
+    places += [("loop", x) for x in loop.programs.devices]
+    precision = state.plan.precision
+    dtype = "float32" if precision is None else precision.compute or "float32"
     return Description(
         flops=_cost.flops_of(traced.jaxpr),
         bytes_accessed=costs.get("bytes accessed"),
@@ -195,28 +187,17 @@ def describe(
         not_aliased=failed,
         communication=_cost.collectives_in(text),
         leaves=_leaves(state),
-        seconds=seconds,
+        seconds=dict(zip(("trace", "lower", "compile"), np.diff(times).tolist(), strict=True)),
         traces=len(traces),
         recompiles=tuple(_traces.why(traces, places)),
         device=device.device_kind,
         devices=1 if (mesh := _memory.mesh_of(state)) is None else mesh.size,
-        peak=measured_peak(device, _compute_dtype(state)) if isinstance(peak, str) else peak,
+        peak=measured_peak(device, dtype) if isinstance(peak, str) else peak,
     )
 
 
 def _is_shapes(tree) -> bool:
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
-
-
-def _loop_of(step: TrainStep) -> TrainStep:
-    """The step whose compiled loop `step` shares (equal steps share one)."""
-    other = fused_loop.fused(step, step.donate).step
-    return other if isinstance(other, TrainStep) else step
-
-
-def _compute_dtype(state: TrainState) -> Any:
-    precision = state.plan.precision
-    return "float32" if precision is None or precision.compute is None else precision.compute
 
 
 def _check_positive(x, where: str, name: str, more: str = "") -> None:
@@ -235,8 +216,7 @@ def measured_peak(
 ) -> float:
     """FLOP/s of the best square matrix product of this dtype on a device within `seconds`.
 
-    `size`: of the matrices; without it they grow from 1024 to 16384 while a product takes less than
-    10 ms, since a fast device spends a short one on starting it.
+    `size`: of the matrices; without it they grow from 1024 to 16384 until a product takes 10 ms.
 
     >>> measured_peak(size=128, seconds=0.01) > 1e6
     True
@@ -269,7 +249,7 @@ def measured_peak(
 
 
 def _donation(step: TrainStep, state: TrainState, text: str) -> tuple[int, tuple[str, ...]]:
-    """Bytes on one device that the step consumes, and the leaves of which none are used again."""
+    """Bytes on one device that the step consumes, and the leaves whose memory is not used again."""
     if not step.donate:
         return 0, ()
     known, aliased = _cost.donated_in(text)
@@ -295,38 +275,23 @@ def _leaves(state: TrainState) -> tuple[Leaf, ...]:
     ruled = _ruled(state)
     found = []
     for (name, path, x), on, new in zip(named, selected, replaced, strict=True):
-        status = ("overwritten" if new else "not trained") if not on else next(frozen) or "trained"
+        status = "overwritten" if new else "not trained"
+        if on:
+            status = next(frozen) or "trained"
         rules, values, clip = ruled.get(path, ([], {}, []))
-        rule = ", ".join(rules) or (
-            "" if status in ("not trained", "overwritten") else "an optax rule"
-        )
-        kind = str(trees.dtype_of(x))
-        found.append(
-            Leaf(
-                trees.show(name),
-                np.shape(x),
-                kind,
-                status,
-                rule,
-                values,
-                ", ".join(clip),
-                _sharding(x),
-            )
-        )
+        rule = ", ".join(rules) or ("an optax rule" if on else "")
+        about = status, rule, values, ", ".join(clip), _sharding(x)
+        found.append(Leaf(trees.show(name), np.shape(x), str(trees.dtype_of(x)), *about))
     return tuple(found)
 
 
 def _frozen_words(state: TrainState) -> list[str]:
-    """For each trained leaf "frozen", or of how many members, or "" (of shapes nobody knows)."""
+    """For each trained leaf "frozen", or in how many members, or "" (also for mere shapes)."""
     if not all(map(trees.is_array, jax.tree.leaves(state.frozen))):
         return [""] * len(jax.tree.leaves(trained_part(state)))
-    flags = frozen_flags(state)
-    if flags.ndim == 1:
-        return ["frozen" if on else "" for on in flags]
-    return [
-        "frozen" if on.all() else f"{on.sum()} of {len(on)} frozen" if on.any() else ""
-        for on in flags.T
-    ]
+    flags = np.atleast_2d(frozen_flags(state))
+    some = [f"{on.sum()} of {len(on)} frozen" if on.any() else "" for on in flags.T]
+    return ["frozen" if on.all() else text for on, text in zip(flags.T, some, strict=True)]
 
 
 def _sharding(x) -> str:
@@ -354,9 +319,8 @@ def _ruled(state: TrainState) -> dict[tuple, tuple[list[str], dict[str, Any], li
             rules, values, clip = found.setdefault(path, ([], {}, []))
             title = s.live.title
             if title.startswith("clip"):
-                clip.append(
-                    " ".join([title, *(_number(known[name]) for name in flat if name in known)])
-                )
+                bounds = [_number(known[name]) for name in flat if name in known]
+                clip.append(" ".join([title, *bounds]))
                 continue
             rules.append(f"{title}@{pattern}" if pattern else title)
             for name, label in zip(s.live.names, flat, strict=True):
@@ -373,9 +337,8 @@ def _decays(s, state: TrainState) -> list[bool]:
     if where is None:
         return everywhere
     seen, part = frozenset(s.paths), trained_part(state)
-    part = trees.partition(
-        part, [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(part)[0]]
-    )[0]
+    keyed = jax.tree_util.tree_flatten_with_path(part)[0]
+    part = trees.partition(part, [path in seen for path, _ in keyed])[0]
     if "mask" not in s.live.statics:
         flags = list(patterns.select(where, part, allow_empty=True))
     else:
@@ -393,9 +356,8 @@ def _number(x) -> str:
 
 
 def _si(x: float, unit: str) -> str:
-    n, letter = next(
-        ((n, c) for n, c in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if x >= n), (1, "")
-    )
+    sizes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    n, letter = next(((n, c) for n, c in sizes if x >= n), (1, ""))
     return f"{x / n:.3g} {letter}{unit}"
 
 
@@ -403,59 +365,39 @@ def _summary(d: Description) -> list[str]:
     total = sum(d.seconds.values())
     on = d.device if d.devices == 1 else f"{d.devices} x {d.device}"
     parts = ", ".join(f"{name} {x:.2f}" for name, x in d.seconds.items())
-    head = f"a step on {on}, " + (
-        f"compiled in {total:.2f} s ({parts})" if total > 0.005 else "compiled before"
-    )
-    return [head, *(line for name, text in _facts(d) for line in _wrapped(name, text))]
+    when = f"in {total:.2f} s ({parts})" if total > 0.005 else "before"
+    lines = [f"a step on {on}, compiled {when}"]
+    for name, text in _facts(d):
+        indents = f"  {name:<8}  ", " " * (12 if name else 14)
+        lines += _wrapped(text, *indents, max_lines=4, placeholder=" ...", break_long_words=False)
+    return lines
 
 
-def _wrapped(name: str, text: str, most: int = 4) -> list[str]:
-    """A fact within the width of the page, in not too many lines."""
-    begin, then = f"  {name:<8}  ", " " * (12 if name else 14)
-    how = {
-        "initial_indent": begin,
-        "subsequent_indent": then,
-        "break_long_words": False,
-        "break_on_hyphens": False,
-    }
-    return textwrap.wrap(text, WIDTH, max_lines=most, placeholder=" ...", **how)
+def _wrapped(text: str, first: str, then: str, **how: Any) -> list[str]:
+    indents = {"initial_indent": first, "subsequent_indent": then}
+    return textwrap.wrap(text, WIDTH, **indents, break_on_hyphens=False, **how)
 
 
 def _facts(d: Description) -> Iterator[tuple[str, str]]:
-    """What there is to say, and a word for it."""
-    share = (
-        f", {d.flops.matmul / d.flops.total:.1%} in products and convolutions"
-        if d.flops.total
-        else ""
-    )
-    yield (
-        "work",
-        (
-            f"{_si(d.flops.total, 'FLOP')}{share}; {_si(d.flops.transcendental, 'calls')} of "
-            "exp, sqrt, ..."
-        ),
-    )
+    """The lines of a description, each with its title."""
+    share = d.flops.matmul / d.flops.total if d.flops.total else 0.0
+    work = _si(d.flops.total, "FLOP")
+    work += f", {share:.1%} in products and convolutions" if d.flops.total else ""
+    yield "work", f"{work}; {_si(d.flops.transcendental, 'calls')} of exp, sqrt, ..."
     if n := d.flops.loops:
         bodies = "the body of a while loop is" if n == 1 else f"the bodies of {n} while loops are"
         yield "", f"{bodies} counted once: nobody knows how often they run"
     if d.flops.opaque:
         yield "", f"not counted: {', '.join(d.flops.opaque)}"
     if d.bytes_accessed is not None:
-        yield (
-            "traffic",
-            f"{trees.bytes_str(d.bytes_accessed)} read and written, loop bodies counted once",
-        )
+        traffic = trees.bytes_str(d.bytes_accessed)
+        yield "traffic", f"{traffic} read and written, loop bodies counted once"
     if (need := d.memory) is not None:
         named = ("state", "batch", "temporary", "results", "runtime")
         shown = ", ".join(f"{name} {trees.bytes_str(getattr(need, name))}" for name in named)
         yield "memory", f"{trees.bytes_str(need.total)}: {shown}"
-    if d.donates:
-        yield (
-            "donated",
-            f"{trees.bytes_str(d.donated)}, of which results take {trees.bytes_str(d.aliased)}",
-        )
-    else:
-        yield "donated", "nothing: donate=False"
+    taken = f"{trees.bytes_str(d.donated)}, of which results take {trees.bytes_str(d.aliased)}"
+    yield "donated", taken if d.donates else "nothing: donate=False"
     if d.not_aliased:
         names = trees.listed(d.not_aliased, 3)
         yield "WARNING", f"the donation of {names} failed: both old and new are held (jax#9675)"
@@ -472,99 +414,67 @@ def _facts(d: Description) -> Iterator[tuple[str, str]]:
 
 
 def _rows(leaves: tuple[Leaf, ...]) -> list[str]:
-    """The table: a line for each leaf, or where there are many for each kind.
+    """The table: a row for each leaf, or for each kind of leaf if there are many.
 
-    What all have in common is said once.
+    What all have in common is said once, below.
     """
-    if len(leaves) <= MOST_ROWS:
-        groups = [[leaf] for leaf in leaves]
-    else:
-        by_kind: dict[tuple, list[Leaf]] = {}
-        for leaf in leaves:
-            by_kind.setdefault(leaf.kind, []).append(leaf)
-        groups = list(by_kind.values())
+    by_kind: dict[Any, list[Leaf]] = {}
+    for i, leaf in enumerate(leaves):
+        by_kind.setdefault(i if len(leaves) <= MOST_ROWS else leaf.kind, []).append(leaf)
     numbers = _told(leaves)
-    head = ["leaf", "shape", "status", "rule", *numbers, "clip", "sharding"]
-    rows = []
-    for group in groups:
+    head, rows = ["leaf", "shape", "status", "rule", *numbers, "clip", "sharding"], []
+    for group in by_kind.values():
         first, n = group[0], len(group)
         path, shape = first.path, f"{first.dtype}{list(first.shape)}"
         if n > 1:
             size = sum(math.prod(leaf.shape) for leaf in group)
-            path, shape = (
-                f"{_common([leaf.path for leaf in group])} ({n} leaves)",
-                f"{first.dtype}, {_si(size, 'in all')}",
-            )
+            path = f"{_common([leaf.path for leaf in group])} ({n} leaves)"
+            shape = f"{first.dtype}, {_si(size, 'in all')}"
         values = [_number(first.values[name]) if name in first.values else "" for name in numbers]
-        cells = path, shape, first.status, first.rule, *values, first.clip, first.sharding
-        rows.append(cells)
-    columns = [(title, _shortened([row[i] for row in rows])) for i, title in enumerate(head)]
-    common = [
-        f"{name}={x[0]}" if name in numbers else x[0]
-        for name, x in columns[2:]
-        if len(set(x)) == 1 and x[0]
-    ]
-    tables = _blocks(
-        columns[0], [columns[1], *((name, x) for name, x in columns[2:] if len(set(x)) > 1)]
-    )
-    told = textwrap.wrap(
-        f"all: {', '.join(common)}", WIDTH, subsequent_indent="     ", break_on_hyphens=False
-    )
-    return [*tables, *(told if common else [])]
+        rows.append((path, shape, first.status, first.rule, *values, first.clip, first.sharding))
+    columns = [[title, *_shortened(cells)] for title, *cells in zip(head, *rows, strict=True)]
+    common, shown = [], columns[:2]
+    for title, *cells in columns[2:]:
+        if len(set(cells)) > 1:
+            shown.append([title, *cells])
+        elif cells and cells[0]:
+            common.append(f"{title}={cells[0]}" if title in numbers else cells[0])
+    told = _wrapped(f"all: {', '.join(common)}", "", "     ") if common else []
+    return [*_blocks(*shown), *told]
 
 
 def _shortened(cells: list[str]) -> list[str]:
-    """What is too long without its middle, cut where those that differ go on to, if that can be."""
+    """Cells that are too long without their middle, cut so that they still differ if that can be."""
     cut = lambda x, n: x if len(x) < MOST_CELL else f"{x[:n]}...{x[n + 3 - MOST_CELL :]}"
-    ways = ([cut(x, n) for x in cells] for n in (17, *range(MOST_CELL - 4, 0, -1)))
-    return next(
-        (way for way in ways if len(set(way)) == len(set(cells))), [cut(x, 17) for x in cells]
-    )
+    ways = [[cut(x, n) for x in cells] for n in (17, *range(MOST_CELL - 4, 0, -1))]
+    return next((way for way in ways if len(set(way)) == len(set(cells))), ways[0])
 
 
-def _blocks(first: tuple[str, list[str]], columns: list[tuple[str, list[str]]]) -> list[str]:
+def _blocks(first: list[str], *columns: list[str]) -> list[str]:
     """Columns side by side; those that do not fit into the page follow below with the first one."""
+    table = lambda block: tables.aligned(list(zip(*block, strict=True)))
     lines, block = [], [first]
-    wide = lambda block: sum(max(map(len, [title, *cells])) + 2 for title, cells in block) - 2
-    for column in [*columns, None]:
-        if column is None or (len(block) > 1 and wide([*block, column]) > WIDTH):
-            width = [max(map(len, [title, *cells])) for title, cells in block]
-            table = zip(*([title, *cells] for title, cells in block), strict=True)
-            lines += [
-                "  ".join(f"{x:<{n}}" for x, n in zip(row, width, strict=True)).rstrip()
-                for row in table
-            ]
+    for column in columns:
+        if len(block) > 1 and max(map(len, table([*block, column]))) > WIDTH:
+            lines += table(block)
             block = [first]
-        if column is not None:
-            block.append(column)
-    return lines
+        block.append(column)
+    return lines + table(block)
 
 
 def _told(leaves: tuple[Leaf, ...]) -> list[str]:
-    """The numbers that a table has room for: rates, decays, and what is not the same everywhere."""
+    """The numbers that a table has room for: rates, decays, and those that differ."""
     seen: dict[str, set[str]] = {}
     for leaf in leaves:
         for name, x in leaf.values.items():
             seen.setdefault(name, set()).add(str(x))
-    return [
-        name
-        for name, values in seen.items()
-        if len(values) > 1 or "rate" in name or "decay" in name
-    ]
+    return [n for n, values in seen.items() if len(values) > 1 or "rate" in n or "decay" in n]
 
 
 def _common(paths: list[str]) -> str:
-    """What paths begin and end with: "blocks/.../kernel"."""
-    parts = [path.split("/") for path in paths]
-    begin = _while_same(parts)
-    end = _while_same([part[len(begin) :][::-1] for part in parts])[::-1]
+    """The names that paths begin and end with: "blocks/.../kernel"."""
+    parts: Any = [path.split("/") for path in paths]
+    same = os.path.commonprefix
+    begin = same(parts)
+    end = same([part[len(begin) :][::-1] for part in parts])[::-1]
     return "/".join([*begin, "...", *end])
-
-
-def _while_same(parts: list[list[str]]) -> list[str]:
-    same = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
-            break
-        same.append(names[0])
-    return same

@@ -7,7 +7,6 @@ The state, its key and the place of the data are afterwards what they were, bit 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 
 from tsunax._core import Figure, PyTree, checks, trees
 from tsunax._step.members import over_members
-from tsunax.errors import HyperparameterError, MissingLibraryError, WrongTypeError
+from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust
 from tsunax.program import TrainStep
 from tsunax.run import feed as _feed
@@ -46,47 +45,31 @@ class RangeTest:
 
     def __repr__(self) -> str:
         low, high = self.rates[0], self.rates[-1]
-        ended = f", diverged at {self.rates[self.used]:.2g}" if self.used < len(self.rates) else ""
-        found = f"steepest at {self.steepest:.2g}, a tenth of the minimum's {self.tenth:.2g}"
-        return (
-            f"{self.name} from {low:.2g} to {high:.2g} in {len(self.rates)} steps{ended}: {found}"
-        )
+        n = len(self.rates)
+        found = f"{self.name} from {low:.2g} to {high:.2g} in {n} steps"
+        found += f", diverged at {self.rates[self.used]:.2g}" if self.used < n else ""
+        tenth = f"a tenth of the minimum's {self.tenth:.2g}"
+        return f"{found}: steepest at {self.steepest:.2g}, {tenth}"
 
     def plot(self) -> Figure:
         """A matplotlib Figure: the loss over the rate, both suggestions, the band of several seeds."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            fix = "pip install 'tsunax[plot]'"
-            raise MissingLibraryError(
-                "library", "plot()", "no matplotlib", "matplotlib", fix
-            ) from None
-        figure = Figure(figsize=(6.4, 2.8), dpi=150, layout="constrained")
-        axes = figure.subplots()
-        shown = self.rates[: self.used]
+        figure = plots._figure(6.4, 2.8)
+        axes, colors = figure.subplots(), plots._COLOURS
+        shown, smoothed = self.rates[: self.used], self.smoothed[: self.used]
         losses = self.losses[: self.used].reshape(len(shown), -1)
-        plots._draw(axes, "loss", {"loss": (shown, self.smoothed[: self.used])})
+        plots._draw(axes, "loss", {"loss": (shown, smoothed)})
         if losses.shape[1] > 1:
-            axes.fill_between(
-                shown,
-                losses.min(1),
-                losses.max(1),
-                color=plots._COLOURS[0],
-                alpha=0.18,
-                linewidth=0,
-            )
-            low, high = losses.min(), self.smoothed[: self.used].max()
+            low, high = losses.min(1), losses.max(1)
+            axes.fill_between(shown, low, high, color=colors[0], alpha=0.18, linewidth=0)
             # one seed goes up before the others
-            axes.set_ylim(top=min(axes.get_ylim()[1], high + 0.5 * (high - low)))
+            top = smoothed.max() + 0.5 * (smoothed.max() - losses.min())
+            axes.set_ylim(top=min(axes.get_ylim()[1], top))
         if self.mode == "exponential":
             axes.set_xscale("log")
-        for rate, colour, name in ((self.steepest, 1, "steepest"), (self.tenth, 2, "minimum / 10")):
-            axes.axvline(
-                rate, color=plots._COLOURS[colour], linewidth=1, label=f"{name}: {rate:.2g}"
-            )
+        for rate, color, name in ((self.steepest, 1, "steepest"), (self.tenth, 2, "minimum / 10")):
+            axes.axvline(rate, color=colors[color], linewidth=1, label=f"{name}: {rate:.2g}")
         axes.set_xlabel(self.name.replace("_", " "), fontsize=9)
         axes.legend(fontsize=8, frameon=False)
-        figure._repr_png_ = functools.partial(plots._png, figure)  # type: ignore[attr-defined]
         return figure
 
 
@@ -138,24 +121,22 @@ def find_learning_rate(
 
     on a copy of the state, in the compiled loop of `run_steps`. The losses end where their
     exponential average (bias-corrected, `smooth`) is above `stop` times its minimum, or a step is
-    rejected. `rate` is where they fall most steeply: of lines through the points around each, a
-    sixth of the range wide, so never in its first or last twelfth, where a "linear" range may well
-    begin too high. A tenth of the rate at the minimum of the average is in the report.
+    rejected. `rate` is where they fall most steeply: the slope at each rate is that of a line
+    through the points around it, a sixth of the range wide, so `rate` is never in the first or last
+    twelfth of the range. The report also has a tenth of the rate at the minimum of the average.
 
     Args:
-      data: as for `fit`; read anew after its end, and put back to its place. What can be read only
-        once is refused.
+      data: as for `fit`; read anew after its end, and put back to its place. No iterator.
       points: of the range, 10 to 10,000.
       mode: "exponential" rates, or "linear" ones.
-      seeds: so many runs at once, from keys folded from the state's: the mean is looked at, the
-        band is drawn. `state` may then be a function of a key that makes one, so that each starts
-        elsewhere.
+      seeds: so many runs at once, from keys folded from the state's: their mean counts, and the
+        plot has their band. `state` may then be a function of a key that makes one.
       name: of the hyperparameter, where there are several: "learning_rate@head", "1.learning_rate".
       extra: arguments for the step.
 
     Raises HyperparameterError for numbers that make no sense, a rule without that live name, and a
     loss that never falls. Source: Smith, "Cyclical Learning Rates for Training Neural Networks"
-    (2017); defaults as fastai's and Lightning's finders, with less smoothing.
+    (2017); defaults of fastai's and Lightning's finders, with less smoothing.
 
     >>> import tsunax as ts
     >>> x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
@@ -175,92 +156,70 @@ def find_learning_rate(
     if not (checks.is_real(low) and checks.is_real(high) and 0 < low < high < math.inf):
         raise HyperparameterError("low and high", where, f"{low!r} and {high!r}", "0 < low < high")
     if not (checks.is_real(smooth) and 0 <= smooth < 1):
-        raise HyperparameterError(
-            "smooth", where, trees.describe(smooth), "a number from 0 to below 1"
-        )
+        expected = "a number from 0 to below 1"
+        raise HyperparameterError("smooth", where, trees.describe(smooth), expected)
     if not (checks.is_real(stop) and stop > 1):
         raise HyperparameterError("stop", where, trees.describe(stop), "a number above 1")
     if isinstance(data, Iterator):
-        fix = "Give a list, or ts.batches: the search reads from its start and puts it back."
-        raise WrongTypeError(
-            "data", where, trees.describe(data), "data that can be read again", fix
-        )
+        got, expected = trees.describe(data), "data that can be read again"
+        raise WrongTypeError("data", where, got, expected, "Give a list, or ts.batches.")
     state = _copies(state, seeds, where)
     ramp_of = _Ramp(step, name, mode)
     slope = math.log(high / low) if mode == "exponential" else high - low
     first = np.asarray(state.calls).ravel()[0].astype(np.int32)
     ramp = (np.float32(low), np.float32(slope / (points - 1)), first)
-    rates = np.asarray(
-        jax.vmap(lambda i: ramp_of.rate(ramp, first + i))(jnp.arange(points)), np.float64
-    )
-    losses = _losses(
-        ramp_of,
-        state,
-        data,
-        points,
-        {**extra, "ramp": ramp},
-        lambda seen: _cut(seen, smooth, stop)[1],
-    )
-    smoothed, used = _cut(losses, smooth, stop)
-    return _suggested(name, mode, rates, losses, smoothed, used, where)
+    each = jax.vmap(lambda i: ramp_of.rate(ramp, first + i))(jnp.arange(points))
+    end = lambda losses: _cut(losses, smooth, stop)
+    losses = _losses(ramp_of, state, data, points, {**extra, "ramp": ramp}, end)
+    return _suggested(name, mode, np.asarray(each, np.float64), losses, *end(losses), where)
 
 
 def _copies(state: Any, seeds: int | None, where: str) -> TrainState:
     """The state, or one for each seed along a new first axis, in arrays of its own."""
-    if isinstance(state, TrainState) and seeds is None:
-        return jax.tree.map(own, state)
     if seeds is None:
-        raise WrongTypeError(
-            "state", where, trees.describe(state), "a TrainState", "Or seeds=, with a function."
-        )
+        if isinstance(state, TrainState):
+            return jax.tree.map(own, state)
+        got, fix = trees.describe(state), "Or seeds=, with a function."
+        raise WrongTypeError("state", where, got, "a TrainState", fix)
     checks.check_count(seeds, where, "seeds")
     if isinstance(state, TrainState):
         if state.key is None:
+            got = f"{seeds} for a state without a key"
             fix = "setup(..., key=0), or give a function of a key."
-            raise HyperparameterError(
-                "seeds", where, f"{seeds} for a state without a key", "a key", fix
-            )
+            raise HyperparameterError("seeds", where, got, "a key", fix)
         key = state.key
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(seeds))
         return jax.vmap(lambda key: state.replace(key=key))(keys)
     return jax.vmap(state)(jax.random.split(jax.random.key(0), seeds))
 
 
-def _losses(ramp: _Ramp, state, data, points: int, extra, used) -> np.ndarray:
+def _losses(ramp: _Ramp, state, data, points: int, extra, end) -> np.ndarray:
     """Losses in f64 up to their divergence; NaN for rejected steps."""
-    loop, feed, parts, calls = (
-        fused_loop.fused(ramp, True),
-        _feed.Feed(ramp, data, state, "auto", float("inf")),
-        [],
-        0,
-    )
+    loop, feed = fused_loop.fused(ramp, True), _feed.Feed(ramp, data, state, "auto", float("inf"))
+    losses = None
     try:
-        while calls < points:
-            chunk = feed.take(points - calls, state, calls)
-            if chunk is None:
+        while (calls := 0 if losses is None else len(losses)) < points:
+            if (chunk := feed.take(points - calls, state, calls)) is None:
                 continue
             state, infos = loop(state, chunk.feed, chunk.n, extra)
             seen = jax.tree.map(lambda x, n=chunk.steps: x[:n], infos).stacked(None)
             bad = False if seen["verdict"] is None else np.asarray(seen["verdict"]) > 0
-            parts.append(np.where(bad, np.nan, np.asarray(seen["loss"], np.float64)))
-            calls += chunk.steps
-            if used(np.concatenate(parts)) < calls:
+            part = np.where(bad, np.nan, np.asarray(seen["loss"], np.float64))
+            losses = part if losses is None else np.concatenate([losses, part])
+            if end(losses)[1] < len(losses):
                 break
     finally:
         feed.back()
         feed.close()
-    losses = np.concatenate(parts)
-    rest = np.full((points - len(losses), *losses.shape[1:]), np.nan)
-    return np.concatenate([losses, rest])
+    assert losses is not None
+    rest = [(0, points - len(losses)), *[(0, 0)] * (losses.ndim - 1)]
+    return np.pad(losses, rest, constant_values=np.nan)
 
 
 def _cut(losses: np.ndarray, smooth: float, stop: float) -> tuple[np.ndarray, int]:
     """The bias-corrected average of the losses over all seeds, cut where they diverge."""
-    mean, average, smoothed = (
-        losses.reshape(len(losses), -1).mean(1),
-        0.0,
-        np.full(len(losses), np.nan),
-    )
+    mean = losses.reshape(len(losses), -1).mean(1)
+    average, smoothed = 0.0, np.full(len(losses), np.nan)
     for i, loss in enumerate(mean):
         average = smooth * average + (1 - smooth) * loss
         smoothed[i] = average / (1 - smooth ** (i + 1))
@@ -274,17 +233,14 @@ def _suggested(
 ) -> tuple[float, RangeTest]:
     mean = losses.reshape(len(losses), -1).mean(1)[:used]
     half = min(len(rates) // 12 + 1, (used - 1) // 2)
-    # of a line through the points around each: symmetric, so without a lag
-    weights = np.arange(-half, half + 1.0)
+    weights = np.arange(-half, half + 1.0)  # of a symmetric line: it has no lag
     slopes = np.correlate(mean, weights, "valid") if half > 0 else np.zeros(1)
     if not slopes.min() < 0:
         at = f"{rates[min(used, len(rates) - 1)]:.2g}"
-        got = (
-            f"a loss that never falls, up to {at}"
-            if used > 2
-            else f"a loss that diverges at {at} already"
-        )
-        fix = "Other low= and high=, or a larger batch." if used > 2 else "Give a smaller low=."
+        got, fix = f"a loss that diverges at {at} already", "Give a smaller low=."
+        if used > 2:
+            got = f"a loss that never falls, up to {at}"
+            fix = "Other low= and high=, or a larger batch."
         raise HyperparameterError(name, where, got, "one that falls somewhere", fix)
     steepest = float(rates[half + int(slopes.argmin())])
     tenth = float(rates[int(np.argmin(smoothed[:used]))] / 10)

@@ -1,8 +1,7 @@
 """Replay a rejected step with checks, and report where its first NaN or inf came from.
 
-It computes what the step itself computes, keeps every value, and walks back from a bad result to
-what made it so; the walk is in `insight/_origin.py`. It is a function of what the step was given,
-and changes none of it.
+It computes what the step computes, keeps every value, and walks back from a bad result to what made
+it so: see `insight/_origin.py`.
 """
 
 from __future__ import annotations
@@ -56,18 +55,17 @@ def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> R
     """Run a rejected step again with checks; report where the first NaN or inf came from.
 
     The loss and its gradient are computed once more, with keys, mask, model state and micro-batches
-    as in that call, so that every value can be looked at; then they are walked back from what was
-    not finite to what made it so. Where both are finite, so is what the step makes of them: params,
-    model state, optimizer state, average. It names the micro-batch, the argument or the primitive,
-    and the line: the user's own, or that of a library that has none of the user's around it. -inf
-    that a mask puts in, or log(0) in a branch that `where` does not take, is not blamed. Nothing is
-    donated, and the state stays as it is. It needs memory for every intermediate value of the step.
+    as in that call. If both are finite, the same is done with what the step makes of them: params,
+    model state, optimizer state, average. The report names the micro-batch, the argument or the
+    primitive, and the line: the user's own, or that of a library if none of the user's is around
+    it. -inf that a mask puts in, or log(0) in a branch that `where` does not take, is not blamed.
+    Nothing is donated. It needs memory for every intermediate value of the step.
 
     Args:
       step: the `train_step`.
-      state: as it was given to that call. A rejected step leaves it as it was, but for the count:
-        of the one after it `state.replace(calls=state.calls - 1)`, with a loss scale also that
-        one's. What `fit` rejected knows them: `replay(step, *error.rejected[-1].of(error.state))`.
+      state: as it was given to that call: from the state after a rejected step
+        `state.replace(calls=state.calls - 1)`, with a loss scale also the one before. `fit` keeps
+        both: `replay(step, *error.rejected[-1].of(error.state))`.
       batch, extra: the arguments of that call.
 
     Raises WrongTypeError for what is no train_step, state or array, StateError for a population and
@@ -86,9 +84,8 @@ def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> R
         raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
     check_state(state, where, batch)
     if members_of(state) is not None:
-        raise StateError(
-            "state", where, "a population", "one member", "Give ts.populations.member(state, i)."
-        )
+        fix = "Give ts.populations.member(state, i)."
+        raise StateError("state", where, "a population", "one member", fix)
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
         fix = "Call it outside of jit, with the arrays of that call."
         raise StateError("state", where, "a traced one", "a concrete one", fix)
@@ -104,9 +101,7 @@ def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> R
         loss, grads = gradient(state, batch, **extra)
         return loss.compute(), grads
 
-    def weigh(state, batch, extra):
-        return gradient(state, batch, **extra)[0].weight
-
+    weigh = lambda state, batch, extra: gradient(state, batch, **extra)[0].weight
     free = dataclasses.replace(step, on_nonfinite="ignore")
 
     def move(state, batch, extra):  # whatever its verdict: a rule may be what makes the first one
@@ -115,9 +110,8 @@ def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> R
     n = step.accumulate
     found = _searched(look, ("loss", "gradient of params"), given, n)
     if found and found.result == "loss" and not found.line and not jax.jit(weigh)(*given):
-        found = dataclasses.replace(
-            found, text=f"{found.text} The weights of the batch add up to 0, as of padding alone."
-        )
+        text = f"{found.text} The weights of the batch add up to 0, as of padding alone."
+        found = dataclasses.replace(found, text=text)
     return found or _searched(move, MOVED, given, n, _moved(state)) or _nothing(state, look, given)
 
 
@@ -126,12 +120,8 @@ MOVED = "new params", "new model_state", "new average", "new opt_state"
 
 def _moved(state: TrainState) -> tuple:
     """What a step makes of a state beside its counts."""
-    return (
-        trained_part(state),
-        state.model_state,
-        {name: average.params for name, average in averages_of(state).items()},
-        state.opt_state,
-    )
+    averages = {name: average.params for name, average in averages_of(state).items()}
+    return trained_part(state), state.model_state, averages, state.opt_state
 
 
 def _searched(
@@ -150,10 +140,8 @@ def _searched(
             bad = bad & ~old
         if bad is not None and bad.any():
             name = trees.access_str(names[path[0].idx], path[1:])
-            what = f"{name} is {_what(np.asarray(values[i]))}"
-            return _report(
-                given, n, name, what, _origin.origin(program, jax.tree.leaves(given), i, bad)
-            )
+            found = _origin.origin(program, jax.tree.leaves(given), i, bad)
+            return _report(given, n, name, f"{name} is {_what(values[i])}", found)
     return None
 
 
@@ -167,11 +155,9 @@ def _nothing(state: TrainState, look: Callable, given: tuple) -> ReplayReport:
     if found != "gradient norm":
         text = f"{found[0].upper()}{found[1:]} overflows when it is squared: every value is finite."
         return ReplayReport(found, "", None, "", "", "", True, (), text)
-    text = (
-        "Loss, gradients and the new state are finite. If the step was rejected, a rule did it (a spike, "
-        "clip_by_norm), the state is not the one of that call, or the step computes in another order where nobody "
-        "looks."
-    )
+    text = "Loss, gradients and the new state are finite. If the step was rejected, a rule did it "
+    text += "(a spike, clip_by_norm), the state is not the one of that call, or the step computes "
+    text += "in another order."
     return ReplayReport("", "", None, "", "", "", False, (), text)
 
 
@@ -191,52 +177,37 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin
     else:
         line, code = source_line(origin.sources, above=__file__)
         said = "a constant" if origin.constant else _what(origin.value)
-        derivative = "the derivative of " if in_gradient else ""
-        at = f" at {derivative}{line}" if line else ""
-        made = f"{origin.primitive} gave {said}{_from(origin)}{at}" + (
-            f": `{code}`" if code else ""
-        )
+        at = f" at {'the derivative of ' * in_gradient}{line}" if line else ""
+        made = f"{origin.primitive} gave {said}{_from(origin)}{at}"
+        made += f": `{code}`" if code else ""
     places = [f"micro-batch {micro} of {n}"] if micro is not None else []
     places += [f"trip {i} of a loop" for i in trips]
-    text = (
-        f"The {what}. The first such value: {made}"
-        + (f" ({', '.join(places)})" if places else "")
-        + "."
-    )
-    primitive = "" if origin.argument is not None else origin.primitive
+    text = f"The {what}. The first such value: {made}"
+    text += f" ({', '.join(places)})." if places else "."
+    primitive = "" if argument else origin.primitive
     return ReplayReport(result, argument, micro, primitive, line, code, in_gradient, trips, text)
 
 
 def _argument(given: tuple, place: int) -> str:
     path = _keyed(given)[place][0]
-    name, rest = ("state", "batch", "")[path[0].idx], path[1:]
-    return trees.access_str(name, rest) if name else trees.access_str("extra", rest)
+    return trees.access_str(("state", "batch", "extra")[path[0].idx], path[1:])
 
 
-def _what(x: np.ndarray) -> str:
+def _what(x: Any) -> str:
     """How many elements are not finite, and what the first one is."""
     x = np.asarray(x)
-    bad = ~np.isfinite(x)
-    first = tuple(int(i) for i in np.argwhere(bad)[0])
-    value = f"{x[first]}"
-    return (
-        value
-        if not x.shape
-        else f"{value} at {list(first)}, {int(bad.sum())} of {x.size} not finite"
-    )
+    places = np.argwhere(~np.isfinite(x)).tolist()
+    first = f"{x[tuple(places[0])]}"
+    return f"{first} at {places[0]}, {len(places)} of {x.size} not finite" if x.shape else first
 
 
 def _from(origin: _origin.Origin) -> str:
-    """The operands where the first bad value is, for a primitive that works element by element."""
+    """The operands where the first bad value is, of a primitive that works element by element."""
     out = np.asarray(origin.value)
     first = tuple(np.argwhere(~np.isfinite(out))[0])
-    operands = [
-        np.asarray(x) for x in origin.operands if hasattr(x, "dtype") or isinstance(x, (int, float))
-    ]
-    if (
-        not operands
-        or len(operands) != len(origin.operands)
-        or any(x.shape not in ((), out.shape) for x in operands)
-    ):
+    is_number = lambda x: hasattr(x, "dtype") or isinstance(x, (int, float))
+    operands = [np.asarray(x) for x in origin.operands if is_number(x)]
+    fits = all(x.shape in ((), out.shape) for x in operands)
+    if not operands or not fits or len(operands) != len(origin.operands):
         return ""
     return " from " + " and ".join(f"{x[first] if x.shape else x[()]}" for x in operands)

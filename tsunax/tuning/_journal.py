@@ -4,9 +4,8 @@
     {"start": [3], "crc": ...}
     {"end": [{"index": 3, ...}], "crc": ...}
 
-A process may die at any byte. The line that it did not finish is cut off by the next process, and
-everything before it stands; a line that was damaged since is an error. It knows nothing of
-objectives.
+A process may die at any byte. The line that it did not finish is cut off by the next process; a
+line that was damaged since is an error.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tsunax._core import durable_files
-from tsunax.errors import CheckpointError, SaveError, message, told
+from tsunax.errors import CheckpointError, SaveError, told
 from tsunax.tuning._trials import Trial, as_record, from_record, index_of
-
-__all__ = ["NAME", "VERSION", "Journal", "check_same", "cut_torn_line", "load", "lock", "opened"]
 
 NAME = "trials.jsonl"
 VERSION = 1
@@ -34,10 +31,10 @@ _ODD = (TypeError, ValueError, LookupError, AttributeError, OverflowError, Recur
 
 
 class Journal:
-    """What happened so far, and where more is written: nowhere until `opened`.
+    """What happened so far; `opened` makes one that writes.
 
-    `trials` are those that ended; `deaths` counts how often the process died in a trial that has no
-    end, `deaths_together` how often in its whole group.
+    `trials` are those that ended. `deaths` counts how often the process died in a trial that has no
+    end, `deaths_together` in its whole group.
     """
 
     def __init__(self) -> None:
@@ -69,10 +66,7 @@ class Journal:
             self._lock.release()
 
     def _write(self, record: dict[str, Any]) -> None:
-        """One line more, on the disk when this returns.
-
-        Raises SaveError, and the journal is as it was.
-        """
+        """One line more, on the disk when this returns; or SaveError, and no line more."""
         if self._fd < 0:
             return
         size = os.fstat(self._fd).st_size
@@ -85,8 +79,7 @@ class Journal:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, size)
-            where = str(self._path)
-            raise SaveError("journal", where, told(error), "a line more") from error
+            raise SaveError("journal", str(self._path), told(error), "a line more") from error
 
     def _read(self, record: dict[str, Any]) -> None:
         """Count a record. Raises one of `_ODD` for one that `_write` did not write."""
@@ -141,15 +134,12 @@ def lock(folder: Path) -> durable_files.Lock:
         folder.mkdir(parents=True, exist_ok=True)
         return durable_files.Lock(folder, reader="ts.tuning.read(directory)")
     except OSError as error:
-        text = message("directory", str(folder), told(error), "one to write into")
-        raise CheckpointError(text) from error
+        where, expected = str(folder), "one to write into"
+        raise CheckpointError("directory", where, told(error), expected) from error
 
 
 def load(path: Path) -> Journal:
-    """What a journal says, but for a last line that is still being written.
-
-    Raises CheckpointError.
-    """
+    """What a journal says, but for a last line that is still being written."""
     journal, refuse = Journal(), lambda *words: CheckpointError("journal", *words)
     try:
         with durable_files.opened(path) as file:
@@ -194,24 +184,20 @@ def cut_torn_line(path: Path) -> None:
 
 
 def check_same(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError if a directory is of another sweep, naming what differs.
-
-    Another objective gives a warning.
-    """
+    """Raise CheckpointError if a directory is of another sweep; warn of another objective."""
     flat = lambda about: {
         **{f"space[{name!r}]": said for name, said in about["space"].items()},
         **{name: said for name, said in about.items() if name not in ("space", "objective")},
     }
     there, here = old.get("objective"), list(new["objective"])
     if there is not None and there != here:
-        was = f"another objective, {there[0]!r}"
-        was = f"other code of {here[0]!r}" if there[0] == here[0] else was
+        is_same = there[0] == here[0]
+        was = f"other code of {here[0]!r}" if is_same else f"another objective, {there[0]!r}"
         text = f"tune(): the trials in {folder} are of {was}, and are kept as they are. "
         warnings.warn(f"{text}Give another directory to run all anew.", stacklevel=4)
     before, now = flat(old), flat(new)
     for name in {**before, **now}:
         got, expected = now.get(name, "nothing"), before.get(name, "nothing")
         if got != expected:
-            fix = "Give another directory."
-            text = message(name, "tune()", got, f"{expected}, as in {folder}", fix)
-            raise CheckpointError(text)
+            expected = f"{expected}, as in {folder}"
+            raise CheckpointError(name, "tune()", got, expected, "Give another directory.")

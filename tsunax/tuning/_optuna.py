@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import CheckpointError, MissingLibraryError, WrongTypeError, message, told
+from tsunax._core.libraries import library
+from tsunax.errors import CheckpointError, WrongTypeError, told
 from tsunax.tuning import _journal, _sweep, _trials, spaces
 from tsunax.tuning._trials import Trial
-
-__all__ = ["NAME", "Study", "objective_of", "read"]
 
 NAME = "optuna.journal"
 _STUDY = "tsunax"
@@ -29,12 +27,7 @@ _KEY = "tsunax"  # of what is ours in the attributes of a study and of a trial
 
 
 def _optuna(part: str = "") -> Any:
-    try:
-        return importlib.import_module(f"optuna{part}")
-    except ModuleNotFoundError as error:
-        fix = "pip install 'tsunax[tune]'"
-        text = message("optuna", "tune()", "no such library", "Optuna", fix)
-        raise MissingLibraryError(text) from error
+    return library(f"optuna{part}", "tune()", extra="tune")
 
 
 def _storage(path: Path) -> Any:
@@ -50,8 +43,8 @@ def _read_by_optuna(path: Path):
     except CheckpointError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        text = message("journal", str(path), told(error), "a journal of tune() and Optuna's")
-        raise CheckpointError(text) from error
+        expected = "a journal of tune() and Optuna's"
+        raise CheckpointError("journal", str(path), told(error), expected) from error
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[int, Trial]]:
@@ -113,10 +106,8 @@ class Study(_sweep.Drawn):
             elif folder is not None:
                 _journal.check_same(old, about, folder)
             self.trials = _ended(self.study)
-            starts = {
-                one.number: int(one.user_attrs.get("starts", 0))
-                for one in self.study.get_trials(deepcopy=False)
-            }
+            there = self.study.get_trials(deepcopy=False)
+            starts = {one.number: int(one.user_attrs.get("starts", 0)) for one in there}
         self.deaths = collections.Counter(starts)
 
     def values(self, index: int) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from tsunax.distributed.ray import library
 from tsunax.tuning import _sweep, _trials
 from tsunax.tuning._trials import Cause, Trial
 
-__all__ = ["Spread", "trainable"]
-
 
 def trainable(objective: Callable[..., Any], metric: str) -> Callable[[Mapping[str, Any]], None]:
     """See `tuning.as_trainable`."""

@@ -24,8 +24,6 @@ from tsunax.errors import WrongTypeError
 from tsunax.tuning import _trials, spaces
 from tsunax.tuning._trials import Cause, Pruned, Trial
 
-__all__ = []
-
 
 class Ending(Interrupt):
     """The first signal ends the sweep, and at once the trial under way."""
@@ -125,10 +123,10 @@ class Sweep:
                     self.run([i])
         else:
             parts = _trials.apart(outcome, len(indices)) if self.names else [outcome]
-            judged = lambda i, part: _trials.judged(
-                i, values[i], part, self.metric, reports[i], seconds
-            )
-            self.end(list(map(judged, indices, parts)))
+            ended = []
+            for i, x in zip(indices, parts, strict=True):
+                ended.append(_trials.judged(i, values[i], x, self.metric, reports[i], seconds))
+            self.end(ended)
 
     def _report(self, reports: dict[int, dict[int, float]], step: Any, value: Any) -> None:
         values = value if self.names else [value]

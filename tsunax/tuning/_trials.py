@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import linecache
 import math
 import operator
 import os
@@ -18,8 +17,6 @@ import numpy as np
 from tsunax._core import checks, trees
 from tsunax._core.source_lines import LIBRARIES
 from tsunax.errors import HyperparameterError, TsunaxError, WrongTypeError, message, unknown
-
-__all__ = []
 
 RESERVED = ("report", "trial")  # what an objective may name beside the space
 COLUMNS = ("trial", "value", "status", "seconds", "cause")  # of the table, beside the space
@@ -116,9 +113,8 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
     name = next(iter(metrics)) if metric is None and len(metrics) == 1 else metric
     if name is None:
         got = f"{len(metrics)} numbers ({trees.listed(list(metrics), 8)})"
-        raise HyperparameterError(
-            "result", "objective", got, "one", "Say which: tune(..., metric=...)."
-        )
+        fix = "Say which: tune(..., metric=...)."
+        raise HyperparameterError("result", "objective", got, "one", fix)
     if name not in metrics:
         raise HyperparameterError(unknown("metric", "objective", name, metrics))
     return metrics, metrics[name]
@@ -139,11 +135,11 @@ def apart(outcome: Any, n: int) -> list[Any]:
     if isinstance(outcome, Cause) or outcome is Pruned:
         return [outcome] * n
     columns = dict(outcome) if isinstance(outcome, Mapping) else {"": outcome}
+    try:
+        columns = {name: np.asarray(column) for name, column in columns.items()}
+    except ValueError as error:  # lists of several lengths
+        return [cause_of(error)] * n
     for name, column in columns.items():
-        try:
-            columns[name] = column = np.asarray(column)
-        except ValueError as error:  # lists of several lengths
-            return [cause_of(error)] * n
         if column.shape != (n,):
             at = f"objective, {name!r}" if name else "objective"
             expected = f"an array of {n} numbers, one for each trial"
@@ -162,16 +158,11 @@ def note(reports: dict[int, float], step: Any, value: Any) -> None:
 
 def cause_of(error: BaseException) -> Cause:
     """An exception as text: it would hold frames, and they arrays."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and not frame.filename.startswith(LIBRARIES)
-    ]
     where = ""
-    if frames:
-        name, number = frames[-1].filename, frames[-1].lineno or 0
-        line = (frames[-1].line or linecache.getline(name, number)).strip()
-        where = f"{os.path.basename(name)}:{number}" + (f": {line}" if line else "")
+    for frame in traceback.extract_tb(error.__traceback__):
+        name, line = frame.filename, (frame.line or "").strip()
+        if "site-packages" not in name and not name.startswith(LIBRARIES):
+            where = f"{os.path.basename(name)}:{frame.lineno}" + (f": {line}" if line else "")
     try:
         text = (str(error).strip().splitlines() or [""])[0]
     except Exception:  # of the exception's own

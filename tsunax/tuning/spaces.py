@@ -7,8 +7,8 @@
         "width": 64,
     }
 
-What is drawn is a function of (seed, trial, name) alone: neither the order of the trials, nor what
-was drawn before, nor another name changes it. It knows nothing of objectives and journals.
+What is drawn is a function of (seed, trial, name) alone: neither the order of the trials nor
+another name changes it.
 """
 
 from __future__ import annotations
@@ -64,15 +64,13 @@ class log_uniform:
 
     def at(self, u: float) -> float:
         """The value below which the part u of the space lies."""
-        return min(
-            max(math.exp(math.log(self.low) + u * math.log(self.high / self.low)), self.low),
-            self.high,
-        )
+        found = math.exp(math.log(self.low) + u * math.log(self.high / self.low))
+        return min(max(found, self.low), self.high)
 
 
 @dataclass(frozen=True)
 class integer:
-    """An int from `low` to `high`, both of them included; with `log`, as `log_uniform`.
+    """An int from `low` to `high`, both included; with `log`, as `log_uniform`.
 
     >>> [integer(1, 4).at(u) for u in (0.0, 0.3, 0.99)]
     [1, 2, 4]
@@ -194,10 +192,8 @@ def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
             options = inner.options if isinstance(inner, grid) else ()
             options = options if inner is ABSENT or hasattr(inner, "at") else [inner]
             if len(grown) + len(options) > _MOST:
-                fix = "Fewer values of each, or backend='random'."
-                raise HyperparameterError(
-                    "grid", "tune()", f"over {_MOST:,} combinations", "fewer", fix
-                )
+                got, fix = f"over {_MOST:,} combinations", "Or backend='random'."
+                raise HyperparameterError("grid", "tune()", got, "fewer", fix)
             grown += [{**point, name: option} for option in options] or [point]
         found = grown
     return found
@@ -206,24 +202,21 @@ def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
 def checked(space: Mapping[str, Any], where: str, backend: str) -> dict[str, Any]:
     """A space with plain values as Python's own. Raises for one that cannot be drawn from."""
     if not isinstance(space, Mapping):
+        got, expected = trees.describe(space), "names and what they may be"
         fix = 'A dict: {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1)}.'
-        raise WrongTypeError(
-            "space", where, trees.describe(space), "names and what they may be", fix
-        )
+        raise WrongTypeError("space", where, got, expected, fix)
     if not space:
         raise HyperparameterError("space", where, "an empty one", "at least one name")
     found: dict[str, Any] = {}
     for name, entry in space.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise WrongTypeError(
-                "name", f"space of {where}", repr(name), "a name as of an argument"
-            )
+            expected = "a name as of an argument"
+            raise WrongTypeError("name", f"space of {where}", repr(name), expected)
         found[name] = _checked_entry(entry, f"space[{name!r}]", space, found, backend)
     if backend == "grid" and not any(isinstance(innermost(x), grid) for x in found.values()):
+        at = f"{where}, backend 'grid'"
         fix = "Give ts.tuning.spaces.grid([...]) for what is to be laid out, or backend='random'."
-        raise HyperparameterError(
-            "space", f"{where}, backend 'grid'", "no grid", "at least one", fix
-        )
+        raise HyperparameterError("space", at, "no grid", "at least one", fix)
     return found
 
 
@@ -233,10 +226,9 @@ def _checked_entry(entry: Any, at: str, space: Mapping, before: Mapping, backend
     if hasattr(entry, "at"):
         return entry
     if isinstance(entry, list):
-        shown, fix = reprlib.repr(entry), "A constant that is a sequence is a tuple."
-        if entry:
-            one = f"For one of them in each trial: ts.tuning.spaces.choice({shown}), or grid({shown})."
-            fix = f"{one} {fix}"
+        shown = reprlib.repr(entry)
+        fix = f"For one of them in each trial: ts.tuning.spaces.choice({shown}), or grid({shown}). "
+        fix = f"{fix if entry else ''}A constant that is a sequence is a tuple."
         raise WrongTypeError("entry", at, f"a list, {shown}", "an entry of ts.tuning.spaces", fix)
     if not isinstance(entry, when):
         return _plain(entry, at)
@@ -295,11 +287,10 @@ def _options(where: str, options: Any) -> tuple:
     found = tuple(_plain(x, f"{where}, option {i}") for i, x in enumerate(options))
     if not found:
         raise HyperparameterError("options", where, "an empty list", "at least one value")
-    seen: set[str] = set()
-    for x in found:
-        if label(x) in seen:
+    labels = list(map(label, found))
+    for i, x in enumerate(found):
+        if labels[i] in labels[:i]:
             raise HyperparameterError("options", where, f"{x!r} twice", "each value once")
-        seen.add(label(x))
     return found
 
 
@@ -318,8 +309,7 @@ def _plain(value: Any, at: str) -> Any:
         raise HyperparameterError("value", at, value, "a finite number")
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    fix = "Give its name, and look it up in the objective; or bind it: "
-    fix += "functools.partial(objective, x=...)."
+    fix = "Give its name, and look it up in the objective; or bind it: functools.partial(f, x=...)."
     expected = "None, a bool, number, string, or a tuple"
     raise WrongTypeError("value", at, trees.describe(value), expected, fix)
 

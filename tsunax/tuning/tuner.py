@@ -8,8 +8,8 @@
     result = ts.tune(objective, space, trials=50, directory="sweep")
     result.best.values, result.best.value
 
-What a trial is given is a function of (seed, trial) alone, and what it gave is on the disk before
-the next one starts: a sweep that is killed goes on, and ends as if it had not been.
+The values of a trial are a function of (seed, trial), and its result is on the disk before the next
+one starts: a sweep that was killed goes on, and ends as if it had not been.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import Figure, StrPath, checks, durable_files, stable_text, trees
+from tsunax._core import Figure, StrPath, checks, durable_files, stable_text, tables, trees
 from tsunax._core.interrupts import in_notebook
 from tsunax.distributed import processes
 from tsunax.errors import (
@@ -69,18 +69,18 @@ class Result:
     def rows(self) -> list[dict[str, Any]]:
         """A dict for each trial, all with the same keys: `pandas.DataFrame(result.rows)`.
 
-        A metric whose name another column has is `metrics/<name>`.
+        A metric with the name of another column is `metrics/<name>`.
         """
-        metrics = dict.fromkeys(name for trial in self.trials for name in trial.metrics)
+        metrics = dict.fromkeys(name for t in self.trials for name in t.metrics)
         taken = {*self.space, *_trials.COLUMNS}
         columns = {f"metrics/{name}" if name in taken else name: name for name in metrics}
         return [
-            {"trial": trial.index}
-            | {name: trial.values.get(name) for name in self.space}
-            | {"value": trial.value}
-            | {column: trial.metrics.get(name) for column, name in columns.items()}
-            | {"status": trial.status, "seconds": trial.seconds, "cause": str(trial.cause or "")}
-            for trial in self.trials
+            {"trial": t.index}
+            | {name: t.values.get(name) for name in self.space}
+            | {"value": t.value}
+            | {column: t.metrics.get(name) for column, name in columns.items()}
+            | {"status": t.status, "seconds": t.seconds, "cause": str(t.cause or "")}
+            for t in self.trials
         ]
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -103,32 +103,25 @@ class Result:
 
         rows = sorted(self.rows, key=rank)[:_SHOWN]
         columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
-        parts = []
-        for name, column in columns.items():
-            if any(x not in (None, "") for x in column):
-                is_right = all(isinstance(x, int | float | None) for x in column)
-                cells = [name, *map(_cell, column)]
-                width = max(map(len, cells))
-                parts.append([c.rjust(width) if is_right else c.ljust(width) for c in cells])
+        is_filled = lambda cells: any(x not in (None, "") for x in cells)
+        filled = {name: cells for name, cells in columns.items() if is_filled(cells)}
+        texts = [[name, *map(_cell, cells)] for name, cells in filled.items()]
+        is_number = lambda x: isinstance(x, int | float | None)
+        right = [i for i, cells in enumerate(filled.values()) if all(map(is_number, cells))]
         counts = {name: sum(t.status == name for t in self.trials) for name in _trials.STATUSES}
         said = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
         more = len(self.trials) - len(rows)
-        lines = ["  ".join(line).rstrip() for line in zip(*parts, strict=True)]
+        lines = tables.aligned(list(zip(*texts, strict=True)), right)
         head = f"{len(self.trials)} trials: {said}".removesuffix(": ")
         return "\n".join([head, *lines, *([f"... {more} more"] if more else [])])
 
     def plot(self) -> Figure:
-        """A matplotlib Figure: the value of the trials over each name that varies; the best is
-        marked.
-        """
+        """A matplotlib Figure: the value over each name that varies; the best trial is marked."""
         seen = lambda name: {spaces.label(t.values[name]) for t in self.trials if name in t.values}
         varied = [name for name in self.space if len(seen(name)) > 1] or list(self.space)
-        return plots.scatter(
-            {name: [trial.values.get(name) for trial in self.trials] for name in varied},
-            [trial.value for trial in self.trials],
-            [trial.status for trial in self.trials],
-            best=self.trials.index(self.best),
-        )
+        columns = {name: [t.values.get(name) for t in self.trials] for name in varied}
+        values, states = [t.value for t in self.trials], [t.status for t in self.trials]
+        return plots.scatter(columns, values, states, best=self.trials.index(self.best))
 
 
 def _cell(x: Any) -> str:
@@ -161,8 +154,8 @@ def tune(
 
     Args:
       objective: takes the names of the space as keywords, and returns a number or a dict of numbers
-        (what `evaluate` gives). It may also name `trial`, the number of the trial (for a folder, or
-        a key), and `report`: `report(step, value)` records a number on the way.
+        (as `evaluate` does). It may also name `trial`, the number of the trial (for a folder, or a
+        key), and `report`: `report(step, value)` records a number on the way.
       space: names, and entries of `ts.tuning.spaces`; plain values are constants, tuples too.
       trials: how many; of a grid all of them by default.
       backend: "random"; "grid", every combination of the entries that are `grid`; "optuna", which
@@ -173,22 +166,21 @@ def tune(
       pruner: one of Optuna's, with backend="optuna": then `report` raises an exception if the trial
         is not worth going on.
       vectorized: names that the objective takes as arrays, up to `members` trials at once, which
-        agree in all other values; `trial` is an array then, too, and it returns an array, or a dict
+        agree in all other values. `trial` is then an array, too, and it returns an array or a dict
         of arrays. For populations. If it raises, its trials are run again one by one.
       directory: where the journal is kept: `trials.jsonl`, or `optuna.journal` with
-        backend="optuna". The same command goes on after whatever ended it, also with more trials:
-        those that are there are not run again. An objective with other code gives a warning.
+        backend="optuna". The same command goes on after whatever ended it, also with more trials;
+        trials that ended are not run again. An objective with other code gives a warning.
       attempts: a trial in which the process died so many times has failed.
       options: "optuna": `sampler`, an Optuna sampler, or a function of a seed that makes one.
         "ray": `resources` of a trial as {"cpu": 1, "gpu": 1}, `concurrent`, how many at once.
 
-    A trial that raises, or gives no finite number, has failed, and the others go on; its `cause`
-    says why. Ctrl-C and SIGTERM end the sweep, and the trial under way is run again when it goes
-    on: KeyboardInterrupt or SystemExit(143), with the `result` so far; in a notebook Ctrl-C returns
-    it.
+    A trial that raises, or returns no finite number, has failed, with a `cause`, and the others go
+    on. Ctrl-C and SIGTERM end the sweep with KeyboardInterrupt or SystemExit(143), which have the
+    `result` so far (in a notebook Ctrl-C returns it); the trial under way is run again later.
 
-    Raises HyperparameterError and WrongTypeError for a space, an objective or options that cannot
-    be, before anything runs; CheckpointError for a directory of another sweep; MissingLibraryError
+    Before anything runs it raises HyperparameterError and WrongTypeError for a space, objective or
+    options that cannot be, CheckpointError for a directory of another sweep, MissingLibraryError
     without Optuna or Ray.
 
     >>> space = {"x": spaces.uniform(-1.0, 1.0), "y": spaces.grid([1, 2])}
@@ -250,14 +242,13 @@ def _count(trials: int | None, points: list | None, space: Mapping[str, Any], wh
 
 def _ended(result: Result, asked: int) -> Result:
     """What a sweep returns, or raises if a signal ended it."""
+    error: BaseException = KeyboardInterrupt(f"after {len(result)} trials: see `error.result`")
     if asked == signal.SIGTERM:
-        error: BaseException = SystemExit(128 + signal.SIGTERM)
-    elif asked and not in_notebook():
-        error = KeyboardInterrupt(f"after {len(result)} trials; `error.result` has them")
-    else:
+        error = SystemExit(128 + asked)
+    elif not asked or in_notebook():
         if result.trials and all(trial.status == "failed" for trial in result.trials):
-            text = f"tune(): all {len(result)} trials failed, "
-            text += f"the first with {result.trials[0].cause}"
+            first = result.trials[0].cause
+            text = f"tune(): all {len(result)} trials failed, the first with {first}"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
         return result
     error.result = result  # type: ignore[attr-defined]
@@ -285,8 +276,8 @@ def as_trainable(
         space = {"learning_rate": ray.tune.uniform(0, 1)}
         tuner = ray.tune.Tuner(ts.tuning.as_trainable(objective), param_space=space)
 
-    What it returns and reports comes to Ray under `metric`, with the `step` of a report beside it:
-    a scheduler takes `time_attr="step"`. An exception of the objective is Ray's to handle.
+    Ray gets what it returns and reports under `metric`, and the `step` of a report: a scheduler
+    takes `time_attr="step"`. Ray handles exceptions of the objective.
     """
     return _ray_tune.trainable(objective, metric)
 
@@ -298,8 +289,8 @@ def as_optuna(
 
         study.optimize(ts.tuning.as_optuna(objective, space), n_trials=100, n_jobs=4)
 
-    Reports go to the study's pruner, other numbers of a result to the trial's `user_attrs`. An
-    exception of the objective is Optuna's to handle.
+    Reports go to the study's pruner, other numbers of a result to the trial's `user_attrs`. Optuna
+    handles exceptions of the objective.
     """
     return _optuna.objective_of(objective, space, metric)
 
@@ -309,28 +300,26 @@ def as_optuna(
 
 def _check_objective(objective: Callable, space: Mapping[str, Any], where: str) -> None:
     takes, is_open = _trials.parameters(objective)
-    known = [p for p in takes if p not in _trials.RESERVED]
-    at = f"space of {where}"
+    known = [name for name in takes if name not in _trials.RESERVED]
     for name in space:
+        at = f"space of {where}"
         if name in _trials.RESERVED or name in _trials.COLUMNS:
-            raise HyperparameterError(
-                "name", at, repr(name), "another name", f"tune gives {name!r} itself."
-            )
+            fix = f"tune gives {name!r} itself."
+            raise HyperparameterError("name", at, repr(name), "another name", fix)
         if not is_open and name not in takes:
             fix = "The objective does not take it."
             raise HyperparameterError(unknown("name", at, name, known, fix))
     for name in known:
         if takes[name].default is not inspect.Parameter.empty:
             continue
+        got, expected, fix = f"a parameter {name!r}", "names of the space", ""
         if name not in space:
             fix = "Put it into the space, or bind it: functools.partial(objective, x=...)."
-            got = f"a parameter {name!r}"
-            raise HyperparameterError("objective", where, got, "names of the space", fix)
-        if isinstance(space[name], spaces.when):
+        elif isinstance(space[name], spaces.when):
+            got, expected = f"{name!r} without a default", "one with"
             fix = f"It is not always there: give {name!r} a default."
-            raise HyperparameterError(
-                "objective", where, f"{name!r} without a default", "one with", fix
-            )
+        if fix:
+            raise HyperparameterError("objective", where, got, expected, fix)
 
 
 def _check_vectorized(vectorized: Any, space, backend: str, where: str) -> tuple[str, ...]:
@@ -357,9 +346,9 @@ def _check(objective, trials, backend, seed, mode, metric, members, attempts, wh
     checks.check_choice(backend, where, "backend", ("random", "grid", "optuna", "ray"))
     checks.check_choice(mode, where, "mode", ("min", "max"))
     checks.check_count(seed, where, "seed", least=0)
-    for name, n in {"members": members, "attempts": attempts, "trials": trials}.items():
-        if name != "trials" or trials is not None:
-            checks.check_count(n, where, name)
+    checks.check_count(members, where, "members")
+    checks.check_count(attempts, where, "attempts")
+    checks.check_count(1 if trials is None else trials, where, "trials")
     if metric is not None and not isinstance(metric, str):
         expected = "a name in what the objective returns"
         raise WrongTypeError("metric", where, trees.describe(metric), expected)

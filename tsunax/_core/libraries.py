@@ -1,0 +1,25 @@
+"""Optional libraries, imported when they are needed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from tsunax.errors import MissingLibraryError
+
+
+def library(name: str, where: str, extra: str = "") -> Any:
+    """A library, or a module of it. Raises MissingLibraryError that says how to install it.
+
+    >>> library("no_such_one", "here", extra="plot")
+    Traceback (most recent call last):
+    tsunax.errors.MissingLibraryError: no_such_one at here: got no such package, ... pip install 'tsunax[plot]'
+    """
+    root = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or root).partition(".")[0] != root:
+            raise
+        fix = f"pip install 'tsunax[{extra}]'" if extra else f"pip install {root}"
+        raise MissingLibraryError(root, where, "no such package", root, fix) from None
