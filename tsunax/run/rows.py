@@ -12,11 +12,7 @@ import numpy as np
 from tsunax._core import trees
 from tsunax.errors import RowError, WrongTypeError
 
-__all__ = ["check_names", "check_row", "families", "join"]
-
-_LONGEST = (
-    200  # characters of a name: more is no name, and what some file systems and databases refuse
-)
+_LONGEST = 200  # characters of a name: some file systems and databases refuse more
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,11 +44,10 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
         if not isinstance(name, str):
             raise WrongTypeError("name of a number", where, trees.describe(name), "a str")
         if name == "step":
-            fix = "It is the column of steps."
-            raise RowError(
-                "name of a number", where, "'step', which is reserved", "another name", fix
-            )
-        if fault := _fault(name):
+            fault = "'step', which is reserved", "another name", "It is the column of steps."
+        else:
+            fault = _fault(name)
+        if fault:
             raise RowError("name of a number", where, *fault)
 
 
@@ -72,9 +67,8 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
     if not isinstance(row, Mapping):
         raise WrongTypeError("row", where, trees.describe(row), "a dict of numbers by name")
     check_names(row, where)
-    return {
-        name: x if type(x) in (float, int) else _number(name, x, where) for name, x in row.items()
-    }
+    plain = (float, int)
+    return {name: x if type(x) in plain else _number(name, x, where) for name, x in row.items()}
 
 
 def _number(name: str, x: Any, where: str) -> float:
@@ -82,15 +76,13 @@ def _number(name: str, x: Any, where: str) -> float:
         fix = "Return it as a metric: inside jit it has no value yet."
         raise WrongTypeError(repr(name), where, "a traced array", "a number", fix)
     value = np.asarray(x) if isinstance(x, (int, float)) or hasattr(x, "__array__") else None
-    if value is None or not any(
-        jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer, np.bool_)
-    ):
+    is_a = lambda *kinds: any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    if value is None or not is_a(np.floating, np.integer, np.bool_):
         raise WrongTypeError(repr(name), where, trees.describe(x), "a number")
     if value.ndim:
-        raise RowError(
-            repr(name), where, trees.describe(x), "one number", "Reduce it, or log its parts."
-        )
-    return float(value) if jnp.issubdtype(value.dtype, np.floating) else int(value)
+        parts = trees.describe(x), "one number", "Reduce it, or log its parts."
+        raise RowError(repr(name), where, *parts)
+    return float(value) if is_a(np.floating) else int(value)
 
 
 def join(row: Mapping[str, float], new: Mapping[str, Any], where: str) -> dict[str, float]:
