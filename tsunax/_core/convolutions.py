@@ -2,10 +2,9 @@
 
 XLA's fast CPU kernel takes one layout, batch x spatial x features. XLA brings a convolution into it
 in the entry computation of a program, but not in the body of a `scan`, `while_loop` or `fori_loop`
-(jax#12868). There what is in another layout, as the gradient of every kernel and of every input is,
-runs in scalar loops, up to 50 times slower. `fast` writes the transposes that XLA leaves out. It
-works on the jaxpr, so that it sees the convolutions of the gradient, whoever wrote the model, and
-takes whole equations out for others of the same type. It knows nothing of training.
+(jax#12868). There another layout, as that of every gradient, runs in scalar loops, up to 50 times
+slower. `fast` writes the transposes that XLA leaves out. It replaces equations of the jaxpr by
+others of the same type, so that it reaches the convolutions of the gradient in any model.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ _OPEN = frozenset(
 )
 # of the inner functions that stand for a convolution: they are not looked into again
 _NAME = "convolution_in_loop"
-_DTYPES = frozenset(
-    map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16))
-)  # others have no fast kernel
+# others have no fast kernel
+_DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
 _PARAMETERS = frozenset(
-    "batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding precision "
-    "preferred_element_type rhs_dilation window_strides".split()
+    "batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding "
+    "precision preferred_element_type rhs_dilation window_strides".split()
 )
 # Groups that read so few features are up to 15 times faster in scalar loops than in the kernel,
 # once per group.
@@ -61,18 +59,16 @@ def fast(fn: Callable) -> Callable:
 
     from jax.extend import core  # costs 20 ms to import, and only loops need it
 
-    if not all(
-        hasattr(core, name) for name in ("ClosedJaxpr", "Jaxpr", "jaxpr_as_fun")
-    ):  # of a jax to come
+    names = ("ClosedJaxpr", "Jaxpr", "jaxpr_as_fun")
+    if not all(hasattr(core, name) for name in names):  # of a jax to come
         return fn
 
     @functools.wraps(fn)
     def wrapped(*args, **kwargs):
         # One equation around it all, so that the rewritten program is not traced again; of a
         # function that is new each time, because jit remembers what an old one closed over.
-        program, shapes = jax.make_jaxpr(jax.jit(functools.partial(fn)), return_shape=True)(
-            *args, **kwargs
-        )
+        once = jax.jit(functools.partial(fn))
+        program, shapes = jax.make_jaxpr(once, return_shape=True)(*args, **kwargs)
         out = core.jaxpr_as_fun(_rewritten(program, {}))(*jax.tree.leaves((args, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -89,9 +85,8 @@ def _rewritten(program, done: dict):
     if not isinstance(program, core.Jaxpr):  # a ClosedJaxpr, which is the same class since jax 0.12
         inner = _rewritten(program.jaxpr, done)
         return program if inner is program.jaxpr else program.replace(jaxpr=inner)
-    if (
-        id(program) not in done
-    ):  # what was one object stays one: lowering and compiling are cached by it
+    # what was one object stays one: lowering and compiling are cached by it
+    if id(program) not in done:
         equations = [_equation(eqn, done) for eqn in program.eqns]
         same = all(a is b for a, b in zip(equations, program.eqns, strict=True))
         done[id(program)] = program, program if same else program.replace(eqns=equations)
@@ -103,18 +98,15 @@ def _equation(eqn: core.JaxprEqn, done: dict) -> core.JaxprEqn:
         return _convolution(eqn)
     if eqn.primitive.name not in _OPEN or eqn.params.get("name") == _NAME:
         return eqn
-    changed = {
-        name: new for name, old in eqn.params.items() if (new := _parameter(old, done)) is not old
-    }
-    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+    params = {name: _parameter(x, done) for name, x in eqn.params.items()}
+    same = all(params[name] is x for name, x in eqn.params.items())
+    return eqn if same else eqn.replace(params=params)
 
 
 def _parameter(value, done: dict):
     from jax.extend import core
 
-    if isinstance(
-        value, (getattr(core, "ClosedJaxpr", core.Jaxpr), core.Jaxpr)
-    ):  # one class since jax 0.12
+    if isinstance(value, (core.ClosedJaxpr, core.Jaxpr)):  # one class since jax 0.12
         return _rewritten(value, done)
     if isinstance(value, tuple):  # the branches of a cond
         new = tuple(_parameter(x, done) for x in value)
@@ -129,15 +121,9 @@ def _convolution(eqn: core.JaxprEqn) -> core.JaxprEqn:
         return eqn
     if any(map(_is_cut, (x.sharding, w.sharding, out.sharding, eqn.params["out_sharding"]))):
         return eqn
-    if (
-        x.dtype != w.dtype
-        or not {x.dtype, out.dtype} <= _DTYPES
-        or not 3 <= x.ndim <= 5
-        or 0 in x.shape + w.shape
-    ):
-        return eqn
+    is_known = x.dtype == w.dtype and {x.dtype, out.dtype} <= _DTYPES and 3 <= x.ndim <= 5
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
-    if not _is_slow(x.shape, w.shape, params):
+    if not is_known or 0 in x.shape + w.shape or not _is_slow(x.shape, w.shape, params):
         return eqn
     call = _call(x, w, tuple(params.items()))
     if call is None or call.outvars[0].aval != out:
@@ -146,10 +132,7 @@ def _convolution(eqn: core.JaxprEqn) -> core.JaxprEqn:
 
 
 def _is_cut(sharding) -> bool:
-    """Whether an axis is laid over a mesh by type.
-
-    Axes that XLA cuts by itself do not show here.
-    """
+    """Whether an axis is laid over a mesh by type (axes that XLA cuts do not show here)."""
     return sharding is not None and any(axis is not None for axis in sharding.spec)
 
 
@@ -158,13 +141,11 @@ def _call(x, w, params: tuple) -> core.JaxprEqn | None:
     """The equation for these types, traced once: equal layers of a model share it."""
     options = dict(params)
 
+    fast = functools.partial(_in_kernel_layout, **options)
+    plain = functools.partial(jax.lax.conv_general_dilated, **options)
+
     def convolution_in_loop(x, w):
-        return jax.lax.platform_dependent(
-            x,
-            w,
-            cpu=functools.partial(_in_kernel_layout, **options),
-            default=functools.partial(jax.lax.conv_general_dilated, **options),
-        )
+        return jax.lax.platform_dependent(x, w, cpu=fast, default=plain)
 
     program = jax.make_jaxpr(jax.jit(convolution_in_loop))(x, w)
     return program.eqns[0] if len(program.eqns) == 1 and not program.consts else None
@@ -175,10 +156,8 @@ def _call(x, w, params: tuple) -> core.JaxprEqn | None:
 
 def _kernel_layout(ndim: int) -> jax.lax.ConvDimensionNumbers:
     """NHWC x HWIO -> NHWC, for any number of spatial axes."""
-    spatial = range(1, ndim - 1)
-    return jax.lax.ConvDimensionNumbers(
-        (0, ndim - 1, *spatial), (ndim - 1, ndim - 2, *range(ndim - 2)), (0, ndim - 1, *spatial)
-    )
+    x = (0, ndim - 1, *range(1, ndim - 1))
+    return jax.lax.ConvDimensionNumbers(x, (ndim - 1, ndim - 2, *range(ndim - 2)), x)
 
 
 def _is_slow(x_shape, w_shape, params) -> bool:
@@ -196,11 +175,8 @@ def _in_kernel_layout(x, w, *, dimension_numbers, feature_group_count, batch_gro
     # One kernel per group is what XLA makes a convolution of feature groups with, in the same order
     # of additions.
     if batch_group_count not in (1, w.shape[-1]):
-        x, feature_group_count, batch_group_count = (
-            _as_features(x, batch_group_count),
-            batch_group_count,
-            1,
-        )
+        x = _as_features(x, batch_group_count)
+        feature_group_count, batch_group_count = batch_group_count, 1
     out = jax.lax.conv_general_dilated(
         x,
         w,
@@ -218,6 +194,3 @@ def _as_features(x, groups: int):
     n, *space, c = x.shape
     x = jnp.moveaxis(x.reshape(groups, n // groups, *space, c), 0, -2)
     return x.reshape(n // groups, *space, groups * c)
-
-
-__all__ = ["fast"]

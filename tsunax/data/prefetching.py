@@ -34,11 +34,10 @@ def _placer(device: Any):
         return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(where, batch))
     replicated = sharding_of((), sharding)
 
-    def place(batch, is_whole):
-        where = lambda x: replicated if is_whole or not np.ndim(x) else sharding
-        return jax.tree.map(lambda x: put(np.asarray(x), where(x)), batch)
+    def place(x, is_whole):
+        return put(np.asarray(x), replicated if is_whole or not np.ndim(x) else sharding)
 
-    return place
+    return lambda batch, is_whole: jax.tree.map(lambda x: place(x, is_whole), batch)
 
 
 def _run_ahead(source: Source, place, slots: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
@@ -84,9 +83,8 @@ class _Ahead:
         for _ in range(owner._size):
             self._slots.put(True)
         work = (owner._source, owner._place, self._slots, self._ready)
-        self._thread = threading.Thread(
-            target=_run_ahead, args=work, name="tsunax-prefetch", daemon=True
-        )
+        self._thread = threading.Thread(target=_run_ahead, args=work, daemon=True)
+        self._thread.name = "tsunax-prefetch"
         # called when the iterator is collected, and at exit
         self._finish = weakref.finalize(self, _end, self._slots, self._thread)
         self._thread.start()
@@ -197,11 +195,10 @@ def prefetch(data: Any, device: Any = None, size: int = 2) -> Prefetched:
 
     With a Mesh or NamedSharding the rows are spread over the devices along axis 0, and leaves
     without rows are copied to each; each of several processes gives its own part. Without a device
-    batches are only made ahead. An exception of the data is raised here as the cause of a
-    DataError. The thread ends with the loop, however that ends; a new loop ends an older one. The
-    buffer of a loader that fills it again for each batch is copied; batches of arrays in memory
-    gain nothing. Batches read ahead of data that cannot be put back (a generator) are lost when a
-    loop over it ends.
+    batches are only made ahead. Exceptions of the data are raised here as the cause of a DataError.
+    The thread ends with the loop; a new loop ends an older one. A buffer that a loader fills again
+    is copied; batches of arrays in memory gain nothing. Batches read ahead of data that cannot be
+    put back (a generator) are lost when a loop over it ends.
 
     Raises DataError for a size below 1, and while it runs for rows that do not divide by the
     devices.

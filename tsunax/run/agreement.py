@@ -70,9 +70,8 @@ class Alike:
             return
         if (data := self._data) is not None:
             found = dict(data.settings)
-            if (
-                data.process[1] == 1 and data.resident is None
-            ):  # rows of its own, in their own order
+            # a process with rows of its own has them in its own order
+            if data.process[1] == 1 and data.resident is None:
                 length = len(data) if data.is_of_arrays else None
                 found |= {"seed": None, "rows": None, "batches": length}
                 found["rows of the last"] = data.tail_rows

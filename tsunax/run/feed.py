@@ -77,7 +77,8 @@ class Feed:
         begins = goes_on and isinstance(data, Data) and not data.is_placed and _is_new(state)
         # `batches` are read with a place of the run's own: others may loop over them meanwhile. The
         # data that were given follow it, call by call.
-        self._given, self._has_begun = None, False
+        self._given: Any = None
+        self._has_begun = False
         if isinstance(data, Data) and isinstance(innermost(data), Batches):
             self._given, self._was, data = data, (data.get_state(), data.is_placed), data.afresh()
         elif begins and isinstance(data, Prefetched) and not isinstance(innermost(data), Iterator):

@@ -180,8 +180,8 @@ def _picture(facts: Facts, moved: set[str], width: int):
         while len(pace) > 1 and room() < 12:
             rest.insert(0, pace.pop())
         if room() >= 12:
-            styles = dict(complete_style=color, finished_style=color)
-            cells.append(ProgressBar(facts.total, facts.step, width=min(40, room()), **styles))
+            style: Any = dict(complete_style=color, finished_style=color, width=min(40, room()))
+            cells.append(ProgressBar(facts.total, facts.step, **style))
         cells.append(Text(f"{facts.step / facts.total:4.0%}", style=color))
     first = Table.grid(padding=(0, 2, 0, 0))
     for cell in [*cells, Text()]:
@@ -241,8 +241,8 @@ class _Notebook:
         from IPython.display import HTML, display
         from rich.console import Console
 
-        kinds = dict(force_terminal=True, force_jupyter=False)
-        console = Console(record=True, file=io.StringIO(), width=110, **kinds)
+        kind: Any = dict(force_terminal=True, force_jupyter=False, width=110)
+        console = Console(record=True, file=io.StringIO(), **kind)
         console.print(_picture(facts, moved, 110))
         style = "white-space:pre;overflow-x:auto;line-height:1.4;margin:0;"
         pre = f'<pre style="{style}font-family:Menlo,Consolas,monospace">{{code}}</pre>'

@@ -76,7 +76,7 @@ def _number(name: str, x: Any, where: str) -> float:
         fix = "Return it as a metric: inside jit it has no value yet."
         raise WrongTypeError(repr(name), where, "a traced array", "a number", fix)
     value = np.asarray(x) if isinstance(x, (int, float)) or hasattr(x, "__array__") else None
-    is_a = lambda *kinds: any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    is_a = lambda *kinds: any(jnp.issubdtype(getattr(value, "dtype", None), k) for k in kinds)
     if value is None or not is_a(np.floating, np.integer, np.bool_):
         raise WrongTypeError(repr(name), where, trees.describe(x), "a number")
     if value.ndim:
