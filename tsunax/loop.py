@@ -125,9 +125,9 @@ def iterate(
 ):
     """The loop as a generator: `for state, info in iterate(step, state, data, steps=1000)`.
 
-    Yields after every `steps_per_call` steps, with the info of the last one. The state that was
-    yielded is consumed by the next step: keep a copy of what you want to keep. Send another one,
-    and the loop goes on with it.
+    Yields after every `steps_per_call` steps, with the info of the last one. The next step consumes
+    the state that was yielded: copy what you want to keep. Send another one, and the loop goes on
+    with it.
     """
     goal = Goal("iterate()", steps, epochs)
     check_step("iterate()", step, state)
@@ -174,7 +174,7 @@ def fit(
 ) -> tuple[_State, History]:
     """Train until a goal is reached: `(state, history)`.
 
-    As this loop, with many steps in one compiled call, a history, and a clean end at Ctrl-C:
+    This loop, with many steps in one compiled call, a history, and a clean end at Ctrl-C:
 
         for batch in data:
             state, info = step(state, batch)
@@ -214,15 +214,15 @@ def fit(
       dry_run: try everything and keep nothing: two steps on a copy of the state, one evaluation,
         every callback once; no logger, no checkpoint.
       history: a `History` to add rows to.
-      extra: arguments for `step` by name, as in `step(state, batch, **extra)`. A callback may put
-        others in: `extra["scale"] = 0.5`; what it changes within an array is not seen.
+      extra: arguments for `step` by name: `step(state, batch, **extra)`. A callback may put others
+        in, `extra["scale"] = 0.5`; what it changes within an array is not seen.
 
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends
     the run after the call under way, and saves: in a notebook `fit` returns; in a script it raises
-    KeyboardInterrupt. Another Ctrl-C, a second later or more, stops at once. SIGTERM does the
-    same where there is a checkpoint, or a state of several processes, with SystemExit(143).
-    Exceptions that pass through have `error.state`, `error.history` and `error.rejected` (for
-    `ts.replay`); the state is None if the failed call had consumed it.
+    KeyboardInterrupt. Another Ctrl-C, a second later or more, stops at once. With a checkpoint or a
+    state of several processes SIGTERM does the same, with SystemExit(143). Exceptions that pass
+    through have `error.state` (None if the failed call had consumed it), `error.history` and
+    `error.rejected` (for `ts.replay`).
 
     If the state is on devices of several processes, they compare settings, data and changes by
     callbacks, and all of them raise ProcessError if one differs. The numbers of `evaluate` are

@@ -267,16 +267,21 @@ def as_array(what: str, x, place: str) -> Any:
 # ---------------------------------------------------------------------------------------- signatures
 
 
-def names_of(f: Callable, first: int = 1) -> tuple[str, ...] | None:
-    """The keywords that a function takes behind its first arguments; None: any."""
+def parameters_of(f: Callable) -> list[inspect.Parameter]:
+    """Those of its signature; none for builtins without one."""
     try:
-        parameters = list(inspect.signature(f).parameters.values())
+        return list(inspect.signature(f).parameters.values())
     except (ValueError, TypeError):
+        return []
+
+
+def names_of(f: Callable) -> tuple[str, ...] | None:
+    """The keywords that a function takes behind its first argument; None: any."""
+    known = parameters_of(f)
+    if not known or any(p.kind == p.VAR_KEYWORD for p in known):
         return None
-    if any(p.kind == p.VAR_KEYWORD for p in parameters):
-        return None
-    known = parameters[first:]
-    return tuple(p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return tuple(p.name for p in known[1:] if p.kind in kinds)
 
 
 def accepting(f: Callable, names) -> Callable:
@@ -285,12 +290,9 @@ def accepting(f: Callable, names) -> Callable:
     optax's line searches give every extra argument that is not their own to the loss function, by
     the names of its signature, and raise for the others.
     """
-    try:
-        known = list(inspect.signature(f).parameters.values())
-    except (ValueError, TypeError):
-        return f
+    known = parameters_of(f)
     new = [name for name in names if name not in {p.name for p in known}]
-    if not new:
+    if not known or not new:
         return f
 
     @functools.wraps(f)

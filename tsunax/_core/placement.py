@@ -1,7 +1,7 @@
 """Where arrays live: on one device, or over a mesh, and how host rows get there.
 
-The rows of a batch are spread over the data axes of a mesh, everything else is whole on each
-device. Knows shardings and trees, nothing of states.
+The rows of a batch are spread over the data axes of a mesh; everything else is whole on each
+device.
 """
 
 from __future__ import annotations
@@ -138,9 +138,8 @@ def settled(tree, layout):
 def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
     """Move rows along `axis` to a state's device, or spread them over the data axes of its mesh.
 
-    Arrays that lie on that mesh stay as they are. Rows that do not divide by its devices raise
-    DataError; with `whole` each device gets, and computes, all of them. Arrays that are `shared`
-    with somebody who may write to them are copied.
+    Arrays on that mesh stay. Rows that do not divide by its devices raise DataError; with `whole`
+    each device gets all of them. Arrays that are `shared` with a writer are copied.
     """
     if not isinstance(home, NamedSharding):
         return jax.device_put(_unshared(tree, home) if shared else tree, home)

@@ -266,8 +266,8 @@ def child(node: Any, entry: Any) -> Any:
 def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
     """`(names, key path, leaf)` of every leaf in flatten order; `None` is no leaf.
 
-    The `.value` that a flax wrapper adds (NNX Variable, Linen Partitioned) is no name; the field
-    `value` of any other class is one. Leaves that would share their names by that keep it.
+    The `.value` that a flax wrapper adds (NNX Variable, Linen Partitioned) is no name, unless
+    leaves would share their names without it.
     """
     found = list(_named(tree, (), ()))
     counts = Counter(name for name, _, _ in found)
@@ -310,8 +310,8 @@ def take(tree: Any, flags: Flags) -> list[Any]:
 def partition(tree: Any, flags: Flags) -> tuple[Any, Any]:
     """`(selected, rest)`: the same containers, each with `None` where the other has the leaf.
 
-    `None` is no leaf for JAX: `selected` can be differentiated, jitted over, given to an optax
-    `init`. Classes that check their fields when they are built must let `None` pass.
+    `None` is no leaf for JAX: `selected` can be differentiated or given to an optax `init`. Classes
+    that check their fields must let `None` pass.
     """
     leaves, treedef = jax.tree.flatten(tree)
     flagged = list(zip(leaves, flags, strict=True))
@@ -403,9 +403,9 @@ def no_parameters(root: str, tree: Any) -> ParamsError:
 def first_difference(got: Any, expected: Any, root: str = "", leaf: str = "") -> str | None:
     """Where two trees first differ, "at encoder/bias: got nothing, expected float32[3]"; or None.
 
-    Container types, keys, `None`s and static fields count, shapes and dtypes do not: what
-    `jax.tree.map` asks for. Marks do not count. With `root` the place is
-    "params['encoder']['bias']"; `leaf` is what to call an expected leaf instead.
+    As for `jax.tree.map`, container types, keys, `None`s and static fields count, shapes and dtypes
+    do not. With `root` the place is "params['encoder']['bias']"; `leaf` is what to call an expected
+    leaf.
     """
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None  # without a walk: the usual case

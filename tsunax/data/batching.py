@@ -21,6 +21,7 @@ import numpy as np
 from tsunax._core import checks, trees
 from tsunax.data import columns, on_devices, order
 from tsunax.data.checks import check_batch, check_casts, own
+from tsunax.distributed import process_count, process_index
 from tsunax.errors import DataError, WrongTypeError, message, suggests_names
 
 __all__ = ["Batches", "Data", "batches"]
@@ -97,7 +98,7 @@ class Batches(Data):
         return f"Batches({size}, {self.batch_size} a batch, at epoch {epoch}, position {position})"
 
     def __len__(self) -> int:
-        """The number of batches of an epoch. Raises TypeError for a stream without a length."""
+        """The batches of an epoch. Raises TypeError for a stream without a length."""
         if self._rows is None:
             fix = "Give it a __len__, the number of its records; or say steps= in place of epochs=."
             parts = "a stream that does not know it", "arrays, or a stream with len()", fix
@@ -139,7 +140,7 @@ class Batches(Data):
         return {"epoch": epoch, "position": position}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Set a position of `get_state`: the next loop runs from there to the end of its epoch."""
+        """Set a position of `get_state`: the next loop begins there, and ends with its epoch."""
         fits = isinstance(state, Mapping) and state.keys() == {"epoch", "position"}
         fits = fits and all(isinstance(v, (int, np.integer)) and v >= 0 for v in state.values())
         if not fits or (self._rows is not None and int(state["position"]) > len(self)):
@@ -304,15 +305,15 @@ def batches(
     device: Any = None,
     process: tuple[int, int] | None = None,
 ) -> Batches:
-    """Batches of arrays in memory or in files, or of records.
+    """Batches of arrays, in memory or in files, or of records.
 
         order = permutation(seed, epoch)
         batch i = tree.map(lambda x: x[order[i * batch_size : (i + 1) * batch_size]])
 
-    A `for` runs one epoch; the next one runs the next epoch, in another order if shuffled. The
-    order is a function of `(seed, epoch)`, the same on every machine and NumPy: a sort by random
-    words of PCG64. With `get_state()` and `set_state()` a loop resumes at the exact next batch, in
-    the middle of an epoch too. A batch has the structure of `arrays`, and its own memory.
+    A `for` runs one epoch, the next `for` the next epoch, in another order if shuffled. The order
+    is a function of `(seed, epoch)`, the same on every machine and NumPy. With `get_state()` and
+    `set_state()` a loop resumes at the exact next batch. A batch has the structure of `arrays`, and
+    its own memory.
 
     Args:
       arrays: a pytree of arrays with the same rows along axis 0: NumPy's and JAX's, and objects
@@ -325,9 +326,8 @@ def batches(
       drop_remainder: leave out the last, shorter batch of an epoch.
       shuffle_window: shuffle within windows of so many rows, read in sequence: for data larger than
         memory.
-      device: True, a device, a Mesh or a NamedSharding: the arrays are put there once, on each
-        device all of them, and batches are gathered by a compiled program. `resident` and
-        `device_order` are for loops that fuse.
+      device: True, a device, a Mesh or a NamedSharding: all arrays are put on each device once, and
+        a compiled program gathers batches. `resident` and `device_order` are for loops that fuse.
       process: `(index, count)`: each batch has the part of this process; by default those of
         `ts.distributed`. All processes have equally many batches of equally many rows. A short last
         batch that does not divide by their devices is whole on each of them, see `is_whole`. With a
@@ -372,7 +372,7 @@ def _checked_process(process: Any, batch_size: int, device: Any) -> order.Proces
     is_pair = process is None or (isinstance(process, tuple) and len(process) == 2)
     if not is_pair or not all(isinstance(x, int | np.integer) for x in process or ()):
         raise WrongTypeError("process", where, trees.describe(process), "(index, count), two ints")
-    index, count = process or ((0, 1) if spans else order.this_process())
+    index, count = process or ((0, 1) if spans else (process_index(), process_count()))
     if not 0 <= index < count or (spans and count > 1):
         expected = "(0, 1), with a device of all processes" if spans else "an index below the count"
         raise DataError("process", where, process, expected)

@@ -150,8 +150,7 @@ class Source:
     def next(self) -> Any:
         """The next batch; None at the end of an epoch, after which the next one begins.
 
-        Raises DataError for an exception of the data (its cause), a batch that is None, or an epoch
-        without batches.
+        Raises DataError for an exception of the data (its cause), a None, or an empty epoch.
         """
         batch = self._next()
         if batch is None or self._is_ours:
@@ -264,9 +263,8 @@ class Source:
     def restore(self, state: Mapping, fast_forward: bool = False) -> None:
         """Resume from a position that `state` returned.
 
-        Data and iterators without get_state/set_state or state_dict/load_state_dict raise
-        DataError; with `fast_forward=True` they are read from the beginning, and earlier batches
-        dropped: the same run if they yield the same batches again.
+        Data without get_state/set_state or state_dict/load_state_dict raise DataError; with
+        `fast_forward=True` they are read from the beginning, and earlier batches dropped.
         """
         keys = {"epoch", "position"} | (set() if self._is_ours else {"data"})
         if not isinstance(state, Mapping) or not keys <= set(state):
@@ -308,9 +306,9 @@ class Source:
 def as_source(data: Any) -> Source:
     """A cursor over any iterable of batches: `batches`, a list, a generator, grain, torch, ...
 
-    Leaves of other libraries, such as torch's tensors on the CPU, become NumPy arrays. The data's
-    state is found by duck type: get_state/set_state, or state_dict/load_state_dict, of the iterable
-    or of its iterator. Raises WrongTypeError for arrays, and for objects that are no iterable.
+    Leaves of other libraries, such as torch's tensors on the CPU, become NumPy arrays. The state is
+    found by duck type: get_state/set_state or state_dict/load_state_dict of the iterable or its
+    iterator. Raises WrongTypeError for arrays, and for objects that are no iterable.
 
     >>> source = as_source([np.zeros(2), np.ones(2), np.ones(3)])
     >>> source.take(8).shape, source.take(8).shape, source.state()

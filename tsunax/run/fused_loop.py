@@ -130,26 +130,20 @@ class Infos:
 
     def unpacked(self, parts: list[tuple[Infos, int]]) -> tuple[Any, dict[str, np.ndarray]]:
         """The first n infos of each part on the host, stacked, and hyperparameters by name."""
-        table = np.concatenate([part.table[:n] for part, n in parts])
-        columns = iter(range(table.shape[1]))
-        others = iter(zip(*([x[:n] for x in part.others] for part, n in parts), strict=True))
-        leaves = [
-            np.concatenate(next(others)) if dtype is None else table[:, next(columns)].view(dtype)
-            for dtype in self.dtypes
-        ]
-        named = {name: table[:, i] for name, i in zip(self.named, columns, strict=True)}
-        return self.treedef.unflatten(leaves), named
+        columns = iter(np.concatenate([part.table[:n] for part, n in parts]).T)
+        others = zip(*([x[:n] for x in part.others] for part, n in parts), strict=True)
+        infos = self._whole(columns, map(np.concatenate, others), np.ndarray.view)
+        return infos, dict(zip(self.named, columns, strict=True))
 
     def stacked(self, numbers) -> Any:
         """The infos as a step would give them, on the device."""
-        columns, others = iter(range(self.table.shape[-1])), iter(self.others)
-        as_dtype = jax.lax.bitcast_convert_type
-        leaves = [
-            next(others) if d is None else as_dtype(self.table[..., next(columns)], d)
-            for d in self.dtypes
-        ]
-        infos = self.treedef.unflatten(leaves)
+        columns = (self.table[..., i] for i in range(self.table.shape[-1]))
+        infos = self._whole(columns, iter(self.others), jax.lax.bitcast_convert_type)
         return infos._replace(numbers=numbers) if isinstance(infos, StepInfo) else infos
+
+    def _whole(self, columns, others, as_dtype) -> Any:
+        leaves = [next(others) if d is None else as_dtype(next(columns), d) for d in self.dtypes]
+        return self.treedef.unflatten(leaves)
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,9 @@ def _array(kind: str, values: Any) -> array:
 class History:
     """Rows of numbers by step, as columns, and the marks beside them.
 
-    A row need not have every name. A number costs 16 bytes, a row 8 more. A history of a long run
-    is thinned: beyond 50,000 rows every second one goes, then three of four, and so on; the newest
-    stays, and rows with a name that few have (an evaluation's). What is kept depends on the rows
-    alone, not on when they came.
+    A row need not have every name. A number costs 16 bytes, a row 8 more. Beyond 50,000 rows every
+    second one goes, then three of four, and so on; the newest stays, and rows with a name that few
+    have (an evaluation's). What is kept depends on the rows alone, not on when they came.
 
     >>> history = History()
     >>> history.add({"loss": 2.5, "learning_rate": 0.1}, step=10)
@@ -67,7 +66,7 @@ class History:
     def add(self, row: Mapping[str, Any], step: int) -> None:
         """Add a row. Numbers of a step that already has a row join it; newer values win.
 
-        Raises as `check_row` does, and RowError for a step before the last one.
+        Raises RowError for a step before the last one, and as `check_row` does.
         """
         row, last = check_row(row, f"step {step}"), self._steps[-1] if self._steps else None
         if last is not None and step < last:
@@ -179,10 +178,7 @@ class History:
         self._closing = step, tuple(row)
 
     def reopen(self) -> int | None:
-        """Remove that row, since the run goes on, and then has the rows of an uninterrupted one.
-
-        Returns its step if nothing of the row stays.
-        """
+        """Remove that row when the run goes on; its step if nothing of the row stays."""
         (step, names), self._closing = self._closing, (-1, ())
         is_newest = bool(self._steps) and self._steps[-1] == step
         return step if is_newest and self._pop(names) else None
@@ -210,7 +206,7 @@ class History:
         return iter(self.names)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """One value for each row, float64 with NaN where a row has none; of "step" int64. A copy.
+        """A copy of a column: float64, NaN where a row has no value; of "step" int64.
 
         Raises RowError for an unknown name, with the known ones.
         """
@@ -240,10 +236,7 @@ class History:
         return plots.plot(self, names, x)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps int64, values float64) of the rows that have `name`.
-
-        Raises RowError for an unknown one.
-        """
+        """(steps int64, values float64) of the rows that have `name`; RowError if unknown."""
         rows, values = self._column(name)
         return self["step"][np.array(rows, np.int64)], np.array(values, np.float64)
 
@@ -255,7 +248,7 @@ class History:
         return self._steps[rows[-1]], values[-1]
 
     def last(self, name: str) -> float:
-        """The newest value of `name`. Raises RowError for an unknown one."""
+        """The newest value of `name`; RowError for an unknown one."""
         return self._column(name)[1][-1]
 
     if not TYPE_CHECKING:  # for which every name would be one
@@ -279,10 +272,7 @@ class History:
         return self._columns[name]
 
     def to_dataframe(self):
-        """A pandas DataFrame with a row for each step, its index.
-
-        Raises MissingLibraryError without pandas.
-        """
+        """A pandas DataFrame with the steps as index. Raises MissingLibraryError without pandas."""
         try:
             import pandas
         except ImportError:

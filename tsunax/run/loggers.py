@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -158,10 +158,10 @@ class console:
 
     every: int = 1
     file: TextIO | None = None
-    _names: set[str] = field(default_factory=set, init=False, repr=False)
-    _rows: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self):
+        self._names: set[str] = set()
+        self._rows = 0
         if isinstance(self.every, bool) or not isinstance(self.every, int):
             raise WrongTypeError("every", "console()", trees.describe(self.every), "a whole number")
         if self.every < 1:
@@ -206,14 +206,13 @@ class csv:
     """
 
     path: str | os.PathLike
-    _file: TextIO | None = field(default=None, init=False, repr=False)
-    _names: list[str] = field(default_factory=list, init=False, repr=False)
-    _runs: tuple[Any, Any] = field(default=(None, None), init=False, repr=False)
-    _settings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    _used: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self):
         self.path = _path("csv()", self.path)
+        self._file: TextIO | None = None
+        self._names: list[str] = []
+        self._runs: tuple[Any, Any] = None, None
+        self._settings, self._used = {}, False
 
     def start(self, settings: Mapping[str, Any]) -> None:
         path = Path(self.path)
@@ -267,12 +266,11 @@ class jsonl:
     """
 
     path: str | os.PathLike
-    _file: TextIO | None = field(default=None, init=False, repr=False)
-    _settings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    _used: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self):
         self.path = _path("jsonl()", self.path)
+        self._file: TextIO | None = None
+        self._settings, self._used = {}, False
 
     def start(self, settings: Mapping[str, Any]) -> None:
         _check_opens("jsonl()", Path(self.path))
@@ -305,11 +303,11 @@ class tensorboard:
     """
 
     directory: str | os.PathLike
-    _writer: Any = field(default=None, init=False, repr=False)
-    _settings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
         self.directory = _path("tensorboard()", self.directory)
+        self._writer: Any = None
+        self._settings = {}
         try:
             import tensorboardX  # noqa: F401
         except ImportError:

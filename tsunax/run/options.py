@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -219,10 +218,8 @@ def check_step(where: str, step, state) -> None:
     if isinstance(step, TrainStep):
         check_state(state, where)
         return
-    first = ""
-    with contextlib.suppress(TypeError, ValueError, StopIteration):
-        first = next(iter(inspect.signature(step).parameters))
-    if isinstance(state, TrainState) and first == "params":
+    names = [p.name for p in checks.parameters_of(step)]
+    if isinstance(state, TrainState) and names[:1] == ["params"]:
         fix = f"Give ts.train_step({getattr(step, '__name__', 'loss_fn')})."
         raise WrongTypeError("step", where, trees.describe_call(step), A_STEP, fix)
     if not jax.tree.leaves(state):

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -283,31 +283,23 @@ class _Tqdm:
 # ----------------------------------------------------------------------------------------- progress
 
 
-@dataclass(eq=False)
 class Progress:
     """A run as its view shows it.
 
     `show` after every call of the step, `note` for a line above, `close` at the end.
     """
 
-    view: Any
-    total: int | None
-    start: int
-    unit: str = "step"
-    _step: int = field(default=0, init=False)
-    _row: Mapping[str, float] = field(default_factory=dict, init=False)
-    _first: dict[str, float] = field(default_factory=dict, init=False)
-    _moved: set[str] = field(default_factory=set, init=False)
-    _began: float = field(default_factory=lambda: time.perf_counter(), init=False)
-    _next: float = field(default=0.0, init=False)
-    _recent: collections.deque = field(init=False)
-    _timed: tuple[float, int] | None = field(default=None, init=False)  # when the first steps ended
-    _newest: tuple[float, int] = field(default=(0.0, 0), init=False)
-    _is_drawn: bool = field(default=False, init=False)
-
-    def __post_init__(self):
-        self._step, self._recent = self.start, collections.deque(maxlen=30)
-        self._next = self._began + self.view.interval(0.0)
+    def __init__(self, view: Any, total: int | None, start: int, unit: str = "step"):
+        self.view, self.total, self.start, self.unit = view, total, start, unit
+        self._step, self._is_drawn = start, False
+        self._row: Mapping[str, float] = {}
+        self._first: dict[str, float] = {}
+        self._moved: set[str] = set()
+        self._recent: collections.deque = collections.deque(maxlen=30)
+        self._timed: tuple[float, int] | None = None  # when the first steps ended
+        self._newest = 0.0, 0
+        self._began = time.perf_counter()
+        self._next = self._began + view.interval(0.0)
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
         self._step = step

@@ -31,9 +31,8 @@ def _fault(name: str) -> tuple[str, str] | None:
 def check_names(row: Iterable[Any], where: str = "row") -> None:
     """Raise unless every name can be a column header, a TensorBoard tag and a directory.
 
-    WrongTypeError for one that is no string; RowError for one that is empty, longer than 200
-    characters, not printable (NUL, newline, lone surrogates), that climbs directories
-    ("val/../loss", "/loss"), or "step".
+    WrongTypeError for what is no string; RowError for a name that is empty, longer than 200
+    characters, not printable, that climbs directories ("val/../loss", "/loss"), or "step".
 
     >>> check_names(["loss", "val/top-5 accuracy", "learning_rate@encoder/**"])
     >>> check_names({"../loss": 0.1}, "evaluate")
@@ -54,9 +53,8 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
 def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
     """The row as Python floats and ints, from Python, NumPy or JAX scalars. NaN is a number.
 
-    Waits for the device where a value lies there. Raises for names that `check_names` refuses;
-    WrongTypeError for what is no row and for what is no real number; RowError for an array of more
-    than one.
+    Waits for values on a device. Raises as `check_names` does; WrongTypeError for no row or no real
+    number; RowError for an array of more than one.
 
     >>> check_row({"loss": np.float32(0.5), "hits": 3, "ok": True})
     {'loss': 0.5, 'hits': 3, 'ok': 1}
@@ -75,8 +73,9 @@ def _number(name: str, x: Any, where: str) -> float:
     if trees.is_traced(x):
         fix = "Return it as a metric: inside jit it has no value yet."
         raise WrongTypeError(repr(name), where, "a traced array", "a number", fix)
-    value = np.asarray(x) if isinstance(x, (int, float)) or hasattr(x, "__array__") else None
-    is_a = lambda *kinds: any(jnp.issubdtype(getattr(value, "dtype", None), k) for k in kinds)
+    is_array = isinstance(x, (int, float)) or hasattr(x, "__array__")
+    value: Any = np.asarray(x) if is_array else None
+    is_a = lambda *kinds: any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
     if value is None or not is_a(np.floating, np.integer, np.bool_):
         raise WrongTypeError(repr(name), where, trees.describe(x), "a number")
     if value.ndim:
