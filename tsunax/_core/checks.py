@@ -264,7 +264,7 @@ def as_array(what: str, x, place: str) -> Any:
         raise LossError(what, place, trees.describe(x), "an array") from None
 
 
-# ---------------------------------------------------------------------------------------- signatures
+# Signatures
 
 
 def parameters_of(f: Callable) -> list[inspect.Parameter]:
@@ -275,13 +275,13 @@ def parameters_of(f: Callable) -> list[inspect.Parameter]:
         return []
 
 
-def names_of(f: Callable) -> tuple[str, ...] | None:
-    """The keywords that a function takes behind its first argument; None: any."""
+def names_of(f: Callable, first: int = 1) -> tuple[str, ...] | None:
+    """The keywords that a function takes behind its first arguments; None: any."""
     known = parameters_of(f)
     if not known or any(p.kind == p.VAR_KEYWORD for p in known):
         return None
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    return tuple(p.name for p in known[1:] if p.kind in kinds)
+    return tuple(p.name for p in known[first:] if p.kind in kinds)
 
 
 def accepting(f: Callable, names) -> Callable:

@@ -75,7 +75,7 @@ def fast(fn: Callable) -> Callable:
     return wrapped
 
 
-# ----------------------------------------------------------------------------------------- the walk
+# The walk
 
 
 def _rewritten(program, done: dict):
@@ -151,7 +151,7 @@ def _call(x, w, params: tuple) -> core.JaxprEqn | None:
     return program.eqns[0] if len(program.eqns) == 1 and not program.consts else None
 
 
-# ---------------------------------------------------------------------------------- one convolution
+# One convolution
 
 
 def _kernel_layout(ndim: int) -> jax.lax.ConvDimensionNumbers:

@@ -108,7 +108,7 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> tuple[list[bool], list[
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
 
-# ------------------------------------------------------------------------- the parts of an equation
+# The parts of an equation
 
 
 def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:

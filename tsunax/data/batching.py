@@ -24,8 +24,6 @@ from tsunax.data.checks import check_batch, check_casts, own
 from tsunax.distributed import process_count, process_index
 from tsunax.errors import DataError, WrongTypeError, message, suggests_names
 
-__all__ = ["Batches", "Data", "batches"]
-
 
 class Data:
     """Data that can be iterated again and again, an epoch each time, and stores its position."""

@@ -63,7 +63,7 @@ def _shape_of_numbers(leaf: Any, at: str) -> tuple[int, ...]:
     return shape or ()
 
 
-# ----------------------------------------------------------------------- values that JAX would change
+# Values that JAX would change
 
 
 @functools.lru_cache(maxsize=16)

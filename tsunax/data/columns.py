@@ -76,7 +76,7 @@ def _plain(leaf: Any) -> Any:
     return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)
 
 
-# -------------------------------------------------------------------------- what kind of data it is
+# What kind of data it is
 
 
 def _is_column(x: Any) -> bool:

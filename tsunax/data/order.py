@@ -50,7 +50,7 @@ def rows_of_epoch(n: int, window: int | None, seed: int, epoch: int) -> np.ndarr
     return rows
 
 
-# ----------------------------------------------------------------------------- several processes
+# Several processes
 
 
 def share(rows: int, process: Process, is_whole: bool = False) -> slice:

@@ -19,8 +19,6 @@ from tsunax.data.cursors import END, Source, as_source, named
 from tsunax.data.on_devices import placement, put, sharding_of
 from tsunax.errors import DataError, suggests_names
 
-__all__ = ["Prefetched", "prefetch"]
-
 
 def _placer(device: Any):
     """A function that puts a batch on a device, or its rows over the devices of a mesh."""

@@ -68,7 +68,7 @@ def _watched(where: str, metric, mode) -> None:
     checks.check_choice(mode, where, "mode", ("min", "max"))
 
 
-# ----------------------------------------------------------------------------------------- watching
+# Watching
 
 
 def _news(where: str, metric: str, run) -> tuple[int, float] | None:
@@ -126,7 +126,7 @@ def _wait(memory: dict, news: tuple[int, float], mode: Mode, min_delta: float) -
     memory["wait"] = 0 if better else memory.get("wait", 0) + 1
 
 
-# ------------------------------------------------------------------------------ how often: wrappers
+# How often: wrappers
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class sample:
             getattr(run, "note", print)(f"step {run.step}: {shown}")
 
 
-# ------------------------------------------------------------------------------------- when to stop
+# When to stop
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class time_limit:
             run.stop(f"the time limit of {self.seconds:g} s is reached")
 
 
-# ----------------------------------------------------------------------------------- what to change
+# What to change
 
 
 @dataclass(frozen=True)

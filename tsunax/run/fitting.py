@@ -99,7 +99,7 @@ class Fit:
         self.bar = self.boundaries.bar = bar
         self.run.note = bar.note
 
-    # ------------------------------------------------------------------ what the loop in loop.py asks
+    # What the loop in loop.py asks
 
     def begin(self) -> None:
         """Compare the processes of the run, and hold its first boundary."""
@@ -207,7 +207,7 @@ class Fit:
                 self.settle()
             self.log.flush()
 
-    # ------------------------------------------------------------------------------------- numbers
+    # Numbers
 
     def read(self, leave: int) -> None:
         """Wait for all calls but the last `leave`, and make rows of their numbers."""

@@ -18,8 +18,6 @@ from tsunax._core import trees
 from tsunax.errors import MissingLibraryError, RowError, WrongTypeError, unknown
 from tsunax.run.rows import check_names, check_row, families
 
-__all__ = ["History"]
-
 MOST = 50_000  # rows of a history that are kept; of more every second, every fourth, ...
 MOST_MARKS = 10_000
 

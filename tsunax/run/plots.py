@@ -17,15 +17,13 @@ import numpy as np
 
 from tsunax.errors import MissingLibraryError, RowError
 
-__all__ = ["plot", "scatter"]
-
 _BINS = 250  # of a panel's width: more points are drawn as their median and a band
 # Okabe and Ito: for every eye, and in print
 _COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9".split()
 _RANKS = {"loss": 0, "learning_rate": 2}  # metrics lie between
 _LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
 
-# ------------------------------------------------------------------------------- what is in a panel
+# What is in a panel
 
 
 def _base(name: str) -> str:
@@ -80,7 +78,7 @@ def _finite(*columns: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-# --------------------------------------------------------------------------------------- matplotlib
+# Matplotlib
 
 
 def plot(history, names: Sequence[str] | None, x: str):

@@ -25,8 +25,6 @@ from tsunax.errors import WrongTypeError
 from tsunax.run.loggers import short
 from tsunax.run.rows import families
 
-__all__ = ["Progress", "progress", "summary"]
-
 _ASIDE = {"epoch", "grad_norm", "update_norm", "loss_scale", "dropped", "rejected", "learning_rate"}
 
 
@@ -139,7 +137,7 @@ def _memory() -> str:
         return ""
 
 
-# -------------------------------------------------------------------------------------------- views
+# Views
 
 
 def _say(text: str) -> None:
@@ -280,7 +278,7 @@ class _Tqdm:
         self.bar.close()
 
 
-# ----------------------------------------------------------------------------------------- progress
+# Progress
 
 
 class Progress:
