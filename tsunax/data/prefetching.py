@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from tsunax.data.batching import Data
 from tsunax.data.cursors import END, Source, as_source, named
 from tsunax.data.on_devices import placement, put, sharding_of
-from tsunax.errors import DataError, suggests_names
+from tsunax.errors import DataError, message, suggests_names
 
 
 def _placer(device: Any):
@@ -151,9 +151,11 @@ class Prefetched(Data):
         except TypeError:
             if isinstance(self.data, Data):
                 raise
-            fix = "Say steps= in place of epochs=."
-            got = f"a {type(self.data).__name__} that does not know it"
-            raise TypeError("length", "prefetch", got, "data with len()", fix) from None
+            got, fix = f"a {type(self.data).__name__}", "Say steps= in place of epochs=."
+            text = message(
+                "length", "prefetch", f"{got} that does not know it", "data with len()", fix
+            )
+            raise TypeError(text) from None
 
     def __iter__(self) -> _Ahead:
         return _Ahead(self)
