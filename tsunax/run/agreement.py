@@ -30,7 +30,7 @@ SMALL = 1 << 16  # bytes of an array that is compared in full
 
 
 class Alike:
-    """The processes of one run, or of one evaluation. Nothing for a process alone."""
+    """Compares the processes of a run or an evaluation; does nothing for one process alone."""
 
     def __init__(self, where: str, state: Any, data: Any):
         self.where = where

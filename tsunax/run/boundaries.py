@@ -1,5 +1,6 @@
-"""What happens at a boundary, a step at which the state is needed: evaluation, callbacks, loggers,
-progress, checkpoint, in this order.
+"""What happens at a boundary: evaluation, callbacks, loggers, progress, checkpoint, in this order.
+
+A boundary is a step at which one of them needs the state.
 """
 
 from __future__ import annotations
@@ -197,9 +198,7 @@ class Boundaries:
 
 
 def _check_returned(new, run: Run) -> None:
-    """Raise unless a callback returned a state like the one that it got; rules, numbers and freezes
-    may differ.
-    """
+    """Raise unless it is a state like the one given; rules, numbers and freezes may differ."""
     old, fix = run.state, "A callback keeps the structure of the state."
     if any(map(trees.is_gone, jax.tree.leaves(new))):
         raise StateError(donated("the callback's result"))

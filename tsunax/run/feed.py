@@ -414,11 +414,10 @@ def buffer_size(batch, leaves, steps_per_call, interval: float, bytes: int) -> i
 
 
 def place(feed, n: int, home, limit: int = NO_LIMIT, *, step=None, whole=False) -> tuple[Any, Any]:
-    """Stacked batches, in memory of ours, where the state lives; jit is the fastest way to one
-    device.
+    """Stacked batches, in memory of ours, where the state lives.
 
-    Rows that do not divide by the devices of a mesh are padded if the step masks. A batch that
-    is `whole` on every process stays so.
+    Rows that do not divide by the devices of a mesh are padded if the step masks. A batch that is
+    `whole` on every process stays so. On one device jit places them: that is the fastest way.
     """
     count, is_on_mesh = _count(n, limit), isinstance(home, NamedSharding)
     if is_on_mesh and not whole and getattr(step, "masks", False):

@@ -11,7 +11,7 @@ from tsunax.run.run import Run, blamed
 
 
 class RowLog:
-    """The newest row of a run, to which an evaluation and callbacks may still add numbers."""
+    """The newest row of a run: an evaluation and callbacks may still add numbers to it."""
 
     def __init__(self, run: Run, loggers: Sequence[Callable[..., Any]]):
         self.run, self.loggers = run, loggers
