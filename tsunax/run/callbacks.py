@@ -102,7 +102,7 @@ def may_log(callback) -> bool:
 
 
 @property
-def _events(self) -> tuple[str, ...] | None:
+def _events(self: Any) -> tuple[str, ...] | None:
     """What can bring the metric: evaluations "val/loss", anything the numbers of training rows."""
     is_evaluated = "/" in self.metric and not self.metric.startswith("best")
     return ("start", "evaluate", "end") if is_evaluated else None

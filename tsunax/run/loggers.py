@@ -135,13 +135,13 @@ def _run_of(texts: Iterable[str]) -> Any:
     return None
 
 
-def _closed(log) -> None:
+def _closed(log: Any) -> None:
     if log._file is not None:
         log._file.close()
     log._file = None
 
 
-def _appended(path) -> TextIO:
+def _appended(path: Any) -> TextIO:
     return open(path, "a", encoding="utf-8", newline="", buffering=1)
 
 
