@@ -929,6 +929,10 @@ MESSAGES = {
     ),
     "stream order": (lambda: batches(generator(3), 2).order(0), "order at batches: got a stream, expected arrays"),
     "stream length": (lambda: len(batches(generator(3), 2)), "length at batches: got a stream that does not know it"),
+    "length of data ahead": (
+        lambda: len(prefetch(generator(3))),
+        "length at prefetch: got a generator that does not know it",
+    ),
     "state": (
         lambda: batches(np.ones(9), 4).set_state({"epoch": 0, "position": 9}),
         "state at set_state(): got {'epoch': 0, 'position': 9}, expected {\"epoch\": int, \"position\": int}, position",
@@ -946,7 +950,7 @@ MESSAGES = {
 @pytest.mark.parametrize("name", MESSAGES)
 def test_messages(name):
     make, text = MESSAGES[name]
-    kinds = (TypeError,) if name == "stream length" else (DataError, WrongTypeError, HyperparameterError)
+    kinds = (TypeError,) if "length" in name else (DataError, WrongTypeError, HyperparameterError)
     with pytest.raises(kinds) as raised:
         make()
     assert str(raised.value).startswith(text)

@@ -43,12 +43,12 @@ _State = TypeVar("_State")
 
 
 def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple[_State, Any]:
-    """k steps in one compiled loop; `batches` has a first axis of k. Returns `(state, infos)`, the
-    infos stacked.
+    """k steps in one compiled loop: `(state, infos)`, the infos stacked.
 
     As `for batch in batches: state, info = step(state, batch)`, without going back to Python in
-    between. `step` is any function `(state, batch, **extra) -> (state, info)` that can be traced.
-    The state given to a `TrainStep` is donated.
+    between; `batches` has a first axis of k. `step` is any function
+    `(state, batch, **extra) -> (state, info)` that can be traced. The state given to a `TrainStep`
+    is donated.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -63,11 +63,11 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
     batches = owned(batches, "batches")  # the caller may refill them while the program runs
     if k == 1:  # a loop of one would be another program
-        batches = jax.tree.map(
-            lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0), batches
-        )
-    feed, n = _feed.place(fused_loop.Stacked(batches), k, placement.home_of(state), step=step)
-    state, infos = _loop_of(step)(state, feed, n, placement.whole(extra, placement.home_of(state)))
+        twice = lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0)
+        batches = jax.tree.map(twice, batches)
+    home = placement.home_of(state)
+    feed, n = _feed.place(fused_loop.Stacked(batches), k, home, step=step)
+    state, infos = _loop_of(step)(state, feed, n, placement.whole(extra, home))
     return state, _stacked(state, infos, slice(k))
 
 
@@ -77,9 +77,8 @@ def run_epoch(
     """One epoch of `data` in few compiled loops. Returns `(state, infos)`, as `run_steps`.
 
     Reads the batches that `for batch in data` reads: after a `break` a new epoch, after `set_state`
-    the rest of one.
-    Where the data lie on the device (`batches(..., device=True)`) it is one loop, and one more for
-    a short last batch.
+    the rest of one. Data on the device (`batches(..., device=True)`) take one loop, and one more
+    for a short last batch.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -94,9 +93,8 @@ def run_epoch(
     feed, parts = _feed.Feed(step, data, state, "auto", float("inf")), []
     alike, done = agreement.Alike("run_epoch()", state, data), 0
     alike.start(place=feed.source.state())
-    while (
-        chunk := alike.chunk(done + 1, feed.take(_feed.RESIDENT, state, 0), feed.source)
-    ) is not None:
+    take = lambda: alike.chunk(done + 1, feed.take(_feed.RESIDENT, state, 0), feed.source)
+    while (chunk := take()) is not None:
         done += chunk.steps
         state, infos = _loop_of(step)(state, chunk.feed, chunk.n, extra)
         infos = jax.tree.map(lambda x, n=chunk.steps: x[:n], infos)
@@ -132,9 +130,9 @@ def iterate(
 ) -> Generator[tuple[_State, Any], _State | None, None]:
     """The loop as a generator: `for state, info in iterate(step, state, data, steps=1000)`.
 
-    Yields after every `steps_per_call` steps, with the info of the last one. The state that was
-    yielded is consumed by the next step: keep a copy of what you want to keep. Send another one,
-    and the loop goes on with it.
+    Yields after every `steps_per_call` steps, with the info of the last one. The next step consumes
+    the state that was yielded: copy what you want to keep. Send another one, and the loop goes on
+    with it.
     """
     goal = Goal("iterate()", steps, epochs)
     check_step("iterate()", step, state)
@@ -181,13 +179,12 @@ def fit(
 ) -> tuple[_State, History]:
     """Train until a goal is reached: `(state, history)`.
 
-    As this loop, with many steps in one compiled call, a history, and a clean end at Ctrl-C:
+    This loop, with many steps in one compiled call, a history, and a clean end at Ctrl-C:
 
         for batch in data:
             state, info = step(state, batch)
 
-    Between boundaries (below) the steps run in one compiled loop. Only the state, `history` and the
-    position of `data` change; the state given is consumed.
+    The state given is consumed; only `history` and the position of `data` change beside it.
 
     Args:
       step: a `train_step`, or any function `(state, batch, **extra) -> (state, info)` that JAX can
@@ -198,42 +195,39 @@ def fit(
       epochs: the total of epochs of the data. A run that is there already returns at once, with a
         warning.
       evaluate: `f(state) -> {name: number}`, called every `evaluate_every` ("epoch", "5 epochs", or
-        a number of steps) and at the end; and once before the first step, to look at the
-        names, if a callback or `keep_best` waits for one with a slash.
+        a number of steps), at the end, and once before the first step if a callback or `keep_best`
+        waits for a name with a slash.
       callbacks: functions `f(run) -> None | state`, see `callbacks`. `every(n, f)` is called at
         multiples of n steps; a plain function at every boundary, including each multiple of
         `log_every`.
       logger: `f(row, step=)`, or several; for example `wandb.log`. Called on the first process
         only.
-      checkpoint: a path or `Checkpoints`: where to save all that it takes to go on (state, place of
-        the data, history, what callbacks remember) at its `every`, else after every epoch, and at
-        the end; and from where to resume. A fresh state takes the newest checkpoint; one that is
-        further, or as far and edited, goes on instead, with a warning.
+      checkpoint: a path or `Checkpoints`: where to save state, place of the data, history and
+        callbacks' memory, at its `every`, else after every epoch, and at the end; and from where to
+        resume. A fresh state takes the newest checkpoint; one that is further, or as far and
+        edited, goes on instead, with a warning.
       resume: "auto" resumes from the newest good checkpoint if there is one; "must" raises if there
         is none; "never" raises if there is one.
       fast_forward: whether data that cannot be put to its place (a list, a generator) may be read
         again up to there.
       progress: True (on stderr: a bar on a terminal and in notebooks, else lines), False, or a
         tqdm.
-      log_every: a row of the history for every so many steps, with the numbers of that step; the
-        first and the last step have a row too.
-      steps_per_call: number of steps in one call of the compiled loop; "auto" follows the time that
-        a step takes. Does not change the result. None calls `step` itself, which then need not be
-        traceable.
-      max_bad: number of rejected steps in a row that ends the run with a NonFiniteError; fewer give
-        a warning.
+      log_every: a row of the history every so many steps; the first and the last step have one too.
+      steps_per_call: steps in one call of the compiled loop; "auto" follows the time that a step
+        takes. Does not change the result. None calls `step` itself, which need not be traceable.
+      max_bad: rejected steps in a row that end the run with a NonFiniteError; fewer give a warning.
       dry_run: try everything and keep nothing: two steps on a copy of the state, one evaluation,
         every callback once; no logger, no checkpoint.
       history: a `History` to add rows to.
-      extra: arguments for `step` by name, as in `step(state, batch, **extra)`. A callback may put
-        others in: `extra["scale"] = 0.5`; what it changes within an array is not seen.
+      extra: arguments for `step` by name: `step(state, batch, **extra)`. A callback may put others
+        in, `extra["scale"] = 0.5`; what it changes within an array is not seen.
 
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends
     the run after the call under way, and saves: in a notebook `fit` returns; in a script it raises
-    KeyboardInterrupt. Another Ctrl-C, a second later or more, stops at once. SIGTERM does the
-    same where there is a checkpoint, or a state of several processes, with SystemExit(143).
-    Exceptions that pass through have `error.state`, `error.history` and `error.rejected` (for
-    `ts.replay`); the state is None if the failed call had consumed it.
+    KeyboardInterrupt. Another Ctrl-C, a second later or more, stops at once. With a checkpoint or a
+    state of several processes SIGTERM does the same, with SystemExit(143). Exceptions that pass
+    through have `error.state` (None if the failed call had consumed it), `error.history` and
+    `error.rejected` (for `ts.replay`).
 
     If the state is on devices of several processes, they compare settings, data and changes by
     callbacks, and all of them raise ProcessError if one differs. The numbers of `evaluate` are
@@ -258,31 +252,23 @@ def fit(
         logger, checkpoint, resume, progress, history = (), None, "auto", False, None
     with contextlib.ExitStack() as stack:
         saver = None if checkpoint is None else stack.enter_context(starting.opened(checkpoint))
-        more: dict[str, Any] = {
-            "log_every": log_every,
-            "steps_per_call": steps_per_call,
-            "max_bad": max_bad,
-            "extra": {} if extra is None else extra,
-            "dry_run": dry_run,
-        }
-        options = options_of(goal, evaluate, evaluate_every, callbacks, logger, saver=saver, **more)
-        fitting = starting.begin(
-            step, state, data, options, progress, history, resume, fast_forward
-        )
+        calls = evaluate, evaluate_every, callbacks, logger, log_every, steps_per_call, max_bad
+        extra = {} if extra is None else extra
+        options = options_of(goal, *calls, extra, saver, dry_run)
+        how = progress, history, resume, fast_forward
+        fitting = starting.begin(step, state, data, options, *how)
         run = fitting.run
         stack.callback(fitting.feed.close)
         if goal.reached(run.step, fitting.feed.epoch):
             warn(starting.nothing_to_do(fitting))
             return run.state, run.history
         closed = run.history.reopen()
-        # then SIGTERM, too, ends the run after its call
-        ends_all = saver is not None or fitting.alike.spans
-        signals = (signal.SIGINT, signal.SIGTERM) if ends_all else (signal.SIGINT,)
+        # SIGTERM, too, ends the run after its call if there is something to save or to end together
+        waits = saver is not None or fitting.alike.spans
+        signals = (signal.SIGINT, signal.SIGTERM) if waits else (signal.SIGINT,)
         try:
-            with (
-                Interrupt(*signals) as interrupt,
-                starting.told(options, starting.settings(fitting, closed)),
-            ):
+            settings = starting.settings(fitting, closed)
+            with Interrupt(*signals) as interrupt, starting.told(options, settings):
                 _train(fitting, interrupt)
                 if saver is not None:
                     # a second SIGTERM would end the process with the last save half written
@@ -296,8 +282,8 @@ def fit(
             raise
         if dry_run:
             fitting.feed.back()
+    # too late for all to end together: as if it had come after this
     if interrupt.asked and not fitting.signal and fitting.alike.spans:
-        # too late for all to end together: as if it had come after this
         os.kill(os.getpid(), interrupt.asked)
     asked = fitting.signal or interrupt.asked
     if asked == signal.SIGTERM:

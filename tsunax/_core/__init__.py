@@ -1,6 +1,6 @@
-"""What every part of the package may use: trees, patterns, checks, norms, files. It knows nobody.
+"""What every part of the package may use: trees, patterns, checks, norms, files.
 
-Nothing here has heard of a training state, a rule or a loop.
+It knows nothing of training states, rules and loops.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ Step: TypeAlias = Callable[..., tuple[Any, Any]]  # step(state, batch, **extra) 
 def lazy(
     package: dict[str, Any],
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package, from its `globals()`: names that are
-    loaded when they are first used. They stand once, in the stub beside its `__init__.py`, where
-    type checkers read them: `from tsunax.hyper import adjust as adjust`.
+    """`__all__`, `__getattr__` and `__dir__` of a package, whose names load when they are used.
+
+    The names stand once, in the stub beside its `__init__.py`, where type checkers read them:
+    `from tsunax.hyper import adjust as adjust`.
     """
     title = package["__name__"]
     stub = Path(package["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8")

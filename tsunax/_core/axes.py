@@ -1,7 +1,7 @@
 """Named device axes, for steps inside `jax.shard_map` and `jax.pmap`.
 
-A mean that was forgotten there leaves a state on each device that drifts from the others. So nobody
-can forget it: a step that finds itself on such an axis wants to be told of it.
+A mean that was forgotten there lets the states of the devices drift apart. So a step inside such an
+axis raises unless it has an `axis_name`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Axes = tuple[str, ...]
 
 def as_axes(axis_name: Any, where: str) -> Axes | None:
     """Names as a tuple; None where nothing was said. Raises WrongTypeError."""
+    if axis_name is None:
+        return None
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if names is None or (
-        isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)
-    ):
-        return None if names is None else tuple(names)
+    if isinstance(names, tuple | list) and all(isinstance(name, str) for name in names):
+        return tuple(names)
     expected = "the name of an axis of devices, a tuple of names, or ()"
     raise WrongTypeError("axis_name", where, repr(axis_name), expected)
 
@@ -38,38 +38,35 @@ def around(given: Axes | None, where: str) -> Axes:
             unnamed = not all(isinstance(name, str) and not name.startswith("_") for name in found)
             names = "i" if unnamed else found[0] if len(found) == 1 else found
             inside = "jax.pmap, whose axis has no name either" if unnamed else f"axis {names!r}"
-            fix = (
-                f"Each device has rows of its own: {where[:-1]}..., axis_name={names!r}) for "
-                "the mean, () for none."
-            )
+            how = f"{where[:-1]}..., axis_name={names!r}) for the mean, () for none."
+            fix = f"Each device has rows of its own: {how}"
             raise StateError("axis_name", where, f"none inside of {inside}", "one", fix)
         return ()
     for name in given:
         try:
             jax.lax.axis_index(name)
         except NameError:
-            fix = (
-                "Call it inside jax.shard_map or jax.pmap over that axis; on sharded arrays "
-                "leave it out."
-            )
-            raise StateError(
-                "axis_name", where, repr(name), "an axis that is around it", fix
-            ) from None
+            expected, fix = "an axis that is around it", "on sharded arrays leave it out."
+            fix = f"Call it inside jax.shard_map or jax.pmap over that axis; {fix}"
+            raise StateError("axis_name", where, repr(name), expected, fix) from None
     return given
+
+
+def _varying(x):
+    kind = jax.typeof(x)
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 
 def varies(x) -> bool:
     """Whether devices inside `shard_map` may have different values of it, as far as JAX tells."""
-    kind = jax.typeof(x)
-    return bool(kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying)
+    return bool(_varying(x))
 
 
 def vary(tree, axes: Axes):
     """The tree marked as varying over devices, so that JAX does not sum its gradients itself."""
 
     def one(x):
-        kind = jax.typeof(x)
-        have = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+        have = _varying(x)
         new = tuple(name for name in axes if name not in have)
         if not new:
             return x
@@ -92,24 +89,15 @@ def gathered(tree, axes: Axes):
     def one(x):
         x = jnp.asarray(x)
         at = (jnp.arange(n) == here).reshape(n, *[1] * x.ndim)
-        whole = jax.lax.psum(
-            jnp.where(at, x[None], jnp.zeros_like(x[None])).astype(_summed(x.dtype)), axes
-        )
-        return whole.astype(x.dtype)
+        mine = jnp.where(at, x[None], jnp.zeros_like(x[None]))
+        summed = jnp.int32 if x.dtype == jnp.bool_ else x.dtype
+        return jax.lax.psum(mine.astype(summed), axes).astype(x.dtype)
 
     return jax.tree.map(one, vary(tree, axes))
-
-
-def _summed(dtype):
-    return jnp.int32 if dtype == jnp.bool_ else dtype
 
 
 def mean(tree, axes: Axes):
     """The mean over devices of what is inexact; of counts the greatest."""
-    one = lambda x: (jax.lax.pmean if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax)(
-        x, axes
-    )
+    is_inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    one = lambda x: (jax.lax.pmean if is_inexact(x) else jax.lax.pmax)(x, axes)
     return jax.tree.map(one, vary(tree, axes))
-
-
-__all__ = ["Axes", "around", "as_axes", "gathered", "mean", "own_key", "varies", "vary"]

@@ -27,10 +27,8 @@ def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
     To be called before anything that flattens: JAX's own error does not say where.
     """
     if isinstance(params, Iterator):
-        where, got = trees.access_str(root, path), trees.describe(params)
-        raise ParamsError(
-            "leaf", where, got, "a list, tuple or dict", "Make it one, with list(...)."
-        )
+        where, fix = trees.access_str(root, path), "Make it one, with list(...)."
+        raise ParamsError("leaf", where, trees.describe(params), "a list, tuple or dict", fix)
     if isinstance(params, Mapping) and not jtu.all_leaves([params]):
         odd = [key for key in params if not isinstance(key, (str, int))]
         text = [key for key in params if isinstance(key, str)]
@@ -49,8 +47,7 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
         check_keys(tree, root)
     except ParamsError as error:
         raise WrongTypeError(str(error)) from None
-    for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
-        where = trees.access_str(root, path)
+    for where, leaf in trees.leaves_at(root, tree):
         if not _is_numeric(leaf):
             raise WrongTypeError("leaf", where, trees.describe(leaf), "an array of numbers", fix)
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -59,11 +56,8 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
         check_alive(leaf, where)
 
 
-_GONE = (
-    "a deleted array",
-    "a live one",
-    "An earlier step consumed (donated) it: use what the step returned.",
-)
+_CONSUMED = "An earlier step consumed (donated) it: use what the step returned."
+_GONE = "a deleted array", "a live one", _CONSUMED
 
 
 def check_alive(leaf: Any, where: str) -> None:
@@ -75,13 +69,17 @@ def check_alive(leaf: Any, where: str) -> None:
 def check_all_alive(tree: Any, root: str) -> None:
     """The same of every leaf, by its path."""
     if any(map(trees.is_gone, jax.tree.leaves(tree))):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            check_alive(leaf, trees.access_str(root, path))
+        for where, leaf in trees.leaves_at(root, tree):
+            check_alive(leaf, where)
 
 
 def _is_numeric(leaf: Any) -> bool:
     """Whether a program can take it: numbers, bools, keys."""
-    dtype, kinds = trees.dtype_of(leaf), (np.number, np.bool_, jax.dtypes.prng_key)
+    return _is_a(leaf, np.number, np.bool_, jax.dtypes.prng_key)
+
+
+def _is_a(x: Any, *kinds: Any) -> bool:
+    dtype = trees.dtype_of(x)
     return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
@@ -90,19 +88,16 @@ def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | Non
     dtype, floats = trees.dtype_of(leaf), "a float or complex array"
     aside = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
     if dtype is None:
-        fix = (
-            "Give the tree of arrays: what a model's init returns, or nnx.state(model, nnx.Param)."
-        )
+        fix = "nnx.state(model, nnx.Param)"
+        fix = f"Give the tree of arrays: what a model's init returns, or {fix}."
         if name:
-            fix = (
-                "Keep it outside of params; for equinox, params, rest = eqx.partition(model, "
-                "eqx.is_array)."
-            )
+            equinox = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
+            fix = f"Keep it outside of params; {equinox}."
         return "leaf that is no number", trees.describe(leaf), floats, fix
     if not trees.is_inexact(leaf):
-        fix = (
-            "A key belongs to setup(..., key=...)." if trees.is_key(leaf) else aside if name else ""
-        )
+        fix = aside if name else ""
+        if trees.is_key(leaf):
+            fix = "A key belongs to setup(..., key=...)."
         return "leaf that cannot be trained", f"dtype {dtype}", floats, fix
     wide = {"g": "float32", "G": "complex64"}.get(getattr(dtype, "char", ""))  # NumPy's longdouble
     canonical = jax.dtypes.canonicalize_dtype(wide or dtype)
@@ -111,9 +106,7 @@ def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | Non
         return "leaf too wide for JAX", f"dtype {dtype}", str(canonical), fix
     if 0 in np.shape(leaf):
         return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", aside
-    if trees.is_gone(leaf):
-        return "leaf without a buffer", *_GONE
-    return None
+    return ("leaf without a buffer", *_GONE) if trees.is_gone(leaf) else None
 
 
 def _repeat(keys: Iterable[Any], flags: trees.Flags) -> tuple[int, int] | None:
@@ -154,15 +147,13 @@ def _nonfinite(leaves: list[Any]) -> list[int]:
 def _model_fix(params: Any) -> str:
     """How to give a model that was given in place of its parameters; "" for a tree that is none."""
     kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(params).__mro__]
+    call = "setup(rule, model.params, model_state=model.model_state)."
     if "tsunax.models.Model" in kinds:
-        return "Give its parts: setup(rule, model.params, model_state=model.model_state)."
+        return f"Give its parts: {call}"
     known = {"flax.nnx": "nnx(module)", "flax.linen": "linen(module, variables)"}
     for library, make in known.items():
         if any(kind.startswith(library) and kind.endswith(".Module") for kind in kinds):
-            return (
-                f"First model = ts.models.{make}, then setup(rule, model.params, "
-                "model_state=model.model_state)."
-            )
+            return f"First model = ts.models.{make}, then {call}"
     return ""
 
 
@@ -175,23 +166,22 @@ def check_params(params: Any, flags: trees.Flags, root: str = "params") -> None:
     named = trees.leaves_with_names(params)
     if not named:
         raise trees.no_parameters(root, params)
-    chosen = [(path, leaf) for (_, path, leaf), flag in zip(named, flags, strict=True) if flag]
-    for (name, path, leaf), flag in zip(named, flags, strict=True):
+    places = [trees.access_str(root, path) for _, path, _ in named]
+    for (name, _, leaf), place, flag in zip(named, places, flags, strict=True):
         if (flag or not _is_numeric(leaf)) and (fault := _leaf_fault(leaf, name)):
             what, got, expected, fix = fault
-            fix = _model_fix(params) or fix
-            raise ParamsError(what, trees.access_str(root, path), got, expected, fix)
+            raise ParamsError(what, place, got, expected, _model_fix(params) or fix)
     for joint in "/.":
         if pair := _repeat([joint.join(name) for name, _, _ in named], flags):
-            where = " and ".join(trees.access_str(root, named[i][1]) for i in pair)
+            where = " and ".join(places[i] for i in pair)
             got = f"{joint.join(named[pair[0]][0])!r} for both"
             fix = f"Rename one: names are joined with {joint!r}."
             raise ParamsError("names that collide", where, got, "different names", fix)
-    for (path, leaf), count in zip(chosen, _nonfinite([leaf for _, leaf in chosen]), strict=True):
+    chosen = [i for i, flag in enumerate(flags) if flag]
+    for i, count in zip(chosen, _nonfinite([named[i][2] for i in chosen]), strict=True):
         if count:
-            got = f"{count} of {np.size(leaf)} not finite"
-            where = trees.access_str(root, path)
-            raise ParamsError("leaf with NaN or inf", where, got, "finite numbers")
+            got = f"{count} of {np.size(named[i][2])} not finite"
+            raise ParamsError("leaf with NaN or inf", places[i], got, "finite numbers")
 
 
 def check_aliases(params: Any, flags: trees.Flags, root: str = "params", **donated: Any) -> None:
@@ -200,16 +190,11 @@ def check_aliases(params: Any, flags: trees.Flags, root: str = "params", **donat
     `donated` are trees by name that share the fate of the selected leaves.
     """
     named = {root: params, **donated}
-    keyed = [
-        (name, *found)
-        for name, tree in named.items()
-        for found in jtu.tree_flatten_with_path(tree)[0]
-    ]
-    flags = [*flags, *[True] * (len(keyed) - len(flags))]
-    if pair := _repeat(
-        [id(x) if trees.is_array(x) else -1 - i for i, (_, _, x) in enumerate(keyed)], flags
-    ):
-        where = " and ".join(trees.access_str(*keyed[i][:2]) for i in pair)
+    found = [x for name, tree in named.items() for x in trees.leaves_at(name, tree)]
+    flags = [*flags, *[True] * (len(found) - len(flags))]
+    ids = [id(x) if trees.is_array(x) else -1 - i for i, (_, x) in enumerate(found)]
+    if pair := _repeat(ids, flags):
+        where = " and ".join(found[i][0] for i in pair)
         fix = "Copy one of them, or let setup copy (copy=True)."
         raise ParamsError("leaves", where, "one array for both", "an array for each", fix)
 
@@ -218,26 +203,15 @@ def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
     """Raise StateError unless two trees agree in structure, shape and dtype."""
     if difference := trees.first_difference(new, old, root):
         raise StateError(f"{what} {difference}. {fix}".rstrip())
-    for (path, a), b in zip(
-        jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True
-    ):
-        dtypes = trees.dtype_of(a), trees.dtype_of(b)
-        if (
-            any(dtype is None for dtype in dtypes)
-            or dtypes[0] != dtypes[1]
-            or np.shape(a) != np.shape(b)
-        ):
-            raise StateError(
-                what, trees.access_str(root, path), trees.describe(a), trees.describe(b), fix
-            )
+    for (place, a), b in zip(trees.leaves_at(root, new), jax.tree.leaves(old), strict=True):
+        dtype = trees.dtype_of(a)
+        if dtype is None or dtype != trees.dtype_of(b) or np.shape(a) != np.shape(b):
+            raise StateError(what, place, trees.describe(a), trees.describe(b), fix)
 
 
 def is_real(x: Any) -> bool:
     """Whether this is a real number, no bool, or an array of them."""
-    dtype = trees.dtype_of(x)
-    return dtype is not None and any(
-        jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer)
-    )
+    return _is_a(x, np.floating, np.integer)
 
 
 def each_batch(batches: Any, where: str) -> Iterator[Any]:
@@ -290,19 +264,24 @@ def as_array(what: str, x: object, place: str) -> jax.Array:
         raise LossError(what, place, trees.describe(x), "an array") from None
 
 
-# ---------------------------------------------------------------------------------------- signatures
+# Signatures
+
+
+def parameters_of(f: Callable) -> list[inspect.Parameter]:
+    """Those of its signature; none for builtins without one."""
+    try:
+        return list(inspect.signature(f).parameters.values())
+    except (ValueError, TypeError):
+        return []
 
 
 def names_of(f: Callable, first: int = 1) -> tuple[str, ...] | None:
     """The keywords that a function takes behind its first arguments; None: any."""
-    try:
-        parameters = list(inspect.signature(f).parameters.values())
-    except (ValueError, TypeError):
+    known = parameters_of(f)
+    if not known or any(p.kind == p.VAR_KEYWORD for p in known):
         return None
-    if any(p.kind == p.VAR_KEYWORD for p in parameters):
-        return None
-    known = parameters[first:]
-    return tuple(p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return tuple(p.name for p in known[first:] if p.kind in kinds)
 
 
 def accepting(f: Callable, names) -> Callable:
@@ -311,25 +290,18 @@ def accepting(f: Callable, names) -> Callable:
     optax's line searches give every extra argument that is not their own to the loss function, by
     the names of its signature, and raise for the others.
     """
-    try:
-        parameters = list(inspect.signature(f).parameters.values())
-    except (ValueError, TypeError):
-        return f
-    new = [name for name in names if name not in {p.name for p in parameters}]
-    if not new:
+    known = parameters_of(f)
+    new = [name for name in names if name not in {p.name for p in known}]
+    if not known or not new:
         return f
 
     @functools.wraps(f)
     def of(*args, **kwargs):
         return f(*args, **{name: x for name, x in kwargs.items() if name not in new})
 
-    last = (
-        [parameters.pop()]
-        if parameters and parameters[-1].kind == inspect.Parameter.VAR_KEYWORD
-        else []
-    )
+    at = len(known) - (bool(known) and known[-1].kind == inspect.Parameter.VAR_KEYWORD)
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in new]
-    of.__signature__ = inspect.Signature([*parameters, *more, *last])  # pyright: ignore[reportAttributeAccessIssue]
+    of.__signature__ = inspect.Signature([*known[:at], *more, *known[at:]])  # pyright: ignore[reportAttributeAccessIssue]
     return of
 
 

@@ -2,10 +2,9 @@
 
 XLA's fast CPU kernel takes one layout, batch x spatial x features. XLA brings a convolution into it
 in the entry computation of a program, but not in the body of a `scan`, `while_loop` or `fori_loop`
-(jax#12868). There what is in another layout, as the gradient of every kernel and of every input is,
-runs in scalar loops, up to 50 times slower. `fast` writes the transposes that XLA leaves out. It
-works on the jaxpr, so that it sees the convolutions of the gradient, whoever wrote the model, and
-takes whole equations out for others of the same type. It knows nothing of training.
+(jax#12868). There another layout, as that of every gradient, runs in scalar loops, up to 50 times
+slower. `fast` writes the transposes that XLA leaves out. It replaces equations of the jaxpr by
+others of the same type, so that it reaches the convolutions of the gradient in any model.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ NAME = "convolution_in_loop"
 # others have no fast kernel
 _DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
 _PARAMETERS = frozenset(
-    "batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding precision "
-    "preferred_element_type rhs_dilation window_strides".split()
+    "batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding "
+    "precision preferred_element_type rhs_dilation window_strides".split()
 )
 # Groups that read so few features are up to 15 times faster in scalar loops than in the kernel,
 # once per group.
@@ -70,15 +69,9 @@ def _convolution(eqn: core.JaxprEqn) -> core.JaxprEqn:
         return eqn
     if any(map(_is_cut, (x.sharding, w.sharding, out.sharding, eqn.params["out_sharding"]))):
         return eqn
-    if (
-        x.dtype != w.dtype
-        or not {x.dtype, out.dtype} <= _DTYPES
-        or not 3 <= x.ndim <= 5
-        or 0 in x.shape + w.shape
-    ):
-        return eqn
+    is_known = x.dtype == w.dtype and {x.dtype, out.dtype} <= _DTYPES and 3 <= x.ndim <= 5
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
-    if not _is_slow(x.shape, w.shape, params):
+    if not is_known or 0 in x.shape + w.shape or not _is_slow(x.shape, w.shape, params):
         return eqn
     call = _call(x, w, tuple(params.items()))
     if call is None or call.outvars[0].aval != out:
@@ -87,10 +80,7 @@ def _convolution(eqn: core.JaxprEqn) -> core.JaxprEqn:
 
 
 def _is_cut(sharding) -> bool:
-    """Whether an axis is laid over a mesh by type.
-
-    Axes that XLA cuts by itself do not show here.
-    """
+    """Whether an axis is laid over a mesh by type (axes that XLA cuts do not show here)."""
     return sharding is not None and any(axis is not None for axis in sharding.spec)
 
 
@@ -99,27 +89,23 @@ def _call(x, w, params: tuple) -> core.JaxprEqn | None:
     """The equation for these types, traced once: equal layers of a model share it."""
     options = dict(params)
 
+    fast = functools.partial(_in_kernel_layout, **options)
+    plain = functools.partial(jax.lax.conv_general_dilated, **options)
+
     def convolution_in_loop(x, w):
-        return jax.lax.platform_dependent(
-            x,
-            w,
-            cpu=functools.partial(_in_kernel_layout, **options),
-            default=functools.partial(jax.lax.conv_general_dilated, **options),
-        )
+        return jax.lax.platform_dependent(x, w, cpu=fast, default=plain)
 
     program = jax.make_jaxpr(jax.jit(convolution_in_loop))(x, w)
     return program.eqns[0] if len(program.eqns) == 1 and not program.consts else None
 
 
-# ---------------------------------------------------------------------------------- one convolution
+# One convolution
 
 
 def _kernel_layout(ndim: int) -> jax.lax.ConvDimensionNumbers:
     """NHWC x HWIO -> NHWC, for any number of spatial axes."""
-    spatial = range(1, ndim - 1)
-    return jax.lax.ConvDimensionNumbers(
-        (0, ndim - 1, *spatial), (ndim - 1, ndim - 2, *range(ndim - 2)), (0, ndim - 1, *spatial)
-    )
+    x = (0, ndim - 1, *range(1, ndim - 1))
+    return jax.lax.ConvDimensionNumbers(x, (ndim - 1, ndim - 2, *range(ndim - 2)), x)
 
 
 def _is_slow(x_shape, w_shape, params) -> bool:
@@ -137,11 +123,8 @@ def _in_kernel_layout(x, w, *, dimension_numbers, feature_group_count, batch_gro
     # One kernel per group is what XLA makes a convolution of feature groups with, in the same order
     # of additions.
     if batch_group_count not in (1, w.shape[-1]):
-        x, feature_group_count, batch_group_count = (
-            _as_features(x, batch_group_count),
-            batch_group_count,
-            1,
-        )
+        x = _as_features(x, batch_group_count)
+        feature_group_count, batch_group_count = batch_group_count, 1
     out = jax.lax.conv_general_dilated(
         x,
         w,
@@ -159,6 +142,3 @@ def _as_features(x, groups: int):
     n, *space, c = x.shape
     x = jnp.moveaxis(x.reshape(groups, n // groups, *space, c), 0, -2)
     return x.reshape(n // groups, *space, groups * c)
-
-
-__all__ = ["fast"]

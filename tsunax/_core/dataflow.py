@@ -1,13 +1,14 @@
 """What reaches what in a traced function: facts about its arguments, carried through its jaxpr.
 
 An analysis is a value for "nothing is known", a `join` of two facts, and a rule for primitives:
-`(equation, facts of its operands) -> facts of its results`. What stands here is the same for each
-analysis: inner programs (jit, checkpoint, custom derivatives, cond, scan, while), loops until
-nothing changes any more. It computes no numbers, and knows nothing of training.
+`(equation, facts of its operands) -> facts of its results`. Common to all of them are the inner
+programs (jit, checkpoint, custom derivatives, cond, scan, while) and loops, which run until nothing
+changes any more.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import re
@@ -56,7 +57,8 @@ class Analysis:
             return self._settled(once, given[n + m :])[0]
         if name == "cond":
             each = [self.run(branch.jaxpr, given[1:]) for branch in p["branches"]]
-            return [self._joined(facts) for facts in zip(*each, strict=True)]
+            joined = lambda facts: functools.reduce(self.join, facts, self.nothing)
+            return list(map(joined, zip(*each, strict=True)))
         program = called(eqn, parts=True)
         return self.rule(eqn, given) if program is None else self.run(program[0], given)
 
@@ -67,12 +69,6 @@ class Analysis:
             if new == carry:
                 return carry, out
             carry = new
-
-    def _joined(self, facts: Sequence[Any]) -> Any:
-        found = self.nothing
-        for fact in facts:
-            found = self.join(found, fact)
-        return found
 
 
 def multiplied(fn: Callable, params: Any, batch: Any) -> tuple[list[bool], list[bool]]:
@@ -87,18 +83,19 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> tuple[list[bool], list[
     ([True, False], [False, False])
     """
     found = met = 0
+    union = lambda bits: functools.reduce(int.__or__, bits, 0)
 
     def rule(eqn, given):
         nonlocal found, met
         if eqn.primitive.name not in _PRODUCTS:
-            met |= _union([x for x in given if not x & 1]) if 1 in given else 0
+            met |= union(x for x in given if not x & 1) if 1 in given else 0
         else:
             for x, w in (given[:2], given[1::-1]):
                 # params alone: a product with what was made of them and of the batch may be a
                 # weighted mean. A convolution is none, and takes one dtype only
                 if w == 1 or (w & 1 and eqn.primitive.name == "conv_general_dilated"):
                     found |= x & ~1
-        return [_union(given)] * len(eqn.outvars)
+        return [union(given)] * len(eqn.outvars)
 
     program = jax.make_jaxpr(fn)(params, batch)
     size, n = len(jax.tree.leaves(params)), len(jax.tree.leaves(batch))
@@ -111,14 +108,7 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> tuple[list[bool], list[
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
 
-def _union(bits: Sequence[int]) -> int:
-    found = 0
-    for x in bits:
-        found |= x
-    return found
-
-
-# ------------------------------------------------------------------------- the parts of an equation
+# The parts of an equation
 
 
 def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
@@ -129,22 +119,23 @@ def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
     programs = programs_in(eqn)
     if len(programs) != 1:
         return None
-    closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is programs[0])
+    program = programs[0]
+    closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is program)
     shapes = lambda variables: [len(v.aval.shape) if parts else v.aval.shape for v in variables]
-    same = shapes(programs[0].invars) == shapes(eqn.invars) and shapes(
-        programs[0].outvars
-    ) == shapes(eqn.outvars)
-    return (programs[0], getattr(closed, "consts", ())) if same else None
+    same = all(
+        shapes(inner) == shapes(outer)
+        for inner, outer in ((program.invars, eqn.invars), (program.outvars, eqn.outvars))
+    )
+    return (program, getattr(closed, "consts", ())) if same else None
 
 
 def scanned(eqn: Any) -> tuple[int, int]:
     """How many operands of a scan are the same in every trip, and how many it carries."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    parts = [
-        list(part) for part in eqn.params["ft_in"].update(range(len(eqn.invars))).unpack()
-    ]  # jax 0.12
-    return len(parts[0]), len(parts[1])
+    parts = eqn.params["ft_in"].update(range(len(eqn.invars))).unpack()  # jax 0.12
+    consts, carry, *_ = map(list, parts)
+    return len(consts), len(carry)
 
 
 def source_line(sources: tuple, above: str = "") -> tuple[str, str]:
@@ -159,16 +150,12 @@ def source_line(sources: tuple, above: str = "") -> tuple[str, str]:
     for source in sources:
         lines = reversed(source_info_util.summarize(source, num_frames=100).splitlines())
         frames = [match for line in lines if (match := _FRAME.match(line))]
-        within = list(itertools.takewhile(lambda frame: frame[1] != above, frames))
+        within = itertools.takewhile(lambda frame: frame[1] != above, frames)
         others = [frame for frame in within if not frame[1].startswith(OURS)]
-        own = [
-            frame
-            for frame in others
-            if "site-packages" not in frame[1] and not frame[1].startswith(LIBRARIES)
-        ]
+        is_own = lambda f: "site-packages" not in f[1] and not f[1].startswith(LIBRARIES)
+        if own := next(filter(is_own, others), None):
+            return _as_text(own)
         theirs = theirs or next(iter(others), None)
-        if own:
-            return _as_text(own[0])
     return ("", "") if theirs is None else _as_text(theirs)
 
 
@@ -177,6 +164,3 @@ def _as_text(frame: re.Match) -> tuple[str, str]:
 
 
 _FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)$")
-
-
-__all__ = ["Analysis", "called", "multiplied", "scanned", "source_line"]

@@ -26,11 +26,8 @@ from typing import Any, BinaryIO
 from tsunax._core import trees
 from tsunax.errors import CheckpointError, told, warn
 
-__all__ = []
-
 LOCK = "tsunax.lock"
-# of one letter it is a drive; a Path has lost the second slash
-_URL = re.compile(r"[A-Za-z][\w+.-]+:/")
+_URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # one letter is a drive; a Path loses the second slash
 _OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
 
 
@@ -43,16 +40,14 @@ def local(path: Any, name: str, where: str, expected: str = "a directory's path"
     if not isinstance(text, str) or not text or "\0" in text:
         got = "an empty path" if text == "" else trees.describe(path)
         raise CheckpointError(name, where, got, expected)
+    got, expanded = f"{text!r:.80}", os.path.expanduser(text)
     if _URL.match(text):
-        fix = (
-            "Buckets are not supported yet. Give a local directory, or one where the bucket is "
-            "mounted."
-        )
-        raise CheckpointError(name, where, f"{text!r:.80}", "a local path", fix)
-    expanded = os.path.expanduser(text)
+        fix = "Give a local directory, or one where the bucket is mounted."
+        fix = f"Buckets are not supported yet. {fix}"
+        raise CheckpointError(name, where, got, "a local path", fix)
     if text.startswith("~") and expanded == text:
         fix = f"There is no such user. Give {f'./{text}'!r} if it is a folder's name."
-        raise CheckpointError(name, where, f"{text!r:.80}", "a path", fix)
+        raise CheckpointError(name, where, got, "a path", fix)
     return expanded
 
 
@@ -95,14 +90,14 @@ def is_real_directory(path: Path) -> bool:
         return False
 
 
+def _flags(*names: str) -> int:
+    """Flags of `os.open`, as far as the system has them."""
+    return sum(getattr(os, f"O_{name}", 0) for name in names)
+
+
 def read(path: Path, limit: int) -> bytes:
     """Read a regular file of at most `limit` bytes; ValueError or OSError for anything else."""
-    flags = (
-        os.O_RDONLY
-        | getattr(os, "O_NOFOLLOW", 0)
-        | getattr(os, "O_NONBLOCK", 0)
-        | getattr(os, "O_CLOEXEC", 0)
-    )
+    flags = _flags("RDONLY", "NOFOLLOW", "NONBLOCK", "CLOEXEC")
     with open(os.open(path, flags), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
@@ -120,8 +115,7 @@ def opened(path: Path) -> BinaryIO:
 
     OSError for anything else.
     """
-    # a pipe would block
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags = _flags("RDONLY", "NONBLOCK", "CLOEXEC")  # a pipe would block
     file = open(os.open(path, flags), "rb")  # noqa: SIM115, the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -139,11 +133,11 @@ def write(path: Path, content: bytes) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file or directory is on the disk."""
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    fd = os.open(path, _flags("RDONLY", "NOFOLLOW"))
     try:
         os.fsync(fd)
     except OSError as error:
-        # some cannot sync a directory
+        # some systems cannot sync a directory
         if error.errno not in (errno.EINVAL, errno.EBADF) or not os.path.isdir(path):
             raise
     finally:
@@ -161,11 +155,8 @@ def check_regular(top: Path) -> None:
 
 def sizes(top: Path) -> int:
     """Bytes of all files from `top` down."""
-    return sum(
-        os.lstat(os.path.join(folder, name)).st_size
-        for folder, _, files in os.walk(top)
-        for name in files
-    )
+    files = (os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
+    return sum(os.lstat(file).st_size for file in files)
 
 
 def remove(folder: Path, known: tuple[str, ...]) -> None:
@@ -237,9 +228,7 @@ class Lock:
         self._fd: int | None = None
         if not is_mine:  # of several processes the first one has it for all
             return
-        path = folder / LOCK
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-        self._fd = os.open(path, flags, 0o666)
+        self._fd = os.open(folder / LOCK, _flags("RDWR", "CREAT", "NOFOLLOW", "CLOEXEC"), 0o666)
         try:
             self._take(folder, reader)
             os.ftruncate(self._fd, 0)
@@ -258,14 +247,9 @@ class Lock:
             _lock(self._fd)
         except (ImportError, OSError) as error:
             if getattr(error, "errno", None) in (errno.EACCES, errno.EAGAIN):
-                got, fix = (
-                    self._owner(),
-                    f"Wait for it to end, give another path, or read with {reader}.",
-                )
-                where = str(folder)
-                raise CheckpointError(
-                    "directory in use", where, got, "no other writer", fix
-                ) from None
+                fix = f"Wait for it to end, give another path, or read with {reader}."
+                parts = str(folder), self._owner(), "no other writer", fix
+                raise CheckpointError("directory in use", *parts) from None
             warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.")
 
     def renew(self, folder: Path) -> None:
@@ -274,9 +258,8 @@ class Lock:
             return
         mine, there = os.fstat(self._fd), os.lstat(folder / LOCK)
         if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
-            raise FileExistsError(
-                f"{folder} is another directory than at the start, or its {LOCK} another file"
-            )
+            what = f"another directory than at the start, or its {LOCK} another file"
+            raise FileExistsError(f"{folder} is {what}")
         os.utime(folder / LOCK)  # for those who delete what is old
 
     def _owner(self) -> str:

@@ -1,8 +1,7 @@
 """Signals during a run: the first ends it after the call under way, a second Ctrl-C at once.
 
 Signals that come together are one: a scheduler sends SIGTERM and SIGINT within milliseconds, a
-terminal may repeat a key. So a Ctrl-C is the second one only if it comes a second after the first
-one.
+terminal may repeat a key. A Ctrl-C is the second one only if it comes a second after the first.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ TOGETHER = 1.0  # seconds
 
 
 class Interrupt:
-    """A context in which the first of these signals is noted in `asked`.
-
-    Only the main thread can do that.
-    """
+    """A context in which the first of these signals is noted in `asked`; main thread only."""
 
     def __init__(self, *numbers: int) -> None:
         self.asked: int = 0
@@ -43,13 +39,9 @@ class Interrupt:
             if isinstance(outer, Interrupt):  # a sweep around this run, which ends with it
                 outer.asked = outer.asked or number
             if number == signal.SIGINT:
-                # a handler may come in the middle of another print
-                with contextlib.suppress(RuntimeError):
-                    print(
-                        "\nending after this call; Ctrl-C again stops at once",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                text = "\nending after this call; Ctrl-C again stops at once"
+                with contextlib.suppress(RuntimeError):  # in the middle of another print
+                    print(text, file=sys.stderr, flush=True)
 
     def is_second(self) -> bool:
         """Whether this Ctrl-C is the second of two; notes the first one."""
@@ -70,6 +62,3 @@ def in_notebook() -> bool:
     shell = sys.modules.get("IPython")
     found = shell.get_ipython() if shell is not None else None
     return found is not None and hasattr(found, "kernel")
-
-
-__all__ = ["Interrupt", "in_notebook"]

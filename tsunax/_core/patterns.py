@@ -1,7 +1,7 @@
 """The pattern language: one matcher for selection, freezing, groups, decay, masks and sharding.
 
-Globs over the components of a path, lists with `!`, predicates, and trees of bools. All of them
-become *flags*, one bool per leaf in flatten order, and nothing else in tsunax looks at a pattern.
+Globs over the components of a path, lists with `!`, predicates, and trees of bools all become
+*flags*, one bool per leaf in flatten order. Nothing else in tsunax looks at a pattern.
 """
 
 import dataclasses

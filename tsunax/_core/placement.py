@@ -1,7 +1,7 @@
 """Where arrays live: on one device, or over a mesh, and how host rows get there.
 
-The rows of a batch are spread over the data axes of a mesh, everything else is whole on each
-device. Knows shardings and trees, nothing of states.
+The rows of a batch are spread over the data axes of a mesh; everything else is whole on each
+device.
 """
 
 from __future__ import annotations
@@ -41,27 +41,17 @@ def names_of(entry) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def parts_here(mesh) -> int:
-    """How many of those parts are this process's own.
-
-    Raises DataError where processes would share one.
-    """
+    """How many of those parts are this process's own. Raises DataError if processes share one."""
     parts = parts_of(mesh)
     if not mesh.is_multi_process:
         return parts
     spread = NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
-    mine = len(
-        {
-            part[0].start
-            for part in spread.addressable_devices_indices_map((parts,)).values()
-            if part
-        }
-    )
+    places = spread.addressable_devices_indices_map((parts,)).values()
+    mine = len({place[0].start for place in places if place})
     if mine * jax.process_count() != parts:
         got = f"{parts} parts of rows for {jax.process_count()} processes"
-        fix = (
-            "Give axes of the mesh that hold rows (data, fsdp) to the processes, and tensor to "
-            "the devices of one."
-        )
+        fix = "Give axes of the mesh that hold rows (data, fsdp) to the processes, and tensor to "
+        fix += "the devices of one."
         raise DataError("mesh", str(dict(mesh.shape)), got, "as many for each process", fix)
     return mine
 
@@ -74,23 +64,24 @@ def is_explicit(mesh) -> bool:
 def home_of(tree) -> Any:
     """The sharding where the arrays of a tree live: that of a mesh if any array is on one.
 
-    None where they lie on the default device, free to move.
+    None if they lie on the default device, free to move.
     """
     found = None
     for x in jax.tree.leaves(tree):
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed:
+        if _has_place(x) and x.committed:
             if isinstance(x.sharding, NamedSharding):
                 return x.sharding
             found = found or x.sharding
     return found
 
 
+def _has_place(x) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
 @dataclass(frozen=True, eq=False)
 class Home:
-    """A tree on a mesh: where each array lies, and stays when a program returns it.
-
-    One object for each value.
-    """
+    """A tree on a mesh: where each array lies, and stays. One object for each value."""
 
     whole: NamedSharding  # what is whole on each device
     layout: Any  # of all
@@ -104,30 +95,22 @@ def _home(treedef, mesh, specs: tuple) -> Home:
 
 
 def home_on_mesh(tree, beside=()) -> Home | None:
-    """The layout of a tree on the mesh of its arrays, or of the arrays in `beside`.
-
-    None where all of it is on one device.
-    """
+    """The layout of a tree on the mesh of its arrays, or of those in `beside`; None without one."""
     leaves, treedef = jax.tree.flatten(tree)
     mesh = next(filter(None, map(_mesh_of, leaves)), None)
     mesh = mesh or next(filter(None, map(_mesh_of, jax.tree.leaves(beside))), None)
     if mesh is None:
         return None
-    return _home(
-        treedef,
-        mesh,
-        tuple(_entries(x.sharding.spec) if _mesh_of(x) == mesh else None for x in leaves),
-    )
+    spec_of = lambda x: _entries(x.sharding.spec) if _mesh_of(x) == mesh else None
+    return _home(treedef, mesh, tuple(map(spec_of, leaves)))
 
 
 def _mesh_of(x):
     """The mesh of several devices on which an array, or the shape of one, is; None for others."""
     sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    return (
-        sharding.mesh
-        if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1
-        else None
-    )
+    if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
+        return sharding.mesh
+    return None
 
 
 def _entries(spec: PartitionSpec) -> PartitionSpec:
@@ -155,9 +138,8 @@ def settled(tree, layout):
 def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
     """Move rows along `axis` to a state's device, or spread them over the data axes of its mesh.
 
-    Arrays that lie on that mesh stay as they are. Rows that do not divide by its devices raise
-    DataError; with `whole` each device gets, and computes, all of them. Arrays that are `shared`
-    with somebody who may write to them are copied.
+    Arrays on that mesh stay. Rows that do not divide by its devices raise DataError; with `whole`
+    each device gets all of them. Arrays that are `shared` with a writer are copied.
     """
     if not isinstance(home, NamedSharding):
         return jax.device_put(_unshared(tree, home) if shared else tree, home)
@@ -169,12 +151,10 @@ def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
         rows = np.shape(x)[axis]
         if rows % parts and (spans or not whole):
             of = " of this process" if spans else ""
-            fix = (
-                "Choose another batch_size, drop_remainder=True, or pad the batch and name "
-                "`mask` in loss_fn."
-            )
-            got = f"{rows} rows{of}"
-            raise DataError("batch", f"mesh {dict(mesh.shape)}", got, f"a multiple of {parts}", fix)
+            at, expected = f"mesh {dict(mesh.shape)}", f"a multiple of {parts}"
+            fix = "Choose another batch_size, drop_remainder=True, or pad the batch and name "
+            fix += "`mask` in loss_fn."
+            raise DataError("batch", at, f"{rows} rows{of}", expected, fix)
         return _on(mesh, None if rows % parts else axis)
 
     leaves, treedef = jax.tree.flatten(tree)
@@ -196,11 +176,9 @@ def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
-        lib, last = (
-            jnp if isinstance(x, jax.Array) else np,
-            (*[slice(None)] * axis, slice(-1, None)),
-        )
-        return lib.concatenate([x, lib.repeat(x[last], rows - here, axis)], axis)
+        lib = jnp if isinstance(x, jax.Array) else np
+        last = x[(*[slice(None)] * axis, slice(-1, None))]
+        return lib.concatenate([x, lib.repeat(last, rows - here, axis)], axis)
 
     return jax.tree.map(one, tree), (np.arange(rows) < here).astype(np.float32)
 
@@ -216,22 +194,16 @@ def whole(tree, home, shared: bool = True):
 @functools.lru_cache(maxsize=64)
 def _on(mesh, axis: int | None) -> NamedSharding:
     """Rows along an axis, over the data axes of a mesh; None: all of it everywhere."""
-    return NamedSharding(
-        mesh, WHOLE if axis is None else PartitionSpec(*[None] * axis, data_axes(mesh))
-    )
+    spec = WHOLE if axis is None else PartitionSpec(*[None] * axis, data_axes(mesh))
+    return NamedSharding(mesh, spec)
 
 
 def beside(params, tree):
-    """Put arrays that are not there yet on the devices where the params live, whole on each of
-    them.
-    """
-    placed = (
-        p for p in jax.tree.leaves(params) if isinstance(p, jax.Array) and not isinstance(p, Tracer)
-    )
-    first = next(placed, None)
+    """Put arrays that are not there yet where the params live, whole on each of their devices."""
+    first = next(filter(_has_place, jax.tree.leaves(params)), None)
     sharding, committed = (None, False) if first is None else (first.sharding, first.committed)
     if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+        sharding = NamedSharding(sharding.mesh, WHOLE)
 
     def put(x):
         x = x if isinstance(x, Tracer) else jnp.asarray(x)
@@ -248,19 +220,19 @@ def beside(params, tree):
 def collected(params):
     """Gather parameters along the data axes of a mesh with explicit axes, for the loss function.
 
-    On other meshes the compiler sees to it.
+    On other meshes the compiler does so.
     """
 
     def one(x):
         sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else None
         if sharding is None or not is_explicit(sharding.mesh):
             return x
-        rows = data_axes(sharding.mesh)
-        spec = [names_of(entry) for entry in sharding.spec]
-        if not any(name in rows for names in spec for name in names):
+        rows, spec = data_axes(sharding.mesh), [names_of(entry) for entry in sharding.spec]
+        rest = [tuple(name for name in names if name not in rows) for names in spec]
+        if rest == spec:
             return x
-        spec = [tuple(name for name in names if name not in rows) or None for names in spec]
-        return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+        spec = PartitionSpec(*(names or None for names in rest))
+        return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
 
     return jax.tree.map(one, params)
 
@@ -292,20 +264,12 @@ def cut(x, n: int):
     """Rows along a second axis of n, inside a program."""
     shape = (len(x) // n, n, *x.shape[1:])
     sharding = jax.typeof(x).sharding
-    if not is_explicit(sharding.mesh) or sharding.spec[:1] in (
-        PartitionSpec(),
-        PartitionSpec(None),
-    ):
+    if not is_explicit(sharding.mesh) or not any(sharding.spec[:1]):
         return x.reshape(shape)
     parts = int(np.prod([sharding.mesh.shape[name] for name in names_of(sharding.spec[0])]))
     if len(x) % (parts * n):
-        got, fix = (
-            f"{len(x)} rows over {parts} devices",
-            "Name `mask` in loss_fn, and the batch is padded.",
-        )
-        expected = (
-            f"a multiple of {parts * n}, so that each device cuts its own into accumulate={n}"
-        )
+        got, fix = f"{len(x)} rows over {parts} devices", "Name `mask` in loss_fn to pad the batch."
+        expected = f"a multiple of {parts * n}, so that each device cuts its own into {n}"
         raise DataError("batch", "train_step()", got, expected, fix)
     spec = PartitionSpec(sharding.spec[0], None, *sharding.spec[1:])
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))
@@ -350,13 +314,5 @@ def _sent(leaves: list, shardings: list, shared: bool) -> list:
     if all(s.is_fully_addressable for s in shardings):
         own = _unshared(leaves, shardings[0]) if shared and leaves else leaves
         return jax.device_put(own, shardings)
-    return [
-        jax.make_array_from_process_local_data(s, np.asarray(x))
-        for x, s in zip(leaves, shardings, strict=True)
-    ]
-
-
-__all__ = [
-    "Home", "beside", "collected", "copied", "cut", "data_axes", "divisor", "home_of",
-    "home_on_mesh", "names_of", "padded", "put", "room", "rows_over", "settled", "spread", "whole",
-]  # fmt: skip
+    local = jax.make_array_from_process_local_data
+    return [local(s, np.asarray(x)) for x, s in zip(leaves, shardings, strict=True)]

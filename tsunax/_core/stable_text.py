@@ -111,26 +111,21 @@ def cells_of(f: Any) -> list[Any]:
 
 
 def _of_array(x: Any) -> str:
-    words = (
-        trees.describe(x) if np.ndim(x) or isinstance(x, np.ndarray | jax.Array) else f"{x.dtype}[]"
-    )
+    is_array = np.ndim(x) or isinstance(x, np.ndarray | jax.Array)
+    words = trees.describe(x) if is_array else f"{x.dtype}[]"
     words += " weak" * bool(getattr(x, "weak_type", False))
     if (bits := bits_of(x)) is None:
         return words
     if bits.dtype == object:
         return f"{words} {words_of(bits.tolist())}"
-    return (
-        f"{words} {bits[()]}"
-        if bits.ndim == 0
-        else f"{words} {hash_of(np.ascontiguousarray(bits).tobytes())}"
-    )
+    value = hash_of(np.ascontiguousarray(bits).tobytes()) if bits.ndim else bits[()]
+    return f"{words} {value}"
 
 
 def _hash_of_code(code: types.CodeType) -> str:
     """Of what it does: the functions inside it too, and not the lines or files where it stands."""
-    inside = [
-        _hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x) for x in code.co_consts
-    ]
+    of = lambda x: _hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x)
+    inside = list(map(of, code.co_consts))
     return hash_of(code.co_code + repr((code.co_names, inside)).encode())
 
 
@@ -144,9 +139,8 @@ def name_and_code(f: Callable) -> tuple[str, str]:
     if isinstance(f, types.FunctionType | types.MethodType):
         return f.__qualname__, _hash_of_code(f.__code__)
     call = vars(type(f)).get("__call__")
-    return type(f).__qualname__, _hash_of_code(call.__code__) if isinstance(
-        call, types.FunctionType
-    ) else ""
+    code = _hash_of_code(call.__code__) if isinstance(call, types.FunctionType) else ""
+    return type(f).__qualname__, code
 
 
 def parts_of(root: str, thing: Any) -> dict[str, str]:
@@ -162,14 +156,9 @@ def _walk(root: str, node: Any, path: tuple) -> Iterator[tuple[str, str]]:
     children = trees._children(node)
     kind, static = jtu.tree_structure(node, is_leaf=lambda x: x is not node).node_data()
     if kind not in (dict, list, tuple) or not children:
-        yield (
-            f"{place} itself",
-            f"{kind.__name__}" + (f" {words_of(static)}" if static is not None else ""),
-        )
+        words = "" if static is None else f" {words_of(static)}"
+        yield f"{place} itself", f"{kind.__name__}{words}"
     elif kind is not dict:
         yield f"{place} itself", kind.__name__
     for key, child in children:
         yield from _walk(root, child, path + key)
-
-
-__all__ = ["bits_of", "hash_of", "name_and_code", "parts_of", "words_of"]

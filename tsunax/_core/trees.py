@@ -1,12 +1,11 @@
-"""Everything that tsunax knows about a pytree: paths, patterns, parts, checks, norms, owners.
+"""Pytrees: paths, parts, owners, and how messages describe them.
 
 A leaf is called by the readable components of its key path: `params["encoder"][0].kernel` has the
 *names* `("encoder", "0", "kernel")`, shown as "encoder/0/kernel". What a pattern selects is a tuple
-of *flags*, one bool per leaf in flatten order; all other functions take flags, so that patterns are
-matched in one place only.
+of *flags*, one bool per leaf in flatten order.
 
-Nothing here knows of states, rules or losses. flax's wrappers are recognised by the name of their
-class, so flax is not imported; and nothing touches a device at import.
+Nothing here knows of states, rules or losses. flax's wrappers are recognized by the name of their
+class: flax is not imported.
 """
 
 import dataclasses
@@ -78,16 +77,12 @@ def is_inexact(x: Any) -> bool:
 
 
 def own(x):
-    """A copy of an array that nobody else holds, strongly typed; what is no number stays as it
-    is.
-    """
+    """A copy of an array that nobody else holds, strongly typed; what is no number stays."""
     return strong(jnp.array(x, copy=True)) if _is_number(x) else x
 
 
 def strong(x):
-    """An array without a weak type: a weakly typed leaf would come back strong and compile the step
-    twice.
-    """
+    """An array without a weak type, which would come back strong and compile the step twice."""
     if not _is_number(x):
         return x
     x = jnp.asarray(x)
@@ -230,6 +225,11 @@ def access_str(root: str, path: Sequence[Any]) -> str:
     return root + jtu.keystr(without_marks(path))
 
 
+def leaves_at(root: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    """Each leaf with its `access_str`."""
+    return ((access_str(root, path), x) for path, x in jtu.tree_flatten_with_path(tree)[0])
+
+
 @functools.lru_cache(maxsize=512)
 def _is_box_type(kind: type) -> bool:
     boxes = ("Variable", "AxisMetadata")  # of NNX; of Linen: Partitioned and its kin
@@ -264,8 +264,8 @@ def child(node: Any, entry: Any) -> Any:
 def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
     """`(names, key path, leaf)` of every leaf in flatten order; `None` is no leaf.
 
-    The `.value` that a flax wrapper adds (NNX Variable, Linen Partitioned) is no name; the field
-    `value` of any other class is one. Leaves that would share their names by that keep it.
+    The `.value` that a flax wrapper adds (NNX Variable, Linen Partitioned) is no name, unless
+    leaves would share their names without it.
     """
     found = list(_named(tree, (), ()))
     counts = Counter(name for name, _, _ in found)
@@ -278,14 +278,11 @@ def axis_names(tree: Any) -> list[tuple | None]:
     """The axis names in flax's metadata for each leaf in flatten order; None without any."""
     found: list[tuple | None] = []
     for node in jtu.tree_leaves(tree, is_leaf=_is_box):
-        inner = jtu.tree_leaves(node)
-        given = None
+        inner, given = jtu.tree_leaves(node), None
         if _is_box(node) and len(inner) == 1:
             known = node.get_metadata() if hasattr(node, "get_metadata") else {}
-            names = ("out_sharding", "sharding_names", "sharding")
-            given = getattr(node, "names", None) or next(
-                (known[name] for name in names if known.get(name)), None
-            )
+            names = map(known.get, ("out_sharding", "sharding_names", "sharding"))
+            given = getattr(node, "names", None) or next(filter(None, names), None)
             given = getattr(given, "spec", given)
         found += [None if given is None else tuple(given)] * len(inner)
     return found
@@ -311,8 +308,8 @@ def take(tree: Any, flags: Flags) -> list[Any]:
 def partition(tree: Any, flags: Flags) -> tuple[Any, Any]:
     """`(selected, rest)`: the same containers, each with `None` where the other has the leaf.
 
-    `None` is no leaf for JAX: `selected` can be differentiated, jitted over, given to an optax
-    `init`. Classes that check their fields when they are built must let `None` pass.
+    `None` is no leaf for JAX: `selected` can be differentiated or given to an optax `init`. Classes
+    that check their fields must let `None` pass.
     """
     leaves, treedef = jax.tree.flatten(tree)
     flagged = list(zip(leaves, flags, strict=True))
@@ -326,9 +323,8 @@ def merge(selected: Any, rest: Any) -> Any:
     theirs, other = jax.tree.flatten(rest, is_leaf=lambda x: x is None)
     if treedef != other:
         filled = [treedef.unflatten([0] * len(ours)), other.unflatten([0] * len(theirs))]
-        raise StateError(
-            f"parts of two different trees {first_difference(*filled, leaf='a leaf')}."
-        )
+        difference = first_difference(*filled, leaf="a leaf")
+        raise StateError(f"parts of two different trees {difference}.")
     pairs = list(zip(ours, theirs, strict=True))
     if any(a is not None and b is not None for a, b in pairs):
         raise StateError("parts of a tree", "", "a leaf that both have", "no overlap")
@@ -371,10 +367,8 @@ def describe(x: Any) -> str:
 
 def describe_call(f: Callable[..., Any]) -> str:
     """A function with the names of its parameters: "loss(params, batch, *, key)"."""
-    bare = [
-        p.replace(annotation=p.empty, default=p.empty)
-        for p in inspect.signature(f).parameters.values()
-    ]
+    known = inspect.signature(f).parameters.values()
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in known]
     return f"{getattr(f, '__name__', type(f).__name__)}{inspect.Signature(bare)}"
 
 
@@ -395,9 +389,8 @@ def _difference(
             found = describe(ours[key]) if key in ours else "nothing"
             wanted = say(theirs[key]) if key in theirs else "nothing"
             return f"at {place(path + key)}: got {found}, expected {wanted}"
-    return (
-        f"at {place(path)}: got {type(got).__name__} with other static fields, expected equal ones"
-    )
+    kind = type(got).__name__
+    return f"at {place(path)}: got {kind} with other static fields, expected equal ones"
 
 
 def no_parameters(root: str, tree: Any) -> ParamsError:
@@ -408,9 +401,9 @@ def no_parameters(root: str, tree: Any) -> ParamsError:
 def first_difference(got: Any, expected: Any, root: str = "", leaf: str = "") -> str | None:
     """Where two trees first differ, "at encoder/bias: got nothing, expected float32[3]"; or None.
 
-    Container types, keys, `None`s and static fields count, shapes and dtypes do not: what
-    `jax.tree.map` asks for. Marks do not count. With `root` the place is
-    "params['encoder']['bias']"; `leaf` is what to call an expected leaf instead.
+    As for `jax.tree.map`, container types, keys, `None`s and static fields count, shapes and dtypes
+    do not. With `root` the place is "params['encoder']['bias']"; `leaf` is what to call an expected
+    leaf.
     """
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None  # without a walk: the usual case

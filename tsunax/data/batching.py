@@ -21,9 +21,8 @@ import numpy as np
 from tsunax._core import Device, PyTree, checks, trees
 from tsunax.data import columns, on_devices, order
 from tsunax.data.checks import check_batch, check_casts, own
+from tsunax.distributed import process_count, process_index
 from tsunax.errors import DataError, WrongTypeError, message, suggests_names
-
-__all__ = ["Batches", "Data", "batches"]
 
 
 class Data:
@@ -116,12 +115,11 @@ class Batches(Data):
         return f"Batches({size}, {self.batch_size} a batch, at epoch {epoch}, position {position})"
 
     def __len__(self) -> int:
-        """The number of batches of an epoch. Raises TypeError for a stream without a length."""
+        """The batches of an epoch. Raises TypeError for a stream without a length."""
         if self._rows is None:
             fix = "Give it a __len__, the number of its records; or say steps= in place of epochs=."
-            got = "a stream that does not know it"
-            text = message("length", "batches", got, "arrays, or a stream with len()", fix)
-            raise TypeError(text)
+            parts = "a stream that does not know it", "arrays, or a stream with len()", fix
+            raise TypeError(message("length", "batches", *parts))
         return self._rows // self.batch_size if self._drop else -(-self._rows // self.batch_size)
 
     @property
@@ -137,13 +135,8 @@ class Batches(Data):
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that the order of an epoch depends on, except its number."""
-        return {
-            "rows": self._rows,
-            "batch_size": self.batch_size,
-            "seed": self._seed,
-            "shuffle_window": self._window,
-            "drop_remainder": self._drop,
-        }
+        found = {"rows": self._rows, "batch_size": self.batch_size, "seed": self._seed}
+        return found | {"shuffle_window": self._window, "drop_remainder": self._drop}
 
     def sample(self) -> list[Any]:
         """A few rows of the arrays, to recognize them by; none of records."""
@@ -164,10 +157,9 @@ class Batches(Data):
         return {"epoch": epoch, "position": position}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Set a position of `get_state`: the next loop runs from there to the end of its epoch."""
-        names = ("epoch", "position")
-        values = [state.get(name) for name in names] if isinstance(state, Mapping) else [None]
-        fits = all(isinstance(v, (int, np.integer)) and v >= 0 for v in values) and len(state) == 2
+        """Set a position of `get_state`: the next loop begins there, and ends with its epoch."""
+        fits = isinstance(state, Mapping) and state.keys() == {"epoch", "position"}
+        fits = fits and all(isinstance(v, (int, np.integer)) and v >= 0 for v in state.values())
         if not fits or (self._rows is not None and int(state["position"]) > len(self)):
             end = "" if self._rows is None else f", position at most {len(self)}"
             expected = f'{{"epoch": int, "position": int}}{end}'
@@ -294,13 +286,11 @@ class _Epoch:
         if position >= len(data):
             return None
         full = data._full - position
-        shape: tuple[int, ...] = (data.share if full else data._rest,)
-        if most is not None:
-            shape = (max(min(most, full), 1), *shape)
-        place = epoch, position + (1 if most is None else shape[0])
-        self.place = data._place = place
+        k = 1 if most is None else max(min(most, full), 1)
+        rows = data.share if full else data._rest
+        self.place = data._place = epoch, position + k
         data.is_whole = not full and data._is_whole(data.tail_rows or 0)
-        return position * data.share, shape
+        return position * data.share, (rows,) if most is None else (k, rows)
 
     def take(self, k: int | None) -> Any:
         """The next k batches as one tree of `(k, rows, ...)`, or None at the end.
@@ -332,15 +322,15 @@ def batches(
     device: Device = None,
     process: tuple[int, int] | None = None,
 ) -> Batches:
-    """Batches of arrays in memory or in files, or of records.
+    """Batches of arrays, in memory or in files, or of records.
 
         order = permutation(seed, epoch)
         batch i = tree.map(lambda x: x[order[i * batch_size : (i + 1) * batch_size]])
 
-    A `for` runs one epoch; the next one runs the next epoch, in another order if shuffled. The
-    order is a function of `(seed, epoch)`, the same on every machine and NumPy: a sort by random
-    words of PCG64. With `get_state()` and `set_state()` a loop resumes at the exact next batch, in
-    the middle of an epoch too. A batch has the structure of `arrays`, and its own memory.
+    A `for` runs one epoch, the next `for` the next epoch, in another order if shuffled. The order
+    is a function of `(seed, epoch)`, the same on every machine and NumPy. With `get_state()` and
+    `set_state()` a loop resumes at the exact next batch. A batch has the structure of `arrays`, and
+    its own memory.
 
     Args:
       arrays: a pytree of arrays with the same rows along axis 0: NumPy's and JAX's, and objects
@@ -353,9 +343,8 @@ def batches(
       drop_remainder: leave out the last, shorter batch of an epoch.
       shuffle_window: shuffle within windows of so many rows, read in sequence: for data larger than
         memory.
-      device: True, a device, a Mesh or a NamedSharding: the arrays are put there once, on each
-        device all of them, and batches are gathered by a compiled program. `resident` and
-        `device_order` are for loops that fuse.
+      device: True, a device, a Mesh or a NamedSharding: all arrays are put on each device once, and
+        a compiled program gathers batches. `resident` and `device_order` are for loops that fuse.
       process: `(index, count)`: each batch has the part of this process; by default those of
         `ts.distributed`. All processes have equally many batches of equally many rows. A short last
         batch that does not divide by their devices is whole on each of them, see `is_whole`. With a
@@ -369,12 +358,10 @@ def batches(
     >>> len(data), data.get_state()
     (3, {'epoch': 1, 'position': 0})
     """
-    where = "batches()"
-    for name, n, least in (
-        ("batch_size", batch_size, 1),
-        ("seed", seed, 0),
-        ("shuffle_window", 1 if shuffle_window is None else shuffle_window, 1),
-    ):
+    where, window = "batches()", shuffle_window
+    numbers = [("batch_size", batch_size, 1), ("seed", seed, 0)]
+    numbers += [] if window is None else [("shuffle_window", window, 1)]
+    for name, n, least in numbers:
         if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < least:
             raise DataError(name, where, repr(n), f"an int of {least} or more")
     checks.check_flags(where, drop_remainder=drop_remainder, shuffle=shuffle)
@@ -382,20 +369,14 @@ def batches(
     if columns.is_stream(arrays) and (device is not None or (shuffle and shuffle_window is None)):
         got, fix = "device=", "prefetch brings batches there."
         if device is None:
-            got, window = "shuffle=True", max(1000, 10 * batch_size)
-            fix = f"shuffle_window={window} holds so many records. A class with __getitem__ and"
-            fix = f"A stream is shuffled in windows: {fix} __len__ is shuffled as a whole."
+            got, fix = "shuffle=True", f"shuffle_window={max(1000, 10 * batch_size)} holds so many"
+            fix = f"A stream is shuffled in windows: {fix} records. A class with __getitem__ and"
+            fix = f"{fix} __len__ is shuffled as a whole."
         raise DataError("stream", where, got, "shuffle_window= and no device", fix)
-    is_shuffled = shuffle or shuffle_window
-    data = Batches(
-        arrays,
-        int(batch_size),
-        seed=int(seed),
-        window=min(shuffle_window or order.ALL_ROWS, order.ALL_ROWS) if is_shuffled else None,
-        drop_remainder=drop_remainder,
-        process=process,
-        device=device,
-    )
+    if shuffle or window:
+        window = min(window or order.ALL_ROWS, order.ALL_ROWS)
+    settings: dict[str, Any] = dict(drop_remainder=drop_remainder, process=process, device=device)
+    data = Batches(arrays, int(batch_size), seed=int(seed), window=window, **settings)
     if data._rows is not None and data._rows < batch_size and drop_remainder:
         got = f"{data._rows} rows, fewer than batch_size={batch_size}"
         raise DataError("arrays", where, got, "one batch at least with drop_remainder=True")
@@ -404,18 +385,17 @@ def batches(
 
 def _checked_process(process: Any, batch_size: int, device: Any) -> order.Process:
     """`process`, or this process. Raises unless it fits the batch and the device."""
+    where, spans = "batches()", on_devices.spans_processes(device)
     is_pair = process is None or (isinstance(process, tuple) and len(process) == 2)
     if not is_pair or not all(isinstance(x, int | np.integer) for x in process or ()):
-        expected = "(index, count), two ints"
-        raise WrongTypeError("process", "batches()", trees.describe(process), expected)
-    spans = on_devices.spans_processes(device)
-    index, count = process or ((0, 1) if spans else order.this_process())
+        raise WrongTypeError("process", where, trees.describe(process), "(index, count), two ints")
+    index, count = process or ((0, 1) if spans else (process_index(), process_count()))
     if not 0 <= index < count or (spans and count > 1):
         expected = "(0, 1), with a device of all processes" if spans else "an index below the count"
-        raise DataError("process", "batches()", process, expected)
+        raise DataError("process", where, process, expected)
     if batch_size % count:
         low = count * (batch_size // count)
         fix = f"Of all processes together: {low or count}, or {low + count}."
         expected = f"a multiple of the {count} processes"
-        raise DataError("batch_size", "batches()", batch_size, expected, fix)
+        raise DataError("batch_size", where, batch_size, expected, fix)
     return index, count

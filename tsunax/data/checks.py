@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import PyTree, checks, placement, trees
@@ -28,12 +27,11 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
     Traceback (most recent call last):
     tsunax.errors.DataError: batch at step 12: got 8 rows in batch['x'], 7 in batch['y'], expected the same in every ...
     """
-    keyed = [] if isinstance(batch, Iterator) else jtu.tree_flatten_with_path(batch)[0]
-    if not keyed:
+    leaves = [] if isinstance(batch, Iterator) else list(trees.leaves_at(root, batch))
+    if not leaves:
         raise DataError(root, where, trees.describe(batch), "a tree of arrays")
     rows: dict[int, str] = {}
-    for path, leaf in keyed:
-        place = trees.access_str(root, path)
+    for place, leaf in leaves:
         at = f"{place}, {where}" if where else place
         checks.check_alive(leaf, at)
         shape = _shape_of_numbers(leaf, at)
@@ -43,10 +41,10 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
             raise DataError("leaf", at, got, "rows along axis 0", f"{fix}.")
         rows.setdefault(shape[0], place)
     if len(rows) > 1:
-        found = [f"{n} in {place}" for n, place in rows.items()]
-        got = ", ".join([found[0].replace(" in ", " rows in ", 1), *found[1:]])
+        found = ", ".join(f"{n} in {place}" for n, place in rows.items())
         fix = "If leaves differ in length, as of a graph, pad them, or call step(state, batch) "
         fix = f"{fix}yourself." if root == "batch" else ""
+        got = found.replace(" in ", " rows in ", 1)
         raise DataError(root, where, got, "the same in every leaf", fix)
     if 0 in rows:
         raise DataError(root, where, "0 rows", "at least 1: the mean over none is NaN")
@@ -65,7 +63,7 @@ def _shape_of_numbers(leaf: Any, at: str) -> tuple[int, ...]:
     return shape or ()
 
 
-# ----------------------------------------------------------------------- values that JAX would change
+# Values that JAX would change
 
 
 @functools.lru_cache(maxsize=16)
@@ -103,9 +101,9 @@ def check_casts(tree: PyTree, root: str, where: str = "") -> None:
     only if JAX cuts them to 32.
     """
     if any(map(_lost, jax.tree.leaves(tree))):
-        for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+        for place, leaf in trees.leaves_at(root, tree):
             if lost := _lost(leaf):
-                place = trees.access_str(root, path) + (where and f", {where}")
+                place += where and f", {where}"
                 fix = "Leave it out, make it smaller, or set jax_enable_x64."
                 if isinstance(leaf, np.ma.MaskedArray):
                     fix = "x.filled(0) and ~np.ma.getmaskarray(x) are the two."

@@ -35,12 +35,11 @@ def _check_alike(record: Any, first: Any) -> None:
     if difference := trees.first_difference(record, first, "record"):
         text = f"{difference.removeprefix('at ')}. Records of a batch have one structure."
         raise DataError(text) from None
-    named = jtu.tree_flatten_with_path(record)[0]
-    for (path, x), y in zip(named, jax.tree.leaves(first), strict=True):
+    named = trees.leaves_at("record", record)
+    for (place, x), y in zip(named, jax.tree.leaves(first), strict=True):
         if np.shape(x) != np.shape(y):
-            got, place = f"shape {np.shape(x)}", trees.access_str("record", path)
             expected = f"{np.shape(y)}, as in the first record of the batch"
-            fix = "Pad them, or cut them to one shape."
+            got, fix = f"shape {np.shape(x)}", "Pad them, or cut them to one shape."
             raise DataError("leaf", place, got, expected, fix) from None
 
 
@@ -78,7 +77,7 @@ def _plain(leaf: Any) -> Any:
     return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)
 
 
-# -------------------------------------------------------------------------- what kind of data it is
+# What kind of data it is
 
 
 def _is_column(x: Any) -> bool:

@@ -6,6 +6,7 @@ other libraries, whose state is found by duck type.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,8 +18,6 @@ from tsunax._core import PyTree, checks, placement, trees
 from tsunax.data.batching import Batches, Data
 from tsunax.data.checks import check_casts, owned
 from tsunax.errors import DataError, TsunaxError, WrongTypeError, told
-
-__all__ = ["END", "Source", "as_source", "named"]
 
 END = object()
 GETTERS, SETTERS = ("get_state", "state_dict"), ("set_state", "load_state_dict")
@@ -67,10 +66,9 @@ class _Stack:
 class Source:
     """A cursor over any iterable of batches, returned by `as_source`.
 
-    Each batch has its own memory. Loaders may refill one buffer (h5py, shared memory, collate
-    functions) while the batch before is still read: by a program that was dispatched, by a transfer
-    to a device, by the stacking of batches for one call. So NumPy arrays and tensors of other
-    loaders are copied; those of `batches` are new each time.
+    Each batch has its own memory: loaders may refill one buffer (h5py, shared memory, collate
+    functions) while a program or a transfer still reads the batch before. So NumPy arrays and
+    tensors of other loaders are copied; those of `batches` are new each time.
 
     `epoch` and `position` count the epochs, and the batches read of the current one.
     """
@@ -142,21 +140,19 @@ class Source:
 
     def _ended(self) -> None:
         if self.position == 0:
-            where, got, fix = f"epoch {self.epoch}", "no batch at all", ""
-            expected = "at least one"
+            got, expected, fix = "no batch at all", "at least one", ""
             if self._given and not self.restartable:
                 got = f"a {type(self.data).__name__} that is used up after {self._given} batches"
                 expected = "data that can be iterated again"
                 fix = "One for every epoch: a list, ts.batches(arrays, ...), grain."
-            raise DataError("data", where, got, expected, fix)
+            raise DataError("data", f"epoch {self.epoch}", got, expected, fix)
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0
 
     def next(self) -> PyTree:
         """The next batch; None at the end of an epoch, after which the next one begins.
 
-        Raises DataError for an exception of the data (its cause), a batch that is None, or an epoch
-        without batches.
+        Raises DataError for an exception of the data (its cause), a None, or an empty epoch.
         """
         batch = self._next()
         if batch is None or self._is_ours:
@@ -165,9 +161,11 @@ class Source:
 
     def _next(self) -> Any:
         """The next batch, in memory that the data may use again."""
-        batch = self._pull() if self._held is None else self._held[0]
-        is_whole = self._pulls_whole if self._held is None else self._held[2]
-        self._held = None
+        if self._held is None:
+            batch = self._pull()
+            is_whole = self._pulls_whole
+        else:
+            (batch, _, is_whole), self._held = self._held, None
         if isinstance(batch, TsunaxError):
             raise batch
         if batch is END:
@@ -250,10 +248,9 @@ class Source:
 
     def _call(self, names: tuple[str, str], *args: Any) -> tuple[bool, Any]:
         """Call a method of the data, or of its iterator, by whichever name it has."""
-        for holder in (self.data, self._batches):
-            for name in names:
-                if callable(method := getattr(holder, name, None)):
-                    return True, method(*args)
+        for holder, name in itertools.product((self.data, self._batches), names):
+            if callable(method := getattr(holder, name, None)):
+                return True, method(*args)
         return False, None
 
     def state(self) -> dict[str, Any]:
@@ -268,9 +265,8 @@ class Source:
     def restore(self, state: Mapping[str, Any], fast_forward: bool = False) -> None:
         """Resume from a position that `state` returned.
 
-        Data and iterators without get_state/set_state or state_dict/load_state_dict raise
-        DataError; with `fast_forward=True` they are read from the beginning, and earlier batches
-        dropped: the same run if they yield the same batches again.
+        Data without get_state/set_state or state_dict/load_state_dict raise DataError; with
+        `fast_forward=True` they are read from the beginning, and earlier batches dropped.
         """
         keys = {"epoch", "position"} | (set() if self._is_ours else {"data"})
         if not isinstance(state, Mapping) or not keys <= set(state):
@@ -304,20 +300,17 @@ class Source:
         while (self.epoch, self.position) != goal:
             self.next()
             if (self.epoch, self.position) > goal:
-                got, fix = (
-                    f"the end of epoch {goal[0]} before",
-                    "It gives fewer batches than it did.",
-                )
-                raise DataError("data", "restore", got, place, fix)
+                fix = "It gives fewer batches than it did."
+                raise DataError("data", "restore", f"the end of epoch {goal[0]} before", place, fix)
         self._restored = True
 
 
 def as_source(data: Iterable[PyTree]) -> Source:
     """A cursor over any iterable of batches: `batches`, a list, a generator, grain, torch, ...
 
-    Leaves of other libraries, such as torch's tensors on the CPU, become NumPy arrays. The data's
-    state is found by duck type: get_state/set_state, or state_dict/load_state_dict, of the iterable
-    or of its iterator. Raises WrongTypeError for arrays, and for objects that are no iterable.
+    Leaves of other libraries, such as torch's tensors on the CPU, become NumPy arrays. The state is
+    found by duck type: get_state/set_state or state_dict/load_state_dict of the iterable or its
+    iterator. Raises WrongTypeError for arrays, and for objects that are no iterable.
 
     >>> source = as_source([np.zeros(2), np.ones(2), np.ones(3)])
     >>> source.take(8).shape, source.take(8).shape, source.state()

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from tsunax._core import Function
-from tsunax.distributed import process_count, process_index
+from tsunax.distributed import process_count
 
 ALL_ROWS = 2**62  # the window of a shuffle of the whole epoch
 Process = tuple[int, int]  # (index, count)
@@ -51,12 +51,7 @@ def rows_of_epoch(n: int, window: int | None, seed: int, epoch: int) -> np.ndarr
     return rows
 
 
-# ----------------------------------------------------------------------------- several processes
-
-
-def this_process() -> Process:
-    """The index of this process, and how many there are."""
-    return process_index(), process_count()
+# Several processes
 
 
 def share(rows: int, process: Process, is_whole: bool = False) -> slice:

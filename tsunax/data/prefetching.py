@@ -18,9 +18,7 @@ from tsunax._core import Device, PyTree
 from tsunax.data.batching import Data
 from tsunax.data.cursors import END, Source, as_source, named
 from tsunax.data.on_devices import placement, put, sharding_of
-from tsunax.errors import DataError, suggests_names
-
-__all__ = ["Prefetched", "prefetch"]
+from tsunax.errors import DataError, message, suggests_names
 
 
 def _placer(device: Any):
@@ -35,11 +33,10 @@ def _placer(device: Any):
         return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(where, batch))
     replicated = sharding_of((), sharding)
 
-    def place(batch, is_whole):
-        where = lambda x: replicated if is_whole or not np.ndim(x) else sharding
-        return jax.tree.map(lambda x: put(np.asarray(x), where(x)), batch)
+    def place(x, is_whole):
+        return put(np.asarray(x), replicated if is_whole or not np.ndim(x) else sharding)
 
-    return place
+    return lambda batch, is_whole: jax.tree.map(lambda x: place(x, is_whole), batch)
 
 
 def _run_ahead(source: Source, place, slots: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
@@ -85,9 +82,8 @@ class _Ahead:
         for _ in range(owner._size):
             self._slots.put(True)
         work = (owner._source, owner._place, self._slots, self._ready)
-        self._thread = threading.Thread(
-            target=_run_ahead, args=work, name="tsunax-prefetch", daemon=True
-        )
+        self._thread = threading.Thread(target=_run_ahead, args=work, daemon=True)
+        self._thread.name = "tsunax-prefetch"
         # called when the iterator is collected, and at exit
         self._finish = weakref.finalize(self, _end, self._slots, self._thread)
         self._thread.start()
@@ -156,9 +152,11 @@ class Prefetched(Data):
         except TypeError:
             if isinstance(self.data, Data):
                 raise
-            fix = "Say steps= in place of epochs=."
-            got = f"a {type(self.data).__name__} that does not know it"
-            raise TypeError("length", "prefetch", got, "data with len()", fix) from None
+            got, fix = f"a {type(self.data).__name__}", "Say steps= in place of epochs=."
+            text = message(
+                "length", "prefetch", f"{got} that does not know it", "data with len()", fix
+            )
+            raise TypeError(text) from None
 
     def __iter__(self) -> _Ahead:
         return _Ahead(self)
@@ -198,11 +196,10 @@ def prefetch(data: Iterable[PyTree], device: Device = None, size: int = 2) -> Pr
 
     With a Mesh or NamedSharding the rows are spread over the devices along axis 0, and leaves
     without rows are copied to each; each of several processes gives its own part. Without a device
-    batches are only made ahead. An exception of the data is raised here as the cause of a
-    DataError. The thread ends with the loop, however that ends; a new loop ends an older one. The
-    buffer of a loader that fills it again for each batch is copied; batches of arrays in memory
-    gain nothing. Batches read ahead of data that cannot be put back (a generator) are lost when a
-    loop over it ends.
+    batches are only made ahead. Exceptions of the data are raised here as the cause of a DataError.
+    The thread ends with the loop; a new loop ends an older one. A buffer that a loader fills again
+    is copied; batches of arrays in memory gain nothing. Batches read ahead of data that cannot be
+    put back (a generator) are lost when a loop over it ends.
 
     Raises DataError for a size below 1, and while it runs for rows that do not divide by the
     devices.

@@ -1,11 +1,10 @@
-"""What `fit` and `evaluate` make sure of where several processes train one state: that all of them
-do the same.
+"""What `fit` and `evaluate` compare when several processes train one state.
 
-A program over all devices is run by every process, with its part of the same arrays. XLA does not
-look: other rows, another number of batches, another rate on one of them are wrong numbers, or a
-wait for ever. So the processes compare what decides: settings and data at the start, batches of
-other loaders as they come, and what a callback changed. Each comparison is a word over JAX's
-coordination service. A state on devices of one process is that one's own affair.
+Every process runs the same program over all devices, with its part of the arrays. XLA does not
+check that they agree: other rows, another number of batches or another rate on one of them give
+wrong numbers, or a wait for ever. So the processes compare what decides, over JAX's coordination
+service: settings and data at the start, batches of other loaders as they come, and what a callback
+changed. A state on devices of one process is not compared.
 """
 
 from __future__ import annotations
@@ -32,17 +31,13 @@ SMALL = 1 << 16  # bytes of an array that is compared in full
 
 
 class Alike:
-    """The processes of one run, or of one evaluation. Nothing for a process alone."""
+    """Compares the processes of a run or an evaluation; does nothing for one process alone."""
 
     def __init__(self, where: str, state: PyTree, data: Iterable[PyTree]) -> None:
         self.where = where
-        leaves = (
-            x
-            for x in jax.tree.leaves(state)
-            if isinstance(x, jax.Array) and not x.is_fully_addressable
-        )
-        spread = next(leaves, None)
-        self.spans: bool = spread is not None
+        arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+        spread = next((x for x in arrays if not x.is_fully_addressable), None)
+        self.spans = spread is not None
         self._speaks = spread is not None and processes.spans_all(spread.sharding.device_set)
         data = innermost(data)
         self._data = data if isinstance(data, Batches) else None
@@ -54,10 +49,8 @@ class Alike:
         if self._data is not None and processes.process_count() > 1:
             self._check_part(*self._data.process)
         if self.spans and not self._speaks:
-            text = (
-                f"{where}: the state is on devices of some processes only, which are not compared"
-            )
-            warn(f"{text}, and a signal or a limit ends one of them alone")
+            text = "the state is on devices of some processes only, which are not compared"
+            warn(f"{where}: {text}, and a signal or a limit ends one of them alone")
 
     def _check_part(self, part: int, parts: int) -> None:
         if parts > 1 and not self.spans:
@@ -73,82 +66,57 @@ class Alike:
             raise DataError("data", self.where, got, expected, "It is so without process=.")
 
     def start(self, **settings: Any) -> None:
-        """Compare settings, and the data.
-
-        Raises ProcessError on all processes where they differ.
-        """
+        """Compare settings, and the data. Raises ProcessError on all processes if they differ."""
         if not self._speaks:
             return
-        if self._data is not None:
-            data = dict(self._data.settings)
-            # rows of its own, in their own order
-            if self._data.process[1] == 1 and self._data.resident is None:
-                length = len(self._data) if self._data.is_of_arrays else None
-                data |= {
-                    "seed": None,
-                    "rows": None,
-                    "batches": length,
-                    "rows of the last": self._data.tail_rows,
-                }
+        if (data := self._data) is not None:
+            found = dict(data.settings)
+            # a process with rows of its own has them in its own order
+            if data.process[1] == 1 and data.resident is None:
+                length = len(data) if data.is_of_arrays else None
+                found |= {"seed": None, "rows": None, "batches": length}
+                found["rows of the last"] = data.tail_rows
             else:
-                data["some rows"] = self._data.sample()
-            settings["data"] = data
+                found["some rows"] = data.sample()
+            settings["data"] = found
         processes.compare(self.where, settings, processes.LAST)
 
     def batch(self, place: str, batch: PyTree, steps: int = 1, then: str = "") -> None:
-        """Compare how the next batches look, None after the last, of data that may be another one
-        on each process.
+        """Compare how the next batches look (None after the last) of data of another kind.
 
         What comes `then` is said too: an error, if one is known already.
         """
         if not self._speaks or self._is_known:
             return
-        shapes = ", ".join(trees.describe(x) for x in jax.tree.leaves(batch))
-        found = (
-            f"{then}{then and ', after '}{steps} of {shapes}"
-            if shapes
-            else "none, the data have ended"
-        )
+        found = "none, the data have ended"
+        if shapes := ", ".join(trees.describe(x) for x in jax.tree.leaves(batch)):
+            found = f"{then}{then and ', after '}{steps} of {shapes}"
         processes.compare(f"{place} of {self.where}", {"batches": found}, processes.LAST)
 
     def chunk(self, step: int, chunk: Chunk | None, source: Source) -> Chunk | None:
         """The batches of a call that begins with a step, compared."""
-        if chunk is None:
-            self.batch(f"step {step}", None)
-        else:
-            self.batch(
-                f"step {step}",
-                getattr(chunk.feed, "batch", chunk.feed),
-                chunk.steps,
-                source.trouble,
-            )
+        given: Any = (None,)
+        if chunk is not None:
+            given = getattr(chunk.feed, "batch", chunk.feed), chunk.steps, source.trouble
+        self.batch(f"step {step}", *given)
         return chunk
 
     def numbers(self, place: str, found: dict[str, float]) -> dict[str, float]:
-        """Those of process 0. Raises ProcessError for other names; warns, once, of other
-        numbers.
-        """
+        """Those of process 0. Raises ProcessError for other names; warns once of other numbers."""
         if not self._speaks:
             return found
-        everyone = [
-            json.loads(text)
-            for text in processes.words(f"{place} of {self.where}", json.dumps(found))
-        ]
-        first = everyone[0]
-        for i, other in enumerate(everyone):
+        texts = processes.words(f"{place} of {self.where}", json.dumps(found))
+        first, *others = map(json.loads, texts)
+        for i, other in enumerate(others, start=1):
             if other.keys() != first.keys():
                 got = f"{', '.join(other)} on {processes.name_of(i)}"
                 raise ProcessError("numbers", place, got, f"{', '.join(first)}, as on process 0")
-            differ = [
-                k for k in first if not np.isclose(other[k], first[k], rtol=1e-5, equal_nan=True)
-            ]
-            if differ and not self._has_warned:
+            is_close = lambda x, y: np.isclose(x, y, rtol=1e-5, equal_nan=True)
+            name = next((k for k in first if not is_close(other[k], first[k])), None)
+            if name is not None and not self._has_warned:
                 self._has_warned = True
-                name = differ[0]
-                text = (
-                    f"{name} is {first[name]:.6g} on process 0, and {other[name]:.6g} on "
-                    f"{processes.name_of(i)}"
-                )
+                theirs = f"{other[name]:.6g} on {processes.name_of(i)}"
+                text = f"{name} is {first[name]:.6g} on process 0, and {theirs}"
                 fix = "ts.evaluate over batches of all processes gives the same number to all"
                 warn(f"{place}: {text}: that of process 0 counts on all. {fix}.")
         return first
@@ -156,7 +124,7 @@ class Alike:
     def boundary(self, place: str, stopped: str, state: PyTree, has_changed: bool) -> str:
         """Why the run stops, if a callback of any process said so; a clock may say so to one only.
 
-        Raises ProcessError where callbacks changed the state on some processes only, or otherwise.
+        Raises ProcessError if callbacks did not change the state alike on all processes.
         """
         if not self._speaks:
             return stopped
@@ -174,7 +142,7 @@ class Alike:
             return asked
         said = processes.words(f"the end of {self.where}", str(asked))
         found = next((int(text) for text in said if text != "0"), 0)
-        # or what one has asked for would end the next run
+        # or the signal that one has got would end the next run
         while found and not processes.agree(found):
             time.sleep(1e-3)
         return found
@@ -184,6 +152,3 @@ def small(state: PyTree) -> Any:
     """A tree in which large arrays are their shapes: what is compared in no time."""
     is_small = lambda x: not isinstance(x, jax.Array) or x.nbytes <= SMALL
     return jax.tree.map(lambda x: x if is_small(x) else trees.describe(x), state)
-
-
-__all__ = ["Alike", "small"]

@@ -1,5 +1,6 @@
-"""What happens at a boundary, a step at which somebody needs the state: evaluation, callbacks,
-loggers, progress, checkpoint, in this order.
+"""What happens at a boundary: evaluation, callbacks, loggers, progress, checkpoint, in this order.
+
+A boundary is a step at which one of them needs the state.
 """
 
 from __future__ import annotations
@@ -42,82 +43,83 @@ class Boundaries:
     agreed: frozenset[str] = frozenset()  # names of its numbers, the same on all processes
     has_changed: bool = False  # whether a callback of this boundary returned a state
 
+    @property
+    def watched(self) -> dict[str, str]:
+        """The metrics that callbacks wait for, and which ones."""
+        found = filter(callbacks.is_watching, self.options.callbacks)
+        return {f.metric: f"{type(f).__name__}()" for f in found}
+
     def look_for_names(self) -> None:
-        """Raise RowError before step 1 for a name that somebody waits for and `evaluate` does not
-        return.
+        """Raise RowError before step 1 for an awaited name that `evaluate` does not return.
 
         That takes a call of it, of one batch if it calls `ts.evaluate`, and none if a callback of
         the user's might log the name.
         """
-        options, known = self.options, self.run.history.names
-        best = options.saver and options.saver.keep_best
-        waits = {
-            f.metric: f"{type(f).__name__}()" for f in options.callbacks if callbacks.is_watching(f)
-        }
-        waits |= {best.metric: "keep_best"} if best else {}
-        waits = {name: where for name, where in waits.items() if "/" in name and name not in known}
-        if (
-            not waits
-            or options.evaluate is None
-            or options.dry_run
-            or any(map(callbacks.may_log, options.callbacks))
-        ):
+        options, waits = self.options, self.watched
+        if best := options.saver and options.saver.keep_best:
+            waits[best.metric] = "keep_best"
+        waits = {k: v for k, v in waits.items() if "/" in k and k not in self.run.history.names}
+        may_log = any(map(callbacks.may_log, options.callbacks))
+        if not waits or options.evaluate is None or options.dry_run or may_log:
             return
-        with evaluation.one_batch(), blamed("evaluate", options.evaluate, self.run):
-            found = check_row(options.evaluate(self.run.state), "evaluate")
-            self.run.check_own(found, "evaluate")
+        with evaluation.one_batch():
+            found = self.evaluated_row()
         for name, where in waits.items():
             if name not in found:
                 raise RowError(unknown("metric", where, name, found))
 
+    def evaluated_row(self) -> dict[str, float]:
+        run, evaluate = self.run, self.options.evaluate
+        assert evaluate is not None
+        with blamed("evaluate", evaluate, run):
+            found = check_row(evaluate(run.state), "evaluate")
+            run.check_own(found, "evaluate")
+        return found
+
     def hold(self, events: list[str]) -> None:
         """One boundary, with what happens at it by name; at the last one "end"."""
-        run, log = self.run, self.log
+        run, log, options = self.run, self.log, self.options
         is_end = "end" in events
         self.feed.sync()
         run.epoch = self.feed.epoch
-        if is_end or self.options.goal.reached(run.step, run.epoch):
+        if is_end or options.goal.reached(run.step, run.epoch):
             log.close()
         if "evaluate" in events:
             self.evaluate()
         for event in events:
             run.event = event
-            for name, callback in zip(self.options.names, self.options.callbacks, strict=True):
-                if wants(callback, event, run.step) or (
-                    event == "step" and self.options.dry_run and not is_bare(callback)
-                ):
+            is_tried = options.dry_run and event == "step"
+            for name, callback in zip(options.names, options.callbacks, strict=True):
+                if wants(callback, event, run.step) or (is_tried and not is_bare(callback)):
                     self.call_back(name, callback)
         if not is_end:
             self.look_for_watched()
-        run.stopped = self.alike.boundary(
-            f"step {run.step}", run.stopped, run.state, self.has_changed
-        )
+        at, changed = f"step {run.step}", self.has_changed
+        run.stopped = self.alike.boundary(at, run.stopped, run.state, changed)
         self.has_changed = False
         if is_end and run.stopped:
             run.history.mark("stop", run.step, run.stopped)
         if run.stopped:
             log.close()
         # the end comes next, at the same step: what it adds belongs to the same row
-        if is_end or not (run.stopped or self.options.goal.reached(run.step, run.epoch)):
+        if is_end or not (run.stopped or options.goal.reached(run.step, run.epoch)):
             log.flush()
         self.bar.show(run.step, run.metrics)
-        saver = self.options.saver
+        saver = options.saver
         if saver is None:
             return
         saver.poll()
         self.look_for_best(is_end)
-        due = is_end or saver.due(run.step) or ("epoch" in events and self.options.saves_epochs)
+        due = is_end or saver.due(run.step) or ("epoch" in events and options.saves_epochs)
         if (due or self.is_best()) and self.saved != (run.step, self.feed.place()):
             self.save()
 
     def save(self) -> None:
-        """All that it takes to go on: state, place of the data, history, what callbacks
-        remember.
-        """
+        """State, place of the data, history, what callbacks remember: all that it takes to go on."""
         run = self.run
         self.saved = run.step, self.feed.place()
         known = run.history.plain(), self.memory, self.log.numbers_at(run.step), self.script
-        self.options.saver._save(run.state, run.step, self.feed.place(), *known)
+        self.options.saver._save(run.state, *self.saved, *known)
 
     def is_best(self) -> bool:
         """Whether an evaluation or a callback gave `keep_best` one of its best values at this step.
@@ -130,51 +132,43 @@ class Boundaries:
             return False
         if (run.history.newest(best.metric) or (-1, 0.0))[0] != run.step:
             return False
+        # what callbacks log may differ between processes, and all of them save together
         if jax.process_count() > 1 and best.metric not in self.agreed:
-            # what callbacks log may differ between processes, and all of them save together
             return False
         known = zip(*run.history.series(best.metric), strict=True)
         return run.step in best.of({int(at): {best.metric: x} for at, x in known if np.isfinite(x)})
 
+    @property
+    def is_early(self) -> bool:
+        """Whether there is no row yet, or none of an evaluation that will come."""
+        waits = self.options.evaluate is not None and self.evaluated < 0
+        return waits or not self.run.history.names
+
     def look_for_watched(self) -> None:
-        """Raise RowError for a metric that a callback waits for, when there are rows and none has
-        it.
-        """
-        options, names = self.options, self.run.history.names
-        is_early = not names or (options.evaluate is not None and self.evaluated < 0)
-        if is_early or any(map(callbacks.may_log, options.callbacks)):
+        """Raise RowError if a callback waits for a metric, and there are rows without it."""
+        if self.is_early or any(map(callbacks.may_log, self.options.callbacks)):
             return
-        for f in filter(callbacks.is_watching, options.callbacks):
-            if f.metric not in names:
-                raise RowError(unknown("metric", f"{type(f).__name__}()", f.metric, names))
+        names = self.run.history.names
+        for metric, where in self.watched.items():
+            if metric not in names:
+                raise RowError(unknown("metric", where, metric, names))
 
     def look_for_best(self, is_last: bool) -> None:
-        """Raise RowError for a metric of `keep_best` that nobody gives; a warning is enough at the
-        end.
-        """
+        """Raise RowError if nobody gives the metric of `keep_best`; a warning at the end."""
         saver, options = self.options.saver, self.options
         text = saver.lacks(self.run.history.names, "fit()")
-        if (
-            not text
-            or (options.evaluate is not None and self.evaluated < 0)
-            or not self.run.history.names
-        ):
+        if not text or self.is_early:
             return
-        may_come = options.callbacks and (
-            options.evaluate is None or "/" not in saver.keep_best.metric
-        )
+        is_evaluated = options.evaluate is not None and "/" in saver.keep_best.metric
         if is_last:
             warn(text)
-        elif not may_come:
+        elif is_evaluated or not options.callbacks:  # which might log it later
             raise RowError(text)
 
     def evaluate(self) -> None:
         run = self.run
-        assert self.options.evaluate is not None
-        with blamed("evaluate", self.options.evaluate, run):
-            found = check_row(self.options.evaluate(run.state), "evaluate")
-            run.check_own(found, "evaluate")
-            found = self.alike.numbers(f"evaluate at step {run.step}", found)
+        found = self.evaluated_row()
+        found = self.alike.numbers(f"evaluate at step {run.step}", found)
         self.evaluated, self.agreed = run.step, frozenset(found)
         row = join(run.row if self.log.step == run.step else {}, found, "evaluate")
         self.log.add({name: row[name] for name in found}, run.step)
@@ -201,18 +195,13 @@ class Boundaries:
 
 
 def _check_returned(new, run: Run) -> None:
-    """Raise unless a callback returned a state like the one that it got; rules, numbers and freezes
-    may differ.
-    """
-    old = run.state
+    """Raise unless it is a state like the one given; rules, numbers and freezes may differ."""
+    old, fix = run.state, "A callback keeps the structure of the state."
     if any(map(trees.is_gone, jax.tree.leaves(new))):
         raise StateError(donated("the callback's result"))
     if isinstance(old, TrainState) and isinstance(new, TrainState):
-        parts = (new.params, new.model_state), (old.params, old.model_state)
-        for name, (mine, yours) in zip(
-            ("params", "model_state"), zip(*parts, strict=True), strict=True
-        ):
-            checks.check_like(name, mine, yours, "A callback keeps the structure of the state.")
+        for name in ("params", "model_state"):
+            checks.check_like(name, getattr(new, name), getattr(old, name), fix)
         if step_of(new, run.step) != run.step:
             fix = "The history goes forward: state.replace(step=run.step)."
             raise StateError("step", "the callback's state", int(new.step), run.step, fix)
@@ -221,4 +210,4 @@ def _check_returned(new, run: Run) -> None:
         fix = "Is it a factory? Call it." if callable(new) else "Return a state, or nothing."
         expected = "a TrainState" if isinstance(old, TrainState) else trees.describe(old)
         raise WrongTypeError("result", "callback", trees.describe(new), expected, fix)
-    checks.check_like("state", new, old, "A callback keeps the structure of the state.")
+    checks.check_like("state", new, old, fix)

@@ -1,13 +1,10 @@
 """Callbacks: what happens between the steps of a run, as plain values.
 
-A callback is any `f(run) -> None | state`. Those here are frozen values that print as the call that
-makes them. What they must remember lies in `run.memory`, a dict that JSON can hold: it is saved
-with the run, so that a resumed run goes on where it was. The loop makes a boundary at the multiples
-of `callback.every` and at the steps `callback.at`; one with `callback.events` is called at those
-alone.
-
-Those that watch a metric look at each value of it once, when it is new, however many events a step
-has.
+A callback is any `f(run) -> None | state`. These are frozen values that print as the call that
+makes them. What they remember lies in `run.memory`, a dict that is saved as JSON with the run. The
+loop makes a boundary at the multiples of `callback.every` and at the steps `callback.at`; a
+callback with `callback.events` is called at those alone. Those that watch a metric look at each new
+value once.
 """
 
 from __future__ import annotations
@@ -38,8 +35,6 @@ def __dir__() -> list[str]:
 
 Mode = Literal["min", "max"]  # of a metric: what is better
 
-# ---------------------------------------------------------------------------------------- arguments
-
 
 def _whole(where: str, name: str, value, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
@@ -51,9 +46,8 @@ def _whole(where: str, name: str, value, least: int = 1) -> None:
 def _real(where: str, name: str, value, least: float, below: float = math.inf) -> None:
     numbers.check_number(where, name, value, "a number")
     if not least <= value < below:
-        raise HyperparameterError(
-            name, where, value, f"≥ {least}" + f" and < {below}" * (below < math.inf)
-        )
+        expected = f"≥ {least}" + f" and < {below}" * (below < math.inf)
+        raise HyperparameterError(name, where, value, expected)
 
 
 def _function(where: str, name: str, fn) -> None:
@@ -67,22 +61,22 @@ def _watched(where: str, metric, mode) -> None:
     checks.check_choice(mode, where, "mode", ("min", "max"))
 
 
-# ----------------------------------------------------------------------------------------- watching
+# Watching
 
 
 def _news(where: str, metric: str, run) -> tuple[int, float] | None:
     """(step, value) of a metric if it is new; RowError at an evaluation without the metric."""
     newest = run.history.newest(metric)
     if newest is None:
-        if run.event == "evaluate":
-            raise RowError(unknown("metric", where, metric, run.metrics))
-        if run.event == "end":
-            warn(unknown("metric", where, metric, run.metrics))
+        if run.event in ("evaluate", "end"):
+            text = unknown("metric", where, metric, run.metrics)
+            if run.event == "evaluate":
+                raise RowError(text)
+            warn(text)
         return None
-    if newest[0] == run.memory.get("seen"):
-        return None
+    is_old = newest[0] == run.memory.get("seen")
     run.memory["seen"] = newest[0]
-    return newest
+    return None if is_old else newest
 
 
 def _is_better(value: float, other: float, mode: Mode, by: float = 0.0) -> bool:
@@ -91,9 +85,8 @@ def _is_better(value: float, other: float, mode: Mode, by: float = 0.0) -> bool:
 
 def is_watching(callback: object) -> bool:
     """Whether it is one of those here that wait for a metric of an evaluation."""
-    return isinstance(callback, (early_stopping, best, plateau)) and not callback.metric.startswith(
-        "best"
-    )
+    is_one = isinstance(callback, (early_stopping, best, plateau))
+    return is_one and not callback.metric.startswith("best")
 
 
 def may_log(callback: object) -> bool:
@@ -101,9 +94,11 @@ def may_log(callback: object) -> bool:
     return not isinstance(callback, (early_stopping, best, plateau, time_limit, sample, At))
 
 
-def _events_of(metric: str) -> tuple[str, ...] | None:
-    """The events that can bring a metric: evaluations for "val/loss", any for training rows."""
-    return ("start", "evaluate", "end") if "/" in metric and not metric.startswith("best") else None
+@property
+def _events(self: Any) -> tuple[str, ...] | None:
+    """What can bring the metric: evaluations "val/loss", anything the numbers of training rows."""
+    is_evaluated = "/" in self.metric and not self.metric.startswith("best")
+    return ("start", "evaluate", "end") if is_evaluated else None
 
 
 def _improves(memory: dict, step: int, value: float, mode: Mode, min_delta: float = 0.0) -> bool:
@@ -111,15 +106,20 @@ def _improves(memory: dict, step: int, value: float, mode: Mode, min_delta: floa
 
     NaN never does.
     """
-    if math.isnan(value) or (
-        "best" in memory and not _is_better(value, memory["best"], mode, min_delta)
-    ):
+    is_worse = "best" in memory and not _is_better(value, memory["best"], mode, min_delta)
+    if math.isnan(value) or is_worse:
         return False
     memory.update(best=value, best_step=step)
     return True
 
 
-# ------------------------------------------------------------------------------ how often: wrappers
+def _wait(memory: dict, news: tuple[int, float], mode: Mode, min_delta: float) -> None:
+    """Count the values without an improvement."""
+    better = _improves(memory, *news, mode, min_delta)
+    memory["wait"] = 0 if better else memory.get("wait", 0) + 1
+
+
+# How often: wrappers
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ class throttle:
     """`fn(run)` at most once in `seconds`, whatever the number of boundaries.
 
     `leading` calls it at the first boundary, else `seconds` later. With `trailing`, a boundary that
-    came too early is made up for at the first one after the wait, or at the end of the run. Flux's
-    `throttle`, without its timer thread: only boundaries are calls. Wall clocks of several
-    processes differ: what it calls should not change the state there.
+    came too early is made up for at the first one after the wait, or at the end of the run. As
+    Flux's `throttle`, without its timer thread. Wall clocks of several processes differ: `fn`
+    should not change the state there.
     """
 
     fn: Callable[[Run], Any]
@@ -200,19 +200,18 @@ class sample:
             getattr(run, "note", print)(f"step {run.step}: {shown}")
 
 
-# ------------------------------------------------------------------------------------- when to stop
+# When to stop
 
 
 @dataclass(frozen=True)
 class early_stopping:
     """Stop when a metric has not improved for `patience` of its values.
 
-    A value improves if it is more than `min_delta` better than the best so far, and only such a
-    value becomes the best: a creep below `min_delta` does not shift the bar. The first number
-    always improves. NaN and ±inf stop the run at once; with `check_finite=False` they count as no
-    improvement. A value worse than `divergence` stops it at once, too. Raises RowError at an
-    evaluation without the metric, and at the first rows if nobody can give it later. Warns at the
-    end of a run that never had it.
+    A value improves if it is more than `min_delta` better than the best so far; only such a value
+    becomes the best. The first number always improves. NaN and ±inf stop the run at once; with
+    `check_finite=False` they count as no improvement. A value worse than `divergence` stops it at
+    once, too. Raises RowError at an evaluation without the metric, and at the first rows if nobody
+    can give it later. Warns at the end of a run that never had it.
 
     >>> early_stopping("val/accuracy", mode="max", patience=3)
     early_stopping(metric='val/accuracy', patience=3, min_delta=0.0, mode='max', check_finite=True, divergence=None)
@@ -229,9 +228,7 @@ class early_stopping:
     check_finite: bool = True
     divergence: float | None = None
 
-    @property
-    def events(self) -> tuple[str, ...] | None:
-        return _events_of(self.metric)
+    events = _events
 
     def __post_init__(self) -> None:
         where = "early_stopping()"
@@ -242,23 +239,21 @@ class early_stopping:
             _real(where, "divergence", self.divergence, -math.inf)
 
     def __call__(self, run: Run) -> None:
-        memory = run.memory
-        if news := _news("early_stopping()", self.metric, run):
+        memory, metric = run.memory, self.metric
+        if news := _news("early_stopping()", metric, run):
             step, value = news
             if self.check_finite and not math.isfinite(value):
-                return run.stop(f"{self.metric} is {value} at step {step}")
+                return run.stop(f"{metric} is {value} at step {step}")
             if self.divergence is not None and _is_better(self.divergence, value, self.mode):
-                return run.stop(
-                    f"{self.metric} is {value:.6g} at step {step}, worse than {self.divergence:.6g}"
-                )
-            better = _improves(memory, step, value, self.mode, self.min_delta)
-            memory["wait"] = 0 if better else memory.get("wait", 0) + 1
+                text = f"{metric} is {value:.6g} at step {step}, worse than {self.divergence:.6g}"
+                return run.stop(text)
+            _wait(memory, news, self.mode, self.min_delta)
         # also at the start of a run that it has stopped before
         if memory.get("wait", 0) >= self.patience:
-            best = (
-                f"{memory['best']:.6g} at step {memory['best_step']}" if "best" in memory else "NaN"
-            )
-            run.stop(f"{self.metric} is no better than {best} for {memory['wait']} values")
+            best = "NaN"
+            if "best" in memory:
+                best = f"{memory['best']:.6g} at step {memory['best_step']}"
+            run.stop(f"{metric} is no better than {best} for {memory['wait']} values")
 
 
 @dataclass(frozen=True)
@@ -286,9 +281,8 @@ class patience:
         memory["asked"] = run.step
         memory["times"] = memory.get("times", 0) + 1 if self.predicate(run) else 0
         if memory["times"] >= self.n:
-            name = getattr(self.predicate, "__name__", "the predicate").replace(
-                "<lambda>", "the predicate"
-            )
+            name = getattr(self.predicate, "__name__", "<lambda>")
+            name = name.replace("<lambda>", "the predicate")
             run.stop(f"{name} was true {memory['times']} times in a row")
 
 
@@ -313,7 +307,7 @@ class time_limit:
             run.stop(f"the time limit of {self.seconds:g} s is reached")
 
 
-# ----------------------------------------------------------------------------------- what to change
+# What to change
 
 
 @dataclass(frozen=True)
@@ -329,9 +323,7 @@ class best:
     mode: Mode = "min"
     keep: Callable[[Run], Any] | None = None
 
-    @property
-    def events(self) -> tuple[str, ...] | None:
-        return _events_of(self.metric)
+    events = _events
 
     def __post_init__(self) -> None:
         _watched("best()", self.metric, self.mode)
@@ -345,31 +337,24 @@ class best:
         if _improves(memory, *news, self.mode) and self.keep is not None:
             self.keep(run)
         if "best" in memory:
-            run.log(
-                **{
-                    f"best/{self.metric}": memory["best"],
-                    f"best_step/{self.metric}": memory["best_step"],
-                }
-            )
+            run.log(**{f"{name}/{self.metric}": memory[name] for name in ("best", "best_step")})
 
 
 @dataclass(frozen=True)
 class plateau:
     """Multiply the learning rate by `factor` when a metric stops improving.
 
-    It does so after `patience` values of the metric without improvement. It goes down to
-    `min_learning_rate` and no further; one that is lower stays. Improvement is `early_stopping`'s,
-    and NaN is none. Rates that groups of leaves have of their own each get their factor, inside
-    `where` only. A rate that follows a schedule leaves it: from then on it is what it was, times
-    `factor`.
+    It does so after `patience` values of the metric without improvement (as in `early_stopping`;
+    NaN is none), down to `min_learning_rate`; a rate that is lower stays. Groups of leaves with
+    rates of their own each get the factor, inside `where` only. A rate that follows a schedule
+    leaves it: from then on it is what it was, times `factor`. As Keras's ReduceLROnPlateau, without
+    cooldown.
 
     Raises as `early_stopping` does, and HyperparameterError at the start for a state without a live
     learning rate.
 
     >>> plateau(factor=0.1, patience=3).metric
     'val/loss'
-
-    As Keras's ReduceLROnPlateau, without cooldown.
     """
 
     metric: str = "val/loss"
@@ -381,9 +366,7 @@ class plateau:
     where: Where = "**"
     mode: Mode = "min"
 
-    @property
-    def events(self) -> tuple[str, ...] | None:
-        return _events_of(self.metric)
+    events = _events
 
     def __post_init__(self) -> None:
         _watched("plateau()", self.metric, self.mode)
@@ -395,22 +378,17 @@ class plateau:
     def __call__(self, run: Run) -> PyTree:
         if run.event == "start":
             _rates(run.state, self.where)
-        news = _news("plateau()", self.metric, run)
+        memory, news = run.memory, _news("plateau()", self.metric, run)
         if news is None:
             return None
-        memory = run.memory
-        memory["wait"] = (
-            0 if _improves(memory, *news, self.mode, self.min_delta) else memory.get("wait", 0) + 1
-        )
+        _wait(memory, news, self.mode, self.min_delta)
         if memory["wait"] < self.patience:
             return None
         memory["wait"] = 0
         state, rates = _rates(run.state, self.where)
-        lower = {
-            k: max(rate * self.factor, min(rate, self.min_learning_rate))
-            for k, rate in rates.items()
-        }
-        changes = (f"{name} {rate:.3g} → {lower[name]:.3g}" for name, rate in rates.items())
+        least = self.min_learning_rate
+        lower = {name: max(x * self.factor, min(x, least)) for name, x in rates.items()}
+        changes = (f"{name} {x:.3g} → {lower[name]:.3g}" for name, x in rates.items())
         run.history.mark("plateau", run.step, ", ".join(changes))
         return adjust(state, **lower)
 
@@ -447,15 +425,14 @@ class At:
     def __call__(self, run: Run) -> PyTree:
         if run.memory.get("done"):
             return None
-        state = self.change(run.state, self.where, **self.values) if run.event == "start" else None
+        changed = lambda: self.change(run.state, self.where, **self.values)
+        state = changed() if run.event == "start" else None
         if run.step < self.step:
             return None
         run.memory["done"] = True
-        text = ", ".join(
-            [str(self.where), *(f"{name}={value}" for name, value in self.values.items())]
-        )
-        run.history.mark(self.change.__name__, run.step, text)
-        return state if state is not None else self.change(run.state, self.where, **self.values)
+        values = [f"{name}={value}" for name, value in self.values.items()]
+        run.history.mark(self.change.__name__, run.step, ", ".join([str(self.where), *values]))
+        return changed() if state is None else state
 
 
 def thaw_at(step: int, where: Where = "**") -> At:

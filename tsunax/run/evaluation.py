@@ -24,16 +24,12 @@ from tsunax.program import EvalStep
 from tsunax.run.agreement import Alike
 from tsunax.state import TrainState
 
-_ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "one batch of each data set", default=False
-)
+_ONE_BATCH = contextvars.ContextVar("one batch of each data set", default=False)
 
 
 @contextlib.contextmanager
 def one_batch() -> Iterator[None]:
-    """A context in which `evaluate` takes the first batch only: `fit` looks which names come
-    back.
-    """
+    """A context in which `evaluate` takes the first batch only: `fit` looks at the names."""
     token = _ONE_BATCH.set(True)
     try:
         yield
@@ -44,12 +40,11 @@ def one_batch() -> Iterator[None]:
 def evaluate(
     eval_step: Function, state: TrainState, data: Iterable[PyTree], **extra: Any
 ) -> dict[str, float]:
-    """`{"loss": ..., metrics...}` of a state over all of `data`, exact whatever the sizes of its
-    batches.
+    """`{"loss": ..., metrics...}` of a state over all of `data`, whatever the sizes of batches.
 
     Batches are merged as sums and weights, on the device, and read once at the end. A batch that is
     shorter than the first one is padded and masked if the loss function names `mask`, and so runs
-    the same program; if not it runs as it is, and compiles one more.
+    the same program; else it compiles one more.
 
     Args:
       eval_step: `eval_step(loss_fn)`, or any `f(state, batch, **extra) -> Loss`.
@@ -70,9 +65,8 @@ def evaluate(
     """
     if isinstance(data, Mapping):
         if not data or not all(isinstance(name, str) for name in data):
-            raise WrongTypeError(
-                "data", "evaluate()", trees.describe(data), "{name: data}, with str names"
-            )
+            expected = "{name: data}, with str names"
+            raise WrongTypeError("data", "evaluate()", trees.describe(data), expected)
         if all(trees.is_array(part) for part in data.values()):
             got = f"a batch, {trees.describe(data)}"
             fix = "Give [batch], or ts.batches(arrays, batch_size)."
@@ -80,14 +74,10 @@ def evaluate(
         parts = {name: evaluate(eval_step, state, part, **extra) for name, part in data.items()}
         return {f"{name}/{inner}": x for name, part in parts.items() for inner, x in part.items()}
     if not callable(eval_step):
-        raise WrongTypeError(
-            "eval_step", "evaluate()", trees.describe(eval_step), "ts.eval_step(loss_fn)"
-        )
-    pads = (
-        isinstance(eval_step, EvalStep)
-        and "mask" in LossFn.of(eval_step.loss_fn).names
-        and "mask" not in extra
-    )
+        got, expected = trees.describe(eval_step), "ts.eval_step(loss_fn)"
+        raise WrongTypeError("eval_step", "evaluate()", got, expected)
+    is_ours = isinstance(eval_step, EvalStep)
+    pads = is_ours and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
     total, rows, home = None, 0, placement.home_of(state)
     extra = placement.whole(extra, home)
     alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
@@ -103,9 +93,8 @@ def evaluate(
         mask = {}
         if pads:
             most = max(here, rows)
-            batch, mask["mask"] = placement.padded(
-                batch, here, most + -most % placement.divisor(home)
-            )
+            most += -most % placement.divisor(home)
+            batch, mask["mask"] = placement.padded(batch, here, most)
         alike.batch("the next batch", batch)
         parts = batch, mask
         if source.is_whole or is_population:
@@ -115,7 +104,7 @@ def evaluate(
         try:
             loss = eval_step(state, batch, **extra, **mask)
         except Exception:
-            if not isinstance(eval_step, EvalStep):
+            if not is_ours:
                 check_no_loss_fn(eval_step, state, batch, "eval_step", "f(state, batch) -> ts.Loss")
             raise
         if not isinstance(loss, Loss):
@@ -141,18 +130,14 @@ _OF_ONE = jax.jit(_merged), _computed
 _OF_MEMBERS = jax.jit(jax.vmap(_merged)), jax.jit(jax.vmap(_computed))
 
 
-def _flat(found: Mapping[str, Any]) -> dict[str, float]:
+def _flat(found: Mapping[str, Any], root: str = "") -> dict[str, float]:
     """Numbers by name; those of an array by its elements."""
     out = {}
     for name, x in found.items():
-        parts = {name: x}
         if isinstance(x, Mapping):
-            parts = {f"{name}/{inner}": y for inner, y in x.items()}
-        for inner, y in parts.items():
-            flat = np.ravel(np.asarray(y))
-            keys = [inner] if np.ndim(y) == 0 else [f"{inner}/{i}" for i in range(flat.size)]
-            out |= dict(zip(keys, map(float, flat), strict=True))
+            out |= _flat(x, f"{root}{name}/")
+        elif np.ndim(x):
+            out |= {f"{root}{name}/{i}": float(y) for i, y in enumerate(np.ravel(x))}
+        else:
+            out[root + name] = float(x)
     return out
-
-
-__all__ = ["evaluate"]

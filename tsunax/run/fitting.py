@@ -3,10 +3,10 @@
     batches -> one compiled loop of k steps -> (the next call is under way) -> rows -> history,
     loggers, progress; at a boundary: evaluate -> callbacks -> loggers -> progress -> checkpoint
 
-A boundary is a step at which somebody needs the state: an evaluation, a callback, the end of an
-epoch. Between them the host only hands out batches, and reads the numbers of a call when the next
-one is under way. How many steps go into a call may follow the clock on the wall: it never changes a
-bit (`run/fused_loop.py`). The loop over calls and boundaries itself stands in `loop.py`.
+A boundary is a step at which the state is needed: for an evaluation, a callback, the end of an
+epoch. Between them the host hands out batches, and reads the numbers of a call when the next one is
+under way. How many steps go into a call may follow the clock: it never changes a bit
+(`run/fused_loop.py`). The loop over calls and boundaries itself stands in `loop.py`.
 """
 
 from __future__ import annotations
@@ -85,19 +85,16 @@ class Fit:
         self.pending: list[tuple[feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead: int = 0  # steps in them
         # per step over the last reads, without compiling and boundaries; 0: unknown
-        self.seconds: float = 0.0
-        self.read_at: float = 0.0  # when calls were read last; 0 before the first call
-        self.idle: float = 0.0  # seconds that do not count
-        self.idle_steps: int = 0  # done in them
-        self.steps_read: int = 0
-        self.stretch: collections.deque[tuple[float, int]]  # (clock, steps done) at the last reads
-        self.stretch = collections.deque(maxlen=STRETCH)
-        self.traced: int = self.traces()  # when it was called last
+        self.seconds = 0.0
+        self.read_at = 0.0  # when calls were read last; 0 before the first call
+        self.idle, self.idle_steps = 0.0, 0  # seconds that do not count, and the steps done in them
+        self.steps_read = 0
+        # (clock, steps done) at the last reads
+        self.stretch: collections.deque[tuple[float, int]] = collections.deque(maxlen=STRETCH)
+        self.traced = self.traces()  # when it was called last
 
     def place_extra(self) -> None:
-        """The arguments of the step where the state lives: once, and again where a callback put in
-        others.
-        """
+        """Put the step's arguments where the state lives, again if a callback changed them."""
         given, old = dict(self.options.extra), self.given
         if old is None or given.keys() != old.keys() or any(given[k] is not old[k] for k in given):
             fix = "Bind it to the step instead, with functools.partial."
@@ -109,7 +106,7 @@ class Fit:
         self.bar = self.boundaries.bar = bar
         self.run.note = bar.note
 
-    # ------------------------------------------------------------------ what the loop in loop.py asks
+    # What the loop in loop.py asks
 
     def begin(self) -> None:
         """Compare the processes of the run, and hold its first boundary."""
@@ -119,9 +116,7 @@ class Fit:
         self.boundary(["start"])
 
     def is_over(self, interrupt: Interrupt) -> bool:
-        """Whether the goal is reached, somebody stopped the run, or a signal came: to this process
-        or to another one.
-        """
+        """Whether the goal is reached, a callback stopped the run, or any process got a signal."""
         run = self.run
         if self.options.goal.reached(run.step, self.feed.epoch) or run.stopped:
             return True
@@ -165,18 +160,13 @@ class Fit:
             self.traced = traces
             self.idle += now - before
             self.idle_steps += chunk.steps if _infos.is_ready(infos) else 0
-        late = (
-            self.alike.spans
-            or now - self.read_at > CALL_SECONDS
-            or len(self.pending) * chunk.bytes > WAITING_BYTES
-        )
-        if len(self.pending) > 1 and (late or not self.seconds):
+        is_late = self.alike.spans or now - self.read_at > CALL_SECONDS or not self.seconds
+        is_large = len(self.pending) * chunk.bytes > WAITING_BYTES
+        if len(self.pending) > 1 and (is_late or is_large):
             self.read(1)
 
     def traces(self) -> int:
-        """How often the step was traced, which is when it compiles; 0 for a step that does not
-        count.
-        """
+        """How often the step was traced, so compiled; 0 for a step that does not count."""
         step = self.loop.step  # an equal one, if it was there before
         return len(step.traces) if isinstance(step, TrainStep) else 0
 
@@ -218,13 +208,13 @@ class Fit:
         self.idle += time.perf_counter() - before
 
     def rescue(self, error: BaseException) -> None:
-        """After an exception: the numbers of steps that were applied, as far as they can be had."""
+        """After an exception: log the numbers of applied steps, as far as they can be had."""
         with contextlib.suppress(Exception):
             if not isinstance(error, NonFiniteError):
                 self.settle()
             self.log.flush()
 
-    # ------------------------------------------------------------------------------------- numbers
+    # Numbers
 
     def read(self, leave: int) -> None:
         """Wait for all calls but the last `leave`, and make rows of their numbers."""
@@ -255,9 +245,7 @@ class Fit:
     def rows(
         self, chunks: Sequence[feed.Chunk], infos: PyTree, named: dict[str, np.ndarray]
     ) -> None:
-        """History, loggers and progress get the numbers of these steps, one row for every
-        `log_every` of them.
-        """
+        """Give the numbers of these steps to history, loggers and progress: every `log_every`."""
         run, every, rejections = self.run, self.options.log_every, self.rejections
         epochs = feed.epochs_of(chunks)
         verdicts = _infos.verdicts(infos, len(epochs))
@@ -310,9 +298,6 @@ class Fit:
         if not self.seconds:
             return columns, {}
         rates = {"steps_per_second": 1 / self.seconds}
-        return columns, rates | (
-            {"examples_per_second": examples / self.seconds} if weights else {}
-        )
-
-
-__all__ = ["Fit"]
+        if weights:
+            rates["examples_per_second"] = examples / self.seconds
+        return columns, rates

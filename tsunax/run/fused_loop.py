@@ -3,18 +3,18 @@
     for i in range(n):
         state, infos[i] = step(state, feed.at(i))
 
-How many steps go into a call may follow the clock on the wall, and must not change a bit of what
-comes out. XLA compiles the body of a loop apart from the same step alone: it fuses other
-operations, and the last digit may differ. A `lax.scan` of 8 and one of 64 are two programs as well,
-and a scan of one is unrolled. So all calls run one program, a `while_loop` whose trip count is an
-argument: over a buffer of batches with room for the most that a call may take, of which the first
-n are read. Single steps run through it, too.
+How many steps go into a call may follow the clock, and must not change a bit of the result. XLA
+compiles the body of a loop apart from the same step alone: it fuses other operations, and the last
+digit may differ. A `lax.scan` of 8 and one of 64 are two programs as well, and a scan of one is
+unrolled. So all calls run one program, a `while_loop` whose trip count is an argument: over a
+buffer of batches with room for the most that a call may take, of which the first n are read. Single
+steps run through it, too.
 
-It costs the room: a call of one step sends a buffer of two batches (a loop of one would be unrolled),
-infos are an array with a row for each batch that has room, and a reverse-mode gradient cannot go
-through a `while_loop` (through `step` it can). It would break if the trip count were a Python
-number, if the buffer followed the number of steps, or if `run_steps` took the short way for k = 1.
-The loop ends early after too many rejected steps in a row, since the host learns of them late.
+It costs the room: a call of one step sends a buffer of two batches (a loop of one is unrolled),
+infos have a row for each batch of the buffer, and a reverse-mode gradient cannot go through a
+`while_loop` (through `step` it can). It would break if the trip count were a Python number, if the
+buffer followed the number of steps, or if `run_steps` took the short way for k = 1. The loop ends
+early after too many rejected steps in a row, since the host learns of them late.
 
 It knows nothing of epochs.
 """
@@ -86,9 +86,8 @@ class Stacked:
         return jax.tree.map(lambda x: x[0], self.batches)
 
     def at(self, i: Scalar) -> PyTree:
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), self.batches
-        )
+        row = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+        return jax.tree.map(row, self.batches)
 
 
 @functools.partial(
@@ -98,9 +97,7 @@ class Stacked:
 )
 @dataclass(frozen=True)
 class Gathered:
-    """Rows of arrays that lie on the device: batch i has those at
-    `order[first + i·rows : first + (i + 1)·rows]`.
-    """
+    """Rows of arrays on the device: batch i has `order[first + i·rows : first + (i + 1)·rows]`."""
 
     arrays: PyTree
     order: jax.Array | None  # int32 (all rows,); None: as they lie
@@ -124,9 +121,7 @@ class Gathered:
 )
 @dataclass(frozen=True)
 class Infos:
-    """The infos of many steps on their way to the host: all numbers of 32 bits in one array, for
-    one transfer.
-    """
+    """The infos of many steps: all numbers of 32 bits in one array, for one transfer to the host."""
 
     table: jax.Array | np.ndarray  # f32 (steps, numbers): others of 32 bits as they lie in memory
     others: list[Any]  # what is not one such number, stacked
@@ -146,30 +141,21 @@ class Infos:
         return cls(table, others, treedef, dtypes, ())
 
     def unpacked(self, parts: list[tuple[Infos, int]]) -> tuple[Any, dict[str, np.ndarray]]:
-        """Infos of this form on the host, stacked by steps, and hyperparameters by name: the first
-        n of each part.
-        """
-        table = np.concatenate([part.table[:n] for part, n in parts])
-        columns = iter(range(table.shape[1]))
-        others = iter(zip(*(([x[:n] for x in part.others]) for part, n in parts), strict=True))
-        leaves = [
-            np.concatenate(next(others)) if dtype is None else table[:, next(columns)].view(dtype)
-            for dtype in self.dtypes
-        ]
-        return self.treedef.unflatten(leaves), {
-            name: table[:, i] for name, i in zip(self.named, columns, strict=True)
-        }
+        """The first n infos of each part on the host, stacked, and hyperparameters by name."""
+        columns = iter(np.concatenate([part.table[:n] for part, n in parts]).T)
+        others = zip(*([x[:n] for x in part.others] for part, n in parts), strict=True)
+        infos = self._whole(columns, map(np.concatenate, others), np.ndarray.view)
+        return infos, dict(zip(self.named, columns, strict=True))
 
     def stacked(self, numbers: Numbers | None) -> PyTree:
         """The infos as a step would give them, on the device."""
-        columns, others = iter(range(self.table.shape[-1])), iter(self.others)
-        as_dtype = jax.lax.bitcast_convert_type
-        leaves = [
-            next(others) if d is None else as_dtype(self.table[..., next(columns)], d)
-            for d in self.dtypes
-        ]
-        infos = self.treedef.unflatten(leaves)
+        columns = (self.table[..., i] for i in range(self.table.shape[-1]))
+        infos = self._whole(columns, iter(self.others), jax.lax.bitcast_convert_type)
         return infos._replace(numbers=numbers) if isinstance(infos, StepInfo) else infos
+
+    def _whole(self, columns, others, as_dtype) -> Any:
+        leaves = [next(others) if d is None else as_dtype(next(columns), d) for d in self.dtypes]
+        return self.treedef.unflatten(leaves)
 
 
 @dataclass(frozen=True)
@@ -189,45 +175,38 @@ class Fused:
         return Programs(self._compiled_on)
 
     def _compiled_on(self, home: placement.Home | None) -> Any:
+        step = self.step
+        run = step.pure if isinstance(step, TrainStep) else self.once
+
         def train_steps(kind, moving, still, feed, n, extra):
-            traces = self.step.traces if isinstance(self.step, TrainStep) else None
             whole = lambda moving: moving if kind is None else assemble(kind, moving, still)
-            state = whole(moving)
-            trace = (
-                None
-                if traces is None
-                else Traced.of("loop", home, state, {"batches": feed, **extra})
-            )
+            state, trace = whole(moving), None
+            if isinstance(step, TrainStep):
+                trace = Traced.of("loop", home, state, {"batches": feed, **extra})
 
             def one(moving, batch):
-                state = whole(moving)
-                run = self.step.pure if isinstance(self.step, TrainStep) else self.once
-                mask = getattr(feed, "mask", None)
-                given = (
-                    extra if mask is None else {**extra, "mask": masked(extra.get("mask"), mask)}
-                )
+                state, given = whole(moving), extra
+                if (mask := getattr(feed, "mask", None)) is not None:
+                    given = {**extra, "mask": masked(extra.get("mask"), mask)}
                 with leaves_apart(home is not None):
                     new, info = run(state, batch, given)
                 if isinstance(info, StepInfo) and kind is not None:
                     info = info._replace(numbers=None)  # they do not move
                 _check_same(state, new)
-                return new if kind is None else split(new)[0], Infos.of(
-                    jax.tree.map(jnp.asarray, info)
-                )
+                infos = Infos.of(jax.tree.map(jnp.asarray, info))
+                return new if kind is None else split(new)[0], infos
 
             one = jax.jit(convolutions.fast(one))  # traced once for the shapes and the loop
             shapes = jax.eval_shape(one, moving, feed.at(0))[1]
             # made of the clock, so that on a mesh with explicit axes they are on that mesh
             zero = 0 if kind is None else jnp.sum(state.clock) * 0
-            infos = jax.tree.map(
-                lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype), shapes
-            )
+            empty = lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype)
 
             def goes_on(carry):
                 i, moving, _ = carry
-                return (i < n[0]) & (
-                    True if kind is None else jnp.any(whole(moving).rejected_in_a_row < n[1])
-                )
+                if kind is None:
+                    return i < n[0]
+                return (i < n[0]) & jnp.any(whole(moving).rejected_in_a_row < n[1])
 
             def body(carry):
                 i, moving, infos = carry
@@ -235,18 +214,15 @@ class Fused:
                 put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
                 return i + 1, moving, jax.tree.map(put, infos, info)
 
-            _, moving, infos = jax.lax.while_loop(goes_on, body, (jnp.int32(0), moving, infos))
-            if traces is not None and trace is not None:  # one that failed is none
-                traces.append(trace)
+            start = jnp.int32(0), moving, jax.tree.map(empty, shapes)
+            _, moving, infos = jax.lax.while_loop(goes_on, body, start)
+            if isinstance(step, TrainStep) and trace is not None:  # one that failed is none
+                step.traces.append(trace)
             return moving, _with_scheduled(infos, None if kind is None else state.numbers)
 
         out = None if home is None else (home.layout, home.whole)
-        return jax.jit(
-            train_steps,
-            static_argnums=0,
-            donate_argnums=(1,) if self.donate else (),
-            out_shardings=out,
-        )
+        donated = (1,) if self.donate else ()
+        return jax.jit(train_steps, static_argnums=0, donate_argnums=donated, out_shardings=out)
 
     def once(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
         """One call of the step, as it is."""
@@ -274,32 +250,26 @@ class Fused:
         try:
             moving, infos = self.programs[home](kind, moving, still, feed, n, extra)
         except Exception as error:
-            batch = jax.tree.map(
-                lambda x: x[0], feed.batches if isinstance(feed, Stacked) else feed.arrays
-            )
             if isinstance(state, TrainState):
-                raise_fault(error, state, batch, extra)
+                given = feed.batches if isinstance(feed, Stacked) else feed.arrays
+                raise_fault(error, state, jax.tree.map(lambda x: x[0], given), extra)
             raise
         return moving if kind is None else assemble(kind, moving, still), infos
 
 
 def _with_scheduled(infos: Infos, numbers) -> Infos:
-    """The infos with the hyperparameters that schedules move as further columns, those of every
-    step.
-    """
+    """The infos with the scheduled hyperparameters of every step as further columns."""
     if numbers is None or not numbers.scheduled:
         return infos
     stacked = infos.stacked(numbers)
     if not isinstance(stacked, StepInfo):
         return infos
     held = numbers.named(None)
-    moved = jax.vmap(lambda step: {k: x for k, x in numbers.named(step).items() if k not in held})(
-        stacked.step
-    )
+    moving = lambda step: {k: x for k, x in numbers.named(step).items() if k not in held}
+    moved = jax.vmap(moving)(stacked.step)
     columns = dict(column for name, x in moved.items() for column in by_member(name, x))
-    table = jnp.concatenate(
-        [infos.table, *(x.astype(jnp.float32)[:, None] for x in columns.values())], 1
-    )
+    more = [x.astype(jnp.float32)[:, None] for x in columns.values()]
+    table = jnp.concatenate([infos.table, *more], 1)
     return dataclasses.replace(infos, table=table, named=tuple(columns))
 
 
@@ -309,17 +279,14 @@ def by_member(name: str, x: np.ndarray | jax.Array) -> list[tuple[str, Any]]:
 
 
 def _check_same(old, new) -> None:
+    fix = "A step returns a state like the one that it got."
     if isinstance(old, TrainState) and not isinstance(new, TrainState):
-        raise StateError(
-            "state", "step", trees.describe(new), "a TrainState", "A step returns (state, info)."
-        )
-    checks.check_like("state", new, old, "A step returns a state like the one that it got.")
+        fix = "A step returns (state, info)."
+        raise StateError("state", "step", trees.describe(new), "a TrainState", fix)
+    checks.check_like("state", new, old, fix)
 
 
 @functools.lru_cache(maxsize=32)
 def fused(step: Step, donate: bool) -> Fused:
     """The loop of a step; equal steps share one, and so what was compiled."""
     return Fused(step, donate)
-
-
-__all__ = ["Fused", "Gathered", "Infos", "Stacked", "fused"]

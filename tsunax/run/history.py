@@ -1,8 +1,7 @@
 """What a run was like: rows of numbers by step, and marks where something happened.
 
 A `History` is filled by the loop and read by people: columns as NumPy arrays, a DataFrame, a plot.
-`check_row` and `join` say what a row is: names that may stand in a file and numbers on the host.
-This module knows of no device, no state and no file.
+It knows of no device, no state and no file.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from tsunax._core import Figure, trees
 from tsunax.errors import MissingLibraryError, RowError, WrongTypeError, unknown
 from tsunax.run.rows import check_names, check_row, families
 
-__all__ = ["History"]
-
 MOST = 50_000  # rows of a history that are kept; of more every second, every fourth, ...
 MOST_MARKS = 10_000
 
+_FORWARD = "A history goes forward: start a new one, or restore the one of that step."
 
-# ------------------------------------------------------------------------------------------ history
+
+def _array(kind: str, values: Any) -> array:
+    return array(kind, np.asarray(values, {"q": np.int64, "d": np.float64}[kind]).tobytes())
 
 
 class History:
     """Rows of numbers by step, as columns, and the marks beside them.
 
-    A row need not have every name. A number costs 16 bytes, a row 8 more. A history of a long run
-    is thinned: beyond 50,000 rows every second one goes, then three of four, and so on; the newest
-    stays, and rows with a name that few have (an evaluation's). What is kept depends on the rows
-    alone, not on when they came.
+    A row need not have every name. A number costs 16 bytes, a row 8 more. Beyond 50,000 rows every
+    second one goes, then three of four, and so on; the newest stays, and rows with a name that few
+    have (an evaluation's). What is kept depends on the rows alone, not on when they came.
 
     >>> history = History()
     >>> history.add({"loss": 2.5, "learning_rate": 0.1}, step=10)
@@ -52,9 +51,8 @@ class History:
 
     def __init__(self) -> None:
         self._steps = array("q")
-        self._columns: dict[
-            str, tuple[array, array]
-        ] = {}  # the rows that have it, and its values there
+        # by name the rows that have it, and its values there
+        self._columns: dict[str, tuple[array, array]] = {}
         self.marks: list[tuple[int, str, str]] = []
         self._closing: tuple[int, tuple[str, ...]] = -1, ()  # the step and the names of `close`
         # of the rows of the `_dense` names those at multiples of this step stay; 0: all of them
@@ -66,12 +64,12 @@ class History:
     def add(self, row: Mapping[str, Any], step: int) -> None:
         """Add a row. Numbers of a step that already has a row join it; newer values win.
 
-        Raises as `check_row` does, and RowError for a step before the last one.
+        Raises RowError for a step before the last one, and as `check_row` does.
         """
         row, last = check_row(row, f"step {step}"), self._steps[-1] if self._steps else None
         if last is not None and step < last:
-            fix = "A history goes forward: start a new one, or restore the one of that step."
-            raise RowError("row", "History.add()", f"step {step}", f"step {last} or later", fix)
+            expected = f"step {last} or later"
+            raise RowError("row", "History.add()", f"step {step}", expected, _FORWARD)
         if step != last:
             self._settle()
             self._steps.append(step)
@@ -98,14 +96,8 @@ class History:
         check_names(columns, f"step {steps[0]}")
         last = self._steps[-1] if self._steps else None
         if (last is not None and steps[0] <= last) or np.any(np.diff(steps) <= 0):
-            fix = "A history goes forward: start a new one, or restore the one of that step."
-            raise RowError(
-                "rows",
-                "History.extend()",
-                f"steps from {steps[0]}",
-                f"increasing, beyond {last}",
-                fix,
-            )
+            got, expected = f"steps from {steps[0]}", f"increasing, beyond {last}"
+            raise RowError("rows", "History.extend()", got, expected, _FORWARD)
         self._settle()
         while len(steps):
             stays = self._stays(steps, columns, self._steps[-1] if self._steps else None)
@@ -113,14 +105,12 @@ class History:
             cut = len(steps) if np.sum(stays) <= room else int(np.flatnonzero(stays)[room]) + 1
             stays[cut - 1] = True  # the newest, until there is a newer one
             taken = np.flatnonzero(stays[:cut])
-            rows = np.arange(
-                len(self._steps), len(self._steps) + len(taken), dtype=np.int64
-            ).tobytes()
-            self._steps.frombytes(steps[taken].tobytes())
+            rows = _array("q", np.arange(len(taken)) + len(self._steps))
+            self._steps += _array("q", steps[taken])
             for name, values in columns.items():
                 at, column = self._columns.setdefault(name, (array("q"), array("d")))
-                at.frombytes(rows)
-                column.frombytes(np.asarray(values, np.float64)[taken].tobytes())
+                at += rows
+                column += _array("d", values[taken])
             steps, columns = steps[cut:], {name: values[cut:] for name, values in columns.items()}
             if len(steps):
                 self._settle()
@@ -130,23 +120,16 @@ class History:
         if not self._every or not self._dense.issuperset(names):
             return np.full(len(steps), True)
         spans = steps // self._every
-        return spans != np.concatenate(
-            [[-1 if before is None else before // self._every], spans[:-1]]
-        )
+        first = -1 if before is None else before // self._every
+        return spans != np.concatenate([[first], spans[:-1]])
 
     def _settle(self) -> None:
         """Drop the newest row unless it stays, and thin the history if it is too long."""
         n = len(self._steps)
         if n > 1 and self._every and self._steps[-1] > self._settled:
-            with_it = {
-                name: column for name, column in self._columns.items() if column[0][-1] == n - 1
-            }
-            if not self._stays(np.array(self._steps[-1:]), with_it, self._steps[-2])[0]:
-                self._steps.pop()
-                for name, (rows, values) in with_it.items():
-                    del rows[-1], values[-1]
-                    if not rows:
-                        del self._columns[name]
+            there = [name for name, (rows, _) in self._columns.items() if rows[-1] == n - 1]
+            if not self._stays(np.array(self._steps[-1:]), there, self._steps[-2])[0]:
+                self._pop(there)
         while len(self._steps) > MOST:
             self._thin()
         self._settled = self._steps[-1] if self._steps else -1
@@ -167,14 +150,25 @@ class History:
     def _keep(self, kept: np.ndarray) -> None:
         """Drop the rows without a flag."""
         new = np.cumsum(kept) - 1
-        self._steps = array("q", np.array(self._steps, np.int64)[kept].tobytes())
-        for name, (rows, values) in list(self._columns.items()):
-            at = np.array(rows, np.int64)
-            column = (
-                array("q", new[at[kept[at]]].tobytes()),
-                array("d", np.array(values)[kept[at]].tobytes()),
-            )
+        self._steps = _array("q", self["step"][kept])
+        for name, (rows, values) in self._columns.items():
+            at = np.array(rows)
+            stays = kept[at]
+            column = _array("q", new[at[stays]]), _array("d", np.array(values)[stays])
             self._columns[name] = column
+
+    def _pop(self, names: Iterable[str]) -> bool:
+        """Drop the numbers that the newest row has of these names. Whether nothing of it stays."""
+        at = len(self._steps) - 1
+        for name in names:
+            rows, values = self._columns[name]
+            if rows[-1] == at:
+                del rows[-1], values[-1]
+            if not rows:
+                del self._columns[name]
+        if is_empty := all(rows[-1] != at for rows, _ in self._columns.values()):
+            self._steps.pop()
+        return is_empty
 
     def close(self, row: Mapping[str, Any], step: int) -> None:
         """`add` the row of the step at which a run ended, which no other run would have."""
@@ -182,23 +176,10 @@ class History:
         self._closing = step, tuple(row)
 
     def reopen(self) -> int | None:
-        """Remove that row, since the run goes on, and then has the rows of an uninterrupted one.
-
-        Returns its step if nothing of the row stays.
-        """
+        """Remove that row when the run goes on; its step if nothing of the row stays."""
         (step, names), self._closing = self._closing, (-1, ())
-        if not self._steps or self._steps[-1] != step:
-            return None
-        at = len(self._steps) - 1
-        for name in names:
-            rows, values = self._columns[name]
-            if rows and rows[-1] == at:
-                del rows[-1], values[-1]
-        self._columns = {name: column for name, column in self._columns.items() if column[0]}
-        if all(rows[-1] != at for rows, _ in self._columns.values()):
-            self._steps.pop()
-            return step
-        return None
+        is_newest = bool(self._steps) and self._steps[-1] == step
+        return step if is_newest and self._pop(names) else None
 
     def mark(self, name: str, step: int, text: str = "") -> None:
         """Note an event: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
@@ -223,7 +204,7 @@ class History:
         return iter(self.names)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """One value for each row, float64 with NaN where a row has none; of "step" int64. A copy.
+        """A copy of a column: float64, NaN where a row has no value; of "step" int64.
 
         Raises RowError for an unknown name, with the known ones.
         """
@@ -239,11 +220,10 @@ class History:
 
         `names` are the columns to draw instead; those that end alike share a panel. `x` is "step",
         or a column to lay them out along ("epoch"). More than a few hundred points are drawn as
-        their median with a band from the 10th to the 90th percentile. The members of a population
-        have a color each, and their validation is dashed; more than six members are
-        shades of one scale. Values that are not finite are crosses at the lower edge, rejected
-        steps red ticks there, evaluations gray ones; other marks (thaw, restart, stop, yours) are
-        vertical lines.
+        their median with a band from the 10th to the 90th percentile. Each member of a population
+        has a color, its validation is dashed; more than six are shades of one scale. Values that
+        are not finite are crosses at the lower edge, rejected steps red ticks there, evaluations
+        gray ones; other marks (thaw, restart, stop, yours) are vertical lines.
 
         `history.plot().savefig("run.pdf")` keeps it; as the last line of a notebook's cell it shows
         itself. Raises MissingLibraryError without matplotlib, and RowError for unknown names and a
@@ -254,10 +234,7 @@ class History:
         return plots.plot(self, names, x)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps int64, values float64) of the rows that have `name`.
-
-        Raises RowError for an unknown one.
-        """
+        """(steps int64, values float64) of the rows that have `name`; RowError if unknown."""
         rows, values = self._column(name)
         return self["step"][np.array(rows, np.int64)], np.array(values, np.float64)
 
@@ -269,104 +246,82 @@ class History:
         return self._steps[rows[-1]], values[-1]
 
     def last(self, name: str) -> float:
-        """The newest value of `name`. Raises RowError for an unknown one."""
+        """The newest value of `name`; RowError for an unknown one."""
         return self._column(name)[1][-1]
 
     if not TYPE_CHECKING:  # for which every name would be one
 
         def __getattr__(self, name: str):
-            names = list(vars(self).get("_columns", ()))
-            fix = f". The column is history[{name!r}]." if name in names else ""
-            if names and not fix:
-                fix = (
-                    f". history.names are {trees.listed(names, 6)}; a column is "
-                    f"history[{names[0]!r}]."
-                )
+            names, fix = list(vars(self).get("_columns", ())), ""
+            if name in names:
+                fix = f". The column is history[{name!r}]."
+            elif names:
+                known = trees.listed(names, 6)
+                fix = f". history.names are {known}; a column is history[{names[0]!r}]."
             raise AttributeError(f"'History' object has no attribute {name!r}{fix}")
 
     def _column(self, name: str) -> tuple[array, array]:
         if not isinstance(name, str):
-            example = next(iter(self._columns), "loss")
-            fix = (
-                f"history[{example!r}][0] is its first value, history.last({example!r}) the newest."
-            )
-            got = f"{name!r} ({type(name).__name__})"
+            one, got = next(iter(self._columns), "loss"), f"{name!r} ({type(name).__name__})"
+            fix = f"history[{one!r}][0] is its first value, history.last({one!r}) the newest."
             raise WrongTypeError("name", "history", got, "a column's name", fix)
         if name not in self._columns:
             raise RowError(unknown("name", "history", name, ["step", *self.names]))
         return self._columns[name]
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row for each step, its index.
-
-        Raises MissingLibraryError without pandas.
-        """
+        """A pandas DataFrame with the steps as index. Raises MissingLibraryError without pandas."""
         try:
             import pandas
         except ImportError:
-            fix = "pip install pandas"
-            raise MissingLibraryError(
-                "library", "to_dataframe()", "no pandas", "pandas", fix
-            ) from None
+            parts = "library", "to_dataframe()", "no pandas", "pandas", "pip install pandas"
+            raise MissingLibraryError(*parts) from None
         index = pandas.Index(self["step"], name="step")
         return pandas.DataFrame({name: self[name] for name in self.names}, index=index)
 
     def plain(self) -> dict[str, Any]:
         """The history as lists, strings and NumPy arrays; `History.of` reads it back."""
         columns = [
-            [name, np.array(rows, np.int64), np.array(v, np.float64)]
-            for name, (rows, v) in self._columns.items()
+            [name, np.array(rows, np.int64), np.array(values, np.float64)]
+            for name, (rows, values) in self._columns.items()
         ]
-        rows = {
-            "step": self["step"],
-            "columns": columns,
-            "every": self._every,
-            "dense": sorted(self._dense),
-        }
-        rows["settled"] = self._settled
+        rows = {"step": self["step"], "columns": columns, "every": self._every}
+        rows |= {"dense": sorted(self._dense), "settled": self._settled}
         closing = [self._closing[0], list(self._closing[1])]
         return {"rows": rows, "marks": [list(mark) for mark in self.marks], "closing": closing}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> History:
         """The history from `plain`'s result; arrays may be lists after a trip through JSON."""
-        history = cls()
-        history._steps.extend(np.asarray(plain["rows"]["step"], np.int64).tolist())
-        for name, rows, values in plain["rows"]["columns"]:
-            whole, real = (
-                np.asarray(rows, np.int64).tolist(),
-                np.asarray(values, np.float64).tolist(),
-            )
-            history._columns[str(name)] = array("q", whole), array("d", real)
-        history._every, history._dense = (
-            int(plain["rows"].get("every", 0)),
-            set(plain["rows"].get("dense", ())),
-        )
-        history._settled = int(plain["rows"].get("settled", -1))
+        history, rows = cls(), plain["rows"]
+        history._steps = _array("q", rows["step"])
+        for name, at, values in rows["columns"]:
+            history._columns[str(name)] = _array("q", at), _array("d", values)
+        history._every, history._dense = int(rows["every"]), set(rows["dense"])
+        history._settled = int(rows["settled"])
         history.marks = [(int(step), str(name), str(text)) for step, name, text in plain["marks"]]
-        step, names = plain.get("closing", (-1, ()))
+        step, names = plain["closing"]
         history._closing = int(step), tuple(map(str, names))
         return history
 
     def __repr__(self) -> str:
         span = f", steps {self._steps[0]:,} to {self._steps[-1]:,}" if self._steps else ""
         marks = f", {len(self.marks)} marks" if self.marks else ""
-        kinds = families(self.names)
-        labels = {
-            kind: f"{kind}/0…{len(m) - 1}" if len(m) > 1 else kind for kind, m in kinds.items()
+        kinds = {
+            f"{kind}/0…{len(members) - 1}" if len(members) > 1 else kind: members
+            for kind, members in families(self.names).items()
         }
-        width = max(map(len, labels.values()), default=0)
+        width = max(map(len, kinds), default=0)
         lines = [f"History({len(self):,} rows{span}{marks})"]
         if kinds:
             lines.append(f"  {'':{width}} {'last':>11} {'min':>11} {'max':>11} {'rows':>8}")
-        for kind, members in kinds.items():
+        for label, members in kinds.items():
             columns = [self._columns[name][1] for name in members]
-            newest = sorted(v for v in (values[-1] for values in columns) if math.isfinite(v)) or [
-                math.nan
-            ]
-            is_one = len(columns) == 1  # of many members, the middle one
-            last = columns[0][-1] if is_one else newest[len(newest) // 2]
+            last = columns[0][-1]
+            if len(columns) > 1:  # of many members, the middle one
+                newest = sorted(x[-1] for x in columns if math.isfinite(x[-1])) or [math.nan]
+                last = newest[len(newest) // 2]
             finite = [v for values in columns for v in values if math.isfinite(v)] or [math.nan]
             numbers = "".join(f" {v:>11.5g}" for v in (last, min(finite), max(finite)))
-            lines.append(f"  {labels[kind]:{width}}{numbers} {max(map(len, columns)):>8,}")
+            lines.append(f"  {label:{width}}{numbers} {max(map(len, columns)):>8,}")
         return "\n".join(lines)

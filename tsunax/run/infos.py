@@ -1,4 +1,4 @@
-"""The infos of steps on the host: what of them becomes a column of the history."""
+"""The infos of steps on the host: which of their numbers become columns of the history."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from tsunax.step import StepInfo
 
 
 def form_of(infos: PyTree) -> tuple[Any, ...]:
-    """What the infos of two calls have to share to become rows together: structure, and shapes but
-    for the steps.
-    """
+    """What the infos of two calls must share to become rows together: structure and shapes."""
     if isinstance(infos, fused_loop.Infos):
         static = infos.treedef, infos.dtypes, infos.named  # its structure, without a walk
         return *static, *[x.shape[1:] for x in infos.others]
@@ -38,20 +36,16 @@ def is_ready(infos: PyTree) -> bool:
 def hosted(infos: PyTree) -> PyTree:
     """Infos as NumPy arrays. Waits. `jax.device_get` costs ten times as much for so small ones."""
     if isinstance(infos, fused_loop.Infos):  # done for every call
-        infos.__dict__.update(
-            table=np.asarray(infos.table), others=[np.asarray(x) for x in infos.others]
-        )
+        others = [np.asarray(x) for x in infos.others]
+        infos.__dict__.update(table=np.asarray(infos.table), others=others)
         return infos
     if isinstance(infos, StepInfo):
         infos = infos._replace(numbers=None)
-    leaves, treedef = jax.tree.flatten(infos)
-    return treedef.unflatten(map(np.asarray, leaves))
+    return jax.tree.map(np.asarray, infos)
 
 
 def unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.ndarray]]:
-    """Infos on the host, stacked by steps, and the scheduled hyperparameters of those that came out
-    of a loop.
-    """
+    """Infos on the host, stacked by steps, and scheduled hyperparameters that a loop gave."""
     if isinstance(infos[0], fused_loop.Infos):
         return infos[0].unpacked(list(zip(infos, counts, strict=True)))
     return jax.tree.map(lambda *x: np.stack(x), *infos), {}
@@ -59,45 +53,34 @@ def unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.nda
 
 def verdicts(infos: PyTree, n: int) -> np.ndarray:
     """int32 (n,): what the guards of all steps in these infos said; above 0 where one rejected."""
-    parts = jax.tree.leaves(infos, is_leaf=lambda x: isinstance(x, StepInfo))
-    found = [
-        np.asarray(x.verdict) for x in parts if isinstance(x, StepInfo) and x.verdict is not None
-    ]
-    if not found:
-        return np.zeros(n, np.int32)
+    is_info = lambda x: isinstance(x, StepInfo)
+    parts = filter(is_info, jax.tree.leaves(infos, is_leaf=is_info))
+    found = [np.asarray(x.verdict) for x in parts if x.verdict is not None]
     # of a population a call is rejected where all members reject it
-    return functools.reduce(
-        np.maximum, [x if x.ndim == 1 else np.min(x.reshape(len(x), -1), 1) for x in found]
-    )
+    found = [x if x.ndim == 1 else np.min(x.reshape(len(x), -1), 1) for x in found]
+    return functools.reduce(np.maximum, found) if found else np.zeros(n, np.int32)
 
 
 def own_names(infos: PyTree) -> list[str]:
     """The names that the user gave: of metrics, or of a dict's own numbers."""
     if isinstance(infos, StepInfo):
         return list(infos.metrics or {})
-    return (
-        [name for name in infos if name in (*OF_FIT, "step")] if isinstance(infos, Mapping) else []
-    )
+    names = infos if isinstance(infos, Mapping) else ()
+    return [name for name in names if name in (*OF_FIT, "step")]
 
 
 def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
-    """The numbers of stacked infos, by name: those of a `StepInfo`, of a mapping of them, or one
-    alone.
-    """
+    """The numbers of stacked infos by name: of a `StepInfo`, of a mapping of them, or one alone."""
     if isinstance(infos, StepInfo):
-        found = {"loss": infos.loss, "grad_norm": infos.grad_norm, "update_norm": infos.update_norm}
-        found |= {
-            "loss_scale": infos.loss_scale,
-            "dropped": infos.dropped,
-            "weight": infos.weight,
-        } | (infos.metrics or {})
+        names = "loss grad_norm update_norm loss_scale dropped weight".split()
+        found = {name: getattr(infos, name) for name in names} | (infos.metrics or {})
     elif isinstance(infos, Mapping):
         found = {}
         for name, part in infos.items():
-            is_more = isinstance(part, StepInfo | Mapping)
-            found |= (
-                {f"{name}/{inner}": x for inner, x in columns(part)} if is_more else {name: part}
-            )
+            if isinstance(part, StepInfo | Mapping):
+                found |= {f"{name}/{inner}": x for inner, x in columns(part)}
+            else:
+                found[name] = part
     else:
         found = {"loss": infos}
     for name, x in found.items():
@@ -106,8 +89,7 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
         flat = np.reshape(x, (len(x), -1))
         if np.ndim(x) == 1:
             yield name, x
-        elif flat.shape[1] <= MOST_OF_A_METRIC:
-            # a metric for each class; of more, `evaluate` tells
+        elif flat.shape[1] <= MOST_OF_A_METRIC:  # a metric for each class
             yield from ((f"{name}/{i}", column) for i, column in enumerate(flat.T))
 
 
@@ -118,12 +100,11 @@ def _still(state) -> dict[str, float]:
     """The live hyperparameters that no schedule moves, by flat name."""
     if not isinstance(state, TrainState) or state.numbers is None:
         return {}
-    named = state.numbers.named(None)
-    return {
-        f"{k}/{i}" if np.ndim(x) else k: float(v)
-        for k, x in named.items()
-        for i, v in enumerate(np.ravel(x))
-    }
+    found = {}
+    for name, x in state.numbers.named(None).items():
+        many = {f"{name}/{i}": float(v) for i, v in enumerate(np.ravel(x))}
+        found |= many if np.ndim(x) else {name: float(x)}
+    return found
 
 
 def scheduled(numbers: Numbers | None, steps: Iterable[int]) -> dict[str, np.ndarray]:
@@ -131,11 +112,8 @@ def scheduled(numbers: Numbers | None, steps: Iterable[int]) -> dict[str, np.nda
     if numbers is None or not numbers.scheduled:
         return {}
     held, rows = numbers.named(None), [numbers.named(int(step)) for step in steps]
-    moved = {
-        name: np.array([row[name] for row in rows])
-        for name in (rows[0] if rows else {})
-        if name not in held
-    }
+    names = [name for name in (rows[0] if rows else {}) if name not in held]
+    moved = {name: np.array([row[name] for row in rows]) for name in names}
     return dict(column for name, x in moved.items() for column in fused_loop.by_member(name, x))
 
 
@@ -168,9 +146,7 @@ def rejected_of(state: PyTree) -> tuple[int, int]:
 
 
 class HeldNumbers:
-    """The live hyperparameters that no schedule moves and a row tells: learning rates, and those
-    that were adjusted since the start.
-    """
+    """The unscheduled hyperparameters in a row: learning rates, and those that were adjusted."""
 
     def __init__(self) -> None:
         self._numbers: Any = None  # that they were read from

@@ -2,17 +2,15 @@
 
 A logger is any `f(row, step=step)` with a row of Python numbers by name; `wandb.log` is one. Those
 here also have `start(settings)`, called once before the first row, and `close()`, called at the end
-of every run. To make one opens nothing, so that it may be made on every process and used on the
-main one. A path that cannot be written to is a SaveError at `start`, before a run has compiled
-anything.
+of every run. Making one opens nothing, so that every process may make it and the main one use it.
+A path that cannot be written to is a SaveError at `start`, before a run has compiled anything.
 
-A file goes on where it was. The first row's step, or an earlier "rows_from" in the settings of a
-run that `fit` resumes, says from where: rows of that step and later ones are what the interrupted
-run wrote beyond it, or at its end; they are dropped, and each step is there once. Only rows of the
-same run are dropped: `fit` names each run in its settings ("run"), and a checkpoint remembers the
-name. If rows of another run were in the way, the file is kept as "log.1.csv", and so on, and a new
-one begins. Of runs without a name, and of those of one logger, one that starts before all rows is
-another.
+A file goes on where it was. Rows from the first row's step on, or from an earlier "rows_from" in
+the settings of a run that `fit` resumes, are what the interrupted run wrote beyond it: they are
+dropped. Only rows of the same run are dropped: `fit` names each run in its settings ("run"), and a
+checkpoint stores the name. If rows of another run are in the way, the file is kept as "log.1.csv",
+and so on, and a new one begins. Of runs without a name, and of those of one logger, one that starts
+before all rows is another.
 """
 
 from __future__ import annotations
@@ -29,19 +27,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from tsunax import errors
 from tsunax._core import StrPath, durable_files, trees
-from tsunax.errors import (
-    HyperparameterError,
-    MissingLibraryError,
-    RowError,
-    SaveError,
-    WrongTypeError,
-    warn,
-)
+from tsunax.errors import HyperparameterError, RowError, SaveError, WrongTypeError, warn
 
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
 
@@ -60,11 +52,9 @@ def _opening(where: str, path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        got, fix = (
-            f"{type(error).__name__} {error.strerror or error}",
-            "Give a path that can be written to.",
-        )
-        raise SaveError("log", f"{where}, {path}", got, "a file that can be opened", fix) from error
+        got = f"{type(error).__name__} {error.strerror or error}"
+        parts = f"{where}, {path}", got, "a file that can be opened"
+        raise SaveError("log", *parts, "Give a path that can be written to.") from error
 
 
 def _check_opens(where: str, path: Path) -> None:
@@ -74,9 +64,8 @@ def _check_opens(where: str, path: Path) -> None:
         if path.exists():
             open(path, "a").close()
         else:
-            tempfile.TemporaryFile(
-                dir=next(folder for folder in path.parents if folder.exists())
-            ).close()
+            folder = next(folder for folder in path.parents if folder.exists())
+            tempfile.TemporaryFile(dir=folder).close()
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
@@ -101,34 +90,32 @@ def _resume(
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return []
+    fix = "Give the log a path of its own."
     try:
-        whole = path.read_text(encoding="utf-8").split("\n")
+        *lines, torn = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError:
-        fix = "Give the log a path of its own."
-        raise RowError(
-            "log", str(path), "bytes that are no text", "rows of this logger", fix
-        ) from None
-    lines, kept, older = [f"{line}\n" for line in whole[:-1]], [], False
+        got, expected = "bytes that are no text", "rows of this logger"
+        raise RowError("log", str(path), got, expected, fix) from None
+    kept, older = [], False
     for number, line in enumerate(lines, start=1):
         try:
             step = step_of(line)
             is_kept = step is None or step < first
         except (ValueError, AttributeError, TypeError):
-            fix = "Give the log a path of its own."
-            raise RowError(
-                "line", f"{path}:{number}", f"{line[:40]!r}", "a row of this logger", fix
-            ) from None
+            at, got = f"{path}:{number}", f"{line[:40]!r}"
+            raise RowError("line", at, got, "a row of this logger", fix) from None
         older = older or (is_kept and step is not None)
         if is_kept:
-            kept.append(line)
+            kept.append(f"{line}\n")
     is_other = runs[0] != runs[1] or (runs == (None, None) and not older)
-    if len(kept) < len(lines) and is_other:
+    is_cut = len(kept) < len(lines)
+    if is_cut and is_other:
         numbered = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
         other = next(name for name in numbered if not os.path.lexists(name))
         shutil.copyfile(path, other)
         kept = []
         warn(f"{path} has steps of another run: they are kept in {other.name}.")
-    if len(kept) < len(lines) or whole[-1]:
+    if is_cut or torn:
         _write(path, kept)
     return kept
 
@@ -142,13 +129,20 @@ def _run_of(texts: Iterable[str]) -> Any:
     """The name of the run in the first of these texts that are settings."""
     for text in texts:
         with contextlib.suppress(ValueError, AttributeError, TypeError):
-            if (
-                "run" in text
-                and (run := (found := json.loads(text)).get("settings", found).get("run"))
-                is not None
-            ):
+            found = json.loads(text) if "run" in text else {}
+            if (run := found.get("settings", found).get("run")) is not None:
                 return run
     return None
+
+
+def _closed(log: Any) -> None:
+    if log._file is not None:
+        log._file.close()
+    log._file = None
+
+
+def _appended(path: Any) -> TextIO:
+    return open(path, "a", encoding="utf-8", newline="", buffering=1)
 
 
 @dataclass(eq=False)
@@ -164,27 +158,22 @@ class console:
 
     every: int = 1
     file: TextIO | None = None
-    _names: set[str] = field(default_factory=set, init=False, repr=False)
-    _rows: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._names: set[str] = set()
+        self._rows = 0
         if isinstance(self.every, bool) or not isinstance(self.every, int):
             raise WrongTypeError("every", "console()", trees.describe(self.every), "a whole number")
         if self.every < 1:
             raise HyperparameterError("every", "console()", self.every, "≥ 1")
         is_binary = isinstance(self.file, (io.RawIOBase, io.BufferedIOBase))
         if self.file is not None and (is_binary or not callable(getattr(self.file, "write", None))):
-            fix = "Open it: console(file=open(path, 'a'))."
-            raise WrongTypeError(
-                "file", "console()", trees.describe(self.file), "an open file", fix
-            )
+            got, fix = trees.describe(self.file), "Open it: console(file=open(path, 'a'))."
+            raise WrongTypeError("file", "console()", got, "an open file", fix)
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        print(
-            *(f"{name}={value}" for name, value in settings.items()),
-            sep="  ",
-            file=self.file or sys.stdout,
-        )
+        told = (f"{name}={value}" for name, value in settings.items())
+        print(*told, sep="  ", file=self.file or sys.stdout)
 
     def __call__(self, row: Row, step: int) -> None:
         self._rows += 1
@@ -217,14 +206,13 @@ class csv:
     """
 
     path: StrPath
-    _file: TextIO | None = field(default=None, init=False, repr=False)
-    _names: list[str] = field(default_factory=list, init=False, repr=False)
-    _runs: tuple[Any, Any] = field(default=(None, None), init=False, repr=False)
-    _settings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    _used: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.path = _path("csv()", self.path)
+        self._file: TextIO | None = None
+        self._names: list[str] = []
+        self._runs: tuple[Any, Any] = None, None
+        self._settings, self._used = {}, False
 
     def start(self, settings: Mapping[str, Any]) -> None:
         path = Path(self.path)
@@ -250,21 +238,13 @@ class csv:
                 self.close()
                 lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() else []
                 self._names += new
-                _write(
-                    path,
-                    [
-                        _csv_line(["step", *self._names]),
-                        *(line + "," * len(new) + "\n" for line in lines),
-                    ],
-                )
+                header = _csv_line(["step", *self._names])
+                _write(path, [header, *(line + "," * len(new) + "\n" for line in lines)])
             if self._file is None:
-                self._file = open(path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
+                self._file = _appended(path)
         self._file.write(_csv_line([step, *(row.get(name, "") for name in self._names)]))
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+    close = _closed
 
 
 def _step_of_csv(line: str) -> int | None:
@@ -286,12 +266,11 @@ class jsonl:
     """
 
     path: StrPath
-    _file: TextIO | None = field(default=None, init=False, repr=False)
-    _settings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    _used: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.path = _path("jsonl()", self.path)
+        self._file: TextIO | None = None
+        self._settings, self._used = {}, False
 
     def start(self, settings: Mapping[str, Any]) -> None:
         _check_opens("jsonl()", Path(self.path))
@@ -300,26 +279,19 @@ class jsonl:
     def __call__(self, row: Row, step: int) -> None:
         if self._file is None:
             with _opening("jsonl()", self.path):
-                path = Path(self.path)
+                path, settings = Path(self.path), self._settings
                 lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
-                runs = (
-                    (None, None)
-                    if self._used
-                    else (_run_of(reversed(lines)), self._settings.get("run"))
-                )
-                self._used = True
-                first = _first(step, self._settings)
-                _resume(path, first, lambda line: json.loads(line).get("step"), runs)
-                self._file = open(self.path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
-            if self._settings:
-                self._file.write(json.dumps({"settings": self._settings}, default=str) + "\n")
+                runs = _run_of(reversed(lines)), settings.get("run")
+                runs, self._used = (None, None) if self._used else runs, True
+                step_of = lambda line: json.loads(line).get("step")
+                _resume(path, _first(step, settings), step_of, runs)
+                self._file = _appended(path)
+            if settings:
+                self._file.write(json.dumps({"settings": settings}, default=str) + "\n")
         numbers = {name: value if math.isfinite(value) else None for name, value in row.items()}
         self._file.write(json.dumps({"step": step, **numbers}) + "\n")
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+    close = _closed
 
 
 @dataclass(eq=False)
@@ -331,18 +303,16 @@ class tensorboard:
     """
 
     directory: StrPath
-    _writer: Any = field(default=None, init=False, repr=False)
-    _settings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.directory = _path("tensorboard()", self.directory)
+        self._writer: Any = None
+        self._settings = {}
         try:
             import tensorboardX  # noqa: F401
         except ImportError:
-            got, fix = "no tensorboardX", "pip install 'tsunax[loggers]'"
-            raise MissingLibraryError(
-                "library", "tensorboard()", got, "tensorboardX", fix
-            ) from None
+            parts = "no tensorboardX", "tensorboardX", "pip install 'tsunax[loggers]'"
+            raise errors.MissingLibraryError("library", "tensorboard()", *parts) from None
 
     def start(self, settings: Mapping[str, Any]) -> None:
         _check_opens("tensorboard()", Path(self.directory) / "events")
@@ -352,14 +322,11 @@ class tensorboard:
         if self._writer is None:
             from tensorboardX import SummaryWriter
 
+            directory, first = os.fspath(self.directory), _first(step, self._settings)
             # its own name has seconds: a run of less would be overwritten by the next
-            name = f".{time.time_ns()}"
-            directory = os.fspath(self.directory)
+            options = dict(flush_secs=10, filename_suffix=f".{time.time_ns()}")
             with _opening("tensorboard()", directory):
-                first = _first(step, self._settings)
-                self._writer = SummaryWriter(
-                    directory, purge_step=first, flush_secs=10, filename_suffix=name
-                )
+                self._writer = SummaryWriter(directory, purge_step=first, **options)
             table = "".join(f"| {name} | {value} |\n" for name, value in self._settings.items())
             if table:
                 self._writer.add_text("settings", f"| name | value |\n| --- | --- |\n{table}", step)

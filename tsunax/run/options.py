@@ -1,6 +1,4 @@
-"""What `fit` was asked for, checked before anything runs: a goal, when to evaluate, whom to
-call.
-"""
+"""What `fit` was asked for, checked before anything runs: a goal, when to evaluate, whom to call."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +23,11 @@ class Goal:
     """`steps` or `epochs`, whichever was given: a place to reach, not a number to add."""
 
     def __init__(self, where: str, steps: int | None, epochs: int | None) -> None:
-        check_whole(
-            where,
-            **{name: x for name, x in (("steps", steps), ("epochs", epochs)) if x is not None},
-        )
+        given = {"steps": steps, "epochs": epochs}
+        check_whole(where, **{name: x for name, x in given.items() if x is not None})
         if (steps is None) == (epochs is None):
-            got = (
-                "neither steps nor epochs"
-                if steps is None
-                else f"steps={steps} and epochs={epochs}"
-            )
+            both = f"steps={steps} and epochs={epochs}"
+            got = "neither steps nor epochs" if steps is None else both
             raise WrongTypeError("goal", where, got, "one of them")
         self.steps: int | None = steps
         self.epochs: int | None = epochs
@@ -68,14 +61,10 @@ class Options:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """Of the callbacks, each its own: the key of its memory, wherever it stands among the
-        others.
-        """
+        """The key of each callback's memory, wherever it stands among the others."""
         names = [_name(f) for f in self.callbacks]
-        return [
-            f"{name} #{names[:i].count(name)}" if name in names[:i] else name
-            for i, name in enumerate(names)
-        ]
+        before = [names[:i].count(name) for i, name in enumerate(names)]
+        return [f"{name} #{n}" if n else name for name, n in zip(names, before, strict=True)]
 
     @functools.cached_property
     def intervals(self) -> list[int]:
@@ -92,27 +81,15 @@ class Options:
 
     def deciding(self) -> dict[str, Any]:
         """What decides when a call ends: the same on all processes."""
-        names = (
-            "evaluate_steps",
-            "evaluate_epochs",
-            "log_every",
-            "steps_per_call",
-            "max_bad",
-            "dry_run",
-            "intervals",
-        )
-        found = {name: getattr(self, name) for name in (*names, "places", "listens_to_epochs")}
+        names = "evaluate_steps evaluate_epochs log_every steps_per_call max_bad dry_run intervals "
+        names += "places listens_to_epochs"
+        found = {name: getattr(self, name) for name in names.split()}
         return {"goal": str(self.goal), "evaluate": self.evaluate is not None, **found}
 
     @property
     def listens_to_epochs(self) -> bool:
-        listeners = (
-            self.evaluate_epochs,
-            self.goal.epochs,
-            self.saves_epochs,
-            any(map(is_bare, self.callbacks)),
-        )
-        return any(listeners)
+        is_asked = self.evaluate_epochs or self.goal.epochs or self.saves_epochs
+        return bool(is_asked) or any(map(is_bare, self.callbacks))
 
     @property
     def saves_epochs(self) -> bool:
@@ -121,18 +98,14 @@ class Options:
 
     def next_boundary(self, step: int) -> float:
         """The first step beyond this one that somebody waits for."""
-        found = [(step // n + 1) * n for n in self.intervals] + [
-            place for place in self.places if place > step
-        ]
-        if self.goal.steps is not None:
-            found.append(self.goal.steps)
-        return min(found, default=float("inf"))
+        found = [(step // n + 1) * n for n in self.intervals]
+        found += [place for place in self.places if place > step]
+        return min(*found, self.goal.left(0), float("inf"))
 
     def events(self, step: int) -> list[str]:
         """What happens at this step, in order."""
         due = {
-            "step": any(step % f.every == 0 for f in self.callbacks if is_every(f))
-            or step in self.places,
+            "step": any(wants(f, "step", step) for f in self.callbacks),
             "log": step % self.log_every == 0,
             "evaluate": bool(self.evaluate_steps) and step % self.evaluate_steps == 0,
         }
@@ -144,11 +117,8 @@ def is_every(callback: object) -> bool:
 
 
 def is_bare(callback: object) -> bool:
-    return (
-        not is_every(callback)
-        and not hasattr(callback, "at")
-        and getattr(callback, "events", None) is None
-    )
+    has_events = getattr(callback, "events", None) is not None
+    return not (is_every(callback) or hasattr(callback, "at") or has_events)
 
 
 def _name(callback) -> str:
@@ -165,9 +135,8 @@ def _name(callback) -> str:
 
 def wants(callback: Any, event: str, step: int) -> bool:
     if event == "step":
-        return (is_every(callback) and step % callback.every == 0) or step in getattr(
-            callback, "at", ()
-        )
+        is_due = is_every(callback) and step % callback.every == 0
+        return is_due or step in getattr(callback, "at", ())
     if getattr(callback, "events", None) is not None:
         return event in callback.events
     return is_bare(callback) or (event == "start" and hasattr(callback, "at"))
@@ -190,90 +159,70 @@ def options_of(
     where = "fit()"
     steps: Any = None
     epochs: int | None = None
-    if evaluate is not None and not callable(evaluate):
-        fix = "For example lambda state: ts.evaluate(eval_step, state, data)."
-        raise WrongTypeError(
-            "evaluate", where, trees.describe(evaluate), "f(state) -> {name: number}", fix
-        )
     if evaluate is not None:
+        if not callable(evaluate):
+            got, expected = trees.describe(evaluate), "f(state) -> {name: number}"
+            fix = "For example lambda state: ts.evaluate(eval_step, state, data)."
+            raise WrongTypeError("evaluate", where, got, expected, fix)
         check_takes("evaluate", where, evaluate, "f(state)", None)
     if isinstance(every, str) and (found := re.fullmatch(r"(?:(\d+) )?epochs?", every)):
         epochs = int(found[1] or 1)
     else:
         steps = every
-    check_whole(
-        where,
-        evaluate_every=every if epochs is None else epochs,
-        log_every=log_every,
-        max_bad=max_bad,
-    )
+    evaluate_every = every if epochs is None else epochs
+    check_whole(where, evaluate_every=evaluate_every, log_every=log_every, max_bad=max_bad)
     if evaluate is None:
         if every != "epoch":
-            fix = "It says when to call evaluate."
-            raise WrongTypeError(
-                "evaluate", where, f"None, but evaluate_every={every!r}", "a function", fix
-            )
+            got, fix = f"None, but evaluate_every={every!r}", "It says when to call evaluate."
+            raise WrongTypeError("evaluate", where, got, "a function", fix)
         steps = epochs = None
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
-        raise WrongTypeError(
-            "extra", where, trees.describe(extra), "{name: arrays}, with str names"
-        )
+        expected = "{name: arrays}, with str names"
+        raise WrongTypeError("extra", where, trees.describe(extra), expected)
     checks.check_arrays(extra, "extra", "Bind it to the step instead, with functools.partial.")
-    if not (
-        steps_per_call is None or (isinstance(steps_per_call, str) and steps_per_call == "auto")
-    ):
+    if steps_per_call is not None and not checks.is_one_of(steps_per_call, ["auto"]):
         check_whole(where, steps_per_call=steps_per_call)
-    callbacks = tuple(callbacks) if isinstance(callbacks, list | tuple) else (callbacks,)
-    loggers = (
-        tuple(logger) if isinstance(logger, list | tuple) else () if logger is None else (logger,)
-    )
-    for name, found in (("callback", callbacks), ("logger", loggers)):
-        for f in found:
-            if not callable(f):
-                raise WrongTypeError(name, where, trees.describe(f), "a function")
-            is_factory = inspect.isfunction(f) and f.__module__.startswith("tsunax.")
-            if isinstance(f, type) or is_factory:
-                fix = f"Call it: {f.__name__}(...)."
-                raise WrongTypeError(name, where, trees.describe(f), "what it makes", fix)
+    callbacks, loggers = _functions("callback", callbacks), _functions("logger", logger)
     for f in callbacks:
         check_takes("callback", where, f, "f(run)", None)
     for f in loggers:
         check_takes("logger", where, f, "f(row, step=...)", {}, step=0)
     if jax.process_index():
         loggers = ()
-    return Options(
-        goal,
-        evaluate,
-        steps,
-        epochs,
-        callbacks,
-        loggers,
-        log_every,
-        steps_per_call,
-        max_bad,
-        extra,
-        saver,
-        dry_run,
-    )
+    when = goal, evaluate, steps, epochs
+    settings = log_every, steps_per_call, max_bad, extra, saver, dry_run
+    return Options(*when, callbacks, loggers, *settings)
+
+
+def _functions(name: str, given) -> tuple[Any, ...]:
+    """One function or several. Raises WrongTypeError for what is none, and for a factory."""
+    found = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if name == "logger" and given is None:
+        found = ()
+    for f in found:
+        if not callable(f):
+            raise WrongTypeError(name, "fit()", trees.describe(f), "a function")
+        is_factory = inspect.isfunction(f) and f.__module__.startswith("tsunax.")
+        if isinstance(f, type) or is_factory:
+            fix = f"Call it: {f.__name__}(...)."
+            raise WrongTypeError(name, "fit()", trees.describe(f), "what it makes", fix)
+    return found
 
 
 def check_step(where: str, step: object, state: PyTree) -> None:
     """Raise WrongTypeError for what is no step, or no state for it."""
-    expected = A_STEP
     if not callable(step):
-        is_state = isinstance(step, TrainState)
-        fix = (
-            f"The order is {where[:-1]}step, state, data, ...)."
-            if is_state
-            else "Make one: ts.train_step(loss_fn)."
-        )
-        raise WrongTypeError("step", where, trees.describe(step), expected, fix)
+        fix = "Make one: ts.train_step(loss_fn)."
+        if isinstance(step, TrainState):
+            fix = f"The order is {where[:-1]}step, state, data, ...)."
+        raise WrongTypeError("step", where, trees.describe(step), A_STEP, fix)
     if isinstance(step, TrainStep):
         check_state(state, where)
         return
-    if isinstance(state, TrainState) and next(iter(_parameters(step)), "") == "params":
+    names = [p.name for p in checks.parameters_of(step)]
+    if isinstance(state, TrainState) and names[:1] == ["params"]:
         fix = f"Give ts.train_step({getattr(step, '__name__', 'loss_fn')})."
-        raise WrongTypeError("step", where, trees.describe_call(step), expected, fix)
+        raise WrongTypeError("step", where, trees.describe_call(step), A_STEP, fix)
     if not jax.tree.leaves(state):
         raise WrongTypeError("state", where, trees.describe(state), "a tree of arrays")
 
@@ -281,9 +230,7 @@ def check_step(where: str, step: object, state: PyTree) -> None:
 def check_takes(
     what: str, where: str, f: Function, expected: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Raise WrongTypeError for a function that cannot be called so, as far as its signature
-    tells.
-    """
+    """Raise WrongTypeError if a function cannot be called so, as far as its signature tells."""
     try:
         inspect.signature(f).bind(*args, **kwargs)
     except TypeError:
@@ -292,19 +239,7 @@ def check_takes(
         return
 
 
-def _parameters(f: Callable) -> Mapping[str, Any]:
-    try:
-        return inspect.signature(f).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
 def check_whole(where: str, **values: Any) -> None:
     """Raise WrongTypeError for what is no int ≥ 1."""
     for name, value in values.items():
         checks.check_count(value, where, name)
-
-
-__all__ = [
-    "Goal", "Options", "check_step", "check_whole", "is_bare", "is_every", "options_of", "wants",
-]  # fmt: skip

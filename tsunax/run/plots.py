@@ -18,21 +18,13 @@ import numpy as np
 from tsunax._core import Figure
 from tsunax.errors import MissingLibraryError, RowError
 
-__all__ = ["plot", "scatter"]
-
 _BINS = 250  # of a panel's width: more points are drawn as their median and a band
-_COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-)  # Okabe and Ito: for every eye, and in print
+# Okabe and Ito: for every eye, and in print
+_COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9".split()
 _RANKS = {"loss": 0, "learning_rate": 2}  # metrics lie between
 _LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
 
-# ------------------------------------------------------------------------------- what is in a panel
+# What is in a panel
 
 
 def _base(name: str) -> str:
@@ -50,32 +42,21 @@ def _panels(history, names: Sequence[str] | None, where: str) -> dict[str, list[
     """Column names by panel: the given ones, else the loss, changing metrics, learning rate."""
     if not history.names:
         raise RowError("history", where, "no rows", "at least one", "Nothing was logged yet.")
-    if isinstance(names, str):
-        names = [names]
     panels: dict[str, list[str]] = {}
-    for name in history.names if names is None else names:
-        values = history.series(name)[1]
-        base = _base(name)
-        is_aside = (
-            name.startswith(("best/", "best_step/"))
-            or name.endswith("_per_second")
-            or base in _LEFT_OUT
-        )
-        # a hyperparameter
-        is_still = "/" not in name and base not in _RANKS and np.unique(values).size == 1
-        is_shown = not (is_aside or is_still)
-        if names is not None or is_shown:
-            panels.setdefault(base, []).append(name)
     if names is not None:
+        for name in [names] if isinstance(names, str) else names:
+            history.series(name)  # an unknown one raises
+            panels.setdefault(_base(name), []).append(name)
         return panels
+    for name in history.names:
+        base, is_aside = _base(name), name.startswith(("best/", "best_step/"))
+        if is_aside or name.endswith("_per_second") or base in _LEFT_OUT:
+            continue
+        # a hyperparameter may stand still
+        if "/" in name or base in _RANKS or np.unique(history.series(name)[1]).size > 1:
+            panels.setdefault(base, []).append(name)
     ordered = sorted(panels, key=lambda base: _RANKS.get(base, 1))
     return {base: panels[base] for base in ordered} or {name: [name] for name in history.names}
-
-
-def _values(history, name: str, x: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where the numbers of `name` lie on the axis `x`, and the numbers."""
-    steps, values = history.series(name)
-    return _along(history, steps, x), values
 
 
 def _along(history, steps, x: str) -> np.ndarray:
@@ -98,7 +79,7 @@ def _finite(*columns: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-# --------------------------------------------------------------------------------------- matplotlib
+# Matplotlib
 
 
 def plot(history: Any, names: Sequence[str] | None, x: str) -> Figure:
@@ -109,7 +90,9 @@ def plot(history: Any, names: Sequence[str] | None, x: str) -> Figure:
     figure = _figure(6.4, 0.6 + 1.8 * len(panels))
     rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, (base, found) in zip(rows, panels.items(), strict=True):
-        _draw(axes, base, {name: _values(history, name, x) for name in found})
+        series = {name: history.series(name) for name in found}
+        columns = {name: (_along(history, at, x), y) for name, (at, y) in series.items()}
+        _draw(axes, base, columns)
         _draw_marks(axes, history, x, labelled=axes is rows[0])
         handles, labels = axes.get_legend_handles_labels()
         if labels not in ([base], []):
@@ -167,8 +150,7 @@ def _draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) ->
 
 def _quiet(axes) -> None:
     axes.yaxis.get_offset_text().set_fontsize(8)
-    # of a short logarithmic axis the minor ones have labels, too
-    axes.tick_params(which="both", labelsize=8)
+    axes.tick_params(which="both", labelsize=8)  # short logarithmic axes have minor labels
     axes.grid(color="0.92", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -182,20 +164,22 @@ def _styles(names: list[str], is_many: bool) -> list[tuple[Any, Any, str | None]
     last, with one label for all.
     """
     columns = list(dict.fromkeys(map(_column, names)))
+    color = lambda i: _COLOURS[i % len(_COLOURS)]
     if columns == names:  # no population
-        return [(_COLOURS[i % len(_COLOURS)], "-", name) for i, name in enumerate(names)]
-    members = list(dict.fromkeys(name.rpartition("/")[2] for name in names))
-    colours: Any = [_COLOURS[i % len(_COLOURS)] for i in range(len(members))]
+        return [(color(i), "-", name) for i, name in enumerate(names)]
+    member = lambda name: name.rpartition("/")[2]
+    members = list(dict.fromkeys(map(member, names)))
+    colors: Any = map(color, range(len(members)))
     if is_many:
         import matplotlib
 
-        colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.92, len(members)))
-    colour_of, dashes = dict(zip(members, colours, strict=True)), ["-", (0, (4, 2)), (0, (1, 1.5))]
+        colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.92, len(members)))
+    color_of, dashes = dict(zip(members, colors, strict=True)), ["-", (0, (4, 2)), (0, (1, 1.5))]
     counts = collections.Counter(map(_column, names))
     firsts = {column: f"{column}/0 to {column}/{n - 1}" for column, n in counts.items()}
     return [
         (
-            colour_of[name.rpartition("/")[2]],
+            color_of[member(name)],
             dashes[columns.index(_column(name)) % len(dashes)],
             firsts.pop(_column(name), None) if is_many else name,
         )
@@ -205,35 +189,20 @@ def _styles(names: list[str], is_many: bool) -> list[tuple[Any, Any, str | None]
 
 def _draw_marks(axes, history, x: str, labelled: bool) -> None:
     edge = axes.get_xaxis_transform()
-    for kind, colour, size in (("evaluate", "0.6", 3), ("rejected", "#C00000", 8)):
+    flags = dict(transform=edge, clip_on=False, in_layout=False, zorder=3)
+    for kind, color, size in (("evaluate", "0.6", 3), ("rejected", "#C00000", 8)):
         if steps := [step for step, name, _ in history.marks if name == kind]:
             label = f"rejected ({len(steps):,})" if labelled and kind == "rejected" else None
-            style = dict(
-                transform=edge, clip_on=False, in_layout=False, color=colour, label=label, zorder=3
-            )
-            axes.plot(_along(history, steps, x), [0.0] * len(steps), "|", markersize=size, **style)
+            at, style = _along(history, steps, x), dict(color=color, markersize=size, label=label)
+            axes.plot(at, [0.0] * len(steps), "|", **flags, **style)
     others = [mark for mark in history.marks if mark[1] not in ("evaluate", "rejected")]
-    for at, (_, name, text) in zip(
-        _along(history, [step for step, *_ in others], x), others, strict=True
-    ):
+    places = _along(history, [step for step, *_ in others], x)
+    for at, (_, name, text) in zip(places, others, strict=True):
         axes.axvline(at, color="0.45", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
         if labelled and len(others) <= 12:
-            said = (
-                f"{name} {text}"
-                if text and name in ("thaw", "freeze", "adjust") and len(text) <= 24
-                else name
-            )
-            axes.text(
-                at,
-                1.02,
-                said,
-                transform=edge,
-                rotation=30,
-                fontsize=7,
-                color="0.35",
-                ha="left",
-                va="bottom",
-            )
+            tells = name in ("thaw", "freeze", "adjust") and len(text) <= 24
+            style = dict(rotation=30, fontsize=7, color="0.35", ha="left", va="bottom")
+            axes.text(at, 1.02, f"{name} {text * tells}".strip(), transform=edge, **style)
 
 
 def scatter(
@@ -261,9 +230,8 @@ def scatter(
     for axes in panels[:, 0]:
         axes.set_ylabel(label, fontsize=9)
     handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, fontsize=8, frameon=False, loc="outside upper right", ncols=len(labels)
-    )
+    where = dict(loc="outside upper right", ncols=len(labels))
+    figure.legend(handles, labels, fontsize=8, frameon=False, **where)
     return figure
 
 
@@ -274,57 +242,30 @@ def _draw_column(
     axes, name: str, column: list, y: np.ndarray, groups: np.ndarray, best: int
 ) -> None:
     there = np.array([x is not None for x in column])
-    is_number = all(
-        isinstance(x, int | float) and not isinstance(x, bool) for x in column if x is not None
-    )
-    if is_number:
+    known = [x for x in column if x is not None]
+    if all(isinstance(x, int | float) and not isinstance(x, bool) for x in known):
         x = np.array([np.nan if value is None else value for value in column], float)
         if _is_wide(_finite(x)):
             axes.set_xscale("log")
     else:
-        labels = list(dict.fromkeys(str(value) for value in column if value is not None))
+        labels = list(dict.fromkeys(map(str, known)))
+        at = [np.nan if value is None else labels.index(str(value)) for value in column]
         # side by side, and the same in every picture
-        spread = 0.25 * np.cos(2.4 * np.arange(len(column)))
-        x = (
-            np.array(
-                [labels.index(str(value)) if value is not None else np.nan for value in column]
-            )
-            + spread
-        )
-        is_long = sum(map(len, labels)) > 24  # side by side they would run into each other
-        axes.set_xticks(
-            range(len(labels)), labels, **(dict(rotation=20, ha="right") if is_long else {})
-        )
+        x = np.array(at) + 0.25 * np.cos(2.4 * np.arange(len(column)))
+        is_long = sum(map(len, labels)) > 24  # they would run into each other
+        style = dict(rotation=20, ha="right") if is_long else {}
+        axes.set_xticks(range(len(labels)), labels, **style)
         axes.set_xlim(-0.6, len(labels) - 0.4)
-    for group, colour in _GROUP_COLOURS.items():
+    edge = axes.get_xaxis_transform()
+    for group, color in _GROUP_COLOURS.items():
         mine = there & (groups == group)
-        known = mine & np.isfinite(y)
-        style = dict(linestyle="", color=colour)
-        if known.any() and group != "failed":
-            axes.plot(
-                x[known],
-                y[known],
-                "o",
-                markersize=4,
-                alpha=0.8,
-                markeredgewidth=0,
-                label=group,
-                **style,
-            )
-        lost = mine if group == "failed" else mine & ~known
-        if lost.any():
-            edge = np.full(lost.sum(), 0.97)
-            axes.plot(
-                x[lost],
-                edge,
-                "x",
-                transform=axes.get_xaxis_transform(),
-                markersize=4,
-                label=group,
-                **style,
-            )
-    axes.plot(
-        x[best], y[best], "*", color="#D55E00", markersize=11, linestyle="", label="best", zorder=3
-    )
+        shown = mine & np.isfinite(y) & (group != "failed")
+        style = dict(linestyle="", color=color, markersize=4, label=group)
+        if shown.any():
+            axes.plot(x[shown], y[shown], "o", alpha=0.8, markeredgewidth=0, **style)
+        if (lost := mine & ~shown).any():
+            axes.plot(x[lost], np.full(lost.sum(), 0.97), "x", transform=edge, **style)
+    style = dict(color="#D55E00", markersize=11, linestyle="", label="best", zorder=3)
+    axes.plot(x[best], y[best], "*", **style)
     axes.set_xlabel(name.replace("_", " "), fontsize=9)
     _quiet(axes)

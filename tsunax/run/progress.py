@@ -1,9 +1,8 @@
 """Progress: what a person sees of a run while it runs.
 
-`Progress` decides when to draw and what to say, its view how: two lines that redraw themselves on a
-terminal and in a notebook, a plain line now and then anywhere else, or a tqdm of the user's. All of
-it goes to stderr, as tqdm's does, so that stdout has only what the script prints. There is no
-thread: the loop calls `show`, which nearly always only looks at the clock.
+`Progress` decides when to draw and what, its view how: two lines that redraw themselves on a
+terminal and in a notebook, lines anywhere else, or a tqdm. All of it goes to stderr, as tqdm's
+does. There is no thread: the loop calls `show`, which nearly always only looks at the clock.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,8 +24,6 @@ from tsunax._core import trees
 from tsunax.errors import WrongTypeError
 from tsunax.run.loggers import short
 from tsunax.run.rows import families
-
-__all__ = ["Progress", "progress", "summary"]
 
 _ASIDE = {"epoch", "grad_norm", "update_norm", "loss_scale", "dropped", "rejected", "learning_rate"}
 
@@ -38,8 +35,7 @@ class Facts:
     step: int
     total: int | None
     unit: str
-    # units per second, lately; None before any were timed: the first ones compile
-    rate: float | None
+    rate: float | None  # units per second, lately; None before any were timed: the first compile
     elapsed: float  # seconds
     numbers: Mapping[str, float]
     reason: str | None = None  # why it ended; None while it runs, "" if the goal was reached
@@ -53,40 +49,32 @@ class Facts:
     @property
     def pace(self) -> list[str]:
         """The time left (at the end the time that it took), rates of one stretch, memory."""
-        times = (
-            [f"{_duration(self.elapsed)} in all"]
-            if self.reason is not None
-            else ["compiling"] * self.is_first
-        )
-        if self.rate and self.total is not None and not times:
+        times = ["compiling"] * self.is_first
+        if self.reason is not None:
+            times = [f"{_duration(self.elapsed)} in all"]
+        elif self.rate and self.total is not None and not times:
             times = [f"{_duration((self.total - self.step) / self.rate)} left"]
-        known = {
-            n.removesuffix("_per_second"): x
-            for n, x in self.numbers.items()
-            if n.endswith("_per_second")
-        }
-        own = known.pop(f"{self.unit}s", None)
-        rates = {f"{self.unit}s": self.rate} if self.rate else {}
+        ends, unit = "_per_second", f"{self.unit}s"
+        known = {n.removesuffix(ends): x for n, x in self.numbers.items() if n.endswith(ends)}
+        own = known.pop(unit, None)
+        rates = {unit: self.rate} if self.rate else {}
         # rows are of another stretch, but say how many examples a step has
         if self.rate or not own:
-            rates |= {
-                what: x * self.rate / own if own and self.rate else x for what, x in known.items()
-            }
-        memory = [text] if (text := _memory()) else []
-        return [*times, *(f"{_si(rate)} {what}/s" for what, rate in rates.items()), *memory]
+            scale = self.rate / own if own and self.rate else 1
+            rates |= {what: x * scale for what, x in known.items()}
+        told = [f"{_si(rate)} {what}/s" for what, rate in rates.items()]
+        return [*times, *told, *filter(None, [_memory()])]
 
     def results(self, moved: set[str]) -> list[str]:
         """The loss, what evaluation gave, then whatever else has moved since the start."""
         groups = families(name for name in self.numbers if not name.endswith("_per_second"))
-        is_shown = {
-            name: name == "loss"
-            or ("/" in name and "best" not in name)
-            or (name not in _ASIDE and any(one in moved for one in members))
-            for name, members in groups.items()
-        }
-        order = sorted(
-            filter(is_shown.get, groups), key=lambda name: (name != "loss", "/" not in name)
-        )
+
+        def is_shown(name: str) -> bool:
+            if name == "loss" or ("/" in name and "best" not in name):
+                return True
+            return name not in _ASIDE and not moved.isdisjoint(groups[name])
+
+        order = sorted(filter(is_shown, groups), key=lambda name: (name != "loss", "/" not in name))
         found = summary({one: self.numbers[one] for name in order for one in groups[name]})
         if rejected := self.numbers.get("rejected"):
             found.append(f"rejected {rejected:,.0f}")
@@ -125,9 +113,8 @@ def _si(rate: float) -> str:
     >>> [_si(x) for x in (3.4567, 999.4, 999.6, 123456.0, 5e6)]
     ['3.46', '999', '1k', '123k', '5M']
     """
-    size, letter = next(
-        ((n, x) for n, x in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if rate >= 0.9995 * n), (1, "")
-    )
+    sizes = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+    size, letter = next((pair for pair in sizes if rate >= 0.9995 * pair[0]), (1, ""))
     return f"{rate / size:.3g}{letter}"
 
 
@@ -144,12 +131,13 @@ def _memory() -> str:
         return f"{used / 2**30:.1f}" + (f"/{limit / 2**30:.0f}" if limit else "") + " GiB"
     try:
         with open("/proc/self/statm") as file:
-            return f"{int(file.read().split()[1]) * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+            used = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            return f"{used / 2**30:.1f} GiB"
     except OSError:
         return ""
 
 
-# -------------------------------------------------------------------------------------------- views
+# Views
 
 
 def _say(text: str) -> None:
@@ -182,40 +170,29 @@ def _picture(facts: Facts, moved: set[str], width: int):
     from rich.table import Table
     from rich.text import Text
 
-    colour = {None: "cyan", "": "green"}.get(facts.reason, "yellow")
+    color = {None: "cyan", "": "green"}.get(facts.reason, "yellow")
     cells: list[Any] = [Text(facts.count, style="bold")]
     pace, rest = facts.pace, []
     if facts.total:
         room = lambda: width - len(facts.count) - len("  ".join(pace)) - 12
         while len(pace) > 1 and room() < 12:
             rest.insert(0, pace.pop())
-        bar = ProgressBar(
-            facts.total,
-            facts.step,
-            width=min(40, room()),
-            complete_style=colour,
-            finished_style=colour,
-        )
-        percent = Text(f"{facts.step / facts.total:4.0%}", style=colour)
-        cells += [bar, percent] if room() >= 12 else [percent]
+        if room() >= 12:
+            style: Any = dict(complete_style=color, finished_style=color, width=min(40, room()))
+            cells.append(ProgressBar(facts.total, facts.step, **style))
+        cells.append(Text(f"{facts.step / facts.total:4.0%}", style=color))
     first = Table.grid(padding=(0, 2, 0, 0))
     for cell in [*cells, Text()]:
-        first.add_column(
-            no_wrap=True,
-            overflow="ellipsis",
-            min_width=len(cell) if isinstance(cell, Text) else None,
-        )
+        least = len(cell) if isinstance(cell, Text) else None
+        first.add_column(no_wrap=True, overflow="ellipsis", min_width=least)
     first.add_row(*cells, Text("  ".join(pace), style="dim"))
     second = Text(no_wrap=True, overflow="ellipsis")
     for result in facts.results(moved):
         name, _, value = result.rpartition(" ")
         second.append(f"{name} ", style="dim").append(value, style="bold").append("  ")
     second.append("  ".join(rest), style="dim")
-    return Group(
-        first,
-        *([second] if second else []),
-        *([Text(facts.reason, style=colour)] if facts.reason else []),
-    )
+    lines = [first, second, Text(facts.reason or "", style=color)]
+    return Group(*(line for line in lines if line is first or line))
 
 
 class _Terminal:
@@ -262,16 +239,12 @@ class _Notebook:
         from IPython.display import HTML, display
         from rich.console import Console
 
-        console = Console(
-            record=True, file=io.StringIO(), width=110, force_terminal=True, force_jupyter=False
-        )
+        kind: Any = dict(force_terminal=True, force_jupyter=False, width=110)
+        console = Console(record=True, file=io.StringIO(), **kind)
         console.print(_picture(facts, moved, 110))
-        style = "white-space:pre;overflow-x:auto;line-height:1.4;font-family:Menlo,Consolas,monospace;margin:0"
-        html = HTML(
-            console.export_html(
-                inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>'
-            )
-        )
+        style = "white-space:pre;overflow-x:auto;line-height:1.4;margin:0;"
+        pre = f'<pre style="{style}font-family:Menlo,Consolas,monospace">{{code}}</pre>'
+        html = HTML(console.export_html(inline_styles=True, code_format=pre))
         if self.handle is None:
             self.handle = display(html, display_id=True)
         else:
@@ -305,36 +278,26 @@ class _Tqdm:
         self.bar.close()
 
 
-# ----------------------------------------------------------------------------------------- progress
+# Progress
 
 
-@dataclass(eq=False)
 class Progress:
     """A run as its view shows it.
 
     `show` after every call of the step, `note` for a line above, `close` at the end.
     """
 
-    view: Any
-    total: int | None
-    start: int
-    unit: str = "step"
-    _step: int = field(default=0, init=False)
-    _row: Mapping[str, float] = field(default_factory=dict, init=False)
-    _first: dict[str, float] = field(default_factory=dict, init=False)
-    _moved: set[str] = field(default_factory=set, init=False)
-    _began: float = field(default_factory=lambda: time.perf_counter(), init=False)
-    _next: float = field(default=0.0, init=False)
-    _recent: collections.deque = field(
-        default_factory=lambda: collections.deque(maxlen=30), init=False
-    )
-    _timed: tuple[float, int] | None = field(default=None, init=False)  # when the first steps ended
-    _newest: tuple[float, int] = field(default=(0.0, 0), init=False)
-    _is_drawn: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        self._step = self.start
-        self._next = self._began + self.view.interval(0.0)
+    def __init__(self, view: Any, total: int | None, start: int, unit: str = "step"):
+        self.view, self.total, self.start, self.unit = view, total, start, unit
+        self._step, self._is_drawn = start, False
+        self._row: Mapping[str, float] = {}
+        self._first: dict[str, float] = {}
+        self._moved: set[str] = set()
+        self._recent: collections.deque = collections.deque(maxlen=30)
+        self._timed: tuple[float, int] | None = None  # when the first steps ended
+        self._newest = 0.0, 0
+        self._began = time.perf_counter()
+        self._next = self._began + view.interval(0.0)
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
         self._step = step
@@ -364,36 +327,27 @@ class Progress:
         self.view.close()
 
     def _draw(self, now: float, reason: str | None) -> None:
-        moved = (
-            name
-            for name, value in self._row.items()
-            if self._first.setdefault(name, value) != value
-        )
-        self._moved.update(moved)
+        first, row = self._first, self._row
+        self._moved.update(name for name, x in row.items() if first.setdefault(name, x) != x)
         rate = None
         if self._recent:
             (since, before), (until, step) = self._recent[0], self._recent[-1]
             rate = (step - before) / (until - since) if step > before and until > since else None
-        is_first = self._step == self.start
-        facts = Facts(
-            self._step, self.total, self.unit, rate, now - self._began, self._row, reason, is_first
-        )
-        self.view.draw(facts, self._moved)
+        elapsed, is_first = now - self._began, self._step == self.start
+        at = self._step, self.total, self.unit
+        self.view.draw(Facts(*at, rate, elapsed, row, reason, is_first), self._moved)
         self._is_drawn = True
-        self._next = time.perf_counter() + self.view.interval(now - self._began)
+        self._next = time.perf_counter() + self.view.interval(elapsed)
 
 
 class _Silent:
     """What `progress=False` shows."""
 
-    def show(self, step: int, row: Mapping[str, float]) -> None:
-        pass
+    def show(self, step: int, row: Mapping[str, float]) -> None: ...
 
-    def note(self, text: str) -> None:
-        pass
+    def note(self, text: str) -> None: ...
 
-    def close(self, reason: str = "") -> None:
-        pass
+    def close(self, reason: str = "") -> None: ...
 
 
 def progress(

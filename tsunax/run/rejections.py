@@ -65,12 +65,10 @@ class Rejections:
                 continue  # for its loss scale
             self.in_a_row += 1
             if count in (1, 10, 100, 1000, 10_000, 100_000) and self.max_bad > 1:
-                why = (
-                    guard.explain(verdict, run.state.opt_state)
-                    if known
-                    else "a loss or gradient is not finite"
-                )
-                loss = f" (loss {float(info.loss):.6g})" if known and info.loss is not None else ""
+                why, loss = "a loss or gradient is not finite", ""
+                if known:
+                    why = guard.explain(verdict, run.state.opt_state)
+                    loss = f" (loss {float(info.loss):.6g})" if info.loss is not None else ""
                 what = f"step {int(steps[i])} of epoch {epochs[i]} was rejected{loss}: {why}"
                 warn(f"{what}. {count} so far; the state is as it was.", RuntimeWarning)
             if self.in_a_row >= self.max_bad:
@@ -103,23 +101,18 @@ class Rejections:
             limit = f"the last of {self.max_bad} in a row, {limit}"
         known = isinstance(run.info, StepInfo) and not self.is_population
         why = guard.explain(int(run.info.verdict), None) if known else "not finite"
-        # else nobody has the batch
+        # of several processes none has the batch
         if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:
             why = failures.why(self.step, run.state, run.info, _batch_of(i, chunks)[0], extra)
-        epochs = epochs_of(chunks)
-        what = f"step {run.step} of epoch {epochs[i]} was rejected: {why}; {limit}"
+        what = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {why}; {limit}"
         raise NonFiniteError(f"{what}. `error.state` is the state before it.", run.state, run.info)
 
 
 def _batch_of(i: int, chunks) -> tuple[Any, int]:
     """The batch of the i-th of the calls that these chunks hold, on the host, and its epoch."""
     chunk = next(chunk for chunk in chunks if (i := i - chunk.steps) < 0)
-    batch, mask = jax.device_get(
-        (chunk.feed.at(i + chunk.steps), getattr(chunk.feed, "mask", None))
-    )
-    rows, epoch = (
-        None if mask is None else int(np.sum(mask)),
-        int(np.broadcast_to(chunk.epochs, chunk.steps)[i]),
-    )
-    batch = jax.tree.map(lambda x: x[:rows] if np.ndim(x) else x, batch) if rows else batch
-    return batch, epoch
+    i += chunk.steps
+    batch, mask = jax.device_get((chunk.feed.at(i), getattr(chunk.feed, "mask", None)))
+    if mask is not None and (rows := int(np.sum(mask))):
+        batch = jax.tree.map(lambda x: x[:rows] if np.ndim(x) else x, batch)
+    return batch, int(np.broadcast_to(chunk.epochs, chunk.steps)[i])

@@ -1,6 +1,4 @@
-"""Rows of numbers on their way to the history and the loggers: one for a step, given to the loggers
-when it is whole.
-"""
+"""Rows of numbers on their way to the history and the loggers, which get them when they are whole."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from tsunax.run.run import Run, blamed
 
 
 class RowLog:
-    """The newest row of a run, to which an evaluation and callbacks may still add numbers."""
+    """The newest row of a run: an evaluation and callbacks may still add numbers to it."""
 
     def __init__(self, run: Run, loggers: Sequence[Function]) -> None:
         self.run: Run = run
@@ -61,9 +59,11 @@ class RowLog:
 
     def numbers_at(self, step: int) -> dict[str, float]:
         """The newest numbers, as far as they are of this step."""
-        history = self.run.history
-        newest = {name: history.newest(name) or (-1, 0.0) for name in history.names}
-        found = {name: x for name, (at, x) in newest.items() if at == step}
+        history, found = self.run.history, {}
+        for name in history.names:
+            at, x = history.newest(name) or (-1, 0.0)
+            if at == step:
+                found[name] = x
         if self.last is not None and self.last[1] == step:  # its row is no row of the history
             found |= {name: float(x[0]) for name, x in self.last[0]().items()}
         return {name: x for name, x in found.items() if np.isfinite(x)}

@@ -12,10 +12,7 @@ import numpy as np
 from tsunax._core import trees
 from tsunax.errors import RowError, WrongTypeError
 
-__all__ = ["check_names", "check_row", "families", "join"]
-
-# characters of a name: more is no name, and what some file systems and databases refuse
-_LONGEST = 200
+_LONGEST = 200  # characters of a name: some file systems and databases refuse more
 
 
 @functools.lru_cache(maxsize=4096)
@@ -34,9 +31,8 @@ def _fault(name: str) -> tuple[str, str] | None:
 def check_names(row: Iterable[Any], where: str = "row") -> None:
     """Raise unless every name can be a column header, a TensorBoard tag and a directory.
 
-    WrongTypeError for one that is no string; RowError for one that is empty, longer than 200
-    characters, not printable (NUL, newline, lone surrogates), that climbs directories
-    ("val/../loss", "/loss"), or "step".
+    WrongTypeError for what is no string; RowError for a name that is empty, longer than 200
+    characters, not printable, that climbs directories ("val/../loss", "/loss"), or "step".
 
     >>> check_names(["loss", "val/top-5 accuracy", "learning_rate@encoder/**"])
     >>> check_names({"../loss": 0.1}, "evaluate")
@@ -47,20 +43,18 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
         if not isinstance(name, str):
             raise WrongTypeError("name of a number", where, trees.describe(name), "a str")
         if name == "step":
-            fix = "It is the column of steps."
-            raise RowError(
-                "name of a number", where, "'step', which is reserved", "another name", fix
-            )
-        if fault := _fault(name):
+            fault = "'step', which is reserved", "another name", "It is the column of steps."
+        else:
+            fault = _fault(name)
+        if fault:
             raise RowError("name of a number", where, *fault)
 
 
 def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
     """The row as Python floats and ints, from Python, NumPy or JAX scalars. NaN is a number.
 
-    Waits for the device where a value lies there. Raises for names that `check_names` refuses;
-    WrongTypeError for what is no row and for what is no real number; RowError for an array of more
-    than one.
+    Waits for values on a device. Raises as `check_names` does; WrongTypeError for no row or no real
+    number; RowError for an array of more than one.
 
     >>> check_row({"loss": np.float32(0.5), "hits": 3, "ok": True})
     {'loss': 0.5, 'hits': 3, 'ok': 1}
@@ -71,25 +65,23 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
     if not isinstance(row, Mapping):
         raise WrongTypeError("row", where, trees.describe(row), "a dict of numbers by name")
     check_names(row, where)
-    return {
-        name: x if type(x) in (float, int) else _number(name, x, where) for name, x in row.items()
-    }
+    plain = (float, int)
+    return {name: x if type(x) in plain else _number(name, x, where) for name, x in row.items()}
 
 
 def _number(name: str, x: Any, where: str) -> float:
     if trees.is_traced(x):
         fix = "Return it as a metric: inside jit it has no value yet."
         raise WrongTypeError(repr(name), where, "a traced array", "a number", fix)
-    value = np.asarray(x) if isinstance(x, (int, float)) or hasattr(x, "__array__") else None
-    if value is None or not any(
-        jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer, np.bool_)
-    ):
+    is_array = isinstance(x, (int, float)) or hasattr(x, "__array__")
+    value: Any = np.asarray(x) if is_array else None
+    is_a = lambda *kinds: any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    if value is None or not is_a(np.floating, np.integer, np.bool_):
         raise WrongTypeError(repr(name), where, trees.describe(x), "a number")
     if value.ndim:
-        raise RowError(
-            repr(name), where, trees.describe(x), "one number", "Reduce it, or log its parts."
-        )
-    return float(value) if jnp.issubdtype(value.dtype, np.floating) else int(value)
+        parts = trees.describe(x), "one number", "Reduce it, or log its parts."
+        raise RowError(repr(name), where, *parts)
+    return float(value) if is_a(np.floating) else int(value)
 
 
 def join(row: Mapping[str, float], new: Mapping[str, Any], where: str) -> dict[str, float]:

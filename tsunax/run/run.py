@@ -43,11 +43,9 @@ class Rejected:
         """
         check_state(state, "Rejected.of()")
         if exact and int(state.step) != self.step:
+            got, expected = f"step {int(state.step)}", f"that of step {self.step}, where it was"
             fix = "Take of(state, exact=False), or end the run at the first one: max_bad=1."
-            got = f"step {int(state.step)}"
-            raise StateError(
-                "state", "Rejected.of()", got, f"that of step {self.step}, where it was", fix
-            )
+            raise StateError("state", "Rejected.of()", got, expected, fix)
         fields: dict[str, Any] = {"calls": self.calls}
         if self.loss_scale is not None and state.loss_scale is not None:
             scale = np.float32(self.loss_scale)
@@ -58,7 +56,7 @@ class Rejected:
 class Run:
     """What a callback sees of a run; it may change `memory`, and call `log` and `stop`.
 
-    To assign an attribute is an error in a callback: nobody would read it.
+    A callback that assigns to an attribute of the loop raises: nobody would read it.
     """
 
     is_lent = False  # to a callback
@@ -66,16 +64,8 @@ class Run:
     def __setattr__(self, name: str, value: Any) -> None:
         is_of_loop = name in self.__dict__.get("known", ()) or name == "extra"
         if name in _METHODS or (self.is_lent and is_of_loop):
-            fixes = {
-                "state": "Return the new state.",
-                "memory": "Change it in place: run.memory.update(...).",
-                "extra": "Change the dict that you gave to fit: extra['scale'] = ...",
-            }
-            fix = (
-                f"Call it: run.{name}(...)."
-                if name in _METHODS
-                else fixes.get(name, "It is the loop's.")
-            )
+            fix = _FIXES.get(name, "It is the loop's.")
+            fix = f"Call it: run.{name}(...)." if name in _METHODS else fix
             raise WrongTypeError(f"run.{name}", "a callback", "an assignment", "none", fix)
         self.__dict__[name] = value
 
@@ -85,11 +75,8 @@ class Run:
         self.epoch: int = epoch
         self.state: PyTree = state
         self.info: Any = None  # of the last step, its numbers on the host; None before the first
-        known = {name: history.last(name) for name in history.names}
-        self.metrics: dict[str, float] = {
-            name: x for name, x in known.items() if x is not None
-        }  # the newest of each
-        self.history: History = history
+        self.metrics: dict[str, float] = {name: history.last(name) for name in history.names}
+        self.history = history
         self.memory: dict[str, Any] = {}  # the callback's own; saved and given back
         self.stopped = ""
         self.taken: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
@@ -97,25 +84,20 @@ class Run:
         self.note: Callable[[str], None] = print  # a line above the progress
         # the last ones
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
-        # of the loop; a callback may put names of its own beside them
-        self.known: frozenset[str] = frozenset(self.__dict__)
+        self.known = frozenset(self.__dict__)  # of the loop; a callback may add names of its own
 
     def log(self, **numbers: Any) -> None:
         """Let numbers join the row of this step."""
         self.check_own(numbers, "run.log()")
-        row = join(self.row, numbers, "run.log()")
-        self.__dict__["row"] = row
+        self.__dict__["row"] = row = join(self.row, numbers, "run.log()")
         self.metrics.update({name: row[name] for name in numbers})
 
     def check_own(self, numbers: Mapping[str, Any], where: str) -> None:
-        """Raise RowError for a name that the rows of training have, so that no column mixes two
-        things.
-        """
+        """Raise RowError for a name that the rows of training have: a column has one meaning."""
         if taken := [name for name in numbers if name in self.taken]:
+            got, expected = "a name of the training rows", "a name of its own"
             fix = "Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data})."
-            raise RowError(
-                repr(taken[0]), where, "a name of the training rows", "a name of its own", fix
-            )
+            raise RowError(repr(taken[0]), where, got, expected, fix)
 
     def stop(self, reason: str) -> None:
         """End the run after this boundary."""
@@ -123,6 +105,11 @@ class Run:
 
 
 _METHODS = {name for name in vars(Run) if callable(getattr(Run, name))}
+_FIXES = {
+    "state": "Return the new state.",
+    "memory": "Change it in place: run.memory.update(...).",
+    "extra": "Change the dict that you gave to fit: extra['scale'] = ...",
+}
 
 
 @contextlib.contextmanager
@@ -131,21 +118,18 @@ def blamed(what: str, fn: Function, run: Run) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(
-            f"raised by the {what} {trees.describe_call(fn)} at step {run.step} (epoch {run.epoch})"
-        )
+        at = f"step {run.step} (epoch {run.epoch})"
+        error.add_note(f"raised by the {what} {trees.describe_call(fn)} at {at}")
         raise
 
 
-def with_state(error: BaseException, run: Run) -> BaseException:
+def with_state(error: Any, run: Run) -> Any:
     """An exception with the state and the history of the run that it ends."""
     gone = any(map(trees.is_gone, jax.tree.leaves(run.state)))
-    if not hasattr(error, "state") or error.state is None:  # type: ignore[attr-defined]
-        error.state = None if gone else run.state  # type: ignore[attr-defined]
-    error.history = run.history  # type: ignore[attr-defined]
-    error.rejected = tuple(run.rejected)  # type: ignore[attr-defined]
+    if getattr(error, "state", None) is None:
+        error.state = None if gone else run.state
+    error.history, error.rejected = run.history, tuple(run.rejected)
     if gone:
-        error.add_note(
-            f"the failed call had consumed the state of step {run.step}: error.state is None"
-        )
+        at = f"step {run.step}"
+        error.add_note(f"the failed call had consumed the state of {at}: error.state is None")
     return error

@@ -1,6 +1,4 @@
-"""How a run of `fit` starts: its arguments checked, where its newest checkpoint is, and what its
-loggers are told.
-"""
+"""How a run of `fit` starts: checks, the newest checkpoint, and the settings that loggers get."""
 
 from __future__ import annotations
 
@@ -30,11 +28,10 @@ def opened(checkpoint: StrPath | Checkpoints) -> contextlib.AbstractContextManag
     """A context with the `Checkpoints` that a user gave, or those of a path, which end with it."""
     if isinstance(checkpoint, Checkpoints):
         return contextlib.nullcontext(checkpoint)
-    if not isinstance(checkpoint, str | os.PathLike):
-        raise WrongTypeError(
-            "checkpoint", "fit()", trees.describe(checkpoint), "a path or ts.Checkpoints(path)"
-        )
-    return Checkpoints(checkpoint)
+    if isinstance(checkpoint, str | os.PathLike):
+        return Checkpoints(checkpoint)
+    got, expected = trees.describe(checkpoint), "a path or ts.Checkpoints(path)"
+    raise WrongTypeError("checkpoint", "fit()", got, expected)
 
 
 def begin(
@@ -55,8 +52,7 @@ def begin(
     script["run"] = before.get("run") or secrets.token_hex(4)
     state = restored.state
     if not isinstance(state, TrainState):
-        # the loop consumes it, and nobody said that this may be so
-        state = jax.tree.map(own, state)
+        state = jax.tree.map(own, state)  # the loop consumes it: a promise of a TrainState alone
     start = step_of(state, restored.step or 0)
     if restored.history is not None and not (is_in_hand and history is not None):
         history = History.of(restored.history)
@@ -76,9 +72,8 @@ def begin(
             for note in _resume.edits(before.get("settings"), script["settings"]):
                 warn(f"fit(): resumed from step {start} in {options.saver.path}, but {note}")
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs or 0, start)
-    fitting.show_on(
-        _progress.progress(progress if jax.process_index() == 0 else False, total, start, "step")
-    )
+    shown = progress if jax.process_index() == 0 else False
+    fitting.show_on(_progress.progress(shown, total, start))
     return fitting
 
 
@@ -90,18 +85,17 @@ def check_fit(
     checkpoint: StrPath | Checkpoints | None,
     history: object,
 ) -> None:
-    checks.check_flags("fit()", dry_run=dry_run)
+    where = "fit()"
+    checks.check_flags(where, dry_run=dry_run)
     if not checks.is_one_of(resume, ("auto", "must", "never")):
-        raise WrongTypeError("resume", "fit()", trees.describe(resume), "'auto', 'must' or 'never'")
+        raise WrongTypeError("resume", where, trees.describe(resume), "'auto', 'must' or 'never'")
     if resume == "must" and checkpoint is None:
-        raise WrongTypeError(
-            "resume", "fit()", "'must' without checkpoint=", "a path to resume from"
-        )
+        got, expected = "'must' without checkpoint=", "a path to resume from"
+        raise WrongTypeError("resume", where, got, expected)
     if history is not None and not isinstance(history, History):
-        raise WrongTypeError(
-            "history", "fit()", trees.describe(history), "a ts.loop.History, to go on with"
-        )
-    check_step("fit()", step, state)
+        expected = "a ts.loop.History, to go on with"
+        raise WrongTypeError("history", where, trees.describe(history), expected)
+    check_step(where, step, state)
 
 
 def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
@@ -109,19 +103,14 @@ def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
 
     `closed` is the step of a row that the history has no longer, see `History.reopen`.
     """
-    options, state = fitting.options, fitting.run.state
-    found = {
-        "run": fitting.boundaries.script["run"],
-        "goal": str(options.goal),
-        "start": fitting.run.step,
-        "jax": jax.__version__,
-        "devices": jax.device_count(),
-    }
+    step, state, start = fitting.step, fitting.run.state, fitting.run.step
+    run, goal = fitting.boundaries.script["run"], str(fitting.options.goal)
+    found = {"run": run, "goal": goal, "start": start}
+    found |= {"jax": jax.__version__, "devices": jax.device_count()}
     if fitting.is_resumed:  # a log's rows from there on are not those of an uninterrupted run
-        found["rows_from"] = fitting.run.step + (closed != fitting.run.step)
-    for name in ("accumulate", "on_nonfinite"):
-        if hasattr(fitting.step, name):
-            found[name] = getattr(fitting.step, name)
+        found["rows_from"] = start + (closed != start)
+    names = ("accumulate", "on_nonfinite")
+    found |= {name: getattr(step, name) for name in names if hasattr(step, name)}
     if isinstance(state, TrainState):
         found |= {f"start/{name}": x for name, x in hyperparams(state).items()}
         found["parameters"] = sum(np.size(x) for x in jax.tree.leaves(state.params))
@@ -147,13 +136,9 @@ def nothing_to_do(fitting: Fit) -> str:
     run, goal, saver = fitting.run, fitting.options.goal, fitting.options.saver
     at, why = f"step {run.step}", "state.step counts on: ask for a later one, or give a new state"
     if goal.epochs:
-        at = f"epoch {fitting.feed.epoch}"
-        why = (
-            "so far are the data, data.get_state(): ask for a later one, or go back, "
-            'data.set_state({"epoch": 0, "position": 0})'
-        )
+        at, back = f"epoch {fitting.feed.epoch}", 'data.set_state({"epoch": 0, "position": 0})'
+        why = f"so far are the data, data.get_state(): ask for a later one, or go back, {back}"
     if saver is not None and fitting.boundaries.saved is not None:
         why = f"so says the checkpoint in {saver.path}: ask for a later one, or give another path"
-    return (
-        f"fit(): {goal} is a place to reach, and the run is at {at} already: nothing to do; {why}"
-    )
+    where = f"{goal} is a place to reach, and the run is at {at} already"
+    return f"fit(): {where}: nothing to do; {why}"
