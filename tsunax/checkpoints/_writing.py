@@ -110,7 +110,7 @@ def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
 
     try:
         first = together("part", write)
-        is_kept = together("manifest", lambda: (run.process or _commit(run, name, first), ""))
+        is_kept = together("manifest", lambda: (_commit(run, name, first), ""))
     except BaseException:
         if not run.process:
             run.store.discard(name)
@@ -126,6 +126,8 @@ def _commit(run, name: str, first: _manifest.Manifest) -> bool | None:
     """The parts of all processes as one checkpoint. Whether older ones may go for it; None if
     it was not kept itself.
     """
+    if run.process:
+        return run.store.commit(name, None)
     whole = run.store.together(name, first, processes.process_count())
     if run._lock is None:
         raise Damaged("closed before it was written")

@@ -9,7 +9,6 @@ is there and commits. This module knows threads, locks and processes; `store` ha
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -117,7 +116,7 @@ class Checkpoints:
         self.fingerprint: dict[str, Any] = _values.encode(
             dict(fingerprint or {}), _no_arrays, "fingerprint"
         )
-        self.process, self.store = processes.process_index(), Files(self.path)
+        self.process, self.store = processes.process_index(), Files(self.path, timeout)
         self._job: _background.Job | None = None
         self._lock: durable_files.Lock | None = None
         self.thread = ""  # its threads speak under a name of their own: there may be others
@@ -139,10 +138,7 @@ class Checkpoints:
         def join():
             if not self.process:
                 return None, ""
-            seen = ""
-            with contextlib.suppress(OSError, ValueError):
-                seen = durable_files.read(self.path / durable_files.LOCK, 200).decode()
-            if seen != text:
+            if self.store.lock_text() != text:
                 got, expected = "another directory", "that of process 0"
                 fix = "All processes of a run save into one directory, on a disk that they share."
                 raise CheckpointError("path", str(self.path), got, expected, fix)
