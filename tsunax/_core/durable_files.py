@@ -46,8 +46,8 @@ def local(path: Any, name: str, where: str, expected: str = "a directory's path"
         raise CheckpointError(name, where, got, expected)
     if _URL.match(text):
         fix = (
-            "Buckets are not supported yet. Give a local directory, or one where the bucket is "
-            "mounted."
+            "Checkpoints and fit(checkpoint=) save to gs://bucket/run. Otherwise give a local "
+            "directory, or one where the bucket is mounted."
         )
         raise CheckpointError(name, where, f"{text!r:.80}", "a local path", fix)
     expanded = os.path.expanduser(text)
@@ -151,6 +151,13 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def sync_tree(top: Path) -> None:
+    """Wait until a directory and all that is in it are on the disk."""
+    for folder, _, files in os.walk(top, topdown=False):
+        for name in (*files, ""):
+            sync(Path(folder, name))
 
 
 def check_regular(top: Path) -> None:

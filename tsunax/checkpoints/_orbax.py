@@ -1,4 +1,4 @@
-"""Directories that others wrote with orbax, which are read and never written.
+"""orbax itself, kept quiet; and directories that others wrote with it, which are read.
 
 Whatever orbax raises for bytes that are not its own is Damaged here, in one line; nothing is read
 that the files are far too small for.
@@ -27,8 +27,8 @@ from tsunax.errors import CheckpointError, told
 __all__ = []
 
 _LIMIT = 600.0  # seconds
-# orbax names its operations by one count of the process: one load would take another one's away
-_ONE_AT_A_TIME = threading.Lock()
+# orbax names its operations by one count of the process: one would take another one's away
+ONE_AT_A_TIME = threading.Lock()
 
 
 def description(path: Path) -> Any:
@@ -80,12 +80,11 @@ def _of_orbax(f, what: str):
     """`f(orbax)`, its logs kept quiet, given up after ten minutes; whatever it raises as Damaged."""
 
     def run():
-        ocp = importlib.import_module("orbax.checkpoint").v1
-        with _ONE_AT_A_TIME:
-            return f(ocp)
+        with ONE_AT_A_TIME:
+            return f(library())
 
     fault = None
-    with _quiet(), warnings.catch_warnings():
+    with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it was saved with shardings: given ones win
         try:
             return bounded(run, _LIMIT, what)
@@ -96,9 +95,13 @@ def _of_orbax(f, what: str):
     raise fault
 
 
+def library() -> Any:
+    return importlib.import_module("orbax.checkpoint").v1
+
+
 @contextlib.contextmanager
-def _quiet():
-    """Without the pages that asyncio and absl log for damaged bytes."""
+def quiet():
+    """Without the pages that asyncio and absl log for damaged bytes and full disks."""
     drop = lambda record: False
     loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
     for logger in loggers:

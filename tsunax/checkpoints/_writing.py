@@ -43,6 +43,13 @@ def start(run, state, step, given: Mapping[str, Any], metrics) -> Job:
         manifest = dataclasses.replace(manifest, parts=parts)
     watched = _host_copies.watched(tree, manifest.leaves)
     name, drop = first["name"], first["drop"]
+    begin = lambda: (run.store.start(name, tree, manifest.leaves, blocks), "")
+    try:
+        run.together("save(): start", begin)
+    except BaseException:
+        if not run.process:
+            run.store.discard(name)
+        raise
     work = lambda: _write(run, name, drop, manifest, blocks, watched)
     return Job(work, run.path, manifest.step, run.timeout)
 
