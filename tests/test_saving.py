@@ -42,11 +42,12 @@ def answers(started, code=0) -> list:
 
 
 @pytest.mark.parametrize("counts", [(1, 2, 1), pytest.param((4, 2, 4, 1), marks=pytest.mark.slow)])
-def test_a_state_moves_between_processes(launch, counts):
+@pytest.mark.parametrize("store", ["", pytest.param("_orbax", marks=pytest.mark.medium)])
+def test_a_state_moves_between_processes(launch, counts, store):
     """Whole on each, spread, mixed; every piece on the disk once; the same bits in their new places."""
     seen = []
     for n in counts:
-        for answer in answers(launch(n, "moves")):
+        for answer in answers(launch(n, "moves" + store)):
             assert set(answer) == {f"{a} to {b}" for a in seen for b in kinds(n)}
             for case, got in answer.items():
                 assert got == [2, True, True, {"position": 7}], case

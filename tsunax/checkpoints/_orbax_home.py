@@ -93,9 +93,12 @@ class Orbax(Home):
 
     # ---------------------------------------------------------------------------- what is there
 
+    def names(self, path: Any) -> list[str]:
+        return names_in(path)
+
     def _directories(self) -> dict[int, list[str]]:
         """The directories of each step, the newest last; not those that are unfinished."""
-        names, found = set(names_in(self.path)), {}
+        names, found = set(self.names(self.path)), {}
         for name in names:
             if (match := _STEP.fullmatch(name)) and name + UNFINISHED not in names:
                 found.setdefault(int(match[1]), []).append((int(match[2] or 0), name))
@@ -142,7 +145,7 @@ class Orbax(Home):
     # -------------------------------------------------------------------------- what is written
 
     def begin(self, step: int) -> str:
-        taken = [match for name in names_in(self.path) if (match := _STEP.match(name))]
+        taken = [match for name in self.names(self.path) if (match := _STEP.match(name))]
         used = [int(match[2] or 0) for match in taken if int(match[1]) == step]
         name = f"{step}.{max(used) + 1}" if used else str(step)
         self._mark(name)
@@ -261,11 +264,11 @@ class Orbax(Home):
             self.known().pop(step, None)
             self.not_finite.discard(step)
             for name in there.get(step, []):
-                if set(names_in(self.path / name)) <= KNOWN:
+                if set(self.names(self.path / name)) <= KNOWN:
                     self._remove(name)
 
     def tidy(self) -> None:
-        for name in names_in(self.path):
+        for name in self.names(self.path):
             if _STEP.fullmatch(name.removesuffix(UNFINISHED)) and name.endswith(UNFINISHED):
                 self._remove(name.removesuffix(UNFINISHED))
 
@@ -374,6 +377,12 @@ class Bucket(Orbax):
     @staticmethod
     def store(path: Any, content: bytes) -> None:
         path.write_bytes(content)
+
+    def names(self, path: Any) -> list[str]:
+        """What is there now: the library for buckets would tell what it has listed before."""
+        backend = importlib.import_module("etils.epath.backend")
+        backend.fsspec_backend.fs(str(path)).invalidate_cache()
+        return names_in(path)
 
     def prepare(self) -> str:
         self.path.mkdir(parents=True, exist_ok=True)
