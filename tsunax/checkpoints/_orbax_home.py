@@ -56,6 +56,7 @@ KNOWN = {STATE, OURS, "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.check
 _STEP = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
 _BYTES = {"uint4", "float6_e2m3fn", "float6_e3m2fn"}  # dtypes that TensorStore lacks
 _AT_ONCE = 32  # reads: a bucket answers late
+_HEADER = 64 << 20  # bytes of a safetensors file beside its arrays
 
 
 class _Item:
@@ -115,32 +116,34 @@ class Orbax(Home):
         self, step: int, found: Manifest, wanted: list[Leaf],
         needed: list[tuple[Bounds, ...] | None],
     ) -> tuple[list[Any], dict[str, int]]:  # fmt: skip
-        folder = self.directory_of(step)
-        if folder is None:
+        if (folder := self.directory_of(step)) is None:
             raise Damaged("not a directory")
-        if self.is_local:
-            declared = sum(
-                math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in wanted if x.dtype
-            )
+        try:
+            return self._read(folder, found, wanted, needed)
+        except (OSError, ValueError) as error:
+            raise Damaged(f"arrays: {told(error)}") from None
+
+    def _read(self, folder: Path, found: Manifest, wanted, needed):
+        sizes = {x.name: math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in wanted if x.dtype}
+        declared, open_array = sum(sizes.values()), _opener(folder / STATE, found.leaves)
+        if self.is_local:  # before anything blocks, or takes memory that no file needs
+            durable_files.check_regular(folder)
             if declared > (1 << 20) + 2 * durable_files.sizes(folder):
                 raise Damaged(f"{declared} bytes declared, far more than its files have")
-        open_array = _opener(folder / STATE, found.leaves)
         with tempfile.TemporaryDirectory() as here:
-            files = []
-            for i in range(len(found.parts)):
-                files.append(Path(here, f"{i}.safetensors"))
+            files = [Path(here, f"{i}.safetensors") for i in range(len(found.parts))]
+            for file in files:
                 with contextlib.suppress(FileNotFoundError):
-                    files[-1].write_bytes((folder / OURS / files[-1].name).read_bytes())
+                    file.write_bytes(self.load(folder / OURS / file.name, 2 * declared + _HEADER))
             beside = _blocks.stored_in(files)
 
             def one(leaf: Leaf, parts):
-                if leaf.name in beside or not leaf.dtype or not math.prod(leaf.shape):
+                if _is_beside(leaf) or not leaf.dtype or not math.prod(leaf.shape):
                     return _blocks.read_leaf(leaf, parts, beside.get(leaf.name, []))
                 return _blocks.verified(leaf, parts, open_array(leaf))
 
             with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-                answers = list(pool.map(one, wanted, needed))
-        return _blocks.answered(wanted, answers)
+                return _blocks.answered(wanted, list(pool.map(one, wanted, needed)))
 
     # -------------------------------------------------------------------------- what is written
 
@@ -370,13 +373,15 @@ class Bucket(Orbax):
 
     @staticmethod
     def load(path: Any, limit: int) -> bytes:
-        if (size := path.stat().length) > limit:
-            raise ValueError(f"{size} bytes, more than {limit}")
-        return path.read_bytes()
+        with _os_errors():
+            if (size := path.stat().length) > limit:
+                raise ValueError(f"{size} bytes, more than {limit}")
+            return path.read_bytes()
 
     @staticmethod
     def store(path: Any, content: bytes) -> None:
-        path.write_bytes(content)
+        with _os_errors():
+            path.write_bytes(content)
 
     def names(self, path: Any) -> list[str]:
         """What is there now: the library for buckets would tell what it has listed before."""
@@ -390,6 +395,17 @@ class Bucket(Orbax):
 
     def lock(self, is_first: bool) -> Any:
         return _Mark(self, is_first)
+
+
+@contextlib.contextmanager
+def _os_errors():
+    """What libraries for buckets raise, as OSError."""
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        raise OSError(told(error)) from error
 
 
 class _Mark:
