@@ -122,8 +122,7 @@ def test_orbax_itself_loads_a_checkpoint(place, home):
     assert_trees_equal(found["params"], jax.tree.map(np.asarray, state.params))
     one = ocp.load_checkpointables(f"{given['path']}/2", {"state": None})
     assert_trees_equal(one["state"], found)
-    if home == "orbax":
-        assert_trees_equal(ts.exchange.restore_orbax(given["path"] / "2", where="**"), found)
+    assert_trees_equal(ts.exchange.restore_orbax(f"{given['path']}/2", where="**"), found)
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -336,3 +335,29 @@ def test_shutil_copies_are_checkpoints_too(tmp_path):
     run_of({"path": tmp_path / "run", "store": "orbax"}, three())
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     assert Checkpoints(tmp_path / "copy", read_only=True).restore(make()).step == 2
+
+
+@pytest.mark.parametrize("store", ["files", "orbax"])
+def test_orbax_renames_no_directory(tmp_path, monkeypatch, store):
+    """As on a bucket that is mounted by gcsfuse."""
+
+    def of(rename):
+        def checked(source, target, **how):
+            if os.path.isdir(source):
+                raise OSError(5, "Input/output error")
+            return rename(source, target, **how)
+
+        return checked
+
+    for name in ("rename", "replace", "renames"):
+        monkeypatch.setattr(os, name, of(getattr(os, name)))
+    checkpoints = Checkpoints(tmp_path, store=store, keep_last=1)
+    for state in three():
+        checkpoints.save(state)
+        if store == "files":
+            assert "Input/output error" in error_of(checkpoints.wait, SaveError)
+            return
+    checkpoints.save(state, data="again")
+    checkpoints.close()
+    found = Checkpoints(tmp_path, read_only=True).restore(make())
+    assert (found.step, found.data) == (2, "again")

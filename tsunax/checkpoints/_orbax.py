@@ -31,11 +31,12 @@ _LIMIT = 600.0  # seconds
 ONE_AT_A_TIME = threading.Lock()
 
 
-def description(path: Path) -> Any:
+def description(path: Path | str) -> Any:
     """The tree that a directory says it has, by orbax's old interface or the new one. Raises
     Damaged.
     """
-    durable_files.check_regular(path)
+    if isinstance(path, Path):  # no bucket's
+        durable_files.check_regular(path)
     found = _of_orbax(lambda ocp: ocp.metadata(path).metadata, "the description")
     if not isinstance(found, Mapping | list | tuple):
         raise Damaged("no tree of arrays")
@@ -50,7 +51,7 @@ def as_struct(x):
     return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
 
 
-def read(path: Path, tree, names: list[str]) -> list[Any]:
+def read(path: Path | str, tree, names: list[str]) -> list[Any]:
     """Leaves of such a directory by name, arrays as NumPy's.
 
     Nothing is read that its files are far too small for.
@@ -69,7 +70,7 @@ def read(path: Path, tree, names: list[str]) -> list[Any]:
             target.append(np.broadcast_to(np.zeros((), about.dtype), about.shape))
         else:
             target.append(x)
-    if declared > (64 << 20) + 256 * durable_files.sizes(path):
+    if isinstance(path, Path) and declared > (64 << 20) + 256 * durable_files.sizes(path):
         raise Damaged(f"{declared} bytes declared, far more than its files have")
     found = _of_orbax(lambda ocp: ocp.load(path, treedef.unflatten(target)), "the arrays")
     by_name = dict(zip(known, jax.tree.leaves(found), strict=True))
