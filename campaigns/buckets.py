@@ -70,6 +70,7 @@ def main() -> None:
             if done in digests:
                 counts["same bits" if training_run.digest(found.state) == digests[done] else "silently wrong"] += 1
             at = done
+            print(f"  {dict(counts)}", flush=True)
         server.kill()
     record(HERE / "results" / "counts.jsonl", {"what": "buckets", "seed": args.seed}, counts)
 

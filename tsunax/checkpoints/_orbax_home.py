@@ -59,11 +59,14 @@ _AT_ONCE = 32  # reads: a bucket answers late
 _HEADER = 64 << 20  # bytes of a safetensors file beside its arrays
 
 
-class _Item:
-    """The manifest, as orbax sees it: an item that is done when somebody says so."""
+class _Save:
+    """A save under way. To orbax it is one more item of the checkpoint, done when the manifest is."""
 
     def __init__(self):
         self.done: concurrent.futures.Future = concurrent.futures.Future()
+        self.response: Any = None  # of orbax
+        self.saved: dict[str, Leaf] = {}  # what has to read back as it was
+        self.hashes: dict[str, int] = {}
 
     async def save(self, directory):
         return self._wait()
@@ -73,15 +76,6 @@ class _Item:
 
     async def load(self, directory):
         raise NotImplementedError
-
-
-class _Save:
-    """A save under way: what orbax answers, and what has to read back as it was."""
-
-    def __init__(self, item: _Item, response):
-        self.item, self.response = item, response
-        self.saved: dict[str, Leaf] = {}
-        self.hashes: dict[str, int] = {}
 
 
 class Orbax(Home):
@@ -168,10 +162,10 @@ class Orbax(Home):
                 arrays[leaf.name] = blocks[leaf.name]
             else:  # the first process writes it
                 arrays[leaf.name] = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-        item = _Item()
+        save = _Save()
         if jax.process_index():
-            item.done.set_result(None)
-        items = {OURS: item} | ({STATE: _nested(arrays)} if arrays else {})
+            save.done.set_result(None)
+        items: dict[str, Any] = {OURS: save} | ({STATE: _nested(arrays)} if arrays else {})
         ocp = _orbax.library()
         context = ocp.Context()
         context.array.saving.use_compression = False  # it would take the cores of the next step
@@ -182,11 +176,11 @@ class Orbax(Home):
         context.asynchronous.timeout_secs = max(1, int(self.timeout))
         with _orbax.quiet(), _orbax.ONE_AT_A_TIME, context:
             try:
-                response = ocp.save_checkpointables_async(str(self.path / name), items)
+                save.response = ocp.save_checkpointables_async(str(self.path / name), items)
             except Exception as error:  # of orbax, TensorStore and file systems
                 what, got = f"save of step {name}", told(error)
                 raise SaveError(what, str(self.path), got, "a save that starts") from error
-        self._saves[name] = _Save(item, response)
+        self._saves[name] = save
 
     def write(
         self, name: str, process: int, part: Manifest, blocks: Blocks, prove: bool
@@ -211,7 +205,7 @@ class Orbax(Home):
         save, folder = self._saves[name], self.path / name
         if whole is not None:
             self.put_manifest(name, whole)
-            save.item.done.set_result(None)
+            save.done.set_result(None)
         self._finish(save)
         if save.hashes:
             self._prove(folder, save)
@@ -225,8 +219,7 @@ class Orbax(Home):
             if self.is_local:
                 durable_files.sync(self.path)
             self.note(whole.step, whole)
-            for other in [] if whole.step in self.bad else old:
-                self._remove(other)
+            self._delete([] if whole.step in self.bad else old)
             self.bad.pop(whole.step, None)
 
     def _finish(self, save: _Save) -> None:
@@ -254,11 +247,17 @@ class Orbax(Home):
         _blocks.check_same(save.saved, save.hashes, again)
 
     def discard(self, name: str) -> None:
-        if (save := self._saves.pop(name, None)) is not None:
-            if not save.item.done.done():
-                save.item.done.set_exception(Damaged("another part of the save failed"))
-            with contextlib.suppress(OSError):
-                self._finish(save)
+        save = self._saves.pop(name, None)
+        if save is not None:
+            if not save.done.done():
+                save.done.set_exception(Damaged("another part of the save failed"))
+            try:
+                with _orbax.quiet():
+                    save.response.result(timeout=self.timeout)
+            except TimeoutError:
+                return  # it may still write: unfinished until the next run tidies up
+            except Exception:  # told by what failed first
+                pass
         self._remove(name)
 
     def drop(self, steps: Iterable[int]) -> None:
@@ -266,9 +265,12 @@ class Orbax(Home):
         for step in steps:
             self.known().pop(step, None)
             self.not_finite.discard(step)
-            for name in there.get(step, []):
-                if set(self.names(self.path / name)) <= KNOWN:
-                    self._remove(name)
+            self._delete(there.get(step, []))
+
+    def _delete(self, names: list[str]) -> None:
+        for name in names:
+            if set(self.names(self.path / name)) <= KNOWN:
+                self._remove(name)
 
     def tidy(self) -> None:
         for name in self.names(self.path):
@@ -292,11 +294,12 @@ class Orbax(Home):
 
 def kind_of(folder: Path) -> str | None:
     """Whose checkpoints a directory has: "orbax", "files", or None if there are none."""
-    for name in names_in(folder):
-        if _STEP.fullmatch(name) and (folder / name / OURS).is_dir():
-            return "orbax"
-        if _STEP.fullmatch(name) and (folder / name / MANIFEST).exists():
-            return "files"
+    with contextlib.suppress(OSError):  # told by `prepare`, and by those who read
+        for name in filter(_STEP.fullmatch, names_in(folder)):
+            if (folder / name / OURS).is_dir():
+                return "orbax"
+            if (folder / name / MANIFEST).exists():
+                return "files"
     return None
 
 
