@@ -1,5 +1,5 @@
-"""Checkpoints: a run on a disk or in a bucket, whole or not there, verified; and files of other libraries
-(`exchange`). It knows states and the place in data. It must not know loops.
+"""Checkpoints: a run on a disk or in a bucket, whole or not there, verified; and files of other
+libraries (`exchange`). It knows states and the place in data. It must not know loops.
 
     saving           Checkpoints, the face: _writing and _reading are its two halves, retention what
                      it keeps, _background its threads and locks, _state_in_hand which one wins

@@ -10,9 +10,9 @@
 orbax writes the arrays and commits them together with the manifest. That item of its tree waits in
 orbax's background for the hashes that ours computes meanwhile. A file beside the directory says
 that it is not whole: made before the directory, deleted when all of it has been read back (if
-older ones go for it) and synced. So a checkpoint is there when that file goes, in one instant on any
-file system; nothing is renamed, which buckets and mounts of them cannot. A step that is there
-already is written to "4.1" beside it.
+older ones go for it) and synced. So a checkpoint is there when that file goes, in one instant on
+any file system; no directory is renamed, which buckets and mounts of them cannot do. A step that
+is there already is written to "4.1" beside it.
 
 Slices are read by TensorStore, from the files that orbax wrote with it.
 """
@@ -60,7 +60,7 @@ _HEADER = 64 << 20  # bytes of a safetensors file beside its arrays
 
 
 class _Save:
-    """A save under way. To orbax it is one more item of the checkpoint, done when the manifest is."""
+    """A save under way. To orbax it is one more item of the checkpoint, done with the manifest."""
 
     def __init__(self):
         self.done: concurrent.futures.Future = concurrent.futures.Future()
@@ -359,7 +359,7 @@ def _opener(
     return open_array
 
 
-# ------------------------------------------------------------------------------------------- buckets
+# ------------------------------------------------------------------------------------------ buckets
 
 
 class Bucket(Orbax):
