@@ -2,6 +2,9 @@
 
 # ruff: noqa: B023, the lambdas are called where they are made
 
+import collections
+import gc
+import os
 import shutil
 import statistics
 import tempfile
@@ -49,16 +52,50 @@ def resume(megabytes: int = 100, rounds: int = 7) -> None:
     note(f"tsunax takes {more:+.3f} s more than orbax, every byte verified")
 
 
-def main(megabytes: int = 480, rounds: int = 4) -> None:
+HOMES = ("files", "orbax", "plain orbax")  # of `Checkpoints` two; and orbax without it
+
+
+def kept_per_save(saves: int = 40) -> None:
+    """Bytes that a process keeps of each save of 130 KB, once the first ten are done."""
     from orbax.checkpoint import v1 as ocp
 
-    rows = megabytes * 1_000_000 // 12 // 4 // 1024
-    make = jax.jit(lambda key: {str(i): jax.random.normal(jax.random.fold_in(key, i), (rows, 1024)) for i in range(12)})
+    tree, rows = {"w": jax.numpy.ones((128, 256))}, []
+    for who in HOMES:
+        with tempfile.TemporaryDirectory(prefix="tsunax-bench-") as folder:
+            checkpoints = None if who == "plain orbax" else Checkpoints(f"{folder}/run", store=who)
+            start = before = 0.0
+            for i in range(saves + 10):
+                if i == 10:
+                    gc.collect()
+                    before, start = resident(), time.perf_counter()
+                if checkpoints is None:
+                    ocp.save(f"{folder}/{i}", tree)
+                else:
+                    checkpoints.save(tree, step=i)
+                    checkpoints.wait()
+            seconds = time.perf_counter() - start
+            gc.collect()
+            rows.append((who, (resident() - before) / saves / 1e3, 1e3 * seconds / saves))
+            if checkpoints is not None:
+                checkpoints.close()
+    table("each of many saves of 130 KB", rows, ("saved by", "KB kept", "ms"))
+
+
+def resident() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def compare(megabytes: int, leaves: int, rounds: int) -> None:
+    """What a save blocks, a whole save, and a restore, of arrays of so many bytes together."""
+    from orbax.checkpoint import v1 as ocp
+
+    draw = np.random.default_rng(0)
+    size = megabytes * 1_000_000 // leaves // 4
+    arrays = {str(i): draw.standard_normal(size, np.float32) for i in range(leaves)}
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1.0001, tree), donate_argnums=0)
-    names = ("host copy", *(f"{what}: {who}" for what in ("blocks", "save", "restore") for who in ("tsunax", "orbax")))
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = collections.defaultdict(list)
     folder = Path(tempfile.mkdtemp(prefix="tsunax-bench-"))
-    tree = jax.block_until_ready(step(make(jax.random.key(0))))
+    tree = jax.block_until_ready(step(arrays))
 
     def clock(name, f):
         start = time.perf_counter()
@@ -67,37 +104,48 @@ def main(megabytes: int = 480, rounds: int = 4) -> None:
         return out
 
     for i in range(rounds):
-        for which in ("tsunax", "orbax")[:: 1 if i % 2 else -1]:
+        for who in HOMES[:: 1 if i % 2 else -1]:
             start = time.perf_counter()
             tree = jax.block_until_ready(step(tree))
             alone = time.perf_counter() - start
-            clock("host copy", lambda: host_copy(tree)) if which == "tsunax" else None
-            path, start = folder / f"{which}{i}", time.perf_counter()
-            if which == "tsunax":
-                checkpoints = Checkpoints(path)
-                start = time.perf_counter()
+            clock("host copy", lambda: host_copy(tree))
+            path, checkpoints = folder / f"{who}{i}", None
+            if who != "plain orbax":
+                checkpoints = Checkpoints(path, store=who)
+            start = time.perf_counter()
+            if checkpoints is None:
+                finish = ocp.save_async(path, tree).result
+            else:
                 checkpoints.save(tree, step=i)
                 finish = checkpoints.wait
-            else:
-                finish = ocp.save_async(path, tree).result
             tree = jax.block_until_ready(step(tree))  # waits for the copy, if that is still to come
-            times[f"blocks: {which}"].append(max(0.0, time.perf_counter() - start - alone))
+            times[f"blocks: {who}"].append(max(0.0, time.perf_counter() - start - alone))
             finish()
-            times[f"save: {which}"].append(time.perf_counter() - start)
-            if which == "tsunax":
-                found = clock("restore: tsunax", lambda c=checkpoints: jax.block_until_ready(c.restore(tree).state))
-                checkpoints.close()
-            else:
+            times[f"save: {who}"].append(time.perf_counter() - start)
+            if checkpoints is None:
                 like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-                found = clock("restore: orbax", lambda p=path, t=like: jax.block_until_ready(ocp.load(p, t)))
+                found = clock(f"restore: {who}", lambda p=path, t=like: jax.block_until_ready(ocp.load(p, t)))
+            else:
+                read = lambda c=checkpoints: jax.block_until_ready(c.restore(tree).state)
+                found = clock(f"restore: {who}", read)
+                checkpoints.close()
             del found
             shutil.rmtree(path)
     shutil.rmtree(folder)
-    rate = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
-    against = {f"blocks: {which}": "host copy" for which in ("tsunax", "orbax")}
-    against |= {f"{what}: tsunax": f"{what}: orbax" for what in ("save", "restore")}
-    ratios = {name: rate(name, against[name]) if name in against else 1.0 for name in names}
-    shown = {name: (statistics.median(times[name]), ratios[name]) for name in names}
-    table(f"checkpoint of {megabytes} MB", [(n, s, r) for n, (s, r) in shown.items()], ("what", "seconds", "x"))
+    rows = [("host copy", statistics.median(times["host copy"]), 1.0)]
+    for what in ("blocks", "save", "restore"):
+        for who in HOMES:
+            name = f"{what}: {who}"
+            against = "host copy" if what == "blocks" else f"{what}: plain orbax"
+            seconds, floor = (statistics.median(times[x]) for x in (name, against))
+            rows.append((name, seconds, seconds / floor))
+    table(f"checkpoint of {megabytes} MB in {leaves} leaves", rows, ("what", "seconds", "x"))
+
+
+def main(rounds: int = 3, most: int = 480) -> None:
+    for megabytes, leaves in ((10, 10), (10, 1000), (100, 100), (480, 12), (1000, 12)):
+        if megabytes <= most:
+            compare(megabytes, leaves, rounds)
+    kept_per_save()
     resume()
     save("checkpoint")

@@ -18,7 +18,10 @@ from campaigns.runs import EVERY, PATIENCE, STEPS, Run, arguments, is_alive, jud
 
 def saving(folder: Path) -> bool:
     with contextlib.suppress(OSError):
-        return any(name.startswith(".tsunax-") or "checkpoint-tmp" in name for name in os.listdir(folder))
+        return any(
+            name.startswith(".tsunax-") or "checkpoint-tmp" in name or name.endswith(".unfinished")
+            for name in os.listdir(folder)
+        )
     return False
 
 

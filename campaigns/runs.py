@@ -7,6 +7,7 @@ have seen every record once an epoch. Counts, with the seeds and versions, are a
 import argparse
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import platform
@@ -16,11 +17,13 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import tsunax as ts
 from orbax.checkpoint import v1 as _imported  # noqa: F401, once for all children
 
 from campaigns import other_stores, training_run
@@ -37,7 +40,8 @@ def arguments(doc: str | None, seeds: str = "") -> argparse.ArgumentParser:
         parser.add_argument("--seeds", default=seeds, help=f"first:last, one run each ({seeds})")
     about = "leave this precaution out of a run, or of tsunax: the campaign must notice"
     parser.add_argument("--leave-out", choices=training_run.LEAVE_OUT, default="", help=about)
-    parser.add_argument("--store", choices=["tsunax", "orbax"], default="tsunax", help="who saves")
+    about = "the home of Checkpoints, or who else saves: orbax's own CheckpointManager"
+    parser.add_argument("--store", choices=["files", "orbax", "manager"], default="files", help=about)
     parser.add_argument("--results", type=Path, default=HERE / "results" / "counts.jsonl")
     return parser
 
@@ -50,7 +54,9 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, dict]:
         about["seeds"] = args.seeds
         args.seeds = range(*map(int, args.seeds.split(":")))
     if args.store == "orbax":
-        Run.store = other_stores.Orbax
+        Run.store, about["store"] = functools.partial(ts.Checkpoints, store="orbax"), "orbax"
+    if args.store == "manager":
+        Run.store, Run.is_ours = other_stores.Orbax, False
         about["store"] = "orbax's CheckpointManager"
     return args, about
 
@@ -58,7 +64,8 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, dict]:
 class Run:
     """One directory, its log, and the processes that work on it."""
 
-    store: type | None = None  # None: Checkpoints
+    store: Callable | None = None  # None: Checkpoints
+    is_ours = True
 
     def __init__(self, folder: Path, cache: Path, leave_out: str = ""):
         self.folder, self.log, self.cache, self.leave_out = folder / "run", folder / "log", cache, leave_out

@@ -13,7 +13,8 @@ from tests.programs import saving
 from tsunax.checkpoints import exchange
 
 ARCHIVES = sorted(path for path in make.HERE.glob("format-*") if path.is_dir())
-CASES = [(path, name) for path in ARCHIVES for name in make.setups()]
+CASES = [(path, name, path / name) for path in ARCHIVES for name in make.setups()]
+CASES += [(path, name, path / "orbax" / name) for path in ARCHIVES for name in make.ORBAX]
 
 
 def test_there_is_one_for_each_format():
@@ -22,11 +23,13 @@ def test_there_is_one_for_each_format():
     assert [path.name for path in ARCHIVES] == [f"format-{i}" for i in range(1, manifest.FORMAT + 1)]
 
 
-@pytest.mark.parametrize(("archive", "name"), CASES, ids=[f"{path.name}-{name}" for path, name in CASES])
-def test_old_checkpoints_come_back(archive, name, tmp_path):
+@pytest.mark.parametrize(
+    ("archive", "name", "folder"), CASES, ids=[str(path.relative_to(make.HERE)) for *_, path in CASES]
+)
+def test_old_checkpoints_come_back(archive, name, folder):
     known = json.loads((archive / "digests.json").read_text())
     like = make.setups()[name]
-    reader = ts.Checkpoints(archive / name, read_only=True)
+    reader = ts.Checkpoints(folder, read_only=True)
     found = reader.restore(like)
     assert found.step == known[name]["step"]
     assert make.digest(found.state) == known[name]["state"]

@@ -43,11 +43,13 @@ def answers(started, code=0) -> list:
 
 @pytest.mark.filterwarnings("ignore:saved on")  # of other devices: the same values
 @pytest.mark.parametrize("counts", [(1, 2, 1), pytest.param((4, 2, 4, 1), marks=pytest.mark.slow)])
-def test_a_state_moves_between_processes(launch, tmp_path, counts):
+@pytest.mark.parametrize("store", ["", pytest.param("_orbax", marks=pytest.mark.medium)])
+def test_a_state_moves_between_processes(launch, tmp_path, counts, store):
     """Whole on each, spread, mixed; every piece on the disk once; the same bits in their new places."""
     seen = []
     for n in counts:  # a single process may be this one
-        for answer in answers(launch(n, "moves")) if n > 1 else [saving.moves(tmp_path / "saved")]:
+        here = n == 1 and not store
+        for answer in [saving.moves(tmp_path / "saved")] if here else answers(launch(n, "moves" + store)):
             assert set(answer) == {f"{a} to {b}" for a in seen for b in kinds(n)}
             for case, got in answer.items():
                 assert got == [2, True, True, {"position": 7}], case

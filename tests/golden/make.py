@@ -108,6 +108,20 @@ def of_two_processes(top: Path) -> str:
     return digest(saving.trained())
 
 
+ORBAX = ("mlp", "edited")  # also saved in the other home
+
+
+def saved(state, folder: Path, store: str = "files") -> int:
+    """Save a state, and keep its checkpoint in a folder, without the lock; the step."""
+    with tempfile.TemporaryDirectory() as run:
+        with ts.Checkpoints(run, store=store) as checkpoints:
+            checkpoints.save(state, **PARTS, metrics={"loss": 0.5})
+        (step,) = checkpoints.steps()
+        folder.mkdir(parents=True)
+        (Path(run) / str(step)).rename(folder / str(step))
+    return step
+
+
 def main(archive: str) -> None:
     assert archive.startswith("format-"), archive
     top = HERE / archive
@@ -115,16 +129,13 @@ def main(archive: str) -> None:
     digests = {}
     for name, state in setups().items():
         state = trained(name, state)
-        with tempfile.TemporaryDirectory() as folder:
-            with ts.Checkpoints(folder) as checkpoints:
-                checkpoints.save(state, **PARTS, metrics={"loss": 0.5})
-            (step,) = checkpoints.steps()
-            (top / name).mkdir()
-            (Path(folder) / str(step)).rename(top / name / str(step))
+        step = saved(state, top / name)
         digests[name] = {"step": step, "state": digest(state), "params": digest(state.params)}
     exchange.save(top / "mlp.safetensors", trained("mlp", setups()["mlp"]))
     digests["parts"] = digest(PARTS)
     digests["processes"] = of_two_processes(top)
+    for name in ORBAX:
+        saved(trained(name, setups()[name]), top / "orbax" / name, "orbax")
     (top / "digests.json").write_text(json.dumps(digests, indent=2) + "\n")
 
 

@@ -69,7 +69,11 @@ def same(found, expected) -> bool:
     return not wrong
 
 
-def moves(folder: Path) -> dict:
+def moves_orbax(folder: Path) -> dict:
+    return moves(folder, "orbax")
+
+
+def moves(folder: Path, store: str = "files") -> dict:
     """Restore whatever others saved, onto every mesh that there is here; save from each mesh."""
     import jax
 
@@ -85,7 +89,7 @@ def moves(folder: Path) -> dict:
             found[f"{path.name} to {name}"] = [restored.step, same(restored.state, expected), placed, restored.data]
     distributed.barrier("read")
     for name, mesh in meshes().items():
-        with ts.Checkpoints(folder / f"{distributed.process_count()} {name}") as checkpoints:
+        with ts.Checkpoints(folder / f"{distributed.process_count()} {name}", store=store) as checkpoints:
             checkpoints.save(ts.shard(expected, mesh), data={"position": 7}, history={"loss": np.arange(3.0)})
     return found
 
@@ -243,7 +247,7 @@ def other_rule():
 
 def main(work: str, folder: str) -> None:
     distributed.start(**json.loads(os.environ.get("TSUNAX_TEST_START", "{}")))
-    found = {f.__name__: f for f in (continues, holds, moves, shares)}[work](Path(folder))
+    found = {f.__name__: f for f in (continues, holds, moves, moves_orbax, shares)}[work](Path(folder))
     with contextlib.suppress(BrokenPipeError):
         print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
 

@@ -42,8 +42,8 @@ def local(path: Any, name: str, where: str, expected: str = "a directory's path"
         raise CheckpointError(name, where, got, expected)
     got, expanded = f"{text!r:.80}", os.path.expanduser(text)
     if _URL.match(text):
-        fix = "Give a local directory, or one where the bucket is mounted."
-        fix = f"Buckets are not supported yet. {fix}"
+        fix = "Checkpoints and fit(checkpoint=) save to gs://bucket/run. Otherwise give a local "
+        fix = f"{fix}directory, or one where the bucket is mounted."
         raise CheckpointError(name, where, got, "a local path", fix)
     if text.startswith("~") and expanded == text:
         fix = f"There is no such user. Give {f'./{text}'!r} if it is a folder's name."
@@ -142,6 +142,13 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def sync_tree(top: Path) -> None:
+    """Wait until a directory and all that is in it are on the disk."""
+    for folder, _, files in os.walk(top, topdown=False):
+        for name in (*files, ""):
+            sync(Path(folder, name))
 
 
 def check_regular(top: Path) -> None:

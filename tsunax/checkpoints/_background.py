@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tsunax._core import durable_files
-from tsunax.checkpoints import _files
 from tsunax.errors import CheckpointError, SaveError, message, told
 
 __all__ = []
@@ -23,7 +22,7 @@ __all__ = []
 _LOCK = threading.RLock()
 _JOBS: list[Job] = []
 _HOOKED: list[bool] = []
-_HELD: dict[tuple[int, int], tuple[durable_files.Lock, weakref.ref]] = {}
+_HELD: dict[Any, tuple[durable_files.Lock, weakref.ref]] = {}
 
 
 class Task:
@@ -92,21 +91,11 @@ def bounded(f: Callable[[], Any], limit: float, what: str):
 
 
 def take_lock(owner, is_first: bool) -> durable_files.Lock:
-    """Make `owner.path` and take its lock; from an earlier owner in this process, once that has
-    nothing to write. An owner has `path`, `wait()` and `_lock`.
+    """Make the directory of `owner.store` and take its lock; from an earlier owner in this
+    process, once that has nothing to write. An owner has `store`, `wait()` and `_lock`.
     """
-    path, where = owner.path, str(owner.path)
-    fix = "Give the path of a directory that can be written."
-    if os.path.exists(path) and not os.path.isdir(path):
-        expected = "a directory of checkpoints"
-        fix = f"{_files.NO_CODE} {fix}"
-        raise CheckpointError("path", where, "a file", expected, fix)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError("not writable")
-        about = os.stat(path)
-        key = about.st_dev, about.st_ino
+        key = owner.store.prepare()
         with _LOCK:
             lock, previous = _HELD.get(key, (None, lambda: None))
             if lock is not None and lock.pid == os.getpid():
@@ -114,13 +103,15 @@ def take_lock(owner, is_first: bool) -> durable_files.Lock:
                     other.wait()
                     other._lock = None
             else:
-                lock = durable_files.Lock(path, is_mine=is_first)
+                lock = owner.store.lock(is_first)
             _HELD[key] = lock, weakref.ref(owner)
             return lock
     except OSError as error:
         if isinstance(error, SaveError):
             raise
         expected = "a directory that can be written"
+        fix = "Give the path of a directory that can be written."
+        where = str(owner.path)
         raise CheckpointError("path", where, told(error), expected, fix) from error
 
 

@@ -121,14 +121,22 @@ def stored_in(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, Entr
 
 
 def read_leaf(leaf: Leaf, parts, stored: list) -> tuple[Any, int | None]:
+    """A leaf, or the parts of it, from the blocks of `stored_in`; see `verified`."""
     if not leaf.dtype:
         return leaves.plain_value(leaf), None
+    return verified(leaf, parts, lambda bounds: _part_of(leaf, bounds, stored))
+
+
+def verified(leaf: Leaf, parts, read: Callable[[Bounds], np.ndarray]) -> tuple[Any, int | None]:
+    """A leaf of which `read` has slices, checked: (array, None); or the parts of it alone, and what
+    they have in its hash.
+    """
     if parts is None:
-        found = _part_of(leaf, whole(leaf.shape), stored)
+        found = read(whole(leaf.shape))
         if checksums.of(found) != leaf.hash:
             raise Damaged(other_bytes(leaf))
         return found, None
-    pieces = {bounds: _part_of(leaf, bounds, stored) for bounds in parts}
+    pieces = {bounds: read(bounds) for bounds in parts}
     total = sum(checksums.of(x, bounds, leaf.shape) for bounds, x in pieces.items())
     return Pieces(leaf.shape, leaves.dtype_of(leaf.dtype), pieces), total % checksums.MODULUS
 
@@ -177,6 +185,30 @@ def read_entry(entry: Entry, leaf: Leaf, bounds: Bounds | None = None) -> np.nda
     dtype = np.dtype(leaf.dtype)
     raw = _safetensors.read(entry, None if bounds is None else (*bounds, (0, dtype.itemsize)))
     return raw.view(dtype).reshape(raw.shape[:-1])
+
+
+def leaf_sums(hashes: Mapping[str, int]) -> dict[str, int]:
+    """What blocks have together in the hashes of their leaves."""
+    sums: dict[str, int] = {}
+    for block, value in hashes.items():
+        leaf = parse_name(block)[0]
+        sums[leaf] = (sums.get(leaf, 0) + value) % checksums.MODULUS
+    return sums
+
+
+def check_same(
+    saved: Mapping[str, Leaf], hashes: Mapping[str, int], again: Mapping[str, int]
+) -> None:
+    """Raise Damaged for a block that reads back as other bytes than were written."""
+    for block, value in hashes.items():
+        if again.get(block) != value:
+            raise Damaged(other_bytes(saved[parse_name(block)[0]]))
+
+
+def answered(wanted: list[Leaf], answers: list) -> tuple[list[Any], dict[str, int]]:
+    """What `read_leaf` made of each leaf, as `Home.read` returns it."""
+    sums = zip(wanted, answers, strict=True)
+    return [x for x, _ in answers], {leaf.name: x for leaf, (_, x) in sums if x is not None}
 
 
 def other_bytes(leaf: Leaf) -> str:

@@ -12,66 +12,39 @@ name of its step, and the run's directory is synced. So a directory with a step'
 whatever instant the process or the machine ended. What is replaced gets a hidden name before that
 rename and is deleted after it; `tidy` puts it back if the rename did not come. What is only
 deleted gets a hidden name first, too, and loses its manifest first.
-
-Another home has the same methods: `begin`, `write`, `commit` for what is saved, `steps`,
-`manifest`, `read` for what is there, `drop` and `tidy`. Leaves are compared and verified by those
-who call them. One process works on a directory, others read.
 """
 
 from __future__ import annotations
 
 import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded
-import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tsunax import errors
-from tsunax._core import durable_files, trees
-from tsunax.checkpoints import _blocks, _safetensors, checksums
-from tsunax.checkpoints import manifest as _manifest
+from tsunax._core import durable_files
+from tsunax.checkpoints import _blocks, _safetensors
 from tsunax.checkpoints._blocks import Blocks
+from tsunax.checkpoints._home import MANIFEST, SUM, Home, names_in
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew
-from tsunax.checkpoints.manifest import LIMIT, Manifest
-from tsunax.distributed import processes
-from tsunax.errors import CheckpointError, told
+from tsunax.checkpoints.manifest import Manifest
+from tsunax.errors import told
 
 __all__ = []
 
-MANIFEST, SUM, ARRAYS = "manifest.json", "manifest.sha256", "arrays"
+ARRAYS = "arrays"
 KNOWN = (MANIFEST, SUM, ARRAYS)
-_FOREIGN = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint", "commit_success.txt")
-_FOREIGN_ENDS = ".msgpack .pkl .pickle .pt .pth .ckpt .safetensors .npz .h5 .keras".split()
-NO_CODE = "Nothing in it was opened."
 
 
-def sum_of(body: bytes) -> bytes:
-    return f"{durable_files.sha256(body)}  {MANIFEST}\n".encode()
-
-
-class Files:
-    """A run's directory, and what this process knows of it."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.bad: dict[int, str] = {}  # steps that did not stand their verification, and why
-        self.notes: list[str] = []  # to be told as warnings
-        self.not_finite: set[int] = set()  # steps that are there, and that no run goes on from
-        self._known: dict[int, dict[str, float]] | None = None
-
+class Files(Home):
     # ---------------------------------------------------------------------------- what is there
 
     def steps(self, warn: bool = True) -> list[int]:
-        """Steps that a directory is named after, in order; says which odd names are ignored."""
         found = []
-        try:
-            names = os.listdir(self.path)
-        except FileNotFoundError:
-            names = []
-        for name in names:
+        for name in names_in(self.path):
             step, path = durable_files.step_of(name), self.path / name
             if step is not None and durable_files.is_real_directory(path):
                 found.append(step)
@@ -82,75 +55,14 @@ class Files:
                 errors.warn(f"{path} is ignored: {'a link' if path.is_symlink() else why}.")
         return sorted(found)
 
-    def is_there(self, step: int) -> bool:
-        return durable_files.is_real_directory(self.path / str(step))
-
-    def manifest(self, step: int) -> Manifest:
-        """What a checkpoint says of itself. Raises Damaged, or TooNew."""
+    def directory_of(self, step: int) -> Path | None:
         folder = self.path / str(step)
-        if not self.is_there(step):
-            raise Damaged("not a directory")
-        try:
-            expected = durable_files.read(folder / SUM, 200)
-            body = durable_files.read(folder / MANIFEST, LIMIT)
-        except FileNotFoundError:
-            plain = any(os.path.lexists(folder / name) for name in _FOREIGN)
-            what = "no manifest" + (": orbax's own, not tsunax's" if plain else "")
-            raise Damaged(what) from None
-        except (OSError, ValueError) as error:
-            raise Damaged(f"manifest: {told(error)}") from None
-        if expected != sum_of(body):
-            raise Damaged("manifest: other bytes than were saved (sha256)")
-        found = Manifest.parse(body)
-        if found.step != step:
-            raise Damaged(f"manifest: of step {found.step}")
-        return found
-
-    def manifests(self) -> Iterator[tuple[int, Manifest]]:
-        """The manifests of the complete steps."""
-        for step in self.steps(warn=False):
-            with contextlib.suppress(Damaged, TooNew):
-                yield step, self.manifest(step)
-
-    def known(self) -> dict[int, dict[str, float]]:
-        """The complete steps that are finite, and their metrics; read once, because nobody else
-        writes here.
-        """
-        if self._known is None:
-            self._known = {}
-            for step, found in self.manifests():
-                self._note(step, found)
-        for step in [step for step in self._known if step in self.bad]:
-            del self._known[step]
-        return self._known
-
-    def _note(self, step: int, found: Manifest) -> None:
-        assert self._known is not None
-        if found.not_finite:
-            self.not_finite.add(step)
-            self._known.pop(step, None)
-        else:
-            self.not_finite.discard(step)
-            self._known[step] = found.metrics
-
-    def check_not_foreign(self) -> None:
-        names = sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []
-        ends = tuple(_FOREIGN_ENDS)
-        if odd := [name for name in names if name in _FOREIGN or name.lower().endswith(ends)]:
-            got, expected = trees.listed(odd, 4), "checkpoints of tsunax, or none"
-            reads = "tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
-            fix = f"{NO_CODE} {reads}"
-            raise CheckpointError("checkpoints", str(self.path), got, expected, fix)
+        return folder if durable_files.is_real_directory(folder) else None
 
     def read(
         self, step: int, found: Manifest, wanted: list[Leaf],
         needed: list[tuple[Bounds, ...] | None],
     ) -> tuple[list[Any], dict[str, int]]:  # fmt: skip
-        """The saved leaves, or what is needed of each, as host arrays; and for leaves of which only
-        parts were read, by name, what these have in the hash. All others are verified.
-
-        Raises Damaged.
-        """
         arrays = self.path / str(step) / ARRAYS
         if any(leaf.dtype for leaf in wanted) and not durable_files.is_real_directory(arrays):
             raise Damaged("arrays: missing")
@@ -161,22 +73,16 @@ class Files:
                 answers = list(pool.map(one, wanted, needed))
         except OSError as error:
             raise Damaged(f"arrays: {told(error)}") from None
-        sums = zip(wanted, answers, strict=True)
-        return [x for x, _ in answers], {leaf.name: x for leaf, (_, x) in sums if x is not None}
+        return _blocks.answered(wanted, answers)
 
     # -------------------------------------------------------------------------- what is written
 
     def begin(self, step: int) -> str:
-        """Where a checkpoint of this step is to be written by all processes."""
         return durable_files.aside(self.path, "tmp", step).name
 
     def write(
         self, name: str, process: int, part: Manifest, blocks: Blocks, prove: bool
     ) -> Manifest:
-        """This process's part of a checkpoint, on the disk: its manifest, with the hashes.
-
-        With `prove` it is read back, because older ones are to be deleted for it.
-        """
         folder = self.path / name
         arrays = folder / ARRAYS
         for new in (folder, arrays):  # not the run's own: if it is gone, it was moved or deleted
@@ -189,54 +95,29 @@ class Files:
         found = hashes()
         if prove and blocks:
             entries = _safetensors.contents(file)[0]
-            again = _blocks.hashes_of(
-                saved, entries, lambda block, leaf: _blocks.read_entry(entries[block], leaf)
-            )()
-            for block, value in found.items():
-                if again.get(block) != value:
-                    raise Damaged(_blocks.other_bytes(saved[_blocks.parse_name(block)[0]]))
-        sums: dict[str, int] = {}
-        for block, value in found.items():
-            leaf = _blocks.parse_name(block)[0]
-            sums[leaf] = (sums.get(leaf, 0) + value) % checksums.MODULUS
-        part = part.with_hashes(sums)
+            read = lambda block, leaf: _blocks.read_entry(entries[block], leaf)
+            _blocks.check_same(saved, found, _blocks.hashes_of(saved, entries, read)())
+        part = part.with_hashes(_blocks.leaf_sums(found))
         durable_files.sync(arrays)
-        if process:
-            durable_files.write(folder / _part(process), part.dump())
+        self.put_part(name, process, part)
         return part
 
-    def together(self, name: str, first: Manifest, count: int) -> Manifest:
-        """The manifest of a checkpoint whose parts all processes have written."""
-        found = [first]
-        for i in range(1, count):
-            path = self.path / name / _part(i)
-            try:
-                found.append(Manifest.parse(durable_files.read(path, LIMIT)))
-            except (OSError, ValueError) as error:
-                raise Damaged(f"part of {processes.name_of(i)}: {told(error)}") from None
-            os.unlink(path)
-        return _manifest.merged(found)
-
-    def commit(self, name: str, whole: Manifest) -> None:
-        """Give what was written under `name` its manifest and the name of its step."""
-        body, step, folder = whole.dump(), whole.step, self.path / name
-        if len(body) > LIMIT:
-            raise ValueError(f"a manifest of {len(body)} bytes, more than {LIMIT}")
-        Manifest.parse(body)
-        durable_files.write(folder / MANIFEST, body)
-        durable_files.write(folder / SUM, sum_of(body))
+    def commit(self, name: str, whole: Manifest | None) -> None:
+        if whole is None:
+            return
+        step, folder = whole.step, self.path / name
+        self.put_manifest(name, whole)
         durable_files.sync(folder)
         self.known()
         old = self._make_room(step)
         os.rename(folder, self.path / str(step))
         durable_files.sync(self.path)
-        self._note(step, whole)
+        self.note(step, whole)
         self.bad.pop(step, None)
         if old is not None:
             durable_files.remove(old, KNOWN)
 
     def discard(self, name: str) -> None:
-        """Delete what was being written."""
         shutil.rmtree(self.path / name, ignore_errors=True)
 
     def _make_room(self, step: int) -> Path | None:
@@ -272,7 +153,6 @@ class Files:
         return durable_files.is_real_directory(folder) and set(os.listdir(folder)) <= set(KNOWN)
 
     def drop(self, steps: Iterable[int]) -> None:
-        """Delete checkpoints; not those in which somebody keeps a file of his own."""
         for step in steps:
             self.known().pop(step, None)
             self.not_finite.discard(step)
@@ -282,9 +162,7 @@ class Files:
                 durable_files.remove(old, KNOWN)
 
     def tidy(self) -> None:
-        """Finish what a killed run left half done: drop what it was writing, put back what it was
-        replacing.
-        """
+        """Drop what was being written, put back what was being replaced."""
         for name in sorted(os.listdir(self.path)):
             mine, folder = durable_files.ours(name), self.path / name
             if mine is None or not durable_files.is_real_directory(folder):
@@ -297,7 +175,3 @@ class Files:
                 os.rename(folder, final)
             else:
                 durable_files.remove(folder, KNOWN)
-
-
-def _part(process: int) -> str:
-    return f"part-{process}.json"

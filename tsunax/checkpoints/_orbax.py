@@ -1,4 +1,4 @@
-"""Directories that others wrote with orbax, which are read and never written.
+"""orbax itself, kept quiet; and directories that others wrote with it, which are read.
 
 Whatever orbax raises for bytes that are not its own is Damaged here, in one line; nothing is read
 that the files are far too small for.
@@ -27,15 +27,16 @@ from tsunax.errors import CheckpointError, told
 __all__ = []
 
 _LIMIT = 600.0  # seconds
-# orbax names its operations by one count of the process: one load would take another one's away
-_ONE_AT_A_TIME = threading.Lock()
+# orbax names its operations by one count of the process: one would take another one's away
+ONE_AT_A_TIME = threading.Lock()
 
 
-def description(path: Path) -> Any:
+def description(path: Path | str) -> Any:
     """The tree that a directory says it has, by orbax's old interface or the new one. Raises
     Damaged.
     """
-    durable_files.check_regular(path)
+    if isinstance(path, Path):  # no bucket's
+        durable_files.check_regular(path)
     found = _of_orbax(lambda ocp: ocp.metadata(path).metadata, "the description")
     if not isinstance(found, Mapping | list | tuple):
         raise Damaged("no tree of arrays")
@@ -50,7 +51,7 @@ def as_struct(x):
     return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
 
 
-def read(path: Path, tree, names: list[str]) -> list[Any]:
+def read(path: Path | str, tree, names: list[str]) -> list[Any]:
     """Leaves of such a directory by name, arrays as NumPy's.
 
     Nothing is read that its files are far too small for.
@@ -69,7 +70,7 @@ def read(path: Path, tree, names: list[str]) -> list[Any]:
             target.append(np.broadcast_to(np.zeros((), about.dtype), about.shape))
         else:
             target.append(x)
-    if declared > (64 << 20) + 256 * durable_files.sizes(path):
+    if isinstance(path, Path) and declared > (64 << 20) + 256 * durable_files.sizes(path):
         raise Damaged(f"{declared} bytes declared, far more than its files have")
     found = _of_orbax(lambda ocp: ocp.load(path, treedef.unflatten(target)), "the arrays")
     by_name = dict(zip(known, jax.tree.leaves(found), strict=True))
@@ -80,12 +81,11 @@ def _of_orbax(f, what: str):
     """`f(orbax)`, its logs kept quiet, given up after ten minutes; whatever it raises as Damaged."""
 
     def run():
-        ocp = importlib.import_module("orbax.checkpoint").v1
-        with _ONE_AT_A_TIME:
-            return f(ocp)
+        with ONE_AT_A_TIME:
+            return f(library())
 
     fault = None
-    with _quiet(), warnings.catch_warnings():
+    with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it was saved with shardings: given ones win
         try:
             return bounded(run, _LIMIT, what)
@@ -96,9 +96,13 @@ def _of_orbax(f, what: str):
     raise fault
 
 
+def library() -> Any:
+    return importlib.import_module("orbax.checkpoint").v1
+
+
 @contextlib.contextmanager
-def _quiet():
-    """Without the pages that asyncio and absl log for damaged bytes."""
+def quiet():
+    """Without the pages that asyncio and absl log for damaged bytes and full disks."""
     drop = lambda record: False
     loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
     for logger in loggers:

@@ -76,7 +76,7 @@ def newest(
         try:
             restored = read(at)
         except Damaged as error:
-            there = lambda at=at: (None, str(run.store.is_there(at)))
+            there = lambda at=at: (None, str(run.store.directory_of(at) is not None))
             if step is None and run.together("restore()", there)[1][0] != "True":
                 continue  # a writer replaced it meanwhile
             if not isinstance(error, NotFinite):

@@ -43,6 +43,13 @@ def start(run, state, step, given: Mapping[str, Any], metrics) -> Job:
         manifest = dataclasses.replace(manifest, parts=parts)
     watched = _host_copies.watched(tree, manifest.leaves)
     name, drop = first["name"], first["drop"]
+    begin = lambda: (run.store.start(name, tree, manifest.leaves, blocks), "")
+    try:
+        run.together("save(): start", begin)
+    except BaseException:
+        if not run.process:
+            run.store.discard(name)
+        raise
     work = lambda: _write(run, name, drop, manifest, blocks, watched)
     return Job(work, run.path, manifest.step, run.timeout)
 
@@ -110,7 +117,7 @@ def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
 
     try:
         first = together("part", write)
-        is_kept = together("manifest", lambda: (run.process or _commit(run, name, first), ""))
+        is_kept = together("manifest", lambda: (_commit(run, name, first), ""))
     except BaseException:
         if not run.process:
             run.store.discard(name)
@@ -126,6 +133,8 @@ def _commit(run, name: str, first: _manifest.Manifest) -> bool | None:
     """The parts of all processes as one checkpoint. Whether older ones may go for it; None if
     it was not kept itself.
     """
+    if run.process:
+        return run.store.commit(name, None)
     whole = run.store.together(name, first, processes.process_count())
     if run._lock is None:
         raise Damaged("closed before it was written")

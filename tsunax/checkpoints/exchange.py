@@ -222,9 +222,9 @@ def restore_orbax(
     """
     fix = "Give the directory of one step, with _CHECKPOINT_METADATA in it."
     with _refusing("orbax checkpoint", path, fix):
-        folder = _as_path(path)
+        folder = str(path) if str(path).startswith("gs://") else _as_path(path)
         about = _orbax.description(folder)
-        source = _from_tree(folder, about)
+        source = _from_tree(Path(folder), about)
         source.read = lambda names: _orbax.read(folder, about, names)
         return _restored(source, like, where, rename, cast, "restore_orbax()")
 

@@ -9,7 +9,6 @@ is there and commits. This module knows threads, locks and processes; `store` ha
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -17,8 +16,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tsunax._core import PyTree, StrPath, checks, durable_files, trees
-from tsunax.checkpoints import _background, _reading, _restoring, _state_in_hand, _values, _writing
+from tsunax.checkpoints import (
+    _background,
+    _orbax_home,
+    _reading,
+    _restoring,
+    _state_in_hand,
+    _values,
+    _writing,
+)
 from tsunax.checkpoints._files import Files
+from tsunax.checkpoints._home import Home
 from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.retention import Best
@@ -53,7 +61,8 @@ class Checkpoints:
     every byte is what was saved.
 
     Args:
-      path: the directory; made if it is not there. Relative ones are made absolute once.
+      path: the directory; made if it is not there. Relative ones are made absolute once. Or
+        "gs://bucket/run", with `pip install 'tsunax[gcs]'`.
       every: what `due` goes by, in steps.
       keep_last: how many of the newest to keep; None: all.
       keep_best: `Best("val/accuracy", mode="max")`: those are kept beside the newest.
@@ -61,6 +70,8 @@ class Checkpoints:
       fingerprint: plain values that tell this run and its data from others (seed, rows, batch
         size). They are saved, and a checkpoint with others is refused.
       read_only: only restore. Needs no write access and takes no lock, also while a run writes.
+      store: "files", safetensors; or "orbax", orbax's own layout, which its tools load. By default
+        orbax in a bucket (`gs://bucket/run`), on a disk files, or as what is there was saved.
       timeout: seconds after which a save or a restore that has not ended counts as failed.
 
     Over several processes (`distributed`) all of them make one, of the same directory on a disk
@@ -92,6 +103,7 @@ class Checkpoints:
         keep_every: int | None = None,
         fingerprint: Mapping[str, Any] | None = None,
         read_only: bool = False,
+        store: str | None = None,
         timeout: float = 600.0,
     ) -> None:
         counts = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
@@ -111,18 +123,19 @@ class Checkpoints:
             fix = f"Say which is better: Best({name!r}, mode='min') or mode='max'."
             got, expected = trees.describe(keep_best), "a tsunax.checkpoints.Best"
             raise WrongTypeError("keep_best", "Checkpoints()", got, expected, fix)
-        self.path = durable_files.folder_of(path, "path", "Checkpoints()")
+        self.store = _home_of(path, store, timeout)
+        self.path = self.store.path
         self.every, self.keep_last, self.keep_every = every, keep_last, keep_every
         self.keep_best, self.read_only, self.timeout = keep_best, read_only, timeout
         self.fingerprint: dict[str, Any] = _values.encode(
             dict(fingerprint or {}), _no_arrays, "fingerprint"
         )
-        self.process, self.store = processes.process_index(), Files(self.path)
+        self.process = processes.process_index()
         self._job: _background.Job | None = None
         self._lock: durable_files.Lock | None = None
         self.thread = ""  # its threads speak under a name of their own: there may be others
         if not read_only:
-            self._open({**counts, "keep_best": keep_best, "timeout": timeout})
+            self._open({**counts, "keep_best": keep_best, "timeout": timeout, "store": store})
 
     def _open(self, settings: Mapping[str, Any]) -> None:
         """The first process takes the directory for all; the others look whether they see the same
@@ -139,10 +152,7 @@ class Checkpoints:
         def join():
             if not self.process:
                 return None, ""
-            seen = ""
-            with contextlib.suppress(OSError, ValueError):
-                seen = durable_files.read(self.path / durable_files.LOCK, 200).decode()
-            if seen != text:
+            if self.store.lock_text() != text:
                 got, expected = "another directory", "that of process 0"
                 fix = "All processes of a run save into one directory, on a disk that they share."
                 raise CheckpointError("path", str(self.path), got, expected, fix)
@@ -333,6 +343,24 @@ class Checkpoints:
         newest = sorted(self.store.steps(warn=False), reverse=True)
         steps = trees.listed([f"{step:,}" for step in newest], 8)
         return f"Checkpoints({str(self.path)!r}, steps {steps or 'none'})"
+
+
+def _home_of(path, store: str | None, timeout: float) -> Home:
+    where = "Checkpoints()"
+    if store is not None and not checks.is_one_of(store, ("files", "orbax")):
+        got = trees.describe(store)
+        raise WrongTypeError("store", where, got, "'files', 'orbax' or None")
+    if isinstance(path, str | os.PathLike) and str(path).startswith("gs://"):
+        if store == "files":
+            got = f"store='files' for {str(path)!r:.80}"
+            raise CheckpointError("store", where, got, "store='orbax' in a bucket")
+        return _orbax_home.Bucket.at(str(path), timeout)
+    folder = durable_files.folder_of(path, "path", where)
+    there = _orbax_home.kind_of(folder)
+    if None not in (store, there) and store != there:
+        got, expected = f"store={store!r} in {folder}", f"store={there!r}, as what is there"
+        raise CheckpointError("store", where, got, expected, "Or give another path.")
+    return (_orbax_home.Orbax if "orbax" in (store, there) else Files)(folder, timeout)
 
 
 def _no_arrays(*_):

@@ -1,0 +1,363 @@
+"""Checkpoints in both homes: safetensors files, orbax on a disk, orbax in a bucket (an emulator on the loopback)."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tsunax as ts
+from jax.sharding import NamedSharding, PartitionSpec
+from tests.helpers import assert_trees_equal, need
+from tests.test_checkpoint import LEAVES, error_of, make, updated
+from tsunax.checkpoints import _orbax_home
+from tsunax.checkpoints.saving import Checkpoints
+from tsunax.errors import CheckpointError, SaveError, WrongTypeError
+
+ORBAX = [pytest.param("orbax", marks=pytest.mark.medium), pytest.param("bucket", marks=pytest.mark.medium)]
+HOMES = ["files", *ORBAX]
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """The address of an empty bucket."""
+    need("gcp_storage_emulator")
+    from tests.programs import bucket as program
+
+    command = [sys.executable, "-m", "tests.programs.bucket"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        given = program.address(int(server.stdout.readline()))
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in given.items():
+                patch.setenv(name, value)
+            need("gcsfs")  # reads the environment when it is imported
+            yield "gs://bucket"
+        server.kill()
+
+
+@pytest.fixture
+def place(request, tmp_path):
+    """A function: the arguments of `Checkpoints` for a directory of this name, in a home."""
+
+    def of(home, name="run"):
+        if home == "bucket":
+            folder = re.sub(r"\W", "-", request.node.name)
+            return {"path": f"{request.getfixturevalue('bucket')}/{folder}/{name}", "timeout": 60.0}
+        return {"path": tmp_path / name, "store": home, "timeout": 60.0}
+
+    return of
+
+
+def run_of(given, states, **about) -> None:
+    with Checkpoints(**given, **about) as checkpoints:
+        for n, state in enumerate(states):
+            checkpoints.save(state, data={"epoch": n}, history={"loss": np.arange(n + 1.0)}, metrics={"loss": n})
+
+
+def three():
+    states = [make()]
+    for _ in range(2):
+        states.append(updated(states[-1]))
+    return states
+
+
+def everything_in(given) -> list[str]:
+    """The names of a run's directory."""
+    path = Checkpoints(**given, read_only=True).path
+    return sorted(entry.name for entry in path.iterdir())
+
+
+@pytest.mark.parametrize("home", ["files", "orbax", ORBAX[1]])
+def test_every_kind_of_leaf_comes_back_with_its_bits_and_type(place, home):
+    given = place(home)
+    odd = {"u4": jnp.array([[1, 7]], jnp.uint4), "minus zeros": np.full((3, 2), -0.0), "zeros": np.zeros((2, 2))}
+    leaves = LEAVES | odd | {"deep": {"a.b": {"c": np.ones(3)}, "a": {"b.c": np.zeros(2)}}}
+    values = {"data": {"epoch": 3, "order": np.arange(5)}, "history": {"loss": np.array([1.5, np.nan])}}
+    with Checkpoints(**given) as checkpoints:
+        checkpoints.save(leaves, step=3, **values)
+        found = checkpoints.restore(leaves)
+    assert found.step == 3
+    assert_trees_equal(found.state, leaves)
+    assert_trees_equal({"data": found.data, "history": found.history}, values)
+
+
+@pytest.mark.parametrize("home", ["files", "orbax"])
+def test_a_whole_training_state_goes_on_to_the_last_bit(place, home):
+    state = updated(make(params=None, ema=0.9, key=3))
+    run_of(place(home), [state])
+    found = Checkpoints(**place(home), read_only=True).restore(make(ema=0.9, key=0)).state
+    assert_trees_equal(found, state)
+    assert_trees_equal(updated(found), updated(state))
+
+
+@pytest.mark.parametrize("there", [1, 4, 8])
+@pytest.mark.parametrize("here", [1, 8])
+def test_orbax_moves_between_topologies(place, here, there):
+    """Sharded arrays are stored whole; the same bits come back under another sharding."""
+    tree = {"w": jnp.arange(64.0).reshape(8, 8), "b": jnp.arange(8.0)}
+
+    def spread(n):
+        sharding = NamedSharding(jax.make_mesh((n,), ("x",), devices=jax.devices()[:n]), PartitionSpec("x"))
+        return jax.tree.map(lambda x: jax.device_put(x, sharding), tree)
+
+    with Checkpoints(**place("orbax")) as checkpoints:
+        checkpoints.save(spread(here), step=1)
+        found = checkpoints.restore(spread(there)).state
+    assert_trees_equal(found, spread(there))
+    assert found["w"].sharding == spread(there)["w"].sharding
+
+
+@pytest.mark.parametrize("home", ["orbax", ORBAX[1]])
+def test_orbax_itself_loads_a_checkpoint(place, home):
+    ocp = need("orbax.checkpoint").v1
+    state, given = three()[-1], place(home)
+    run_of(given, [state])
+    found = ocp.load(f"{given['path']}/2")
+    assert_trees_equal(found["params"], jax.tree.map(np.asarray, state.params))
+    one = ocp.load_checkpointables(f"{given['path']}/2", {"state": None})
+    assert_trees_equal(one["state"], found)
+    assert_trees_equal(ts.exchange.restore_orbax(f"{given['path']}/2", where="**"), found)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_damaged_newest_is_skipped_and_written_again(place, home):
+    states, given = three(), place(home)
+    run_of(given, states, keep_last=None)
+    folder = Checkpoints(**given, read_only=True).path / "2"
+    for file in (folder / ("arrays" if home == "files" else "state/d")).iterdir():
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1
+        file.write_bytes(bytes(content))
+    with Checkpoints(**given, keep_last=None) as checkpoints:
+        with pytest.warns(UserWarning, match="step 2"):
+            found = checkpoints.restore(make())
+        assert (found.step, found.data) == (1, {"epoch": 1})
+        assert_trees_equal(found.state, states[1])
+        checkpoints.save(updated(found.state), data={"epoch": 5})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of files: the damaged one was moved
+            checkpoints.wait()
+    found = Checkpoints(**given, read_only=True).restore(make())
+    assert (found.step, found.data) == (2, {"epoch": 5})
+    assert_trees_equal(found.state, states[2])
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_what_is_kept_and_that_a_step_can_be_replaced(place, home):
+    states, given = three(), place(home)
+    with Checkpoints(**given, keep_last=2) as checkpoints:
+        for state in states:
+            checkpoints.save(state)
+        checkpoints.save(states[-1], data={"again": 1})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 2]
+        assert checkpoints.restore(make()).data == {"again": 1}
+        assert error_of(lambda: checkpoints.save(states[0])).startswith("step at save(): got 0, expected ≥ 2")
+    lock = [] if home == "bucket" else ["tsunax.lock"]
+    assert everything_in(given) == ["1", "2" if home == "files" else "2.1", *lock]
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_another_state_is_refused_before_an_array_is_read(place, home, monkeypatch):
+    given = place(home)
+    run_of(given, three()[:1])
+    checkpoints = Checkpoints(**given, read_only=True)
+    monkeypatch.setattr(type(checkpoints.store), "read", None)
+    text = error_of(lambda: checkpoints.restore(make(rule=ts.rules.sgd(0.1))))
+    assert text.startswith(f"checkpoint of another state at {checkpoints.path}")
+
+
+@pytest.mark.parametrize("home", HOMES[1:])
+def test_what_a_killed_run_left_is_no_checkpoint_and_goes(place, home):
+    states, given = three(), place(home)
+    run_of(given, states[:2])
+    path = Checkpoints(**given, read_only=True).path
+    (path / "1.unfinished").write_bytes(b"")  # killed before it went, or while 1 was deleted
+    (path / "7.unfinished").write_bytes(b"")  # killed before orbax made the directory
+    with Checkpoints(**given, read_only=True) as reader:
+        assert reader.steps() == [0] and reader.restore(make()).step == 0
+    with Checkpoints(**given) as checkpoints:
+        assert checkpoints.restore(make()).step == 0
+        assert {entry.name for entry in path.iterdir()} == {"0", "tsunax.lock"}
+        checkpoints.save(states[1])
+    assert Checkpoints(**given, read_only=True).steps() == [0, 1]
+
+
+@pytest.mark.parametrize("home", HOMES[1:])
+def test_nothing_appears_when_a_part_fails(place, home, monkeypatch):
+    states, given = three(), place(home)
+    run_of(given, states[:1])
+    checkpoints = Checkpoints(**given)
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    for name in ("put_manifest", "put_part", "_finish"):
+        with monkeypatch.context() as patch:
+            patch.setattr(_orbax_home.Orbax, name, fails)
+            checkpoints.save(states[1])
+            text = error_of(checkpoints.wait, SaveError)
+            assert text.startswith(f"save of step 1 at {checkpoints.path}/1: got OSError [Errno 28] No space left")
+        assert checkpoints.steps() == [0]
+    checkpoints.save(states[1], data={"n": 1})
+    checkpoints.close()
+    assert Checkpoints(**given, read_only=True).restore(make()).data == {"n": 1}
+
+
+@pytest.mark.parametrize("home", HOMES[1:])
+def test_an_old_one_goes_only_when_the_newer_reads_back(place, home, monkeypatch):
+    states, given = three(), place(home)
+    prove = _orbax_home.Orbax._prove
+
+    def damaged(self, folder, save):
+        save.hashes = {name: value ^ 1 for name, value in save.hashes.items()}
+        prove(self, folder, save)
+
+    checkpoints = Checkpoints(**given, keep_last=1)
+    checkpoints.save(states[0])
+    checkpoints.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(_orbax_home.Orbax, "_prove", damaged)
+        checkpoints.save(states[1])
+        assert "other bytes than were saved" in error_of(checkpoints.wait, SaveError)
+    assert checkpoints.steps() == [0] and checkpoints.restore(make()).step == 0
+    checkpoints.close()
+
+
+@pytest.mark.medium
+def test_who_comes_last_has_the_bucket(bucket, place):
+    states, given = three(), place("bucket")
+    first = Checkpoints(**given)
+    first.save(states[0])
+    first.wait()
+    first._lock.text = (first.path / "tsunax.lock").read_text()
+    other = {"pid": 7, "host": "elsewhere", "run": "0123abcd"}
+    (first.path / "tsunax.lock").write_text(str(other))
+    first.save(states[1])
+    assert re.search("another run has gs://bucket.*elsewhere", error_of(first.wait, SaveError))
+    first.close()
+    with pytest.warns(UserWarning, match="was in use, by .*elsewhere.*refused at its next save"):
+        second = Checkpoints(**given)
+    assert second.steps() == [0]
+    second.save(states[1])
+    second.close()
+    assert everything_in(given) == ["0", "1"]
+
+
+def program(path) -> str:
+    return f"""
+import sys, time, numpy as np, tsunax as ts
+from tests.test_checkpoint import make, updated
+state = make()
+checkpoints = ts.Checkpoints({str(path)!r}, store="orbax")
+found = checkpoints.restore(state)
+state = found.state
+for _ in range(200):
+    print(int(state.step), flush=True)
+    checkpoints.save(state, data={{"step": int(state.step)}})
+    state = updated(state)
+"""
+
+
+@pytest.mark.parametrize("home", HOMES[1:])
+def test_a_run_that_is_killed_while_it_saves_goes_on(place, home):
+    given, at = place(home), -1
+    states = [make()]
+    for kill in range(4):
+        command = [sys.executable, "-c", program(given["path"])]
+        environment = {**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": "ignore"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as run:
+            steps = [int(run.stdout.readline()) for _ in range(3 + kill)]
+            run.kill()
+        assert steps[0] >= at
+        at = max(steps[0], steps[-1] - 2)  # one may be under way, and the one before it waits
+        with Checkpoints(**given, read_only=True) as reader:
+            found = reader.restore(make())
+        while len(states) <= found.step:
+            states.append(updated(states[-1]))
+        assert found.step >= at and found.data == {"step": found.step}
+        assert_trees_equal(found.state, states[found.step])
+
+
+def test_the_home_that_is_there_is_found_and_another_refused(tmp_path):
+    run_of({"path": tmp_path / "orbax", "store": "orbax"}, [make()])
+    run_of({"path": tmp_path / "files"}, [make()])
+    assert Checkpoints(tmp_path / "orbax", read_only=True).restore(make()).step == 0
+    for one, other in ("orbax", "files"), ("files", "orbax"):
+        assert error_of(lambda one=one, other=other: Checkpoints(tmp_path / one, store=other)) == (
+            f"store at Checkpoints(): got store='{other}' in {tmp_path / one}, expected store='{one}', "
+            "as what is there. Or give another path."
+        )
+    assert "got 'zarr' (str), expected 'files', 'orbax' or None" in error_of(
+        lambda: Checkpoints(tmp_path, store="zarr"), WrongTypeError
+    )
+
+
+def test_addresses_that_are_no_directory(tmp_path, monkeypatch):
+    """No local folder is made that is called "gs:"."""
+    monkeypatch.chdir(tmp_path)
+    works = "Checkpoints and fit(checkpoint=) save to gs://bucket/run. Otherwise give a local directory"
+    asked = [
+        lambda: Checkpoints("s3://bucket/run"),
+        lambda: Checkpoints("https://host/run"),
+        lambda: Checkpoints(Path("gs://bucket/run")),  # a Path loses a slash
+        lambda: ts.exchange.save("gs://bucket/a.safetensors", {"w": np.ones(2)}),
+        lambda: ts.loggers.csv("gs://bucket/a.csv"),
+        lambda: ts.tune(lambda x: 0.0, {"x": ts.tuning.spaces.uniform(0, 1)}, trials=1, directory="gs://bucket/sweep"),
+    ]
+    for f in asked:
+        assert works in error_of(f, CheckpointError)
+    assert "expected store='orbax' in a bucket" in error_of(lambda: Checkpoints("gs://bucket/run", store="files"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert error_of(lambda: Checkpoints("gs://bucket/run")).endswith("pip install 'tsunax[gcs]'.")
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.medium
+def test_fit_goes_on_in_a_bucket(bucket, place):
+    data = [{"x": np.full((4, 3), i, np.float32)} for i in range(6)]
+    step = ts.train_step(lambda params, batch: jnp.mean((batch["x"] @ params["w"] - 1) ** 2))
+    state = lambda: ts.setup(ts.rules.adam(0.1), {"w": jnp.zeros((3, 2))})
+    path = f"{place('bucket')['path']}"
+    whole, _ = ts.fit(step, state(), data, epochs=2, progress=False)
+    ts.fit(step, state(), data, epochs=1, checkpoint=path, progress=False)
+    found, _ = ts.fit(step, state(), data, epochs=2, checkpoint=path, progress=False)
+    assert_trees_equal(found, whole)
+
+
+def test_shutil_copies_are_checkpoints_too(tmp_path):
+    run_of({"path": tmp_path / "run", "store": "orbax"}, three())
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert Checkpoints(tmp_path / "copy", read_only=True).restore(make()).step == 2
+
+
+@pytest.mark.parametrize("store", ["files", "orbax"])
+def test_orbax_renames_no_directory(tmp_path, monkeypatch, store):
+    """As on a bucket that is mounted by gcsfuse."""
+
+    def of(rename):
+        def checked(source, target, **how):
+            if os.path.isdir(source):
+                raise OSError(5, "Input/output error")
+            return rename(source, target, **how)
+
+        return checked
+
+    for name in ("rename", "replace", "renames"):
+        monkeypatch.setattr(os, name, of(getattr(os, name)))
+    checkpoints = Checkpoints(tmp_path, store=store, keep_last=1)
+    for state in three():
+        checkpoints.save(state)
+        if store == "files":
+            assert "Input/output error" in error_of(checkpoints.wait, SaveError)
+            return
+    checkpoints.save(state, data="again")
+    checkpoints.close()
+    found = Checkpoints(tmp_path, read_only=True).restore(make())
+    assert (found.step, found.data) == (2, "again")

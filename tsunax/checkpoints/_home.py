@@ -1,0 +1,232 @@
+"""What every home of checkpoints does alike: manifests, what is known, who may write.
+
+A home is a place where checkpoints are: `_files` on a disk, `_orbax_home` by orbax, on a disk or in
+a bucket. Beside the methods here it has
+
+    steps, directory_of                        what is there
+    read                                       slices of named arrays
+    begin, start, write, commit, discard       one save; `start` alone is for the thread that saves
+    drop, tidy                                 deletes; finishes what a killed run left half done
+
+Leaves are compared and verified by those who call it, with the hashes of the manifest. One run
+writes, others read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tsunax._core import durable_files, trees
+from tsunax.checkpoints import manifest as _manifest
+from tsunax.checkpoints._blocks import Blocks
+from tsunax.checkpoints.checksums import Bounds
+from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree
+from tsunax.checkpoints.manifest import LIMIT, Manifest
+from tsunax.distributed import processes
+from tsunax.errors import CheckpointError, told
+
+__all__ = []
+
+MANIFEST, SUM = "manifest.json", "manifest.sha256"
+_FOREIGN = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint", "commit_success.txt")
+_FOREIGN_ENDS = ".msgpack .pkl .pickle .pt .pth .ckpt .safetensors .npz .h5 .keras".split()
+NO_CODE = "Nothing in it was opened."
+
+
+def sum_of(body: bytes) -> bytes:
+    return f"{durable_files.sha256(body)}  {MANIFEST}\n".encode()
+
+
+class Home:
+    """A run's directory, and what this process knows of it."""
+
+    inside = ""  # where a checkpoint's directory has its manifest
+    load = staticmethod(durable_files.read)
+    store = staticmethod(durable_files.write)
+
+    def __init__(self, path: Path, timeout: float = 600.0):
+        self.path, self.timeout = path, timeout
+        self.bad: dict[int, str] = {}  # steps that did not stand their verification, and why
+        self.notes: list[str] = []  # to be told as warnings
+        self.not_finite: set[int] = set()  # steps that are there, and that no run goes on from
+        self._known: dict[int, dict[str, float]] | None = None
+
+    # ------------------------------------------------------------------------- in the home's words
+
+    def steps(self, warn: bool = True) -> list[int]:
+        """Steps that a directory is named after, in order; says which odd names are ignored."""
+        raise NotImplementedError
+
+    def directory_of(self, step: int) -> Path | None:
+        """Where the checkpoint of a step is, if there is one."""
+        raise NotImplementedError
+
+    def read(
+        self, step: int, found: Manifest, wanted: list[Leaf],
+        needed: list[tuple[Bounds, ...] | None],
+    ) -> tuple[list[Any], dict[str, int]]:  # fmt: skip
+        """The saved leaves, or what is needed of each, as host arrays; and for leaves of which only
+        parts were read, by name, what these have in the hash. All others are verified.
+
+        Raises Damaged.
+        """
+        raise NotImplementedError
+
+    def begin(self, step: int) -> str:
+        """Where a checkpoint of this step is to be written by all processes."""
+        raise NotImplementedError
+
+    def start(self, name: str, tree: Tree, found: list[Leaf], blocks: Blocks) -> None:
+        """What of a save belongs into the thread that calls `save`, where the devices are."""
+
+    def write(
+        self, name: str, process: int, part: Manifest, blocks: Blocks, prove: bool
+    ) -> Manifest:
+        """This process's part of a checkpoint: its manifest, with the hashes.
+
+        With `prove` it is read back, here or in `commit`: older ones are to be deleted for it.
+        """
+        raise NotImplementedError
+
+    def commit(self, name: str, whole: Manifest | None) -> None:
+        """Give what was written under `name` its manifest, and make it the checkpoint of its step.
+
+        All processes call it; only the first one knows the whole.
+        """
+        raise NotImplementedError
+
+    def discard(self, name: str) -> None:
+        """Delete what was being written."""
+        raise NotImplementedError
+
+    def drop(self, steps: Iterable[int]) -> None:
+        """Delete checkpoints; not those in which somebody keeps a file of his own."""
+        raise NotImplementedError
+
+    def tidy(self) -> None:
+        """Finish what a killed run left half done."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------------------- what is there
+
+    def manifest(self, step: int) -> Manifest:
+        """What a checkpoint says of itself. Raises Damaged, or TooNew."""
+        folder = self.directory_of(step)
+        if folder is None:
+            raise Damaged("not a directory")
+        try:
+            expected = self.load(folder / self.inside / SUM, 200)
+            body = self.load(folder / self.inside / MANIFEST, LIMIT)
+        except FileNotFoundError:
+            plain = any((folder / name).exists() for name in _FOREIGN)
+            what = "no manifest" + (": orbax's own, not tsunax's" if plain else "")
+            raise Damaged(what) from None
+        except (OSError, ValueError) as error:
+            raise Damaged(f"manifest: {told(error)}") from None
+        if expected != sum_of(body):
+            raise Damaged("manifest: other bytes than were saved (sha256)")
+        found = Manifest.parse(body)
+        if found.step != step:
+            raise Damaged(f"manifest: of step {found.step}")
+        return found
+
+    def manifests(self) -> Iterator[tuple[int, Manifest]]:
+        """The manifests of the complete steps."""
+        for step in self.steps(warn=False):
+            with contextlib.suppress(Damaged, TooNew):
+                yield step, self.manifest(step)
+
+    def known(self) -> dict[int, dict[str, float]]:
+        """The complete steps that are finite, and their metrics; read once, because nobody else
+        writes here.
+        """
+        if self._known is None:
+            self._known = {}
+            for step, found in self.manifests():
+                self.note(step, found)
+        for step in [step for step in self._known if step in self.bad]:
+            del self._known[step]
+        return self._known
+
+    def note(self, step: int, found: Manifest) -> None:
+        assert self._known is not None
+        if found.not_finite:
+            self.not_finite.add(step)
+            self._known.pop(step, None)
+        else:
+            self.not_finite.discard(step)
+            self._known[step] = found.metrics
+
+    def check_not_foreign(self) -> None:
+        names = names_in(self.path)
+        ends = tuple(_FOREIGN_ENDS)
+        if odd := [name for name in names if name in _FOREIGN or name.lower().endswith(ends)]:
+            got, expected = trees.listed(odd, 4), "checkpoints of tsunax, or none"
+            reads = "tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
+            fix = f"{NO_CODE} {reads}"
+            raise CheckpointError("checkpoints", str(self.path), got, expected, fix)
+
+    # ------------------------------------------------------------------------- what is written
+
+    def put_part(self, name: str, process: int, part: Manifest) -> None:
+        """What this process has written, for the first one, which is told of its own."""
+        if process:
+            self.store(self.path / name / self.inside / _part(process), part.dump())
+
+    def together(self, name: str, first: Manifest, count: int) -> Manifest:
+        """The manifest of a checkpoint whose parts all processes have written."""
+        found = [first]
+        for i in range(1, count):
+            path = self.path / name / self.inside / _part(i)
+            try:
+                found.append(Manifest.parse(self.load(path, LIMIT)))
+            except (OSError, ValueError) as error:
+                raise Damaged(f"part of {processes.name_of(i)}: {told(error)}") from None
+            path.unlink()
+        return _manifest.merged(found)
+
+    def put_manifest(self, name: str, whole: Manifest) -> None:
+        body, folder = whole.dump(), self.path / name / self.inside
+        if len(body) > LIMIT:
+            raise ValueError(f"a manifest of {len(body)} bytes, more than {LIMIT}")
+        Manifest.parse(body)
+        self.store(folder / MANIFEST, body)
+        self.store(folder / SUM, sum_of(body))
+
+    # --------------------------------------------------------------------------- who may write
+
+    def prepare(self) -> Any:
+        """Make the run's directory: what tells it from others. Raises OSError."""
+        if self.path.exists() and not self.path.is_dir():
+            expected = "a directory of checkpoints"
+            fix = f"{NO_CODE} Give the path of a directory that can be written."
+            raise CheckpointError("path", str(self.path), "a file", expected, fix)
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise PermissionError("not writable")
+        about = os.stat(self.path)
+        return about.st_dev, about.st_ino
+
+    def lock(self, is_first: bool) -> durable_files.Lock:
+        return durable_files.Lock(self.path, is_mine=is_first)
+
+    def lock_text(self) -> str:
+        """What the first process wrote into its lock; "" if it cannot be seen here."""
+        with contextlib.suppress(OSError, ValueError):
+            return self.load(self.path / durable_files.LOCK, 400).decode()
+        return ""
+
+
+def names_in(path: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in path.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _part(process: int) -> str:
+    return f"part-{process}.json"

@@ -1,0 +1,436 @@
+"""The home of checkpoints that orbax keeps, on a disk or in a bucket: a directory for each step.
+
+    tsunax.lock
+    4/_CHECKPOINT_METADATA, ...               orbax's own layout, so that its tools load it
+    4/state/                                  the arrays, under nested readable names
+    4/tsunax/manifest.json, manifest.sha256   what is in it, and that all of it is there
+    4/tsunax/0.safetensors                    arrays of data, history and callbacks of process 0
+    6.unfinished                              beside 6: it is being written, or deleted
+
+orbax writes the arrays and commits them together with the manifest. That item of its tree waits in
+orbax's background for the hashes that ours computes meanwhile. A file beside the directory says
+that it is not whole: made before the directory, deleted when all of it has been read back (if
+older ones go for it) and synced. So a checkpoint is there when that file goes, in one instant on
+any file system; no directory is renamed, which buckets and mounts of them cannot do. A step that
+is there already is written to "4.1" beside it.
+
+Slices are read by TensorStore, from the files that orbax wrote with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import importlib
+import importlib.util
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax import errors
+from tsunax._core import durable_files, trees
+from tsunax.checkpoints import _blocks, _host_copies, _orbax, checksums
+from tsunax.checkpoints._blocks import Blocks
+from tsunax.checkpoints._home import MANIFEST, Home, names_in
+from tsunax.checkpoints.checksums import Bounds
+from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
+from tsunax.checkpoints.manifest import Manifest
+from tsunax.errors import CheckpointError, SaveError, told
+
+__all__ = []
+
+STATE, OURS, UNFINISHED = "state", "tsunax", ".unfinished"
+KNOWN = {STATE, OURS, "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"}
+_STEP = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
+_BYTES = {"uint4", "float6_e2m3fn", "float6_e3m2fn"}  # dtypes that TensorStore lacks
+_AT_ONCE = 32  # reads: a bucket answers late
+_HEADER = 64 << 20  # bytes of a safetensors file beside its arrays
+
+
+class _Save:
+    """A save under way. To orbax it is one more item of the checkpoint, done with the manifest."""
+
+    def __init__(self):
+        self.done: concurrent.futures.Future = concurrent.futures.Future()
+        self.response: Any = None  # of orbax
+        self.saved: dict[str, Leaf] = {}  # what has to read back as it was
+        self.hashes: dict[str, int] = {}
+
+    async def save(self, directory):
+        return self._wait()
+
+    async def _wait(self) -> None:
+        await asyncio.wrap_future(self.done)
+
+    async def load(self, directory):
+        raise NotImplementedError
+
+
+class Orbax(Home):
+    inside = OURS
+
+    def __init__(self, path: Path, timeout: float = 600.0):
+        super().__init__(path, timeout)
+        self.is_local = isinstance(path, Path)  # no bucket's
+        self._saves: dict[str, _Save] = {}
+
+    # ---------------------------------------------------------------------------- what is there
+
+    def names(self, path: Any) -> list[str]:
+        return names_in(path)
+
+    def _directories(self) -> dict[int, list[str]]:
+        """The directories of each step, the newest last; not those that are unfinished."""
+        names, found = set(self.names(self.path)), {}
+        for name in names:
+            if (match := _STEP.fullmatch(name)) and name + UNFINISHED not in names:
+                found.setdefault(int(match[1]), []).append((int(match[2] or 0), name))
+        return {step: [name for _, name in sorted(several)] for step, several in found.items()}
+
+    def steps(self, warn: bool = True) -> list[int]:
+        return sorted(self._directories())
+
+    def directory_of(self, step: int) -> Path | None:
+        several = self._directories().get(step)
+        return self.path / several[-1] if several else None
+
+    def read(
+        self, step: int, found: Manifest, wanted: list[Leaf],
+        needed: list[tuple[Bounds, ...] | None],
+    ) -> tuple[list[Any], dict[str, int]]:  # fmt: skip
+        if (folder := self.directory_of(step)) is None:
+            raise Damaged("not a directory")
+        try:
+            return self._read(folder, found, wanted, needed)
+        except (OSError, ValueError) as error:
+            raise Damaged(f"arrays: {told(error)}") from None
+
+    def _read(self, folder: Path, found: Manifest, wanted, needed):
+        sizes = {x.name: math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in wanted if x.dtype}
+        declared, open_array = sum(sizes.values()), _opener(folder / STATE, found.leaves)
+        if self.is_local:  # before anything blocks, or takes memory that no file needs
+            durable_files.check_regular(folder)
+            if declared > (1 << 20) + 2 * durable_files.sizes(folder):
+                raise Damaged(f"{declared} bytes declared, far more than its files have")
+        with tempfile.TemporaryDirectory() as here:
+            files = [Path(here, f"{i}.safetensors") for i in range(len(found.parts))]
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    file.write_bytes(self.load(folder / OURS / file.name, 2 * declared + _HEADER))
+            beside = _blocks.stored_in(files)
+
+            def one(leaf: Leaf, parts):
+                if _is_beside(leaf) or not leaf.dtype or not math.prod(leaf.shape):
+                    return _blocks.read_leaf(leaf, parts, beside.get(leaf.name, []))
+                return _blocks.verified(leaf, parts, open_array(leaf))
+
+            with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+                return _blocks.answered(wanted, list(pool.map(one, wanted, needed)))
+
+    # -------------------------------------------------------------------------- what is written
+
+    def begin(self, step: int) -> str:
+        taken = [match for name in self.names(self.path) if (match := _STEP.match(name))]
+        used = [int(match[2] or 0) for match in taken if int(match[1]) == step]
+        name = f"{step}.{max(used) + 1}" if used else str(step)
+        self._mark(name)
+        return name
+
+    def start(self, name: str, tree: Tree, found: list[Leaf], blocks: Blocks) -> None:
+        """orbax copies what is spread over processes, and makes the directories; it writes in the
+        background. All else it gets as the copies that are there.
+        """
+        arrays: dict[str, Any] = {}
+        for leaf, (_, x) in zip(found, tree.leaves, strict=True):
+            if _is_beside(leaf) or not leaf.dtype or not math.prod(leaf.shape):
+                continue
+            if not _host_copies.is_local(x):
+                arrays[leaf.name] = jax.random.key_data(x) if trees.is_key(x) else x
+            elif leaf.name in blocks:
+                arrays[leaf.name] = blocks[leaf.name]
+            else:  # the first process writes it
+                arrays[leaf.name] = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+        save = _Save()
+        if jax.process_index():
+            save.done.set_result(None)
+        items: dict[str, Any] = {OURS: save} | ({STATE: _nested(arrays)} if arrays else {})
+        ocp = _orbax.library()
+        context = ocp.Context()
+        context.array.saving.use_compression = False  # it would take the cores of the next step
+        context.array.saving.use_zarr3 = True
+        context.memory.deepcopy_host_arrays = False  # they are copies
+        context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
+        context.asynchronous.create_directories_asynchronously = False
+        context.asynchronous.timeout_secs = max(1, int(self.timeout))
+        with _orbax.quiet(), _orbax.ONE_AT_A_TIME, context:
+            try:
+                save.response = ocp.save_checkpointables_async(str(self.path / name), items)
+            except Exception as error:  # of orbax, TensorStore and file systems
+                what, got = f"save of step {name}", told(error)
+                raise SaveError(what, str(self.path), got, "a save that starts") from error
+        self._saves[name] = save
+
+    def write(
+        self, name: str, process: int, part: Manifest, blocks: Blocks, prove: bool
+    ) -> Manifest:
+        saved = {leaf.name: leaf for leaf in part.arrays()}
+        hashes = _blocks.hashes_of(saved, blocks, lambda block, _: blocks[block])
+        beside = {x: blocks[x] for x in blocks if _is_beside(saved[_blocks.parse_name(x)[0]])}
+        if beside:
+            with tempfile.TemporaryDirectory() as here:
+                file = Path(here, f"{process}.safetensors")
+                _blocks.write_arrays(file, beside)
+                self.store(self.path / name / OURS / file.name, file.read_bytes())
+        found = hashes()
+        if prove:
+            save = self._saves[name]
+            save.saved, save.hashes = saved, {x: y for x, y in found.items() if x not in beside}
+        part = part.with_hashes(_blocks.leaf_sums(found))
+        self.put_part(name, process, part)
+        return part
+
+    def commit(self, name: str, whole: Manifest | None) -> None:
+        save, folder = self._saves[name], self.path / name
+        if whole is not None:
+            self.put_manifest(name, whole)
+            save.done.set_result(None)
+        self._finish(save)
+        if save.hashes:
+            self._prove(folder, save)
+        if self.is_local:
+            durable_files.sync_tree(folder)
+        del self._saves[name]
+        if whole is not None:
+            self.known()
+            old = self._directories().get(whole.step, [])
+            (self.path / (name + UNFINISHED)).unlink()
+            if self.is_local:
+                durable_files.sync(self.path)
+            self.note(whole.step, whole)
+            self._delete([] if whole.step in self.bad else old)
+            self.bad.pop(whole.step, None)
+
+    def _finish(self, save: _Save) -> None:
+        """Wait for orbax. Raises OSError for whatever it raises."""
+        fault = None
+        with _orbax.quiet():
+            try:
+                return save.response.result(timeout=self.timeout)
+            except Exception as error:  # of orbax, TensorStore, asyncio and file systems
+                fault = OSError(f"orbax: {told(error)}")
+        raise fault
+
+    def _prove(self, folder: Path, save: _Save) -> None:
+        """Read back what this process had to save."""
+        open_array = _opener(folder / STATE, save.saved.values())
+
+        def one(block: str) -> int:
+            name, bounds = _blocks.parse_name(block)
+            leaf = save.saved[name]
+            array = open_array(leaf)(bounds or _blocks.whole(leaf.shape))
+            return checksums.of(array, bounds, leaf.shape)
+
+        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+            again = dict(zip(save.hashes, pool.map(one, save.hashes), strict=True))
+        _blocks.check_same(save.saved, save.hashes, again)
+
+    def discard(self, name: str) -> None:
+        save = self._saves.pop(name, None)
+        if save is not None:
+            if not save.done.done():
+                save.done.set_exception(Damaged("another part of the save failed"))
+            try:
+                with _orbax.quiet():
+                    save.response.result(timeout=self.timeout)
+            except TimeoutError:
+                return  # it may still write: unfinished until the next run tidies up
+            except Exception:  # told by what failed first
+                pass
+        self._remove(name)
+
+    def drop(self, steps: Iterable[int]) -> None:
+        there = self._directories()
+        for step in steps:
+            self.known().pop(step, None)
+            self.not_finite.discard(step)
+            self._delete(there.get(step, []))
+
+    def _delete(self, names: list[str]) -> None:
+        for name in names:
+            if set(self.names(self.path / name)) <= KNOWN:
+                self._remove(name)
+
+    def tidy(self) -> None:
+        for name in self.names(self.path):
+            if _STEP.fullmatch(name.removesuffix(UNFINISHED)) and name.endswith(UNFINISHED):
+                self._remove(name.removesuffix(UNFINISHED))
+
+    def _mark(self, name: str) -> None:
+        self.store(self.path / (name + UNFINISHED), b"This directory is not whole.\n")
+
+    def _remove(self, name: str) -> None:
+        mark, folder = self.path / (name + UNFINISHED), self.path / name
+        if not mark.exists():
+            self._mark(name)
+        if self.is_local:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder.exists():
+            folder.rmtree()  # type: ignore[attr-defined]
+        if not folder.exists():
+            mark.unlink()
+
+
+def kind_of(folder: Path) -> str | None:
+    """Whose checkpoints a directory has: "orbax", "files", or None if there are none."""
+    with contextlib.suppress(OSError):  # told by `prepare`, and by those who read
+        for name in filter(_STEP.fullmatch, names_in(folder)):
+            if (folder / name / OURS).is_dir():
+                return "orbax"
+            if (folder / name / MANIFEST).exists():
+                return "files"
+    return None
+
+
+def _is_beside(leaf: Leaf) -> bool:
+    """Whether an array is stored in our own files: of a user's values, or of such a dtype."""
+    return leaf.name.startswith("@") or leaf.dtype in _BYTES
+
+
+def _keys_of(found: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Where each name is in nested dicts. orbax joins their keys by dots."""
+    names = list(found)
+    above = {name[:i] for name in names for i, c in enumerate(name) if c == "/"}
+    keys = {name: name.replace(".", "%2e") or "%" for name in names}
+    return {x: (*y.split("/"), *(["%"] if x in above else [])) for x, y in keys.items()}
+
+
+def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, keys in _keys_of(arrays).items():
+        inner = out
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[keys[-1]] = arrays[name]
+    return out
+
+
+def _opener(
+    folder: Path, found: Iterable[Leaf]
+) -> Callable[[Leaf], Callable[[Bounds], np.ndarray]]:
+    """A function that opens arrays of orbax, of which slices are read then."""
+    ts = importlib.import_module("tensorstore")
+    text = str(folder)
+    bucket, _, path = text.removeprefix("gs://").partition("/")
+    base = {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
+    base = base if text.startswith("gs://") else {"driver": "file", "path": f"{text}/"}
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
+    saved = [x.name for x in found if x.dtype and math.prod(x.shape) and not _is_beside(x)]
+    keys = _keys_of(saved)
+
+    def answer(future, leaf: Leaf):
+        try:
+            return future.result()
+        except Exception as error:  # of TensorStore: OSError, ValueError, NotImplementedError, ...
+            raise Damaged(f"arrays: {leaf.name!r:.80}: {told(error)}") from None
+
+    def open_array(leaf: Leaf):
+        store = {"driver": "ocdbt", "base": base, "path": ".".join(keys[leaf.name]) + "/"}
+        spec: dict[str, Any] = {"driver": "zarr3", "kvstore": store}
+        spec |= {"recheck_cached_metadata": False, "recheck_cached_data": False}  # nobody writes
+        array = answer(ts.open(spec, read=True, context=context), leaf)
+        same = (array.dtype.name, array.shape) == (leaf.dtype, leaf.shape)
+        chunk = math.prod(array.chunk_layout.read_chunk.shape or ())
+        if not same or chunk > math.prod(leaf.shape):
+            raise Damaged(f"arrays: {leaf.name!r:.80} is not as the manifest says")
+        return lambda bounds: answer(array[tuple(slice(*x) for x in bounds)].read(), leaf)
+
+    return open_array
+
+
+# ------------------------------------------------------------------------------------------ buckets
+
+
+class Bucket(Orbax):
+    """The same in a bucket, `gs://...`, which has no locks: who comes last may write."""
+
+    @staticmethod
+    def at(text: str, timeout: float) -> Bucket:
+        if importlib.util.find_spec("gcsfs") is None:
+            fix = "pip install 'tsunax[gcs]'."
+            got, expected = "no library for buckets", "gcsfs"
+            raise CheckpointError("path", "Checkpoints()", got, expected, fix)
+        path = importlib.import_module("etils.epath").Path(text)
+        return Bucket(path, timeout)
+
+    @staticmethod
+    def load(path: Any, limit: int) -> bytes:
+        with _os_errors():
+            if (size := path.stat().length) > limit:
+                raise ValueError(f"{size} bytes, more than {limit}")
+            return path.read_bytes()
+
+    @staticmethod
+    def store(path: Any, content: bytes) -> None:
+        with _os_errors():
+            path.write_bytes(content)
+
+    def names(self, path: Any) -> list[str]:
+        """What is there now: the library for buckets would tell what it has listed before."""
+        backend = importlib.import_module("etils.epath.backend")
+        backend.fsspec_backend.fs(str(path)).invalidate_cache()
+        return names_in(path)
+
+    def prepare(self) -> str:
+        self.path.mkdir(parents=True, exist_ok=True)
+        return str(self.path)
+
+    def lock(self, is_first: bool) -> Any:
+        return _Mark(self, is_first)
+
+
+@contextlib.contextmanager
+def _os_errors():
+    """What libraries for buckets raise, as OSError."""
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        raise OSError(told(error)) from error
+
+
+class _Mark:
+    """An object that says whose a bucket's directory is. It keeps nobody out: the run that comes
+    last has the directory, and one before it, should it live, is refused at its next save.
+    """
+
+    def __init__(self, home: Bucket, is_first: bool):
+        self.home, self.pid, self.text = home, os.getpid(), ""
+        self.file = home.path / durable_files.LOCK
+        if is_first:
+            if before := home.lock_text():
+                text = "that run, if it goes on, is refused at its next save"
+                errors.warn(f"{home.path} was in use, by {before:.200}: {text}.")
+            about = {"pid": self.pid, "host": socket.gethostname(), "run": secrets.token_hex(4)}
+            self.text = json.dumps(about)
+            home.store(self.file, self.text.encode())
+
+    def renew(self, _) -> None:
+        if self.text and (now := self.home.lock_text()) != self.text:
+            raise FileExistsError(f"another run has {self.home.path} now: {now or 'unnamed':.200}")
+
+    def release(self) -> None:
+        if self.text and os.getpid() == self.pid and self.home.lock_text() == self.text:
+            self.file.unlink()
