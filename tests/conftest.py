@@ -45,6 +45,8 @@ jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+collect_ignore = ["programs"]  # what tests start: without tests, and with libraries of their own
+
 # The first example of a property compiles, the others do not: time per example says nothing.
 hypothesis.settings.register_profile("tsunax", deadline=None)
 hypothesis.settings.load_profile("tsunax")

@@ -1,6 +1,7 @@
 """Paths and locks: what is expanded and refused wherever a path is given, and who may write into a directory."""
 
 import errno
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import need
 from tsunax.checkpoints import exchange
-from tsunax.errors import CheckpointError
+from tsunax.errors import CheckpointError, MissingLibraryError
 from tsunax.run import loggers
 
 STEP = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
@@ -53,10 +54,17 @@ USES = {
 WRITERS = [name for name in USES if name[:4] not in ("rest", "cont", "tuni")]
 
 
+BUCKETS = "Checkpoints", "fit(checkpoint=)", "restore_orbax"  # they take gs://, see test_homes.py
+
+
 @pytest.mark.parametrize("name", USES)
 def test_a_bucket_is_refused_and_never_becomes_a_local_folder(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    for url in ("gs://bucket/a", "file:///tmp/a", Path("s3://bucket/a")):
+    if name in BUCKETS and importlib.util.find_spec("gcsfs") is None:
+        with pytest.raises(MissingLibraryError, match=r"expected gcsfs. pip install 'tsunax\[gcs\]'"):
+            USES[name]("gs://bucket/a")
+    refused = ["file:///tmp/a", Path("s3://bucket/a"), *([] if name in BUCKETS else ["gs://bucket/a"])]
+    for url in refused:
         with pytest.raises(CheckpointError, match=r"got '(gs|file|s3):/.*', expected a local path.* mounted"):
             USES[name](url)
     assert os.listdir(tmp_path) == []

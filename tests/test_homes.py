@@ -18,7 +18,7 @@ from tests.helpers import assert_trees_equal, need
 from tests.test_checkpoint import LEAVES, error_of, make, updated
 from tsunax.checkpoints import _orbax_home
 from tsunax.checkpoints.saving import Checkpoints
-from tsunax.errors import CheckpointError, SaveError, WrongTypeError
+from tsunax.errors import CheckpointError, MissingLibraryError, SaveError, WrongTypeError
 
 ORBAX = [pytest.param("orbax", marks=pytest.mark.medium), pytest.param("bucket", marks=pytest.mark.medium)]
 HOMES = ["files", *ORBAX]
@@ -314,8 +314,9 @@ def test_addresses_that_are_no_directory(tmp_path, monkeypatch):
     for f in asked:
         assert works in error_of(f, CheckpointError)
     assert "expected store='orbax' in a bucket" in error_of(lambda: Checkpoints("gs://bucket/run", store="files"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert error_of(lambda: Checkpoints("gs://bucket/run")).endswith("pip install 'tsunax[gcs]'.")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    error = error_of(lambda: Checkpoints("gs://bucket/run"), MissingLibraryError)
+    assert error.endswith("expected gcsfs. pip install 'tsunax[gcs]'")
     assert not os.listdir(tmp_path)
 
 

@@ -41,13 +41,14 @@ import numpy as np
 
 from tsunax import errors
 from tsunax._core import durable_files, trees
+from tsunax._core.libraries import library
 from tsunax.checkpoints import _blocks, _host_copies, _orbax, checksums
 from tsunax.checkpoints._blocks import Blocks
 from tsunax.checkpoints._home import MANIFEST, Home, names_in
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
 from tsunax.checkpoints.manifest import Manifest
-from tsunax.errors import CheckpointError, SaveError, told
+from tsunax.errors import SaveError, told
 
 __all__ = []
 
@@ -367,10 +368,7 @@ class Bucket(Orbax):
 
     @staticmethod
     def at(text: str, timeout: float) -> Bucket:
-        if importlib.util.find_spec("gcsfs") is None:
-            fix = "pip install 'tsunax[gcs]'."
-            got, expected = "no library for buckets", "gcsfs"
-            raise CheckpointError("path", "Checkpoints()", got, expected, fix)
+        library("gcsfs", "Checkpoints()", extra="gcs")
         path = importlib.import_module("etils.epath").Path(text)
         return Bucket(path, timeout)
 

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from tsunax._core import PyTree, StrPath, Where, checks, durable_files, patterns, trees
+from tsunax._core.libraries import library
 from tsunax.checkpoints import (
     _host_copies,
     _orbax,
@@ -222,7 +223,9 @@ def restore_orbax(
     """
     fix = "Give the directory of one step, with _CHECKPOINT_METADATA in it."
     with _refusing("orbax checkpoint", path, fix):
-        folder = str(path) if str(path).startswith("gs://") else _as_path(path)
+        if is_bucket := str(path).startswith("gs://"):
+            library("gcsfs", "restore_orbax()", extra="gcs")
+        folder = str(path) if is_bucket else _as_path(path)
         about = _orbax.description(folder)
         source = _from_tree(Path(folder), about)
         source.read = lambda names: _orbax.read(folder, about, names)

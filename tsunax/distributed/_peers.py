@@ -160,7 +160,12 @@ class Peers:
         return f"process {self._indices[node]}{where}"
 
     def gather(
-        self, name: str, text: str = "", timeout: float | None = None, thread="", index=None
+        self,
+        name: str,
+        text: str = "",
+        timeout: float | None = None,
+        thread: str = "",
+        index: int | None = None,
     ) -> list[str]:
         """What all processes said here, by index. Raises ProcessError if one was not here.
 

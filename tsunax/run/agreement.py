@@ -37,7 +37,7 @@ class Alike:
         self.where = where
         arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
         spread = next((x for x in arrays if not x.is_fully_addressable), None)
-        self.spans = spread is not None
+        self.spans: bool = spread is not None
         self._speaks = spread is not None and processes.spans_all(spread.sharding.device_set)
         data = innermost(data)
         self._data = data if isinstance(data, Batches) else None

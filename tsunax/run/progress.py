@@ -288,7 +288,10 @@ class Progress:
     """
 
     def __init__(self, view: Any, total: int | None, start: int, unit: str = "step"):
-        self.view, self.total, self.start, self.unit = view, total, start, unit
+        self.view: Any = view
+        self.total: int | None = total
+        self.start: int = start
+        self.unit: str = unit
         self._step, self._is_drawn = start, False
         self._row: Mapping[str, float] = {}
         self._first: dict[str, float] = {}

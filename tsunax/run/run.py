@@ -84,7 +84,8 @@ class Run:
         self.note: Callable[[str], None] = print  # a line above the progress
         # the last ones
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
-        self.known = frozenset(self.__dict__)  # of the loop; a callback may add names of its own
+        # of the loop; a callback may add names of its own
+        self.known: frozenset[str] = frozenset(self.__dict__)
 
     def log(self, **numbers: Any) -> None:
         """Let numbers join the row of this step."""
