@@ -102,15 +102,17 @@ def ema(decay: Scalar = 0.999, *, warmup: bool = False, start: int = 0, every: i
 
 
 def polyak(*, start: int = 0, every: int = 1) -> Average:
-    """The plain mean of the params after every `every`-th applied update beyond `start` (Polyak and
-    Juditsky 1992).
+    """The mean of the params after every `every`-th applied update beyond `start`.
+
+    Polyak and Juditsky 1992.
     """
     return _average("polyak()", start, every, uniform=True)
 
 
 def swa(start: int, every: int) -> Average:
-    """Stochastic weight averaging: the mean of the params at the end of every cycle (Izmailov et
-    al. 2018).
+    """Stochastic weight averaging: the mean of the params at the end of every cycle.
+
+    Izmailov et al. 2018.
     """
     return _average("swa()", start, every, uniform=True)
 
@@ -127,12 +129,11 @@ def as_average(given: ArrayLike | Average | None, where: str) -> Average | None:
 
 
 def update_batch_stats(loss_fn: Function) -> Function:
-    """The compiled forward pass in training mode: `f(state, batch, **extra) -> state` with another
-    `model_state` only.
+    """Make a compiled `f(state, batch, **extra) -> state` that updates `model_state` alone.
 
-    For batch statistics that belong to averaged parameters, over some batches:
-    `state = update_batch_stats(loss_fn)(averaged(state), batch)`. Raises LossError for a loss_fn
-    that returns no model state.
+    It runs the forward pass in training mode. For batch statistics that belong to averaged
+    parameters, over some batches: `state = update_batch_stats(loss_fn)(averaged(state), batch)`.
+    Raises LossError for a loss_fn that returns no model state.
     """
     from tsunax._step import batch_stats
 

@@ -57,9 +57,7 @@ def leaves_apart(apart: bool) -> Generator[None, None, None]:
 
 
 def is_apart(x: ArrayLike) -> bool:
-    """Whether what is computed from an array is part of a program over a mesh, as far as JAX
-    tells.
-    """
+    """Whether an array belongs to a program over a mesh, as far as JAX can tell."""
     return _apart.get() or bool(jax.typeof(x).sharding.mesh.axis_names)
 
 
@@ -77,8 +75,9 @@ def square_sums(tree: PyTree) -> list[jax.Array]:
 
 
 def global_norm(tree: PyTree) -> jax.Array:
-    """sqrt(sum over leaves of sum(|x|²)), float32 whatever the dtypes (float64 if any is):
-    `optax.tree.norm`.
+    """sqrt(sum over leaves of sum(|x|²)), as `optax.tree.norm`.
+
+    Float32 whatever the dtypes of the leaves, float64 if any is.
     """
     large, small = [], defaultdict(list)
     for x in map(jnp.asarray, jax.tree.leaves(tree)):
@@ -100,9 +99,7 @@ def global_norm(tree: PyTree) -> jax.Array:
 )
 @dataclass(frozen=True)
 class Report:
-    """Numbers that a rule leaves in its state for the verdict: a step where one is not finite is
-    rejected.
-    """
+    """Numbers that a rule leaves in its state: if one is not finite, the step is rejected."""
 
     values: jax.Array  # f32 of shape (n,)
     # what each of them is, with path and shape; "{}" stands for "nan" or "inf"
@@ -124,8 +121,9 @@ def judge(
     opt_state: PyTree,
     update_norm: jax.Array | None = None,
 ) -> jax.Array:
-    """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradient, clock,
-    reports, update.
+    """The verdict: 0 if all is finite, else 2 · the first place that is not, + 1 for a NaN.
+
+    The order of the places is: loss, gradient, clock, reports, update.
     """
     verdict, place = jnp.where(calls < LIMIT, LIMIT, 6), 4
     for report in reports(opt_state):
@@ -177,8 +175,9 @@ def count(
 
 
 def explain(verdict: int, opt_state: PyTree, grads: PyTree = None) -> str:
-    """What a verdict says, for an optimizer state of the same setup; with the gradients, which leaf
-    it was.
+    """What a verdict says, in words, with the optimizer state of the same setup.
+
+    Given the gradients, it names the leaf that was not finite.
     """
     if verdict == 0:
         return "applied"
@@ -222,8 +221,7 @@ def _waits(x: object) -> bool:
 
 
 def emitted(opt_state: PyTree) -> jax.Array | None:
-    """Whether the call that left this state moved parameters; None where nothing waits: some rule
-    runs on every call.
+    """Whether the call that left this state moved params; None if some rule runs on every call.
 
     A chain waits for its last rule, a wrapper for the rule whose state is its `inner`, a partition
     for any of its rules if all of them have a window.
@@ -278,11 +276,11 @@ _CHEAP = frozenset(
 
 
 def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
-    """`new` where its flag is true, else `old`, leaf by leaf; `take` is one scalar bool, or a list
-    of one per leaf.
+    """Leaf by leaf `new` if `take` is true, else `old`.
 
-    Selects, never multiplies: 0 · NaN is NaN. Dtypes are those of `new`, so that a rule that
-    changes the dtype of its state does here what it does in plain optax.
+    `take` is one scalar bool, or a list with one for each leaf. Selects, never multiplies: 0 · NaN
+    is NaN. Dtypes are those of `new`, so that a rule that changes the dtype of its state does here
+    what it does in plain optax.
     """
     new, treedef = jax.tree.flatten(new)
     old = treedef.flatten_up_to(old)
@@ -300,8 +298,10 @@ def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
 def candidate(
     applied: Callable[[], tuple[Any, ...]], trained: list[Any], *, late: bool = False
 ) -> tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]] | None]:
-    """What `applied()` gives, and a function that computes it once more, or None if that would not
-    pay for these trained leaves, or must not be (`late`).
+    """The result of `applied()`, and a function that computes it again.
+
+    The function is None if recomputing would cost too much for these trained leaves, or is not
+    allowed (`late`).
     """
     large = sum(x.size * x.dtype.itemsize for x in trained) > BYTES * len(trained)
     if large or late or any(map(is_apart, trained)) or not trees.is_tracing():

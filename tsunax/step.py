@@ -75,8 +75,9 @@ def value_and_grad(
 
 
 class StepInfo(NamedTuple):
-    """What an observer may want to know of one step. Reading a value waits for the device; having
-    it does not.
+    """What a step reports: its loss, norms, verdict and metrics.
+
+    Reading a value waits for the device; keeping it does not.
     """
 
     loss: jax.Array  # f32, the mean. None if `update` was given none
@@ -94,8 +95,9 @@ class StepInfo(NamedTuple):
 
     @property
     def applied(self) -> jax.Array | np.ndarray:
-        """Whether the step moved the parameters: it was neither rejected nor only gathered by
-        `rules.accumulate`.
+        """Whether the step moved the params.
+
+        False if it was rejected, or if `rules.accumulate` only gathered its gradient.
         """
         return np.ones(np.shape(self.loss), bool) if self.verdict is None else self.verdict == 0
 
@@ -347,8 +349,9 @@ def _averaged(state: TrainState) -> TrainState:
 def _kept(
     old: TrainState, new: TrainState, thawed: list[Any] | None, emitted: jax.Array | None
 ) -> TrainState:
-    """`new` with the old leaves where they are frozen, and of params if the call only gathered a
-    gradient.
+    """`new`, with the leaves that must not move taken from `old`.
+
+    Those are the frozen ones, and all params if the call only gathered a gradient.
     """
     if thawed is None and emitted is None:
         return new
@@ -370,9 +373,7 @@ def _chosen(
 def _recorded(
     old: TrainState, new: TrainState, verdict: jax.Array, emitted: jax.Array | None, loss: Loss
 ) -> TrainState:
-    """The guard's own record, which moves whether the step was applied or not: its counts, and the
-    loss scale.
-    """
+    """`new` with what the guard records of every call, applied or not: counts and loss scale."""
     new = dataclasses.replace(new, clock=guard.count(old.clock, emitted, verdict))
     if old.loss_scale is None:
         return new
