@@ -199,9 +199,7 @@ def moved(
     grad_norm = guard.global_norm(grads) if measures else None
 
     def applied() -> tuple[TrainState, PyTree, Any]:
-        """The state in which everything moved, what the rule added to params, and whether the call
-        moved them.
-        """
+        """The state if the step is taken, the rule's updates, and whether the call moves params."""
         updates, opt_state = _ruled(state, grads, value, loss.weight, extra)
         emitted = guard.emitted(opt_state)
         new = dataclasses.replace(

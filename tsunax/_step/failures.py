@@ -28,9 +28,7 @@ from tsunax.step import StepInfo
 
 
 def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
-    """After a program did not take its arguments: what is wrong with them, where that can be
-    seen.
-    """
+    """The TsunaxError that explains why a program did not take its arguments, or None."""
     if isinstance(error, TsunaxError):
         error.__dict__.pop("__notes__", None)  # JAX's, on the frames that it has hidden
         return None
@@ -89,9 +87,7 @@ def _check_places(state: TrainState) -> None:
 
 
 def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> None:
-    """Raise NonFiniteError for a step that was rejected, unless its loss scale is looking for its
-    value.
-    """
+    """Raise NonFiniteError for a rejected step, unless it only lowered the loss scale."""
     verdict = int(info.verdict)
     if verdict <= 0 or is_searching(state, info, verdict):
         return
@@ -167,9 +163,7 @@ def _again(step) -> Any:
 
 
 def is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
-    """Whether a rejection only lowers the loss scale, which is looking for its value: nothing to
-    raise for.
-    """
+    """Whether a rejected step only lowered a dynamic loss scale, which is no failure."""
     scale = state.loss_scale
     if scale is None or not scale.dynamic or not guard.overflowed(verdict):
         return False

@@ -110,9 +110,7 @@ def _unscaled(state: TrainState, grads: PyTree) -> PyTree:
 
 
 def _noting(mean: jax.Array, found: list[bool]) -> jax.Array:
-    """`mean` as it is. Its differentiation adds to `found` if it depends on what it is
-    differentiated by.
-    """
+    """Return `mean`; its differentiation adds to `found` if it depends on the trained leaves."""
 
     @jax.custom_jvp
     def same(x: Any):
@@ -130,9 +128,7 @@ def _noting(mean: jax.Array, found: list[bool]) -> jax.Array:
 
 
 def _check_noted(found: list[Any], fn: LossFn) -> None:
-    """Raise LossError for a loss that no trained leaf moves: its gradient is zero, whatever the
-    batch.
-    """
+    """Raise LossError for a loss that depends on no trained leaf: its gradient is always zero."""
     if not found:
         got, expected = "one that does not depend on any trained leaf of params", "one that does"
         fix = (
@@ -187,9 +183,7 @@ def axes_around(axis_name: AxisName, where: str) -> Callable[[], tuple[str, ...]
 def search_functions(
     loss_fn: Function, state: TrainState, batch: PyTree, extra: Extra, axes: AxisName
 ) -> dict[str, Function]:
-    """The loss at other trained parameters, and its gradient, under the names by which rules ask
-    for them.
-    """
+    """The loss and its gradient at other trained params, by the names that line searches use."""
     fn = LossFn.of(loss_fn)
     keywords = fn.keywords(state, batch, extra, train=True)
 

@@ -36,9 +36,7 @@ _TAKEN = frozenset(
 
 @dataclass(frozen=True)
 class LossFn:
-    """A loss function and the keywords that it names; it is given what it names and nothing
-    else.
-    """
+    """A loss function and the keywords that its signature names; it is given no others."""
 
     fn: Function
     names: tuple[str, ...]
@@ -230,10 +228,9 @@ def seen_by(
 def inputs_of(
     last: dict[Any, list[Any]], state: TrainState, batch: PyTree, keywords: Extra
 ) -> list[Any]:
-    """Which leaves of the batch are inputs, found once for all micro-batches, and for calls that
-    are alike.
+    """Which leaves of the batch are inputs, found once for all micro-batches and equal calls.
 
-    A call without jit would look for them again each time. `last` has those of the last call alone.
+    A call without jit would look for them again each time. `last` stores those of the last call.
     """
     if state.plan.precision is None:
         return []

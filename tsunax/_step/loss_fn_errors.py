@@ -68,8 +68,7 @@ def note(fn, batch, error: Exception) -> str:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Remove tsunax's frames from the traceback of an exception of other code, as JAX removes its
-    own.
+    """Remove tsunax's frames from the traceback of an exception of other code, as JAX does.
 
     They stay if the exception comes from tsunax, or from JAX called by it: then they show the
     fault.

@@ -17,9 +17,7 @@ from tsunax.state import TrainState
 
 
 def home_of(moving, still=()) -> tuple[placement.Home | None, Any, Any]:
-    """How the moving part of a state lies on a mesh, and both parts as they lie there; None if on
-    one device.
-    """
+    """Where a state is placed on a mesh (None: on one device), and its two parts placed there."""
     home, other = placement.home_on_mesh(moving, still), placement.home_on_mesh(still, moving)
     if home is None or other is None:
         return None, moving, still
@@ -35,8 +33,9 @@ def masked(given, padding):
 
 
 def spread(rows, extra, home: placement.Home, *, whole: bool = False) -> tuple[Any, dict]:
-    """A batch and its mask over the mesh of a state, or on each device where they do not divide;
-    extra whole.
+    """Spread a batch and its mask over the mesh of a state; `extra` is replicated.
+
+    Rows that do not divide are replicated, too.
     """
     batch, mask = placement.put(rows, home.whole, whole=whole)
     extra = placement.whole({name: x for name, x in extra.items() if name != "mask"}, home.whole)
@@ -44,8 +43,9 @@ def spread(rows, extra, home: placement.Home, *, whole: bool = False) -> tuple[A
 
 
 def placed(step: Any, state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
-    """A host batch over the mesh of the state, padded if its rows do not divide and loss_fn masks;
-    extra whole.
+    """Spread a host batch over the mesh of the state; `extra` is replicated.
+
+    Rows that do not divide are padded, if loss_fn takes a mask.
     """
     if members_of(state) is not None:  # the devices share the members, each of which has all rows
         return placement.whole((batch, extra), home.whole)

@@ -66,8 +66,9 @@ def copied(params: Any, flags: tuple[bool, ...], take: Callable[[Any], Any]) -> 
 def without_overwritten(
     params: Any, flags: tuple[bool, ...], trainable: Any
 ) -> tuple[tuple[bool, ...], tuple[bool, ...] | None]:
-    """Which leaves a rule trains, and which of the selected ones their gradient replaces: flax's
-    fp8 scales and amax histories, which no rule ever sees.
+    """Which leaves the rule trains, and which of the selected ones their gradients replace.
+
+    The latter are flax's fp8 scales and amax histories, which no rule is given.
     """
     named = jax.tree_util.tree_flatten_with_path(params)[0]
     found = tuple(
@@ -125,10 +126,10 @@ def stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
 
 
 def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
-    """`rule.init(trained)`, with copies of leaves that share a buffer with what is `held`, or with
-    each other. What `init` raises becomes a RuleError, with the cause.
+    """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf.
 
-    Averaging rules start from the params themselves; donating one buffer twice is an error.
+    Such leaves are copied: averaging rules start from the params themselves, and donating one
+    buffer twice is an error. What `init` raises becomes a RuleError, with the cause.
     """
     try:
         opt_state = rule.init(trained)

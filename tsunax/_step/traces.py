@@ -197,10 +197,10 @@ def _placement(new: Trace, old: Trace) -> list[str]:
 
 
 def why(records: list[Traced], places: list[tuple[str, Any]]) -> list[str]:
-    """A line for each trace but the first of its kind: what was new in it, against the earlier one
-    most like it.
+    """Why there was more than one trace: what was new in each, against the most similar one.
 
-    Then one for each further device: there XLA compiles what was traced already.
+    A line for each trace but the first of its kind, which is compared with those before it. Then a
+    line for each further device, for which XLA compiles the traced program again.
     """
     lines, seen = [], dict[str, list[Trace]]()
     for trace in map(Trace.of, records):

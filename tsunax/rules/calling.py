@@ -19,9 +19,7 @@ from tsunax.rules.printing import text_of
 
 @dataclass(frozen=True)
 class _PlainInit:
-    """The init half of a rule that `step=` is not given to: schedules in it have their own
-    clock.
-    """
+    """The init of a rule that does not take `step=`: its schedules have their own clock."""
 
     init: Function
 
@@ -76,8 +74,9 @@ def as_rule(init: Function, update: Function) -> optax.GradientTransformationExt
 
 
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The rule as one that takes any extra argument, and gets those in its signature; equal rules
-    stay equal.
+    """The rule as one that accepts any extra argument, and passes on those that it takes.
+
+    The results for equal rules are equal.
     """
     takes = _extra_arguments(rule)
     if takes is None:
@@ -154,7 +153,5 @@ def wrap(
 
 
 def blank(init: Any) -> Function:
-    """The init half of any rule with the numbers of its live parts left out, so that it compares by
-    value.
-    """
+    """The init of a rule without the numbers of its live parts, so that it compares by value."""
     return init.blank() if hasattr(init, "blank") else init

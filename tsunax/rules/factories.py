@@ -22,9 +22,7 @@ from tsunax.rules.number_table import Number, interned
 
 
 def table_of(live: Live, values: tuple[Any, ...]) -> jax.Array:
-    """The table of one group, from the numbers that the user gave (schedules: their own
-    numbers).
-    """
+    """The table of one group, from the given numbers; a schedule has several of its own."""
     numbers, inner = [], []
     for value, schedule in zip(values, live.schedules, strict=True):
         numbers.append(0.0 if schedule else value)
@@ -166,9 +164,7 @@ class LiveFactory(Generic[P]):
         return as_rule(init, LiveUpdate(live))
 
     def _try(self, init: LiveInit) -> None:
-        """Build the plain rule once: what its factory does not take is told where it was
-        written.
-        """
+        """Build the plain rule once, so that bad arguments are reported where they were written."""
         where = f"{self.__name__}()"
         try:
             init.plain()
@@ -226,12 +222,12 @@ def _check_static(static: Any, factory: Callable) -> None:
 def live(
     factory: Callable[P, optax.GradientTransformation], *, static: tuple[str, ...] = ()
 ) -> LiveFactory[P]:
-    """Make the numbers of an optax factory live: arrays in the state that can be read, changed and
-    scheduled.
+    """Make the numbers of an optax factory live, to read, change and schedule them.
 
-    `live(optax.adam)(1e-3)` trains as `optax.adam(1e-3)` does, to the last bit of float32 for most
-    rules, but `ts.adjust(state, learning_rate=1e-4)` changes it without a new compilation. Floats,
-    and schedules of floats, become live; counts, flags, masks and dtypes stay part of the program.
+    They become arrays in the state. `live(optax.adam)(1e-3)` trains as `optax.adam(1e-3)` does, to
+    the last bit of float32 for most rules, but `ts.adjust(state, learning_rate=1e-4)` changes it
+    without a new compilation. Floats, and schedules of floats, become live; counts, flags, masks
+    and dtypes stay part of the program.
 
     Args:
       factory: any function of numbers that returns an `optax.GradientTransformation`, your own

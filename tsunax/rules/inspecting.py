@@ -44,9 +44,7 @@ def keywords_of(update: Function) -> frozenset[str] | None:
 
 
 def parts_of(update: Function) -> list[Any] | None:
-    """The functions, code and other objects that an update is made of; None if nothing can be
-    seen.
-    """
+    """The functions, code and other objects that an update is made of; None if it shows none."""
     seen, left = {}, [update]
     while left:
         x = left.pop()
@@ -129,8 +127,7 @@ _WAYS = {
 
 
 def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
-    """Raise RuleError for a rule of others whose update fails on these params, or returns other
-    shapes or dtypes.
+    """Raise RuleError if a foreign rule's update fails or returns other shapes or dtypes.
 
     Traced for shapes. An extra argument that is missing is no fault yet: `ts.update` may be given
     it.

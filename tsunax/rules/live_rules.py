@@ -176,9 +176,7 @@ class LiveState:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """The fields of the optax state: `state.plateau_count`, as code that was written for that
-        reads them.
-        """
+        """The fields of the optax state, for code written for that: `state.plateau_count`."""
         if name.startswith("_") or name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -243,9 +241,7 @@ class LiveUpdate:
 
 
 def _run(live: Live, table, clock, updates, inner, params, extra):
-    """One run of the plain rule: with exact complements, or, where a factory cannot take those,
-    without.
-    """
+    """Run the plain rule once, with exact complements if its factory accepts them."""
     extra = {k: v for k, v in extra.items() if v is not None}
 
     def run(convert, updates, inner, params):

@@ -140,9 +140,7 @@ class ScheduleShape:
 
 
 def as_float(value: Scalar, complement: Scalar) -> Scalar:
-    """The shortest Python float that would give this value and this complement: 0.999, not
-    0.9990000129.
-    """
+    """The shortest Python float with this value and complement: 0.999, not 0.9990000129."""
     if trees.is_traced(value) or np.ndim(value):
         return value
     value = np.asarray(value)
@@ -213,9 +211,7 @@ class Numbers:
                 start += s.live.columns
 
     def column_names(self) -> list[tuple[str, int]]:
-        """What each column holds: (flat name, 0), or (flat name, j) for the j-th number of its
-        schedule.
-        """
+        """(flat name, 0) for each value, (flat name, j) for the j-th number of its schedule."""
         out = []
         for at, s, group, _ in self.columns():
             names = self.layout.names[at][group]
@@ -276,8 +272,9 @@ def _places(leaves, among) -> tuple[int, ...]:
 
 
 def _plain(opt_state):
-    """A live state as the optax state that it keeps; with its own clock and the counters of further
-    groups, if any.
+    """The optax states that live states contain.
+
+    Beside each are the counters of its further groups and its own clock, if it has any.
     """
 
     def one(s):
@@ -316,9 +313,7 @@ def hoist_like(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
 
 
 def own_counts(opt_state: PyTree, numbers: Numbers) -> dict[int, Any]:
-    """{live state: its count} of a plain optimizer state, where schedules run on that and not on
-    the clock.
-    """
+    """{live state: its count}, for the live states whose schedules run on their own count."""
     layout = numbers.layout
     leaves = dict(zip(kept(layout), jax.tree.leaves(opt_state), strict=True))
     own = [(at, s.count) for at, (_, s) in enumerate(layout.lives) if s.own_clock]
@@ -339,8 +334,9 @@ def without(layout: Layout, leaves: Sequence[Any]) -> PyTree:
 
 
 def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
-    """Every live state with its key path, outer ones first: the order of their tables among the
-    leaves.
+    """Every live state with its key path, outer ones first.
+
+    Their tables have the same order among the leaves.
     """
     out = []
     for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_live)[0]:
@@ -358,9 +354,7 @@ def patterns(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def chain_indices(lives: Sequence[tuple[tuple[Any, ...], Any]]) -> list[str]:
-    """Where each live state stands: "0", "1.0" in a chain within a chain, "" for the outermost
-    rule.
-    """
+    """The index of each live state in a chain: "0", "1.0" if nested, "" for the outermost rule."""
     places = []
     for path, _ in lives:
         fields = (

@@ -75,9 +75,7 @@ def _owners_like(live: Any, treedef, shapes: tuple) -> list[int | None]:
 def owners_of(
     init: Function, opt_state: PyTree, numbers: Numbers | None, params: PyTree
 ) -> list[int | None]:
-    """For each leaf of a plain optimizer state the index of the parameter that it belongs to, or
-    None.
-    """
+    """For each leaf of a plain optimizer state the index of its parameter, or None."""
     if numbers is None:
         return owners(init, params)[-1]
     found = owners_in(init, numbers.layout.skeleton, params)

@@ -12,8 +12,9 @@ from tsunax.rules.live_rules import LiveUpdate
 
 
 def text_of(init: Any, update: Any) -> str:
-    """The call that makes a rule: its first argument, and those not at their defaults; of a rule
-    that tsunax does not know, its name.
+    """The call that makes a rule, or the name of a rule that tsunax does not know.
+
+    The call has the first argument, and those that are not at their defaults.
     """
     if isinstance(update, LiveUpdate):
         return _text_of_live(init, update.live)
