@@ -234,11 +234,8 @@ def emitted(opt_state: PyTree) -> jax.Array | None:
     if parts is not None and not isinstance(parts, dict):
         return emitted(parts)
     found = [emitted(part) for part in (parts or {}).values()]
-    return (
-        functools.reduce(operator.or_, found)
-        if found and all(x is not None for x in found)
-        else None
-    )
+    all_wait = found and all(x is not None for x in found)
+    return functools.reduce(operator.or_, found) if all_wait else None
 
 
 # --------------------------------------------------------------------------------------- the choice

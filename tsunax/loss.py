@@ -351,9 +351,7 @@ def _share(mean: Scalar, weight: Scalar) -> Scalar:
 
 
 def uneven(batch: PyTree) -> str:
-    """What is said of a batch whose leaves differ in their number of rows, or have none; "" where
-    all agree.
-    """
+    """The message for a batch whose leaves differ in their rows or have none; "" if all agree."""
     arrays = [
         (path, np.shape(x))
         for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]

@@ -69,10 +69,10 @@ class Home:
         self, step: int, found: Manifest, wanted: list[Leaf],
         needed: list[tuple[Bounds, ...] | None],
     ) -> tuple[list[Any], dict[str, int]]:  # fmt: skip
-        """The saved leaves, or what is needed of each, as host arrays; and for leaves of which only
-        parts were read, by name, what these have in the hash. All others are verified.
+        """Read the saved leaves, or what is needed of each, as host arrays.
 
-        Raises Damaged.
+        Also returned, by name: what the parts of a leaf add to its hash, if only parts of it were
+        read. All other leaves are verified. Raises Damaged.
         """
         raise NotImplementedError
 
@@ -141,8 +141,9 @@ class Home:
                 yield step, self.manifest(step)
 
     def known(self) -> dict[int, dict[str, float]]:
-        """The complete steps that are finite, and their metrics; read once, because nobody else
-        writes here.
+        """The complete steps that are finite, with their metrics.
+
+        They are read once, because nobody else writes here.
         """
         if self._known is None:
             self._known = {}

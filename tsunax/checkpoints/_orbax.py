@@ -32,8 +32,9 @@ ONE_AT_A_TIME = threading.Lock()
 
 
 def description(path: Path | str) -> Any:
-    """The tree that a directory says it has, by orbax's old interface or the new one. Raises
-    Damaged.
+    """The tree that orbax's files in a directory describe; raises Damaged.
+
+    Both orbax's old interface and its new one write such files.
     """
     if isinstance(path, Path):  # no bucket's
         durable_files.check_regular(path)

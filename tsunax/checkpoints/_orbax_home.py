@@ -150,8 +150,10 @@ class Orbax(Home):
         return name
 
     def start(self, name: str, tree: Tree, found: list[Leaf], blocks: Blocks) -> None:
-        """orbax copies what is spread over processes, and makes the directories; it writes in the
-        background. All else it gets as the copies that are there.
+        """Let orbax make the directories and write in the background.
+
+        orbax copies arrays that are spread over processes; of all others it is given the copies in
+        `blocks`.
         """
         arrays: dict[str, Any] = {}
         for leaf, (_, x) in zip(found, tree.leaves, strict=True):
@@ -410,8 +412,10 @@ def _os_errors():
 
 
 class _Mark:
-    """An object that says whose a bucket's directory is. It keeps nobody out: the run that comes
-    last has the directory, and one before it, should it live, is refused at its next save.
+    """An object in a bucket that names the run whose directory it is.
+
+    It keeps nobody out: the run that comes last has the directory, and an earlier one that goes on
+    is refused at its next save.
     """
 
     def __init__(self, home: Bucket, is_first: bool):

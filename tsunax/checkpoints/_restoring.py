@@ -94,8 +94,9 @@ class How:
         return Plan(like, mine, pairs, found, columns, alone, [])
 
     def _params(self, mine: Tree, manifest: Manifest, saved: dict) -> Plan:
-        """Params and model state of each TrainState; or a bare tree of params from the one that was
-        saved.
+        """Plan the params and model state of each TrainState, or a bare tree of params.
+
+        The bare tree is read from the params of the TrainState that was saved, if it was one.
         """
         fields = (".params",) if self.partial is not None else (".params", ".model_state")
         roots: dict = {(*path, field): (*path, field) for path in mine.states for field in fields}
@@ -118,9 +119,7 @@ class How:
         return Plan(self.like, mine, pairs, found, {}, {}, [])
 
     def _chosen(self, mine: Tree) -> set:
-        """Paths of the leaves that the pattern matches, in the params of each TrainState or in the
-        bare tree.
-        """
+        """Paths of the leaves that the pattern matches, in params of TrainStates or a bare tree."""
         params = {(*path, ".params"): s.params for path, s in mine.states.items()}
         chosen = set()
         for root, tree in (params or {(): self.like}).items():
@@ -184,8 +183,9 @@ class Pair:
 
 
 def _parts_of(sharding, shape) -> dict[int, tuple[Bounds, ...]] | None:
-    """The parts of an array that each process has. None if each has all of it, or if two have
-    some parts in common but not all: then each reads, and verifies, all of it.
+    """The parts of an array that each process has; None if each reads and verifies all of it.
+
+    That is so if each has all of it, or if two processes share some of their parts but not all.
     """
     holders = holders_of(sharding, shape)
     found: dict[int, tuple[Bounds, ...]] = {}
@@ -199,8 +199,9 @@ def _parts_of(sharding, shape) -> dict[int, tuple[Bounds, ...]] | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which saved leaf goes where, what does not fit, and the numbers that are merged rather than
-    taken.
+    """What a restore does: which leaf goes where, what does not fit, which numbers are merged.
+
+    Merged numbers are not simply taken from the checkpoint.
     """
 
     like: Any
@@ -229,8 +230,9 @@ class Plan:
         return "".join(f"{sums.get(name, 0):016x}" for name in read)
 
     def check(self, words: list[str]) -> None:
-        """Verify the leaves that no process has read as a whole: the hashes of the parts, of which
-        the words of all processes tell, make up the saved one. Raises Damaged.
+        """Verify the leaves that no process has read as a whole; raises Damaged.
+
+        The hashes of the parts, in the words of all processes, must add up to the saved one.
         """
         at = 0
         for pair in self.pairs:

@@ -193,11 +193,11 @@ def restore_flax(
     rename: Rename = None,
     cast: bool = False,
 ) -> PyTree:
-    """As `restore`, from a file of `flax.serialization.to_bytes` or `flax.training.checkpoints`
-    (msgpack).
+    """As `restore`, from a msgpack file of flax.
 
-    Names are its keys, joined: "params/Dense_0/kernel"; entries of lists and tuples are "0", "1".
-    Nothing is unpickled; arrays of objects, which flax would not write, are refused.
+    The writer is `flax.serialization.to_bytes` or `flax.training.checkpoints`. Names are its keys,
+    joined: "params/Dense_0/kernel"; entries of lists and tuples are "0", "1". Nothing is unpickled;
+    arrays of objects, which flax would not write, are refused.
     """
     with _refusing("flax file", path):
         file = _as_path(path)
@@ -214,12 +214,12 @@ def restore_orbax(
     rename: Rename = None,
     cast: bool = False,
 ) -> PyTree:
-    """As `restore`, from a directory that orbax wrote: of one step, by its old interface or the new
-    one.
+    """As `restore`, from the directory of one step that orbax wrote.
 
-    `StandardCheckpointer`, `PyTreeCheckpointer`, a step of a `CheckpointManager`, `v1.save`, a step
-    of `v1.training`. Names are the keys of the saved tree, joined: "params/Dense_0/kernel",
-    "opt_state/0/count". Orbax keeps no hash of arrays: damaged bytes can be read as numbers.
+    The writer is orbax's old interface or its new one: `StandardCheckpointer`,
+    `PyTreeCheckpointer`, a step of a `CheckpointManager`, `v1.save`, a step of `v1.training`. Names
+    are the keys of the saved tree, joined: "params/Dense_0/kernel", "opt_state/0/count". Orbax
+    keeps no hash of arrays: damaged bytes can be read as numbers.
     """
     fix = "Give the directory of one step, with _CHECKPOINT_METADATA in it."
     with _refusing("orbax checkpoint", path, fix):

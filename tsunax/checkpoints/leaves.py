@@ -73,8 +73,9 @@ def dtype_of(name: str) -> np.dtype | None:
 
 
 def is_shape(shape: Sequence[Any]) -> bool:
-    """Whether NumPy can have an array of this shape: also one without elements has a size without
-    the axes of length 0.
+    """Whether NumPy can have an array of this shape.
+
+    The size of an array without elements counts without its axes of length 0.
     """
     sizes = all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
     return sizes and len(shape) <= 64 and math.prod(n for n in shape if n) < 1 << 48
@@ -153,8 +154,9 @@ def wrap_key(data: PyTree, name: str) -> jax.Array:
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree as paths: its leaves and their names in flatten order, the type of each container,
-    and the training states in it.
+    """A flattened tree: its leaves, their names, its containers and its training states.
+
+    Leaves and names are in flatten order; containers are types, by path.
     """
 
     leaves: list[tuple[Keys, Any]]
@@ -197,8 +199,9 @@ def _entry(entry) -> str:
 
 
 def joined(keys: tuple[str, ...]) -> str:
-    """Keys as one name: "encoder/0/kernel". What would be taken for something else in a name is
-    written as in an URL.
+    """Keys as one name: "encoder/0/kernel".
+
+    Characters that have a meaning in such names are percent-encoded, as in a URL.
 
     >>> joined(("encoder", "0", "kernel")), joined(("a/b", "", "[0]"))
     ('encoder/0/kernel', 'a%2fb/%/%5b0%5d')

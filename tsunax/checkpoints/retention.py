@@ -16,8 +16,9 @@ Metrics = Mapping[int, Mapping[str, float]]  # of each step
 
 @dataclass(frozen=True)
 class Best:
-    """Keep the `k` checkpoints with the lowest ("min") or highest ("max") `metric` of
-    `save(metrics=...)`.
+    """Keep the `k` checkpoints with the best `metric` of `save(metrics=...)`.
+
+    The best are the lowest ("min") or the highest ("max").
 
     >>> Best("accuracy", mode="max", k=3)
     Best(metric='accuracy', mode='max', k=3)
