@@ -254,11 +254,8 @@ def _known(weight: Scalar) -> float | None:
 
 def _short(x: Any) -> str:
     is_number = trees.dtype_of(x) is not None and np.shape(x) == () and not trees.is_traced(x)
-    return (
-        f"{float(x):.6g}"
-        if is_number and not isinstance(x, jax.ShapeDtypeStruct)
-        else trees.describe(x)
-    )
+    has_value = is_number and not isinstance(x, jax.ShapeDtypeStruct)
+    return f"{float(x):.6g}" if has_value else trees.describe(x)
 
 
 def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
@@ -378,13 +375,11 @@ def finished(loss: Loss | Maybe) -> Loss:
     if loss.weight is None and loss.mean_value is None:
         got, fix = "a Loss without a weight", "Give ts.Loss(total, weight)."
         raise LossError("loss", "update()", got, "one with", fix)
-    if all(hasattr(m, "compute") for m in loss.metrics.values()) and (
-        loss.weight is None or trees.is_array(loss.weight)
-    ):
+    is_traceable = loss.weight is None or trees.is_array(loss.weight)
+    if is_traceable and all(hasattr(m, "compute") for m in loss.metrics.values()):
         return loss
-    return dataclasses.replace(
-        as_loss(loss, 1), **({"weight": None} if loss.weight is None else {})
-    )
+    no_weight = {"weight": None} if loss.weight is None else {}
+    return dataclasses.replace(as_loss(loss, 1), **no_weight)
 
 
 def check_model_state(new: PyTree, old: PyTree) -> None:

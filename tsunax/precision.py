@@ -283,12 +283,8 @@ def as_loss_scale(
         raise StateError(
             "loss_scale", where, given.scale, f"a number in [{least:.3g}, {most:.3g}], of float32"
         )
-    if (
-        bad
-        or not (least <= given.floor <= given.ceiling <= most)
-        or given.factor <= 1
-        or given.interval < 1
-    ):
+    in_order = least <= given.floor <= given.ceiling <= most
+    if bad or not in_order or given.factor <= 1 or given.interval < 1:
         expected = "0 < floor ≤ scale ≤ ceiling, factor > 1, interval ≥ 1"
         raise StateError("loss_scale", where, given, expected)
     scale, good = jnp.asarray(given.scale, jnp.float32), jnp.asarray(given.good, jnp.int32)

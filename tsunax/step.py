@@ -263,13 +263,8 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
             loss = dataclasses.replace(loss, overwritten=new)
         grads = trees.partition(grads, plan.selected)[0]
     for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)):
-        is_real = not jnp.iscomplexobj(p)
-        if (
-            not trees.is_inexact(g)
-            or np.shape(g) != np.shape(p)
-            or (is_real and jnp.iscomplexobj(g))
-            or trees.is_gone(g)
-        ):
+        fits = trees.is_inexact(g) and np.shape(g) == np.shape(p) and not trees.is_gone(g)
+        if not fits or (jnp.iscomplexobj(g) and not jnp.iscomplexobj(p)):
             raise _explaining().wrong_gradient(grads, i, p)
     return grads, loss
 

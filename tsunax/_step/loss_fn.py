@@ -62,14 +62,10 @@ class LossFn:
             p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         ]
         starred = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
-        if (len(positional) < 2 and not starred) or [p.name for p in positional[:2]] == [
-            "batch",
-            "params",
-        ]:
-            got, fix = (
-                trees.describe_call(fn),
-                f"After these two it may name {', '.join(_OFFERED)}.",
-            )
+        are_exchanged = [p.name for p in positional[:2]] == ["batch", "params"]
+        if are_exchanged or (len(positional) < 2 and not starred):
+            got = trees.describe_call(fn)
+            fix = f"After these two it may name {', '.join(_OFFERED)}."
             raise LossError("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix)
         rest = positional[2:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
         return cls(
@@ -135,9 +131,8 @@ class LossFn:
             raise
         if isinstance(mask, jax.Array) and np.shape(mask) == (rows,):
             out = _weighed(out, jnp.sum(mask, dtype=jnp.float32))
-        if (mask is not None or not isinstance(out, Loss) or out.weight is None) and (
-            found := uneven(batch)
-        ):
+        needs_rows = mask is not None or not isinstance(out, Loss) or out.weight is None
+        if needs_rows and (found := uneven(batch)):
             if merges or mask is not None:
                 raise LossError(f"{found} Return ts.Loss.mean(values) or ts.Loss(total, weight).")
             rows = 1
@@ -168,11 +163,9 @@ def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> Py
     if policy is None:
         return params
     low = policy.seen_of(params, train)
-    return (
-        low
-        if plan.overwritten is None
-        else joined(trees.partition(params, plan.overwritten)[0], low, plan.overwritten)
-    )
+    if plan.overwritten is None:
+        return low
+    return joined(trees.partition(params, plan.overwritten)[0], low, plan.overwritten)
 
 
 def objective_of(

@@ -185,14 +185,11 @@ def check_field(state: Any, name: str, value) -> None:
         is_int = isinstance(value, int) or (
             trees.is_array(value) and jnp.issubdtype(value.dtype, np.integer)
         )
-        fits = (
-            is_int
-            and not isinstance(value, bool)
-            and np.shape(value) in ((), np.shape(state.clock)[:-1])
-        )
-        if not fits or (
-            not trees.is_traced(value) and not np.all((value >= 0) & (value <= guard.LIMIT))
-        ):
+        shapes = (), np.shape(state.clock)[:-1]
+        fits = is_int and not isinstance(value, bool) and np.shape(value) in shapes
+        if fits and not trees.is_traced(value):
+            fits = np.all((value >= 0) & (value <= guard.LIMIT))
+        if not fits:
             raise StateError(
                 name, "replace()", trees.describe(value), f"an int in [0, {guard.LIMIT}]"
             )

@@ -39,11 +39,10 @@ class Trace:
             fields = {f"state.{f.name}": getattr(state, f.name) for f in state._fields}
         shapes = {name: jax.tree.map(_shape, tree) for name, tree in (fields | trees).items()}
         first = next(iter(jax.tree.leaves(state)), None)
-        axes = (
-            ()
-            if first is None
-            else zip(first.sharding.mesh.axis_names, first.sharding.mesh.axis_types, strict=True)
-        )
+        axes: Any = ()
+        if first is not None:
+            on = first.sharding.mesh
+            axes = zip(on.axis_names, on.axis_types, strict=True)
         mesh = ", ".join(f"{name}: {kind.name.lower()}" for name, kind in axes)
         moving = ("params", *state._moving) if plan is not None else ()
         return cls(traced.kind, plan, traced.layout, moving, mesh, shapes)
@@ -128,11 +127,10 @@ def _plans(new: Trace, old: Trace) -> list[str]:
         everything = (True,) * len(paths)
         pairs = zip(paths, a.selected or everything, b.selected or everything, strict=False)
         what = next(((path, now) for path, now, before in pairs if now != before), None)
-        where = (
-            ""
-            if what is None
-            else f": {_trees.access_str('params', what[0])} is {'' if what[1] else 'not '}trained"
-        )
+        where = ""
+        if what is not None:
+            now = "trained" if what[1] else "not trained"
+            where = f": {_trees.access_str('params', what[0])} is {now}"
         found.append(f"trainable= selects other leaves{where}")
     if a.precision != b.precision:
         says = lambda plan: "none" if plan.precision is None else plan.precision.compute
@@ -184,11 +182,8 @@ def _placement(new: Trace, old: Trace) -> list[str]:
         for field in new.moving
         for path, _ in jax.tree_util.tree_flatten_with_path(new.trees.get(f"state.{field}"))[0]
     ]
-    names = (
-        names
-        if len(names) == len(found)
-        else [_trees.access_str("state", path) for path, _ in found]
-    )
+    if len(names) != len(found):
+        names = [_trees.access_str("state", path) for path, _ in found]
     for where, (_, a), b in zip(names, found, jax.tree.leaves(old.layout), strict=True):
         if a != b:
             what = "another mesh" if a.mesh != b.mesh else f"{a.spec}, was {b.spec}"

@@ -118,12 +118,9 @@ class _Assign:
                 )
         for pattern in self.patterns:
             if pattern not in owner:
-                by_label = self.labels is not None
-                fix = (
-                    "No label names it."
-                    if by_label
-                    else "The patterns before it take all of its leaves."
-                )
+                fix = "The patterns before it take all of its leaves."
+                if self.labels is not None:
+                    fix = "No label names it."
                 raise PatternError(
                     f"group {pattern!r}", "partition()", "no leaf", "at least one", fix
                 )

@@ -131,11 +131,8 @@ class LiveFactory(Generic[P]):
         statics, names, values, schedules = {}, [], [], []
         for name, value in arguments.items():
             parameter = self.__signature__.parameters[name]
-            if (
-                isinstance(parameter.default, bool)
-                and not isinstance(value, (bool, np.bool_))
-                and "mask" not in name
-            ):
+            is_flag = isinstance(parameter.default, bool) and "mask" not in name
+            if is_flag and not isinstance(value, (bool, np.bool_)):
                 raise WrongTypeError(
                     name, f"{self.__name__}()", trees.describe(value), "True or False"
                 )

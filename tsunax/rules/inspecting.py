@@ -225,10 +225,8 @@ def _raised_by(error: BaseException, rule) -> str:
 
 
 def _meant(rule) -> str:
-    if all(
-        callable(getattr(rule, name, None))
-        for name in ("init", "update", "gradient_transformation")
-    ):
+    methods = "init", "update", "gradient_transformation"  # of `optax.MultiSteps`
+    if all(callable(getattr(rule, name, None)) for name in methods):
         return "Call rule.gradient_transformation(), or use ts.rules.accumulate(rule, every=n)."
     is_rule = lambda x: isinstance(x, optax.GradientTransformation)
     if isinstance(rule, LiveFactory) or (callable(rule) and not isinstance(rule, type)):

@@ -56,16 +56,16 @@ class Live:
         return len(self.names) + sum(s.size for s in self.schedules if s)
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        # `type(self)`, not `Live`: a comparison at the interpreter's exit finds no global names
         return (
-            self is other
-            or (  # without a global name: the interpreter's last comparisons find none
-                type(other) is type(self)
-                and self.factory == other.factory
-                and self.names == other.names
-                and self.schedules == other.schedules
-                and self.statics.keys() == other.statics.keys()
-                and all(self._same(v, other.statics[k]) for k, v in self.statics.items())
-            )
+            type(other) is type(self)
+            and self.factory == other.factory
+            and self.names == other.names
+            and self.schedules == other.schedules
+            and self.statics.keys() == other.statics.keys()
+            and all(self._same(v, other.statics[k]) for k, v in self.statics.items())
         )
 
     def __hash__(self) -> int:
