@@ -231,7 +231,7 @@ class LossScale:
     ceiling: float = 2.0**24
 
     def grown(self, applied: jax.Array, overflowed: jax.Array) -> LossScale:
-        """The scale after a step.
+        """The scale after a step that was applied, overflowed, or was rejected for another reason.
 
         A step can be neither applied nor overflowed: rejected for another reason.
         """

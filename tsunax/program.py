@@ -140,9 +140,9 @@ class _Known:
 class TrainStep:
     """What `train_step` returns: a function `(state, batch, **extra) -> (state, info)`.
 
-    Steps compare by value. `step.lower(state, batch)` is its program, `step.pure(state, batch,
-    extra)` the function behind it, and `dataclasses.replace(step, accumulate=4)` the same step with
-    another argument.
+    Steps compare by value. `step.lower(state, batch)` is the program of a step,
+    `step.pure(state, batch, extra)` the function behind it, and
+    `dataclasses.replace(step, accumulate=4)` the same step with another argument.
     """
 
     loss_fn: Function

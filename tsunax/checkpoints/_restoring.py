@@ -199,10 +199,7 @@ def _parts_of(sharding, shape) -> dict[int, tuple[Bounds, ...]] | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a restore does: which leaf goes where, what does not fit, which numbers are merged.
-
-    Merged numbers are not simply taken from the checkpoint.
-    """
+    """What a restore does: which leaf goes where, what does not fit, which numbers are merged."""
 
     like: Any
     mine: Tree
@@ -232,7 +229,7 @@ class Plan:
     def check(self, words: list[str]) -> None:
         """Verify the leaves that no process has read as a whole; raises Damaged.
 
-        The hashes of the parts, in the words of all processes, must add up to the saved one.
+        `words` are the hashes of the parts that each process read: together they are the saved one.
         """
         at = 0
         for pair in self.pairs:

@@ -22,7 +22,7 @@ _SHOWN = 4
 
 
 def calls_of(tree) -> int:
-    """The calls of all training states in a tree; 0, too, if this process cannot read them."""
+    """The calls of all training states in a tree; 0 if this process cannot read them."""
     clocks = [s.clock for s in leaves.tree_of(tree).states.values()]
     known = all(getattr(x, "is_fully_replicated", True) or x.is_fully_addressable for x in clocks)
     return int(sum(np.sum(np.asarray(x)[..., 1]) for x in clocks)) if known else 0

@@ -75,7 +75,7 @@ def dtype_of(name: str) -> np.dtype | None:
 def is_shape(shape: Sequence[Any]) -> bool:
     """Whether NumPy can have an array of this shape.
 
-    The size of an array without elements counts without its axes of length 0.
+    If it has no elements, its size without the axes of length 0 must be possible.
     """
     sizes = all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
     return sizes and len(shape) <= 64 and math.prod(n for n in shape if n) < 1 << 48

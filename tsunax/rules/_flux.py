@@ -22,7 +22,7 @@ __all__ = [
 def flux_momentum(learning_rate: optax.ScalarOrSchedule, momentum=0.9, nesterov=False):
     """`Momentum` and `Nesterov` of Optimisers.jl, with the rate inside the velocity.
 
-    So old steps keep the rate that they were taken at. v ← momentum·v + learning_rate·g, params ←
+    Old steps keep their rate. v ← momentum·v + learning_rate·g, params ←
     params − v; with `nesterov`, params ← params − (momentum·v + learning_rate·g). `sgd` has the
     rate outside, where a new one applies to the whole history. At a constant rate both are the same
     (Sutskever et al. 2013, whose "classical momentum" this is).

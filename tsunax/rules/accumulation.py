@@ -153,13 +153,13 @@ def accumulate(
 ) -> optax.GradientTransformationExtraArgs:
     """Gather the gradients of `every` calls, then give the rule their weighted mean.
 
-    The mean is `Σ weight · g / Σ weight`. The other calls change no parameter and no state of the
-    rule; `state.step` and schedules wait, `state.calls` counts on, and `info.applied` says which it
-    was. Weights are those of the losses (in plain optax code, `weight=`). A call whose gradient is
-    not finite is left out and not counted. `every` is an int, or a schedule of `step`. What the
-    last, short window holds is applied by `ts.rules.flush(state)`. Rules before it in a chain see
-    every call; it is the last one itself. In `partition` beside a rule that runs on every call,
-    `state.step` counts calls.
+    The mean is `Σ weight · g / Σ weight`. All calls but the last of a window change neither params
+    nor the state of the rule; `state.step` and schedules wait, `state.calls` counts on, and
+    `info.applied` is true for the last call. Weights are those of the losses (in plain optax code,
+    `weight=`). A call whose gradient is not finite is left out and not counted. `every` is an int,
+    or a schedule of `step`. What the last, short window holds is applied by
+    `ts.rules.flush(state)`. In a chain, `accumulate` must be last; rules before it see every call.
+    In `partition` beside a rule that runs on every call, `state.step` counts calls.
 
     The rule runs on the last call of a window only (`lax.cond`); under `vmap` that becomes a
     select, so that it runs on every call: same numbers, more work. In memory it costs one f32

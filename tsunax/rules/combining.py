@@ -59,11 +59,11 @@ class _ChainUpdate:
 def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Apply rules one after the other, each to the updates of the one before.
 
-    It is `optax.chain`, but compares by value. Order is meaning: `chain(add_decayed_weights(1e-4),
-    adam(1e-3))` is an L2 penalty. Behind `adam`, whose updates point downhill already, decay would
-    make weights grow: the decoupled kind is `adamw`, or `chain(live(optax.scale_by_adam)(),
-    add_decayed_weights(1e-4), live(optax.scale_by_learning_rate)(1e-3))`. A chain of none passes
-    gradients on.
+    It is `optax.chain`, but compares by value. The order matters:
+    `chain(add_decayed_weights(1e-4), adam(1e-3))` is an L2 penalty. Behind `adam`, whose updates
+    point downhill already, decay would make weights grow: the decoupled kind is `adamw`, or
+    `chain(live(optax.scale_by_adam)(), add_decayed_weights(1e-4), live(optax.scale_by_learning_rate)(1e-3))`.
+    An empty chain passes gradients on.
 
     >>> import tsunax as ts
     >>> rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.sgd(0.1))
@@ -211,9 +211,9 @@ def _for_part(f, params, mine, is_gradient: bool):
 def partition(
     rules: Mapping[str, optax.GradientTransformation], *, labels: PyTree = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Use another rule for each part of the params: `{pattern: rule}`.
+    """Give each part of the params a rule of its own: `{pattern: rule}`.
 
-    A leaf is in the part of the first pattern that matches it. Each rule sees its own leaves only,
+    A leaf belongs to the first pattern that matches it. Each rule sees its own leaves only,
     but `clip_by_global_norm` at the head of a group is over the norm of all groups. With `labels`
     (a tree of strings like params, or `f(path, leaf) -> str`) the keys are labels instead.
 
