@@ -41,7 +41,7 @@ class Average:
     every: int
 
     def of(self, params: PyTree) -> Average:
-        """The average of a run that begins at these params."""
+        """The average at the start of a run with these params."""
         wide = jax.tree.map(
             lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params
         )
@@ -118,7 +118,7 @@ def swa(start: int, every: int) -> Average:
 
 
 def as_average(given: ArrayLike | Average | None, where: str) -> Average | None:
-    """What a user gave to `setup(ema=...)`: None, a decay, or one of the functions here."""
+    """The average that `setup(ema=...)` means: None, a decay, or an `Average`."""
     if given is None or isinstance(given, Average):
         return given
     if isinstance(given, bool) or trees.dtype_of(given) is None:

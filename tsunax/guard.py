@@ -48,7 +48,7 @@ _apart: contextvars.ContextVar[bool] = contextvars.ContextVar("_apart", default=
 
 @contextlib.contextmanager
 def leaves_apart(apart: bool) -> Generator[None, None, None]:
-    """Inside it, each leaf is summed by itself: for programs over a mesh."""
+    """A context in which each leaf is summed by itself: for programs over a mesh."""
     before = _apart.set(apart)
     try:
         yield
@@ -145,12 +145,12 @@ def _found(value: ArrayLike, place: int | np.ndarray) -> jax.Array:
 
 
 def overflowed(verdict: Scalar) -> Scalar:
-    """Whether it was the loss or the gradient, and not what a rule reported."""
+    """Whether the loss or the gradient was not finite, rather than a value reported by a rule."""
     return (verdict > 0) & (verdict < 6)
 
 
 def with_gathered(verdict: jax.Array | None, emitted: jax.Array | None) -> jax.Array | None:
-    """The verdict, -1 where the call was taken but its gradient only gathered."""
+    """The verdict, or -1 if the step was taken but only gathered its gradient."""
     if emitted is None:
         return verdict
     taken = jnp.int32(0) if verdict is None else verdict
@@ -206,7 +206,7 @@ def locate(grads: PyTree) -> str:
 
 
 def in_batch(batch: PyTree) -> str:
-    """Where a batch first holds what is not finite; "" if it does nowhere."""
+    """The first leaf of a batch that is not finite, in words; "" if all are finite."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         bad = ~jnp.isfinite(leaf) if trees.is_inexact(leaf) else np.zeros(1, bool)
         if count := int(jnp.sum(bad)):
@@ -326,7 +326,7 @@ def between(take: jax.Array, new: PyTree, old: PyTree, again: Callable[[], Any] 
 
 
 def _varies(take: jax.Array) -> bool:
-    """Whether devices inside `shard_map` may decide differently."""
+    """Whether `take` may differ between the devices inside `shard_map`."""
     if not trees.manual_axes():
         return False
     from tsunax._core import axes
@@ -335,7 +335,7 @@ def _varies(take: jax.Array) -> bool:
 
 
 def _is_cheap(jaxpr: Any) -> bool:
-    """Whether it works element by element."""
+    """Whether a program consists of cheap primitives only, which work element by element."""
     if jaxpr.effects or any(eqn.primitive.name not in _CHEAP for eqn in jaxpr.eqns):
         return False
     return all(_is_cheap(part) for eqn in jaxpr.eqns for part in trees.programs_in(eqn))

@@ -199,7 +199,7 @@ def _known(state: TrainState) -> list[str]:
 
 
 class _Hit(NamedTuple):
-    """A live state that an adjust may be for."""
+    """A live state that an adjust may set."""
 
     at: int
     rule: str  # its index in a chain
@@ -305,7 +305,7 @@ def _by_leaf(state: TrainState, matched: Any, targets: Any, values: Any) -> dict
 
 
 def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tuple[Any, ...]]:
-    """The same for flat names, as `hyperparams` gives them."""
+    """What to set for flat names: {column of the numbers: (live, index, value)}."""
     columns, lives = {}, _table(state).layout.lives
     for at, s, group, start in _table(state).columns():
         names = _table(state).layout.names[at][group]

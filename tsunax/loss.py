@@ -341,7 +341,7 @@ def _as_metric(name: str, m: Any, weight: Scalar) -> PyTree:
 
 
 def _share(mean: Scalar, weight: Scalar) -> Scalar:
-    """What a mean adds to a total: nothing where it weighs nothing, and may be 0/0."""
+    """Mean times weight, the part of a mean in a total; 0 for a weight of 0, even if it is 0/0."""
     return (
         jnp.where(weight != 0, mean * weight, 0) if isinstance(weight, jax.Array) else mean * weight
     )
@@ -361,13 +361,13 @@ def uneven(batch: PyTree) -> str:
 
 
 def rows_of(batch: PyTree) -> int:
-    """Length of the first axis of the first array that has one; 1 where there is none."""
+    """The length of the first axis of the first array that has one; 1 if none has."""
     shapes = (jnp.shape(x) for x in jax.tree.leaves(batch))
     return next((shape[0] for shape in shapes if shape), 1)
 
 
 def finished(loss: Loss | Maybe) -> Loss:
-    """The loss that a user gave to `update`, as `value_and_grad` would give it."""
+    """The loss given to `update`, in the form in which `value_and_grad` returns it."""
     if not isinstance(loss, Loss):
         if loss is not None:
             check_scalar("loss", "update()", loss)

@@ -169,7 +169,7 @@ def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any
 
 
 def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
-    """The loss of the rows of all devices."""
+    """The loss over the rows of all devices."""
     each = dataclasses.replace(loss, weight=jnp.asarray(loss.weight, jnp.float32), mean_value=None)
     each = _axes.gathered(
         dataclasses.replace(each, model_state=None, dropped=None, overwritten=None), axes
@@ -192,7 +192,7 @@ def _next_state(new: PyTree, old: PyTree) -> PyTree:
 
 
 def _merged(take: jax.Array, losses: Loss) -> Loss:
-    """All losses of a stack that are taken, merged."""
+    """Merge those losses of a stack whose flag in `take` is true."""
     at = lambda i: jax.tree.map(lambda x: x[i], (take, losses))
     rest = jax.tree.map(lambda x: x[1:], (take, losses))
 

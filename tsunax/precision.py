@@ -143,7 +143,7 @@ class Policy:
         return cast(trained, "float32") if self.stochastic else trained
 
     def rounded(self, tree: PyTree, key: Any, calls: jax.Array) -> PyTree:
-        """The params that an update led to as they are stored under stochastic rounding."""
+        """The updated params, rounded stochastically for storage."""
         key = jax.random.fold_in(jax.random.fold_in(key, calls - 1), _ROUNDING)
         return round_stochastically(tree, key)
 
@@ -153,7 +153,7 @@ class Policy:
 
     @property
     def masters(self) -> bool:
-        """Whether params are stored rounded, with their true values beside them."""
+        """Whether params are stored rounded, beside master copies in float32."""
         return jnp.dtype(self.param).itemsize < 4 and not self.stochastic
 
     @property

@@ -51,7 +51,7 @@ def _is_spread(x: Any) -> bool:
 
 
 def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:
-    """After a program failed: raise what is wrong with its arguments, if that can be seen."""
+    """Raise the error in the arguments that made a program fail, if there is one."""
     from tsunax._step import failures
 
     if fault := failures.fault(error, state, batch, extra):
@@ -59,7 +59,7 @@ def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra
 
 
 def _over_members(f: Function, state: TrainState, *given: Any, at_once: int | None = None) -> Any:
-    """`f(state, *given)`; of a population that of each member."""
+    """`f(state, *given)`; for a population, `f` of each member."""
     if jnp.ndim(state.clock) == 1:
         return f(state, *given)
     from tsunax._step.members import over_members
@@ -167,11 +167,11 @@ class TrainStep:
 
     @functools.cached_property
     def masks(self) -> bool:
-        """Whether loss_fn names `mask`, and so never counts rows of padding."""
+        """Whether loss_fn takes `mask`, so that rows of padding do not count."""
         return "mask" in LossFn.of(self.loss_fn).names
 
     def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, StepInfo]:
-        """The step without compilation and donation; of a population that of each member."""
+        """The step without compilation and donation; for a population, the step of each member."""
         return _over_members(self._one, state, batch, extra, at_once=self.at_once)
 
     def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, StepInfo]:
@@ -256,7 +256,7 @@ class TrainStep:
         return self.trace(state, batch, **extra).lower()
 
     def trace(self, state: TrainState, batch: PyTree, **extra: Any) -> jax.stages.Traced:
-        """The same before it is lowered: `.jaxpr`."""
+        """The traced program for these arguments, with its `.jaxpr`."""
         check_state(state, "lower()", batch)
         home, moving, still = home_of(*split(state))
         if home is not None:
@@ -355,7 +355,7 @@ class EvalStep:
         return axes_around(self.axis_name, "eval_step()")
 
     def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
-        """The evaluation without compilation; of a population that of each member."""
+        """The evaluation without compilation; for a population, that of each member."""
         return _over_members(self._one, state, batch, extra)
 
     def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:

@@ -110,7 +110,7 @@ class TrainState:
 
     @property
     def rejected_in_a_row(self) -> jax.Array:
-        """int32: how many of them since the last call that was not."""
+        """int32: calls rejected since the last one that was not."""
         return _tick(self.clock, 3)
 
     def replace(self, **fields: Any) -> TrainState:
@@ -178,12 +178,12 @@ def trainable(state: TrainState) -> PyTree:
 
 
 def trained_part(state: TrainState) -> PyTree:
-    """`trainable` without a look at the state: every step asks for it."""
+    """`trainable` without its check of the state, for use in every step."""
     return _part(state.params, state.plan.selected)
 
 
 def with_rest(state: TrainState, trained: PyTree) -> PyTree:
-    """The inverse: the full tree of params with these leaves in the place of the trained ones."""
+    """The full tree of params with `trained` in place of the trained leaves."""
     return joined(trained, state.params, state.plan.selected)
 
 
@@ -192,7 +192,7 @@ def _part(params: PyTree, flags: trees.Flags | None) -> PyTree:
 
 
 def joined(part: PyTree, params: PyTree, flags: trees.Flags | None) -> PyTree:
-    """`params` with other leaves where flags are true; None: everywhere."""
+    """`params` with the leaves of `part` where flags are true; None: everywhere."""
     return part if flags is None else trees.merge(part, trees.partition(params, flags)[1])
 
 

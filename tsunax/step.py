@@ -248,7 +248,7 @@ def moved(
 
 
 def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss]:
-    """Gradients as a tree like `trainable(state)`, whether they came so or for the full tree.
+    """Gradients with the structure of `trainable(state)`, from those or from the full tree.
 
     Raises StateError.
     """
@@ -295,7 +295,7 @@ def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
 def _ruled(
     state: TrainState, grads: PyTree, value: jax.Array | None, weight: Scalar, extra: Extra
 ) -> tuple[PyTree, PyTree]:
-    """What the rule makes of the gradients.
+    """The updates and the new state of the rule.
 
     Raises RuleError for an argument that it lacks, and for other shapes.
     """
@@ -356,7 +356,7 @@ def _kept(
 def _chosen(
     take: jax.Array, new: TrainState, old: TrainState, again: Callable[[], Any] | None
 ) -> TrainState:
-    """The one choice of a step: all that moves, of the new state or of the old one."""
+    """Choose between the new state and the old one, for all that a step changes."""
     moving, still = split(new)
     rerun = None if again is None else lambda: split(again()[0])[0]
     moving = guard.between(take, moving, split(old)[0], rerun)

@@ -99,7 +99,7 @@ def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> 
 
 
 def why(step, state: TrainState, info: StepInfo, batch, extra) -> str:
-    """What was wrong with a step that was rejected: its leaf, and its micro-batch.
+    """Why a step was rejected, in words: the bad leaf, the micro-batch, the bad batch or labels.
 
     Compiles, once, and waits.
     """
@@ -118,7 +118,7 @@ def why(step, state: TrainState, info: StepInfo, batch, extra) -> str:
 
 
 def _about_labels(step, state: TrainState, batch, extra) -> str:
-    """What is wrong with the labels of class losses, from a run of the loss outside of a program."""
+    """The first wrong label in a class loss, in words; "" if none. It runs loss_fn eagerly."""
     fn = LossFn.of(step.loss_fn)
     with label_faults() as found, contextlib.suppress(Exception):
         keywords = fn.keywords(state, batch, extra, train=True)
@@ -128,7 +128,7 @@ def _about_labels(step, state: TrainState, batch, extra) -> str:
 
 @contextlib.contextmanager
 def label_faults() -> Iterator[list[str]]:
-    """A list of the labels that are no class, in class losses that run eagerly in this block."""
+    """Collect labels that are no class, from class losses that run eagerly in this context."""
     found: list[str] = []
 
     def watch(labels: jax.Array, classes: int) -> None:
@@ -150,7 +150,7 @@ def label_faults() -> Iterator[list[str]]:
 
 @functools.lru_cache(maxsize=8)
 def _again(step) -> Any:
-    """The gradients of a step, and the weights of the micro-batches that are to blame."""
+    """A function for the gradients of a step, and the weights of its bad micro-batches."""
 
     def look(state, batch, extra):
         _, grads = step.gradient(state, batch, **extra)

@@ -40,7 +40,7 @@ def gradient_of(
     where: str,
     axis_name: AxisName = None,
 ) -> Function:
-    """`value_and_grad` of `where`, which the errors name."""
+    """`value_and_grad` for the function `where`, which its errors name."""
     fn, name = LossFn.of(loss_fn, where), trees.describe_call(loss_fn)
     checks.check_count(accumulate, where, "accumulate")
     check_policy(on_nonfinite, where)
@@ -139,7 +139,7 @@ def _check_noted(found: list[Any], fn: LossFn) -> None:
 
 
 def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
-    """`jax.checkpoint` under a policy, or what leaves a function as it is."""
+    """`jax.checkpoint` with the policy of `remat`; the identity without one."""
     if isinstance(remat, str):
         known = [
             name
@@ -159,7 +159,7 @@ def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
 
 
 def axes_around(axis_name: AxisName, where: str) -> Callable[[], tuple[str, ...]]:
-    """A function that gives the named axes of devices over which a step takes means: () for none.
+    """A function that returns the named axes of devices to take means over; () for none.
 
     Raises WrongTypeError; the function StateError, for an axis that is forgotten or is not there.
     """

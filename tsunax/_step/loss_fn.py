@@ -140,7 +140,7 @@ class LossFn:
 
 
 def _weighed(out: Loss | ArrayLike, weight: jax.Array) -> Loss:
-    """What a loss function returned under a mask, weighing the rows that it lets through."""
+    """The result of a loss function, with the number of unmasked rows as its weight."""
     if isinstance(out, Loss):
         return out if out.weight is not None else dataclasses.replace(out, weight=weight)
     check_scalar("result", "loss_fn", out)
@@ -148,7 +148,7 @@ def _weighed(out: Loss | ArrayLike, weight: jax.Array) -> Loss:
 
 
 def _explaining() -> Any:
-    """The module that says what is wrong with a loss function: loaded if something is."""
+    """The module that explains errors of a loss function, imported only when there is one."""
     from tsunax._step import loss_fn_errors
 
     return loss_fn_errors
@@ -158,7 +158,7 @@ def _explaining() -> Any:
 
 
 def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> PyTree:
-    """What the loss function sees of params."""
+    """The params in the dtypes in which loss_fn gets them."""
     policy, plan = state.plan.precision, state.plan
     if policy is None:
         return params
@@ -192,9 +192,9 @@ def seen_by(
     train: bool = True,
     inputs: list[Any] | None = None,
 ) -> tuple[Any, Any]:
-    """What a loss function sees of params and batch.
+    """The params and the batch in the dtypes in which loss_fn gets them.
 
-    `inputs` keeps which leaves of it are inputs.
+    `inputs` stores which leaves of the batch are inputs.
     """
     policy = state.plan.precision
     params = in_precision(state, params, train=train)

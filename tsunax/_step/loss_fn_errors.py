@@ -20,7 +20,7 @@ from tsunax.loss import Loss
 
 
 def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) -> LossError:
-    """For a keyword that a loss function names and nobody gives."""
+    """The error for a keyword that a loss function names and nobody gives."""
     what = f"keyword {name!r}"
     if name == "key" and not train:
         got, fix = "an evaluation, which has no key", "Write key=None in its signature."

@@ -71,7 +71,7 @@ def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = N
 
 
 def check_each(state: TrainState, trees) -> None:
-    """Raise StateError for an `each` that has not one tree for each member of the state."""
+    """Raise StateError unless the arrays of each `each` have a first axis of the members."""
     n = members_of(state)
     found = [x.tree for x in jax.tree.leaves(trees, is_leaf=_is_each) if _is_each(x)]
     for x in jax.tree.leaves(found):

@@ -25,7 +25,7 @@ def home_of(moving, still=()) -> tuple[placement.Home | None, Any, Any]:
 
 
 def masked(given, padding):
-    """A mask that a user gave (or none), beside that of rows of padding behind its own."""
+    """The user's mask, extended by zeros for rows of padding."""
     if given is None:
         return padding
     lib = np if isinstance(given, np.ndarray) else jnp
@@ -60,7 +60,7 @@ def placed(step: Any, state: TrainState, home: placement.Home, batch, extra) -> 
 
 
 def for_evaluation(state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
-    """The same for an evaluation, which takes rows that do not divide on each device."""
+    """Spread a host batch for an evaluation; rows that do not divide are replicated."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((batch, extra))):
         return batch, extra
     if members_of(state) is not None:
@@ -69,7 +69,7 @@ def for_evaluation(state: TrainState, home: placement.Home, batch, extra) -> tup
 
 
 def for_statistics(home: placement.Home, batch, extra) -> tuple[Any, dict]:
-    """The same for batch statistics, which need all rows once."""
+    """Spread a host batch for batch statistics, which need every row exactly once."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((batch, extra))):
         return batch, extra
     return spread((batch, extra.get("mask")), extra, home)

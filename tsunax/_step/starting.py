@@ -24,7 +24,7 @@ from tsunax.precision import LossScale, Policy, as_loss_scale, as_policy, cast
 def check_setup(
     params: Any, device: Any, model_state: Any, trainable: Any, copy: bool, freezable: bool
 ) -> tuple[bool, ...]:
-    """Raise for arguments that `setup` cannot work with; which leaves of params are selected."""
+    """Raise for bad arguments of `setup`; returns which leaves of params are selected."""
     checks.check_flags("setup()", freezable=freezable, copy=copy)
     checks.check_keys(params)
     if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
@@ -48,13 +48,13 @@ def check_setup(
 def parts_of(
     precision: Any, ema: Any, loss_scale: Any
 ) -> tuple[Policy | None, Average | None, LossScale | None]:
-    """What these arguments of `setup` stand for."""
+    """The policy, average and loss scale that these arguments of `setup` mean."""
     policy = as_policy(precision, "setup()")
     return policy, as_average(ema, "setup()"), as_loss_scale(loss_scale, policy, "setup()")
 
 
 def copied(params: Any, flags: tuple[bool, ...], take: Callable[[Any], Any]) -> Any:
-    """The params as a state holds them: what is trained through `take`, which copies.
+    """The params as a state stores them: trained leaves are copied by `take`.
 
     The others are no copies, but a NumPy array would be moved to the device by every step.
     """
@@ -101,7 +101,7 @@ def _check_concrete(params: Any, flags: tuple[bool, ...]) -> None:
 
 
 def tell_flax(cls: type) -> None:
-    """Let `flax.serialization.to_bytes(state)`, if flax is loaded, say what saves a state."""
+    """Make `flax.serialization.to_bytes(state)` an error that names what saves a state."""
     if (flax := sys.modules.get("flax.serialization")) is not None:
         flax.register_serialization_state(cls, _no_flax_bytes, _no_flax_bytes, override=True)
 
@@ -208,7 +208,7 @@ def check_field(state: Any, name: str, value) -> None:
 
 
 def like(new, old):
-    """Copies of arrays, on the mesh where the old ones lie."""
+    """Copies of arrays, on the mesh of the old ones."""
     new = jax.tree.map(trees.own, new)
     if jax.tree.structure(new) != jax.tree.structure(old):
         return new

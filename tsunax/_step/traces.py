@@ -31,7 +31,7 @@ class Trace:
 
     @classmethod
     def of(cls, traced: Traced) -> Trace:
-        """Of the record that a step keeps."""
+        """The trace of the record that a step stores."""
         state, trees = traced.state, traced.given
         plan = state.plan if isinstance(state, TrainState) else None
         fields = {"state": state}
@@ -49,7 +49,7 @@ class Trace:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """How many members a population has: () of one run."""
+        """(number of members,) of a population; () of a single state."""
         clock = self.trees.get("state.clock")
         return () if clock is None else clock.shape[:-1]
 

@@ -207,7 +207,7 @@ def check_same(
 
 
 def answered(wanted: list[Leaf], answers: list) -> tuple[list[Any], dict[str, int]]:
-    """What `read_leaf` made of each leaf, as `Home.read` returns it."""
+    """The results of `read_leaf`, in the form in which `Home.read` returns them."""
     sums = zip(wanted, answers, strict=True)
     return [x for x, _ in answers], {leaf.name: x for leaf, (_, x) in sums if x is not None}
 

@@ -81,7 +81,7 @@ class Home:
         raise NotImplementedError
 
     def start(self, name: str, tree: Tree, found: list[Leaf], blocks: Blocks) -> None:
-        """What of a save belongs into the thread that calls `save`, where the devices are."""
+        """The part of a save that must run in the thread that calls `save`."""
 
     def write(
         self, name: str, process: int, part: Manifest, blocks: Blocks, prove: bool
@@ -100,11 +100,11 @@ class Home:
         raise NotImplementedError
 
     def discard(self, name: str) -> None:
-        """Delete what was being written."""
+        """Delete an unfinished checkpoint."""
         raise NotImplementedError
 
     def drop(self, steps: Iterable[int]) -> None:
-        """Delete checkpoints; not those in which somebody keeps a file of his own."""
+        """Delete checkpoints, except those in which a user keeps files of his own."""
         raise NotImplementedError
 
     def tidy(self) -> None:
@@ -174,7 +174,7 @@ class Home:
     # ------------------------------------------------------------------------- what is written
 
     def put_part(self, name: str, process: int, part: Manifest) -> None:
-        """What this process has written, for the first one, which is told of its own."""
+        """Store the manifest of this process's part for the first process."""
         if process:
             self.store(self.path / name / self.inside / _part(process), part.dump())
 
@@ -201,7 +201,7 @@ class Home:
     # --------------------------------------------------------------------------- who may write
 
     def prepare(self) -> Any:
-        """Make the run's directory: what tells it from others. Raises OSError."""
+        """Make the run's directory; returns its identity. Raises OSError, CheckpointError."""
         if self.path.exists() and not self.path.is_dir():
             expected = "a directory of checkpoints"
             fix = f"{NO_CODE} Give the path of a directory that can be written."

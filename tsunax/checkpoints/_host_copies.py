@@ -134,7 +134,7 @@ def _on_host(data, shards: list, copy: bool) -> np.ndarray:
 
 
 def encoded(given: Mapping[str, Any], blocks: Blocks, process: int) -> Parts:
-    """Data, history and callbacks; their arrays are added to the blocks."""
+    """Encode data, history and callbacks; their arrays are added to the blocks."""
     arrays: list[Leaf] = []
 
     def keep(at: tuple, x: np.ndarray) -> int:

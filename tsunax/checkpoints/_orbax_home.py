@@ -312,7 +312,7 @@ def _is_beside(leaf: Leaf) -> bool:
 
 
 def _keys_of(found: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Where each name is in nested dicts. orbax joins their keys by dots."""
+    """The keys of each name in nested dicts, without dots, by which orbax joins keys."""
     names = list(found)
     above = {name[:i] for name in names for i, c in enumerate(name) if c == "/"}
     keys = {name: name.replace(".", "%2e") or "%" for name in names}
@@ -366,7 +366,7 @@ def _opener(
 
 
 class Bucket(Orbax):
-    """The same in a bucket, `gs://...`, which has no locks: who comes last may write."""
+    """orbax checkpoints in a bucket, `gs://...`, without locks: the latest run may write."""
 
     @staticmethod
     def at(text: str, timeout: float) -> Bucket:
@@ -387,7 +387,7 @@ class Bucket(Orbax):
             path.write_bytes(content)
 
     def names(self, path: Any) -> list[str]:
-        """What is there now: the library for buckets would tell what it has listed before."""
+        """The names that are there now, not those in the cache of the library for buckets."""
         backend = importlib.import_module("etils.epath.backend")
         backend.fsspec_backend.fs(str(path)).invalidate_cache()
         return names_in(path)

@@ -44,7 +44,10 @@ class How:
         return self.params_only or self.partial is not None
 
     def plan(self, manifest: Manifest, folder: Path) -> Plan:
-        """Compare. Raises CheckpointError with up to ten differences, both sides of each."""
+        """The plan for a manifest.
+
+        Raises CheckpointError with up to ten differences, both sides of each.
+        """
         plan = self.compared(manifest)
         fix = (
             "Restore with the setup that saved it; params alone: params_only=True or "
@@ -131,7 +134,7 @@ class How:
 
 @dataclass(frozen=True)
 class Clocks:
-    """The counts of the saved training states, and nothing else: where a checkpoint is."""
+    """A restore of nothing but the counts of the saved training states."""
 
     like: Any = ()
     only_params = False
@@ -154,7 +157,7 @@ def refuse(head: str, differences: list[str], fix: str) -> None:
 
 
 def warn_of_edits(edited: list[str]) -> None:
-    """Say which numbers are the script's."""
+    """Warn of each number for which the edited script's value is used."""
     for note in edited:
         warn(f"edited in the script since the run was set up, {note}: the script's is used.")
 
@@ -243,7 +246,7 @@ class Plan:
                 at += 16
 
     def filled(self, values: list):
-        """The target with these values, verified before, in the place of its own."""
+        """The target with these verified values in place of its own."""
         both = zip(self.pairs, values, strict=True)
         new = {pair.path: self._placed(pair, value) for pair, value in both}
         treedef = jax.tree.structure(self.like)
@@ -331,7 +334,7 @@ def fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
 
 
 def _extra_leaves(wanted: Wanted, saved: Mapping, under=lambda _: True) -> list[str]:
-    """What is saved and has no place."""
+    """The differences for saved leaves that have no place in the target."""
     known = {there for _, there, _ in wanted}
     return [f"{show('state', path)}: saved {leaf}, expected nothing" for path, leaf in saved.items()
             if path not in known and under(path)]  # fmt: skip

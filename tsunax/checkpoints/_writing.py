@@ -165,7 +165,7 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _digest(x: Any, name: str) -> str:
-    """Of what each process has of its own: whether it differs from that of another one."""
+    """A hash of data or callbacks, which may differ between processes."""
     content = lambda _, x: f"{x.dtype} {x.shape} {checksums.of(x)}"
     coded = _values.encode(x, content, name)
     return durable_files.sha256(json.dumps(coded, sort_keys=True).encode())

@@ -245,7 +245,7 @@ def contents(path: StrPath) -> dict[str, jax.ShapeDtypeStruct]:
 
 @contextlib.contextmanager
 def _refusing(what: str, path, fix: str = ""):
-    """What is wrong with a file, as a CheckpointError that names it."""
+    """A context that raises errors of reading a file as CheckpointError with its path."""
     try:
         yield
     except TooNew as error:
@@ -311,7 +311,7 @@ def _of_flax(content: bytes) -> dict[str, Any]:
 
 
 def _from_tree(path: Path, tree) -> _Source:
-    """Of nested dicts of arrays, or of what describes them."""
+    """The source for nested dicts of arrays, or of descriptions of arrays."""
     named = {"/".join(name): x for name, _, x in trees.leaves_with_names(tree)}
     found = {}
     for name, x in named.items():
@@ -340,7 +340,7 @@ def _restored(source: _Source, like, where, rename: Rename, cast: bool, call: st
 
 
 def _whole(source: _Source, manifest: Manifest, like, cast: bool):
-    """Training states as they were saved."""
+    """Restore whole training states, with the checks of a checkpoint."""
     plan = _restoring.How(like, None, cast, False).compared(manifest)
     fix = "Restore with the setup that saved it; params alone: restore(path, state, where='**')."
     _restoring.refuse(f"another state in {source.path}", plan.differences, fix)
@@ -390,7 +390,7 @@ def _fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
 
 
 def _nested(source: _Source, where):
-    """All that is there as nested dicts, typed keys as such."""
+    """The leaves that `where` selects, or all, as nested dicts; typed keys as such."""
     out: dict[str, Any] = {}
     for name in source.leaves:
         *parents, last = name.split("/")
@@ -442,7 +442,7 @@ def _as_path(path) -> Path:
 
 
 def _found(path) -> Path:
-    """The file to begin with: one alone, or an index."""
+    """The file to read: a single one, or the index of several."""
     file = _as_path(path)
     if file.is_dir():
         file = file / "model.safetensors"

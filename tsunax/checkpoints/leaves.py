@@ -82,9 +82,9 @@ def is_shape(shape: Sequence[Any]) -> bool:
 
 
 def leaf_of(path: Keys, x: PyTree, name: str = "") -> Leaf:
-    """What is said of a leaf that is saved, or expected of one that is restored.
+    """The description of a leaf to save, or of one expected at restore.
 
-    WrongTypeError for other things.
+    Raises WrongTypeError for other objects.
     """
     if trees.is_key(x):
         kind = f"key:{implementation(x.dtype)}"
@@ -192,7 +192,7 @@ def _walk(x, path: Keys, name: Keys, in_box: bool, out: Tree, names: list[Keys])
 
 
 def _entry(entry) -> str:
-    """A key entry in one string that tells a list's 0 from a dict's."""
+    """A key entry as a string that differs for index 0 of a list and key 0 of a dict."""
     if isinstance(entry, jtu.DictKey) and not isinstance(entry.key, str):
         return f"{{{entry.key!r}}}"
     return str(entry)

@@ -117,7 +117,7 @@ def given_of(state: TrainState) -> dict[str, Any]:
 
 
 def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
-    """What `given_of` told of each state at the start of the run; empty if nobody saved it."""
+    """What `given_of` returned for each state at the start of the saved run; empty if unknown."""
     try:
         found: Any = _values.decode(manifest.parts[0].values["script"], [])
         out = {}

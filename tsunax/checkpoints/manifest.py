@@ -49,7 +49,7 @@ class Manifest:
     not_finite: str = ""  # the first trained leaf with a NaN or an infinity in it
 
     def with_hashes(self, hashes: dict[str, int]) -> Manifest:
-        """With these hashes of arrays by name; they are parts of the whole over several processes."""
+        """The manifest with these hashes by name; one process's may be parts of the whole."""
         hashed = lambda found: [
             dataclasses.replace(x, hash=hashes.get(x.name, 0)) if x.dtype else x for x in found
         ]

@@ -47,7 +47,7 @@ class Best:
 
 
 def dropped(known: Metrics, last: int | None, best: Best | None, every: int | None) -> list[int]:
-    """What no policy keeps of these steps, of which the newest has just been written."""
+    """The steps that no policy keeps, after the newest of them was written."""
     if last is None:
         return []
     kept = set(sorted(known)[-last:])

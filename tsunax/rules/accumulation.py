@@ -50,15 +50,15 @@ def _is_window(x) -> bool:
 
 
 def any_emitted(opt_state: PyTree) -> jax.Array | None:
-    """The same of any window anywhere; None where there is none."""
+    """Whether any window anywhere in a state was applied; None without a window."""
     found = [x.emitted for x in jax.tree.leaves(opt_state, is_leaf=_is_window) if _is_window(x)]
     return functools.reduce(operator.or_, found) if found else None
 
 
 def in_sums(opt_state: PyTree) -> list[bool]:
-    """For each leaf whether it is a sum under way.
+    """For each leaf, whether it belongs to the sum of an unfinished window.
 
-    Those go on for frozen leaves, with nothing added to them.
+    Such sums stay for frozen leaves, with nothing added to them.
     """
 
     def flags(x):

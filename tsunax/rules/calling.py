@@ -69,7 +69,7 @@ class Rule(optax.GradientTransformationExtraArgs):
 
 
 def as_rule(init: Function, update: Function) -> optax.GradientTransformationExtraArgs:
-    """The optax rule of these two halves."""
+    """The optax rule with this init and this update."""
     return Rule(init, update)
 
 
@@ -95,7 +95,7 @@ def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | No
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class Wrapped:
-    """State of a rule around a rule: that of the rule inside, and what the wrapper keeps."""
+    """State of a rule around another rule: the state of the inner rule, and the wrapper's own."""
 
     inner: Any
     own: Any
@@ -131,7 +131,7 @@ class _WrapUpdate:
 def wrap(
     rule: optax.GradientTransformation, update: Function, init: Function | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """A rule around a rule: `update` says when, and with what, the one inside is called.
+    """A rule around another rule: `update` decides when to call the inner one, and with what.
 
     Args:
       rule: the rule inside; its numbers stay live.

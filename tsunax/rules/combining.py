@@ -197,7 +197,7 @@ class _PartitionUpdate:
 
 
 def _for_part(f, params, mine, is_gradient: bool):
-    """A function of all leaves as one of one group's, the others as they are."""
+    """Make a function of all leaves one of the leaves of a group; the other leaves are fixed."""
     rest = trees.partition(params, mine)[1]
 
     @functools.wraps(f)

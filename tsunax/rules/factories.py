@@ -33,13 +33,13 @@ def table_of(live: Live, values: tuple[Any, ...]) -> jax.Array:
 
 @dataclass(frozen=True)
 class LiveInit:
-    """The init half; it knows the numbers."""
+    """The init half of a live rule, with its numbers."""
 
     live: Live
     values: tuple[Any, ...] = field(hash=False)
 
     def plain(self) -> optax.GradientTransformationExtraArgs:
-        """The optax rule of the first step."""
+        """The optax rule with the numbers of step 0."""
         numbers = {}
         for name, value, schedule in zip(
             self.live.names, self.values, self.live.schedules, strict=True
@@ -65,7 +65,7 @@ class LiveInit:
 
 @dataclass(frozen=True)
 class BlankInit:
-    """The init half without its numbers: for shapes and key paths only."""
+    """The init half of a live rule without its numbers, for shapes and key paths only."""
 
     live: Live
 
@@ -78,7 +78,7 @@ class BlankInit:
 
 @dataclass(frozen=True, repr=False)
 class PatternMask:
-    """optax's `mask=` from a pattern: the function that it takes.
+    """A function for optax's `mask=` from a pattern.
 
     (To optax a str is a tree that is true.)
     """

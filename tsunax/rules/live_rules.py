@@ -120,13 +120,13 @@ def name_of(factory: object) -> str:
 
 
 def module_of(factory: object) -> str:
-    """The module of a factory; "" for one that has none, as what `exec` made."""
+    """The name of a factory's module; "" if it has none, for example when made by `exec`."""
     return getattr(factory, "__module__", None) or ""
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a live state is used. It decides nothing in an update, so that all of them are equal.
+    """Where a live state is used. All are equal, because it has no influence on an update.
 
     optax makes states of one rule from other trees and maps over both: from placeholders
     (`tree_map_params`), and from the params of the moment (`lookahead`, `sam`).
@@ -199,7 +199,7 @@ class LiveState:
 
 @dataclass(frozen=True)
 class LiveUpdate:
-    """The update half; numbers come from the state."""
+    """The update half of a live rule, which reads the numbers from the state."""
 
     live: Live
 

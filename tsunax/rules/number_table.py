@@ -249,7 +249,7 @@ class Numbers:
 
 
 def hoist(opt_state: PyTree) -> tuple[Any, Numbers | None]:
-    """Take tables and clocks out: (plain state, numbers)."""
+    """Take the tables and clocks out of an optimizer state: (plain state, numbers)."""
     leaves, full = jax.tree.flatten(opt_state)
     lives = [s for _, s in live_states(opt_state)]
     tables = _places(leaves, [s.table for s in lives])
@@ -287,7 +287,7 @@ def _plain(opt_state):
 
 
 def lower(opt_state: PyTree, numbers: Numbers | None, step: Scalar = 0) -> PyTree:
-    """Put them back: the inverse of `hoist`."""
+    """Put tables and clocks back into the plain state: the inverse of `hoist`."""
     if numbers is None:
         return opt_state
     layout, values, at, out = numbers.layout, numbers.values, 0, []
@@ -305,7 +305,7 @@ def lower(opt_state: PyTree, numbers: Numbers | None, step: Scalar = 0) -> PyTre
 
 
 def hoist_like(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
-    """The plain state again, after an update that changed no number."""
+    """The plain state of `hoist`, after an update that changed no number."""
     leaves, full = jax.tree.flatten(opt_state)
     if numbers is None or full != numbers.layout.full:
         return hoist(opt_state)[0]
@@ -321,7 +321,7 @@ def own_counts(opt_state: PyTree, numbers: Numbers) -> dict[int, Any]:
 
 
 def kept(layout: Layout) -> list[int]:
-    """Which leaves of the whole optimizer state a TrainState carries in its `opt_state`."""
+    """The indices of the leaves of an optimizer state that are in `TrainState.opt_state`."""
     return [
         i
         for i in range(layout.full.num_leaves)
@@ -349,7 +349,7 @@ def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def patterns(path: Sequence[Any]) -> tuple[str, ...]:
-    """The groups of rules in which a live state stands, by their patterns."""
+    """The patterns of the groups of rules around a live state."""
     return tuple(str(k.key) for k in path if isinstance(k, DictKey))
 
 

@@ -18,7 +18,7 @@ from tsunax.rules.number_table import Numbers, is_live, kept
 def _owners_by_marks(
     init: Callable[[Any], Any], params: Any, keyed: list
 ) -> list[int | None] | None:
-    """None where `init` fails on marked parameters, or makes another state of them."""
+    """Owners found by marking the params; None if `init` fails on those, or differs."""
     try:
         marked = jtu.tree_flatten_with_path(jax.eval_shape(init, trees.mark(params)))[0]
     except Exception:  # whatever a user's mask raises when it meets a node that it does not know
@@ -30,7 +30,7 @@ def _owners_by_marks(
 
 
 def owners_by_suffix(params: PyTree, keyed: list[Any]) -> list[int | None]:
-    """The parameter with the longest equal end of the key path that has the same shape."""
+    """Owners by key path: the parameter of the same shape with the longest equal end."""
     flat = jtu.tree_flatten_with_path(params)[0]
     index = {(path, np.shape(leaf)): i for i, (path, leaf) in enumerate(flat)}
     ends = ([(path[i:], leaf.shape) for i in range(len(path) + 1)] for path, leaf in keyed)
@@ -83,7 +83,7 @@ def owners_of(
 
 
 def owners_in(init: Function, opt_state: PyTree, params: PyTree) -> list[int | None]:
-    """The same for the leaves of an optimizer state in which live states keep their tables."""
+    """Owners of the leaves of an optimizer state in which live states contain their tables."""
     shapes, _, found = owners(init, params)
     fresh = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if o is None else o for o in found])
 
