@@ -129,7 +129,7 @@ def as_average(given: ArrayLike | Average | None, where: str) -> Average | None:
 
 
 def update_batch_stats(loss_fn: Function) -> Function:
-    """Make a compiled `f(state, batch, **extra) -> state` that updates `model_state` alone.
+    """Make a compiled `f(state, batch, **extra) -> state` that updates `model_state`, not params.
 
     It runs the forward pass in training mode. For batch statistics that belong to averaged
     parameters, over some batches: `state = update_batch_stats(loss_fn)(averaged(state), batch)`.

@@ -35,7 +35,7 @@ def masked(given, padding):
 def spread(rows, extra, home: placement.Home, *, whole: bool = False) -> tuple[Any, dict]:
     """Spread a batch and its mask over the mesh of a state; `extra` is replicated.
 
-    Rows that do not divide are replicated, too.
+    Rows that do not divide raise DataError; with `whole` they are replicated.
     """
     batch, mask = placement.put(rows, home.whole, whole=whole)
     extra = placement.whole({name: x for name, x in extra.items() if name != "mask"}, home.whole)
@@ -45,7 +45,7 @@ def spread(rows, extra, home: placement.Home, *, whole: bool = False) -> tuple[A
 def placed(step: Any, state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
     """Spread a host batch over the mesh of the state; `extra` is replicated.
 
-    Rows that do not divide are padded, if loss_fn takes a mask.
+    Rows that do not divide are padded if loss_fn takes a mask, and raise DataError if not.
     """
     if members_of(state) is not None:  # the devices share the members, each of which has all rows
         return placement.whole((batch, extra), home.whole)
@@ -69,7 +69,7 @@ def for_evaluation(state: TrainState, home: placement.Home, batch, extra) -> tup
 
 
 def for_statistics(home: placement.Home, batch, extra) -> tuple[Any, dict]:
-    """Spread a host batch for batch statistics, which need every row exactly once."""
+    """Spread a host batch for batch statistics; rows that do not divide raise DataError."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((batch, extra))):
         return batch, extra
     return spread((batch, extra.get("mask")), extra, home)

@@ -225,7 +225,7 @@ class Plan:
         return (self.parts(pair) or {}).get(jax.process_index())
 
     def word(self, sums: Mapping[str, int]) -> str:
-        """What this process read in parts, for the others: 16 digits of each hash."""
+        """The hashes of what this process read in parts, 16 digits each, for the other ones."""
         read = [pair.saved.name for pair in self.pairs if self.parts(pair)]
         return "".join(f"{sums.get(name, 0):016x}" for name in read)
 
