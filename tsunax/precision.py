@@ -250,8 +250,8 @@ def as_loss_scale(
 ) -> LossScale | None:
     """The loss scale behind what a user gave: None, "dynamic", a number, or a `LossScale`.
 
-    float16 gets a dynamic one by default: without it, training in float16 stands still without a
-    word.
+    float16 gets a dynamic one by default: without it, training in float16 stops without a
+    warning.
     """
     if given is None:
         given = "dynamic" if precision is not None and precision.compute == "float16" else None

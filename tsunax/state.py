@@ -298,7 +298,7 @@ def setup(
     also runs under jit, vmap, scan and eval_shape.
 
     Args:
-      rule: any optax transformation. Those of `tsunax.rules` have live numbers.
+      rule: any optax transformation. Rules of `tsunax.rules` have live numbers.
       params: any pytree of arrays. What `trainable` selects must be float or complex.
       key: typed PRNG key or int seed, for loss functions that name `key`.
       model_state: any pytree that the model updates without a gradient (batch statistics).

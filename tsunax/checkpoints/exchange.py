@@ -68,7 +68,7 @@ def save(
       path: "….safetensors"; its directory is made if it is not there.
       rename: the name in the file for a name of the tree: a function, or a dict with those that
         differ.
-      metadata: more text for the header. Its "format", which the hub asks for, is "flax" if none is
+      metadata: more text for the header. Its "format", which the hub requires, is "flax" if none is
         given.
       max_bytes: of the arrays in one file. What is larger becomes "…-00001-of-00003.safetensors"
         and so on, and "….safetensors.index.json" that says which name is where. An array is never

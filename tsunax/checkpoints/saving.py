@@ -298,7 +298,7 @@ class Checkpoints:
             `like`.
           cast: let floats be restored in another float dtype.
           resume: "auto" starts afresh (`step` None, `like` itself) where there is nothing at all;
-            "must" raises there; "never" raises where there is something.
+            "must" raises there; "never" raises if there is something.
           params_only: restore params and model state; the optimizer starts anew. `like` may be a
             tree of params.
 

@@ -108,7 +108,7 @@ def flux_amsgrad(learning_rate: optax.ScalarOrSchedule, b1=0.9, b2=0.999, eps=1e
     m ← b1·m + (1 − b1)·g, v ← b2·v + (1 − b2)·g², v̂ ← max(v̂, v), params ← params −
     learning_rate·m / (√v̂ + eps).
     `amsgrad(..., bias_correction_mu=False, bias_correction_nu=False)` starts at 0 (as do Reddi et
-    al. 2018), which tells where |g| is below √(eps / (1 − b2)).
+    al. 2018), which differs where |g| is below √(eps / (1 − b2)).
 
     >>> rule = flux_amsgrad(1.0)
     >>> rule.update(jnp.array([1e-4]), rule.init(jnp.ones(1)))[0]

@@ -223,7 +223,7 @@ class Numbers:
         return out
 
     def named(self, step: Maybe, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
-        """Every number in force at `step`, by flat name: Python floats where they are concrete.
+        """Every number in force at `step`, by flat name: Python floats if they are concrete.
 
         Schedules on a clock of their own are read at `counts`, see `own_counts`, or left out.
         """
@@ -372,8 +372,8 @@ def chain_indices(lives: Sequence[tuple[tuple[Any, ...], Any]]) -> list[str]:
 def labels(opt_state: PyTree) -> tuple[Any, ...]:
     """The flat name of every number: per live state, per group, per name. No two are equal.
 
-    A name alone where one rule has it; `name@pattern` in a group of rules; `i.name` where a chain
-    repeats it. In a cut subtree that, and `@pattern`.
+    A name alone if one rule has it; `name@pattern` in a group of rules; `i.name` if a chain repeats
+    it. Leaves with values of their own add `@pattern`.
     """
     lives = live_states(opt_state)
     indices, outer = chain_indices(lives), [patterns(path) for path, _ in lives]
