@@ -46,9 +46,9 @@ def owners(
     flatten order, the key path, and the place among the leaves of `params`; None for a count, and
     for what several parameters made together.
 
-    Each parameter is wrapped in a `trees.Marked` node, which optax's tree functions pass through, so
+    Each parameter is wrapped in a `trees.Marked` node. optax's tree functions pass through it, so
     that masks, labels, factored and stacked moments need no rule of their own. If `init` fails on
-    these nodes, owners are found by `owners_by_suffix`.
+    these nodes, `owners_by_suffix` finds the owners.
     """
     shapes = jax.eval_shape(init, params)
     keyed = jtu.tree_flatten_with_path(shapes)[0]
