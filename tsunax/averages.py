@@ -41,7 +41,7 @@ class Average:
     every: int
 
     def of(self, params: PyTree) -> Average:
-        """The average of a run that begins at these params."""
+        """The average at the start of a run with these params."""
         wide = jax.tree.map(
             lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params
         )
@@ -102,21 +102,23 @@ def ema(decay: Scalar = 0.999, *, warmup: bool = False, start: int = 0, every: i
 
 
 def polyak(*, start: int = 0, every: int = 1) -> Average:
-    """The plain mean of the params after every `every`-th applied update beyond `start` (Polyak and
-    Juditsky 1992).
+    """The mean of the params after every `every`-th applied update beyond `start`.
+
+    Polyak and Juditsky 1992.
     """
     return _average("polyak()", start, every, uniform=True)
 
 
 def swa(start: int, every: int) -> Average:
-    """Stochastic weight averaging: the mean of the params at the end of every cycle (Izmailov et
-    al. 2018).
+    """Stochastic weight averaging: the mean of the params at the end of every cycle.
+
+    Izmailov et al. 2018.
     """
     return _average("swa()", start, every, uniform=True)
 
 
 def as_average(given: ArrayLike | Average | None, where: str) -> Average | None:
-    """What a user gave to `setup(ema=...)`: None, a decay, or one of the functions here."""
+    """The average that `setup(ema=...)` means: None, a decay, or an `Average`."""
     if given is None or isinstance(given, Average):
         return given
     if isinstance(given, bool) or trees.dtype_of(given) is None:
@@ -127,12 +129,11 @@ def as_average(given: ArrayLike | Average | None, where: str) -> Average | None:
 
 
 def update_batch_stats(loss_fn: Function) -> Function:
-    """The compiled forward pass in training mode: `f(state, batch, **extra) -> state` with another
-    `model_state` only.
+    """Make a compiled `f(state, batch, **extra) -> state` that updates `model_state`, not params.
 
-    For batch statistics that belong to averaged parameters, over some batches:
-    `state = update_batch_stats(loss_fn)(averaged(state), batch)`. Raises LossError for a loss_fn
-    that returns no model state.
+    It runs the forward pass in training mode. For batch statistics that belong to averaged
+    parameters, over some batches: `state = update_batch_stats(loss_fn)(averaged(state), batch)`.
+    Raises LossError for a loss_fn that returns no model state.
     """
     from tsunax._step import batch_stats
 

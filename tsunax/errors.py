@@ -196,8 +196,7 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
 
 
 def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "") -> str:
-    """The message for a name that is not among the known ones, with the one that was probably
-    meant.
+    """The message for an unknown name, with the known one that was probably meant.
 
     >>> unknown("parameter", "adam()", "lr", ["learning_rate", "b1"])
     "parameter at adam(): got 'lr', expected one of learning_rate, b1. Did you mean 'learning_rate'?"
@@ -216,9 +215,7 @@ _OURS = {"drop_last": "drop_remainder=True"}  # for arguments of other libraries
 
 
 def suggests_names(f: F) -> F:
-    """`f`, which raises WrongTypeError with the nearest name for a keyword that it does not
-    have.
-    """
+    """Let `f` raise WrongTypeError with the nearest known name for an unknown keyword."""
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any):
@@ -226,12 +223,9 @@ def suggests_names(f: F) -> F:
             return f(*args, **kwargs)
         except TypeError as error:
             found = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
-            if (
-                found is None
-                or error.__traceback__ is None
-                or error.__traceback__.tb_next is not None
-            ):
-                raise  # from within the call
+            is_inside = error.__traceback__ is None or error.__traceback__.tb_next is not None
+            if found is None or is_inside:
+                raise  # a TypeError of the function's own
             known = [name for name in inspect.signature(f).parameters if name != "self"]
             where, ours = f.__qualname__.removesuffix(".__init__"), _OURS.get(found[1], "")
             fix = f"Say {ours}." if ours.partition("=")[0] in known else ""

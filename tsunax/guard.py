@@ -48,7 +48,7 @@ _apart: contextvars.ContextVar[bool] = contextvars.ContextVar("_apart", default=
 
 @contextlib.contextmanager
 def leaves_apart(apart: bool) -> Generator[None, None, None]:
-    """Inside it, each leaf is summed by itself: for programs over a mesh."""
+    """A context in which each leaf is summed by itself: for programs over a mesh."""
     before = _apart.set(apart)
     try:
         yield
@@ -57,9 +57,7 @@ def leaves_apart(apart: bool) -> Generator[None, None, None]:
 
 
 def is_apart(x: ArrayLike) -> bool:
-    """Whether what is computed from an array is part of a program over a mesh, as far as JAX
-    tells.
-    """
+    """Whether an array belongs to a program over a mesh, as far as JAX can tell."""
     return _apart.get() or bool(jax.typeof(x).sharding.mesh.axis_names)
 
 
@@ -77,8 +75,9 @@ def square_sums(tree: PyTree) -> list[jax.Array]:
 
 
 def global_norm(tree: PyTree) -> jax.Array:
-    """sqrt(sum over leaves of sum(|x|²)), float32 whatever the dtypes (float64 if any is):
-    `optax.tree.norm`.
+    """sqrt(sum over leaves of sum(|x|²)), as `optax.tree.norm`.
+
+    Float32 whatever the dtypes of the leaves, float64 if any is.
     """
     large, small = [], defaultdict(list)
     for x in map(jnp.asarray, jax.tree.leaves(tree)):
@@ -100,9 +99,7 @@ def global_norm(tree: PyTree) -> jax.Array:
 )
 @dataclass(frozen=True)
 class Report:
-    """Numbers that a rule leaves in its state for the verdict: a step where one is not finite is
-    rejected.
-    """
+    """Numbers that a rule leaves in its state: if one is not finite, the step is rejected."""
 
     values: jax.Array  # f32 of shape (n,)
     # what each of them is, with path and shape; "{}" stands for "nan" or "inf"
@@ -124,8 +121,9 @@ def judge(
     opt_state: PyTree,
     update_norm: jax.Array | None = None,
 ) -> jax.Array:
-    """The verdict: 0, or 2·place, +1 for a NaN. The first place wins: loss, gradient, clock,
-    reports, update.
+    """The verdict: 0 if all is finite, else 2 · the first place that is not, + 1 for a NaN.
+
+    The order of the places is: loss, gradient, clock, reports, update.
     """
     verdict, place = jnp.where(calls < LIMIT, LIMIT, 6), 4
     for report in reports(opt_state):
@@ -147,12 +145,12 @@ def _found(value: ArrayLike, place: int | np.ndarray) -> jax.Array:
 
 
 def overflowed(verdict: Scalar) -> Scalar:
-    """Whether it was the loss or the gradient, and not what a rule reported."""
+    """Whether the loss or the gradient was not finite, rather than a value reported by a rule."""
     return (verdict > 0) & (verdict < 6)
 
 
 def with_gathered(verdict: jax.Array | None, emitted: jax.Array | None) -> jax.Array | None:
-    """The verdict, -1 where the call was taken but its gradient only gathered."""
+    """The verdict, or -1 if the step was taken but only gathered its gradient."""
     if emitted is None:
         return verdict
     taken = jnp.int32(0) if verdict is None else verdict
@@ -177,8 +175,9 @@ def count(
 
 
 def explain(verdict: int, opt_state: PyTree, grads: PyTree = None) -> str:
-    """What a verdict says, for an optimizer state of the same setup; with the gradients, which leaf
-    it was.
+    """What a verdict says, in words, with the optimizer state of the same setup.
+
+    Given the gradients, it names the leaf that was not finite.
     """
     if verdict == 0:
         return "applied"
@@ -207,7 +206,7 @@ def locate(grads: PyTree) -> str:
 
 
 def in_batch(batch: PyTree) -> str:
-    """Where a batch first holds what is not finite; "" if it does nowhere."""
+    """The first leaf of a batch that is not finite, in words; "" if all are finite."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         bad = ~jnp.isfinite(leaf) if trees.is_inexact(leaf) else np.zeros(1, bool)
         if count := int(jnp.sum(bad)):
@@ -222,8 +221,7 @@ def _waits(x: object) -> bool:
 
 
 def emitted(opt_state: PyTree) -> jax.Array | None:
-    """Whether the call that left this state moved parameters; None where nothing waits: some rule
-    runs on every call.
+    """Whether the call that left this state moved params; None if some rule runs on every call.
 
     A chain waits for its last rule, a wrapper for the rule whose state is its `inner`, a partition
     for any of its rules if all of them have a window.
@@ -236,11 +234,8 @@ def emitted(opt_state: PyTree) -> jax.Array | None:
     if parts is not None and not isinstance(parts, dict):
         return emitted(parts)
     found = [emitted(part) for part in (parts or {}).values()]
-    return (
-        functools.reduce(operator.or_, found)
-        if found and all(x is not None for x in found)
-        else None
-    )
+    all_wait = found and all(x is not None for x in found)
+    return functools.reduce(operator.or_, found) if all_wait else None
 
 
 # --------------------------------------------------------------------------------------- the choice
@@ -278,11 +273,11 @@ _CHEAP = frozenset(
 
 
 def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
-    """`new` where its flag is true, else `old`, leaf by leaf; `take` is one scalar bool, or a list
-    of one per leaf.
+    """Leaf by leaf `new` if `take` is true, else `old`.
 
-    Selects, never multiplies: 0 · NaN is NaN. Dtypes are those of `new`, so that a rule that
-    changes the dtype of its state does here what it does in plain optax.
+    `take` is one scalar bool, or a list with one for each leaf. Selects, never multiplies: 0 · NaN
+    is NaN. Dtypes are those of `new`, so that a rule that changes the dtype of its state does here
+    what it does in plain optax.
     """
     new, treedef = jax.tree.flatten(new)
     old = treedef.flatten_up_to(old)
@@ -300,8 +295,10 @@ def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
 def candidate(
     applied: Callable[[], tuple[Any, ...]], trained: list[Any], *, late: bool = False
 ) -> tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]] | None]:
-    """What `applied()` gives, and a function that computes it once more, or None if that would not
-    pay for these trained leaves, or must not be (`late`).
+    """The result of `applied()`, and a function that computes it again.
+
+    The function is None if recomputing would cost too much for these trained leaves, or is not
+    allowed (`late`).
     """
     large = sum(x.size * x.dtype.itemsize for x in trained) > BYTES * len(trained)
     if large or late or any(map(is_apart, trained)) or not trees.is_tracing():
@@ -329,7 +326,7 @@ def between(take: jax.Array, new: PyTree, old: PyTree, again: Callable[[], Any] 
 
 
 def _varies(take: jax.Array) -> bool:
-    """Whether devices inside `shard_map` may decide differently."""
+    """Whether `take` may differ between the devices inside `shard_map`."""
     if not trees.manual_axes():
         return False
     from tsunax._core import axes
@@ -338,7 +335,7 @@ def _varies(take: jax.Array) -> bool:
 
 
 def _is_cheap(jaxpr: Any) -> bool:
-    """Whether it works element by element."""
+    """Whether a program consists of cheap primitives only, which work element by element."""
     if jaxpr.effects or any(eqn.primitive.name not in _CHEAP for eqn in jaxpr.eqns):
         return False
     return all(_is_cheap(part) for eqn in jaxpr.eqns for part in trees.programs_in(eqn))

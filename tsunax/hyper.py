@@ -171,8 +171,9 @@ def _is_names(where: Where, known: Sequence[str]) -> bool:
 
 
 def _matched(state: TrainState, where: Where) -> frozenset[Any]:
-    """Key paths of the leaves that `where` matches; if it matches all, also of what wrappers made
-    of them.
+    """Key paths of the leaves that `where` matches.
+
+    If it matches all trained leaves, also the paths of the leaves that wrappers made of them.
     """
     flags = patterns.select(where, state.params)
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
@@ -198,7 +199,7 @@ def _known(state: TrainState) -> list[str]:
 
 
 class _Hit(NamedTuple):
-    """A live state that an adjust may be for."""
+    """A live state that an adjust may set."""
 
     at: int
     rule: str  # its index in a chain
@@ -209,8 +210,9 @@ class _Hit(NamedTuple):
 def _targets(
     state: TrainState, matched: frozenset[Any], values: Mapping[str, Any]
 ) -> dict[int, dict[str, str]]:
-    """`{place: {name given: name there}}` of the live states that this adjust is for: all without
-    values.
+    """The live states to adjust: `{place: {name given: name there}}`.
+
+    Without values, all live states of the matched leaves.
     """
     lives, seen = _table(state).layout.lives, matched.union(_paths(trained_part(state)))
     hits, indices = [], number_table.chain_indices(lives)
@@ -249,8 +251,9 @@ def _targets(
 
 
 def _cut(state: TrainState, where: Where, matched: frozenset[Any], targets: Any) -> TrainState:
-    """Give the matched leaves groups of values of their own in the targeted live states, if they
-    have none.
+    """Give the matched leaves groups of values of their own in the targeted live states.
+
+    States in which they have such groups already stay as they are.
     """
     cuts = {}
     for at, (_, s) in enumerate(_table(state).layout.lives):
@@ -290,9 +293,7 @@ def _refined(s: LiveState, hits: Sequence[bool], label: str) -> tuple[Cut | None
 
 
 def _by_leaf(state: TrainState, matched: Any, targets: Any, values: Any) -> dict[int, Any]:
-    """{column of the numbers: (live, name, has a schedule, value)} for the groups of the matched
-    leaves.
-    """
+    """What to set for the matched leaves: {column of the numbers: (live, index, value)}."""
     out = {}
     for at, s, group, start in _table(state).columns():
         of = s.cut.of if s.cut else (0,) * len(s.paths)
@@ -304,7 +305,7 @@ def _by_leaf(state: TrainState, matched: Any, targets: Any, values: Any) -> dict
 
 
 def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tuple[Any, ...]]:
-    """The same for flat names, as `hyperparams` gives them."""
+    """What to set for flat names: {column of the numbers: (live, index, value)}."""
     columns, lives = {}, _table(state).layout.lives
     for at, s, group, start in _table(state).columns():
         names = _table(state).layout.names[at][group]
@@ -320,8 +321,9 @@ def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tup
 
 
 def _like(old: Any, host: np.ndarray) -> jax.Array:
-    """`host` on the devices of `old`; committed to them only if that is, or the step would compile
-    again.
+    """Put `host` on the devices of `old`.
+
+    It is committed to them only if `old` is, because the step would compile again otherwise.
     """
     if not getattr(old, "committed", False):
         return jax.device_put(host)

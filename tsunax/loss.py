@@ -254,11 +254,8 @@ def _known(weight: Scalar) -> float | None:
 
 def _short(x: Any) -> str:
     is_number = trees.dtype_of(x) is not None and np.shape(x) == () and not trees.is_traced(x)
-    return (
-        f"{float(x):.6g}"
-        if is_number and not isinstance(x, jax.ShapeDtypeStruct)
-        else trees.describe(x)
-    )
+    has_value = is_number and not isinstance(x, jax.ShapeDtypeStruct)
+    return f"{float(x):.6g}" if has_value else trees.describe(x)
 
 
 def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
@@ -344,16 +341,14 @@ def _as_metric(name: str, m: Any, weight: Scalar) -> PyTree:
 
 
 def _share(mean: Scalar, weight: Scalar) -> Scalar:
-    """What a mean adds to a total: nothing where it weighs nothing, and may be 0/0."""
+    """Mean times weight, the part of a mean in a total; 0 for a weight of 0, even if it is 0/0."""
     return (
         jnp.where(weight != 0, mean * weight, 0) if isinstance(weight, jax.Array) else mean * weight
     )
 
 
 def uneven(batch: PyTree) -> str:
-    """What is said of a batch whose leaves differ in their number of rows, or have none; "" where
-    all agree.
-    """
+    """The message for a batch whose leaves differ in their rows or have none; "" if all agree."""
     arrays = [
         (path, np.shape(x))
         for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]
@@ -366,13 +361,13 @@ def uneven(batch: PyTree) -> str:
 
 
 def rows_of(batch: PyTree) -> int:
-    """Length of the first axis of the first array that has one; 1 where there is none."""
+    """The length of the first axis of the first array that has one; 1 if none has."""
     shapes = (jnp.shape(x) for x in jax.tree.leaves(batch))
     return next((shape[0] for shape in shapes if shape), 1)
 
 
 def finished(loss: Loss | Maybe) -> Loss:
-    """The loss that a user gave to `update`, as `value_and_grad` would give it."""
+    """The loss given to `update`, in the form in which `value_and_grad` returns it."""
     if not isinstance(loss, Loss):
         if loss is not None:
             check_scalar("loss", "update()", loss)
@@ -380,13 +375,11 @@ def finished(loss: Loss | Maybe) -> Loss:
     if loss.weight is None and loss.mean_value is None:
         got, fix = "a Loss without a weight", "Give ts.Loss(total, weight)."
         raise LossError("loss", "update()", got, "one with", fix)
-    if all(hasattr(m, "compute") for m in loss.metrics.values()) and (
-        loss.weight is None or trees.is_array(loss.weight)
-    ):
+    is_traceable = loss.weight is None or trees.is_array(loss.weight)
+    if is_traceable and all(hasattr(m, "compute") for m in loss.metrics.values()):
         return loss
-    return dataclasses.replace(
-        as_loss(loss, 1), **({"weight": None} if loss.weight is None else {})
-    )
+    no_weight = {"weight": None} if loss.weight is None else {}
+    return dataclasses.replace(as_loss(loss, 1), **no_weight)
 
 
 def check_model_state(new: PyTree, old: PyTree) -> None:

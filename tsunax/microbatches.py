@@ -78,8 +78,9 @@ def over_micro_batches(
     drop: bool,
     axes: _axes.Axes = (),
 ) -> tuple[Loss, Any]:
-    """`(loss, grads)` of the whole batch from
-    `gradient(micro-batch, keywords) -> (Loss, grads of its mean)`.
+    """`(loss, grads)` of the whole batch, from one micro-batch after the other.
+
+    `gradient(micro-batch, keywords)` gives its Loss and the gradients of its mean.
 
     A scan of value-and-grad, never the gradient of a scan, which would store every micro-batch.
     Each one gets its rows of `mask`, a key of its own, and the model state that the one before it
@@ -149,8 +150,7 @@ def over_micro_batches(
 
 
 def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any]:
-    """`(loss, grads)` of the rows of all devices along named axes, from those of each one: one
-    reduction of gradients.
+    """`(loss, grads)` over the rows of all devices along `axes`, with one reduction of gradients.
 
     As over micro-batches: sums of weight times gradient and of weight, divided once; the maximum of
     what gradients overwrite. Model states are averaged.
@@ -169,7 +169,7 @@ def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any
 
 
 def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
-    """The loss of the rows of all devices."""
+    """The loss over the rows of all devices."""
     each = dataclasses.replace(loss, weight=jnp.asarray(loss.weight, jnp.float32), mean_value=None)
     each = _axes.gathered(
         dataclasses.replace(each, model_state=None, dropped=None, overwritten=None), axes
@@ -184,9 +184,7 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
 
 
 def _next_state(new: PyTree, old: PyTree) -> PyTree:
-    """The model state for the next micro-batch: what the loss function returned, else what it
-    was.
-    """
+    """The model state for the next micro-batch: what loss_fn returned, else the last one."""
     if new is None:
         return old
     check_model_state(new, old)
@@ -194,7 +192,7 @@ def _next_state(new: PyTree, old: PyTree) -> PyTree:
 
 
 def _merged(take: jax.Array, losses: Loss) -> Loss:
-    """All losses of a stack that are taken, merged."""
+    """Merge those losses of a stack whose flag in `take` is true."""
     at = lambda i: jax.tree.map(lambda x: x[i], (take, losses))
     rest = jax.tree.map(lambda x: x[1:], (take, losses))
 

@@ -399,8 +399,10 @@ def _there(x, like):
 
 
 def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
-    """The new state in the class of the old one: averages that it adds begin here, other fields
-    are taken over if the leaves that they are like are the same.
+    """The new state in the class of the old one, with the fields that this class adds.
+
+    Averages begin here; other fields are taken over if the leaves that they are like are the same.
+    Raises StateError if they are not.
     """
     own_fields = [f for f in old._fields if f.name not in new.__dict__]
     values = {f.name: getattr(old, f.name) for f in own_fields}

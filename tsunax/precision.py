@@ -26,8 +26,9 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Policy:
-    """Dtypes of a training run: `setup(..., precision=Policy(compute="bfloat16"))`, or the name
-    alone.
+    """Dtypes of a training run: `setup(..., precision=Policy(compute="bfloat16"))`.
+
+    `precision="bfloat16"` is short for that.
 
     Inputs are the float leaves of the batch that reach a matrix product or convolution with params
     in loss_fn. A leaf that is input and target at once, as of an autoencoder, is an input: name it
@@ -142,7 +143,7 @@ class Policy:
         return cast(trained, "float32") if self.stochastic else trained
 
     def rounded(self, tree: PyTree, key: Any, calls: jax.Array) -> PyTree:
-        """The params that an update led to as they are stored under stochastic rounding."""
+        """The updated params, rounded stochastically for storage."""
         key = jax.random.fold_in(jax.random.fold_in(key, calls - 1), _ROUNDING)
         return round_stochastically(tree, key)
 
@@ -152,7 +153,7 @@ class Policy:
 
     @property
     def masters(self) -> bool:
-        """Whether params are stored rounded, with their true values beside them."""
+        """Whether params are stored rounded, beside master copies in float32."""
         return jnp.dtype(self.param).itemsize < 4 and not self.stochastic
 
     @property
@@ -185,11 +186,10 @@ def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
 
 
 def round_stochastically(tree: PyTree, key: jax.Array) -> PyTree:
-    """Real float leaves as bfloat16, up or down with the probability that keeps the mean; others as
-    they are.
+    """Round real float leaves to bfloat16, up or down at random so that the mean is kept.
 
-    Random bits are added below the last bit that is kept, and cut off (Zamirai et al. 2020,
-    arXiv:2010.06192).
+    Other leaves stay as they are. Random bits are added below the last bit that is kept, and cut
+    off (Zamirai et al. 2020, arXiv:2010.06192).
     """
     leaves, treedef = jax.tree.flatten(tree)
 
@@ -215,11 +215,11 @@ def round_stochastically(tree: PyTree, key: jax.Array) -> PyTree:
 )
 @dataclass(frozen=True)
 class LossScale:
-    """A factor on the loss that keeps small float16 gradients from becoming zero (Micikevicius et
-    al. 2018).
+    """A factor on the loss that keeps small float16 gradients from becoming zero.
 
-    Twice as large after `interval` applied steps in a row, half as large after one that overflowed,
-    within [floor, ceiling]. `dynamic=False` never changes it.
+    It grows by `factor` after `interval` applied steps in a row and shrinks by `factor` after a
+    step that overflowed, within [floor, ceiling]. `dynamic=False` never changes it. From
+    Micikevicius et al. 2018.
     """
 
     scale: Scalar = 2.0**16  # f32
@@ -231,8 +231,9 @@ class LossScale:
     ceiling: float = 2.0**24
 
     def grown(self, applied: jax.Array, overflowed: jax.Array) -> LossScale:
-        """The scale after a step that was applied, or that overflowed, or neither (rejected for
-        another reason).
+        """The scale after a step that was applied, overflowed, or was rejected for another reason.
+
+        A step can be neither applied nor overflowed: rejected for another reason.
         """
         if not self.dynamic:
             return self
@@ -249,8 +250,8 @@ def as_loss_scale(
 ) -> LossScale | None:
     """The loss scale behind what a user gave: None, "dynamic", a number, or a `LossScale`.
 
-    float16 gets a dynamic one by default: without it, training in float16 stands still without a
-    word.
+    float16 gets a dynamic one by default: without it, training in float16 stops without a
+    warning.
     """
     if given is None:
         given = "dynamic" if precision is not None and precision.compute == "float16" else None
@@ -282,12 +283,8 @@ def as_loss_scale(
         raise StateError(
             "loss_scale", where, given.scale, f"a number in [{least:.3g}, {most:.3g}], of float32"
         )
-    if (
-        bad
-        or not (least <= given.floor <= given.ceiling <= most)
-        or given.factor <= 1
-        or given.interval < 1
-    ):
+    in_order = least <= given.floor <= given.ceiling <= most
+    if bad or not in_order or given.factor <= 1 or given.interval < 1:
         expected = "0 < floor ≤ scale ≤ ceiling, factor > 1, interval ≥ 1"
         raise StateError("loss_scale", where, given, expected)
     scale, good = jnp.asarray(given.scale, jnp.float32), jnp.asarray(given.good, jnp.int32)

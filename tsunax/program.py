@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 
 def home_of(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
-    """How the moving part of a state lies on a mesh (`placement.Home`), and both parts as they lie
-    there; None if on one device.
+    """Where a state is placed on a mesh (None: on one device), and its two parts placed there.
+
+    The place is a `placement.Home`.
     """
     if not any(map(_is_spread, jax.tree.leaves((moving, still)))):
         return None, moving, still
@@ -50,7 +51,7 @@ def _is_spread(x: Any) -> bool:
 
 
 def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:
-    """After a program failed: raise what is wrong with its arguments, if that can be seen."""
+    """Raise the error in the arguments that made a program fail, if there is one."""
     from tsunax._step import failures
 
     if fault := failures.fault(error, state, batch, extra):
@@ -58,7 +59,7 @@ def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra
 
 
 def _over_members(f: Function, state: TrainState, *given: Any, at_once: int | None = None) -> Any:
-    """`f(state, *given)`; of a population that of each member."""
+    """`f(state, *given)`; for a population, `f` of each member."""
     if jnp.ndim(state.clock) == 1:
         return f(state, *given)
     from tsunax._step.members import over_members
@@ -67,8 +68,9 @@ def _over_members(f: Function, state: TrainState, *given: Any, at_once: int | No
 
 
 class Traced(NamedTuple):
-    """What one trace of a step was given: shapes and types, no values. `_step/traces.py` says how
-    two of them differ.
+    """What one trace of a step was given: shapes and types, no values.
+
+    `_step/traces.py` says how two of them differ.
     """
 
     kind: str  # "step", or "loop" for those that run fused
@@ -83,9 +85,7 @@ class Traced(NamedTuple):
 
 
 class Programs(dict[Any, Any]):
-    """The compiled functions of a step by the home of what they take; one is built when it is asked
-    for first.
-    """
+    """The compiled functions of a step by the placement of its arguments, built at first use."""
 
     def __init__(self, build: Function) -> None:
         super().__init__()
@@ -98,9 +98,11 @@ class Programs(dict[Any, Any]):
         return self[home]
 
     def home_of(self, state: TrainState, moving: PyTree, still: PyTree) -> tuple[Any, Any, Any]:
-        """`home_of`, which looks at every leaf, but for states that lie as the last one: what a
-        program returns has one sharding object, call for call. Raises StateError for a state that
-        was donated."""
+        """`home_of`, without a look at every leaf if the state is placed like the last one.
+
+        That is so if its clock has the same sharding object: all that a program returns share one.
+        Raises StateError for a state that was donated.
+        """
         clock = state.clock
         if getattr(clock, "sharding", None) is self._sharding:
             if clock.is_deleted():
@@ -136,11 +138,11 @@ class _Known:
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What `train_step` returns: a function `(state, batch, **extra) -> (state, info)` that is also
-    a value.
+    """What `train_step` returns: a function `(state, batch, **extra) -> (state, info)`.
 
-    `step.lower(state, batch)` is its program, `step.pure(state, batch, extra)` the function behind
-    it, and `dataclasses.replace(step, accumulate=4)` the same step otherwise.
+    Steps compare by value. `step.lower(state, batch)` is the program of a step,
+    `step.pure(state, batch, extra)` the function behind it, and
+    `dataclasses.replace(step, accumulate=4)` the same step with another argument.
     """
 
     loss_fn: Function
@@ -165,11 +167,11 @@ class TrainStep:
 
     @functools.cached_property
     def masks(self) -> bool:
-        """Whether loss_fn names `mask`, and so never counts rows of padding."""
+        """Whether loss_fn takes `mask`, so that rows of padding do not count."""
         return "mask" in LossFn.of(self.loss_fn).names
 
     def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, StepInfo]:
-        """The step without compilation and donation; of a population that of each member."""
+        """The step without compilation and donation; for a population, the step of each member."""
         return _over_members(self._one, state, batch, extra, at_once=self.at_once)
 
     def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, StepInfo]:
@@ -180,8 +182,9 @@ class TrainStep:
 
     @functools.cached_property
     def traces(self) -> list[Traced]:
-        """What each trace of this step was given, in order: `ts.describe` says why there was more
-        than one.
+        """What each trace of this step was given, in order.
+
+        `ts.describe` says why there was more than one.
         """
         return []
 
@@ -249,13 +252,11 @@ class TrainStep:
         return state, info
 
     def lower(self, state: TrainState, batch: PyTree, **extra: Any) -> jax.stages.Lowered:
-        """The program for these arguments (arrays or `ShapeDtypeStruct`s), before it is
-        compiled.
-        """
+        """The program for these arguments (arrays or `ShapeDtypeStruct`s), not yet compiled."""
         return self.trace(state, batch, **extra).lower()
 
     def trace(self, state: TrainState, batch: PyTree, **extra: Any) -> jax.stages.Traced:
-        """The same before it is lowered: `.jaxpr`."""
+        """The traced program for these arguments, with its `.jaxpr`."""
         check_state(state, "lower()", batch)
         home, moving, still = home_of(*split(state))
         if home is not None:
@@ -334,8 +335,9 @@ def train_step(
 
 @dataclass(frozen=True)
 class EvalStep:
-    """What `eval_step` returns: a function `(state, batch, **extra) -> Loss` that is also a
-    value.
+    """What `eval_step` returns: a function `(state, batch, **extra) -> Loss`.
+
+    It compares by value.
     """
 
     loss_fn: Function
@@ -353,7 +355,7 @@ class EvalStep:
         return axes_around(self.axis_name, "eval_step()")
 
     def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
-        """The evaluation without compilation; of a population that of each member."""
+        """The evaluation without compilation; for a population, that of each member."""
         return _over_members(self._one, state, batch, extra)
 
     def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
@@ -371,8 +373,9 @@ class EvalStep:
         return jax.jit(self.pure)
 
     def _read(self, state: TrainState) -> TrainState:
-        """What an evaluation reads of the state: neither another rule nor a freeze compiles it
-        anew.
+        """The part of the state that an evaluation reads.
+
+        The rule and the freezing are left out: changing them compiles no evaluation again.
         """
         average = "average" if "ema" in self._fn.names else ""
         selected = state.plan.selected if average else None

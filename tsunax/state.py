@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 @state_class
 class TrainState:
-    """What a step carries to the next one. Made by `setup`; edited by `adjust`, `freeze`,
-    `replace`.
+    """The state of training, which a step takes and returns.
+
+    Made by `setup`; edited by `adjust`, `freeze` and `replace`.
     """
 
     # int32 (4,): the counts below. One array: a step pays for each that it returns
@@ -109,15 +110,15 @@ class TrainState:
 
     @property
     def rejected_in_a_row(self) -> jax.Array:
-        """int32: how many of them since the last call that was not."""
+        """int32: calls rejected since the last one that was not."""
         return _tick(self.clock, 3)
 
     def replace(self, **fields: Any) -> TrainState:
-        """The state with some fields exchanged. Arrays given are copied, so that yours survive
-        donation.
+        """The state with some fields replaced.
 
-        Raises StateError for unknown fields, for another structure, shape or dtype (but of
-        `model_state`), and for a state that was donated.
+        The given arrays are copied, so that they survive donation of the state. Raises StateError
+        for unknown fields, for another structure, shape or dtype (but of `model_state`), and for a
+        state that was donated.
         """
         from tsunax._core import placement
         from tsunax._step import starting
@@ -162,8 +163,7 @@ def _tick(clock: Any, i: int) -> Any:
 
 
 def trainable(state: TrainState) -> PyTree:
-    """The part of `state.params` that is trained: the same containers, `None` where a leaf is not
-    selected.
+    """The trained leaves of `state.params`, with `None` in place of the others.
 
     Gradients have this structure.
 
@@ -178,12 +178,12 @@ def trainable(state: TrainState) -> PyTree:
 
 
 def trained_part(state: TrainState) -> PyTree:
-    """`trainable` without a look at the state: every step asks for it."""
+    """`trainable` without its check of the state, for use in every step."""
     return _part(state.params, state.plan.selected)
 
 
 def with_rest(state: TrainState, trained: PyTree) -> PyTree:
-    """The inverse: the full tree of params with these leaves in the place of the trained ones."""
+    """The full tree of params with `trained` in place of the trained leaves."""
     return joined(trained, state.params, state.plan.selected)
 
 
@@ -192,13 +192,14 @@ def _part(params: PyTree, flags: trees.Flags | None) -> PyTree:
 
 
 def joined(part: PyTree, params: PyTree, flags: trees.Flags | None) -> PyTree:
-    """`params` with other leaves where flags are true; None: everywhere."""
+    """`params` with the leaves of `part` where flags are true; None: everywhere."""
     return part if flags is None else trees.merge(part, trees.partition(params, flags)[1])
 
 
 def overwritten_part(state: TrainState) -> PyTree:
-    """The leaves of params that their gradient replaces: model state, in all but the place where
-    flax keeps it.
+    """The leaves of params that their gradients replace, such as flax's fp8 scales.
+
+    They are model state, but flax keeps them in params.
     """
     return None if state.plan.overwritten is None else _part(state.params, state.plan.overwritten)
 
@@ -233,9 +234,7 @@ def assemble(
 
 
 def base(state: TrainState) -> PyTree:
-    """The trained part in the precision in which the rule sees it: float32 where params are stored
-    rounded.
-    """
+    """The trained params as the rule sees them: in float32 if they are stored rounded."""
     return _seen(trained_part(state), state.masters, state.plan.precision)
 
 
@@ -246,10 +245,9 @@ def _seen(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
 
 
 def averaged(state: TrainState, average: str = "average") -> TrainState:
-    """The state with the averaged parameters in the place of the trained ones: what evaluates may
-    take it.
+    """The state with the averaged params in place of the trained ones, for evaluation.
 
-    A state of a class of yours may have more averages: give the name of the field. Raises
+    If your own state class has several averages, `average` is the name of the field. Raises
     StateError for a state without that average.
 
     >>> import tsunax as ts
@@ -300,7 +298,7 @@ def setup(
     also runs under jit, vmap, scan and eval_shape.
 
     Args:
-      rule: any optax transformation. Those of `tsunax.rules` have live numbers.
+      rule: any optax transformation. Rules of `tsunax.rules` have live numbers.
       params: any pytree of arrays. What `trainable` selects must be float or complex.
       key: typed PRNG key or int seed, for loss functions that name `key`.
       model_state: any pytree that the model updates without a gradient (batch statistics).
@@ -384,8 +382,9 @@ def donated(where: str) -> str:
 
 
 def check_state(state: object, where: str, second: object = None) -> None:
-    """Raise unless `state` is a TrainState that was not donated; `second` is what was given after
-    it.
+    """Raise unless `state` is a TrainState that was not donated.
+
+    If `second`, the argument after it, is a TrainState, the error says that the state comes first.
     """
     if isinstance(state, TrainState):
         if trees.is_gone(state.clock):

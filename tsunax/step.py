@@ -75,8 +75,9 @@ def value_and_grad(
 
 
 class StepInfo(NamedTuple):
-    """What an observer may want to know of one step. Reading a value waits for the device; having
-    it does not.
+    """What a step reports: its loss, norms, verdict and metrics.
+
+    Reading a value waits for the device; keeping it does not.
     """
 
     loss: jax.Array  # f32, the mean. None if `update` was given none
@@ -94,8 +95,9 @@ class StepInfo(NamedTuple):
 
     @property
     def applied(self) -> jax.Array | np.ndarray:
-        """Whether the step moved the parameters: it was neither rejected nor only gathered by
-        `rules.accumulate`.
+        """Whether the step moved the params.
+
+        False if it was rejected, or if `rules.accumulate` only gathered its gradient.
         """
         return np.ones(np.shape(self.loss), bool) if self.verdict is None else self.verdict == 0
 
@@ -197,9 +199,7 @@ def moved(
     grad_norm = guard.global_norm(grads) if measures else None
 
     def applied() -> tuple[TrainState, PyTree, Any]:
-        """The state in which everything moved, what the rule added to params, and whether the call
-        moved them.
-        """
+        """The state if the step is taken, the rule's updates, and whether the call moves params."""
         updates, opt_state = _ruled(state, grads, value, loss.weight, extra)
         emitted = guard.emitted(opt_state)
         new = dataclasses.replace(
@@ -248,7 +248,7 @@ def moved(
 
 
 def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss]:
-    """Gradients as a tree like `trainable(state)`, whether they came so or for the full tree.
+    """Gradients with the structure of `trainable(state)`, from those or from the full tree.
 
     Raises StateError.
     """
@@ -263,13 +263,8 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
             loss = dataclasses.replace(loss, overwritten=new)
         grads = trees.partition(grads, plan.selected)[0]
     for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)):
-        is_real = not jnp.iscomplexobj(p)
-        if (
-            not trees.is_inexact(g)
-            or np.shape(g) != np.shape(p)
-            or (is_real and jnp.iscomplexobj(g))
-            or trees.is_gone(g)
-        ):
+        fits = trees.is_inexact(g) and np.shape(g) == np.shape(p) and not trees.is_gone(g)
+        if not fits or (jnp.iscomplexobj(g) and not jnp.iscomplexobj(p)):
             raise _explaining().wrong_gradient(grads, i, p)
     return grads, loss
 
@@ -300,7 +295,7 @@ def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
 def _ruled(
     state: TrainState, grads: PyTree, value: jax.Array | None, weight: Scalar, extra: Extra
 ) -> tuple[PyTree, PyTree]:
-    """What the rule makes of the gradients.
+    """The updates and the new state of the rule.
 
     Raises RuleError for an argument that it lacks, and for other shapes.
     """
@@ -347,8 +342,9 @@ def _averaged(state: TrainState) -> TrainState:
 def _kept(
     old: TrainState, new: TrainState, thawed: list[Any] | None, emitted: jax.Array | None
 ) -> TrainState:
-    """`new` with the old leaves where they are frozen, and of params if the call only gathered a
-    gradient.
+    """`new`, with the leaves that must not move taken from `old`.
+
+    Those are the frozen ones, and all params if the call only gathered a gradient.
     """
     if thawed is None and emitted is None:
         return new
@@ -360,7 +356,7 @@ def _kept(
 def _chosen(
     take: jax.Array, new: TrainState, old: TrainState, again: Callable[[], Any] | None
 ) -> TrainState:
-    """The one choice of a step: all that moves, of the new state or of the old one."""
+    """Choose between the new state and the old one, for all that a step changes."""
     moving, still = split(new)
     rerun = None if again is None else lambda: split(again()[0])[0]
     moving = guard.between(take, moving, split(old)[0], rerun)
@@ -370,9 +366,7 @@ def _chosen(
 def _recorded(
     old: TrainState, new: TrainState, verdict: jax.Array, emitted: jax.Array | None, loss: Loss
 ) -> TrainState:
-    """The guard's own record, which moves whether the step was applied or not: its counts, and the
-    loss scale.
-    """
+    """`new` with what the guard records of every call, applied or not: counts and loss scale."""
     new = dataclasses.replace(new, clock=guard.count(old.clock, emitted, verdict))
     if old.loss_scale is None:
         return new

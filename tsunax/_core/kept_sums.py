@@ -39,8 +39,7 @@ _NEVER = {"float32": (jnp.uint32, 0x7FE12345), "bfloat16": (jnp.uint16, 0x7FE1),
 
 
 def kept(fn: Callable) -> Callable:
-    """The function `fn`, which takes a gradient, with large sums of cotangents kept in memory on
-    CPU.
+    """`fn`, which takes a gradient, with large sums of cotangents kept in memory on CPU.
 
     >>> f = kept(jax.grad(lambda x: jnp.sum(jnp.sin(x) * x)))
     >>> bool(jnp.all(f(jnp.arange(3.0)) == jax.grad(lambda x: jnp.sum(jnp.sin(x) * x))(jnp.arange(3.0))))

@@ -28,9 +28,7 @@ from tsunax.step import StepInfo
 
 
 def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
-    """After a program did not take its arguments: what is wrong with them, where that can be
-    seen.
-    """
+    """The TsunaxError that explains why a program did not take its arguments, or None."""
     if isinstance(error, TsunaxError):
         error.__dict__.pop("__notes__", None)  # JAX's, on the frames that it has hidden
         return None
@@ -89,9 +87,7 @@ def _check_places(state: TrainState) -> None:
 
 
 def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> None:
-    """Raise NonFiniteError for a step that was rejected, unless its loss scale is looking for its
-    value.
-    """
+    """Raise NonFiniteError for a rejected step, unless it only lowered the loss scale."""
     verdict = int(info.verdict)
     if verdict <= 0 or is_searching(state, info, verdict):
         return
@@ -103,7 +99,7 @@ def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> 
 
 
 def why(step, state: TrainState, info: StepInfo, batch, extra) -> str:
-    """What was wrong with a step that was rejected: its leaf, and its micro-batch.
+    """Why a step was rejected, in words: the bad leaf, the micro-batch, the bad batch or labels.
 
     Compiles, once, and waits.
     """
@@ -122,7 +118,7 @@ def why(step, state: TrainState, info: StepInfo, batch, extra) -> str:
 
 
 def _about_labels(step, state: TrainState, batch, extra) -> str:
-    """What is wrong with the labels of class losses, from a run of the loss outside of a program."""
+    """The first wrong label in a class loss, in words; "" if none. It runs loss_fn eagerly."""
     fn = LossFn.of(step.loss_fn)
     with label_faults() as found, contextlib.suppress(Exception):
         keywords = fn.keywords(state, batch, extra, train=True)
@@ -132,7 +128,7 @@ def _about_labels(step, state: TrainState, batch, extra) -> str:
 
 @contextlib.contextmanager
 def label_faults() -> Iterator[list[str]]:
-    """A list of the labels that are no class, in class losses that run eagerly in this block."""
+    """Collect labels that are no class, from class losses that run eagerly in this context."""
     found: list[str] = []
 
     def watch(labels: jax.Array, classes: int) -> None:
@@ -154,7 +150,7 @@ def label_faults() -> Iterator[list[str]]:
 
 @functools.lru_cache(maxsize=8)
 def _again(step) -> Any:
-    """The gradients of a step, and the weights of the micro-batches that are to blame."""
+    """A function for the gradients of a step, and the weights of its bad micro-batches."""
 
     def look(state, batch, extra):
         _, grads = step.gradient(state, batch, **extra)
@@ -167,9 +163,7 @@ def _again(step) -> Any:
 
 
 def is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
-    """Whether a rejection only lowers the loss scale, which is looking for its value: nothing to
-    raise for.
-    """
+    """Whether a rejected step only lowered a dynamic loss scale, which is no failure."""
     scale = state.loss_scale
     if scale is None or not scale.dynamic or not guard.overflowed(verdict):
         return False

@@ -29,8 +29,9 @@ def thawed_flags(state: TrainState) -> list[Any]:
 
 
 def kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
-    """`new` with the old leaves where they are frozen, and of params if the call only gathered a
-    gradient.
+    """`new`, with the leaves that must not move taken from `old`.
+
+    Those are the frozen ones, and all params if the call only gathered a gradient.
     """
     moves = True if emitted is None else emitted  # a call that only gathers moves no parameter
     leaves = [moves & on for on in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]

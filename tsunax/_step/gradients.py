@@ -40,7 +40,7 @@ def gradient_of(
     where: str,
     axis_name: AxisName = None,
 ) -> Function:
-    """`value_and_grad` of `where`, which the errors name."""
+    """`value_and_grad` for the function `where`, which its errors name."""
     fn, name = LossFn.of(loss_fn, where), trees.describe_call(loss_fn)
     checks.check_count(accumulate, where, "accumulate")
     check_policy(on_nonfinite, where)
@@ -110,9 +110,7 @@ def _unscaled(state: TrainState, grads: PyTree) -> PyTree:
 
 
 def _noting(mean: jax.Array, found: list[bool]) -> jax.Array:
-    """`mean` as it is. Its differentiation adds to `found` if it depends on what it is
-    differentiated by.
-    """
+    """Return `mean`; its differentiation adds to `found` if it depends on the trained leaves."""
 
     @jax.custom_jvp
     def same(x: Any):
@@ -130,9 +128,7 @@ def _noting(mean: jax.Array, found: list[bool]) -> jax.Array:
 
 
 def _check_noted(found: list[Any], fn: LossFn) -> None:
-    """Raise LossError for a loss that no trained leaf moves: its gradient is zero, whatever the
-    batch.
-    """
+    """Raise LossError for a loss that depends on no trained leaf: its gradient is always zero."""
     if not found:
         got, expected = "one that does not depend on any trained leaf of params", "one that does"
         fix = (
@@ -143,7 +139,7 @@ def _check_noted(found: list[Any], fn: LossFn) -> None:
 
 
 def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
-    """`jax.checkpoint` under a policy, or what leaves a function as it is."""
+    """`jax.checkpoint` with the policy of `remat`; the identity without one."""
     if isinstance(remat, str):
         known = [
             name
@@ -163,7 +159,7 @@ def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
 
 
 def axes_around(axis_name: AxisName, where: str) -> Callable[[], tuple[str, ...]]:
-    """A function that gives the named axes of devices over which a step takes means: () for none.
+    """A function that returns the named axes of devices to take means over; () for none.
 
     Raises WrongTypeError; the function StateError, for an axis that is forgotten or is not there.
     """
@@ -187,9 +183,7 @@ def axes_around(axis_name: AxisName, where: str) -> Callable[[], tuple[str, ...]
 def search_functions(
     loss_fn: Function, state: TrainState, batch: PyTree, extra: Extra, axes: AxisName
 ) -> dict[str, Function]:
-    """The loss at other trained parameters, and its gradient, under the names by which rules ask
-    for them.
-    """
+    """The loss and its gradient at other trained params, by the names that line searches use."""
     fn = LossFn.of(loss_fn)
     keywords = fn.keywords(state, batch, extra, train=True)
 

@@ -36,9 +36,7 @@ _TAKEN = frozenset(
 
 @dataclass(frozen=True)
 class LossFn:
-    """A loss function and the keywords that it names; it is given what it names and nothing
-    else.
-    """
+    """A loss function and the keywords that its signature names; it is given no others."""
 
     fn: Function
     names: tuple[str, ...]
@@ -64,14 +62,10 @@ class LossFn:
             p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         ]
         starred = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
-        if (len(positional) < 2 and not starred) or [p.name for p in positional[:2]] == [
-            "batch",
-            "params",
-        ]:
-            got, fix = (
-                trees.describe_call(fn),
-                f"After these two it may name {', '.join(_OFFERED)}.",
-            )
+        are_exchanged = [p.name for p in positional[:2]] == ["batch", "params"]
+        if are_exchanged or (len(positional) < 2 and not starred):
+            got = trees.describe_call(fn)
+            fix = f"After these two it may name {', '.join(_OFFERED)}."
             raise LossError("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix)
         rest = positional[2:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
         return cls(
@@ -137,9 +131,8 @@ class LossFn:
             raise
         if isinstance(mask, jax.Array) and np.shape(mask) == (rows,):
             out = _weighed(out, jnp.sum(mask, dtype=jnp.float32))
-        if (mask is not None or not isinstance(out, Loss) or out.weight is None) and (
-            found := uneven(batch)
-        ):
+        needs_rows = mask is not None or not isinstance(out, Loss) or out.weight is None
+        if needs_rows and (found := uneven(batch)):
             if merges or mask is not None:
                 raise LossError(f"{found} Return ts.Loss.mean(values) or ts.Loss(total, weight).")
             rows = 1
@@ -147,7 +140,7 @@ class LossFn:
 
 
 def _weighed(out: Loss | ArrayLike, weight: jax.Array) -> Loss:
-    """What a loss function returned under a mask, weighing the rows that it lets through."""
+    """The result of a loss function, with the number of unmasked rows as its weight."""
     if isinstance(out, Loss):
         return out if out.weight is not None else dataclasses.replace(out, weight=weight)
     check_scalar("result", "loss_fn", out)
@@ -155,7 +148,7 @@ def _weighed(out: Loss | ArrayLike, weight: jax.Array) -> Loss:
 
 
 def _explaining() -> Any:
-    """The module that says what is wrong with a loss function: loaded if something is."""
+    """The module that explains errors of a loss function, imported only when there is one."""
     from tsunax._step import loss_fn_errors
 
     return loss_fn_errors
@@ -165,16 +158,14 @@ def _explaining() -> Any:
 
 
 def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> PyTree:
-    """What the loss function sees of params."""
+    """The params in the dtypes in which loss_fn gets them."""
     policy, plan = state.plan.precision, state.plan
     if policy is None:
         return params
     low = policy.seen_of(params, train)
-    return (
-        low
-        if plan.overwritten is None
-        else joined(trees.partition(params, plan.overwritten)[0], low, plan.overwritten)
-    )
+    if plan.overwritten is None:
+        return low
+    return joined(trees.partition(params, plan.overwritten)[0], low, plan.overwritten)
 
 
 def objective_of(
@@ -201,9 +192,9 @@ def seen_by(
     train: bool = True,
     inputs: list[Any] | None = None,
 ) -> tuple[Any, Any]:
-    """What a loss function sees of params and batch.
+    """The params and the batch in the dtypes in which loss_fn gets them.
 
-    `inputs` keeps which leaves of it are inputs.
+    `inputs` stores which leaves of the batch are inputs.
     """
     policy = state.plan.precision
     params = in_precision(state, params, train=train)
@@ -230,10 +221,9 @@ def seen_by(
 def inputs_of(
     last: dict[Any, list[Any]], state: TrainState, batch: PyTree, keywords: Extra
 ) -> list[Any]:
-    """Which leaves of the batch are inputs, found once for all micro-batches, and for calls that
-    are alike.
+    """Which leaves of the batch are inputs, found once for all micro-batches and equal calls.
 
-    A call without jit would look for them again each time. `last` has those of the last call alone.
+    A call without jit would look for them again each time. `last` stores those of the last call.
     """
     if state.plan.precision is None:
         return []

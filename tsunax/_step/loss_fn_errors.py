@@ -20,7 +20,7 @@ from tsunax.loss import Loss
 
 
 def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) -> LossError:
-    """For a keyword that a loss function names and nobody gives."""
+    """The error for a keyword that a loss function names and nobody gives."""
     what = f"keyword {name!r}"
     if name == "key" and not train:
         got, fix = "an evaluation, which has no key", "Write key=None in its signature."
@@ -68,8 +68,7 @@ def note(fn, batch, error: Exception) -> str:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Remove tsunax's frames from the traceback of an exception of other code, as JAX removes its
-    own.
+    """Remove tsunax's frames from the traceback of an exception of other code, as JAX does.
 
     They stay if the exception comes from tsunax, or from JAX called by it: then they show the
     fault.

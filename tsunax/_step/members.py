@@ -18,9 +18,7 @@ from tsunax.state import TrainState
 
 
 def members_of(state: Any) -> int | None:
-    """How many members a population has; None for a single state, and for what is no
-    `TrainState`.
-    """
+    """How many members a population has; None for a single state or another object."""
     if not isinstance(state, TrainState):
         return None
     shape: tuple[int, ...] = state.clock.shape
@@ -30,8 +28,9 @@ def members_of(state: Any) -> int | None:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("tree",), meta_fields=())
 @dataclass(frozen=True)
 class each:
-    """A tree whose arrays have a first axis of members: a batch for each,
-    `step(runs, ts.populations.each(batches))`.
+    """A tree with one value, such as a batch, for each member of a population.
+
+    Its arrays have a first axis of members: `step(runs, ts.populations.each(batches))`.
 
     >>> each(jax.numpy.zeros((3, 8))).tree.shape
     (3, 8)
@@ -52,10 +51,10 @@ def check_local_members(state: Any, where: str) -> None:
 
 
 def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = None):
-    """`f(state, *trees)`, mapped over the members of a population; a tree in `each` has one for
-    each of them.
+    """Map `f(state, *trees)` over the members of a population.
 
-    `at_once` of them together, one group after the other; None: all.
+    A tree in `each` has one value for each member; the members share all others. `at_once` members
+    are computed together, one such group after the other; None: all.
     """
     n = members_of(state)
     check_each(state, trees)
@@ -72,7 +71,7 @@ def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = N
 
 
 def check_each(state: TrainState, trees) -> None:
-    """Raise StateError for an `each` that has not one tree for each member of the state."""
+    """Raise StateError unless the arrays of each `each` have a first axis of the members."""
     n = members_of(state)
     found = [x.tree for x in jax.tree.leaves(trees, is_leaf=_is_each) if _is_each(x)]
     for x in jax.tree.leaves(found):

@@ -17,9 +17,7 @@ from tsunax.state import TrainState
 
 
 def home_of(moving, still=()) -> tuple[placement.Home | None, Any, Any]:
-    """How the moving part of a state lies on a mesh, and both parts as they lie there; None if on
-    one device.
-    """
+    """Where a state is placed on a mesh (None: on one device), and its two parts placed there."""
     home, other = placement.home_on_mesh(moving, still), placement.home_on_mesh(still, moving)
     if home is None or other is None:
         return None, moving, still
@@ -27,7 +25,7 @@ def home_of(moving, still=()) -> tuple[placement.Home | None, Any, Any]:
 
 
 def masked(given, padding):
-    """A mask that a user gave (or none), beside that of rows of padding behind its own."""
+    """The user's mask, extended by zeros for rows of padding."""
     if given is None:
         return padding
     lib = np if isinstance(given, np.ndarray) else jnp
@@ -35,8 +33,9 @@ def masked(given, padding):
 
 
 def spread(rows, extra, home: placement.Home, *, whole: bool = False) -> tuple[Any, dict]:
-    """A batch and its mask over the mesh of a state, or on each device where they do not divide;
-    extra whole.
+    """Spread a batch and its mask over the mesh of a state; `extra` is replicated.
+
+    Rows that do not divide raise DataError; with `whole` they are replicated.
     """
     batch, mask = placement.put(rows, home.whole, whole=whole)
     extra = placement.whole({name: x for name, x in extra.items() if name != "mask"}, home.whole)
@@ -44,8 +43,9 @@ def spread(rows, extra, home: placement.Home, *, whole: bool = False) -> tuple[A
 
 
 def placed(step: Any, state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
-    """A host batch over the mesh of the state, padded if its rows do not divide and loss_fn masks;
-    extra whole.
+    """Spread a host batch over the mesh of the state; `extra` is replicated.
+
+    Rows that do not divide are padded if loss_fn takes a mask, and raise DataError if not.
     """
     if members_of(state) is not None:  # the devices share the members, each of which has all rows
         return placement.whole((batch, extra), home.whole)
@@ -60,7 +60,7 @@ def placed(step: Any, state: TrainState, home: placement.Home, batch, extra) -> 
 
 
 def for_evaluation(state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
-    """The same for an evaluation, which takes rows that do not divide on each device."""
+    """Spread a host batch for an evaluation; rows that do not divide are replicated."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((batch, extra))):
         return batch, extra
     if members_of(state) is not None:
@@ -69,7 +69,7 @@ def for_evaluation(state: TrainState, home: placement.Home, batch, extra) -> tup
 
 
 def for_statistics(home: placement.Home, batch, extra) -> tuple[Any, dict]:
-    """The same for batch statistics, which need all rows once."""
+    """Spread a host batch for batch statistics; rows that do not divide raise DataError."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((batch, extra))):
         return batch, extra
     return spread((batch, extra.get("mask")), extra, home)

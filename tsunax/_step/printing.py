@@ -45,13 +45,9 @@ def _tree_rows(state: Any, concrete: bool) -> list[str]:
     frozen = iter(frozen_flags(state) if concrete else [False] * n)
     rows = []
     for (name, _, leaf), on, new in zip(named, selected, replaced, strict=True):
-        note = (
-            ("overwritten" if new else "not trained")
-            if not on
-            else "frozen"
-            if next(frozen)
-            else ""
-        )
+        note = "frozen" if on and next(frozen) else ""
+        if not on:
+            note = "overwritten" if new else "not trained"
         rows.append(
             ("/".join(name) or "<root>", f"{trees.dtype_of(leaf)}{list(jnp.shape(leaf))}", note)
         )

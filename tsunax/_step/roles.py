@@ -34,8 +34,7 @@ _LOCK = threading.Lock()
 
 
 class Plan:
-    """The static part of a state: the rule without its numbers, which leaves it trains, in which
-    precision.
+    """The static part of a state: the rule without its numbers, the trained leaves, dtypes.
 
     Interned: equal plans are one object, so that jit compares identities when it looks for its
     program.

@@ -24,7 +24,7 @@ from tsunax.precision import LossScale, Policy, as_loss_scale, as_policy, cast
 def check_setup(
     params: Any, device: Any, model_state: Any, trainable: Any, copy: bool, freezable: bool
 ) -> tuple[bool, ...]:
-    """Raise for arguments that `setup` cannot work with; which leaves of params are selected."""
+    """Raise for bad arguments of `setup`; returns which leaves of params are selected."""
     checks.check_flags("setup()", freezable=freezable, copy=copy)
     checks.check_keys(params)
     if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
@@ -48,13 +48,13 @@ def check_setup(
 def parts_of(
     precision: Any, ema: Any, loss_scale: Any
 ) -> tuple[Policy | None, Average | None, LossScale | None]:
-    """What these arguments of `setup` stand for."""
+    """The policy, average and loss scale that these arguments of `setup` mean."""
     policy = as_policy(precision, "setup()")
     return policy, as_average(ema, "setup()"), as_loss_scale(loss_scale, policy, "setup()")
 
 
 def copied(params: Any, flags: tuple[bool, ...], take: Callable[[Any], Any]) -> Any:
-    """The params as a state holds them: what is trained through `take`, which copies.
+    """The params as a state stores them: trained leaves are copied by `take`.
 
     The others are no copies, but a NumPy array would be moved to the device by every step.
     """
@@ -66,8 +66,9 @@ def copied(params: Any, flags: tuple[bool, ...], take: Callable[[Any], Any]) -> 
 def without_overwritten(
     params: Any, flags: tuple[bool, ...], trainable: Any
 ) -> tuple[tuple[bool, ...], tuple[bool, ...] | None]:
-    """Which leaves a rule trains, and which of the selected ones their gradient replaces: flax's
-    fp8 scales and amax histories, which no rule ever sees.
+    """Which leaves the rule trains, and which of the selected ones their gradients replace.
+
+    The latter are flax's fp8 scales and amax histories, which no rule is given.
     """
     named = jax.tree_util.tree_flatten_with_path(params)[0]
     found = tuple(
@@ -100,7 +101,7 @@ def _check_concrete(params: Any, flags: tuple[bool, ...]) -> None:
 
 
 def tell_flax(cls: type) -> None:
-    """Let `flax.serialization.to_bytes(state)`, if flax is loaded, say what saves a state."""
+    """Make `flax.serialization.to_bytes(state)` an error that names what saves a state."""
     if (flax := sys.modules.get("flax.serialization")) is not None:
         flax.register_serialization_state(cls, _no_flax_bytes, _no_flax_bytes, override=True)
 
@@ -125,10 +126,10 @@ def stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
 
 
 def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
-    """`rule.init(trained)`, with copies of leaves that share a buffer with what is `held`, or with
-    each other. What `init` raises becomes a RuleError, with the cause.
+    """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf.
 
-    Averaging rules start from the params themselves; donating one buffer twice is an error.
+    Such leaves are copied: averaging rules start from the params themselves, and donating one
+    buffer twice is an error. What `init` raises becomes a RuleError, with the cause.
     """
     try:
         opt_state = rule.init(trained)
@@ -184,14 +185,11 @@ def check_field(state: Any, name: str, value) -> None:
         is_int = isinstance(value, int) or (
             trees.is_array(value) and jnp.issubdtype(value.dtype, np.integer)
         )
-        fits = (
-            is_int
-            and not isinstance(value, bool)
-            and np.shape(value) in ((), np.shape(state.clock)[:-1])
-        )
-        if not fits or (
-            not trees.is_traced(value) and not np.all((value >= 0) & (value <= guard.LIMIT))
-        ):
+        shapes = (), np.shape(state.clock)[:-1]
+        fits = is_int and not isinstance(value, bool) and np.shape(value) in shapes
+        if fits and not trees.is_traced(value):
+            fits = np.all((value >= 0) & (value <= guard.LIMIT))
+        if not fits:
             raise StateError(
                 name, "replace()", trees.describe(value), f"an int in [0, {guard.LIMIT}]"
             )
@@ -210,7 +208,7 @@ def check_field(state: Any, name: str, value) -> None:
 
 
 def like(new, old):
-    """Copies of arrays, on the mesh where the old ones lie."""
+    """Copies of arrays, on the mesh of the old ones."""
     new = jax.tree.map(trees.own, new)
     if jax.tree.structure(new) != jax.tree.structure(old):
         return new

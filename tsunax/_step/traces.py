@@ -31,7 +31,7 @@ class Trace:
 
     @classmethod
     def of(cls, traced: Traced) -> Trace:
-        """Of the record that a step keeps."""
+        """The trace of the record that a step stores."""
         state, trees = traced.state, traced.given
         plan = state.plan if isinstance(state, TrainState) else None
         fields = {"state": state}
@@ -39,18 +39,17 @@ class Trace:
             fields = {f"state.{f.name}": getattr(state, f.name) for f in state._fields}
         shapes = {name: jax.tree.map(_shape, tree) for name, tree in (fields | trees).items()}
         first = next(iter(jax.tree.leaves(state)), None)
-        axes = (
-            ()
-            if first is None
-            else zip(first.sharding.mesh.axis_names, first.sharding.mesh.axis_types, strict=True)
-        )
+        axes: Any = ()
+        if first is not None:
+            on = first.sharding.mesh
+            axes = zip(on.axis_names, on.axis_types, strict=True)
         mesh = ", ".join(f"{name}: {kind.name.lower()}" for name, kind in axes)
         moving = ("params", *state._moving) if plan is not None else ()
         return cls(traced.kind, plan, traced.layout, moving, mesh, shapes)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """How many members a population has: () of one run."""
+        """(number of members,) of a population; () of a single state."""
         clock = self.trees.get("state.clock")
         return () if clock is None else clock.shape[:-1]
 
@@ -128,11 +127,10 @@ def _plans(new: Trace, old: Trace) -> list[str]:
         everything = (True,) * len(paths)
         pairs = zip(paths, a.selected or everything, b.selected or everything, strict=False)
         what = next(((path, now) for path, now, before in pairs if now != before), None)
-        where = (
-            ""
-            if what is None
-            else f": {_trees.access_str('params', what[0])} is {'' if what[1] else 'not '}trained"
-        )
+        where = ""
+        if what is not None:
+            now = "trained" if what[1] else "not trained"
+            where = f": {_trees.access_str('params', what[0])} is {now}"
         found.append(f"trainable= selects other leaves{where}")
     if a.precision != b.precision:
         says = lambda plan: "none" if plan.precision is None else plan.precision.compute
@@ -184,11 +182,8 @@ def _placement(new: Trace, old: Trace) -> list[str]:
         for field in new.moving
         for path, _ in jax.tree_util.tree_flatten_with_path(new.trees.get(f"state.{field}"))[0]
     ]
-    names = (
-        names
-        if len(names) == len(found)
-        else [_trees.access_str("state", path) for path, _ in found]
-    )
+    if len(names) != len(found):
+        names = [_trees.access_str("state", path) for path, _ in found]
     for where, (_, a), b in zip(names, found, jax.tree.leaves(old.layout), strict=True):
         if a != b:
             what = "another mesh" if a.mesh != b.mesh else f"{a.spec}, was {b.spec}"
@@ -197,10 +192,10 @@ def _placement(new: Trace, old: Trace) -> list[str]:
 
 
 def why(records: list[Traced], places: list[tuple[str, Any]]) -> list[str]:
-    """A line for each trace but the first of its kind: what was new in it, against the earlier one
-    most like it.
+    """Why there was more than one trace: what was new in each, against the most similar one.
 
-    Then one for each further device: there XLA compiles what was traced already.
+    A line for each trace but the first of its kind, which is compared with those before it. Then a
+    line for each further device, for which XLA compiles the traced program again.
     """
     lines, seen = [], dict[str, list[Trace]]()
     for trace in map(Trace.of, records):

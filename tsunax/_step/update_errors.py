@@ -15,7 +15,7 @@ from tsunax.rules import inspecting
 
 
 def other_tree(grads: Any, params: Any) -> StateError:
-    """For gradients of another structure than the trained part of the params."""
+    """The error for gradients of another structure than the trained part of the params."""
     fix = "Gradients have the structure of ts.trainable(state)."
     if isinstance(grads, tuple) and any(isinstance(part, Loss) for part in grads):
         fix = "Take it apart: loss, grads = ts.value_and_grad(loss_fn)(state, batch)."
@@ -28,7 +28,7 @@ def _place(root: str, tree: Any, i: int) -> tuple[str, Any]:
 
 
 def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
-    """For a leaf of the gradients that is not one of this parameter."""
+    """The error for a leaf of the gradients that does not fit its parameter."""
     where, g = _place("grads", grads, i)
     if not trees.is_inexact(g):
         got, expected = trees.describe(g), "floats"
@@ -42,7 +42,7 @@ def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
 
 
 def other_shape(updates: Any, i: int, p: Any) -> RuleError:
-    """For a rule whose update of a parameter has another shape."""
+    """The error for a rule whose update of a parameter has another shape."""
     path, _ = jax.tree_util.tree_flatten_with_path(updates)[0][i]
     where, u = trees.access_str("params", path), jax.tree.leaves(updates)[i]
     fix = "The rule changes it."
@@ -50,7 +50,7 @@ def other_shape(updates: Any, i: int, p: Any) -> RuleError:
 
 
 def lacking(error: Exception, given: Any) -> RuleError | None:
-    """After a rule failed: the argument that it lacks, if that is why."""
+    """The error for a rule that failed because it lacks an argument; None for other failures."""
     lacks = [name for name in inspecting.missing(error) if name not in given]
     if not lacks:
         return None

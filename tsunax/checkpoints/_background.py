@@ -61,8 +61,9 @@ class Job(Task):
 
 
 def _finish() -> None:
-    """At the interpreter's end: wait for saves; one that failed unseen, or hangs, makes the exit
-    status 1.
+    """Wait for saves at the interpreter's exit.
+
+    The exit status is 1 if a save hangs, or failed without anyone seeing it.
     """
     failed, mine = False, [job for job in _JOBS if job.pid == os.getpid()]
     for job in mine:
@@ -91,8 +92,11 @@ def bounded(f: Callable[[], Any], limit: float, what: str):
 
 
 def take_lock(owner, is_first: bool) -> durable_files.Lock:
-    """Make the directory of `owner.store` and take its lock; from an earlier owner in this
-    process, once that has nothing to write. An owner has `store`, `wait()` and `_lock`.
+    """Make the directory of `owner.store` and take its lock.
+
+    An earlier owner in this process gives the lock up when it has nothing left to write. An owner
+    has `store`, `wait()` and `_lock`. Raises CheckpointError for a directory that cannot be
+    written.
     """
     try:
         key = owner.store.prepare()

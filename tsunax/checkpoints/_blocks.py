@@ -66,8 +66,9 @@ def _bytes_of(x: np.ndarray) -> np.ndarray:
 def hashes_of(
     saved: Mapping[str, Leaf], blocks: Iterable[str], get: Callable[[str, Leaf], np.ndarray]
 ) -> Callable[[], dict[str, int]]:
-    """The part of each block in the hash of its leaf, when the function that this returns is
-    called; until then threads are at work on it.
+    """Start hashing blocks in threads, and return a function that waits for the hashes.
+
+    They are {block: its part of the hash of its leaf}.
     """
 
     def one(block: str) -> int:
@@ -91,9 +92,7 @@ def hashes_of(
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Those parts of an array that one process needs, where that is not all of it: `pieces[index]`
-    is one of them.
-    """
+    """The parts of an array that one process needs, if that is not all: `pieces[index]`."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -128,8 +127,10 @@ def read_leaf(leaf: Leaf, parts, stored: list) -> tuple[Any, int | None]:
 
 
 def verified(leaf: Leaf, parts, read: Callable[[Bounds], np.ndarray]) -> tuple[Any, int | None]:
-    """A leaf of which `read` has slices, checked: (array, None); or the parts of it alone, and what
-    they have in its hash.
+    """Read a leaf with `read`, and verify it.
+
+    A whole leaf: (array, None); raises Damaged. Parts: (the Pieces, what they add to its hash),
+    which is compared when the other parts are known.
     """
     if parts is None:
         found = read(whole(leaf.shape))
@@ -206,7 +207,7 @@ def check_same(
 
 
 def answered(wanted: list[Leaf], answers: list) -> tuple[list[Any], dict[str, int]]:
-    """What `read_leaf` made of each leaf, as `Home.read` returns it."""
+    """The results of `read_leaf`, in the form in which `Home.read` returns them."""
     sums = zip(wanted, answers, strict=True)
     return [x for x, _ in answers], {leaf.name: x for leaf, (_, x) in sums if x is not None}
 

@@ -121,8 +121,10 @@ class Files(Home):
         shutil.rmtree(self.path / name, ignore_errors=True)
 
     def _make_room(self, step: int) -> Path | None:
-        """Move what has this step's name out of the way: to be deleted if it is a checkpoint, to
-        stay if it is not.
+        """Move what has the name of this step out of the way.
+
+        Returns where a checkpoint is now, to be deleted; None if something else was moved, to be
+        kept, or nothing was there. Raises FileExistsError if it cannot be moved.
         """
         final = self.path / str(step)
         if not os.path.lexists(final):

@@ -69,10 +69,10 @@ class Home:
         self, step: int, found: Manifest, wanted: list[Leaf],
         needed: list[tuple[Bounds, ...] | None],
     ) -> tuple[list[Any], dict[str, int]]:  # fmt: skip
-        """The saved leaves, or what is needed of each, as host arrays; and for leaves of which only
-        parts were read, by name, what these have in the hash. All others are verified.
+        """Read the saved leaves, or what is needed of each, as host arrays.
 
-        Raises Damaged.
+        Also returned, by name: what the parts of a leaf add to its hash, if only parts of it were
+        read. All other leaves are verified. Raises Damaged.
         """
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class Home:
         raise NotImplementedError
 
     def start(self, name: str, tree: Tree, found: list[Leaf], blocks: Blocks) -> None:
-        """What of a save belongs into the thread that calls `save`, where the devices are."""
+        """The part of a save that must run in the thread that calls `save`."""
 
     def write(
         self, name: str, process: int, part: Manifest, blocks: Blocks, prove: bool
@@ -100,11 +100,11 @@ class Home:
         raise NotImplementedError
 
     def discard(self, name: str) -> None:
-        """Delete what was being written."""
+        """Delete an unfinished checkpoint."""
         raise NotImplementedError
 
     def drop(self, steps: Iterable[int]) -> None:
-        """Delete checkpoints; not those in which somebody keeps a file of his own."""
+        """Delete checkpoints, except those in which a user keeps files of his own."""
         raise NotImplementedError
 
     def tidy(self) -> None:
@@ -141,8 +141,9 @@ class Home:
                 yield step, self.manifest(step)
 
     def known(self) -> dict[int, dict[str, float]]:
-        """The complete steps that are finite, and their metrics; read once, because nobody else
-        writes here.
+        """The complete steps that are finite, with their metrics.
+
+        They are read once, because nobody else writes here.
         """
         if self._known is None:
             self._known = {}
@@ -173,7 +174,7 @@ class Home:
     # ------------------------------------------------------------------------- what is written
 
     def put_part(self, name: str, process: int, part: Manifest) -> None:
-        """What this process has written, for the first one, which is told of its own."""
+        """Store the manifest of this process's part for the first process."""
         if process:
             self.store(self.path / name / self.inside / _part(process), part.dump())
 
@@ -200,7 +201,7 @@ class Home:
     # --------------------------------------------------------------------------- who may write
 
     def prepare(self) -> Any:
-        """Make the run's directory: what tells it from others. Raises OSError."""
+        """Make the run's directory; returns its identity. Raises OSError, CheckpointError."""
         if self.path.exists() and not self.path.is_dir():
             expected = "a directory of checkpoints"
             fix = f"{NO_CODE} Give the path of a directory that can be written."

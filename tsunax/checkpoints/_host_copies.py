@@ -134,7 +134,7 @@ def _on_host(data, shards: list, copy: bool) -> np.ndarray:
 
 
 def encoded(given: Mapping[str, Any], blocks: Blocks, process: int) -> Parts:
-    """Data, history and callbacks; their arrays are added to the blocks."""
+    """Encode data, history and callbacks; their arrays are added to the blocks."""
     arrays: list[Leaf] = []
 
     def keep(at: tuple, x: np.ndarray) -> int:
@@ -151,12 +151,11 @@ def encoded(given: Mapping[str, Any], blocks: Blocks, process: int) -> Parts:
 
 
 def watched(tree: Tree, found: list[Leaf]) -> dict[str, str]:
-    """The names of leaves that are finite in a state that can be trained on: params, masters,
-    averages. With them how a message calls the leaf.
+    """The leaves that are finite in a state that can be trained on: {name: name in messages}.
 
-    What is trained, and params that their gradient replaces (fp8 scales): a mask of -inf among the
-    other params, and NaN in the model state, may belong there. Members of a population may diverge
-    alone.
+    These are trained params, masters, averages, and params that their gradient replaces (fp8
+    scales). A mask of -inf among the other params, and NaN in the model state, may belong there.
+    Members of a population may diverge alone.
     """
     paths = set()
     for path, s in tree.states.items():
@@ -185,9 +184,7 @@ def not_finite(blocks: Blocks, names: Mapping[str, str]) -> str:
 
 
 def devices_of(tree: Tree) -> str:
-    """The devices that a tree is on, in words: "4 cpu", "16 NVIDIA H100 of 2 processes"; "" of one
-    without.
-    """
+    """The devices of a tree in words: "4 cpu", "16 NVIDIA H100 of 2 processes"; "" if none."""
     shardings = {getattr(x, "sharding", None) for _, x in tree.leaves}
     devices = {one for sharding in shardings if sharding is not None for one in sharding.device_set}
     kinds = " ".join(sorted({one.device_kind for one in devices}))

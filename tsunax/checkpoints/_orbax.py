@@ -32,8 +32,9 @@ ONE_AT_A_TIME = threading.Lock()
 
 
 def description(path: Path | str) -> Any:
-    """The tree that a directory says it has, by orbax's old interface or the new one. Raises
-    Damaged.
+    """The tree that orbax's files in a directory describe; raises Damaged.
+
+    Both orbax's old interface and its new one write such files.
     """
     if isinstance(path, Path):  # no bucket's
         durable_files.check_regular(path)
@@ -44,7 +45,7 @@ def description(path: Path | str) -> Any:
 
 
 def as_struct(x):
-    """A leaf of such a description as what `leaf_of` knows: arrays as their shape and dtype."""
+    """A leaf of orbax's description for `leaf_of`: arrays as `ShapeDtypeStruct`."""
     is_array = getattr(x, "shape", None) is not None and getattr(x, "dtype", None) is not None
     if not is_array or trees.is_array(x):
         return x
@@ -78,7 +79,7 @@ def read(path: Path | str, tree, names: list[str]) -> list[Any]:
 
 
 def _of_orbax(f, what: str):
-    """`f(orbax)`, its logs kept quiet, given up after ten minutes; whatever it raises as Damaged."""
+    """`f(orbax)`, with quiet logs and a limit of ten minutes; raises Damaged for any failure."""
 
     def run():
         with ONE_AT_A_TIME:
@@ -102,7 +103,7 @@ def library() -> Any:
 
 @contextlib.contextmanager
 def quiet():
-    """Without the pages that asyncio and absl log for damaged bytes and full disks."""
+    """A context without the logs of asyncio and absl on damaged bytes and full disks."""
     drop = lambda record: False
     loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
     for logger in loggers:

@@ -150,8 +150,10 @@ class Orbax(Home):
         return name
 
     def start(self, name: str, tree: Tree, found: list[Leaf], blocks: Blocks) -> None:
-        """orbax copies what is spread over processes, and makes the directories; it writes in the
-        background. All else it gets as the copies that are there.
+        """Let orbax make the directories and write in the background.
+
+        orbax copies arrays that are spread over processes; of all others it is given the copies in
+        `blocks`.
         """
         arrays: dict[str, Any] = {}
         for leaf, (_, x) in zip(found, tree.leaves, strict=True):
@@ -310,7 +312,7 @@ def _is_beside(leaf: Leaf) -> bool:
 
 
 def _keys_of(found: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Where each name is in nested dicts. orbax joins their keys by dots."""
+    """The keys of each name in nested dicts, without dots, by which orbax joins keys."""
     names = list(found)
     above = {name[:i] for name in names for i, c in enumerate(name) if c == "/"}
     keys = {name: name.replace(".", "%2e") or "%" for name in names}
@@ -364,7 +366,7 @@ def _opener(
 
 
 class Bucket(Orbax):
-    """The same in a bucket, `gs://...`, which has no locks: who comes last may write."""
+    """orbax checkpoints in a bucket, `gs://...`, without locks: the latest run may write."""
 
     @staticmethod
     def at(text: str, timeout: float) -> Bucket:
@@ -385,7 +387,7 @@ class Bucket(Orbax):
             path.write_bytes(content)
 
     def names(self, path: Any) -> list[str]:
-        """What is there now: the library for buckets would tell what it has listed before."""
+        """The names that are there now, not those in the cache of the library for buckets."""
         backend = importlib.import_module("etils.epath.backend")
         backend.fsspec_backend.fs(str(path)).invalidate_cache()
         return names_in(path)
@@ -410,8 +412,10 @@ def _os_errors():
 
 
 class _Mark:
-    """An object that says whose a bucket's directory is. It keeps nobody out: the run that comes
-    last has the directory, and one before it, should it live, is refused at its next save.
+    """An object in a bucket that names the run whose directory it is.
+
+    It keeps nobody out: the run that comes last has the directory, and an earlier one that goes on
+    is refused at its next save.
     """
 
     def __init__(self, home: Bucket, is_first: bool):

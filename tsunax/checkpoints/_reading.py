@@ -38,8 +38,9 @@ class Restored:
 def newest(
     run, like, step: int | str | None, resume: str, alike: Mapping, read: Callable[[int], Restored]
 ) -> Restored:
-    """What `read(step)` makes of the newest good checkpoint, of the best one, or of that of a
-    step. `run` is the `Checkpoints`.
+    """`read(step)` for the newest good checkpoint, the best one, or the one of a given step.
+
+    `run` is the `Checkpoints`. Raises CheckpointError, WrongTypeError.
     """
     if not checks.is_one_of(resume, ("auto", "must", "never")):
         got, expected = trees.describe(resume), "'auto', 'must' or 'never'"
@@ -169,8 +170,9 @@ def read(
 
 
 def _parts(run, manifest: Manifest) -> list[Parts]:
-    """Data, history and callbacks for this process: those of the first one, and what it had of
-    its own.
+    """Data, history and callbacks of the first process, then those of this one.
+
+    Raises CheckpointError if the data were at places of their own in another number of processes.
     """
     first, count = manifest.parts[:1], processes.process_count()
     if len(manifest.parts) == count:

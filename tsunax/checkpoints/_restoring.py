@@ -44,7 +44,10 @@ class How:
         return self.params_only or self.partial is not None
 
     def plan(self, manifest: Manifest, folder: Path) -> Plan:
-        """Compare. Raises CheckpointError with up to ten differences, both sides of each."""
+        """The plan for a manifest.
+
+        Raises CheckpointError with up to ten differences, both sides of each.
+        """
         plan = self.compared(manifest)
         fix = (
             "Restore with the setup that saved it; params alone: params_only=True or "
@@ -94,8 +97,9 @@ class How:
         return Plan(like, mine, pairs, found, columns, alone, [])
 
     def _params(self, mine: Tree, manifest: Manifest, saved: dict) -> Plan:
-        """Params and model state of each TrainState; or a bare tree of params from the one that was
-        saved.
+        """Plan the params and model state of each TrainState, or a bare tree of params.
+
+        The bare tree is read from the params of the TrainState that was saved, if it was one.
         """
         fields = (".params",) if self.partial is not None else (".params", ".model_state")
         roots: dict = {(*path, field): (*path, field) for path in mine.states for field in fields}
@@ -118,9 +122,7 @@ class How:
         return Plan(self.like, mine, pairs, found, {}, {}, [])
 
     def _chosen(self, mine: Tree) -> set:
-        """Paths of the leaves that the pattern matches, in the params of each TrainState or in the
-        bare tree.
-        """
+        """Paths of the leaves that the pattern matches, in params of TrainStates or a bare tree."""
         params = {(*path, ".params"): s.params for path, s in mine.states.items()}
         chosen = set()
         for root, tree in (params or {(): self.like}).items():
@@ -132,7 +134,7 @@ class How:
 
 @dataclass(frozen=True)
 class Clocks:
-    """The counts of the saved training states, and nothing else: where a checkpoint is."""
+    """A restore of nothing but the counts of the saved training states."""
 
     like: Any = ()
     only_params = False
@@ -155,7 +157,7 @@ def refuse(head: str, differences: list[str], fix: str) -> None:
 
 
 def warn_of_edits(edited: list[str]) -> None:
-    """Say which numbers are the script's."""
+    """Warn of each number for which the edited script's value is used."""
     for note in edited:
         warn(f"edited in the script since the run was set up, {note}: the script's is used.")
 
@@ -184,8 +186,9 @@ class Pair:
 
 
 def _parts_of(sharding, shape) -> dict[int, tuple[Bounds, ...]] | None:
-    """The parts of an array that each process has. None if each has all of it, or if two have
-    some parts in common but not all: then each reads, and verifies, all of it.
+    """The parts of an array that each process has; None if each reads and verifies all of it.
+
+    That is so if each has all of it, or if two processes share some of their parts but not all.
     """
     holders = holders_of(sharding, shape)
     found: dict[int, tuple[Bounds, ...]] = {}
@@ -199,9 +202,7 @@ def _parts_of(sharding, shape) -> dict[int, tuple[Bounds, ...]] | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which saved leaf goes where, what does not fit, and the numbers that are merged rather than
-    taken.
-    """
+    """What a restore does: which leaf goes where, what does not fit, which numbers are merged."""
 
     like: Any
     mine: Tree
@@ -224,13 +225,14 @@ class Plan:
         return (self.parts(pair) or {}).get(jax.process_index())
 
     def word(self, sums: Mapping[str, int]) -> str:
-        """What this process read in parts, for the others: 16 digits of each hash."""
+        """The hashes of what this process read in parts, 16 digits each, for the other ones."""
         read = [pair.saved.name for pair in self.pairs if self.parts(pair)]
         return "".join(f"{sums.get(name, 0):016x}" for name in read)
 
     def check(self, words: list[str]) -> None:
-        """Verify the leaves that no process has read as a whole: the hashes of the parts, of which
-        the words of all processes tell, make up the saved one. Raises Damaged.
+        """Verify the leaves that no process has read as a whole; raises Damaged.
+
+        `words` are the hashes of the parts that each process read: together they are the saved one.
         """
         at = 0
         for pair in self.pairs:
@@ -244,7 +246,7 @@ class Plan:
                 at += 16
 
     def filled(self, values: list):
-        """The target with these values, verified before, in the place of its own."""
+        """The target with these verified values in place of its own."""
         both = zip(self.pairs, values, strict=True)
         new = {pair.path: self._placed(pair, value) for pair, value in both}
         treedef = jax.tree.structure(self.like)
@@ -332,7 +334,7 @@ def fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
 
 
 def _extra_leaves(wanted: Wanted, saved: Mapping, under=lambda _: True) -> list[str]:
-    """What is saved and has no place."""
+    """The differences for saved leaves that have no place in the target."""
     known = {there for _, there, _ in wanted}
     return [f"{show('state', path)}: saved {leaf}, expected nothing" for path, leaf in saved.items()
             if path not in known and under(path)]  # fmt: skip

@@ -54,8 +54,9 @@ class Entry:
 
 
 def contents(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """What is in a file, or in all files of an index as the Hugging Face hub has them, and the
-    text beside it. Raises Damaged, OSError.
+    """The arrays in a file, or in all files of a Hugging Face index, and the text beside them.
+
+    Raises Damaged, OSError.
     """
     if not path.name.endswith(INDEX):
         return _header(path)
@@ -221,9 +222,7 @@ def write_files(
 
 
 def _groups(arrays: Mapping[str, Any], most: int | None) -> list[list[str]]:
-    """Names in order, cut where the bytes of a group would be more than `most`; a larger array is
-    alone.
-    """
+    """The names in order, in groups of at most `most` bytes; a larger array is alone."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, x in arrays.items():

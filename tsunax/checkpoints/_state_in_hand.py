@@ -22,9 +22,7 @@ _SHOWN = 4
 
 
 def calls_of(tree) -> int:
-    """The calls of all training states in a tree; 0 if nothing has called them yet, or nobody here
-    knows.
-    """
+    """The calls of all training states in a tree; 0 if this process cannot read them."""
     clocks = [s.clock for s in leaves.tree_of(tree).states.values()]
     known = all(getattr(x, "is_fully_replicated", True) or x.is_fully_addressable for x in clocks)
     return int(sum(np.sum(np.asarray(x)[..., 1]) for x in clocks)) if known else 0
@@ -62,8 +60,9 @@ def later(run, at: int, state, calls: int) -> _reading.Restored:
 
 
 def _differences(run, step: int, state) -> list[str]:
-    """The leaves of a state whose bits are not those that were saved; no array is copied whole, or
-    read from the disk.
+    """The leaves of a state whose bits differ from the saved ones, by their hashes.
+
+    No array is copied whole, or read from the disk.
     """
     tree = leaves.tree_of(state)
     mine = [leaves.leaf_of(path, x, name)

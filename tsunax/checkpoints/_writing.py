@@ -24,8 +24,9 @@ __all__ = []
 
 
 def start(run, state, step, given: Mapping[str, Any], metrics) -> Job:
-    """Copy a state to the host, agree on it, and write it in the background. `run` is the
-    `Checkpoints`, on all processes.
+    """Copy a state to the host, agree on it with all processes, write it in the background.
+
+    `run` is the `Checkpoints`.
     """
     copy = lambda: _copied(run, state, step, given, metrics)
     (tree, manifest, blocks), words = run.together("save()", copy)
@@ -55,9 +56,7 @@ def start(run, state, step, given: Mapping[str, Any], metrics) -> Job:
 
 
 def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
-    """The state on the host, (its tree, its manifest, its blocks), and a word of it for the
-    other processes.
-    """
+    """(tree, manifest, blocks) of the state on the host, and a text for the other processes."""
     run.check_writer("save()")
     run.wait()
     numbers = _numbers(metrics)
@@ -97,9 +96,7 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
 
 
 def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
-    """The whole of one save, in the background: every process its part, then the first one all
-    of it.
-    """
+    """One save, in the background: each process writes its part, then the first one commits."""
     step = manifest.step
     end = time.monotonic() + 0.9 * run.timeout  # who is missing is named before `wait` gives up
 
@@ -130,8 +127,9 @@ def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
 
 
 def _commit(run, name: str, first: _manifest.Manifest) -> bool | None:
-    """The parts of all processes as one checkpoint. Whether older ones may go for it; None if
-    it was not kept itself.
+    """Make the parts of all processes one checkpoint.
+
+    Returns whether older ones may be deleted for it; None if it was not kept itself.
     """
     if run.process:
         return run.store.commit(name, None)
@@ -167,7 +165,7 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _digest(x: Any, name: str) -> str:
-    """Of what each process has of its own: whether it differs from that of another one."""
+    """A hash of data or callbacks, which may differ between processes."""
     content = lambda _, x: f"{x.dtype} {x.shape} {checksums.of(x)}"
     coded = _values.encode(x, content, name)
     return durable_files.sha256(json.dumps(coded, sort_keys=True).encode())

@@ -65,9 +65,7 @@ def _ramp() -> np.ndarray:
 
 
 def runs(bounds: Bounds, shape: tuple[int, ...]) -> tuple[np.ndarray, int]:
-    """Where a block lies in its array: the index of the first element of each contiguous run, and
-    how long these are.
-    """
+    """The contiguous runs of a block in its array: the index of each first element, the length."""
     axis = len(shape)  # from which on the block has all of each axis
     while axis and bounds[axis - 1] == (0, shape[axis - 1]):
         axis -= 1

@@ -68,7 +68,7 @@ def save(
       path: "….safetensors"; its directory is made if it is not there.
       rename: the name in the file for a name of the tree: a function, or a dict with those that
         differ.
-      metadata: more text for the header. Its "format", which the hub asks for, is "flax" if none is
+      metadata: more text for the header. Its "format", which the hub requires, is "flax" if none is
         given.
       max_bytes: of the arrays in one file. What is larger becomes "…-00001-of-00003.safetensors"
         and so on, and "….safetensors.index.json" that says which name is where. An array is never
@@ -193,11 +193,11 @@ def restore_flax(
     rename: Rename = None,
     cast: bool = False,
 ) -> PyTree:
-    """As `restore`, from a file of `flax.serialization.to_bytes` or `flax.training.checkpoints`
-    (msgpack).
+    """As `restore`, from a msgpack file of flax.
 
-    Names are its keys, joined: "params/Dense_0/kernel"; entries of lists and tuples are "0", "1".
-    Nothing is unpickled; arrays of objects, which flax would not write, are refused.
+    The writer is `flax.serialization.to_bytes` or `flax.training.checkpoints`. Names are its keys,
+    joined: "params/Dense_0/kernel"; entries of lists and tuples are "0", "1". Nothing is unpickled;
+    arrays of objects, which flax would not write, are refused.
     """
     with _refusing("flax file", path):
         file = _as_path(path)
@@ -214,12 +214,12 @@ def restore_orbax(
     rename: Rename = None,
     cast: bool = False,
 ) -> PyTree:
-    """As `restore`, from a directory that orbax wrote: of one step, by its old interface or the new
-    one.
+    """As `restore`, from the directory of one step that orbax wrote.
 
-    `StandardCheckpointer`, `PyTreeCheckpointer`, a step of a `CheckpointManager`, `v1.save`, a step
-    of `v1.training`. Names are the keys of the saved tree, joined: "params/Dense_0/kernel",
-    "opt_state/0/count". Orbax keeps no hash of arrays: damaged bytes can be read as numbers.
+    The writer is orbax's old interface or its new one: `StandardCheckpointer`,
+    `PyTreeCheckpointer`, a step of a `CheckpointManager`, `v1.save`, a step of `v1.training`. Names
+    are the keys of the saved tree, joined: "params/Dense_0/kernel", "opt_state/0/count". Orbax
+    keeps no hash of arrays: damaged bytes can be read as numbers.
     """
     fix = "Give the directory of one step, with _CHECKPOINT_METADATA in it."
     with _refusing("orbax checkpoint", path, fix):
@@ -245,7 +245,7 @@ def contents(path: StrPath) -> dict[str, jax.ShapeDtypeStruct]:
 
 @contextlib.contextmanager
 def _refusing(what: str, path, fix: str = ""):
-    """What is wrong with a file, as a CheckpointError that names it."""
+    """A context that raises errors of reading a file as CheckpointError with its path."""
     try:
         yield
     except TooNew as error:
@@ -311,7 +311,7 @@ def _of_flax(content: bytes) -> dict[str, Any]:
 
 
 def _from_tree(path: Path, tree) -> _Source:
-    """Of nested dicts of arrays, or of what describes them."""
+    """The source for nested dicts of arrays, or of descriptions of arrays."""
     named = {"/".join(name): x for name, _, x in trees.leaves_with_names(tree)}
     found = {}
     for name, x in named.items():
@@ -340,7 +340,7 @@ def _restored(source: _Source, like, where, rename: Rename, cast: bool, call: st
 
 
 def _whole(source: _Source, manifest: Manifest, like, cast: bool):
-    """Training states as they were saved."""
+    """Restore whole training states, with the checks of a checkpoint."""
     plan = _restoring.How(like, None, cast, False).compared(manifest)
     fix = "Restore with the setup that saved it; params alone: restore(path, state, where='**')."
     _restoring.refuse(f"another state in {source.path}", plan.differences, fix)
@@ -390,7 +390,7 @@ def _fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
 
 
 def _nested(source: _Source, where):
-    """All that is there as nested dicts, typed keys as such."""
+    """The leaves that `where` selects, or all, as nested dicts; typed keys as such."""
     out: dict[str, Any] = {}
     for name in source.leaves:
         *parents, last = name.split("/")
@@ -442,7 +442,7 @@ def _as_path(path) -> Path:
 
 
 def _found(path) -> Path:
-    """The file to begin with: one alone, or an index."""
+    """The file to read: a single one, or the index of several."""
     file = _as_path(path)
     if file.is_dir():
         file = file / "model.safetensors"

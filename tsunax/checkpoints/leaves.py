@@ -73,17 +73,18 @@ def dtype_of(name: str) -> np.dtype | None:
 
 
 def is_shape(shape: Sequence[Any]) -> bool:
-    """Whether NumPy can have an array of this shape: also one without elements has a size without
-    the axes of length 0.
+    """Whether NumPy can have an array of this shape.
+
+    If it has no elements, its size without the axes of length 0 must be possible.
     """
     sizes = all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
     return sizes and len(shape) <= 64 and math.prod(n for n in shape if n) < 1 << 48
 
 
 def leaf_of(path: Keys, x: PyTree, name: str = "") -> Leaf:
-    """What is said of a leaf that is saved, or expected of one that is restored.
+    """The description of a leaf to save, or of one expected at restore.
 
-    WrongTypeError for other things.
+    Raises WrongTypeError for other objects.
     """
     if trees.is_key(x):
         kind = f"key:{implementation(x.dtype)}"
@@ -153,8 +154,9 @@ def wrap_key(data: PyTree, name: str) -> jax.Array:
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree as paths: its leaves and their names in flatten order, the type of each container,
-    and the training states in it.
+    """A flattened tree: its leaves, their names, its containers and its training states.
+
+    Leaves and names are in flatten order; containers are types, by path.
     """
 
     leaves: list[tuple[Keys, Any]]
@@ -190,15 +192,16 @@ def _walk(x, path: Keys, name: Keys, in_box: bool, out: Tree, names: list[Keys])
 
 
 def _entry(entry) -> str:
-    """A key entry in one string that tells a list's 0 from a dict's."""
+    """A key entry as a string that differs for index 0 of a list and key 0 of a dict."""
     if isinstance(entry, jtu.DictKey) and not isinstance(entry.key, str):
         return f"{{{entry.key!r}}}"
     return str(entry)
 
 
 def joined(keys: tuple[str, ...]) -> str:
-    """Keys as one name: "encoder/0/kernel". What would be taken for something else in a name is
-    written as in an URL.
+    """Keys as one name: "encoder/0/kernel".
+
+    Characters that have a meaning in such names are percent-encoded, as in a URL.
 
     >>> joined(("encoder", "0", "kernel")), joined(("a/b", "", "[0]"))
     ('encoder/0/kernel', 'a%2fb/%/%5b0%5d')

@@ -68,9 +68,7 @@ def state_facts(state: TrainState) -> dict[str, Any]:
 
 
 def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> TrainState:
-    """`state`, from `setup`, with the structure of the saved one: its cuts, room for frozen
-    flags.
-    """
+    """`state`, from `setup`, with the structure of the saved one: cuts, room for frozen flags."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
         return jax.eval_shape(lambda s: _laid_out(s, facts, frozen), state)
     return _laid_out(state, facts, frozen)
@@ -106,9 +104,7 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
 
 
 def given_of(state: TrainState) -> dict[str, Any]:
-    """The numbers that a script gives with a state: its rule's, its averages' rates, its loss
-    scale.
-    """
+    """The numbers that a script gives: its rule's, the rates of its averages, its loss scale."""
     numbers, plain = state.numbers, lambda x: np.asarray(x).tolist()
     if numbers is not None and np.size(numbers.values) > 20_000:  # a manifest is bounded
         numbers = None
@@ -121,7 +117,7 @@ def given_of(state: TrainState) -> dict[str, Any]:
 
 
 def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
-    """What `given_of` told of each state at the start of the run; empty if nobody saved it."""
+    """What `given_of` returned for each state at the start of the saved run; empty if unknown."""
     try:
         found: Any = _values.decode(manifest.parts[0].values["script"], [])
         out = {}

@@ -49,7 +49,7 @@ class Manifest:
     not_finite: str = ""  # the first trained leaf with a NaN or an infinity in it
 
     def with_hashes(self, hashes: dict[str, int]) -> Manifest:
-        """With these hashes of arrays by name; they are parts of the whole over several processes."""
+        """The manifest with these hashes by name; one process's may be parts of the whole."""
         hashed = lambda found: [
             dataclasses.replace(x, hash=hashes.get(x.name, 0)) if x.dtype else x for x in found
         ]
@@ -139,8 +139,10 @@ _SCHEMA = {
 
 
 def check(x: Any, schema: Any) -> None:
-    """Raise ValueError unless JSON is as a schema: [of each], (of the first, of the second),
-    (schema, None) for what may be None, {key: of its value}, {str: of all values}, or a type.
+    """Raise ValueError unless the JSON value `x` has the form of `schema`.
+
+    A schema is a type, [the schema of each item], (the schemas of both items), (a schema, None) for
+    what may be None, {key: schema}, {str: the schema of all values}, or Size.
     """
     if isinstance(schema, tuple) and schema[1] is None:
         return None if x is None else check(x, schema[0])

@@ -54,8 +54,9 @@ def script_of(
 
 
 def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
-    """What a checkpoint of the state has not: the static numbers of its rule, average and loss
-    scale; and its key.
+    """(name, text) of what a checkpoint does not store of a state.
+
+    That is its key, and the static numbers and functions of its rule, averages and loss scale.
     """
     yield "rule", stable_text.words_of(state.plan.update, code=False)
     static: dict[str, Any] = {

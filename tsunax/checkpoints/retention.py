@@ -16,8 +16,9 @@ Metrics = Mapping[int, Mapping[str, float]]  # of each step
 
 @dataclass(frozen=True)
 class Best:
-    """Keep the `k` checkpoints with the lowest ("min") or highest ("max") `metric` of
-    `save(metrics=...)`.
+    """Keep the `k` checkpoints with the best `metric` of `save(metrics=...)`.
+
+    The best are the lowest ("min") or the highest ("max").
 
     >>> Best("accuracy", mode="max", k=3)
     Best(metric='accuracy', mode='max', k=3)
@@ -46,7 +47,7 @@ class Best:
 
 
 def dropped(known: Metrics, last: int | None, best: Best | None, every: int | None) -> list[int]:
-    """What no policy keeps of these steps, of which the newest has just been written."""
+    """The steps that no policy keeps, after the newest of them was written."""
     if last is None:
         return []
     kept = set(sorted(known)[-last:])

@@ -138,8 +138,9 @@ class Checkpoints:
             self._open({**counts, "keep_best": keep_best, "timeout": timeout, "store": store})
 
     def _open(self, settings: Mapping[str, Any]) -> None:
-        """The first process takes the directory for all; the others look whether they see the same
-        one.
+        """Take the directory in the first process; check that the others see the same one.
+
+        Raises CheckpointError if they do not.
         """
 
         def take():
@@ -189,13 +190,13 @@ class Checkpoints:
         callbacks: Any = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Copy `state` to the host and write it in the background. Later changes and donations do
-        not matter.
+        """Copy `state` to the host and write it in the background.
 
-        The step is the state's own, of the first TrainState in a tree of several; a tree without
-        one needs `step=`. A step that is there already is replaced. `data`, `history`, `callbacks`:
-        None, numbers, strings, arrays, and lists, tuples and dicts of them. Waits for the save
-        before it, if that is not done.
+        Later changes and donations of `state` do not change what is saved. The step is the state's
+        own, of the first TrainState in a tree of several; a tree without one needs `step=`. A step
+        that is there already is replaced. `data`, `history`, `callbacks`: None, numbers, strings,
+        arrays, and lists, tuples and dicts of them. Waits for the save before it, if that is not
+        done.
 
         Raises SaveError if that one failed (its step, path, cause; what was to be saved now is
         not), CheckpointError for a step before the newest one, WrongTypeError for leaves that
@@ -204,9 +205,7 @@ class Checkpoints:
         self._save(state, step, data, history, callbacks, metrics)
 
     def lacks(self, names: Iterable[str], where: str) -> str:
-        """The message for names without the metric of `keep_best`, with the nearest one; "" if it
-        is there.
-        """
+        """The message for names without the metric of `keep_best`; "" if it is one of them."""
         if self.keep_best is None or self.keep_best.metric in (names := dict.fromkeys(names)):
             return ""
         return unknown("metric of keep_best", where, self.keep_best.metric, names)
@@ -299,7 +298,7 @@ class Checkpoints:
             `like`.
           cast: let floats be restored in another float dtype.
           resume: "auto" starts afresh (`step` None, `like` itself) where there is nothing at all;
-            "must" raises there; "never" raises where there is something.
+            "must" raises there; "never" raises if there is something.
           params_only: restore params and model state; the optimizer starts anew. `like` may be a
             tree of params.
 
@@ -314,8 +313,9 @@ class Checkpoints:
         return _reading.newest(self, like, step, resume, alike, read)
 
     def resumed(self, state: PyTree, resume: str) -> Restored:
-        """Where `fit` goes on: at the newest good checkpoint, or at a `state` that is further, see
-        `_state_in_hand`.
+        """Where `fit` continues: the newest good checkpoint, or `state` if it is further.
+
+        `_state_in_hand` decides which one is further.
         """
         calls = _state_in_hand.calls_of(state)
         if not calls:

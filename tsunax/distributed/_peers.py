@@ -79,8 +79,9 @@ class Store:
 
 
 def initialized() -> tuple[Any, int, int] | None:
-    """The client of `jax.distributed`, the launcher's number of this process (on a TPU not always
-    `jax.process_index()`), and how many there are; None before it starts.
+    """(client, number, count) of the processes of `jax.distributed`; None before it starts.
+
+    `number` is the launcher's for this process: on a TPU not always `jax.process_index()`.
     """
     state = _jax_distributed.global_state
     return None if state.client is None else (state.client, state.process_id, state.num_processes)

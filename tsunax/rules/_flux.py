@@ -20,13 +20,12 @@ __all__ = [
 
 
 def flux_momentum(learning_rate: optax.ScalarOrSchedule, momentum=0.9, nesterov=False):
-    """`Momentum` and `Nesterov` of Optimisers.jl: the rate is inside the velocity, so old steps
-    keep the old rate.
+    """`Momentum` and `Nesterov` of Optimisers.jl, with the rate inside the velocity.
 
-    v ← momentum·v + learning_rate·g, params ← params − v; with `nesterov`, params ← params −
-    (momentum·v + learning_rate·g). `sgd` has the rate outside, where a new one applies to the whole
-    history. At a constant rate both are the same (Sutskever et al. 2013, whose "classical momentum"
-    this is).
+    Old steps keep their rate. v ← momentum·v + learning_rate·g, params ←
+    params − v; with `nesterov`, params ← params − (momentum·v + learning_rate·g). `sgd` has the
+    rate outside, where a new one applies to the whole history. At a constant rate both are the same
+    (Sutskever et al. 2013, whose "classical momentum" this is).
 
     >>> rule = flux_momentum(0.1)
     >>> updates, state = rule.update(jnp.ones(1), rule.init(jnp.ones(1)))
@@ -41,8 +40,7 @@ def flux_momentum(learning_rate: optax.ScalarOrSchedule, momentum=0.9, nesterov=
 def flux_rprop(
     learning_rate: Scalar, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, max_step_size=50.0
 ):
-    """`Rprop` of Optimisers.jl (and of PyTorch): each number has a step size of its own, only signs
-    of gradients count.
+    """`Rprop` of Optimisers.jl and PyTorch: a step size per number, and signs of gradients only.
 
     Same sign as before: the size grows, times `eta_plus`. Other sign: it shrinks, times
     `eta_minus`, and the number rests for one step. params ← params − size·sign(g). The sizes start
@@ -105,13 +103,12 @@ def flux_adagrad(learning_rate: optax.ScalarOrSchedule, eps=1e-8):
 
 
 def flux_amsgrad(learning_rate: optax.ScalarOrSchedule, b1=0.9, b2=0.999, eps=1e-8):
-    """`AMSGrad` of Optimisers.jl: no bias correction, and both moments and the maximum start at
-    `eps`.
+    """`AMSGrad` of Optimisers.jl: no bias correction; moments and their maximum start at `eps`.
 
     m ← b1·m + (1 − b1)·g, v ← b2·v + (1 − b2)·g², v̂ ← max(v̂, v), params ← params −
     learning_rate·m / (√v̂ + eps).
     `amsgrad(..., bias_correction_mu=False, bias_correction_nu=False)` starts at 0 (as do Reddi et
-    al. 2018), which tells where |g| is below √(eps / (1 − b2)).
+    al. 2018), which differs where |g| is below √(eps / (1 − b2)).
 
     >>> rule = flux_amsgrad(1.0)
     >>> rule.update(jnp.array([1e-4]), rule.init(jnp.ones(1)))[0]
@@ -148,11 +145,11 @@ def flux_adamw(
 
 
 def flux_oadam(learning_rate: Scalar, b1=0.5, b2=0.9, eps=1e-8):
-    """`OAdam` of Optimisers.jl: with uₜ = learning_rate·(what Adam gives), params ← params − 2uₜ +
-    uₜ₋₁, where u₀ = 0.
+    """`OAdam` of Optimisers.jl: params ← params − 2uₜ + uₜ₋₁, with u₀ = 0.
 
-    `optimistic_adam_v2` starts from u₀ = u₁, uses Nesterov's momentum by default, and has the rate
-    outside, where a new one applies to uₜ₋₁ too. Daskalakis et al. 2018.
+    Here uₜ = learning_rate·(what Adam gives). `optimistic_adam_v2` starts from u₀ = u₁, uses
+    Nesterov's momentum by default, and has the rate outside, where a new one applies to uₜ₋₁ too.
+    Daskalakis et al. 2018.
 
     >>> rule = flux_oadam(0.1)
     >>> rule.update(jnp.ones(1), rule.init(jnp.ones(1)))[0]

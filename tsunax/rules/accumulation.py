@@ -50,15 +50,15 @@ def _is_window(x) -> bool:
 
 
 def any_emitted(opt_state: PyTree) -> jax.Array | None:
-    """The same of any window anywhere; None where there is none."""
+    """Whether any window anywhere in a state was applied; None without a window."""
     found = [x.emitted for x in jax.tree.leaves(opt_state, is_leaf=_is_window) if _is_window(x)]
     return functools.reduce(operator.or_, found) if found else None
 
 
 def in_sums(opt_state: PyTree) -> list[bool]:
-    """For each leaf whether it is a sum under way.
+    """For each leaf, whether it belongs to the sum of an unfinished window.
 
-    Those go on for frozen leaves, with nothing added to them.
+    Such sums stay for frozen leaves, with nothing added to them.
     """
 
     def flags(x):
@@ -151,15 +151,15 @@ class Gather:
 def accumulate(
     rule: optax.GradientTransformation, every: int | Function
 ) -> optax.GradientTransformationExtraArgs:
-    """Gather the gradients of `every` calls and give the rule their weighted mean:
-    `Σ weight · g / Σ weight`.
+    """Gather the gradients of `every` calls, then give the rule their weighted mean.
 
-    The other calls change no parameter and no state of the rule; `state.step` and schedules wait,
-    `state.calls` counts on, and `info.applied` says which it was. Weights are those of the losses
-    (in plain optax code, `weight=`). A call whose gradient is not finite is left out and not
-    counted. `every` is an int, or a schedule of `step`. What the last, short window holds is
-    applied by `ts.rules.flush(state)`. Rules before it in a chain see every call; it is the last
-    one itself. In `partition` beside a rule that runs on every call, `state.step` counts calls.
+    The mean is `Σ weight · g / Σ weight`. All calls but the last of a window change neither params
+    nor the state of the rule; `state.step` and schedules wait, `state.calls` counts on, and
+    `info.applied` is true for the last call. Weights are those of the losses (in plain optax code,
+    `weight=`). A call whose gradient is not finite is left out and not counted. `every` is an int,
+    or a schedule of `step`. What the last, short window holds is applied by
+    `ts.rules.flush(state)`. In a chain, `accumulate` must be last; rules before it see every call.
+    In `partition` beside a rule that runs on every call, `state.step` counts calls.
 
     The rule runs on the last call of a window only (`lax.cond`); under `vmap` that becomes a
     select, so that it runs on every call: same numbers, more work. In memory it costs one f32

@@ -19,9 +19,7 @@ from tsunax.rules.printing import text_of
 
 @dataclass(frozen=True)
 class _PlainInit:
-    """The init half of a rule that `step=` is not given to: schedules in it have their own
-    clock.
-    """
+    """The init of a rule that does not take `step=`: its schedules have their own clock."""
 
     init: Function
 
@@ -71,13 +69,14 @@ class Rule(optax.GradientTransformationExtraArgs):
 
 
 def as_rule(init: Function, update: Function) -> optax.GradientTransformationExtraArgs:
-    """The optax rule of these two halves."""
+    """The optax rule with this init and this update."""
     return Rule(init, update)
 
 
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The rule as one that takes any extra argument, and gets those in its signature; equal rules
-    stay equal.
+    """The rule as one that accepts any extra argument, and passes on those that it takes.
+
+    The results for equal rules are equal.
     """
     takes = _extra_arguments(rule)
     if takes is None:
@@ -96,7 +95,7 @@ def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | No
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class Wrapped:
-    """State of a rule around a rule: that of the rule inside, and what the wrapper keeps."""
+    """State of a rule around another rule: the state of the inner rule, and the wrapper's own."""
 
     inner: Any
     own: Any
@@ -132,7 +131,7 @@ class _WrapUpdate:
 def wrap(
     rule: optax.GradientTransformation, update: Function, init: Function | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """A rule around a rule: `update` says when, and with what, the one inside is called.
+    """A rule around another rule: `update` decides when to call the inner one, and with what.
 
     Args:
       rule: the rule inside; its numbers stay live.
@@ -154,7 +153,5 @@ def wrap(
 
 
 def blank(init: Any) -> Function:
-    """The init half of any rule with the numbers of its live parts left out, so that it compares by
-    value.
-    """
+    """The init of a rule without the numbers of its live parts, so that it compares by value."""
     return init.blank() if hasattr(init, "blank") else init

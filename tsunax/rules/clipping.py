@@ -94,8 +94,9 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
 
 
 def array_norm(x: jax.Array, p: float) -> jax.Array:
-    """(Σ|x|ᵖ)^(1/p) of one array in f32; max |x| for inf, min |x| for -inf, the count of nonzeros
-    for 0.
+    """The norm (Σ|x|ᵖ)^(1/p) of one array, in float32.
+
+    It is max |x| for inf, min |x| for -inf, and the number of nonzeros for 0.
     """
     x = jnp.abs(x).astype(jnp.promote_types(jnp.float32, jnp.abs(x).dtype))
     if p == 0:
@@ -120,8 +121,9 @@ def _add_decayed_weights(weight_decay: optax.ScalarOrSchedule, where: Any = "**"
 
 
 def _sign_decay(sign_decay: optax.ScalarOrSchedule = 1e-3, where: Any = "**"):
-    """Add `sign_decay · sign(params)` to the gradient: first in a chain, `sign_decay · Σ|params|`
-    in the loss.
+    """Add `sign_decay · sign(params)` to the gradient.
+
+    As the first rule of a chain, that is an L1 penalty `sign_decay · Σ|params|` in the loss.
     """
     rate = as_scalar(sign_decay)
     return _decay(where, lambda g, p: g + rate * jnp.sign(p))

@@ -57,14 +57,13 @@ class _ChainUpdate:
 
 
 def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Apply rules one after the other, each on the updates of the one before: `optax.chain`,
-    compared by value.
+    """Apply rules one after the other, each to the updates of the one before.
 
-    Order is meaning: `chain(add_decayed_weights(1e-4), adam(1e-3))` is an L2 penalty. Behind
-    `adam`, whose updates point downhill already, decay would make weights grow: the decoupled kind
-    is `adamw`, or
+    It is `optax.chain`, but compares by value. The order matters:
+    `chain(add_decayed_weights(1e-4), adam(1e-3))` is an L2 penalty. Behind `adam`, whose updates
+    point downhill already, decay would make weights grow: the decoupled kind is `adamw`, or
     `chain(live(optax.scale_by_adam)(), add_decayed_weights(1e-4), live(optax.scale_by_learning_rate)(1e-3))`.
-    A chain of none passes gradients on.
+    An empty chain passes gradients on.
 
     >>> import tsunax as ts
     >>> rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.sgd(0.1))
@@ -119,12 +118,9 @@ class _Assign:
                 )
         for pattern in self.patterns:
             if pattern not in owner:
-                by_label = self.labels is not None
-                fix = (
-                    "No label names it."
-                    if by_label
-                    else "The patterns before it take all of its leaves."
-                )
+                fix = "The patterns before it take all of its leaves."
+                if self.labels is not None:
+                    fix = "No label names it."
                 raise PatternError(
                     f"group {pattern!r}", "partition()", "no leaf", "at least one", fix
                 )
@@ -201,7 +197,7 @@ class _PartitionUpdate:
 
 
 def _for_part(f, params, mine, is_gradient: bool):
-    """A function of all leaves as one of one group's, the others as they are."""
+    """Make a function of all leaves one of the leaves of a group; the other leaves are fixed."""
     rest = trees.partition(params, mine)[1]
 
     @functools.wraps(f)
@@ -215,12 +211,11 @@ def _for_part(f, params, mine, is_gradient: bool):
 def partition(
     rules: Mapping[str, optax.GradientTransformation], *, labels: PyTree = None
 ) -> optax.GradientTransformationExtraArgs:
-    """A rule for each part of the params: `{pattern: rule}`; the first pattern that matches a leaf
-    takes it.
+    """Give each part of the params a rule of its own: `{pattern: rule}`.
 
-    Each rule sees its own leaves only, but `clip_by_global_norm` at the head of a group is over the
-    norm of all groups. With `labels` (a tree of strings like params, or `f(path, leaf) -> str`) the
-    keys are labels instead.
+    A leaf belongs to the first pattern that matches it. Each rule sees its own leaves only,
+    but `clip_by_global_norm` at the head of a group is over the norm of all groups. With `labels`
+    (a tree of strings like params, or `f(path, leaf) -> str`) the keys are labels instead.
 
     Raises PatternError, at setup, for a leaf without a group, a group without a leaf, an unknown
     label.
@@ -266,13 +261,13 @@ class _SkipZeroUpdate:
 
 
 def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Leave alone every leaf whose gradient is exactly zero: no update, no decay, and its moments
-    stay as they are.
+    """Leave every leaf whose gradient is exactly zero as it is, without update or decay.
 
-    JAX gives zeros to leaves that took no part in the loss (another task's head, the other player
-    of a GAN), and most rules go on moving them. This cannot tell them from a gradient that is zero
-    by itself: a leaf whose units are all dead is left alone too. Counts that leaves share go on, as
-    for frozen ones. Put it outermost: behind `weight_decay` no gradient is zero.
+    Its moments stay as they are, too. JAX gives zeros to leaves that took no part in the loss
+    (another task's head, the other player of a GAN), and most rules go on moving them. This cannot
+    tell them from a gradient that is zero by itself: a leaf whose units are all dead is left alone
+    too. Counts that leaves share go on, as for frozen ones. Put it outermost: behind `weight_decay`
+    no gradient is zero.
 
     >>> import tsunax as ts
     >>> rule = skip_zero(chain(ts.rules.add_decayed_weights(0.5), ts.rules.sgd(0.5)))

@@ -74,8 +74,9 @@ def collected(
 
 
 def _one_recut(state: Any, cut: Cut, parents: tuple[int, ...], params) -> Any:
-    """The same state with finer groups; group i inherits values and counters of the old group
-    `parents[i]`.
+    """The same state with finer groups.
+
+    Group i inherits the values and counters of the old group `parents[i]`.
     """
     leaves = jax.tree.leaves(state.inner)
     owners = owners_of_live(state.live, params)
@@ -90,8 +91,9 @@ def _one_recut(state: Any, cut: Cut, parents: tuple[int, ...], params) -> Any:
 def recut(
     opt_state: PyTree, numbers: Numbers, params: PyTree, cuts: Mapping[int, tuple[Any, ...]]
 ) -> tuple[Any, Numbers | None]:
-    """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}, see
-    `_one_recut`.
+    """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}.
+
+    `parents[i]` is the old group that the new group i inherits from.
     """
 
     def one(place: int, s):

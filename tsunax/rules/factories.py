@@ -22,9 +22,7 @@ from tsunax.rules.number_table import Number, interned
 
 
 def table_of(live: Live, values: tuple[Any, ...]) -> jax.Array:
-    """The table of one group, from the numbers that the user gave (schedules: their own
-    numbers).
-    """
+    """The table of one group, from the given numbers; a schedule has several of its own."""
     numbers, inner = [], []
     for value, schedule in zip(values, live.schedules, strict=True):
         numbers.append(0.0 if schedule else value)
@@ -35,13 +33,13 @@ def table_of(live: Live, values: tuple[Any, ...]) -> jax.Array:
 
 @dataclass(frozen=True)
 class LiveInit:
-    """The init half; it knows the numbers."""
+    """The init half of a live rule, with its numbers."""
 
     live: Live
     values: tuple[Any, ...] = field(hash=False)
 
     def plain(self) -> optax.GradientTransformationExtraArgs:
-        """The optax rule of the first step."""
+        """The optax rule with the numbers of step 0."""
         numbers = {}
         for name, value, schedule in zip(
             self.live.names, self.values, self.live.schedules, strict=True
@@ -67,7 +65,7 @@ class LiveInit:
 
 @dataclass(frozen=True)
 class BlankInit:
-    """The init half without its numbers: for shapes and key paths only."""
+    """The init half of a live rule without its numbers, for shapes and key paths only."""
 
     live: Live
 
@@ -80,7 +78,7 @@ class BlankInit:
 
 @dataclass(frozen=True, repr=False)
 class PatternMask:
-    """optax's `mask=` from a pattern: the function that it takes.
+    """A function for optax's `mask=` from a pattern.
 
     (To optax a str is a tree that is true.)
     """
@@ -133,11 +131,8 @@ class LiveFactory(Generic[P]):
         statics, names, values, schedules = {}, [], [], []
         for name, value in arguments.items():
             parameter = self.__signature__.parameters[name]
-            if (
-                isinstance(parameter.default, bool)
-                and not isinstance(value, (bool, np.bool_))
-                and "mask" not in name
-            ):
+            is_flag = isinstance(parameter.default, bool) and "mask" not in name
+            if is_flag and not isinstance(value, (bool, np.bool_)):
                 raise WrongTypeError(
                     name, f"{self.__name__}()", trees.describe(value), "True or False"
                 )
@@ -166,9 +161,7 @@ class LiveFactory(Generic[P]):
         return as_rule(init, LiveUpdate(live))
 
     def _try(self, init: LiveInit) -> None:
-        """Build the plain rule once: what its factory does not take is told where it was
-        written.
-        """
+        """Build the plain rule once, so that bad arguments are reported where they were written."""
         where = f"{self.__name__}()"
         try:
             init.plain()
@@ -226,12 +219,12 @@ def _check_static(static: Any, factory: Callable) -> None:
 def live(
     factory: Callable[P, optax.GradientTransformation], *, static: tuple[str, ...] = ()
 ) -> LiveFactory[P]:
-    """Make the numbers of an optax factory live: arrays in the state that can be read, changed and
-    scheduled.
+    """Make the numbers of an optax factory live, to read, change and schedule them.
 
-    `live(optax.adam)(1e-3)` trains as `optax.adam(1e-3)` does, to the last bit of float32 for most
-    rules, but `ts.adjust(state, learning_rate=1e-4)` changes it without a new compilation. Floats,
-    and schedules of floats, become live; counts, flags, masks and dtypes stay part of the program.
+    They become arrays in the state. `live(optax.adam)(1e-3)` trains as `optax.adam(1e-3)` does, to
+    the last bit of float32 for most rules, but `ts.adjust(state, learning_rate=1e-4)` changes it
+    without a new compilation. Floats, and schedules of floats, become live; counts, flags, masks
+    and dtypes stay part of the program.
 
     Args:
       factory: any function of numbers that returns an `optax.GradientTransformation`, your own

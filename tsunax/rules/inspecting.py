@@ -44,9 +44,7 @@ def keywords_of(update: Function) -> frozenset[str] | None:
 
 
 def parts_of(update: Function) -> list[Any] | None:
-    """The functions, code and other objects that an update is made of; None if nothing can be
-    seen.
-    """
+    """The functions, code and other objects that an update is made of; None if it shows none."""
     seen, left = {}, [update]
     while left:
         x = left.pop()
@@ -129,8 +127,7 @@ _WAYS = {
 
 
 def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
-    """Raise RuleError for a rule of others whose update fails on these params, or returns other
-    shapes or dtypes.
+    """Raise RuleError if a foreign rule's update fails or returns other shapes or dtypes.
 
     Traced for shapes. An extra argument that is missing is no fault yet: `ts.update` may be given
     it.
@@ -228,10 +225,8 @@ def _raised_by(error: BaseException, rule) -> str:
 
 
 def _meant(rule) -> str:
-    if all(
-        callable(getattr(rule, name, None))
-        for name in ("init", "update", "gradient_transformation")
-    ):
+    methods = "init", "update", "gradient_transformation"  # of `optax.MultiSteps`
+    if all(callable(getattr(rule, name, None)) for name in methods):
         return "Call rule.gradient_transformation(), or use ts.rules.accumulate(rule, every=n)."
     is_rule = lambda x: isinstance(x, optax.GradientTransformation)
     if isinstance(rule, LiveFactory) or (callable(rule) and not isinstance(rule, type)):

@@ -56,16 +56,16 @@ class Live:
         return len(self.names) + sum(s.size for s in self.schedules if s)
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        # `type(self)`, not `Live`: a comparison at the interpreter's exit finds no global names
         return (
-            self is other
-            or (  # without a global name: the interpreter's last comparisons find none
-                type(other) is type(self)
-                and self.factory == other.factory
-                and self.names == other.names
-                and self.schedules == other.schedules
-                and self.statics.keys() == other.statics.keys()
-                and all(self._same(v, other.statics[k]) for k, v in self.statics.items())
-            )
+            type(other) is type(self)
+            and self.factory == other.factory
+            and self.names == other.names
+            and self.schedules == other.schedules
+            and self.statics.keys() == other.statics.keys()
+            and all(self._same(v, other.statics[k]) for k, v in self.statics.items())
         )
 
     def __hash__(self) -> int:
@@ -120,13 +120,13 @@ def name_of(factory: object) -> str:
 
 
 def module_of(factory: object) -> str:
-    """The module of a factory; "" for one that has none, as what `exec` made."""
+    """The name of a factory's module; "" if it has none, for example when made by `exec`."""
     return getattr(factory, "__module__", None) or ""
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a live state is used. It decides nothing in an update, so that all of them are equal.
+    """Where a live state is used. All are equal, because it has no influence on an update.
 
     optax makes states of one rule from other trees and maps over both: from placeholders
     (`tree_map_params`), and from the params of the moment (`lookahead`, `sam`).
@@ -176,9 +176,7 @@ class LiveState:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """The fields of the optax state: `state.plateau_count`, as code that was written for that
-        reads them.
-        """
+        """The fields of the optax state, for code written for that: `state.plateau_count`."""
         if name.startswith("_") or name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -201,7 +199,7 @@ class LiveState:
 
 @dataclass(frozen=True)
 class LiveUpdate:
-    """The update half; numbers come from the state."""
+    """The update half of a live rule, which reads the numbers from the state."""
 
     live: Live
 
@@ -243,9 +241,7 @@ class LiveUpdate:
 
 
 def _run(live: Live, table, clock, updates, inner, params, extra):
-    """One run of the plain rule: with exact complements, or, where a factory cannot take those,
-    without.
-    """
+    """Run the plain rule once, with exact complements if its factory accepts them."""
     extra = {k: v for k, v in extra.items() if v is not None}
 
     def run(convert, updates, inner, params):

@@ -140,9 +140,7 @@ class ScheduleShape:
 
 
 def as_float(value: Scalar, complement: Scalar) -> Scalar:
-    """The shortest Python float that would give this value and this complement: 0.999, not
-    0.9990000129.
-    """
+    """The shortest Python float with this value and complement: 0.999, not 0.9990000129."""
     if trees.is_traced(value) or np.ndim(value):
         return value
     value = np.asarray(value)
@@ -213,9 +211,7 @@ class Numbers:
                 start += s.live.columns
 
     def column_names(self) -> list[tuple[str, int]]:
-        """What each column holds: (flat name, 0), or (flat name, j) for the j-th number of its
-        schedule.
-        """
+        """(flat name, 0) for each value, (flat name, j) for the j-th number of its schedule."""
         out = []
         for at, s, group, _ in self.columns():
             names = self.layout.names[at][group]
@@ -227,7 +223,7 @@ class Numbers:
         return out
 
     def named(self, step: Maybe, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
-        """Every number in force at `step`, by flat name: Python floats where they are concrete.
+        """Every number in force at `step`, by flat name: Python floats if they are concrete.
 
         Schedules on a clock of their own are read at `counts`, see `own_counts`, or left out.
         """
@@ -253,7 +249,7 @@ class Numbers:
 
 
 def hoist(opt_state: PyTree) -> tuple[Any, Numbers | None]:
-    """Take tables and clocks out: (plain state, numbers)."""
+    """Take the tables and clocks out of an optimizer state: (plain state, numbers)."""
     leaves, full = jax.tree.flatten(opt_state)
     lives = [s for _, s in live_states(opt_state)]
     tables = _places(leaves, [s.table for s in lives])
@@ -276,8 +272,9 @@ def _places(leaves, among) -> tuple[int, ...]:
 
 
 def _plain(opt_state):
-    """A live state as the optax state that it keeps; with its own clock and the counters of further
-    groups, if any.
+    """The optax states that live states contain.
+
+    Beside each are the counters of its further groups and its own clock, if it has any.
     """
 
     def one(s):
@@ -290,7 +287,7 @@ def _plain(opt_state):
 
 
 def lower(opt_state: PyTree, numbers: Numbers | None, step: Scalar = 0) -> PyTree:
-    """Put them back: the inverse of `hoist`."""
+    """Put tables and clocks back into the plain state: the inverse of `hoist`."""
     if numbers is None:
         return opt_state
     layout, values, at, out = numbers.layout, numbers.values, 0, []
@@ -308,7 +305,7 @@ def lower(opt_state: PyTree, numbers: Numbers | None, step: Scalar = 0) -> PyTre
 
 
 def hoist_like(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
-    """The plain state again, after an update that changed no number."""
+    """The plain state of `hoist`, after an update that changed no number."""
     leaves, full = jax.tree.flatten(opt_state)
     if numbers is None or full != numbers.layout.full:
         return hoist(opt_state)[0]
@@ -316,9 +313,7 @@ def hoist_like(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
 
 
 def own_counts(opt_state: PyTree, numbers: Numbers) -> dict[int, Any]:
-    """{live state: its count} of a plain optimizer state, where schedules run on that and not on
-    the clock.
-    """
+    """{live state: its count}, for the live states whose schedules run on their own count."""
     layout = numbers.layout
     leaves = dict(zip(kept(layout), jax.tree.leaves(opt_state), strict=True))
     own = [(at, s.count) for at, (_, s) in enumerate(layout.lives) if s.own_clock]
@@ -326,7 +321,7 @@ def own_counts(opt_state: PyTree, numbers: Numbers) -> dict[int, Any]:
 
 
 def kept(layout: Layout) -> list[int]:
-    """Which leaves of the whole optimizer state a TrainState carries in its `opt_state`."""
+    """The indices of the leaves of an optimizer state that are in `TrainState.opt_state`."""
     return [
         i
         for i in range(layout.full.num_leaves)
@@ -339,8 +334,9 @@ def without(layout: Layout, leaves: Sequence[Any]) -> PyTree:
 
 
 def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
-    """Every live state with its key path, outer ones first: the order of their tables among the
-    leaves.
+    """Every live state with its key path, outer ones first.
+
+    Their tables have the same order among the leaves.
     """
     out = []
     for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_live)[0]:
@@ -353,14 +349,12 @@ def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def patterns(path: Sequence[Any]) -> tuple[str, ...]:
-    """The groups of rules in which a live state stands, by their patterns."""
+    """The patterns of the groups of rules around a live state."""
     return tuple(str(k.key) for k in path if isinstance(k, DictKey))
 
 
 def chain_indices(lives: Sequence[tuple[tuple[Any, ...], Any]]) -> list[str]:
-    """Where each live state stands: "0", "1.0" in a chain within a chain, "" for the outermost
-    rule.
-    """
+    """The index of each live state in a chain: "0", "1.0" if nested, "" for the outermost rule."""
     places = []
     for path, _ in lives:
         fields = (
@@ -378,8 +372,8 @@ def chain_indices(lives: Sequence[tuple[tuple[Any, ...], Any]]) -> list[str]:
 def labels(opt_state: PyTree) -> tuple[Any, ...]:
     """The flat name of every number: per live state, per group, per name. No two are equal.
 
-    A name alone where one rule has it; `name@pattern` in a group of rules; `i.name` where a chain
-    repeats it. In a cut subtree that, and `@pattern`.
+    A name alone if one rule has it; `name@pattern` in a group of rules; `i.name` if a chain repeats
+    it. Leaves with values of their own add `@pattern`.
     """
     lives = live_states(opt_state)
     indices, outer = chain_indices(lives), [patterns(path) for path, _ in lives]

@@ -118,8 +118,9 @@ def _at(where: str, name: str, schedule, step):
 
 
 def as_rows(values: Sequence[Scalar]) -> jax.Array:
-    """(4, n): values, their complements rounded once from float64 where they are concrete, zeros,
-    the values again.
+    """Table rows of shape (4, n): the values, their complements, zeros, and the values again.
+
+    The complements of concrete values are rounded once, from float64.
     """
     dtype = jax.dtypes.canonicalize_dtype(float)
     exact = np.asarray([0.0 if trees.is_traced(v) else float(v) for v in values], np.float64)

@@ -18,7 +18,7 @@ from tsunax.rules.number_table import Numbers, is_live, kept
 def _owners_by_marks(
     init: Callable[[Any], Any], params: Any, keyed: list
 ) -> list[int | None] | None:
-    """None where `init` fails on marked parameters, or makes another state of them."""
+    """Owners found by marking the params; None if `init` fails on those, or differs."""
     try:
         marked = jtu.tree_flatten_with_path(jax.eval_shape(init, trees.mark(params)))[0]
     except Exception:  # whatever a user's mask raises when it meets a node that it does not know
@@ -30,7 +30,7 @@ def _owners_by_marks(
 
 
 def owners_by_suffix(params: PyTree, keyed: list[Any]) -> list[int | None]:
-    """The parameter with the longest equal end of the key path that has the same shape."""
+    """Owners by key path: the parameter of the same shape with the longest equal end."""
     flat = jtu.tree_flatten_with_path(params)[0]
     index = {(path, np.shape(leaf)): i for i, (path, leaf) in enumerate(flat)}
     ends = ([(path[i:], leaf.shape) for i in range(len(path) + 1)] for path, leaf in keyed)
@@ -46,9 +46,9 @@ def owners(
     flatten order, the key path, and the place among the leaves of `params`; None for a count, and
     for what several parameters made together.
 
-    Each parameter is wrapped in a `trees.Marked` node, which optax's tree functions pass through, so that
-    masks, labels, factored and stacked moments need no rule of their own. An `init` that does not
-    stand this gets the parameter with the longest equal end of the key path and the same shape.
+    Each parameter is wrapped in a `trees.Marked` node. optax's tree functions pass through it, so
+    that masks, labels, factored and stacked moments need no rule of their own. If `init` fails on
+    these nodes, `owners_by_suffix` finds the owners.
     """
     shapes = jax.eval_shape(init, params)
     keyed = jtu.tree_flatten_with_path(shapes)[0]
@@ -75,9 +75,7 @@ def _owners_like(live: Any, treedef, shapes: tuple) -> list[int | None]:
 def owners_of(
     init: Function, opt_state: PyTree, numbers: Numbers | None, params: PyTree
 ) -> list[int | None]:
-    """For each leaf of a plain optimizer state the index of the parameter that it belongs to, or
-    None.
-    """
+    """For each leaf of a plain optimizer state the index of its parameter, or None."""
     if numbers is None:
         return owners(init, params)[-1]
     found = owners_in(init, numbers.layout.skeleton, params)
@@ -85,7 +83,7 @@ def owners_of(
 
 
 def owners_in(init: Function, opt_state: PyTree, params: PyTree) -> list[int | None]:
-    """The same for the leaves of an optimizer state in which live states keep their tables."""
+    """Owners of the leaves of an optimizer state in which live states contain their tables."""
     shapes, _, found = owners(init, params)
     fresh = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if o is None else o for o in found])
 

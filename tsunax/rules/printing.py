@@ -12,8 +12,9 @@ from tsunax.rules.live_rules import LiveUpdate
 
 
 def text_of(init: Any, update: Any) -> str:
-    """The call that makes a rule: its first argument, and those not at their defaults; of a rule
-    that tsunax does not know, its name.
+    """The call that makes a rule, or the name of a rule that tsunax does not know.
+
+    The call has the first argument, and those that are not at their defaults.
     """
     if isinstance(update, LiveUpdate):
         return _text_of_live(init, update.live)
@@ -26,9 +27,8 @@ def _text_of_live(init: Any, live: Any) -> str:
     for i, p in enumerate(inspect.signature(live.factory).parameters.values()):
         value = given.get(p.name, p.default)
         plain = isinstance(value, (bool, int, float, str, tuple))
-        if p.name in given and (
-            i == 0 or not (value is p.default or (plain and value == p.default))
-        ):
+        is_default = value is p.default or (plain and value == p.default)
+        if p.name in given and (i == 0 or not is_default):
             shown.append(f"{p.name}={_show(value)}")
     return f"{live.title}({', '.join(shown)})"
 

@@ -45,15 +45,14 @@ _SPIKES = (
 
 
 def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
-    """Reject a step whose gradient norm or loss is far above what it was lately; for the head of a
-    chain.
+    """Reject a step whose gradient norm or loss is far above those of the last steps.
 
-    The band of the last steps, about `1 / (1 - decay)` of them, reaches `factor` mean distances
-    above the mean (of a Gaussian 4.8 standard deviations at 6: one step in a million), and at least
-    to the double, so that a quiet run is not cut short by a ripple. The norm is looked at on a log
-    scale. Nothing is rejected in the first `warmup` steps: norms are wild at the start of a run.
-    Rejected steps change no statistics. A level that has risen for good is rejected for good: watch
-    `state.rejected_in_a_row`.
+    Put it first in a chain. The band of the last steps, about `1 / (1 - decay)` of them, reaches
+    `factor` mean distances above the mean (of a Gaussian 4.8 standard deviations at 6: one step in
+    a million), and at least to the double, so that a quiet run is not cut short by a ripple. The
+    norm is looked at on a log scale. Nothing is rejected in the first `warmup` steps: norms are
+    wild at the start of a run. Rejected steps change no statistics. A level that has risen for good
+    is rejected for good: watch `state.rejected_in_a_row`.
     """
     reach, rate = as_scalar(factor), 1 - decay
 
