@@ -254,8 +254,9 @@ def _known(weight: Scalar) -> float | None:
 
 def _short(x: Any) -> str:
     is_number = trees.dtype_of(x) is not None and np.shape(x) == () and not trees.is_traced(x)
-    has_value = is_number and not isinstance(x, jax.ShapeDtypeStruct)
-    return f"{float(x):.6g}" if has_value else trees.describe(x)
+    if not is_number or isinstance(x, jax.ShapeDtypeStruct):
+        return trees.describe(x)
+    return f"{float(x):.6g}"
 
 
 def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
