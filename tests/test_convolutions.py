@@ -95,20 +95,14 @@ CASES = [
 ]
 
 
-# With the layouts, groups, dilations and types that the others have
-QUICK = ("1d, groups", "2d, mixed axes", "2d, all at once", "2d, narrow groups", "2d, bfloat16, first")
-QUICK += ("3d, features first, stride 2",)
-
-
 @functools.cache
-def computed(quick):
-    """The quick cases, or the others, in one program outside of a loop, and in one with a loop."""
-    cases = [case for case in CASES if (case.name in QUICK) == quick]
-    arrays = [case.arrays() for case in cases]
+def computed():
+    """Every case in one program outside of a loop, and in one with a loop."""
+    arrays = [case.arrays() for case in CASES]
     xs, ws = [x for x, _ in arrays], [w for _, w in arrays]
 
     def all_of(xs, ws):
-        return {case.name: case.results(x, w) for case, x, w in zip(cases, xs, ws, strict=True)}
+        return {case.name: case.results(x, w) for case, x, w in zip(CASES, xs, ws, strict=True)}
 
     outside = jax.jit(all_of)
     plain = [outside([x[i] for x in xs], ws) for i in range(xs[0].shape[0])]
@@ -116,9 +110,9 @@ def computed(quick):
     return stacked, jax.jit(lambda xs, ws: lax.map(lambda x: fast(all_of)(x, ws), xs))(xs, ws)
 
 
-@pytest.mark.parametrize("case", medium_if(lambda case: case.name not in QUICK, CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bits_are_those_outside_of_a_loop(case):
-    outside, inside = (results[case.name] for results in computed(case.name in QUICK))
+    outside, inside = (results[case.name] for results in computed())
     for name in outside:
         if name in case.loose:
             scale = np.abs(outside[name]).max()

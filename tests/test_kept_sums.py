@@ -84,7 +84,8 @@ def test_bits_are_those_without_it(name, monkeypatch):
     loss_fn, options, setting, fit = CASES[name]
     step = ts.train_step(loss_fn, **options)
     # since jax 0.12 no sum in the body of a scan is read twice
-    assert kept_in(step, start(**setting), X) > 0 or name == "scan over layers"
+    is_none = name == "scan over layers" and jax.__version_info__ >= (0, 11)
+    assert (kept_in(step, start(**setting), X) == 0) == is_none
     kept = trained(step, start(**setting), **fit)
     never(monkeypatch)
     plain = ts.train_step(lambda params, x: loss_fn(params, x), **options)

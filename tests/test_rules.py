@@ -424,10 +424,6 @@ BESIDE = {
     "galore.update_proj_gap": {"rank": 2},
     "lars.nesterov": {"momentum": 0.9},
 }
-# One of each kind: all are handed on in the same way, whatever the rule
-QUICK_ARGUMENTS = {"adam-nesterov", "adamw-mask", "adamw-mu_dtype", "adafactor-factored", "adopt-clip_value_fn"}
-QUICK_ARGUMENTS |= {"dog-init_step", "lars-trust_ratio_mask", "muon-weight_decay_mask", "polyak_sgd-variant"}
-QUICK_ARGUMENTS |= {"prodigy-betas", "reduce_on_plateau-patience", "rmsprop-centered", "schedule_free_sgd-warmup_steps"}
 NOT_TRIED = {("noisy_sgd", "seed"): "deprecated by optax, which warns"}
 
 
@@ -438,10 +434,8 @@ def arguments_that_are_no_numbers():
     for r in ROWS:
         for p in inspect.signature(getattr(rules, r.name)).parameters.values():
             if p.name not in r.numbers and (r.name, p.name) not in NOT_TRIED:
-                name = f"{r.name}-{p.name}"
                 long = r.name in ("lbfgs", "sophia") and p.name not in ("linesearch", "hessian_diagonal_fn")
-                marks = [pytest.mark.slow] if long else [] if name in QUICK_ARGUMENTS else [pytest.mark.medium]
-                yield pytest.param(r, p, id=name, marks=marks)
+                yield pytest.param(r, p, id=f"{r.name}-{p.name}", marks=[pytest.mark.slow] * long)
 
 
 @pytest.mark.parametrize("row, parameter", [*arguments_that_are_no_numbers()])
@@ -900,9 +894,7 @@ def test_a_gradient_function_is_of_the_leaves_of_a_group():
     assert_trees_close(state.params, alone.params | {"b": FAR["b"]}, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    "rule", [pytest.param(optax.lbfgs(), marks=pytest.mark.medium, id="plain"), pytest.param(rules.lbfgs(), id="live")]
-)
+@pytest.mark.parametrize("rule", [pytest.param(optax.lbfgs(), id="plain"), pytest.param(rules.lbfgs(), id="live")])
 def test_update_takes_a_value_fn_of_ones_own(rule):
     """With arguments of its own or without, as in optax's documentation."""
     ends = []

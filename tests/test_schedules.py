@@ -702,7 +702,7 @@ def run(tx, n=6, params=PARAMS):
 OURS, OPTAX_S = S.cosine_decay_schedule(0.1, 5), optax.cosine_decay_schedule(0.1, 5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.medium)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     "make",
     [

@@ -15,7 +15,7 @@ import tsunax as ts
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.helpers import assert_trees_close, assert_trees_equal, medium_if
+from tests.helpers import assert_trees_close, assert_trees_equal
 from tsunax import testing
 from tsunax._core import placement
 from tsunax.errors import DataError, DeviceError, LossError, PatternError, StateError, WrongTypeError
@@ -114,7 +114,7 @@ def check_equal_to_one_device(n, layout, feature, steps=50):
         assert specs(state.params) == specs(ts.shard(setup(**options), mesh, rules).params)
 
 
-@pytest.mark.parametrize("layout", medium_if(lambda layout: layout == "fsdp", LAYOUTS))  # "fsdp+tensor" is that, too
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_numbers_of_one_device(layout):
     check_equal_to_one_device(4, layout, "all", steps=25)
 

@@ -67,7 +67,7 @@ def fit(state, step, **options):
 KEYS = jax.random.split(jax.random.key(0), N)
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.medium), 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_each_member_is_its_single_run(accumulate):
     """History, evaluation and state of three epochs, with seeds, rates, noise, schedules, clipping and averages."""
     step = ts.train_step(masked, accumulate=accumulate)

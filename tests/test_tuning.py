@@ -701,15 +701,15 @@ def together(rate, decay, width, trial):
 
 def test_trials_of_one_population_are_single_runs(tmp_path):
     """Up to 1e-4: what a member may differ by from a run of its own, after 40 steps."""
-    alone = tune(single, LIVE, trials=6)
-    runs = tune(together, LIVE, trials=6, vectorized=["rate", "decay"], members=3, directory=tmp_path)
+    alone = tune(single, LIVE, trials=7)
+    runs = tune(together, LIVE, trials=7, vectorized=["rate", "decay"], members=3, directory=tmp_path)
     assert [t.values for t in runs.trials] == [t.values for t in alone.trials]
     np.testing.assert_allclose(runs["value"], alone["value"], rtol=1e-4)
     assert runs.best.index == alone.best.index
     lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
     ends = [[end["index"] for end in line["end"]] for line in lines if "end" in line]
     width = lambda i: alone.trials[i].values["width"]
-    assert sorted(map(sorted, ends)) == [[i for i in range(6) if width(i) == w] for w in (8, 4)]
+    assert max(map(len, ends)) <= 3 and len(ends) == sum(-(-sum(width(i) == w for i in range(7)) // 3) for w in (4, 8))
     assert all(len({width(i) for i in group}) == 1 for group in ends)
 
 
