@@ -1,4 +1,6 @@
-"""kill -9 to runs that save into a bucket, an emulator on the loopback: what is restored has the bits of its step.
+"""Runs that save into a bucket are killed at random: the checkpoint that a next run restores has the bits of its step.
+
+The bucket is an emulator on the loopback.
 
 python -m campaigns.buckets --kills 50      # needs gcsfs and gcp-storage-emulator
 """

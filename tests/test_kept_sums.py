@@ -94,7 +94,7 @@ def test_bits_are_those_without_it(name, monkeypatch):
 
 
 @pytest.mark.medium
-def test_members_of_a_population_have_the_bits_of_their_runs():
+def test_members_of_a_population_train_as_their_single_runs():
     step = ts.train_step(unrolled, donate=False)
     runs = jax.vmap(lambda rate: ts.setup(ts.rules.sgd(rate), PARAMS))(jnp.array([0.1, 0.3]))
     runs, _ = step(runs, X)

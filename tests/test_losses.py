@@ -257,7 +257,6 @@ def test_flux_huber_loss():
     close(run(losses.huber_loss, [1.0], [0.0], delta=1.0), [[0.5], [1.0]])
 
 
-@pytest.mark.medium
 def test_flux_label_smoothing():
     close(value(losses.smooth_labels, [[0.0, 1.0]], 0.2), [[0.1, 0.9]])  # Flux
     close(value(losses.smooth_binary_labels, [0.0, 1.0, 0.25], 0.2), [0.1, 0.9, 0.3])
@@ -406,7 +405,6 @@ def test_flux_squared_hinge_loss():
     np.testing.assert_array_equal(slope, [0, 0, 0, -4])
 
 
-@pytest.mark.medium
 def test_flux_dice_coeff_loss():
     dice = functools.partial(losses.squared_dice_loss, axis=0)
     close(value(dice, [0, 1.4, 0.5, 1.2], [1.0, 0.5, 0.3, 2.4]), 0.28)  # Flux
@@ -423,7 +421,6 @@ def test_flux_dice_coeff_loss():
     assert abs(value(losses.squared_dice_loss, CLASSES[None], y, axis=1) - expected).max() > 0.01
 
 
-@pytest.mark.medium
 def test_flux_tversky_loss():
     y, p = [1.0, 0.5, 0.3, 2.4], [0, 1.4, 0.5, 1.2]
     # Flux's code weighs the false positives by beta, its documentation the false negatives; so do we: beta is 1 - beta
@@ -534,7 +531,6 @@ def test_flux_siamese_contrastive_loss():
         assert np.isfinite(slope).all()
 
 
-@pytest.mark.medium
 def test_flux_ctc_loss():
     # optax takes (batch, time, classes), torch (time, batch, classes) of logarithms
     logits = np.array([[[-1.2, -0.7, -2.0], [-0.3, -2.2, -1.9], [-1.0, -1.1, -1.3], [-2.0, -0.4, -1.5]]] * 2)

@@ -199,7 +199,7 @@ def _on(mesh, axis: int | None) -> NamedSharding:
 
 
 def beside(params, tree):
-    """Put arrays that are not there yet where the params live, whole on each of their devices."""
+    """Put arrays on the devices of the params, whole on each; those that are there stay."""
     first = next(filter(_has_place, jax.tree.leaves(params)), None)
     sharding, committed = (None, False) if first is None else (first.sharding, first.committed)
     if isinstance(sharding, NamedSharding):
