@@ -891,6 +891,11 @@ def test_a_call_goes_beyond_the_end_of_an_epoch(make, monkeypatch):
     cut, (_, same) = run([33, 40, 100], steps_per_call=1)
     assert_trees_equal(state, cut)
     np.testing.assert_array_equal(losses, same)
+    calls.clear()
+    in_epochs, rows = fit(STEP, ts.setup(RULE, init()), make(), epochs=100 // per_epoch, steps_per_call=32, log_every=1)
+    assert len(calls) <= 5
+    assert_trees_equal(state, in_epochs)
+    np.testing.assert_array_equal(rows["epoch"], epochs)
     if make is short:
         fit(STEP, ts.setup(RULE, init()), used, steps=33, steps_per_call=32)
         assert used.get_state() == {"epoch": 16, "position": 1}

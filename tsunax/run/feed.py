@@ -69,8 +69,10 @@ class Feed:
         goes_on: bool = False,
         crosses: bool = False,  # whether a call may go beyond the end of an epoch that is shorter
         tells: bool = True,  # the data given where they are after each call, not at `sync` alone
+        last: int | None = None,  # epochs in all: no call goes beyond
     ):
         self._step, self._crosses, self._tells = step, crosses, tells
+        self._last = NO_LIMIT if last is None else last
         self._repeats = crosses and isinstance(data, list | tuple) and len(data) == 1
         self._repeated: Any = None  # copies of the only batch, on the device
         self._is_population = members_of(state) is not None
@@ -159,7 +161,8 @@ class Feed:
             is_of_arrays = isinstance(data, Batches) and data.is_of_arrays
             # epochs of batches of one shape, shorter than a call
             if self._crosses and is_of_arrays and data.tail_rows == 0 and len(data) < most:
-                batches, epochs = self._across(most)
+                left = (self._last - epochs) * len(data) - self.source.position
+                batches, epochs = self._across(min(most, left))
             else:
                 ahead = int(min(self._ahead, until)) if is_of_arrays else 1
                 before = self.source.state() if ahead > 1 else None
@@ -197,7 +200,7 @@ class Feed:
             size = self._known(treedef, leaves, step, 0)[0]
             feed = fused_loop.Stacked(treedef.unflatten([_repeated(x, size) for x in leaves]))
             self._repeated = feed if isinstance(home, NamedSharding) else jax.device_put(feed, home)
-        n = min(n, self._repeated.size)
+        n = min(n, self._repeated.size, self._last - epoch)
         self.source.again(n)
         self._repeated, sent = self._placed(self._repeated, n, state, limit)
         return Chunk(self._repeated, sent, n, np.arange(epoch, epoch + n), 0)

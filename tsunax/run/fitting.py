@@ -63,8 +63,9 @@ class Fit:
         left = options.goal.left(start)
         crosses = not options.listens_to_epochs and jax.process_count() == 1
         given = options.steps_per_call, interval, left
+        last = options.goal.epochs
         self.feed: feed.Feed = feed.Feed(
-            step, data, state, *given, goes_on=True, crosses=crosses, tells=False
+            step, data, state, *given, goes_on=True, crosses=crosses, tells=False, last=last
         )
         self.loop: fused_loop.Fused = fused_loop.fused(
             step, not isinstance(step, TrainStep) or step.donate

@@ -88,7 +88,7 @@ class Options:
 
     @property
     def listens_to_epochs(self) -> bool:
-        is_asked = self.evaluate_epochs or self.goal.epochs or self.saves_epochs
+        is_asked = self.evaluate_epochs or self.saves_epochs
         return bool(is_asked) or any(map(is_bare, self.callbacks))
 
     @property
