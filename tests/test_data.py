@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
+from tsunax.data import order
 from tsunax.data.batching import batches
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
@@ -86,6 +88,65 @@ def test_the_order_never_changes():
     orders = np.array([batches(np.arange(4), 1, shuffle=True, seed=s).order(e) for s in range(60) for e in range(40)])
     counts = np.array([(orders == i).sum(0) for i in range(4)])  # of 2400: 600 each, 21 is a standard deviation
     assert (np.sort(orders, 1) == np.arange(4)).all() and np.abs(counts - 600).max() < 100
+
+
+# --- epochs of more rows than are sorted ----------------------------------------------------
+
+
+def test_the_order_of_a_long_epoch_never_changes():
+    # as test_the_order_never_changes, of the permutation that needs no sort
+    n = 5_000_000
+    data = batches(np.broadcast_to(np.int8(0), n), 8, shuffle=True, seed=2**40)
+    assert data.order(3)[:8].tolist() == [1770646, 3508081, 978520, 3331444, 2032030, 2058823, 1216262, 466676]
+    assert (np.sort(data.order(3)) == np.arange(n)).all()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 64, 65, 1000, 4097])
+def test_a_permutation_of_numbers(n):
+    seen = {tuple(order.Permutation(n, seed, epoch)(np.arange(n)).tolist()) for seed in range(5) for epoch in range(5)}
+    assert all(sorted(found) == list(range(n)) for found in seen)
+    assert len(seen) == (25 if n >= 64 else len(seen))
+
+
+def test_a_permutation_looks_drawn():
+    # chi-squared over places x values, over steps between neighbors, and over two epochs: 4 standard deviations
+    n, cells = 1 << 20, 64
+    e = n / cells**2
+    one, two = (order.Permutation(n, 7, epoch)(np.arange(n)).astype(np.int64) for epoch in (0, 1))
+    for a, b in [(np.arange(n), one), (one, two), (one, np.roll(one, 1)), (one % cells, np.roll(one, 1) % cells)]:
+        width = (a.max() + 1, b.max() + 1)
+        counts = np.bincount(a * cells // width[0] * cells + b * cells // width[1], minlength=cells**2)
+        free = (cells - 1) ** 2
+        assert abs(((counts - e) ** 2 / e).sum() - free) < 4 * np.sqrt(2 * free)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_long_epoch_is_read_in_parts(count, monkeypatch):
+    monkeypatch.setattr(order, "SORTED", 100)
+    monkeypatch.setattr(order, "AHEAD", 64)
+    x = np.arange(1003)
+    parts = [batches(x, 12, shuffle=True, seed=4, process=(i, count)) for i in range(count)]
+    whole = batches(x, 12, shuffle=True, seed=4, process=(0, 1)).order(2)
+    assert sorted(whole.tolist()) == x.tolist() and whole.tolist() != x.tolist()
+    for data in parts:
+        data.set_state({"epoch": 2, "position": 0})
+    for i, shares in enumerate(zip(*parts, strict=True)):  # the last batch is whole on every process
+        shares = shares[:1] if parts[0].is_whole else shares
+        assert np.concatenate(shares).tolist() == whole[12 * i : 12 * i + 12].tolist()
+    for data in parts:
+        data.set_state({"epoch": 2, "position": 50})
+        assert next(iter(data)).tolist() == data.order(2)[50 * 12 // count :][: 12 // count].tolist()
+
+
+def test_the_first_batch_of_many_rows_is_there_at_once():
+    n = 100_000_000
+    data = batches(np.zeros(n, np.int8), 128, shuffle=True)
+    tracemalloc.start()
+    start = time.process_time()
+    next(iter(data))
+    seconds, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seconds < 1 and peak < 10e6
 
 
 def test_a_batch_has_memory_of_its_own():

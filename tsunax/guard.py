@@ -305,7 +305,8 @@ def candidate(
         return applied(), None
     from jax.extend.core import jaxpr_as_fun  # costs 20 ms to import
 
-    program, shapes = jax.make_jaxpr(applied, return_shape=True)()  # traced once, for both runs
+    # traced once for both runs, and one equation in each
+    program, shapes = jax.make_jaxpr(jax.jit(applied), return_shape=True)()
     shapes, treedef = jax.tree.flatten(shapes)
     # constants come back as numbers
     as_array = lambda x, s: x if hasattr(x, "dtype") else jnp.asarray(x, s.dtype)

@@ -75,7 +75,7 @@ class Batches(Data):
         self.resident: PyTree = None  # the arrays on the device
         self._seed, self._window, self._drop = seed, window, drop_remainder
         # of the epoch that was read last; shared by copies, so that a run of `fit` finds it again
-        self._known_order: dict[int, np.ndarray] = {}
+        self._known_order: dict[int, order.EpochOrder] = {}
         self._place = (0, 0)
         self.share: int = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = window is not None or process[1] > 1
@@ -196,14 +196,13 @@ class Batches(Data):
         if self.is_stream:
             raise DataError("order", "batches", "a stream", "arrays")
         checks.check_count(epoch, "order()", "epoch", 0)
-        rows = order.rows_of_epoch(self._rows, self._window, self._seed, epoch)
-        return order.share_of_epoch(rows, self.batch_size, self.process)
+        return self._order_of(epoch)[:]
 
-    def _order_of(self, epoch: int) -> np.ndarray:
+    def _order_of(self, epoch: int) -> order.EpochOrder:
         if epoch not in self._known_order:
-            found = self.order(epoch)
             self._known_order.clear()
-            self._known_order[epoch] = found
+            given = self._rows, self._window, self._seed, epoch, self.batch_size, self.process
+            self._known_order[epoch] = order.EpochOrder(*given)
         return self._known_order[epoch]
 
     def device_order(self, epoch: int) -> jax.Array | None:

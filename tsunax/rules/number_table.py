@@ -57,6 +57,12 @@ class Number:
     def __init__(self, value: Scalar, complement: Scalar) -> None:
         self.value: Scalar = value
         self.complement: Scalar = complement
+        # made once, where the number is: an array in the same trace may be used in each one inside
+        self._weak: Any = weak(value) if isinstance(value, jax.Array) else None
+
+    @property
+    def weak(self) -> jax.Array:
+        return weak(self.value) if self._weak is None else self._weak
 
     def tree_flatten(self) -> tuple[tuple[Scalar, Scalar], None]:
         return (self.value, self.complement), None
@@ -66,13 +72,13 @@ class Number:
         return cls(*children)
 
     def __jax_array__(self) -> jax.Array:
-        return weak(self.value)
+        return self.weak
 
     def __bool__(self) -> bool:
-        return bool(weak(self.value))
+        return bool(self.weak)
 
     def __float__(self) -> float:
-        return float(weak(self.value))
+        return float(self.weak)
 
     def __neg__(self) -> Number:
         return Number(-self.value, 1 + self.value)
@@ -81,15 +87,15 @@ class Number:
         return self
 
     def __abs__(self) -> jax.Array:
-        return abs(weak(self.value))
+        return abs(self.weak)
 
     def __rsub__(self, other: Scalar) -> Any:
         if isinstance(other, (int, float)) and other == 1:
             return Number(self.complement, self.value)
-        return other - weak(self.value)
+        return other - self.weak
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
-        return weak(self.value).astype(dtype)
+        return self.weak.astype(dtype)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -102,7 +108,7 @@ class Number:
 
 def as_scalar(x: Scalar) -> Scalar:
     """A live number as a weakly typed scalar; a Python number as it is."""
-    return weak(x.value) if isinstance(x, Number) else x
+    return x.weak if isinstance(x, Number) else x
 
 
 def _forward(name, reflected=False):
