@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -71,7 +71,8 @@ def adjust(state: TrainState, where: Where = "**", /, **values: Any) -> TrainSta
         fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
         got = "one without live numbers"
         raise HyperparameterError("rule", "adjust()", got, "a live rule", fix)
-    if isinstance(where, str) and where == "**" and any("@" in name for name in values):
+    is_flat = any("@" in name for name in values) or (values and _are_of_one_rule(state, values))
+    if isinstance(where, str) and where == "**" and is_flat:
         return _assign(state, _by_flat_name(state, values), _table(state).values)
     if _is_names(where, _known(state)):
         values = {**cast(Mapping, where), **values}
@@ -196,6 +197,13 @@ def _table(state: TrainState) -> Numbers:
 
 def _known(state: TrainState) -> list[str]:
     return [name for groups in _table(state).layout.names for names in groups for name in names]
+
+
+def _are_of_one_rule(state: TrainState, names: Iterable[str]) -> bool:
+    """Whether each name stands once in the table: nobody asks then which leaves it is for."""
+    known = _known(state)
+    plain = [name.partition("@")[0].rpartition(".")[2] for name in known]
+    return all(name in known and plain.count(name) == 1 for name in names)
 
 
 class _Hit(NamedTuple):
