@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -49,7 +48,6 @@ def begin(
     is_in_hand = restored.step is not None and restored.state is state
     before = restored.script if isinstance(restored.script, dict) else {}
     script = {} if options.saver is None else _resume.script_of(step, state, data, options.extra)
-    script["run"] = before.get("run") or secrets.token_hex(4)
     state = restored.state
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop consumes it: a promise of a TrainState alone
@@ -104,8 +102,7 @@ def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
     `closed` is the step of a row that the history has no longer, see `History.reopen`.
     """
     step, state, start = fitting.step, fitting.run.state, fitting.run.step
-    run, goal = fitting.boundaries.script["run"], str(fitting.options.goal)
-    found = {"run": run, "goal": goal, "start": start}
+    found = {"goal": str(fitting.options.goal), "start": start}
     found |= {"jax": jax.__version__, "devices": jax.device_count()}
     if fitting.is_resumed:  # a log's rows from there on are not those of an uninterrupted run
         found["rows_from"] = start + (closed != start)
