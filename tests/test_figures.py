@@ -17,7 +17,7 @@ def made(n=50, every=10) -> History:
         row = {"loss": 3.0 - step / n, "b1": 0.9, "grad_norm": float(step), "epoch": step // 10, "learning_rate": 0.1}
         row |= {"accuracy": step / n, "steps_per_second": float(step)}
         if step % every == every - 1:
-            row |= {"val/loss": 2.0 - step / n, "best/val/loss": 1.0 / (1 + step)}
+            row |= {"val/loss": 2.0 - step / n}
             history.mark("evaluate", step)
         history.add(row, step)
     return history
@@ -53,9 +53,9 @@ def test_the_panels_are_loss_metrics_and_rate():
 
 
 def test_names_choose_and_share_panels():
-    figure = made().plot(names=["grad_norm", "loss", "best/val/loss", "b1"])
+    figure = made().plot(names=["grad_norm", "loss", "val/loss", "b1"])
     assert labels(figure) == ["grad norm", "loss", "b1"]
-    assert list(lines(figure.axes[1])) == ["loss", "best/val/loss"]
+    assert list(lines(figure.axes[1])) == ["loss", "val/loss"]
     assert labels(made().plot(names="b1")) == ["b1"]
 
 
@@ -67,23 +67,16 @@ def test_x_may_be_a_column():
 
 def test_marks():
     history = made()
-    for step in (7, 8):
-        history.mark("rejected", step)
+    history.mark("rejected", 7)
     history.mark("thaw", 20, "body/**")
     history.mark("stop", 49, "enough")
-    first, *_, last = history.plot().axes
-    ticks = {line.get_label(): list(line.get_xdata()) for line in first.lines if line.get_marker() == "|"}
-    assert ticks.pop("rejected (2)") == [7, 8] and list(ticks.values()) == [[9, 19, 29, 39, 49]]
-    for axes in (first, last):
+    for axes in history.plot().axes:
         assert [line.get_xdata() for line in axes.lines if line.get_linestyle() == "--"] == [[20, 20], [49, 49]]
-    assert [text.get_text() for text in first.texts] == ["thaw body/**", "stop"] and not last.texts
-    for step in range(20):
-        history.mark("plateau", step)
-    assert not history.plot().axes[0].texts  # too many to read
+        assert [line.get_xdata() for line in axes.lines if line.get_color() == "#C00000"] == [[7, 7]]
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("n", [1, 2, 3, 40, 500, 501, 100_000])
+@pytest.mark.parametrize("n", [1, 2, 40, 41, 10_000])
 def test_from_one_point_to_many(n):
     history, rng = History(), np.random.default_rng(0)
     noise = rng.normal(size=n)
@@ -95,21 +88,8 @@ def test_from_one_point_to_many(n):
         assert figure._repr_png_()[:4] == b"\x89PNG"
     (axes,) = figure.axes
     (line,) = axes.lines
-    assert len(line.get_xdata()) == (n if n <= 500 else 250)
+    assert len(line.get_xdata()) == n
     assert (line.get_marker() == "o") == (n <= 40)
-    if n == 100_000:  # bins of 400: their median lies near 5, and 80 % of the values in the band
-        assert np.all(abs(line.get_ydata() - 5) < 0.35)
-        band = axes.collections[0].get_datalim(axes.transData)
-        assert 3.4 < band.y0 < 3.8 and 6.2 < band.y1 < 6.6
-
-
-def test_values_that_are_not_finite_are_marked_where_they_are():
-    history = made()
-    history.add({"loss": float("nan")}, 60)
-    history.add({"loss": float("inf")}, 61)
-    found = lines(history.plot().axes[0])
-    assert found["loss not finite"][0].tolist() == [60, 61]
-    assert np.isfinite(found["loss"][1]).all()
 
 
 @pytest.mark.medium
@@ -168,58 +148,11 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
 
 
 def test_a_population_is_one_panel_for_each_number():
-    need("matplotlib")
     history = History()
     for step in range(3):
-        row = {f"{name}/{i}": 1.0 + i + step for i in range(20) for name in ("loss", "val/loss", "accuracy")}
-        history.add(row, step)
+        history.add(
+            {f"{name}/{i}": 1.0 + i + step for i in range(20) for name in ("loss", "val/loss", "accuracy")}, step
+        )
     loss, accuracy = history.plot().axes
     assert [loss.get_ylabel(), accuracy.get_ylabel()] == ["loss", "accuracy"]
-    assert len(loss.lines) == 40 and len(accuracy.lines) == 20
-    labels = [text.get_text() for text in loss.get_legend().get_texts()]
-    assert labels == ["loss/0 to loss/19", "val/loss/0 to val/loss/19"]
-    assert loss.lines[0].get_color() is not None and not np.array_equal(
-        *(accuracy.lines[i].get_color() for i in (0, 19))
-    )
-
-
-def population(n):
-    history = History()
-    for step in range(10):
-        row = {f"{name}/{i}": (1.0 + i) / (1 + step) for i in range(n) for name in ("loss", "val/loss")}
-        history.add(row | {f"accuracy/{i}": 0.01 + 0.1 * step for i in range(n)}, step)
-    return history
-
-
-@pytest.mark.parametrize("n", [4, 16])
-def test_a_member_has_one_color_and_validation_is_dashed(n):
-    loss, accuracy = population(n).plot().axes
-    color = lambda line: np.asarray(matplotlib.colors.to_rgb(line.get_color()))
-    matplotlib = need("matplotlib")
-    training, validation = loss.lines[::2], loss.lines[1::2]
-    if n == 16:
-        assert {line.get_label() for line in loss.lines if line.get_label()[0] != "_"} == {
-            "loss/0 to loss/15",
-            "val/loss/0 to val/loss/15",
-        }
-    for i in range(n):
-        np.testing.assert_array_equal(color(training[i]), color(validation[i]))
-        np.testing.assert_array_equal(color(training[i]), color(accuracy.lines[i]))
-    assert len({tuple(color(line)) for line in training}) == n
-    assert {line.get_linestyle() for line in training} == {"-"} != {line.get_linestyle() for line in validation}
-
-
-def test_an_accuracy_is_not_logarithmic():
-    loss, accuracy = population(4).plot().axes
-    assert (loss.get_yscale(), accuracy.get_yscale()) == ("log", "linear")
-    history = History()
-    for step in range(20):
-        history.add({"accuracy": 0.01 + 0.05 * step, "error": 1 - 0.052 * step}, step)
-    assert [axes.get_yscale() for axes in history.plot().axes] == ["linear", "log"]
-
-
-def test_no_two_members_share_a_color():
-    need("matplotlib")
-    for n in (6, 7):
-        lines = population(n).plot().axes[1].lines
-        assert len({tuple(np.atleast_1d(line.get_color()).tolist()) for line in lines}) == n
+    assert len(loss.lines) == 40 and len(accuracy.lines) == 20 and loss.get_legend() is None

@@ -184,23 +184,6 @@ def fails(trial):
     return bad.get(trial, 1.0)
 
 
-def test_long_names_lie_side_by_side():
-    """No two labels of a picture touch, and those between the powers of ten are as small as the others."""
-    need("matplotlib")
-    rules = [f"{name}_with_a_long_name" for name in ("adam", "sgd", "lion", "adafactor")]
-    space = {"rule": spaces.choice(rules), "width": spaces.choice(["a", "b"]), "x": spaces.uniform(1, 40)}
-    figure = tune(lambda rule, width, x: x, space, trials=30).plot()
-    figure.canvas.draw()
-    for axes in figure.axes:
-        labels = [label for label in axes.get_xticklabels() if label.get_text()]
-        if labels[0].get_rotation() == 0:
-            boxes = [label.get_window_extent() for label in labels]
-            assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
-        sizes = {tick.label1.get_fontsize() for tick in [*axes.yaxis.get_major_ticks(), *axes.yaxis.get_minor_ticks()]}
-        assert sizes == {8}
-    assert [axes.get_xticklabels()[0].get_rotation() for axes in figure.axes] == [20, 0, 0]
-
-
 def test_a_trial_that_fails_fails_alone():
     trials = tune(lambda trial, rate: fails(trial), {"rate": SPACE["rate"]}, mode="max").trials
     assert [t.index for t in trials if t.status == "done"] == [0]

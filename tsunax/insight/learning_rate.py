@@ -53,21 +53,24 @@ class RangeTest:
 
     def plot(self) -> Figure:
         """A matplotlib Figure: the loss over the rate, both suggestions, the band of several seeds."""
-        figure = plots._figure(6.4, 2.8)
-        axes, colors = figure.subplots(), plots._COLOURS
+        figure = plots.new_figure(6.4, 2.8)
+        axes = figure.subplots()
         shown, smoothed = self.rates[: self.used], self.smoothed[: self.used]
         losses = self.losses[: self.used].reshape(len(shown), -1)
-        plots._draw(axes, "loss", {"loss": (shown, smoothed)})
+        plots.draw(axes, "loss", {"loss": (shown, smoothed)})
         if losses.shape[1] > 1:
             low, high = losses.min(1), losses.max(1)
-            axes.fill_between(shown, low, high, color=colors[0], alpha=0.18, linewidth=0)
+            axes.fill_between(shown, low, high, color="C0", alpha=0.18, linewidth=0)
             # one seed goes up before the others
             top = smoothed.max() + 0.5 * (smoothed.max() - losses.min())
             axes.set_ylim(top=min(axes.get_ylim()[1], top))
         if self.mode == "exponential":
             axes.set_xscale("log")
-        for rate, color, name in ((self.steepest, 1, "steepest"), (self.tenth, 2, "minimum / 10")):
-            axes.axvline(rate, color=colors[color], linewidth=1, label=f"{name}: {rate:.2g}")
+        for rate, color, name in (
+            (self.steepest, "C1", "steepest"),
+            (self.tenth, "C2", "minimum / 10"),
+        ):
+            axes.axvline(rate, color=color, linewidth=1, label=f"{name}: {rate:.2g}")
         axes.set_xlabel(self.name.replace("_", " "), fontsize=9)
         axes.legend(fontsize=8, frameon=False)
         return figure

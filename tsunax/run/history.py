@@ -219,11 +219,8 @@ class History:
         """A matplotlib Figure of the run: loss, metrics, learning rate and events.
 
         `names` are the columns to draw instead; those that end alike share a panel. `x` is "step",
-        or a column to lay them out along ("epoch"). More than a few hundred points are drawn as
-        their median with a band from the 10th to the 90th percentile. Each member of a population
-        has a color, its validation is dashed; more than six are shades of one scale. Values that
-        are not finite are crosses at the lower edge, rejected steps red ticks there, evaluations
-        gray ones; other marks (thaw, restart, stop, yours) are vertical lines.
+        or a column to lay them out along ("epoch"). Rejected steps are red ticks at the lower edge;
+        other marks but evaluations (thaw, restart, stop, yours) are vertical lines.
 
         `history.plot().savefig("run.pdf")` keeps it; as the last line of a notebook's cell it shows
         itself. Raises MissingLibraryError without matplotlib, and RowError for unknown names and a
