@@ -169,7 +169,7 @@ def fit(
     checkpoint: StrPath | Checkpoints | None = None,
     resume: str = "auto",
     fast_forward: bool = False,
-    progress: Any = True,
+    progress: bool = True,
     log_every: int = 10,
     steps_per_call: int | str | None = "auto",
     max_bad: int = 10,
@@ -210,8 +210,8 @@ def fit(
         is none; "never" raises if there is one.
       fast_forward: whether data that cannot be put to its place (a list, a generator) may be read
         again up to there.
-      progress: True (on stderr: a bar on a terminal and in notebooks, else lines), False, or a
-        tqdm.
+      progress: whether to show it on stderr: a bar on a terminal, a line that is redrawn in
+        notebooks, else lines.
       log_every: a row of the history every so many steps; the first and the last step have one too.
       steps_per_call: steps in one call of the compiled loop; "auto" follows the time that a step
         takes. Does not change the result. None calls `step` itself, which need not be traceable.
