@@ -46,7 +46,8 @@ class Boundaries:
     @property
     def watched(self) -> dict[str, str]:
         """The metrics that callbacks wait for, and which ones."""
-        found = filter(callbacks.is_watching, self.options.callbacks)
+        kinds = callbacks.early_stopping, callbacks.plateau
+        found = (f for f in self.options.callbacks if isinstance(f, kinds))
         return {f.metric: f"{type(f).__name__}()" for f in found}
 
     def look_for_names(self) -> None:
@@ -181,11 +182,7 @@ class Boundaries:
         self.log.begin(run.step)
         before = dict(run.row)
         with blamed("callback", callback, run):
-            run.is_lent = True
-            try:
-                state = callback(run)
-            finally:
-                run.is_lent = False
+            state = callback(run)
             if state is not None:
                 _check_returned(state, run)
                 run.state, self.has_changed = state, True

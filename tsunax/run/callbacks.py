@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tsunax.run.run import Run
 
 __all__ = [
-    "At", "adjust_at", "best", "early_stopping", "every", "freeze_at", "patience", "plateau",
-    "sample", "thaw_at", "throttle", "time_limit",
+    "At", "adjust_at", "early_stopping", "every", "freeze_at", "patience", "plateau", "thaw_at",
+    "throttle", "time_limit",
 ]  # fmt: skip
 
 
@@ -36,18 +36,10 @@ def __dir__() -> list[str]:
 Mode = Literal["min", "max"]  # of a metric: what is better
 
 
-def _whole(where: str, name: str, value, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise WrongTypeError(name, where, trees.describe(value), "a whole number")
-    if value < least:
-        raise HyperparameterError(name, where, value, f"≥ {least}")
-
-
-def _real(where: str, name: str, value, least: float, below: float = math.inf) -> None:
+def _real(where: str, name: str, value, below: float = math.inf) -> None:
     numbers.check_number(where, name, value, "a number")
-    if not least <= value < below:
-        expected = f"≥ {least}" + f" and < {below}" * (below < math.inf)
-        raise HyperparameterError(name, where, value, expected)
+    if not 0 <= value < below:
+        raise HyperparameterError(name, where, value, "≥ 0" if below == math.inf else "≥ 0 and < 1")
 
 
 def _function(where: str, name: str, fn) -> None:
@@ -83,40 +75,25 @@ def _is_better(value: float, other: float, mode: Mode, by: float = 0.0) -> bool:
     return value < other - by if mode == "min" else value > other + by
 
 
-def is_watching(callback: object) -> bool:
-    """Whether it is one of those here that wait for a metric of an evaluation."""
-    is_one = isinstance(callback, (early_stopping, best, plateau))
-    return is_one and not callback.metric.startswith("best")
-
-
 def may_log(callback: object) -> bool:
     """Whether a callback may log names that others wait for."""
-    return not isinstance(callback, (early_stopping, best, plateau, time_limit, sample, At))
+    return not isinstance(callback, (early_stopping, plateau, time_limit, At))
 
 
 @property
 def _events(self: Any) -> tuple[str, ...] | None:
     """What can bring the metric: evaluations "val/loss", anything the numbers of training rows."""
-    is_evaluated = "/" in self.metric and not self.metric.startswith("best")
-    return ("start", "evaluate", "end") if is_evaluated else None
-
-
-def _improves(memory: dict, step: int, value: float, mode: Mode, min_delta: float = 0.0) -> bool:
-    """Whether `value` beats the best one by more than `min_delta`; then it is the best.
-
-    NaN never does.
-    """
-    is_worse = "best" in memory and not _is_better(value, memory["best"], mode, min_delta)
-    if math.isnan(value) or is_worse:
-        return False
-    memory.update(best=value, best_step=step)
-    return True
+    return ("start", "evaluate", "end") if "/" in self.metric else None
 
 
 def _wait(memory: dict, news: tuple[int, float], mode: Mode, min_delta: float) -> None:
-    """Count the values without an improvement."""
-    better = _improves(memory, *news, mode, min_delta)
-    memory["wait"] = 0 if better else memory.get("wait", 0) + 1
+    """Count the values that do not beat the best one by more than `min_delta`; NaN never does."""
+    step, value = news
+    is_first = "best" not in memory and not math.isnan(value)
+    if is_first or ("best" in memory and _is_better(value, memory["best"], mode, min_delta)):
+        memory.update(best=value, best_step=step, wait=0)
+    else:
+        memory["wait"] = memory.get("wait", 0) + 1
 
 
 # How often: wrappers
@@ -134,7 +111,7 @@ class every:
     fn: Callable[[Run], Any]
 
     def __post_init__(self) -> None:
-        _whole("every()", "n", self.n)
+        checks.check_count(self.n, "every()", "n")
         _function("every()", "fn", self.fn)
 
     @property
@@ -149,55 +126,24 @@ class every:
 class throttle:
     """`fn(run)` at most once in `seconds`, whatever the number of boundaries.
 
-    `leading` calls it at the first boundary, else `seconds` later. With `trailing`, a boundary that
-    came too early is made up for at the first one after the wait, or at the end of the run. As
-    Flux's `throttle`, without its timer thread. Wall clocks of several processes differ: `fn`
+    As Flux's `throttle`, without its timer thread. Wall clocks of several processes differ: `fn`
     should not change the state there.
     """
 
     fn: Callable[[Run], Any]
     seconds: float
-    leading: bool = True
-    trailing: bool = False
 
     def __post_init__(self) -> None:
         _function("throttle()", "fn", self.fn)
-        _real("throttle()", "seconds", self.seconds, 0)
+        _real("throttle()", "seconds", self.seconds)
 
     def __call__(self, run: Run) -> PyTree:
-        memory, now = run.memory, time.time()
+        now = time.time()
         # a clock set back ends the wait
-        is_waiting = now < memory.get("throttled_until", 0.0) <= now + self.seconds
-        is_due = memory.get("throttled", False)
-        if is_waiting and not (run.event == "end" and is_due):
-            memory["throttled"] = is_due or self.trailing
+        if now < run.memory.get("throttled_until", 0.0) <= now + self.seconds:
             return None
-        memory.update(throttled_until=now + self.seconds, throttled=not (self.leading or is_due))
-        return None if memory["throttled"] else self.fn(run)
-
-
-@dataclass(frozen=True)
-class sample:
-    """Show the result of `fn(state)` every n steps: generated text, a table.
-
-    It appears above the progress bar, or wherever `print` goes. None shows nothing.
-    """
-
-    n: int
-    fn: Callable[[Run], Any]
-
-    def __post_init__(self) -> None:
-        _whole("sample()", "n", self.n)
-        _function("sample()", "fn", self.fn)
-
-    @property
-    def every(self) -> int:
-        return self.n
-
-    def __call__(self, run: Run) -> PyTree:
-        shown = self.fn(run.state)
-        if shown is not None:
-            getattr(run, "note", print)(f"step {run.step}: {shown}")
+        run.memory["throttled_until"] = now + self.seconds
+        return self.fn(run)
 
 
 # When to stop
@@ -208,13 +154,12 @@ class early_stopping:
     """Stop when a metric has not improved for `patience` of its values.
 
     A value improves if it is more than `min_delta` better than the best so far; only such a value
-    becomes the best. The first number always improves. NaN and ±inf stop the run at once; with
-    `check_finite=False` they count as no improvement. A value worse than `divergence` stops it at
-    once, too. Raises RowError at an evaluation without the metric, and at the first rows if nobody
-    can give it later. Warns at the end of a run that never had it.
+    becomes the best. The first number always improves. NaN and ±inf stop the run at once. Raises
+    RowError at an evaluation without the metric, and at the first rows if nobody can give it later.
+    Warns at the end of a run that never had it.
 
     >>> early_stopping("val/accuracy", mode="max", patience=3)
-    early_stopping(metric='val/accuracy', patience=3, min_delta=0.0, mode='max', check_finite=True, divergence=None)
+    early_stopping(metric='val/accuracy', patience=3, min_delta=0.0, mode='max')
 
     As in Keras and Lightning. Flux's `early_stopping` moves its bar on a creep and forgets its best
     on a NaN.
@@ -225,34 +170,25 @@ class early_stopping:
     patience: int = 5
     min_delta: float = 0.0
     mode: Mode = "min"
-    check_finite: bool = True
-    divergence: float | None = None
 
     events = _events
 
     def __post_init__(self) -> None:
         where = "early_stopping()"
         _watched(where, self.metric, self.mode)
-        _whole(where, "patience", self.patience)
-        _real(where, "min_delta", self.min_delta, 0)
-        if self.divergence is not None:
-            _real(where, "divergence", self.divergence, -math.inf)
+        checks.check_count(self.patience, where, "patience")
+        _real(where, "min_delta", self.min_delta)
 
     def __call__(self, run: Run) -> None:
         memory, metric = run.memory, self.metric
         if news := _news("early_stopping()", metric, run):
             step, value = news
-            if self.check_finite and not math.isfinite(value):
+            if not math.isfinite(value):
                 return run.stop(f"{metric} is {value} at step {step}")
-            if self.divergence is not None and _is_better(self.divergence, value, self.mode):
-                text = f"{metric} is {value:.6g} at step {step}, worse than {self.divergence:.6g}"
-                return run.stop(text)
             _wait(memory, news, self.mode, self.min_delta)
         # also at the start of a run that it has stopped before
         if memory.get("wait", 0) >= self.patience:
-            best = "NaN"
-            if "best" in memory:
-                best = f"{memory['best']:.6g} at step {memory['best_step']}"
+            best = f"{memory['best']:.6g} at step {memory['best_step']}"
             run.stop(f"{metric} is no better than {best} for {memory['wait']} values")
 
 
@@ -272,7 +208,7 @@ class patience:
 
     def __post_init__(self) -> None:
         _function("patience()", "predicate", self.predicate)
-        _whole("patience()", "n", self.n)
+        checks.check_count(self.n, "patience()", "n")
 
     def __call__(self, run: Run) -> None:
         memory = run.memory
@@ -296,7 +232,7 @@ class time_limit:
     seconds: float
 
     def __post_init__(self) -> None:
-        _real("time_limit()", "seconds", self.seconds, 0)
+        _real("time_limit()", "seconds", self.seconds)
 
     def __call__(self, run: Run) -> None:
         memory, now = run.memory, time.monotonic()
@@ -308,36 +244,6 @@ class time_limit:
 
 
 # What to change
-
-
-@dataclass(frozen=True)
-class best:
-    """Track the best value of a metric; log it as `best/<metric>` and `best_step/<metric>`.
-
-    `keep(run)` is called at each new best one, to save or copy `run.state`: copy it, because the
-    next step may donate its arrays. NaN is never the best. Raises as `early_stopping` does where
-    the metric is missing.
-    """
-
-    metric: str = "val/loss"
-    mode: Mode = "min"
-    keep: Callable[[Run], Any] | None = None
-
-    events = _events
-
-    def __post_init__(self) -> None:
-        _watched("best()", self.metric, self.mode)
-        if self.keep is not None:
-            _function("best()", "keep", self.keep)
-
-    def __call__(self, run: Run) -> None:
-        memory, news = run.memory, _news("best()", self.metric, run)
-        if news is None:
-            return
-        if _improves(memory, *news, self.mode) and self.keep is not None:
-            self.keep(run)
-        if "best" in memory:
-            run.log(**{f"{name}/{self.metric}": memory[name] for name in ("best", "best_step")})
 
 
 @dataclass(frozen=True)
@@ -370,10 +276,10 @@ class plateau:
 
     def __post_init__(self) -> None:
         _watched("plateau()", self.metric, self.mode)
-        _real("plateau()", "factor", self.factor, 0, 1)
-        _whole("plateau()", "patience", self.patience)
-        _real("plateau()", "min_delta", self.min_delta, 0)
-        _real("plateau()", "min_learning_rate", self.min_learning_rate, 0)
+        _real("plateau()", "factor", self.factor, 1)
+        checks.check_count(self.patience, "plateau()", "patience")
+        _real("plateau()", "min_delta", self.min_delta)
+        _real("plateau()", "min_learning_rate", self.min_learning_rate)
 
     def __call__(self, run: Run) -> PyTree:
         if run.event == "start":
@@ -416,7 +322,7 @@ class At:
     values: dict[str, Any]
 
     def __post_init__(self) -> None:
-        _whole(f"{self.change.__name__}_at()", "step", self.step, 0)
+        checks.check_count(self.step, f"{self.change.__name__}_at()", "step", 0)
 
     @property
     def at(self) -> tuple[int]:

@@ -148,11 +148,11 @@ class Fit:
 
     def call(self, chunk: feed.Chunk) -> None:
         """Dispatch one call; read those before it, if they have waited long enough."""
-        run, before, inner = self.run, time.perf_counter(), self.run.__dict__
+        run, before = self.run, time.perf_counter()
         if self.options.steps_per_call is None:
-            inner["state"], infos = self.loop.once(run.state, chunk.feed.one(), self.extra)
+            run.state, infos = self.loop.once(run.state, chunk.feed.one(), self.extra)
         else:
-            inner["state"], infos = self.loop(run.state, chunk.feed, chunk.n, self.extra)
+            run.state, infos = self.loop(run.state, chunk.feed, chunk.n, self.extra)
         now = time.perf_counter()
         self.pending.append((chunk, infos))
         self.ahead += chunk.steps

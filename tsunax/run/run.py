@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from tsunax._core import Function, PyTree, Scalar, trees
-from tsunax.errors import RowError, StateError, WrongTypeError
+from tsunax.errors import RowError, StateError
 from tsunax.run.history import History
 from tsunax.run.rows import join
 from tsunax.state import TrainState, check_state
@@ -54,20 +54,7 @@ class Rejected:
 
 
 class Run:
-    """What a callback sees of a run; it may change `memory`, and call `log` and `stop`.
-
-    A callback that assigns to an attribute of the loop raises: nobody would read it.
-    """
-
-    is_lent = False  # to a callback
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        is_of_loop = name in self.__dict__.get("known", ()) or name == "extra"
-        if name in _METHODS or (self.is_lent and is_of_loop):
-            fix = _FIXES.get(name, "It is the loop's.")
-            fix = f"Call it: run.{name}(...)." if name in _METHODS else fix
-            raise WrongTypeError(f"run.{name}", "a callback", "an assignment", "none", fix)
-        self.__dict__[name] = value
+    """What a callback sees of a run; it may change `memory`, and call `log` and `stop`."""
 
     def __init__(self, state: PyTree, step: int, epoch: int, history: History) -> None:
         self.event = "start"
@@ -84,14 +71,12 @@ class Run:
         self.note: Callable[[str], None] = print  # a line above the progress
         # the last ones
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
-        # of the loop; a callback may add names of its own
-        self.known: frozenset[str] = frozenset(self.__dict__)
 
     def log(self, **numbers: Any) -> None:
         """Let numbers join the row of this step."""
         self.check_own(numbers, "run.log()")
-        self.__dict__["row"] = row = join(self.row, numbers, "run.log()")
-        self.metrics.update({name: row[name] for name in numbers})
+        self.row = join(self.row, numbers, "run.log()")
+        self.metrics.update({name: self.row[name] for name in numbers})
 
     def check_own(self, numbers: Mapping[str, Any], where: str) -> None:
         """Raise RowError for a name that the rows of training have: a column has one meaning."""
@@ -102,15 +87,7 @@ class Run:
 
     def stop(self, reason: str) -> None:
         """End the run after this boundary."""
-        self.__dict__["stopped"] = self.stopped or str(reason)
-
-
-_METHODS = {name for name in vars(Run) if callable(getattr(Run, name))}
-_FIXES = {
-    "state": "Return the new state.",
-    "memory": "Change it in place: run.memory.update(...).",
-    "extra": "Change the dict that you gave to fit: extra['scale'] = ...",
-}
+        self.stopped = self.stopped or str(reason)
 
 
 @contextlib.contextmanager
