@@ -836,7 +836,7 @@ IN_A_RUN = {  # what is wrong with the directory that `fit` is given, and what i
     "data in order": (
         None,
         {"data": lambda: data(shuffle=False)},
-        "got shuffle_window None, expected shuffle_window of all rows, as in the checkpoint",
+        "got shuffle False, expected shuffle True, as in the checkpoint",
     ),
     "a pickle": (lambda p: only(p, "state.pkl"), {}, "state.pkl, expected checkpoints of tsunax"),
     "a torch file": (lambda p: only(p, "model.pt"), {}, "Nothing in it was opened"),

@@ -31,15 +31,10 @@ N = 23
 ARRAYS = {"x": np.arange(N * 3, dtype=np.float32).reshape(N, 3), "y": (np.arange(N, dtype=np.int8), None)}
 
 
-def order_of(seed, epoch, n, window=None):
-    """Windows ordered by 64 random bits, of which the low ones make room for the place: by a stable argsort."""
+def order_of(seed, epoch, n):
+    """By 64 random bits, of which the low ones make room for the place: by a stable argsort."""
     words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
-    parts = []
-    for start in range(0, n, window or n):
-        chunk = words[start : start + (window or n)]
-        places = (len(chunk) - 1).bit_length()
-        parts.append(start + np.argsort(chunk >> np.uint64(places), kind="stable"))
-    return np.concatenate(parts)
+    return np.argsort(words >> np.uint64((n - 1).bit_length()), kind="stable")
 
 
 def by_hand(epochs, size, drop=False, order=lambda epoch: np.arange(N)):
@@ -66,13 +61,10 @@ def threads():
 
 
 @pytest.mark.parametrize("drop", [False, True])
-@pytest.mark.parametrize("kind", ["in order", "shuffled", "windows of 7", "windows of 100"])
-def test_batches_are_numpy_indexing(kind, drop):
-    settings, window = {"in order": ({}, 0), "shuffled": ({"shuffle": True}, None)}.get(kind) or (
-        {"shuffle_window": int(kind.split()[-1])},
-        int(kind.split()[-1]),
-    )
-    order = lambda e: np.arange(N) if window == 0 else order_of(5, e, N, window)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_are_numpy_indexing(shuffle, drop):
+    settings = {"shuffle": shuffle}
+    order = lambda e: order_of(5, e, N) if shuffle else np.arange(N)
     data = batches(ARRAYS, 4, seed=5, drop_remainder=drop, **settings)
     expected = by_hand(range(3), 4, drop, order)
     assert len(data) * 3 == len(expected)
@@ -158,19 +150,10 @@ def test_a_batch_has_memory_of_its_own():
 
 
 @settings(max_examples=25)
-@given(
-    size=st.integers(1, 9),
-    place=st.integers(0, 60),
-    window=st.sampled_from([None, 1, 5, 64]),
-    drop=st.booleans(),
-    stream=st.booleans(),
-)
-def test_resumes_with_the_next_batch(size, place, window, drop, stream):
-    records = [{"x": x, "i": i} for i, x in enumerate(ARRAYS["x"])]
+@given(size=st.integers(1, 9), place=st.integers(0, 60), shuffle=st.booleans(), drop=st.booleans())
+def test_resumes_with_the_next_batch(size, place, shuffle, drop):
     arrays = {"x": ARRAYS["x"], "i": np.arange(N)}
-    make = lambda: batches(
-        _Records(records) if stream else arrays, size, seed=1, drop_remainder=drop, shuffle_window=window
-    )
+    make = lambda: batches(arrays, size, seed=1, drop_remainder=drop, shuffle=shuffle)
     data, seen, states = make(), [], [make().get_state()]
     for _ in range(4):
         for batch in data:
@@ -187,7 +170,7 @@ def test_resumes_with_the_next_batch(size, place, window, drop, stream):
 
 
 class _Records:
-    """A stream of unknown length that can be read again."""
+    """Batches of unknown number that can be read again."""
 
     def __init__(self, records):
         self.records = records
@@ -207,43 +190,23 @@ def test_a_loop_that_was_left_is_followed_by_the_next_epoch():
     assert len(list(data)) == len(data) - 2
 
 
-def test_a_stream_gives_the_batches_of_its_array():
-    for window in (None, 5, 8, 100):
-        for process in ((0, 1), (1, 3), (0, 6)):
-            settings = {"shuffle_window": window, "seed": 3, "process": process}
-            expected = epochs_of(batches(ARRAYS["x"], 6, **settings), 2)
-            assert_same(epochs_of(batches(_Records(list(ARRAYS["x"])), 6, **settings), 2), expected)
-
-
-def test_a_window_reads_no_further_than_it_must():
-    read = []
-    stream = (read.append(i) or np.int32(i) for i in itertools.count())
-    data = iter(batches(stream, 4, shuffle_window=10))
-    first = [next(data) for _ in range(5)]
-    assert sorted(np.concatenate(first[:5]).tolist()) == list(range(20)) and len(read) <= 30
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(
     "rows, size, n", [(N, 6, 2), (N, 6, 3), (N, 8, 4), (9, 8, 8), (3, 16, 8), (13, 8, 2), (14, 8, 2)]
 )
-@pytest.mark.parametrize("kind", ["arrays", "stream", "taken", "prefetched", "prefetched stream"])
+@pytest.mark.parametrize("kind", ["arrays", "taken", "prefetched"])
 def test_processes_share_a_batch(rows, size, n, shuffle, kind):
     arrays = jax.tree.map(lambda x: x[:rows], ARRAYS)
-    stream = [jax.tree.map(lambda x, i=i: x[i], arrays) for i in range(rows)]
-    given = (
-        (lambda: iter(stream), {"shuffle_window": 5}) if "stream" in kind else (lambda: arrays, {"shuffle": shuffle})
-    )
 
     def given_out(i):
-        data, parts = batches(given[0](), size, process=(i, n), **given[1]), []
+        data, parts = batches(arrays, size, process=(i, n), shuffle=shuffle), []
         source = as_source(prefetch(data) if "prefetched" in kind else data)
         while (chunk := source.take(2) if kind == "taken" else source.next()) is not None:
             chunk = chunk if kind == "taken" else jax.tree.map(lambda x: x[None], chunk)
             parts += [(jax.tree.map(lambda x, j=j: x[j], chunk), source.is_whole) for j in range(len(chunk["x"]))]
         return parts
 
-    whole = list(batches(given[0](), size, **given[1]))
+    whole = list(batches(arrays, size, shuffle=shuffle))
     shares = [given_out(i) for i in range(n)]
     assert {len(share) for share in shares} == {len(whole)}
     for batch, *parts in zip(whole, *shares, strict=True):
@@ -263,7 +226,7 @@ def test_a_process_has_its_own_part_by_default(monkeypatch):
     assert_same(epochs_of(mine, 2), epochs_of(part, 2))
     rows = len(ARRAYS["x"])
     assert (mine.share, mine.tail_rows) == (2, rows % 6) and rows % 6
-    assert batches(ARRAYS, 6, drop_remainder=True).tail_rows == 0 and batches(iter([1]), 6).tail_rows is None
+    assert batches(ARRAYS, 6, drop_remainder=True).tail_rows == 0
 
 
 # --- many at once, on the device --------------------------------------------------------------
@@ -291,7 +254,7 @@ def test_resident_batches_are_the_host_batches():
     for options, devices in (
         ({"shuffle": True}, (True, spread)),
         ({}, (here, mesh)),
-        ({"shuffle_window": 6, "process": (1, 2)}, (True,)),
+        ({"shuffle": True, "process": (1, 2)}, (True,)),
     ):
         expected = epochs_of(batches(arrays, 8, **options), 2)
         for device in devices:
@@ -337,16 +300,6 @@ class _File:
         return self._array[rows]
 
 
-class _Table(_File):
-    """As a table of Hugging Face: a dict of columns."""
-
-    def __getitem__(self, rows):
-        return {"x": list(super().__getitem__(rows))}
-
-    def __len__(self):
-        return len(self._array)
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_arrays_in_files(tmp_path, shuffle):
     x = ARRAYS["x"]
@@ -357,7 +310,6 @@ def test_arrays_in_files(tmp_path, shuffle):
     for name in ("map", "file", "jax"):
         assert_same([batch[name] for batch in got], expected)
         assert all(type(batch[name]) is np.ndarray for batch in got)
-    assert_same([batch["x"] for batch in batches(_Table(x), 4, shuffle=shuffle)], expected)
 
 
 # --- records by number ------------------------------------------------------------------------
@@ -382,16 +334,6 @@ class _ListLike(list):
     """Records in a class of one's own, that can be iterated too."""
 
 
-class _OneByOne(_Dataset):
-    """As an IterableDataset of torch that has a length: with a `__getitem__` that only raises."""
-
-    def __getitem__(self, i):
-        raise NotImplementedError
-
-    def __iter__(self):
-        return (_Dataset.__getitem__(self, i) for i in range(self.n))
-
-
 COLUMNS = {"x": ARRAYS["x"][:, ::-1], "y": ARRAYS["y"][0]}
 AS_ARRAYS = {"dict": COLUMNS, "array": COLUMNS["x"], "number": COLUMNS["y"].astype(float)}
 AS_ARRAYS["tuple"] = (COLUMNS["x"], COLUMNS["y"].astype(int))
@@ -399,7 +341,7 @@ AS_ARRAYS["tuple"] = (COLUMNS["x"], COLUMNS["y"].astype(int))
 
 @pytest.mark.parametrize("kind", AS_ARRAYS)
 def test_a_data_set_of_records_is_read_record_by_record(kind):
-    options = {}, {"shuffle": True}, {"shuffle": True, "drop_remainder": True}, {"shuffle_window": 5}
+    options = {}, {"shuffle": True}, {"shuffle": True, "drop_remainder": True}
     for option in options:
         for process in ((0, 1), (1, 2)):
             given = {**option, "seed": 3, "process": process}
@@ -414,30 +356,12 @@ def test_a_data_set_of_records_is_read_record_by_record(kind):
     assert_trees_equal(taken, jax.tree.map(lambda *x: np.stack(x), *expected[:3]))
 
 
-def test_records_among_columns_in_lists_and_one_after_the_other():
+def test_records_among_columns_and_in_lists():
     flipped = [(x[::-1], int(y)) for x, y in zip(ARRAYS["x"], ARRAYS["y"][0], strict=True)]
     expected = epochs_of(batches(AS_ARRAYS["tuple"], 4, shuffle=True), 1)
     assert_same(batches(_ListLike(flipped), 4, shuffle=True), expected)
     got = batches({"a": _Dataset("array"), "b": COLUMNS["y"].astype(int)}, 4, shuffle=True)
     assert_same([(b["a"], b["b"]) for b in got], expected)
-    stream = batches(_OneByOne("tuple"), 4)
-    assert stream.is_stream and len(stream) == 6
-    assert_same(stream, epochs_of(batches(AS_ARRAYS["tuple"], 4), 1))
-
-
-def test_a_mask_of_a_record_is_not_dropped():
-    masked = np.ma.masked_array(np.array([1, 1000], np.float32), [False, True])
-    plain = np.ones(2, np.float32)
-    columns = _File(np.ma.masked_array(np.ones((4, 2), np.float32), [[0, 0], [0, 1], [0, 0], [0, 0]]))
-    cases = {
-        "by number": (lambda: batches(_Odd([{"x": plain}, {"x": masked}]), 2), "batch['x'], rows 0 to 1 of an epoch"),
-        "stream": (lambda: batches(iter([{"x": plain}, {"x": masked}]), 2), "batch['x'], batch 0 of epoch 0"),
-        "file": (lambda: batches({"x": columns}, 4, shuffle=True), "batch['x'], rows 0 to 3 of an epoch"),
-    }
-    for name, (make, where) in cases.items():
-        with pytest.raises(DataError) as raised:
-            list(make())
-        assert str(raised.value).startswith(f"leaf at {where}: got a masked array, expected an array, and "), name
 
 
 def test_records_are_read_when_they_are_needed():
@@ -471,9 +395,9 @@ RECORDS = {
     ),
     "structure": (lambda: _Odd([{"x": 1}, {"z": 1}]), "record['x']: got nothing, expected 1 (int). Records of a batch"),
     "None": (lambda: _Odd([None, None]), "record: got None, expected a tree of arrays and numbers"),
-    "two lengths": (
-        lambda: _Odd([np.ones(2)] * 2, shape=(28, 28), dtype=np.dtype("float32")),
-        "leaf at arrays: got length 2 and shape (28, 28), expected an array or records. An array",
+    "stream": (
+        lambda: generator(3),
+        "arrays: got a generator, expected arrays, or records by number. Batch a stream by itself",
     ),
     "empty": (lambda: _Odd([]), "arrays: got 0 rows, expected at least 1"),
     "mapping": (
@@ -519,10 +443,6 @@ CUT = {  # what is given, what is said
     "negative": (-IDS, "int64 values from -1099511627776 to -3, expected what int32"),
     "uint64": (IDS.astype(np.uint64), "uint64 values from 3 to 1099511627776, expected what uint32"),
     "float64": (np.array([1.0, np.nan, 1e300]), "float64 values from 0.0 to 1e+300, expected what float32"),
-    "masked": (
-        np.ma.masked_array(np.ones(3, np.float32), [0, 0, 1]),
-        "a masked array, expected an array, and beside it",
-    ),
 }
 
 
@@ -533,25 +453,20 @@ def test_values_that_a_cast_would_change(name, tmp_path):
     fine["e"] = np.arange(6, dtype=np.uint64).reshape(3, 2)
     tree = {**fine, "x": x}
     stored = np.memmap(tmp_path / "x", x.dtype, "w+", shape=x.shape)
-    stored[:] = np.ma.getdata(x)
+    stored[:] = x
     cases = {
         "arrays['x']: got ": lambda: batches(tree, 3),
         "batch['x'], batch 1 of epoch 0: got ": lambda: [*as_source([fine, tree])],
         "batch['x'], one of batches 0 to 1 of epoch 0: got ": lambda: as_source([{"x": x}, {"x": x}]).take(2),
         "batch['x'], rows 0 to 2 of an epoch: got ": lambda: [*batches({"x": stored}, 3)],
-        "batch['x'], batch 0 of epoch 0: got ": lambda: [*batches(({"x": v} for v in x), 3)],
     }
     for where, make in cases.items():
-        if name == "masked" and ("rows" in where or where.endswith("batch 0 of epoch 0: got ")):
-            continue  # a file has no mask, nor has a number
-        if "one of" in where and name == "masked":
-            where = "batch['x'], batch 0 of epoch 0: got "
         with pytest.raises(DataError) as raised:
             make()
         assert str(raised.value).startswith("leaf at " + where + text), where
     assert len(list(batches(fine, 2))) == 2 and len(as_source([fine, fine]).take(2)["y"]) == 2
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        assert name == "masked" or len(list(batches(tree, 3))) == 1
+        assert len(list(batches(tree, 3))) == 1
 
 
 # --- how they print -----------------------------------------------------------------------------
@@ -559,17 +474,8 @@ def test_values_that_a_cast_would_change(name, tmp_path):
 
 def test_data_print_in_a_line():
     data = batches(ARRAYS, 4)
-    it, ahead = iter(data), prefetch(data, size=3)
-    next(it)
-    assert repr(it) == "<an epoch of Batches(23 rows, 4 a batch, at epoch 0, position 1)>"
-    assert repr(ahead) == "Prefetched(Batches(23 rows, 4 a batch, at epoch 0, position 1), size 3)"
-    assert repr(iter(ahead)) == f"<an epoch of {ahead!r}>"
-    assert repr(as_source(data)) == "Source(Batches(23 rows, 4 a batch, at epoch 0, position 1), epoch 0, position 0)"
-    assert repr(as_source([1, 2])) == "Source(a list, epoch 0, position 0)"
-    assert repr(prefetch(generator(3))) == "Prefetched(a generator, size 2)"
-    for unknown in (batches(generator(3), 2), prefetch(batches(generator(3), 2)), prefetch(generator(3))):
-        with pytest.raises(TypeError, match="steps= in place of epochs="):
-            len(unknown)
+    next(iter(data))
+    assert repr(prefetch(data, size=3)) == "Prefetched(Batches(23 rows, 4 a batch, at epoch 0, position 1), size 3)"
 
 
 # --- prefetch ---------------------------------------------------------------------------------
@@ -866,9 +772,6 @@ def test_a_loader_may_refill_its_buffer(make):
     assert [c[:, 0, 0].tolist() for c in chunks] == [[0], [1, 2, 3], [4, 5, 6, 7]]
     for device in (None, jax.devices()[0], jax.make_mesh((2,), ("data",))):
         assert [first(b) for b in list(prefetch(load(), device, size=4))] == list(range(8))
-    records = ((x[0], i) for i, x in enumerate(refilled(8, lambda x: x)))
-    windows = [np.stack([x[:, 0], i]) for x, i in batches(records, 3, shuffle_window=4)]
-    assert (np.concatenate(windows, 1)[0] == np.concatenate(windows, 1)[1]).all()
 
 
 def generator(n):
@@ -979,20 +882,9 @@ MESSAGES = {
         lambda: batches(np.ones(9), 4, process=(0, 3)),
         "batch_size at batches(): got 4, expected a multiple of the 3 processes. Of all processes together: 3, or 6.",
     ),
-    "stream shuffle": (
-        lambda: batches(generator(3), 2, shuffle=True),
-        "stream at batches(): got shuffle=True, expected shuffle_window= and no device. "
-        "A stream is shuffled in windows: shuffle_window=1000 holds so many records. A class",
-    ),
     "records device": (
         lambda: batches(_Dataset(), 2, device=True),
         "device at batches(): got records, expected arrays. prefetch brings batches there.",
-    ),
-    "stream order": (lambda: batches(generator(3), 2).order(0), "order at batches: got a stream, expected arrays"),
-    "stream length": (lambda: len(batches(generator(3), 2)), "length at batches: got a stream that does not know it"),
-    "length of data ahead": (
-        lambda: len(prefetch(generator(3))),
-        "length at prefetch: got a generator that does not know it",
     ),
     "state": (
         lambda: batches(np.ones(9), 4).set_state({"epoch": 0, "position": 9}),
@@ -1011,8 +903,7 @@ MESSAGES = {
 @pytest.mark.parametrize("name", MESSAGES)
 def test_messages(name):
     make, text = MESSAGES[name]
-    kinds = (TypeError,) if "length" in name else (DataError, WrongTypeError, HyperparameterError)
-    with pytest.raises(kinds) as raised:
+    with pytest.raises((DataError, WrongTypeError, HyperparameterError)) as raised:
         make()
     assert str(raised.value).startswith(text)
 

@@ -10,7 +10,6 @@ epoch and batch. Nothing here knows of states and steps.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,9 +19,9 @@ import numpy as np
 
 from tsunax._core import Device, PyTree, checks, trees
 from tsunax.data import columns, on_devices, order
-from tsunax.data.checks import check_batch, check_casts, own
+from tsunax.data.checks import check_batch, check_casts
 from tsunax.distributed import process_count, process_index
-from tsunax.errors import DataError, WrongTypeError, message, suggests_names
+from tsunax.errors import DataError, WrongTypeError, suggests_names
 
 
 class Data:
@@ -33,7 +32,7 @@ class Data:
     is_placed: bool = False  # whether `set_state` was called after the last batch
 
     def __len__(self) -> int:
-        """The batches of an epoch. Raises TypeError if unknown."""
+        """The batches of an epoch."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[PyTree]:
@@ -65,7 +64,7 @@ class Batches(Data):
         batch_size: int,
         *,
         seed: int,
-        window: int | None,
+        shuffle: bool,
         drop_remainder: bool,
         process: tuple[int, int],
         device: Device,
@@ -73,26 +72,21 @@ class Batches(Data):
         self.batch_size: int = batch_size
         self.process: order.Process = process
         self.resident: PyTree = None  # the arrays on the device
-        self._seed, self._window, self._drop = seed, window, drop_remainder
+        self._seed, self._shuffle, self._drop = seed, shuffle, drop_remainder
         # of the epoch that was read last; shared by copies, so that a run of `fit` finds it again
         self._known_order: dict[int, order.EpochOrder] = {}
         self._place = (0, 0)
         self.share: int = batch_size // process[1]  # rows that this process has of a full batch
-        self._is_ordered = window is not None or process[1] > 1
-        self.is_stream: bool = columns.is_stream(arrays)  # records in sequence, and not by number
-        self.is_of_arrays: bool = False  # so that rows are read at once
-        if self.is_stream:
-            self._records = arrays
-            self._rows: Any = len(arrays) if hasattr(arrays, "__len__") else None
-            return
+        self._is_ordered = shuffle or process[1] > 1
         arrays = columns.as_columns(arrays)
-        self._rows = check_batch(arrays, root="arrays")  # of all processes
+        self._rows: int = check_batch(arrays, root="arrays")  # of all processes
         self._full, rest = divmod(self._rows, batch_size)
         self._rest = len(range(rest)[order.share(rest, process, self._is_whole(rest))])
         self._leaves, self._treedef = jax.tree.flatten(arrays)
         is_in_memory = lambda x: trees.is_array(x) and not isinstance(x, np.memmap)
         self._is_in_memory = all(map(is_in_memory, self._leaves))
-        self.is_of_arrays = not any(isinstance(x, columns.Records) for x in self._leaves)
+        # else rows are read one by one
+        self.is_of_arrays: bool = not any(isinstance(x, columns.Records) for x in self._leaves)
         # files and records are checked when they are read
         check_casts(jax.tree.map(lambda x: x if is_in_memory(x) else None, arrays), "arrays")
         if device is None:
@@ -110,24 +104,17 @@ class Batches(Data):
         self._uploaded = (-1, None)
 
     def __repr__(self) -> str:
-        size = "a stream" if self._rows is None else f"{self._rows} rows"
         epoch, position = self._place
-        return f"Batches({size}, {self.batch_size} a batch, at epoch {epoch}, position {position})"
+        rows = f"{self._rows} rows, {self.batch_size} a batch"
+        return f"Batches({rows}, at epoch {epoch}, position {position})"
 
     def __len__(self) -> int:
-        """The batches of an epoch. Raises TypeError for a stream without a length."""
-        if self._rows is None:
-            fix = "Give it a __len__, the number of its records; or say steps= in place of epochs=."
-            parts = "a stream that does not know it", "arrays, or a stream with len()", fix
-            raise TypeError(message("length", "batches", *parts))
         return self._rows // self.batch_size if self._drop else -(-self._rows // self.batch_size)
 
     @property
-    def tail_rows(self) -> int | None:
-        """Rows of the short batch that ends an epoch, of all processes; 0 for none, None unknown."""
-        if self._drop:
-            return 0
-        return None if self._rows is None else self._rows % self.batch_size
+    def tail_rows(self) -> int:
+        """Rows of the short batch that ends an epoch, of all processes; 0 for none."""
+        return 0 if self._drop else self._rows % self.batch_size
 
     def _is_whole(self, rows: int) -> bool:
         return order.is_whole(rows, self.batch_size, self.process[1])
@@ -136,7 +123,7 @@ class Batches(Data):
     def settings(self) -> dict[str, Any]:
         """Everything that the order of an epoch depends on, except its number."""
         found = {"rows": self._rows, "batch_size": self.batch_size, "seed": self._seed}
-        return found | {"shuffle_window": self._window, "drop_remainder": self._drop}
+        return found | {"shuffle": self._shuffle, "drop_remainder": self._drop}
 
     def sample(self) -> list[Any]:
         """A few rows of the arrays, to recognize them by; none of records."""
@@ -152,7 +139,7 @@ class Batches(Data):
     def get_state(self) -> dict[str, int]:
         """The position after the last batch, `{"epoch", "position"}`; after an epoch the next one's."""
         epoch, position = self._place
-        if self._rows is not None and position >= len(self):
+        if position >= len(self):
             epoch, position = epoch + 1, 0
         return {"epoch": epoch, "position": position}
 
@@ -160,9 +147,8 @@ class Batches(Data):
         """Set a position of `get_state`: the next loop begins there, and ends with its epoch."""
         fits = isinstance(state, Mapping) and state.keys() == {"epoch", "position"}
         fits = fits and all(isinstance(v, (int, np.integer)) and v >= 0 for v in state.values())
-        if not fits or (self._rows is not None and int(state["position"]) > len(self)):
-            end = "" if self._rows is None else f", position at most {len(self)}"
-            expected = f'{{"epoch": int, "position": int}}{end}'
+        if not fits or int(state["position"]) > len(self):
+            expected = f'{{"epoch": int, "position": int}}, position at most {len(self)}'
             raise DataError("state", "set_state()", state, expected)
         self._place, self.is_placed = (int(state["epoch"]), int(state["position"])), True
         self._place = tuple(self.get_state().values())
@@ -187,21 +173,19 @@ class Batches(Data):
     # Batches of arrays
 
     def order(self, epoch: int) -> np.ndarray:
-        """The rows of an epoch in order; this process's share of them. Raises DataError for a stream.
+        """The rows of an epoch in order; this process's share of them.
 
         >>> data = batches(np.arange(6), 2, shuffle=True, seed=1)
         >>> data.order(0).tolist(), data.order(1).tolist()
         ([2, 4, 5, 0, 3, 1], [5, 3, 0, 2, 1, 4])
         """
-        if self.is_stream:
-            raise DataError("order", "batches", "a stream", "arrays")
         checks.check_count(epoch, "order()", "epoch", 0)
         return self._order_of(epoch)[:]
 
     def _order_of(self, epoch: int) -> order.EpochOrder:
         if epoch not in self._known_order:
             self._known_order.clear()
-            given = self._rows, self._window, self._seed, epoch, self.batch_size, self.process
+            given = self._rows, self._shuffle, self._seed, epoch, self.batch_size, self.process
             self._known_order[epoch] = order.EpochOrder(*given)
         return self._known_order[epoch]
 
@@ -227,38 +211,7 @@ class Batches(Data):
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._stream() if self.is_stream else _Epoch(self)
-
-    # Batches of a stream
-
-    def _stream(self) -> Iterator[Any]:
-        """Batches of records in windows, each in its own order; earlier records are dropped."""
-        epoch, position = self._begin()
-        draw, stream = order.draw(self._seed, epoch), iter(self._records)
-        window, size = self._window or self.batch_size, self.batch_size
-        skip = position * size
-        for _ in range(skip // window):
-            next(itertools.islice(stream, window, window), None)
-            draw(window)
-
-        def in_order():
-            while chunk := [jax.tree.map(own, x) for x in itertools.islice(stream, window)]:
-                if self._window is not None:
-                    chunk = [chunk[i] for i in order.shuffled(draw(len(chunk)))]
-                yield from chunk
-
-        records = itertools.islice(in_order(), skip % window, None)
-        enough = size if self._drop else 1
-        rows = list(itertools.islice(records, size))
-        while len(rows) >= enough:
-            following = list(itertools.islice(records, size))
-            position += 1
-            self._place = (epoch, position) if len(following) >= enough else (epoch + 1, 0)
-            self.is_whole = self._is_whole(len(rows))
-            batch = columns.stacked(rows[order.share(len(rows), self.process, self.is_whole)])
-            check_casts(batch, "batch", f"batch {position - 1} of epoch {epoch}")
-            yield batch
-            rows = following
+        return _Epoch(self)
 
 
 class _Epoch:
@@ -269,9 +222,6 @@ class _Epoch:
 
     def __iter__(self) -> _Epoch:
         return self
-
-    def __repr__(self) -> str:
-        return f"<an epoch of {self.data!r}>"
 
     def advance(self, most: int | None) -> Any:
         """The first row of the next batches in the order, and their shape; None at the end.
@@ -288,7 +238,7 @@ class _Epoch:
         k = 1 if most is None else max(min(most, full), 1)
         rows = data.share if full else data._rest
         self.place = data._place = epoch, position + k
-        data.is_whole = not full and data._is_whole(data.tail_rows or 0)
+        data.is_whole = not full and data._is_whole(data.tail_rows)
         return position * data.share, (rows,) if most is None else (k, rows)
 
     def take(self, k: int | None) -> Any:
@@ -317,7 +267,6 @@ def batches(
     shuffle: bool = False,
     seed: int = 0,
     drop_remainder: bool = False,
-    shuffle_window: int | None = None,
     device: Device = None,
     process: tuple[int, int] | None = None,
 ) -> Batches:
@@ -333,15 +282,12 @@ def batches(
 
     Args:
       arrays: a pytree of arrays with the same rows along axis 0: NumPy's and JAX's, and objects
-        indexed like them (np.memmap, h5py, a column or a table of Hugging Face). Or records,
-        pytrees without a row axis, which are read one by one and stacked: by number from a
-        map-style data set (`data[i]` and `len(data)`, no shape and dtype), or in sequence from an
-        iterable. A list is a pytree.
+        indexed like them (np.memmap, h5py). Or a map-style data set (`data[i]` and `len(data)`, no
+        shape and dtype): its records, pytrees without a row axis, are read one by one and stacked.
+        A list is a pytree.
       batch_size: rows of a batch, of all processes and devices together.
-      shuffle: another order each epoch; for a stream, use `shuffle_window`.
+      shuffle: another order each epoch.
       drop_remainder: leave out the last, shorter batch of an epoch.
-      shuffle_window: shuffle within windows of so many rows, read in sequence: for data larger than
-        memory.
       device: True, a device, a Mesh or a NamedSharding: all arrays are put on each device once, and
         a compiled program gathers batches. `resident` and `device_order` are for loops that fuse.
       process: `(index, count)`: each batch has the part of this process; by default those of
@@ -357,26 +303,15 @@ def batches(
     >>> len(data), data.get_state()
     (3, {'epoch': 1, 'position': 0})
     """
-    where, window = "batches()", shuffle_window
-    numbers = [("batch_size", batch_size, 1), ("seed", seed, 0)]
-    numbers += [] if window is None else [("shuffle_window", window, 1)]
-    for name, n, least in numbers:
+    where = "batches()"
+    for name, n, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
         if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < least:
             raise DataError(name, where, repr(n), f"an int of {least} or more")
     checks.check_flags(where, drop_remainder=drop_remainder, shuffle=shuffle)
     process = _checked_process(process, batch_size, device)
-    if columns.is_stream(arrays) and (device is not None or (shuffle and shuffle_window is None)):
-        got, fix = "device=", "prefetch brings batches there."
-        if device is None:
-            got, fix = "shuffle=True", f"shuffle_window={max(1000, 10 * batch_size)} holds so many"
-            fix = f"A stream is shuffled in windows: {fix} records. A class with __getitem__ and"
-            fix = f"{fix} __len__ is shuffled as a whole."
-        raise DataError("stream", where, got, "shuffle_window= and no device", fix)
-    if shuffle or window:
-        window = min(window or order.ALL_ROWS, order.ALL_ROWS)
     settings: dict[str, Any] = dict(drop_remainder=drop_remainder, process=process, device=device)
-    data = Batches(arrays, int(batch_size), seed=int(seed), window=window, **settings)
-    if data._rows is not None and data._rows < batch_size and drop_remainder:
+    data = Batches(arrays, int(batch_size), seed=int(seed), shuffle=bool(shuffle), **settings)
+    if data._rows < batch_size and drop_remainder:
         got = f"{data._rows} rows, fewer than batch_size={batch_size}"
         raise DataError("arrays", where, got, "one batch at least with drop_remainder=True")
     return data

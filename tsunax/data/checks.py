@@ -53,8 +53,6 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
 
 def _shape_of_numbers(leaf: Any, at: str) -> tuple[int, ...]:
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if shape is None and hasattr(leaf, "column_name"):  # of a table of Hugging Face
-        shape = (len(leaf),)
     kinds = (np.number, np.bool_, jax.dtypes.prng_key)
     is_odd = isinstance(dtype, np.dtype) and not any(jnp.issubdtype(dtype, kind) for kind in kinds)
     if is_odd or (dtype is None and not shape and trees.dtype_of(leaf) is None):
@@ -78,8 +76,6 @@ def _lost(x: Any) -> tuple[str, str] | None:
     """The part of a NumPy array that JAX would lose silently, as `got, expected`."""
     if not isinstance(x, np.ndarray):
         return None
-    if isinstance(x, np.ma.MaskedArray):
-        return "a masked array", "an array, and beside it its mask (f32, 1 for real rows)"
     if x.dtype.char not in "lLqQd" or not x.size:
         return None
     if (held := _range(x.dtype, jax.config.read("jax_enable_x64"))) is None:
@@ -97,16 +93,14 @@ def _lost(x: Any) -> tuple[str, str] | None:
 def check_casts(tree: PyTree, root: str, where: str = "") -> None:
     """Raise DataError for NumPy arrays of which JAX would lose something silently.
 
-    Integers that wrap, numbers that become inf, a mask. Reads the values of 64-bit arrays only, and
-    only if JAX cuts them to 32.
+    Integers that wrap, numbers that become inf. Reads the values of 64-bit arrays only, and only if
+    JAX cuts them to 32.
     """
     if any(map(_lost, jax.tree.leaves(tree))):
         for place, leaf in trees.leaves_at(root, tree):
             if lost := _lost(leaf):
                 place += where and f", {where}"
                 fix = "Leave it out, make it smaller, or set jax_enable_x64."
-                if isinstance(leaf, np.ma.MaskedArray):
-                    fix = "x.filled(0) and ~np.ma.getmaskarray(x) are the two."
                 raise DataError("leaf", place, *lost, fix)
 
 
@@ -116,8 +110,6 @@ def own(leaf: PyTree) -> PyTree:
         return placement.copied(leaf)
     if isinstance(leaf, jax.Array | np.generic) or not hasattr(leaf, "__array__"):
         return leaf
-    if isinstance(leaf, np.ma.MaskedArray):
-        return leaf.copy()
     return placement.copied(np.asarray(leaf))
 
 

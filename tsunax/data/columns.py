@@ -1,8 +1,8 @@
-"""Where rows come from: arrays in memory and in files, tables, and records one by one."""
+"""Where rows come from: arrays in memory and in files, and records one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from tsunax.errors import DataError, TsunaxError, told
 def stacked(records: list[Any]) -> PyTree:
     """Records along a new first axis. Raises DataError if structures or shapes differ."""
     try:
-        batch = jax.tree.map(_stack, *records)
+        batch = jax.tree.map(lambda *rows: np.stack(rows), *records)
     except (TypeError, ValueError) as error:
         for record in records[1:]:
             _check_alike(record, records[0])
@@ -25,10 +25,6 @@ def stacked(records: list[Any]) -> PyTree:
     if not jax.tree.leaves(batch):
         raise DataError("record", "", trees.describe(records[0]), "a tree of arrays and numbers")
     return batch
-
-
-def _stack(*rows: Any) -> Any:
-    return (np.ma if any(isinstance(x, np.ma.MaskedArray) for x in rows) else np).stack(rows)
 
 
 def _check_alike(record: Any, first: Any) -> None:
@@ -66,55 +62,25 @@ def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
     if not isinstance(rows, slice):  # h5py takes increasing rows only
         order = np.argsort(rows)
         rows, back = rows[order], np.argsort(order)
-    found = leaf[rows]
-    if isinstance(found, Mapping):  # a table
-        return {name: _plain(column)[back] for name, column in found.items()}
-    return _plain(found)[back]
-
-
-def _plain(leaf: Any) -> Any:
-    """A NumPy array; a masked one stays, so that `check_casts` sees the mask."""
-    return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)
+    return np.asarray(leaf[rows])[back]
 
 
 # What kind of data it is
 
 
-def _is_column(x: Any) -> bool:
-    """Whether it is indexed by arrays of rows: an array, or a column or table of Hugging Face."""
-    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
-    return is_array or hasattr(x, "column_names") or hasattr(x, "column_name")
-
-
 def _has_records(x: Any) -> bool:
     """Whether it has records by number, as a map-style Dataset of torch: `x[i]`, `len(x)`."""
-    if _is_column(x) or isinstance(x, str | bytes | Mapping) or not jtu.all_leaves([x]):
+    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+    if is_array or isinstance(x, str | bytes | Mapping) or not jtu.all_leaves([x]):
         return False
-    if not (hasattr(x, "__getitem__") and hasattr(x, "__len__")):
-        return False
-    if isinstance(x, Iterable):
-        try:
-            x[0]  # type: ignore[index]
-        except NotImplementedError:  # an IterableDataset of torch with a length
-            return False
-        except Exception:  # raised again when the record is read
-            return True
-    return True
-
-
-def is_stream(arrays: object) -> bool:
-    """Whether it yields records one after the other, and is no pytree of arrays."""
-    if isinstance(arrays, Iterator):
-        return True
-    if not isinstance(arrays, Iterable) or isinstance(arrays, str | bytes | Mapping):
-        return False
-    if not jtu.all_leaves([arrays]):
-        return False
-    return not (hasattr(arrays, "columns") or _is_column(arrays) or _has_records(arrays))
+    return hasattr(x, "__getitem__") and hasattr(x, "__len__")
 
 
 def as_columns(arrays: PyTree) -> PyTree:
     """The tree with leaves that `read` can read. Raises DataError for ambiguous ones."""
+    if isinstance(arrays, Iterator):
+        fix = "Batch a stream by itself, with grain or in a generator: fit takes any batches."
+        raise DataError("arrays", "", trees.describe(arrays), "arrays, or records by number", fix)
     try:
         columns = jtu.tree_map_with_path(_as_column, arrays)
         check_batch(columns, root="arrays")
@@ -136,9 +102,4 @@ def _as_column(path: tuple, leaf: Any) -> Any:
         return Records(leaf)
     if hasattr(leaf, "iloc"):  # a Series of pandas is indexed by labels
         return np.asarray(leaf)
-    shape = getattr(leaf, "shape", ())
-    if shape and hasattr(leaf, "__len__") and len(leaf) != shape[0]:
-        got, expected = f"length {len(leaf)} and shape {tuple(shape)}", "an array or records"
-        fix = "An array is as long as it has rows; a data set of records has no shape and dtype."
-        raise DataError("leaf", place, got, expected, fix)
     return leaf

@@ -34,11 +34,6 @@ def _as_array(leaf: Any) -> Any:
     return np.asarray(leaf) if is_other else leaf
 
 
-def named(data: object) -> str:
-    """Data of this package in a line, the type of other data."""
-    return repr(data) if isinstance(data, Data) else f"a {type(data).__name__}"
-
-
 class _Stack:
     """Up to k batches of one shape along a new first axis. Each is copied when it is added."""
 
@@ -82,9 +77,6 @@ class Source:
         self._held: Any = None  # a batch that `take` read too much, the state before, `is_whole`
         self._given, self._restored = 0, False
         self._is_ours = isinstance(data, Data)
-
-    def __repr__(self) -> str:
-        return f"Source({named(self.data)}, epoch {self.epoch}, position {self.position})"
 
     @property
     def restartable(self) -> bool:
@@ -186,7 +178,7 @@ class Source:
 
         Fewer at the end of an epoch, and if shapes change. `Batches` gather them at once.
         """
-        if isinstance(self.data, Batches) and not self.data.is_stream:
+        if isinstance(self.data, Batches):
             chunk = self._pull(k)
             if chunk is END:
                 return self._ended()

@@ -7,41 +7,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import Function
 from tsunax.distributed import process_count
 
-ALL_ROWS = 2**62  # the window of a shuffle of the whole epoch
-SORTED = (
-    1 << 22
-)  # rows of an epoch that are shuffled by a sort: 0.4 s, and the fastest for each row
-BLOCK = 1 << 20  # rows of windows that are drawn together
+SORTED = 1 << 22  # rows of an epoch that a sort shuffles: 0.4 s, and the fastest for each row
 AHEAD = 1 << 16  # rows that a permutation gives together: their words stay in a cache
 ROUNDS = 8  # of the network: `tests/test_data.py` sees four
 Process = tuple[int, int]  # (index, count)
 
 
-def draw(seed: int, epoch: int, after: int = 0) -> Function:
-    """`draw(n)`: the next n random words of an epoch, after so many of them.
+def drawn(n: int, seed: int, epoch: int) -> np.ndarray:
+    """All numbers below n in the order of random words, drawn from all orders.
 
     NumPy promises the words of a bit generator for every version and machine, but not its
-    permutations.
+    permutations. The index of each word replaces its low bits, so that one plain sort orders the
+    indices: three times as fast as a stable argsort.
     """
-    return np.random.PCG64(np.random.SeedSequence([seed, epoch])).advance(after).random_raw
-
-
-def shuffled(words: np.ndarray) -> np.ndarray:
-    """Orders by random words, along the last axis; overwrites the words.
-
-    The index of each word replaces its low bits, so that one plain sort orders the indices: three
-    times as fast as a stable argsort.
-    """
-    n = words.shape[-1]
+    words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
     low = np.uint64((1 << max(n - 1, 0).bit_length()) - 1)
     words &= ~low
     words |= np.arange(n, dtype=np.uint64)
-    words.sort(axis=-1)
+    words.sort()
     words &= low
-    return words.astype(np.int32 if n < 2**31 else np.int64)
+    return words
 
 
 class Permutation:
@@ -84,36 +71,28 @@ def _mixed(x: np.ndarray, key: np.uint64) -> np.ndarray:
 class EpochOrder:
     """The rows of an epoch in order, for one process: `order[i:j]` is computed when it is read.
 
-    Up to `SORTED` rows are shuffled at once, as each window is; more go through `Permutation`.
+    Up to `SORTED` rows are shuffled at once; more go through `Permutation`.
     """
 
     def __init__(
-        self, n: int, window: int | None, seed: int, epoch: int, batch_size: int, process: Process
+        self, n: int, shuffle: bool, seed: int, epoch: int, batch_size: int, process: Process
     ) -> None:
         self.n, self.batch_size, self.process = n, batch_size, process
         self.dtype: type = np.int32 if n < 2**31 else np.int64
-        self.window: int | None = window and min(window, n)
-        self.drawn = seed, epoch
-        self.permutation: Any = None
-        if self.window == n > SORTED:
-            self.permutation = Permutation(n, seed, epoch)
-        self.known: tuple[int, np.ndarray] = (
-            0,
-            np.empty(0, self.dtype),
-        )  # the first, and the rows from there
+        self.of: Any = lambda at: at  # from places in the epoch of all processes to rows
+        if shuffle:
+            self.of = Permutation(n, seed, epoch) if n > SORTED else drawn(n, seed, epoch).take
+        # the rows that were computed last, and the index of the first
+        self.known: tuple[int, np.ndarray] = 0, np.empty(0, self.dtype)
 
     def __getitem__(self, at: slice) -> np.ndarray:
         start, stop, _ = at.indices(len(self))
-        if self.window is None:
-            return self._positions(start, stop).astype(self.dtype)
-        if self.permutation is None:
-            return self._in_windows(self._positions(start, stop))
         first, rows = self.known
         if not first <= start <= stop <= first + len(rows):
             end = min(max(stop, start + AHEAD), len(self))
             blocks = [(i, min(i + AHEAD, end)) for i in range(start, end, AHEAD)]
-            parts = [self.permutation(self._positions(*block)) for block in blocks]
-            first, rows = start, np.concatenate(parts).astype(self.dtype)
+            parts = [self.of(self._places(*block)).astype(self.dtype) for block in blocks]
+            first, rows = start, np.concatenate(parts)
             self.known = (first, rows) if len(parts) == 1 else self.known
         return rows[start - first : stop - first]
 
@@ -127,7 +106,7 @@ class EpochOrder:
         rest = self.n % self.batch_size
         return share(rest, self.process, is_whole(rest, self.batch_size, self.process[1]))
 
-    def _positions(self, start: int, stop: int) -> np.ndarray:
+    def _places(self, start: int, stop: int) -> np.ndarray:
         """Where in the epoch of all processes the rows start to stop of this one are."""
         at, (index, count) = np.arange(start, stop), self.process
         if count == 1:
@@ -136,24 +115,6 @@ class EpochOrder:
         full = at // mine * self.batch_size + index * mine + at % mine
         rest = at - batches * mine + batches * self.batch_size + (self._rest.start or 0)
         return np.where(at < batches * mine, full, rest)
-
-    def _in_windows(self, at: np.ndarray) -> np.ndarray:
-        (first, rows), window = self.known, self.window or self.n
-        if at.size and not first <= at[0] <= at[-1] < first + len(rows):
-            first = int(at[0]) // window * window
-            windows = max(BLOCK, int(at[-1]) - first) // window + 1
-            rows = self._shuffled(first, min(first + windows * window, self.n))
-            self.known = first, rows
-        return rows[at - first]
-
-    def _shuffled(self, first: int, end: int) -> np.ndarray:
-        """Rows first to end, of whole windows; the last window of the epoch may be shorter."""
-        words, window = draw(*self.drawn, first), self.window or self.n
-        full = (end - first) // window * window
-        rows = shuffled(words(full).reshape(-1, window))
-        starts = np.arange(first, first + full, window, dtype=self.dtype)
-        rest = np.add(first + full, shuffled(words(end - first - full)), dtype=self.dtype)
-        return np.concatenate([(rows + starts[:, None]).ravel(), rest])
 
 
 # Several processes

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 
 from tsunax._core import Device, PyTree
 from tsunax.data.batching import Data
-from tsunax.data.cursors import END, Source, as_source, named
+from tsunax.data.cursors import END, Source, as_source
 from tsunax.data.on_devices import placement, put, sharding_of
-from tsunax.errors import DataError, message, suggests_names
+from tsunax.errors import DataError, suggests_names
 
 
 def _placer(device: Any):
@@ -70,9 +70,6 @@ class _Ahead:
 
     def __iter__(self) -> _Ahead:
         return self
-
-    def __repr__(self) -> str:
-        return f"<an epoch of {self._owner!r}>"
 
     def _start(self) -> None:
         owner = self._owner
@@ -144,19 +141,10 @@ class Prefetched(Data):
         return other
 
     def __repr__(self) -> str:
-        return f"Prefetched({named(self.data)}, size {self._size})"
+        return f"Prefetched({self.data!r}, size {self._size})"
 
     def __len__(self) -> int:
-        try:
-            return len(self.data)
-        except TypeError:
-            if isinstance(self.data, Data):
-                raise
-            got, fix = f"a {type(self.data).__name__}", "Say steps= in place of epochs=."
-            text = message(
-                "length", "prefetch", f"{got} that does not know it", "data with len()", fix
-            )
-            raise TypeError(text) from None
+        return len(self.data)
 
     def __iter__(self) -> _Ahead:
         return _Ahead(self)

@@ -73,8 +73,7 @@ class Alike:
             found = dict(data.settings)
             # a process with rows of its own has them in its own order
             if data.process[1] == 1 and data.resident is None:
-                length = len(data) if data.is_of_arrays else None
-                found |= {"seed": None, "rows": None, "batches": length}
+                found |= {"seed": None, "rows": None, "batches": len(data)}
                 found["rows of the last"] = data.tail_rows
             else:
                 found["some rows"] = data.sample()

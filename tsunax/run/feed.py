@@ -16,7 +16,6 @@ from tsunax._step.members import members_of
 from tsunax.data.batching import Batches, Data
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import Source, as_source
-from tsunax.data.order import ALL_ROWS
 from tsunax.data.prefetching import Prefetched
 from tsunax.errors import DataError, StateError, warn
 from tsunax.program import TrainStep
@@ -329,8 +328,7 @@ class Feed:
             raise DataError("data", "fit()", got, expected, fix)
         if settings is not None and now is not None and dict(settings) != now:
             differ = [name for name in now if settings.get(name) != now[name]]
-            said = lambda x: "of all rows" if x == ALL_ROWS else x
-            listed = lambda x: ", ".join(f"{name} {said(x.get(name))}" for name in differ)
+            listed = lambda x: ", ".join(f"{name} {x.get(name)}" for name in differ)
             expected = f"{listed(settings)}, as in the checkpoint"
             fix = "Another order of the data is another run: give it another path."
             raise DataError("data", "resume", listed(now), expected, fix)
