@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import itertools
 import re
 
 import jax
@@ -13,7 +12,7 @@ import pytest
 import tsunax as ts
 from jax.sharding import NamedSharding
 from tests.helpers import assert_trees_close, assert_trees_equal
-from tsunax import populations, testing
+from tsunax import testing
 from tsunax.errors import DeviceError, HyperparameterError, StateError, WrongTypeError
 
 N, RATES = 4, np.logspace(-3, -1, 4)
@@ -170,101 +169,6 @@ def test_a_run_of_a_population_goes_on():
     testing.check_resume(ts.train_step(loss_fn), ts.population(make, N, rate=RATES), data(), steps=18, at=7)
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_whose_members_have_stopped_and_will():
-    runs = populations.stoppable(ts.population(make, N, key=0, rate=RATES), populations.plateau(3, min_delta=0.004))
-    step = populations.stopping(ts.train_step(loss_fn))
-    end, _ = ts.fit(step, runs, data(), steps=18, progress=False)
-    ends = sorted(set(end.runs.calls.tolist()))
-    assert ends[0] < 12 < ends[-1], ends  # one before the checkpoint, one after
-    for at in (ends[0], 12):  # the call of a stop, too
-        testing.check_resume(step, runs, data(), steps=18, at=at)
-
-
-# ------------------------------------------------------------------------------------------------ members that stop
-
-
-def alone(i, calls):
-    """A member's own run of so many calls."""
-    step, state = ts.train_step(loss_fn), ts.populations.member(ts.population(make, N, key=0, rate=RATES), i)
-    for batch in itertools.islice(itertools.cycle(data()), calls):
-        state, info = step(state, batch)
-    return state, info
-
-
-@pytest.mark.medium
-def test_members_that_are_told_to_stop_stand_still():
-    mine, step = data(), populations.stopping(ts.train_step(loss_fn))
-    runs = populations.stoppable(ts.population(make, N, key=0, rate=RATES))
-    runs, first = ts.fit(step, runs, mine, steps=6, log_every=1, progress=False)
-    before = ts.populations.member(runs.runs, 1)
-    before = jax.tree.map(np.asarray, (before.clock, before.params, before.opt_state, before.average))
-    runs = runs.stop([False, True, False, False])
-    runs, history = ts.fit(step, runs, mine, steps=12, log_every=1, progress=False)
-    after = ts.populations.member(runs.runs, 1)
-    assert_trees_equal(
-        jax.tree.leaves((after.clock, after.params, after.opt_state, after.average)), jax.tree.leaves(before)
-    )
-    assert runs.stopped.tolist() == [False, True, False, False] and runs.runs.calls.tolist() == [18, 6, 18, 18]
-    assert set(history["running/1"]) == {0.0} and set(history["running/0"]) == {1.0} == set(first["running/1"])
-    assert not history.marks  # nothing was rejected
-    whole, _ = ts.fit(
-        ts.train_step(loss_fn), ts.population(make, N, key=0, rate=RATES), data(), steps=18, progress=False
-    )
-    assert_trees_close(
-        ts.populations.member(runs.runs, 3).params, ts.populations.member(whole, 3).params, rtol=1e-4, atol=1e-6
-    )
-
-
-@pytest.mark.medium
-def test_a_member_stops_by_its_own_rule():
-    """At the call where a plateau of its own loss, in NumPy, says so; all after it is as if there were no others."""
-    rule = populations.plateau(3, min_delta=0.004)
-    runs = populations.stoppable(ts.population(make, N, key=0, rate=RATES), rule)
-    plain, rows = ts.fit(
-        ts.train_step(loss_fn), ts.population(make, N, key=0, rate=RATES), data(), steps=18, log_every=1, progress=False
-    )
-    wanted = []
-    for i in range(N):
-        mean, weight, best, since, calls = 0.0, 0.0, np.inf, 0, 18
-        for k, loss in enumerate(rows[f"loss/{i}"]):
-            mean, weight = 0.9 * mean + 0.1 * loss, 0.9 * weight + 0.1
-            better = mean / weight < best - 0.004
-            best, since = (mean / weight, 0) if better else (best, since + 1)
-            if since >= 3:
-                calls = k + 1
-                break
-        wanted.append(calls)
-    assert len(set(wanted)) > 1 and min(wanted) < 18 == max(wanted), wanted
-    runs, history = ts.fit(
-        populations.stopping(ts.train_step(loss_fn)), runs, data(), steps=18, log_every=1, progress=False
-    )
-    assert runs.runs.calls.tolist() == wanted
-    assert [int(history[f"running/{i}"].sum()) for i in range(N)] == wanted
-    i = int(np.argmin(wanted))
-    assert_trees_close(ts.populations.member(runs.runs, i).params, alone(i, wanted[i])[0].params, rtol=1e-3, atol=1e-5)
-    np.testing.assert_allclose(
-        ts.populations.member(runs.runs, N - 1).params["w"],
-        ts.populations.member(plain, N - 1).params["w"],
-        rtol=1e-3,
-        atol=1e-5,
-    )
-
-
-def test_a_rule_of_ones_own_and_one_that_fails():
-    rule = lambda memory, state, info: (memory, state.rejected_in_a_row >= 2)
-    step = populations.stopping(ts.train_step(lambda params, batch: jnp.mean(batch @ params["w"]) * params["s"]))
-
-    def with_scale(key, bad):
-        return ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(8), "s": bad}, trainable="w")
-
-    runs = populations.stoppable(ts.population(with_scale, 3, bad=np.array([1.0, np.nan, np.inf], np.float32)), rule)
-    for _ in range(5):
-        runs, info = step(runs, X)
-    assert runs.stopped.tolist() == [False, True, True] and runs.runs.rejected.tolist() == [0, 2, 2]
-    assert info.verdict.tolist() == [0, 0, 0] and info.metrics["running"].tolist() == [1, 0, 0]
-
-
 @pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.medium), 3])
 def test_groups_of_members_are_the_whole_population(at_once):
     """One group after the other, for the memory of one group: the same numbers up to rounding."""
@@ -328,26 +232,15 @@ def test_population_based_training():
         (lambda runs: ts.population(make, 2, lr=RATES[:2]), WrongTypeError, r"make at population\(\): got make\(key, rate, .*, expected make\(key, lr\)"),
         (lambda runs: ts.population(make, 2, rate=RATES[:2], key=None), WrongTypeError, r"key at population\(\): got None"),
         *[(lambda runs, i=i: ts.populations.member(runs, i), StateError, r"member at member\(\): got .*an index below 4") for i in (1.5, "a", None)],
-        (lambda runs: ts.populations.select(runs, [[1], [1, 2]]), StateError, "indices at select"),
         (lambda runs: ts.populations.member(taken(runs), 0), StateError, "runs at member.*a population that a step took, expected what"),
         (lambda runs: ts.train_step(masked)(runs, ts.populations.each((X[None], Y[None]))), StateError, r"leaf at ts.populations.each: got shape \(1, 83, 8\), expected a first axis of 4"),
         (lambda runs: ts.train_step(masked)(ts.populations.member(runs, 0), ts.populations.each((X[None], Y[None]))), StateError, "leaf at ts.populations.each: .*no each: the state is a single one"),
-        (lambda runs: populations.stoppable(runs, populations.plateau), WrongTypeError, "rule at stoppable"),
-        (lambda runs: populations.plateau(3, decay=1.0), HyperparameterError, r"decay at plateau\(\): got 1.0"),
-        (lambda runs: populations.plateau(3, min_delta=np.nan), HyperparameterError, r"min_delta at plateau\(\): got nan"),
-        (lambda runs: populations.stoppable(runs).stop([0, 1, 2, 3]), StateError, "where at stop.*expected bools"),
         (lambda runs: ts.populations.member(runs, 4), StateError, "member at member.*an index below 4"),
         (lambda runs: ts.populations.member(runs, True), StateError, "member at member"),
         (lambda runs: ts.populations.member(make(KEYS[0], 0.1), 0), StateError, "runs at member.*a population"),
         (lambda runs: ts.populations.select(runs, [0, 4]), StateError, "indices at select.*0 ... 4.*below 4"),
         (lambda runs: ts.populations.select(runs, []), StateError, "indices at select"),
         (lambda runs: ts.populations.select(runs, 2), StateError, "indices at select"),
-        (lambda runs: populations.stoppable(ts.populations.member(runs, 0)), StateError, "runs at stoppable.*a population"),
-        (lambda runs: populations.stoppable(runs, 3), WrongTypeError, "rule at stoppable"),
-        (lambda runs: populations.plateau(0), HyperparameterError, "patience at plateau.*an int ≥ 1"),
-        (lambda runs: populations.stopping(loss_fn), WrongTypeError, "step at stopping.*a train_step"),
-        (lambda runs: populations.stopping(ts.train_step(loss_fn))(runs, X), WrongTypeError, "state at the step.*stoppable"),
-        (lambda runs: populations.stoppable(runs).stop(True), StateError, "where at stop.*a bool for each of 4"),
         (lambda runs: ts.train_step(loss_fn, at_once=0), HyperparameterError, "at_once at train_step.*an int ≥ 1"),
     ],
 )  # fmt: skip
