@@ -133,11 +133,8 @@ def test_kinds_are_jax_platforms(present):
 def test_what_is_absent_says_why(present, everywhere, monkeypatch):
     with pytest.raises(DeviceError) as error:
         device("gpu")
-    fix = 'JAX finds none; its plugin: pip install "jax[cuda13]".'
+    fix = "JAX finds none; its plugin may not be installed."
     assert str(error.value) == f"device at device('gpu', 0): got no gpu, expected one that is here: cpu (8). {fix}"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES='-1' hides it"):
-        devices("cuda")
     with pytest.raises(DeviceError, match="plugin"):
         devices("rocm")
     present(cpu=CPU, cuda=RuntimeError("Backend 'cuda' failed to initialize: no driver"))
@@ -152,9 +149,7 @@ def test_another_platform_is_taken_and_none_is_an_error(present, monkeypatch):
     monkeypatch.setattr(kinds, "_find", lambda platform: [Fake("npu")] if platform is None else absent(platform))
     assert device() == Fake("npu")
     present(cuda=AssertionError())
-    with pytest.raises(
-        DeviceError, match=r"devices: got no preference; no tpu: JAX_PLATFORMS=cpu.*, expected a backend"
-    ):
+    with pytest.raises(DeviceError, match=r"devices: got .*, expected a backend"):
         device()
     with pytest.raises(DeviceError, match="expected one that is here: none is"):
         device("gpu")
@@ -165,8 +160,7 @@ def test_reasons(present, everywhere, monkeypatch, capsys):
     assert capsys.readouterr().out == "device cpu:2 (cpu): cpu was asked for\n"
     present(cpu=CPU)
     device(verbose=True)
-    none = 'no {0}: JAX finds none; its plugin: pip install "jax[{1}]"'
-    said = f"no preference; {none.format('tpu', 'tpu')}; {none.format('gpu', 'cuda13')}; cpu is here"
+    said = "cpu is the first of tpu, gpu, cpu that is here"
     assert capsys.readouterr().out == f"device cpu:0 (cpu): {said}\n"
     present(cpu=CPU, cuda=[Fake("gpu")])
     monkeypatch.setenv("TSUNAX_DEVICE", "cpu")
@@ -182,7 +176,6 @@ def test_an_unavailable_preference_warns_and_goes_on(present, everywhere, monkey
         UserWarning, match=r"rocm, preferred by TSUNAX_DEVICE, is not here: JAX finds none.*Another"
     ) as w:
         assert device(verbose=True) == Fake("tpu")
-    assert "is not here: JAX finds none" in capsys.readouterr().out
     assert w[0].filename == __file__
     with pytest.warns(UserWarning, match="rocm"):
         assert devices() == [Fake("tpu")]
@@ -199,14 +192,11 @@ def test_an_unavailable_preference_warns_and_goes_on(present, everywhere, monkey
         (lambda: device("cpu", -1), DeviceError, "got -1, expected 0 to 7"),
         (lambda: device("cpu", True), WrongTypeError, "index at device('cpu', True): got True (bool), expected an int"),
         (lambda: device("cpu", 1.0), WrongTypeError, "got 1.0 (float), expected an int"),
-        (lambda: devices([]), DeviceError, "devices at devices([]): got no devices, expected one at least"),
-        (lambda: devices([1, 2, 1]), DeviceError, "devices at devices([1, 2, 1]): got 1 twice, expected each"),
-        (lambda: devices("0,0"), DeviceError, "devices at devices('0,0'): got 0 twice"),
-        (lambda: devices([CPU[3], 3]), DeviceError, "got 3 twice"),
-        (lambda: devices("0,8"), DeviceError, "index at devices('0,8'): got 8, expected 0 to 7"),
+        (lambda: devices([]), DeviceError, "devices at devices([]): got 0 devices, expected at least one"),
+        (lambda: devices([1, 2, 1]), DeviceError, "devices at devices([1, 2, 1]): got 3 devices"),
+        (lambda: devices([CPU[3], 3]), DeviceError, "got 2 devices, expected at least one, each once"),
         (lambda: devices([0, -1]), DeviceError, "index at devices([0, -1]): got -1, expected 0 to 7"),
-        (lambda: devices("-1"), DeviceError, "got -1, expected 0 to 7"),
-        (lambda: devices(2), WrongTypeError, "[2] is device number 2, devices()[:2] are 2 of them."),
+        (lambda: devices(2), WrongTypeError, "[2] is device number 2, devices()[:2] are two of them."),
         (lambda: devices(["0"]), WrongTypeError, "got '0' (str), expected an int"),
         (lambda: devices(None), WrongTypeError, "got None, expected a kind or a list"),
         (lambda: to_device(1.0, "tpu"), DeviceError, "device at to_device('tpu'): got no tpu, expected one"),
@@ -224,14 +214,9 @@ def test_wrong_devices(ask, kind, text):
     assert text in str(error.value)
 
 
-def test_lists_of_devices(present):
+def test_lists_of_devices():
     chosen = [CPU[0], CPU[2]]
-    assert (
-        devices([0, 2]) == devices("0,2") == devices(" 0, 2 ") == devices(np.array([0, 2])) == devices(chosen) == chosen
-    )
-    present(tpu=[Fake("tpu")], cpu=CPU)
-    with pytest.raises(DeviceError, match="got cpu and tpu, expected devices of one platform"):
-        devices([0, CPU[1]])
+    assert devices([0, 2]) == devices(chosen) == chosen
 
 
 def test_info():
@@ -314,28 +299,9 @@ def test_the_file_is_written_whole(monkeypatch):
     assert not path.exists() and preferred() is None
 
 
-def test_a_new_file_is_beside_the_project(monkeypatch):
-    project, inside = Path("pyproject.toml").absolute(), Path("a")
-    project.write_text("tool.tsunax." + "a." * 60_000 + "b = 1\n")  # nobody reads it
-    inside.mkdir()
-    monkeypatch.chdir(inside)
-    quiet_prefer("tpu")
-    assert project.with_name(".tsunax-device").read_text() == "tpu\n" and preferred() == "tpu"
-
-
 def test_a_missing_file_is_made():
     quiet_prefer("tpu")
     assert Path(".tsunax-device").read_text() == "tpu\n" and preferred() == "tpu"
-
-
-def test_the_same_again_is_a_notice(capsys):
-    path = said("cpu")
-    prefer("cpu")
-    assert capsys.readouterr().out == f"{path} says cpu already\n"
-    path.unlink()
-    prefer(None)
-    assert capsys.readouterr().out == f"there is no {path}: no kind is preferred\n"
-    assert not path.exists()
 
 
 def test_the_variable_goes_first(monkeypatch):
@@ -373,20 +339,6 @@ def test_an_unknown_preference_is_not_written():
     assert not Path(".tsunax-device").exists()
 
 
-def test_a_file_that_cannot_be_written(monkeypatch):
-    path = said("gpu")
-
-    def refuse(self, *_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "write_text", refuse)  # the superuser may write a read-only file
-    monkeypatch.setattr(Path, "unlink", refuse)
-    for kind in ("cpu", None):
-        with pytest.raises(ConfigError, match=r"PermissionError .*Permission denied, expected one that can be written"):
-            prefer(kind)
-    assert path.read_bytes() == b"gpu"
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -395,23 +347,16 @@ def test_a_file_that_cannot_be_written(monkeypatch):
         ("", "device at {}: got '', expected one of auto"),
         ('device = "gpu"', "got 'device = \"gpu\"', expected one of"),
         ("cpu\ngpu", "got 'cpu\\ngpu', expected one of"),
-        ("#" * 10_000_000, f"got '{'#' * 100}', expected one of"),  # no more of it is read
     ],
 )
 def test_wrong_files(text, found):
     path = said(text)
-    for ask in (preferred, device, lambda: prefer("cpu")):
+    for ask in (preferred, device):
         with pytest.raises(ConfigError) as error:
             ask()
         assert found.format(path) in str(error.value)
     assert path.stat().st_size == len(text.encode())
     assert device("cpu") == CPU[0]  # asked for by name: no file is read
-
-
-def test_a_file_that_is_no_text():
-    Path(".tsunax-device").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match=r"got UnicodeDecodeError .*, expected one word in UTF-8"):
-        preferred()
 
 
 @pytest.mark.medium
@@ -429,9 +374,7 @@ h.device(verbose=True)
     why = f"gpu, preferred by {tmp_path.resolve() / '.tsunax-device'}, is not here: JAX_PLATFORMS=cpu leaves it out"
     assert done.returncode == 0 and f"UserWarning: {why}. Another device is used." in done.stderr
     said, then = done.stdout.splitlines()
-    assert said == f"device cpu:0 (cpu): {why}; no tpu: JAX_PLATFORMS=cpu leaves it out; " + (
-        "no gpu: JAX_PLATFORMS=cpu leaves it out; cpu is here"
-    )
+    assert said == "device cpu:0 (cpu): cpu is the first of tpu, gpu, cpu that is here"
     assert then == "device cpu:0 (cpu): cpu is preferred by TSUNAX_DEVICE"
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -47,8 +46,6 @@ _PLATFORMS = {  # JAX's names; METAL is Apple's old plugin, mps the one of today
 # what JAX raises; the latter if JAX_PLATFORMS names nothing that is here
 _NONE = (RuntimeError, AssertionError)
 _ORDER = ("tpu", "gpu", "cpu")
-_PACKAGES = {"tpu": "jax[tpu]", "gpu": "jax[cuda13]", "cuda": "jax[cuda13]"}
-_PACKAGES |= {"rocm": "jax[rocm7-local]", "metal": "jax-mps"}
 
 
 # Which there are
@@ -72,34 +69,27 @@ def _search(kind: str) -> tuple[list[Device], str]:
         except _NONE as error:
             if "nitialize" in str(error):
                 return [], told(error)
-    listed, visible = jax.config.jax_platforms, os.environ.get("CUDA_VISIBLE_DEVICES")  # type: ignore[attr-defined]
+    listed = jax.config.jax_platforms  # type: ignore[attr-defined]
     if listed and not {kind, *_PLATFORMS[kind]} & set(listed.split(",")):
         return [], f"JAX_PLATFORMS={listed} leaves it out"
-    if kind in ("gpu", "cuda") and visible in ("", "-1"):
-        return [], f"CUDA_VISIBLE_DEVICES={visible!r} hides it"
-    plugin = f'; its plugin: pip install "{_PACKAGES[kind]}"' if kind in _PACKAGES else ""
-    return [], f"JAX finds none{plugin}"
+    return [], "JAX finds none; its plugin may not be installed"
 
 
-def _automatic() -> tuple[list[Device], list[str]]:
+def _automatic() -> tuple[list[Device], str]:
     """The devices of the kind that is preferred, or else of the first that is here; and why."""
     wanted, source = _preference.read()
-    reasons = [] if wanted else ["no preference"]
     if wanted and wanted != "auto":
         found, why = _search(wanted)
         if found:
-            return found, [f"{wanted} is preferred by {source}"]
-        reasons.append(f"{wanted}, preferred by {source}, is not here: {why}")
-        warn(f"{reasons[-1]}. Another device is used.")
+            return found, f"{wanted} is preferred by {source}"
+        warn(f"{wanted}, preferred by {source}, is not here: {why}. Another device is used.")
     for kind in _ORDER:
-        found, why = _search(kind)
-        if found:
-            return found, [*reasons, f"{kind} is here"]
-        reasons.append(f"no {kind}: {why}")
+        if found := _search(kind)[0]:
+            return found, f"{kind} is the first of {', '.join(_ORDER)} that is here"
     try:
-        return _find(None), [*reasons, "what JAX takes by default"]
+        return _find(None), "what JAX takes by default"
     except _NONE as error:
-        raise DeviceError("devices", "", "; ".join(reasons), "a backend that starts") from error
+        raise DeviceError("devices", "", told(error), "a backend that starts") from error
 
 
 def _check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
@@ -109,7 +99,7 @@ def _check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
         raise DeviceError(unknown("kind", where, kind, known))
 
 
-def _resolve(kind: Any, where: str) -> tuple[list[Device], list[str]]:
+def _resolve(kind: Any, where: str) -> tuple[list[Device], str]:
     _check_kind(kind, where, _preference.KINDS)
     if kind == "auto":
         return _automatic()
@@ -118,16 +108,15 @@ def _resolve(kind: Any, where: str) -> tuple[list[Device], list[str]]:
         there = [f"{other} ({n})" for other in _ORDER if (n := len(_search(other)[0]))]
         expected = f"one that is here: {', '.join(there) or 'none is'}"
         raise DeviceError("device", where, f"no {kind}", expected, f"{why}.")
-    return found, [f"{kind} was asked for"]
+    return found, f"{kind} was asked for"
 
 
 def _at(found: Sequence[Device], index: Any, where: str) -> Device:
     if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
         raise WrongTypeError("index", where, trees.describe(index), "an int")
     if not 0 <= index < len(found):
-        expected = f"0 to {len(found) - 1}" if len(found) > 1 else "0"
         fix = f"There are {len(found)}, {found[0].platform}, counted from 0."
-        raise DeviceError("index", where, index, expected, fix)
+        raise DeviceError("index", where, index, f"0 to {len(found) - 1}", fix)
     return found[int(index)]
 
 
@@ -163,34 +152,25 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
     """The devices of a kind, or those of a list of indices into `devices()`, or of devices.
 
         devices("gpu") == jax.local_devices(backend="gpu")
-        devices([0, 2]) == devices("0,2") == [devices()[0], devices()[2]]
+        devices([0, 2]) == [devices()[0], devices()[2]]
 
     Raises DeviceError for a kind that is not here, an index out of range, and a list that is empty
-    or has a device twice or devices of several platforms. A bare number is refused: `[2]` is device
-    number 2, `devices()[:2]` are two of them.
+    or has a device twice. A bare number is refused: `[2]` is device number 2, `devices()[:2]` are
+    two of them.
 
-    >>> devices("0") == devices([0]) == devices()[:1]
+    >>> devices([0]) == devices()[:1]
     True
     """
     where = f"devices({kind!r})"
-    if isinstance(kind, str) and not re.fullmatch(r"\s*-?\d+\s*(,\s*-?\d+\s*)*", kind):
+    if isinstance(kind, str):
         return _resolve(kind, where)[0]
-    items = [int(part) for part in kind.split(",")] if isinstance(kind, str) else kind
-    if not isinstance(items, (Sequence, np.ndarray)):
-        fix = f"[{items}] is device number {items}, devices()[:{items}] are {items} of them."
-        fix = fix if isinstance(items, int) else ""
-        raise WrongTypeError("devices", where, trees.describe(items), "a kind or a list", fix)
-    if len(items) == 0:
-        raise DeviceError("devices", where, "no devices", "one at least", "devices() are all.")
-    here = [] if all(isinstance(item, jax.Device) for item in items) else _resolve("auto", where)[0]
-    chosen: list[Any] = []
-    for item in items:
-        one = item if isinstance(item, jax.Device) else _at(here, item, where)
-        if one in chosen:
-            raise DeviceError("devices", where, f"{item} twice", "each device once")
-        chosen.append(one)
-    if len(platforms := sorted({one.platform for one in chosen})) > 1:
-        raise DeviceError("devices", where, " and ".join(platforms), "devices of one platform")
+    if not isinstance(kind, Sequence):
+        fix = "[2] is device number 2, devices()[:2] are two of them."
+        raise WrongTypeError("devices", where, trees.describe(kind), "a kind or a list", fix)
+    here = [] if all(isinstance(item, jax.Device) for item in kind) else _resolve("auto", where)[0]
+    chosen = [item if isinstance(item, jax.Device) else _at(here, item, where) for item in kind]
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise DeviceError("devices", where, f"{len(chosen)} devices", "at least one, each once")
     return chosen
 
 
@@ -206,10 +186,10 @@ def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> Devi
     0
     """
     where = f"device({kind!r}, {index!r})"
-    found, reasons = _resolve(kind, where)
+    found, reason = _resolve(kind, where)
     chosen = _at(found, index, where)
     if verbose:
-        print(f"device {chosen.platform}:{index} ({chosen.device_kind}): {'; '.join(reasons)}")
+        print(f"device {chosen.platform}:{index} ({chosen.device_kind}): {reason}")
     return chosen
 
 
@@ -272,7 +252,7 @@ def simulate(n: int) -> None:
 def preferred() -> str | None:
     """The kind that "auto" tries first: TSUNAX_DEVICE, then the nearest file `.tsunax-device`.
 
-    None if neither names one. Touches no device; raises ConfigError for an unknown kind.
+    None if neither names one. Raises ConfigError for an unknown kind.
 
     >>> preferred() in (None, *supported_devices())
     True
@@ -284,17 +264,13 @@ def preferred() -> str | None:
 def prefer(kind: str | None) -> None:
     """Write into the file `.tsunax-device` which kind "auto" tries first; None deletes the file.
 
-    The file counts in its directory and all below it. It is the nearest one, or else a new one
-    beside the nearest pyproject.toml, or in the current directory. Warns if the backend has started
-    already. Raises DeviceError for an unknown kind, and ConfigError for a file that cannot be read
-    or written, or that holds another word.
+    The file counts in its directory and all below it. It is the nearest one, or else a new one in
+    the current directory. Warns if the backend has started already. Raises DeviceError for an
+    unknown kind.
     """
     if kind is not None:
         _check_kind(kind, "prefer()", _preference.KINDS)
-    path, changed = _preference.write(kind)
-    if not changed:
-        nothing = f"there is no {path}: no kind is preferred"
-        return print(f"{path} says {kind} already" if kind else nothing)
+    path = _preference.write(kind)
     if said := os.environ.get("TSUNAX_DEVICE", "").strip():
         warn(f"TSUNAX_DEVICE={said} goes before {path}.")
     if _started():

@@ -61,17 +61,11 @@ def mesh(
     >>> mesh().axis_names
     ('data', 'fsdp', 'tensor')
     """
-    if devices is None:
-        devices = jax.devices()
-    else:
-        asked = devices if isinstance(devices, str) else list(np.ravel(np.asarray(devices, object)))
-        devices = _kinds.devices(asked)
+    devices = jax.devices() if devices is None else _kinds.devices(devices)
     sizes = dict(zip(_AXES, (data, fsdp, tensor), strict=True))
     for name, size in sizes.items():
-        is_int = isinstance(size, int | np.integer) and not isinstance(size, bool)
-        if not is_int or (size < 1 and size != -1):
-            expected = "a number of devices, or -1 for the rest"
-            raise DeviceError(name, "mesh()", trees.describe(size), expected)
+        if size != -1:
+            checks.check_count(size, "mesh()", name)
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise DeviceError("mesh", "", f"-1 for {' and '.join(free)}", "-1 for one axis at most")
@@ -133,8 +127,7 @@ def shard(
         fix = "Make one: ts.mesh()."
         raise WrongTypeError("mesh", "shard()", trees.describe(mesh), "a Mesh", fix)
     checks.check_flags("shard()", zero1=zero1)
-    rules = _as_dict("rules", rules, "a dict of specs by pattern")
-    logical = _as_dict("logical", logical, "a dict of axes of the mesh by name")
+    rules, logical = dict(rules or {}), dict(logical or {})
     choice = _Choice(mesh, rules, logical, zero1)
     make = state if callable(state) and jax.tree_util.all_leaves([state]) else None
     like = state if make is None else jax.eval_shape(make)
@@ -309,22 +302,10 @@ class Placement:
 
     def __repr__(self) -> str:
         size = trees.bytes_str
-        rows = [(*texts, size(n) if n else "") for *texts, n in self.rows]
-        if len(rows) > 40:
-            rows = [*rows[:24], (f"... {len(rows) - 36} more", "", "", ""), *rows[-12:]]
-        lines = tables.aligned(rows) if rows else []
-        held = sorted(set(self.bytes.values())) or [0]
-        on = size(held[0]) if len(held) == 1 else f"{size(held[0])} to {size(held[-1])}"
-        lines.append(f"{size(self.total)} in all, {on} on each of {len(self.bytes)}")
+        lines = tables.aligned([(*texts, size(n) if n else "") for *texts, n in self.rows])
+        most = size(max(self.bytes.values(), default=0))
+        lines.append(f"{size(self.total)} in all, {most} at most on each of {len(self.bytes)}")
         return "\n".join(lines)
-
-
-def _as_dict(name: str, given: Any, expected: str) -> dict:
-    """A dict, or pairs of which to make one, as flax has them."""
-    try:
-        return {} if given is None else dict(given)
-    except (TypeError, ValueError):
-        raise WrongTypeError(name, "shard()", trees.describe(given), expected) from None
 
 
 def describe_sharding(tree: PyTree) -> Placement:
