@@ -7,20 +7,7 @@ import numpy as np
 import pytest
 from tests.programs import processes
 from tsunax.distributed import ray as ts_ray
-from tsunax.errors import MissingLibraryError, TsunaxError
-
-
-@pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_actors_train_as_one(ray):
-    found = ts_ray.run(processes.losses, 2, start={"timeout": 60})
-    assert found[0] == found[1]
-    np.testing.assert_allclose(found[0], processes.losses(), rtol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_actor_that_fails_ends_the_run(ray):
-    with pytest.raises(ray.exceptions.RayTaskError, match="bad luck"):
-        ts_ray.run(processes.fails, 2, start={"timeout": 60})
+from tsunax.errors import MissingLibraryError
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -48,10 +35,4 @@ def test_ray_train(ray, tmp_path):
 def test_without_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingLibraryError, match=r"pip install 'tsunax\[ray\]'"):
-        ts_ray.run(processes.losses, 2)
-
-
-def test_a_number_of_processes_that_makes_no_sense():
-    for n in (0, "2", 2.0):
-        with pytest.raises(TsunaxError, match=r"processes at ray\.run\(\): got"):
-            ts_ray.run(processes.losses, n)
+        ts_ray.trainer(processes.losses, 2)

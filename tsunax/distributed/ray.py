@@ -1,7 +1,6 @@
-"""The same training function on a Ray cluster: plain actors, or Ray Train's JaxTrainer.
+"""The same training function on a Ray cluster, with Ray Train's reports and restarts.
 
-    results = ts.ray.run(train, 4, resources={"num_gpus": 1})        # train() in four processes that train as one
-    result = ts.ray.trainer(train, 4, config={"seed": 0}).fit()      # the same with Ray Train's reports and restarts
+    result = ts.ray.trainer(train, 4, config={"seed": 0}).fit()
 
 Each process is one of many (`ts.distributed`) before the function begins: it may call
 `ts.distributed.start()`, and so be the script that runs under `mpirun`. Needs the extra `ray`.
@@ -14,10 +13,10 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tsunax._core import Function, checks, libraries
+from tsunax._core import Function, libraries
 from tsunax.distributed import starting
 
-__all__ = ["run", "trainer"]
+__all__ = ["trainer"]
 
 
 def library(part: str = "", where: str = "tsunax.ray") -> Any:
@@ -40,62 +39,6 @@ def _as_one(f: Callable, args: tuple, address: str, count: int, index: int, opti
         raise
     starting.stop()
     return result
-
-
-class _Process:
-    """An actor: one process."""
-
-    def place(self) -> tuple[str, int]:
-        """The address of its host, and a port that is free there."""
-        return library(".util").get_node_ip_address(), _free_port()
-
-    def run(self, f, args, address, count, index, options) -> Any:
-        return _as_one(f, args, address, count, index, options)
-
-
-def run(
-    f: Function,
-    processes: int,
-    *args: Any,
-    resources: Mapping[str, Any] | None = None,
-    start: Mapping[str, Any] | None = None,
-) -> list[Any]:
-    """`f(*args)` in so many processes that train as one, each a Ray actor: what they return.
-
-        ray.get([actor.run(f) for actor in actors])    # after ts.distributed.start() in each
-
-    Args:
-      resources: of each actor, as in its `options`:
-        `{"num_cpus": 4, "num_gpus": 1, "runtime_env": {...}}`. Where one process has all GPUs of a
-        host, `num_gpus` is their number.
-      start: options of `ts.distributed.start`, such as `{"peer_timeout": 60}`.
-
-    Raises the exception of the first process that fails, and ends all. Ray waits without a limit
-    for a cluster that has the resources.
-    """
-    checks.check_count(processes, "ray.run()", "processes")
-    ray = library()
-    actor = ray.remote(_Process).options(**(resources or {}))
-    actors = [actor.remote() for _ in range(processes)]
-    try:
-        places = ray.get([one.place.remote() for one in actors])
-        (host, port), hosts = places[0], {host for host, _ in places}
-        address = f"localhost:{port}" if len(hosts) == 1 else f"{host}:{port}"
-        given = f, args, address, processes
-        waiting = [one.run.remote(*given, i, dict(start or {})) for i, one in enumerate(actors)]
-        return ray.get(_first_errors(ray, waiting))
-    finally:
-        for one in actors:
-            ray.kill(one)
-
-
-def _first_errors(ray, waiting: list) -> list:
-    """The references of all results, once they are there; raises what the first to fail raises."""
-    left = waiting
-    while left:
-        done, left = ray.wait(left)
-        ray.get(done)
-    return waiting
 
 
 def trainer(
