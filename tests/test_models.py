@@ -642,16 +642,15 @@ class Silent(nnx.Module):
 
 WRONG = {
     "nnx gets a class": (lambda: models.nnx(NNXNet), WrongTypeError,
-                         r"model at models.nnx\(\): got the class NNXNet, expected an instance of nnx.Module. "
-                         r"Make one: NNXNet\(...\)."),
-    "nnx gets linen": (lambda: models.nnx(LinenNet()), WrongTypeError,
-                       r"got a LinenNet of linen.*ts.models.linen\(\) takes it"),
+                         r"model at models.nnx\(\): got the class NNXNet, expected an instance of nnx.Module that can "
+                         r"be called. Make one: NNXNet\(...\)."),
+    "nnx gets linen": (lambda: models.nnx(LinenNet()), WrongTypeError, r"LinenNet.*, expected an instance of nnx"),
     "nnx gets a number": (lambda: models.nnx(3.0), WrongTypeError, r"got 3.0 \(float\), expected an instance of nnx"),
     "nnx without params": (lambda: models.nnx(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), ParamsError, "no parameters"),
     "nnx gets one without a call": (lambda: models.nnx(Silent()), WrongTypeError,
-                                    "got a Silent without __call__, expected one that can be called"),
+                                    "Silent.*, expected an instance of nnx.Module that can be called"),
     "linen gets a class": (lambda: models.linen(LinenNet, {"params": {}}), WrongTypeError, "got the class LinenNet"),
-    "linen gets nnx": (lambda: models.linen(NNXNet(nnx.Rngs(0)), {}), WrongTypeError, r"ts.models.nnx\(\) takes it"),
+    "linen gets nnx": (lambda: models.linen(NNXNet(nnx.Rngs(0)), {}), WrongTypeError, r"expected an instance of linen"),
     "linen gets the inside of variables": (lambda: models.linen(LinenNet(), of_raw().params), ParamsError,
                                            r"variables at models.linen\(\): got dict with first, last, expected a dict "
                                            r"with 'params'. Give all of net.init\(key, x\)"),
@@ -660,14 +659,13 @@ WRONG = {
     "linen with another flag": (lambda: models.linen(Modes(), {"params": {"w": 1.0}}, flag="train"), WrongTypeError,
                                 r"flag at models.linen\(\): got 'train', expected one of x, deterministic"),
     "equinox gets nnx": (lambda: models.equinox(NNXNet(nnx.Rngs(0))), WrongTypeError,
-                         r"got a NNXNet of nnx, expected an instance of equinox.Module. ts.models.nnx\(\) takes it"),
+                         r"expected an instance of equinox.Module"),
     "equinox gets a class": (lambda: models.equinox(type(equinox_net())), WrongTypeError, r"Make one: Net\(...\)"),
     "equinox gets another state": (lambda: models.equinox(equinox_net(), {}), WrongTypeError,
                                    r"state at models.equinox\(\): got an empty dict.*make_with_state"),
     "equinox is absent": (lambda: models.equinox(NNXNet(nnx.Rngs(0))), errors.MissingLibraryError,
                           r"equinox at models.equinox\(\): got no such package.*pip install equinox"),
     "haiku gets a function": (lambda: models.haiku(lambda x: x, {}), WrongTypeError, r"expected hk.transform_with"),
-    "raw gets a module": (lambda: models.raw(NNXNet(nnx.Rngs(0)), {}), WrongTypeError, r"ts.models.nnx\(\) takes"),
     "raw gets params first": (lambda: models.raw({"w": 1.0}, lambda p, x: x), WrongTypeError, "order is raw"),
     "raw without params": (lambda: models.raw(lambda p, x: x, {}), ParamsError, "no parameters"),
 }  # fmt: skip
@@ -698,16 +696,9 @@ def test_build_refuses_what_is_no_state_of_the_model():
         model.build(other)
 
 
-def test_a_model_prints_as_a_table():
+def test_a_model_prints_its_numbers():
     model = models.raw(lambda params, x: x, {"deep": {"w": jnp.ones((3, 2))}, "b": jnp.ones(())}, {"mean": jnp.ones(2)})
-    assert repr(model).splitlines() == [
-        "Model(params 7 in 2 arrays, model_state 2 in 1 array)",
-        "  b                 float32[]",
-        "  deep/w            float32[3,2]",
-        "  model_state/mean  float32[2]",
-    ]
-    many = models.raw(lambda params, x: x, [jnp.ones(1)] * 100)
-    assert len(repr(many).splitlines()) == 22 and "... 80 more" in repr(many)
+    assert repr(model) == "Model(params 7, model_state 2)"
 
 
 def test_the_loss_function_says_where_the_key_is_missing():

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function, PyTree, tables, trees
+from tsunax._core import Function, PyTree, trees
 from tsunax._core.libraries import library
 from tsunax.errors import LossError, ParamsError, StateError, WrongTypeError, unknown
 from tsunax.state import TrainState, check_state, own
@@ -44,17 +44,9 @@ class Model:
     build: Function
 
     def __repr__(self) -> str:
-        counts, rows = [], []
-        for name, tree in (("params", self.params), ("model_state", self.model_state)):
-            keyed = jax.tree_util.tree_flatten_with_path(tree)[0]
-            if keyed:
-                n, arrays = sum(int(np.prod(np.shape(x))) for _, x in keyed), len(keyed)
-                counts.append(f"{name} {n:,} in {arrays} array{'s' * (arrays != 1)}")
-            show = trees.show if name == "params" else lambda path: f"{name}/{trees.path_str(path)}"  # noqa: B023
-            rows += [(show(path), trees.describe(x)) for path, x in keyed]
-        if len(rows) > 24:
-            rows = [*rows[:12], (f"... {len(rows) - 20} more", ""), *rows[-8:]]
-        return "\n".join([f"Model({', '.join(counts)})", *(f"  {x}" for x in tables.aligned(rows))])
+        leaves = map(jax.tree.leaves, (self.params, self.model_state))
+        params, model_state = (sum(int(np.size(x)) for x in part) for part in leaves)
+        return f"Model(params {params:,}, model_state {model_state:,})"
 
 
 def _model(
@@ -92,38 +84,16 @@ def _model(
     return Model(params, model_state, apply, build)
 
 
-# ------------------------------------------------------------------------ checks of a given model
-
-_LIBRARIES = {"flax.nnx": "nnx", "flax.linen": "linen", "equinox": "equinox", "haiku": "haiku"}
-_BASES = ("Module", "Transformed", "TransformedWithState")
+# what models call the flag of their mode
 _ON = ("train", "training", "is_training")
 _OFF = ("deterministic", "use_running_average", "inference")
 
 
-def _adapter_of(x) -> str:
-    """The adapter for a model, by the names of its classes; "" if there is none."""
-    kinds = (x if isinstance(x, type) else type(x)).__mro__
-    for module in (kind.__module__ for kind in kinds if kind.__name__ in _BASES):
-        for prefix, adapter in _LIBRARIES.items():
-            if module.startswith(prefix):
-                return adapter
-    return ""
-
-
-def _check_model(x, adapter: str, expected: str) -> None:
-    where, other, fix = f"models.{adapter}()", _adapter_of(x), ""
-    if isinstance(x, type) or other != adapter:
-        got = trees.describe(x)
-        if other == adapter:
-            fix = f"Make one: {x.__name__}(...)."
-        elif other:
-            fix = f"ts.models.{other}() takes it."
-            got = got if isinstance(x, type) else f"a {type(x).__name__} of {other}"
-        raise WrongTypeError("model", where, got, expected, fix)
-    if adapter != "haiku" and not callable(x):
-        got = f"a {type(x).__name__} without __call__"
-        fix = "Give it one, or write a function for ts.models.raw()."
-        raise WrongTypeError("model", where, got, "one that can be called", fix)
+def _check_model(x: Any, kind: type, adapter: str, expected: str) -> None:
+    if not isinstance(x, kind) or not callable(x):
+        where, fix = f"models.{adapter}()", f"Make one: {getattr(x, '__name__', '')}(...)."
+        fix = fix if isinstance(x, type) else ""
+        raise WrongTypeError("model", where, trees.describe(x), expected, fix)
 
 
 def _names(fn) -> list[str]:
@@ -163,7 +133,7 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
     """
     where = "models.nnx()"
     lib = library("flax.nnx", where)
-    _check_model(module, "nnx", "an instance of nnx.Module")
+    _check_model(module, lib.Module, "nnx", "an instance of nnx.Module that can be called")
     wrt = lib.Param if wrt is None else wrt
     modes, takes_rngs = _modes(module.__call__, None, where), "rngs" in _names(module.__call__)
     module = lib.clone(module)  # the user's own keeps its mode and sown values
@@ -224,7 +194,8 @@ def linen(
     {'bias': (2,), 'kernel': (3, 2)}
     """
     where = "models.linen()"
-    _check_model(module, "linen", "an instance of linen.Module")
+    linen_module = library("flax.linen", where).Module
+    _check_model(module, linen_module, "linen", "an instance of linen.Module that can be called")
     if not isinstance(variables, Mapping) or "params" not in variables:
         kind = ParamsError if isinstance(variables, Mapping) else WrongTypeError
         got, fix = trees.describe(variables), "Give all of net.init(key, x)."
@@ -260,7 +231,7 @@ def equinox(
     `equinox.Module` and `equinox.nn.State`, ParamsError for a module without parameters.
     """
     eqx = library("equinox", "models.equinox()")
-    _check_model(module, "equinox", "an instance of equinox.Module")
+    _check_model(module, eqx.Module, "equinox", "an instance of equinox.Module that can be called")
     stateful = state is not None
     if stateful and not isinstance(state, eqx.nn.State):
         got, fix = trees.describe(state), "module, state = eqx.nn.make_with_state(Net)(...)"
@@ -301,7 +272,9 @@ def haiku(
 
     Raises WrongTypeError for a function that was not transformed, ParamsError for empty params.
     """
-    _check_model(transformed, "haiku", "hk.transform_with_state(f) or hk.transform(f)")
+    if not hasattr(transformed, "apply") or isinstance(transformed, type):
+        expected = "hk.transform_with_state(f) or hk.transform(f)"
+        raise WrongTypeError("model", "models.haiku()", trees.describe(transformed), expected)
     modes, names = _modes(transformed.apply, flag, "models.haiku()"), _names(transformed.apply)
     stateful, takes_rng = names[1:2] == ["state"], "rng" in names[:3]
 
@@ -327,10 +300,8 @@ def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:
     >>> model.apply(model.params, jnp.ones(3))
     (Array([3., 3.], dtype=float32), None)
     """
-    other = _adapter_of(fn)
-    if not callable(fn) or isinstance(fn, type) or other:
-        fix = f"ts.models.{other}() takes models of this kind." if other else ""
-        fix, expected = fix or "The order is raw(fn, params).", "a function fn(params, *x, ...)"
+    if not callable(fn) or isinstance(fn, type):
+        fix, expected = "The order is raw(fn, params).", "a function fn(params, *x, ...)"
         raise WrongTypeError("fn", "models.raw()", trees.describe(fn), expected, fix)
     names = _names(fn)
 
