@@ -316,11 +316,10 @@ def rows(rounds: int = 9, size: int = 128) -> None:
         "fit": (fitting(shuffled()), 20_000),
         "fit, resident": (fitting(shuffled(device=True)), 40_000),
         "fit, a step a call": (fitting(shuffled(), steps_per_call=1), 10_000),
-        "fit, the step itself": (fitting(shuffled(), steps_per_call=None), 5000),
         "loop and indexing by hand": (by_loop(guarded(jax.value_and_grad(loss_fn)), params, by_hand), 5000),
     }
     times = turns(contenders, rounds)
-    least = {"fit": 5.0, "fit, resident": 5.0, "fit, a step a call": 2.0, "fit, the step itself": 2.0}
+    least = {"fit": 5.0, "fit, resident": 5.0, "fit, a step a call": 2.0}
     found = {}
     for name, us in times.items():
         low, middle, high = statistics.quantiles([size / x for x in us], n=4)

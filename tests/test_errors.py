@@ -735,7 +735,6 @@ USES = [
     row(0, "evaluate to a scalar", lambda: ts.evaluate(lambda s, x: 1.0, good(), [X]), WrongTypeError, "result at eval_step: got 1.0 (float)", "ts.eval_step(loss_fn)"),
     row(0, "evaluate a batch", lambda: ts.evaluate(ts.eval_step(loss_fn), good(), SHAPES), WrongTypeError, "data at evaluate(): got a batch, dict with image, label", "Give [batch]"),
     row(0, "callback uncalled", lambda: fits(callbacks=ts.callbacks.early_stopping), WrongTypeError, "callback at fit(): got the class early_stopping", "Call it: early_stopping(...)."),
-    row(0, "callback function uncalled", lambda: fits(callbacks=[ts.callbacks.thaw_at]), WrongTypeError, "the function thaw_at", "Call it: thaw_at(...)."),
     row(0, "logger uncalled", lambda: fits(logger=ts.loggers.csv), WrongTypeError, "logger at fit(): got the class csv", "Call it: csv(...)."),
     row(0, "own factory uncalled", lambda: fits(callbacks=lambda x: lambda run: None), WrongTypeError, "result at callback: got the function <lambda>", "a TrainState. Is it a factory? Call it."),
     row(0, "history by number", lambda: history()[0], WrongTypeError, "name at history: got 0 (int)", "history['loss'][0]", "history.last('loss')"),

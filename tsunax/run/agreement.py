@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import numpy as np
 
 from tsunax._core import PyTree, trees
 from tsunax._step.members import check_local_members
@@ -43,7 +42,6 @@ class Alike:
         self._data = data if isinstance(data, Batches) else None
         # then its settings say what will come
         self._is_known = self._data is not None and self._data.is_of_arrays
-        self._has_warned = False
         if self.spans:
             check_local_members(state, where)
         if self._data is not None and processes.process_count() > 1:
@@ -101,7 +99,7 @@ class Alike:
         return chunk
 
     def numbers(self, place: str, found: dict[str, float]) -> dict[str, float]:
-        """Those of process 0. Raises ProcessError for other names; warns once of other numbers."""
+        """Those of process 0. Raises ProcessError for other names."""
         if not self._speaks:
             return found
         texts = processes.words(f"{place} of {self.where}", json.dumps(found))
@@ -110,14 +108,6 @@ class Alike:
             if other.keys() != first.keys():
                 got = f"{', '.join(other)} on {processes.name_of(i)}"
                 raise ProcessError("numbers", place, got, f"{', '.join(first)}, as on process 0")
-            is_close = lambda x, y: np.isclose(x, y, rtol=1e-5, equal_nan=True)
-            name = next((k for k in first if not is_close(other[k], first[k])), None)
-            if name is not None and not self._has_warned:
-                self._has_warned = True
-                theirs = f"{other[name]:.6g} on {processes.name_of(i)}"
-                text = f"{name} is {first[name]:.6g} on process 0, and {theirs}"
-                fix = "ts.evaluate over batches of all processes gives the same number to all"
-                warn(f"{place}: {text}: that of process 0 counts on all. {fix}.")
         return first
 
     def boundary(self, place: str, stopped: str, state: PyTree, has_changed: bool) -> str:

@@ -156,14 +156,10 @@ class Boundaries:
 
     def look_for_best(self, is_last: bool) -> None:
         """Raise RowError if nobody gives the metric of `keep_best`; a warning at the end."""
-        saver, options = self.options.saver, self.options
-        text = saver.lacks(self.run.history.names, "fit()")
-        if not text or self.is_early:
-            return
-        is_evaluated = options.evaluate is not None and "/" in saver.keep_best.metric
-        if is_last:
+        text = self.options.saver.lacks(self.run.history.names, "fit()")
+        if text and is_last:
             warn(text)
-        elif is_evaluated or not options.callbacks:  # which might log it later
+        elif text and not self.is_early and not self.options.callbacks:
             raise RowError(text)
 
     def evaluate(self) -> None:

@@ -195,17 +195,14 @@ def options_of(
 
 
 def _functions(name: str, given) -> tuple[Any, ...]:
-    """One function or several. Raises WrongTypeError for what is none, and for a factory."""
+    """One function or several. Raises WrongTypeError for what is none."""
     found = tuple(given) if isinstance(given, list | tuple) else (given,)
     if name == "logger" and given is None:
         found = ()
     for f in found:
-        if not callable(f):
-            raise WrongTypeError(name, "fit()", trees.describe(f), "a function")
-        is_factory = inspect.isfunction(f) and f.__module__.startswith("tsunax.")
-        if isinstance(f, type) or is_factory:
-            fix = f"Call it: {f.__name__}(...)."
-            raise WrongTypeError(name, "fit()", trees.describe(f), "what it makes", fix)
+        if not callable(f) or isinstance(f, type):
+            fix = f"Call it: {f.__name__}(...)." if isinstance(f, type) else ""
+            raise WrongTypeError(name, "fit()", trees.describe(f), "a function", fix)
     return found
 
 

@@ -131,11 +131,11 @@ def told(options: Options, settings: Mapping[str, Any]) -> Iterator[None]:
 def nothing_to_do(fitting: Fit) -> str:
     """What is said of a goal that a run has reached before its first step."""
     run, goal, saver = fitting.run, fitting.options.goal, fitting.options.saver
-    at, why = f"step {run.step}", "state.step counts on: ask for a later one, or give a new state"
+    why = "state.step counts on: ask for a later one, or give a new state"
     if goal.epochs:
-        at, back = f"epoch {fitting.feed.epoch}", 'data.set_state({"epoch": 0, "position": 0})'
-        why = f"so far are the data, data.get_state(): ask for a later one, or go back, {back}"
+        why = "the data count on, data.get_state(): ask for a later one, or set_state() them back"
     if saver is not None and fitting.boundaries.saved is not None:
         why = f"so says the checkpoint in {saver.path}: ask for a later one, or give another path"
+    at = f"epoch {fitting.feed.epoch}" if goal.epochs else f"step {run.step}"
     where = f"{goal} is a place to reach, and the run is at {at} already"
     return f"fit(): {where}: nothing to do; {why}"
