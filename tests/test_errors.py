@@ -5,7 +5,6 @@ is, how to make it, what is raised, and what the message must say. `python tests
 """
 # ruff: noqa: E501, a row is a line
 
-import copy
 import functools
 import inspect
 import re
@@ -678,9 +677,6 @@ CALLS = [
         row(0, f"metadata {x!r}", lambda x=x: saved(x), WrongTypeError, "metadata at save()", said, "a dict of strings")
         for x, said in {"abc": "'abc' (str)", 5: "5 (int)", 0: "0 (int)", (): "an empty tuple", ("a",): "tuple of 1"}.items()
     ),
-    row(0, "shard rules 5", lambda: ts.shard(good(), ts.mesh(), 5), WrongTypeError, "rules at shard()", "5 (int)", "a dict"),
-    row(0, "shard rules 0", lambda: ts.shard(good(), ts.mesh(), 0), WrongTypeError, "rules at shard()", "0 (int)"),
-    row(0, "shard logical 0", lambda: ts.shard(good(), ts.mesh(), logical=0), WrongTypeError, "logical at shard()", "0 (int)", "a dict"),
     row(0, "shard zero1 no", lambda: ts.shard(good(), ts.mesh(), zero1="no"), WrongTypeError, "zero1 at shard()", "'no' (str)", "True or False"),
     row(0, "points beyond all", lambda: search(points=10**12), HyperparameterError, "points at find_learning_rate()", "1000000000000", "10,000 at most"),
     row(0, "mode an array", lambda: search(mode=NAMES), HyperparameterError, "mode at find_learning_rate()", "<U5[2]", "'exponential' or 'linear'"),
@@ -737,7 +733,6 @@ USES = [
     row(0, "callback uncalled", lambda: fits(callbacks=ts.callbacks.early_stopping), WrongTypeError, "callback at fit(): got the class early_stopping", "Call it: early_stopping(...)."),
     row(0, "logger uncalled", lambda: fits(logger=ts.loggers.csv), WrongTypeError, "logger at fit(): got the class csv", "Call it: csv(...)."),
     row(0, "own factory uncalled", lambda: fits(callbacks=lambda x: lambda run: None), WrongTypeError, "result at callback: got the function <lambda>", "a TrainState. Is it a factory? Call it."),
-    row(0, "history by number", lambda: history()[0], WrongTypeError, "name at history: got 0 (int)", "history['loss'][0]", "history.last('loss')"),
     row(0, "result by number", lambda: result()[0], WrongTypeError, "name at Result: got 0 (int)", "result.trials[0]"),
     row(0, "setup misspelled", lambda: setup(trainble="**"), WrongTypeError, "argument at setup(): got 'trainble'", "Did you mean 'trainable'?"),
     row(0, "train_step misspelled", lambda: ts.train_step(loss_fn, acumulate=2), WrongTypeError, "argument at train_step()", "Did you mean 'accumulate'?"),
@@ -900,17 +895,6 @@ def test_a_branch_on_a_number_of_a_population_is_explained():
     assert note.startswith(
         "raised by make(key, rate), one program for all members of population(). For if use jnp.where"
     )
-
-
-def test_a_column_is_no_attribute():
-    with pytest.raises(AttributeError, match=r"no attribute 'loss'. The column is history\['loss'\]"):
-        _ = history().loss
-    for name in ("losses", "keys", "columns"):
-        with pytest.raises(
-            AttributeError, match=rf"no attribute '{name}'. history.names are loss; a column is history\['loss'\]"
-        ):
-            getattr(history(), name)
-    assert copy.deepcopy(history()).last("loss") == 1.0 and not hasattr(history(), "_repr_html_")
 
 
 @pytest.mark.medium
