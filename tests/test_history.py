@@ -1,5 +1,6 @@
 """Rows and history against plain lists: what comes out is what went in, whatever is missing; bad rows are refused."""
 
+import itertools
 import json
 import sys
 import time
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from tests.helpers import need
 from tsunax.errors import MissingLibraryError, RowError, TsunaxError, WrongTypeError
+from tsunax.run import history as history_module
 from tsunax.run.history import History
 from tsunax.run.rows import check_names, check_row, join
 
@@ -225,3 +227,84 @@ def test_rows_cost_the_same_however_many_there_are():
     first, second = seconds(history, range(half)), seconds(history, range(half, 2 * half))
     assert second < 2 * first + 0.05
     assert history["loss"].sum() == half and len(history) == 2 * half
+
+
+# ------------------------------------------------------------------------------------------------------ long histories
+
+
+def long_one(monkeypatch, pieces, steps=1000, most=64):
+    """Rows of a run: every 5 steps, an evaluation every 100, given in pieces of any size."""
+    monkeypatch.setattr(history_module, "MOST", most)
+    history, all_steps = History(), np.array([1, *range(5, steps, 5)])
+    cuts = [0, *sorted(pieces), len(all_steps)]
+    for a, b in itertools.pairwise(cuts):
+        part = all_steps[a:b]
+        for some in np.split(part, np.flatnonzero(part % 100 == 0) + 1):  # an evaluation ends a call
+            history.extend({"loss": some * 0.5, "rate": some * 0.0}, some)
+            if len(some) and some[-1] % 100 == 0:
+                history.add({"val/loss": float(some[-1])}, int(some[-1]))
+                history.mark("evaluate", int(some[-1]))
+        history = History.of(history.plain())
+    return history
+
+
+def test_a_long_history_is_thinned_whenever_its_rows_came(monkeypatch):
+    whole = long_one(monkeypatch, [])
+    assert len(whole) <= 65 and whole["step"][-1] == 995 and whole.last("loss") == 497.5
+    assert whole.series("val/loss")[0].tolist() == list(range(100, 1000, 100))
+    gaps = np.diff([step for step in whole["step"] if step % 100])
+    assert gaps.max() <= 80 and whole["step"][0] == 1
+    rng = np.random.default_rng(0)
+    for n in (1, 5, 40, 199):
+        cut = long_one(monkeypatch, rng.choice(np.arange(1, 200), n, replace=False).tolist())
+        assert repr(cut) == repr(whole)
+        for name in ("step", *whole.names):
+            np.testing.assert_array_equal(cut[name], whole[name])
+
+
+@pytest.mark.parametrize("most", [10, pytest.param(100, marks=pytest.mark.medium)])
+def test_a_long_history_is_thinned_alike_wherever_a_run_ended(monkeypatch, most):
+    """The row of an end, and what is taken back with it, changes nothing of what stays."""
+    monkeypatch.setattr(history_module, "MOST", most)
+
+    def rows(history, steps):
+        for step in steps:
+            history.add({"loss": step * 0.5}, step)
+            if step % 35 == 0:
+                history.add({"val/loss": step * 2.0}, step)
+
+    whole, last = History(), 600 if most == 100 else 150
+    rows(whole, range(1, last))
+    for end in range(1, last):
+        history = History()
+        rows(history, range(1, end))
+        history.close({"loss": 7.0}, end)
+        history = History.of(json.loads(json.dumps(history.plain(), default=np.ndarray.tolist)))
+        history.reopen()
+        history = History.of(history.plain())
+        rows(history, range(end, last))
+        assert history["step"].tolist() == whole["step"].tolist(), end
+        assert history.names == whole.names
+        for name in whole.names:
+            np.testing.assert_array_equal(history[name], whole[name])
+
+
+def test_a_history_of_months_stays_small():
+    history = History()
+    for start in range(0, 3_000_000, 50_000):
+        steps = 10 * np.arange(start, start + 50_000)
+        history.extend({name: steps * 0.5 for name in "abcdefgh"}, steps)
+        history.mark("evaluate", int(steps[-1]))
+    assert 20_000 < len(history) <= 50_001
+    assert sum(x.nbytes for column in history.plain()["rows"]["columns"] for x in column[1:]) < 8e6
+    for i in range(30_000):
+        history.mark("evaluate", i)
+    assert len(history.marks) <= 10_000
+
+
+def test_names_that_all_rows_have_by_turns_are_thinned_too(monkeypatch):
+    monkeypatch.setattr(history_module, "MOST", 64)
+    history = History()
+    for step in range(2000):
+        history.add({f"{'abcdefghijklmnop'[step % 16]}": 1.0}, step)
+    assert len(history) <= 65 and history["step"][-1] == 1999

@@ -6,6 +6,7 @@ It knows of no device, no state and no file.
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,9 @@ from tsunax._core import Figure
 from tsunax.errors import MissingLibraryError, RowError, unknown
 from tsunax.run.rows import check_names, check_row, families
 
+MOST = 50_000  # rows that a history keeps
+MOST_MARKS = 10_000
+
 _FORWARD = "A history goes forward: start a new one, or restore the one of that step."
 
 
@@ -27,7 +31,8 @@ def _array(kind: str, values: Any) -> array:
 class History:
     """Rows of numbers by step, as columns, and the marks beside them.
 
-    A row need not have every name. A number costs 16 bytes, a row 8 more.
+    A row need not have every name. A number costs 16 bytes, a row 8 more. Of 50,000 rows half
+    go, evenly; the newest stays, and rows with a name that few have (an evaluation's).
 
     >>> history = History()
     >>> history.add({"loss": 2.5, "learning_rate": 0.1}, step=10)
@@ -60,6 +65,7 @@ class History:
             expected = f"step {last} or later"
             raise RowError("row", "History.add()", f"step {step}", expected, _FORWARD)
         if step != last:
+            self._thin()
             self._steps.append(step)
         at = len(self._steps) - 1
         for name, value in row.items():
@@ -79,17 +85,42 @@ class History:
         (array([10, 20]), array([0.5 , 0.25]))
         """
         steps = np.asarray(steps, np.int64)
+        if not len(steps):
+            return
         check_names(columns, f"step {steps[0]}")
         last = self._steps[-1] if self._steps else None
         if (last is not None and steps[0] <= last) or np.any(np.diff(steps) <= 0):
             got, expected = f"steps from {steps[0]}", f"increasing, beyond {last}"
             raise RowError("rows", "History.extend()", got, expected, _FORWARD)
-        rows = _array("q", np.arange(len(steps)) + len(self))
-        self._steps += _array("q", steps)
-        for name, values in columns.items():
-            at, column = self._columns.setdefault(name, (array("q"), array("d")))
-            at += rows
-            column += _array("d", values)
+        while len(steps):
+            self._thin()
+            n = max(MOST - len(self), 1)
+            rows = _array("q", np.arange(len(steps[:n])) + len(self))
+            self._steps += _array("q", steps[:n])
+            for name, values in columns.items():
+                at, column = self._columns.setdefault(name, (array("q"), array("d")))
+                at += rows
+                column += _array("d", values[:n])
+            steps, columns = steps[n:], {name: values[n:] for name, values in columns.items()}
+
+    def _thin(self) -> None:
+        """Keep half of the rows, evenly spread over the steps, before one more is too many."""
+        n, columns = len(self), self._columns.values()
+        if n < MOST:
+            return
+        kept, steps = np.full(n, False), self["step"]
+        kept[np.searchsorted(steps, np.linspace(steps[0], steps[-1], n // 2))] = True
+        few = [np.array(rows) for rows, _ in columns if 2 * len(rows) < n]
+        if sum(map(len, few)) < n // 4:
+            kept[np.concatenate([*few, [0]]).astype(int)] = True
+        kept[[rows[-1] for rows, _ in columns]] = True  # the newest of each name
+        new = np.cumsum(kept) - 1
+        self._steps = _array("q", steps[kept])
+        for name, (rows, values) in self._columns.items():
+            at = np.array(rows)
+            stays = kept[at]
+            thin = _array("q", new[at[stays]]), _array("d", np.array(values)[stays])
+            self._columns[name] = thin
 
     def _pop(self, names: Iterable[str]) -> bool:
         """Drop the numbers that the newest row has of these names. Whether nothing of it stays."""
@@ -118,6 +149,10 @@ class History:
     def mark(self, name: str, step: int, text: str = "") -> None:
         """Note an event: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
         self.marks.append((int(step), str(name), str(text)))
+        if len(self.marks) > MOST_MARKS:  # of what comes most often, every second one goes
+            names = [name for _, name, _ in self.marks]
+            often, seen = max(dict.fromkeys(names), key=names.count), itertools.count()
+            self.marks = [mark for mark in self.marks if mark[1] != often or next(seen) % 2 == 0]
 
     @property
     def names(self) -> list[str]:
