@@ -14,7 +14,6 @@ import optax
 import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax.data.cursors import as_source
 from tsunax.devices import _preference, kinds
 from tsunax.devices.kinds import (
     DeviceError,
@@ -480,89 +479,3 @@ def test_a_state_on_another_device_is_printed_and_stepped():
 
 
 # ------------------------------------------------------------------------------------------------------- loaders
-
-
-def test_loaders_are_wrapped():
-    arrays = {"x": np.arange(5.0, dtype=np.float32), "y": np.arange(5)}
-    plain, data = (ts.batches(arrays, 2, shuffle=True, seed=1) for _ in range(2))
-    moved = to_device(data, CPU[2])
-    assert len(moved) == 3 and moved.batch_size == 2
-    for _ in range(2):  # epochs, each in its own order
-        for ours, theirs in zip(moved, plain, strict=True):
-            assert device_of(ours) == CPU[2]
-            assert_trees_equal(ours, jax.tree.map(jnp.asarray, theirs))
-            assert moved.get_state() == plain.get_state()
-    moved.set_state({"epoch": 1, "position": 2})
-    plain.set_state({"epoch": 1, "position": 2})
-    assert_trees_equal(list(moved), jax.tree.map(jnp.asarray, list(plain)))
-
-
-def test_any_iterable_of_batches_is_a_loader():
-    class Loader:
-        def __iter__(self):
-            return (({"x": np.full(2, i), "name": "a"}, i) for i in range(3))
-
-    loader = to_device(Loader(), CPU[1])
-    for _ in range(2):
-        batches = list(loader)
-        assert [int(batch["x"][0]) for batch, _ in batches] == [0, 1, 2] and batches[0][0]["name"] == "a"
-        assert all(device_of(batch) == CPU[1] for batch in batches)
-    with pytest.raises(TypeError, match="len"):
-        len(loader)
-    with pytest.raises(AttributeError, match="set_state"):
-        loader.set_state({})
-    once = to_device(iter(Loader()), CPU[1])
-    assert len(list(once)) == 3 and list(once) == []
-    assert not as_source(once).restartable and as_source(loader).restartable
-    pair = to_device([np.ones(2), np.zeros(2)], CPU[1])  # a list is a tree
-    assert isinstance(pair, list) and device_of(pair) == CPU[1]
-
-
-def test_a_loader_that_keeps_its_buffer():
-    def loader():
-        buffer = np.zeros(4096, np.float32)
-        for i in range(3):
-            buffer[:] = i
-            yield buffer
-
-    assert [float(batch.max()) for batch in list(to_device(loader(), CPU[0]))] == [0, 1, 2]
-
-
-def test_the_place_of_an_iterator_shows():
-    class Place:
-        at = 0
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.at += 1
-            if self.at > 3:
-                raise StopIteration
-            return np.full(2, self.at)
-
-        def get_state(self):
-            return {"at": self.at}
-
-        def set_state(self, state):
-            self.at = state["at"]
-
-    class Loader:
-        def __iter__(self):
-            return Place()
-
-    source = as_source(to_device(Loader(), CPU[1]))
-    source.next()
-    state = source.state()
-    assert state["data"] == {"at": 1}
-    again = as_source(to_device(Loader(), CPU[1]))
-    again.restore(state)
-    assert int(again.next()[0]) == 2 and source.resumable
-
-
-def test_fit_takes_a_moved_loader():
-    data = to_device(ts.batches({"x": np.ones((8, 3), np.float32)}, 4), CPU[2])
-    state = to_device(ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)}), CPU[2])
-    step = ts.train_step(lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2))
-    state, history = ts.fit(step, state, data, epochs=2, progress=False)
-    assert int(state.step) == 4 and device_of(state) == CPU[2] and len(history["loss"])

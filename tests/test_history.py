@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 import time
 
 import jax
@@ -10,8 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.helpers import need
-from tsunax.errors import MissingLibraryError, RowError, TsunaxError, WrongTypeError
+from tsunax.errors import RowError, TsunaxError, WrongTypeError
 from tsunax.run import history as history_module
 from tsunax.run.history import History
 from tsunax.run.rows import check_names, check_row, join
@@ -166,19 +164,6 @@ def test_plain_and_back(through, make):
         np.testing.assert_array_equal(again[name], history[name])
         assert again[name].dtype == history[name].dtype
     assert again.series("loss")[1].tobytes() == history.series("loss")[1].tobytes()
-
-
-def test_the_dataframe_has_the_columns():
-    need("pandas")
-    frame = filled().to_dataframe()
-    assert frame.index.name == "step" and frame.index.tolist() == [1, 5, 9]
-    np.testing.assert_array_equal(frame["val/loss"], [NAN, NAN, 4.0])
-
-
-def test_without_pandas_the_error_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingLibraryError, match=r"got no pandas, expected pandas\. pip install pandas"):
-        filled().to_dataframe()
 
 
 def test_repr_of_a_population_has_a_line_for_all_members():

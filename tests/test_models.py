@@ -87,14 +87,7 @@ def of_equinox():
     return models.equinox(equinox_net(), vmap=True)
 
 
-def of_haiku():
-    hk = need("haiku")
-    f = hk.transform_with_state(lambda x: hk.Linear(2, name="last")(jnp.tanh(hk.Linear(8, name="first")(x))))
-    params = {name: {"w": p["kernel"], "b": p["bias"]} for name, p in of_raw().params.items()}
-    return models.haiku(f, params)
-
-
-MODELS = {"raw": of_raw, "nnx": of_nnx, "linen": of_linen, "equinox": of_equinox, "haiku": of_haiku}
+MODELS = {"raw": of_raw, "nnx": of_nnx, "linen": of_linen, "equinox": of_equinox}
 
 
 def as_weights(params):
@@ -294,7 +287,7 @@ def test_importing_tsunax_loads_no_model_library():
     code = (
         "import sys; from tsunax import models; m = models.raw(lambda p, x: p * x, 2.0); "
         "assert m.apply(2.0, 3.0)[0] == 6;"
-        "print([m for m in ('flax', 'equinox', 'haiku') if m in sys.modules])"
+        "print([m for m in ('flax', 'equinox') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert out.stdout.strip() == "[]"
@@ -351,25 +344,13 @@ def drops_equinox():
     return models.equinox(*eqx.nn.make_with_state(Drops)(), vmap=True, axis_name="rows")
 
 
-def drops_haiku():
-    hk = need("haiku")
-
-    def forward(x, is_training):
-        drop = lambda: hk.dropout(hk.next_rng_key(), 0.5, x) if is_training else x
-        dropped, second = drop(), drop()
-        return dropped, second, hk.BatchNorm(True, True, MOMENTUM, eps=EPS)(dropped, is_training)
-
-    f = hk.transform_with_state(forward)
-    return models.haiku(f, *f.init(jax.random.key(0), jnp.ones((1, FEATURES)), True))
-
-
-DROPS = {"nnx": drops_nnx, "linen": drops_linen, "equinox": drops_equinox, "haiku": drops_haiku}
+DROPS = {"nnx": drops_nnx, "linen": drops_linen, "equinox": drops_equinox}
 
 
 def statistics(library, dropped):
     """What evaluation normalises by after one training batch: running from (0, 1), or without a bias to the start."""
     mean, var = dropped.astype(np.float64).mean(0), dropped.astype(np.float64).var(0)
-    if library in ("equinox", "haiku"):
+    if library == "equinox":
         return mean, var
     return (1 - MOMENTUM) * mean, MOMENTUM + (1 - MOMENTUM) * var
 
@@ -441,7 +422,7 @@ def test_steps_and_evaluations_of_a_model_with_modes(name):
 @pytest.mark.parametrize("name", DROPS)
 def test_nothing_is_drawn_without_a_key_and_nothing_moved_without_a_model_state(name):
     model, x = DROPS[name](), np.ones((4, FEATURES), np.float32)
-    with pytest.raises(Exception, match=r"(?i)key|rng"):  # equinox's, haiku's and Linen's own, and ours for NNX
+    with pytest.raises(Exception, match=r"(?i)key|rng"):  # equinox's and Linen's own, and ours for NNX
         model.apply(model.params, x, model_state=model.model_state, train=True)
     with pytest.raises(StateError, match=r"model_state at Model.apply\(\): got None.*model_state=model.model_state"):
         model.apply(model.params, x)
@@ -665,7 +646,6 @@ WRONG = {
                                    r"state at models.equinox\(\): got an empty dict.*make_with_state"),
     "equinox is absent": (lambda: models.equinox(NNXNet(nnx.Rngs(0))), errors.MissingLibraryError,
                           r"equinox at models.equinox\(\): got no such package.*pip install equinox"),
-    "haiku gets a function": (lambda: models.haiku(lambda x: x, {}), WrongTypeError, r"expected hk.transform_with"),
     "raw gets params first": (lambda: models.raw({"w": 1.0}, lambda p, x: x), WrongTypeError, "order is raw"),
     "raw without params": (lambda: models.raw(lambda p, x: x, {}), ParamsError, "no parameters"),
 }  # fmt: skip

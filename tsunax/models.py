@@ -1,6 +1,6 @@
 """Models of other libraries as parameters, model state, and a pure function.
 
-    library's model --nnx, linen, equinox, haiku, raw--> Model --setup, train_step--> state
+    library's model --nnx, linen, equinox, raw--> Model --setup, train_step--> state
     --build--> its model again
 
 Inside a step there are plain pytrees only; the library's own module exists while JAX traces. An
@@ -24,12 +24,12 @@ from tsunax._core.libraries import library
 from tsunax.errors import LossError, ParamsError, StateError, WrongTypeError, unknown
 from tsunax.state import TrainState, check_state, own
 
-__all__ = ["Model", "equinox", "haiku", "linen", "nnx", "raw"]
+__all__ = ["Model", "equinox", "linen", "nnx", "raw"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Model:
-    """A model in parts; made by `nnx`, `linen`, `equinox`, `haiku` and `raw`.
+    """A model in parts; made by `nnx`, `linen`, `equinox` and `raw`.
 
     `apply(params, *x, model_state=None, key=None, train=False, **named)` returns
     `(out, model_state)`; the model gets `named`. It is pure: in train mode dropout draws from `key`
@@ -262,31 +262,6 @@ def equinox(
     return _model(params, state if stateful else {}, call, assemble)
 
 
-def haiku(
-    transformed: Any, params: PyTree, state: PyTree = None, *, flag: str | None = None
-) -> Model:
-    """The parts of an `hk.transform_with_state` or `hk.transform`, with what its `init` returned.
-
-    `key` is passed as `rng`, the mode as `flag`, or as those of `train`, `training`, `is_training`
-    and so on that the function names. `build(state)` returns a function of the inputs.
-
-    Raises WrongTypeError for a function that was not transformed, ParamsError for empty params.
-    """
-    if not hasattr(transformed, "apply") or isinstance(transformed, type):
-        expected = "hk.transform_with_state(f) or hk.transform(f)"
-        raise WrongTypeError("model", "models.haiku()", trees.describe(transformed), expected)
-    modes, names = _modes(transformed.apply, flag, "models.haiku()"), _names(transformed.apply)
-    stateful, takes_rng = names[1:2] == ["state"], "rng" in names[:3]
-
-    def call(params, model_state, key, train, x, named):
-        given = ((model_state,) if stateful else ()) + ((key,) if takes_rng else ())
-        out = transformed.apply(params, *given, *x, **modes(train) | named)
-        return out if stateful else (out, None)
-
-    carried = state if state is not None else {}
-    return _model(params, carried, call, _closed(call), has_modes=bool(modes(True)))
-
-
 def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:
     """The parts of a function `fn(params, *x)` that may name `model_state`, `key` and `train`.
 
@@ -311,14 +286,9 @@ def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:
         out = fn(params, *x, **given, **named)
         return out if "model_state" in names else (out, None)
 
-    carried = {} if model_state is None else model_state
-    return _model(params, carried, call, _closed(call), has_modes="train" in names)
-
-
-def _closed(call: Callable) -> Callable:
-    """`build` for libraries of functions: one in eval mode that returns the output alone."""
-
     def predict(params, model_state, *x, **named):
         return call(params, model_state, None, False, x, named)[0]
 
-    return lambda params, model_state: functools.partial(predict, params, model_state)
+    closed = lambda params, model_state: functools.partial(predict, params, model_state)
+    carried = {} if model_state is None else model_state
+    return _model(params, carried, call, closed, has_modes="train" in names)

@@ -293,51 +293,19 @@ def _has_to_move(x: Any, place: Sharding) -> bool:
     return not is_committed or not x.sharding.is_equivalent_to(place, x.ndim)
 
 
-def _is_loader(x: Any) -> bool:
-    if isinstance(x, Iterator):
-        return True
-    opaque = isinstance(x, Iterable) and not hasattr(x, "shape") and not isinstance(x, (str, bytes))
-    return opaque and jtu.all_leaves([x])
-
-
-class _Moved:
-    """A loader whose batches are put on a device as they are taken; in all else it is the loader."""
-
-    def __init__(self, data: Any, place: Sharding):
-        self._data, self._place = data, place
-
-    def __iter__(self) -> Iterator[Any]:
-        return _Moving(iter(self._data), self._place)
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._data, name)  # get_state, set_state, batch_size, ...
-
-
-class _Moving(_Moved):
-    """An iterator of such batches."""
-
-    def __iter__(self) -> _Moving:
-        return self
-
-    def __next__(self) -> Any:
-        return to_device(next(self._data), self._place)
+def _is_leaf(x: Any) -> bool:
+    return not hasattr(x, "shape") and not isinstance(x, str | bytes) and jtu.all_leaves([x])
 
 
 def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
-    """A tree with its arrays on a device; or a loader, whose batches are put there one by one.
+    """A tree with its arrays on a device.
 
         jax.tree.map(lambda x: jax.device_put(x, device), tree)  # other leaves stay as they are
 
     An array that is there already stays the same object, and one that occurs twice stays one.
     NumPy's arrays are copied (`device_put` alone shares their memory on a CPU) and get JAX's
-    widths: float64 becomes float32 unless x64 is on. A loader is any iterable that is no pytree,
-    such as `batches`; it keeps its methods. `prefetch` does the same ahead of time. Raises
-    StateError for a deleted array.
+    widths: float64 becomes float32 unless x64 is on. For a loader: `prefetch(data, device)`. Raises
+    StateError for a deleted array, WrongTypeError for a loader.
 
     >>> tree = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
     >>> tree["w"].device == device("cpu"), tree["name"], to_device(tree, "cpu")["w"] is tree["w"]
@@ -346,8 +314,9 @@ def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
     place = device
     if not isinstance(place, Sharding):
         place = SingleDeviceSharding(_first(device, "to_device()"))
-    if _is_loader(tree):
-        return (_Moving if isinstance(tree, Iterator) else _Moved)(tree, place)
+    if isinstance(tree, Iterator) or (hasattr(tree, "__iter__") and _is_leaf(tree)):
+        got, fix = trees.describe(tree), "For a loader: ts.prefetch(data, device)."
+        raise WrongTypeError("tree", "to_device()", got, "a tree of arrays", fix)
     checks.check_all_alive(tree, "tree")
     leaves, treedef = jax.tree.flatten(tree)
     moving = {id(x): x for x in leaves if _has_to_move(x, place)}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import Figure
-from tsunax.errors import MissingLibraryError, RowError, unknown
+from tsunax.errors import RowError, unknown
 from tsunax.run.rows import check_names, check_row, families
 
 MOST = 50_000  # rows that a history keeps
@@ -215,16 +215,6 @@ class History:
         if name not in self._columns:
             raise RowError(unknown("name", "history", str(name), ["step", *self.names]))
         return self._columns[name]
-
-    def to_dataframe(self) -> Any:
-        """A pandas DataFrame with the steps as index. Raises MissingLibraryError without pandas."""
-        try:
-            import pandas
-        except ImportError:
-            parts = "library", "to_dataframe()", "no pandas", "pandas", "pip install pandas"
-            raise MissingLibraryError(*parts) from None
-        index = pandas.Index(self["step"], name="step")
-        return pandas.DataFrame({name: self[name] for name in self.names}, index=index)
 
     def plain(self) -> dict[str, Any]:
         """The history as lists, strings and NumPy arrays; `History.of` reads it back."""
