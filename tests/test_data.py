@@ -789,12 +789,11 @@ def raising():
 
 
 MESSAGES = {
-    "empty": (lambda: drain([]), "data at epoch 0: got no batch at all, expected at least one"),
-    "empty generator": (lambda: drain(generator(0)), "data at epoch 0: got no batch at all, expected at least one"),
+    "empty": (lambda: drain([]), "data at epoch 0: got no batch, expected at least one"),
+    "empty generator": (lambda: drain(generator(0)), "data at epoch 0: got no batch, expected at least one"),
     "used up": (
         lambda: drain(generator(3)),
-        "data at epoch 1: got a generator that is used up after 3 batches, expected data that can be iterated again. "
-        "One for every epoch: a list, ts.batches(arrays, ...), grain",
+        "data at epoch 1: got no batch, expected at least one. One for every epoch: a list, ts.batches(",
     ),
     "no state": (
         lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 1, "data": None}),
@@ -808,7 +807,7 @@ MESSAGES = {
     ),
     "another state": (
         lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 1}),
-        "state at restore: got {'epoch': 0, 'position': 1}, expected data, epoch, position. The data it was taken from",
+        "state at restore: got {'epoch': 0, 'position': 1}, expected data, epoch, position.",
     ),
     "fewer": (
         lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 2, "data": None}, fast_forward=True),
@@ -909,14 +908,6 @@ def test_messages(name):
 
 
 # --- other libraries --------------------------------------------------------------------------
-
-
-def test_grain_workers_outside_of_absl():
-    grain = need("grain")
-    data = grain.MapDataset.range(8).batch(4).to_iter_dataset()
-    workers = grain.MultiprocessingOptions(num_workers=1)
-    with pytest.raises(DataError, match=r"UnparsedFlagAccessError.*Call absl.flags.FLAGS.mark_as_parsed\(\) first"):
-        as_source(data.mp_prefetch(workers)).next()
 
 
 def test_grain_as_documented():

@@ -368,7 +368,6 @@ LAUNCHERS = {
     "slurm, an interactive shell": (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, (None, 1, None, None, False)),
     "open mpi": (OMPI, (f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 3, [1], False)),
     "open mpi within slurm": (SLURM | OMPI, (f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 3, [1], False)),
-    "open mpi 5 on one host": (OMPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ("127.0.0.1", 4, 3, [1], True)),
     "kubernetes": (JAX | {"JOB_COMPLETION_INDEX": "1"}, ("job-0.pods:1234", 2, 1, None, False)),
     "variables": (JAX | {"JAX_PROCESS_ID": "0"}, ("job-0.pods:1234", 2, 0, None, False)),
 }
@@ -423,14 +422,6 @@ def test_a_launcher_that_does_not_answer(environment, monkeypatch):
     monkeypatch.setattr(starting.ClusterEnv, "auto_detect_unset_distributed_params", fails)
     with pytest.raises(ProcessError, match=r"launcher at start\(\): got RuntimeError Kubernetes API Error: 403, when"):
         distributed.start()
-
-
-def test_an_mpi_without_mpi4py(environment, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for variables in ({"PMI_SIZE": "2", "PMI_RANK": "0"}, OMPI_5):
-        environment(variables)
-        with pytest.raises(ProcessError, match="pip install mpi4py, or say coordinator_address="):
-            starting._launch(None, None, None, None, 5.0)
 
 
 @pytest.mark.parametrize(

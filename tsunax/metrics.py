@@ -104,12 +104,10 @@ def _class_ids(
     predictions = as_array("predictions", predictions, place)
     targets = as_array("targets", targets, place)
     has_scores = predictions.ndim > targets.ndim
-    for what, x, fix in (
-        ("targets", targets, "Of one-hot targets: targets.argmax(-1)."),
-        ("predictions", predictions, "Of binary scores: logits > 0, or probabilities > 0.5."),
-    ):
+    for what, x in (("targets", targets), ("predictions", predictions)):
         is_ids = jnp.issubdtype(x.dtype, np.integer) or x.dtype == np.bool_
         if not is_ids and not (has_scores and what == "predictions"):
+            fix = "One-hot targets: .argmax(-1). Binary scores: logits > 0."
             raise LossError(what, place, trees.describe(x), "class ids, int or bool", fix)
     shape, n = targets.shape, predictions.shape[-1] if has_scores else classes
     if predictions.shape[: targets.ndim] != shape or predictions.ndim > targets.ndim + 1:
@@ -305,13 +303,16 @@ class _ClassSums:
 
     @classmethod
     def _check_average(cls, average: object, classes: int | None, method: str) -> None:
-        place, known = f"{cls.__name__}.{method}()", ("binary", "macro", "micro", "weighted")
-        if average is not None and not checks.is_one_of(average, known):
-            expected = f"one of {', '.join(map(repr, known))}, None"
-            raise LossError("average", place, trees.describe(average), expected)
-        if average == "binary" and classes != 2:
-            fix = "Choose 'macro', 'micro' or 'weighted', or None for each class."
-            raise LossError("average", place, f"'binary' with {classes} classes", "2", fix)
+        known = ("binary", "macro", "micro", "weighted")
+        if (average is not None and not checks.is_one_of(average, known)) or (
+            average == "binary" and classes != 2
+        ):
+            got, place = (
+                f"{trees.describe(average)}, {classes} classes",
+                f"{cls.__name__}.{method}()",
+            )
+            expected = "'binary' for 2 classes; or 'macro', 'micro', 'weighted' or None"
+            raise LossError("average", place, got, expected)
 
     @classmethod
     def empty(cls, classes: int = 2, *, average: str | None = "binary") -> Self:

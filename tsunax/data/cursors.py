@@ -113,9 +113,7 @@ class Source:
         except TsunaxError:
             raise
         except Exception as error:
-            unparsed = type(error).__name__ == "UnparsedFlagAccessError"  # grain's workers
-            fix = "Call absl.flags.FLAGS.mark_as_parsed() first." if unparsed else ""
-            raise DataError("data", where, told(error), "a batch", fix) from error
+            raise DataError("data", where, told(error), "a batch") from error
         if k is not None and batch is None:
             return END
         if batch is None:
@@ -132,12 +130,9 @@ class Source:
 
     def _ended(self) -> None:
         if self.position == 0:
-            got, expected, fix = "no batch at all", "at least one", ""
-            if self._given and not self.restartable:
-                got = f"a {type(self.data).__name__} that is used up after {self._given} batches"
-                expected = "data that can be iterated again"
-                fix = "One for every epoch: a list, ts.batches(arrays, ...), grain."
-            raise DataError("data", f"epoch {self.epoch}", got, expected, fix)
+            fix = "One for every epoch: a list, ts.batches(arrays, ...), grain."
+            fix = fix if self._given else ""
+            raise DataError("data", f"epoch {self.epoch}", "no batch", "at least one", fix)
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0
 
@@ -262,9 +257,7 @@ class Source:
         """
         keys = {"epoch", "position"} | (set() if self._is_ours else {"data"})
         if not isinstance(state, Mapping) or not keys <= set(state):
-            is_state = isinstance(state, Mapping)
-            fix = "The data it was taken from was of another kind." if is_state else ""
-            raise DataError("state", "restore", state, ", ".join(sorted(keys)), fix)
+            raise DataError("state", "restore", state, ", ".join(sorted(keys)))
         self._batches = self._held = None
         self.epoch, self.position, self._restored = state["epoch"], state["position"], True
         if self._is_ours:

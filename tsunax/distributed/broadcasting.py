@@ -33,34 +33,31 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
         expected = f"a process from 0 to {count - 1}"
         raise ProcessError("root", "broadcast()", repr(root), expected)
     keyed, treedef = jtu.tree_flatten_with_path(tree)
-    known, values = {}, []
+    known = {}
     for path, leaf in keyed:
-        place = trees.access_str("tree", path)
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            got, fix = f"{trees.describe(leaf)} of all processes", "It is one array already."
-            raise ProcessError("leaf", place, got, "an array of this process", fix)
-        is_array = trees.is_array(leaf)
-        known[place] = f"{leaf.dtype}{list(leaf.shape)}" if is_array else "a number or a string"
+        place, is_array = trees.access_str("tree", path), trees.is_array(leaf)
+        is_plain = isinstance(leaf, (bool, int, float, str))
         has_objects = isinstance(leaf, np.ndarray) and leaf.dtype.hasobject
-        if has_objects or not (is_array or isinstance(leaf, (bool, int, float, str))):
-            expected = "an array, a number or a string"
+        is_spread = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        if has_objects or is_spread or not (is_array or is_plain):
+            expected = "an array of this process, a number or a string"
             raise WrongTypeError("leaf", place, trees.describe(leaf), expected)
-        values.append(None if is_array else leaf)
+        known[place] = f"{leaf.dtype}{list(leaf.shape)}" if is_array else "a number or a string"
     if count == 1:
         return tree
     processes.compare("broadcast()", known)
-    values = json.loads(processes.gather("broadcast()", json.dumps(values))[root])
-    bits = [_bits(leaf) for _, leaf in keyed if trees.is_array(leaf)]
+    leaves = [leaf for _, leaf in keyed]
+    plain = json.dumps([None if trees.is_array(x) else x for x in leaves])
+    values = json.loads(processes.gather("broadcast()", plain)[root])
+    bits = [_bits(x) for x in leaves if trees.is_array(x)]
     if bits:
         from jax.experimental import multihost_utils
 
         packed = np.concatenate([x.reshape(-1).view(np.uint8) for x in bits])
         packed = np.asarray(multihost_utils.broadcast_one_to_all(packed, is_source=index == root))
         parts = iter(np.split(packed, np.cumsum([x.nbytes for x in bits])[:-1]))
-        values = [
-            _like(leaf, next(parts)) if trees.is_array(leaf) else value
-            for (_, leaf), value in zip(keyed, values, strict=True)
-        ]
+        pairs = zip(leaves, values, strict=True)
+        values = [_like(x, next(parts)) if trees.is_array(x) else value for x, value in pairs]
     return treedef.unflatten(values)
 
 
