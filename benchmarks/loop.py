@@ -248,7 +248,9 @@ def tiny(peers: bool, rounds: int = 15) -> None:
 
     contenders = {
         "scan by hand": (by_scan(same_info, params, 100, itertools.cycle(chunks)), 10_000),
+        "scan by hand, bare": (by_scan(unguarded(mlp_loss), params, 100, itertools.cycle(chunks)), 10_000),
         "loop by hand": (by_loop(same_info, params, ready), 5000),
+        "loop by hand, bare": (by_loop(unguarded(mlp_loss), params, ready), 5000),
         "loop by hand, batches on the device": (by_loop(same_info, params, jax.device_put(ready)), 5000),
         "fit": (by_fit(step, state(), shuffled(), logged=True), 10_000),
         "fit, no logger, no progress": (by_fit(step, state(), shuffled()), 10_000),
@@ -259,14 +261,16 @@ def tiny(peers: bool, rounds: int = 15) -> None:
     }
     targets = [
         ("fit", "scan by hand", 1.10),
+        ("fit", "scan by hand, bare", 1.15),
         ("fit, a step a call", "loop by hand", 1.15),
+        ("fit, a step a call", "loop by hand, bare", 1.20),
         ("fit, a step a call", "loop by hand, batches on the device", 1.15),
         ("fit, resident", "epochs by hand", 1.05),
         ("fit, resident", "epochs by hand, order from NumPy", 1.05),
     ]
     with contextlib.ExitStack() as stack:
         there = others(stack) if peers else {}
-        title = "tiny MLP 64-64-10, batches of 32, Adam; fit with a logger and progress"
+        title = "tiny MLP 64-64-10, batches of 32, Adam; fit with a logger and progress; by hand with norms and verdict, or bare"
         compare(title, contenders | there, "scan by hand", targets, rounds=rounds)
 
 
