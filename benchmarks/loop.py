@@ -5,8 +5,8 @@
     python -m benchmarks loop --long        # and 100,000 steps: memory, threads, open files
 
 Everyone takes turns of many steps; a turn of `fit`, or of another library's, is one call, and its cost is in it. By
-hand, "same info" computes both norms, the finite check and the select, as tsunax's step does; only the GPT's is also
-timed without. Other libraries compute the loss alone.
+hand, loops compute both norms, the finite check and the select, as tsunax's step does; "bare" ones, and the GPT's plain
+one, the loss alone, as other libraries do.
 """
 
 import argparse
@@ -270,7 +270,7 @@ def tiny(peers: bool, rounds: int = 15) -> None:
     ]
     with contextlib.ExitStack() as stack:
         there = others(stack) if peers else {}
-        title = "tiny MLP 64-64-10, batches of 32, Adam; fit with a logger and progress; by hand with norms and verdict, or bare"
+        title = "tiny MLP 64-64-10, batches of 32, Adam; fit with logger and progress; by hand with the same info, or bare"
         compare(title, contenders | there, "scan by hand", targets, rounds=rounds)
 
 
