@@ -74,8 +74,11 @@ class TrainState:
     def of(cls, state: TrainState, **more: Any) -> TrainState:
         """A state of this class with the fields of another one, and copies of more.
 
-        StateError for other names.
+        An average is given as in `setup(ema=)`, and begins with the trained leaves. StateError for
+        other names, and for a field like the trained leaves that has others.
         """
+        from tsunax._step import starting
+
         own_names = [f.name for f in cls._fields if not hasattr(state, f.name)]
         for name in [*own_names, *more]:
             if name not in more or name not in own_names:
@@ -83,6 +86,8 @@ class TrainState:
                 raise StateError(
                     "field", f"{cls.__name__}.of()", got, ", ".join(own_names) or "no more"
                 )
+        roles = {f.name: f.metadata["like"] for f in cls._fields}
+        more = starting.begun(more, roles, base(state), f"{cls.__name__}.of()")
         kept = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
         return cls(**kept, **{name: jax.tree.map(own, value) for name, value in more.items()})
 
