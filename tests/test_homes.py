@@ -173,6 +173,22 @@ def test_another_state_is_refused_before_an_array_is_read(place, home, monkeypat
     assert text.startswith(f"checkpoint of another state at {checkpoints.path}")
 
 
+def test_what_is_not_ours_is_never_deleted(place):
+    """orbax's own checkpoints under the same steps, and a directory that is somebody's."""
+    ocp, given = need("orbax.checkpoint").v1, place("orbax")
+    given["path"].mkdir()
+    for step in (1, 2):
+        ocp.save_checkpointables(given["path"] / str(step), {"state": {"a": np.arange(3.0)}})
+    (given["path"] / "3").mkdir()
+    with Checkpoints(**given, keep_last=1) as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(make(), step=step)
+        checkpoints.wait()
+        assert checkpoints.steps() == [4]
+    assert sorted(os.listdir(given["path"])) == ["1", "2", "3", "4", "tsunax.lock"]
+    assert ocp.load_checkpointables(given["path"] / "2")["state"]["a"].shape == (3,)
+
+
 @pytest.mark.parametrize("home", HOMES[1:])
 def test_what_a_killed_run_left_is_no_checkpoint_and_goes(place, home):
     states, given = three(), place(home)

@@ -663,8 +663,16 @@ def _with(change):
         ((3, noisy), WrongTypeError, r"rule at wrap\(\): got 3 \(int\)"),
         ((noisy, rules.sgd(0.1)), WrongTypeError, r"The order is wrap\(rule, update\)"),
         ((rules.sgd(0.1), noisy, {"eta": "x"}), WrongTypeError, r"init at wrap\(\): got 'x' \(str\)"),
-        ((rules.sgd(0.1), _with(lambda u, s: u)), RuleError, r"^result at around\(\): got dict.*expected updates and a"),
-        ((rules.sgd(0.1), _with(lambda u, s: (u, s, 1))), RuleError, r"^result at around\(\): got \(dict.*, Wrapped, 1 "),
+        (
+            (rules.sgd(0.1), _with(lambda u, s: u)),
+            RuleError,
+            r"^result at around\(\): got dict.*expected updates and a",
+        ),
+        (
+            (rules.sgd(0.1), _with(lambda u, s: (u, s, 1))),
+            RuleError,
+            r"^result at around\(\): got \(dict.*, Wrapped, 1 ",
+        ),
         ((rules.sgd(0.1), _with(lambda u, s: (u, s.inner))), RuleError, r"Return updates, dataclasses\.replace\(state"),
         ((rules.sgd(0.1), _with(lambda u, s: ([u], s))), RuleError, r"another tree \(at updates: got list"),
         ((rules.sgd(0.1), _with(lambda u, s: (jax.tree.map(lambda x: x[:1], u), s))), RuleError, r"of shape \(1,"),

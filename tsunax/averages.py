@@ -117,9 +117,7 @@ def swa(start: int, every: int) -> Average:
     return _average("swa()", start, every, uniform=True)
 
 
-def as_average(
-    given: ArrayLike | Average | None, where: str, name: str = "ema"
-) -> Average | None:
+def as_average(given: ArrayLike | Average | None, where: str, name: str = "ema") -> Average | None:
     """The average that `setup(ema=...)` means: None, a decay, or an `Average`."""
     if given is None or isinstance(given, Average):
         return given

@@ -144,7 +144,15 @@ def told(error: BaseException) -> str:
     text = re.sub(
         r"\w*Tracer\b", "a traced array", re.sub(r"<class '([\w.]+)'>", r"\1", str(error))
     )
-    return f"{kind} {textwrap.shorten(text, 160, placeholder=' …')}".rstrip(" .")
+    return f"{kind} {_both_ends(text)}".rstrip(" .")
+
+
+def _both_ends(text: str, most: int = 160) -> str:
+    """Text in one line; of a long one its first and last words: the cause often comes last."""
+    if len(line := " ".join(text.split())) <= most:
+        return line
+    head = textwrap.shorten(line, most - 60, placeholder="") or line[: most - 60]
+    return f"{head} … {line[-56:].partition(' ')[2] or line[-56:]}"
 
 
 def remedy(error: BaseException) -> str:

@@ -272,7 +272,7 @@ class Orbax(Home):
 
     def _delete(self, names: list[str]) -> None:
         for name in names:
-            if set(self.names(self.path / name)) <= KNOWN:
+            if {OURS} <= set(self.names(self.path / name)) <= KNOWN:  # no one else's
                 self._remove(name)
 
     def tidy(self) -> None:

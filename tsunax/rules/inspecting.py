@@ -37,7 +37,9 @@ def keywords_of(update: Function) -> frozenset[str] | None:
         return None
     found = {"step"} if any(isinstance(x, LiveUpdate) for x in parts) else set()
     for x in parts:
-        found.update(_extra_of(x) if isinstance(x, types.CodeType) else getattr(x, "takes", ()) or ())
+        found.update(
+            _extra_of(x) if isinstance(x, types.CodeType) else getattr(x, "takes", ()) or ()
+        )
     return frozenset(found)
 
 
