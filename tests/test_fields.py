@@ -163,7 +163,7 @@ def test_a_second_average_moves_as_the_first_one_does():
         state, alone = step(state, X)[0], step(alone, X)[0]
     assert_trees_equal(ts.averaged(state, "slow").params, ts.averaged(alone).params)
     assert not np.array_equal(ts.averaged(state).params["w"], ts.averaged(state, "slow").params["w"])
-    with pytest.raises(StateError, match=r"average at averaged.*'fast'.*'average' or 'slow'"):
+    with pytest.raises(StateError, match=r"average at averaged.*'fast'.*'average' or 'slow'\.$"):
         ts.averaged(state, "fast")
     before = jax.tree.map(np.array, state.slow)
     rejected, info = step(state, np.full_like(X, np.nan))

@@ -278,7 +278,8 @@ def _average_of(state: TrainState, where: str, name: str = "average") -> PyTree:
     if name not in found:
         got = "a state without one" if name == "average" else f"{name!r}"
         expected = " or ".join(map(repr, found)) or "one"
-        raise StateError("average", where, got, expected, "Give setup(..., ema=0.999).")
+        fix = "" if found else "Give setup(..., ema=0.999)."
+        raise StateError("average", where, got, expected, fix)
     return found[name].params
 
 
