@@ -58,13 +58,14 @@ class TrainState:
     # Of the trained leaves, if `setup` was given `ema=`
     average: Average | None = field(moves="step", like="average")
     loss_scale: LossScale | None = field(moves="record")
-    # What is no array: the rule without its numbers, which leaves are trained, in which precision
+    # Static: the rule without its numbers, which leaves are trained, in which precision
     plan: Plan = field()
 
     _fields: ClassVar[tuple[dataclasses.Field[Any], ...]]  # all but the plan, as declared
-    _moving: ClassVar[tuple[str, ...]]  # their names, but for params, of which a part moves
-    _still: ClassVar[tuple[str, ...]]
-    _take: ClassVar[tuple[Function, Function]]  # both, off a state
+    _moving: ClassVar[tuple[str, ...]]  # names of what a step changes, but params: see `split`
+    _still: ClassVar[tuple[str, ...]]  # names of what it only reads
+    _get_moving: ClassVar[Function]  # a state -> the values of the first, as a tuple
+    _get_still: ClassVar[Function]  # a state -> the values of the second
 
     # A frozen dataclass's own __init__ takes three times as long, at every step
     def __init__(self, **fields: Any) -> None:
@@ -101,22 +102,22 @@ class TrainState:
     @property
     def step(self) -> jax.Array:
         """int32: updates applied. The clock of schedules, averages and logs."""
-        return _tick(self.clock, 0)
+        return _count(self.clock, 0)
 
     @property
     def calls(self) -> jax.Array:
         """int32: every call, rejected ones too. Never rolls back; keys come from it."""
-        return _tick(self.clock, 1)
+        return _count(self.clock, 1)
 
     @property
     def rejected(self) -> jax.Array:
         """int32: calls whose step was rejected by its verdict."""
-        return _tick(self.clock, 2)
+        return _count(self.clock, 2)
 
     @property
     def rejected_in_a_row(self) -> jax.Array:
         """int32: calls rejected since the last one that was not."""
-        return _tick(self.clock, 3)
+        return _count(self.clock, 3)
 
     def replace(self, **fields: Any) -> TrainState:
         """The state with some fields replaced.
@@ -159,7 +160,8 @@ class TrainState:
         return describe(self)
 
 
-def _tick(clock: Any, i: int) -> Any:
+def _count(clock: Any, i: int) -> Any:
+    """One of the counts in a clock, or its shape in the shape of one."""
     if isinstance(clock, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(clock.shape[:-1], clock.dtype)
     if trees.is_gone(clock):
@@ -219,8 +221,8 @@ def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     params, rest = state.params, None
     if state.plan.moving is not None:
         params, rest = trees.partition(state.params, state.plan.moving)
-    moving, still = state._take
-    return (params, *moving(state)), (rest, *still(state))
+    cls = type(state)
+    return (params, *cls._get_moving(state)), (rest, *cls._get_still(state))
 
 
 def assemble(
