@@ -31,6 +31,7 @@ from tsunax.errors import (
     StateError,
     TsunaxError,
     WrongTypeError,
+    told,
 )
 
 from helpers import assert_trees_equal, count_compiles
@@ -1034,6 +1035,14 @@ def print_messages() -> None:
     for row in ROWS:
         error, _ = error_of(row)
         print(f"{row.number or '-':>3}  {row.title}\n     {type(error).__name__}: {error}")
+
+
+def test_a_long_cause_keeps_both_ends():
+    """orbax and TensorStore say what happened in their last words."""
+    error = OSError(f"RESOURCE_EXHAUSTED: failed to write {'/a/long/path ' * 30} : No space left on device")
+    found = told(error)
+    assert found.startswith("OSError RESOURCE_EXHAUSTED: failed") and found.endswith("No space left on device")
+    assert len(found) < 175 and len(told(OSError("x" * 1000))) < 175
 
 
 if __name__ == "__main__":

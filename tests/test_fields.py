@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax.errors import StateError
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.state import TrainState, field, split, state_class
 
 
@@ -124,10 +124,36 @@ def test_the_fields_of_a_state_have_a_role_each():
 def with_two(rule=None, **options):
     params = {"w": jnp.ones((64, 32)) / 64, "b": jnp.zeros(32)}
     state = ts.setup(ts.rules.sgd(0.1) if rule is None else rule, params, ema=0.5, **options)
-    return TwoAverages.of(state, slow=ts.averages.ema(0.9).of(state.params))
+    return TwoAverages.of(state, slow=0.9)
 
 
 LOSS = STEP.loss_fn
+
+
+@pytest.mark.parametrize("given", (0.9, ts.averages.ema(0.9), None))
+def test_a_second_average_begins_as_the_first_one_does(given):
+    """From the trained leaves alone, and from those that are not rounded."""
+    params = {"w": jnp.full((64, 32), 1 / 3), "b": jnp.zeros(32)}
+    options = {"trainable": "w", "precision": ts.precision.Policy("bfloat16", "bfloat16")}
+    state = TwoAverages.of(ts.setup(ts.rules.sgd(0.1), params, ema=0.9, **options), slow=given)
+    assert state.slow is None if given is None else state.slow.count == 0
+    state, _ = ts.train_step(LOSS)(state, X)
+    assert_trees_equal(state.slow, state.average if given is not None else None)
+
+
+def test_a_first_value_of_other_leaves_is_named():
+    params = {"w": jnp.ones((64, 32)) / 64, "b": jnp.zeros(32)}
+    state = ts.setup(ts.rules.sgd(0.1), params, trainable="w")
+    with pytest.raises(StateError, match=r"field at lag\['b'\]: got .*, expected .*Give ts\.trainable\(state\)"):
+        Lagged.of(state, lag=params)
+    with pytest.raises(StateError, match=r"field at slow.*\['b'\]: got .*, expected"):
+        TwoAverages.of(state, slow=ts.averages.ema(0.9).of(params))
+    with pytest.raises(StateError, match=r"field at lag.*float32\[3\], expected float32\[64,32\]"):
+        Lagged.of(state, lag={"w": jnp.ones(3), "b": None})
+    with pytest.raises(WrongTypeError, match=r"slow at TwoAverages\.of\(\): got 'often' \(str\), expected a decay"):
+        TwoAverages.of(state, slow="often")
+    with pytest.raises(HyperparameterError, match="decay"):
+        TwoAverages.of(state, slow=2.0)
 
 
 def test_a_second_average_moves_as_the_first_one_does():
@@ -137,7 +163,7 @@ def test_a_second_average_moves_as_the_first_one_does():
         state, alone = step(state, X)[0], step(alone, X)[0]
     assert_trees_equal(ts.averaged(state, "slow").params, ts.averaged(alone).params)
     assert not np.array_equal(ts.averaged(state).params["w"], ts.averaged(state, "slow").params["w"])
-    with pytest.raises(StateError, match=r"average at averaged.*'fast'.*'average' or 'slow'"):
+    with pytest.raises(StateError, match=r"average at averaged.*'fast'.*'average' or 'slow'\.$"):
         ts.averaged(state, "fast")
     before = jax.tree.map(np.array, state.slow)
     rejected, info = step(state, np.full_like(X, np.nan))

@@ -16,7 +16,7 @@ import tsunax as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tests.test_checkpoint import LEAVES, error_of, make, updated
-from tsunax.checkpoints import _orbax_home
+from tsunax.checkpoints import _orbax, _orbax_home
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.errors import CheckpointError, MissingLibraryError, SaveError, WrongTypeError
 
@@ -171,6 +171,30 @@ def test_another_state_is_refused_before_an_array_is_read(place, home, monkeypat
     monkeypatch.setattr(type(checkpoints.store), "read", None)
     text = error_of(lambda: checkpoints.restore(make(rule=ts.rules.sgd(0.1))))
     assert text.startswith(f"checkpoint of another state at {checkpoints.path}")
+
+
+def test_logs_of_others_are_heard_beside_orbax(caplog):
+    from absl import logging
+
+    with _orbax.quiet(), caplog.at_level("INFO", "absl"):
+        logging.info("my step 3")
+    assert [record.getMessage() for record in caplog.records] == ["my step 3"]
+
+
+def test_what_is_not_ours_is_never_deleted(place):
+    """orbax's own checkpoints under the same steps, and a directory that is somebody's."""
+    ocp, given = need("orbax.checkpoint").v1, place("orbax")
+    given["path"].mkdir()
+    for step in (1, 2):
+        ocp.save_checkpointables(given["path"] / str(step), {"state": {"a": np.arange(3.0)}})
+    (given["path"] / "3").mkdir()
+    with Checkpoints(**given, keep_last=1) as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(make(), step=step)
+        checkpoints.wait()
+        assert checkpoints.steps() == [4]
+    assert sorted(os.listdir(given["path"])) == ["1", "2", "3", "4", "tsunax.lock"]
+    assert ocp.load_checkpointables(given["path"] / "2")["state"]["a"].shape == (3,)
 
 
 @pytest.mark.parametrize("home", HOMES[1:])

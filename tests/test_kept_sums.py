@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
+from jax import export
 from jax.extend import core
 from tests.helpers import assert_trees_equal, medium_if
 from tsunax._core import kept_sums
@@ -135,3 +136,12 @@ def test_a_weight_that_follows_from_the_shapes_is_still_known():
     step = ts.train_step(lambda params, x: ts.Loss.mean(jnp.sum(jnp.tanh(x @ params["w"][0]) ** 2, -1)))
     _, info = step(start(), X)
     assert isinstance(info.weight, np.ndarray | np.generic) and info.weight == len(X)
+
+
+def test_sums_of_symbolic_shapes_are_left_alone():
+    """`jax.export` with a batch of any size: nobody knows how large they are."""
+    (rows,) = export.symbolic_shape("rows")
+    loss_fn = lambda params, x: ts.Loss(unrolled(params, x), 1.0)
+    grads = jax.jit(lambda state, x: ts.value_and_grad(loss_fn)(state, x)[1])
+    exported = export.export(grads)(start(), jax.ShapeDtypeStruct((rows, 128), jnp.float32))
+    assert_trees_equal(exported.call(start(), X), jax.jit(jax.grad(unrolled))(PARAMS, X))

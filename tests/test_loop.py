@@ -1,5 +1,6 @@
 """`fit`, `iterate`, `run_steps`: the numbers of a plain loop, whatever happens between its steps."""
 
+import dataclasses
 import functools
 import signal
 import threading
@@ -219,6 +220,29 @@ def test_any_state_and_any_step():
         expected, _ = jax.jit(descend)(expected, batch)
     assert_trees_close(found, expected, rtol=1e-6, atol=1e-7)
     assert history["loss"].shape == (5,)  # and the params that were given are still there: `expected` began with them
+
+
+@pytest.mark.parametrize("per_call", (1, 3))
+@pytest.mark.parametrize("wrapped", ("pure", "compiled"))
+def test_what_a_function_changes_that_a_step_only_reads(wrapped, per_call):
+    """The live numbers and a leaf that is not trained: a policy of one's own, and a slow copy."""
+
+    def step(state, batch):
+        rate = ts.hyperparams(state)["learning_rate"]
+        new, info = STEP.pure(state, batch, {}) if wrapped == "pure" else STEP(state, batch)
+        new = ts.adjust(new, learning_rate=jnp.where(info.applied, rate / 2, rate))
+        slow = 0.9 * state.params["slow"] + 0.1 * new.params["out"]["bias"]
+        return dataclasses.replace(new, params={**new.params, "slow": slow}), info
+
+    params = init() | {"slow": jnp.ones(3), "still": jnp.ones(2)}
+    make = lambda: ts.setup(ts.rules.sgd(0.4), params, key=0, trainable=["hidden/**", "out/**"])
+    start = make()
+    state, _ = fit(step, start, even(), steps=6, log_every=3, steps_per_call=per_call)
+    assert state.params["still"] is start.params["still"] and state.key is start.key
+    expected, _ = plainly(jax.jit(step), make(), even(), 6)
+    assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(state.numbers.values, expected.numbers.values)
+    assert ts.hyperparams(state) == {"learning_rate": 0.4 / 2**6}
 
 
 # ----------------------------------------------------------------------------------------------------------- bare loops

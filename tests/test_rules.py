@@ -17,7 +17,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import rules
-from tsunax.errors import RuleError, WrongTypeError
+from tsunax.errors import RuleError, StateError, WrongTypeError
 from tsunax.rules import live_rules
 from tsunax.rules.number_table import Number
 from tsunax.rules.optimizers import CONTRIB, OPTAX
@@ -625,6 +625,80 @@ def test_a_rule_around_a_rule_is_the_loop_by_hand():
     window = ts.setup(rules.wrap(rules.accumulate(rules.sgd(0.1), 2), noisy, _key), PARAMS)
     window, info = ts.update(window, jax.tree.map(jnp.ones_like, PARAMS))
     assert not info.applied and int(window.step) == 0 and int(window.calls) == 1
+
+
+def test_what_a_wrapper_keeps_may_be_given_as_arrays():
+    """Whatever their values, setups share a program; no two states share an array."""
+    calls = []
+
+    def loss_fn(params):
+        calls.append(1)
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+    step, key = ts.train_step(lambda params, batch: loss_fn(params)), jax.random.key(7)
+    make = lambda own: ts.setup(rules.wrap(rules.adam(0.1), noisy, own), PARAMS)
+    for own in (key, jax.random.key(8), key):
+        state, _ = step(make(own), jnp.zeros(1))
+    assert len(calls) == 1
+    assert_trees_equal(step(make(_key), jnp.zeros(1))[0].params, state.params)
+    assert not key.is_deleted()
+    seeded = jax.vmap(lambda seed: make(jax.random.key(seed)))(jnp.arange(3))
+    step(seeded, jnp.zeros(1))  # a population with a key each, and no tracer in its plan
+    kept = ts.setup(rules.wrap(rules.sgd(0.1), _with(lambda u, s: (u, s)), {"eta": 0.5}), PARAMS).opt_state.own["eta"]
+    assert kept.dtype == jnp.float32 and not kept.weak_type
+
+
+def _with(change):
+    def around(inner, updates, state, params, **extra):
+        updates, rest = inner(updates)
+        return change(updates, dataclasses.replace(state, inner=rest))
+
+    return around
+
+
+@pytest.mark.parametrize(
+    "arguments, error, text",
+    [
+        ((rules.sgd(0.1), None), WrongTypeError, r"update at wrap\(\): got None, expected a function"),
+        ((3, noisy), WrongTypeError, r"rule at wrap\(\): got 3 \(int\)"),
+        ((noisy, rules.sgd(0.1)), WrongTypeError, r"The order is wrap\(rule, update\)"),
+        ((rules.sgd(0.1), noisy, {"eta": "x"}), WrongTypeError, r"init at wrap\(\): got 'x' \(str\)"),
+        (
+            (rules.sgd(0.1), _with(lambda u, s: u)),
+            RuleError,
+            r"^result at around\(\): got dict.*expected updates and a",
+        ),
+        (
+            (rules.sgd(0.1), _with(lambda u, s: (u, s, 1))),
+            RuleError,
+            r"^result at around\(\): got \(dict.*, Wrapped, 1 ",
+        ),
+        ((rules.sgd(0.1), _with(lambda u, s: (u, s.inner))), RuleError, r"Return updates, dataclasses\.replace\(state"),
+        ((rules.sgd(0.1), _with(lambda u, s: ([u], s))), RuleError, r"another tree \(at updates: got list"),
+        ((rules.sgd(0.1), _with(lambda u, s: (jax.tree.map(lambda x: x[:1], u), s))), RuleError, r"of shape \(1,"),
+        (
+            (rules.sgd(0.1), _with(lambda u, s: (u, dataclasses.replace(s, own=jnp.zeros(7)))), jnp.zeros(3)),
+            RuleError,
+            r"opt_state\.own: got float32\[7\], expected float32\[3\]\. The rule ",
+        ),
+    ],
+)
+def test_a_wrapper_that_is_wrong_is_told_before_the_first_step(arguments, error, text):
+    with pytest.raises(error, match=text):
+        ts.setup(rules.wrap(*arguments), PARAMS)
+
+
+def test_a_wrapper_gets_the_extra_arguments_that_it_names():
+    def scaled(inner, updates, state, params, beta=1.0):
+        updates, rest = inner(jax.tree.map(lambda g: beta * g, updates))
+        return updates, dataclasses.replace(state, inner=rest)
+
+    state, grads = ts.setup(rules.wrap(rules.sgd(1.0), scaled), PARAMS), jax.tree.map(jnp.ones_like, PARAMS)
+    expected, _ = ts.update(ts.setup(rules.sgd(1.0), PARAMS), jax.tree.map(lambda g: 3 * g, grads))
+    assert_trees_equal(ts.update(state, grads, beta=3.0)[0].params, expected.params)
+    with pytest.raises(StateError, match="beto"):
+        ts.update(state, grads, beto=3.0)
+    assert repr(rules.wrap(rules.sgd(0.1), functools.partial(noisy))).startswith("partial(sgd")
 
 
 @EVERY_RULE

@@ -117,13 +117,13 @@ def swa(start: int, every: int) -> Average:
     return _average("swa()", start, every, uniform=True)
 
 
-def as_average(given: ArrayLike | Average | None, where: str) -> Average | None:
+def as_average(given: ArrayLike | Average | None, where: str, name: str = "ema") -> Average | None:
     """The average that `setup(ema=...)` means: None, a decay, or an `Average`."""
     if given is None or isinstance(given, Average):
         return given
     if isinstance(given, bool) or trees.dtype_of(given) is None:
         raise WrongTypeError(
-            "ema", where, trees.describe(given), "a decay in [0, 1), or ts.averages.ema(...)"
+            name, where, trees.describe(given), "a decay in [0, 1), or ts.averages.ema(...)"
         )
     return ema(given)
 

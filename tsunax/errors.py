@@ -142,9 +142,18 @@ def told(error: BaseException) -> str:
         return "a Python or NumPy operation (if, float, np) on a traced value"
     kind = type(error).__name__
     text = re.sub(
-        r"\w*Tracer\b", "a traced array", re.sub(r"<class '([\w.]+)'>", r"\1", str(error))
+        r" \[(tensorstore_spec|source locations|os_error_code)=.*", "", str(error), flags=re.S
     )
-    return f"{kind} {textwrap.shorten(text, 160, placeholder=' …')}".rstrip(" .")
+    text = re.sub(r"\w*Tracer\b", "a traced array", re.sub(r"<class '([\w.]+)'>", r"\1", text))
+    return f"{kind} {_both_ends(text)}".rstrip(" .")
+
+
+def _both_ends(text: str, most: int = 160) -> str:
+    """Text in one line; of a long one its first and last words: the cause often comes last."""
+    if len(line := " ".join(text.split())) <= most:
+        return line
+    head = textwrap.shorten(line, most // 2, placeholder="") or line[: most // 2]
+    return f"{head} … {line[-76:].partition(' ')[2] or line[-76:]}"
 
 
 def remedy(error: BaseException) -> str:

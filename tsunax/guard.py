@@ -43,22 +43,22 @@ GOT = "got {}"
 SMALL = 1 << 14  # elements
 
 
-_apart: contextvars.ContextVar[bool] = contextvars.ContextVar("_apart", default=False)
+_over_mesh: contextvars.ContextVar[bool] = contextvars.ContextVar("_over_mesh", default=False)
 
 
 @contextlib.contextmanager
-def leaves_apart(apart: bool) -> Generator[None, None, None]:
-    """A context in which each leaf is summed by itself: for programs over a mesh."""
-    before = _apart.set(apart)
+def leaves_apart(over_mesh: bool) -> Generator[None, None, None]:
+    """A context that says whether the program traced in it is one over a mesh."""
+    before = _over_mesh.set(over_mesh)
     try:
         yield
     finally:
-        _apart.reset(before)
+        _over_mesh.reset(before)
 
 
-def is_apart(x: ArrayLike) -> bool:
-    """Whether an array belongs to a program over a mesh, as far as JAX can tell."""
-    return _apart.get() or bool(jax.typeof(x).sharding.mesh.axis_names)
+def is_over_mesh(x: ArrayLike) -> bool:
+    """Whether an array belongs to a program over a mesh: its type says so, or the context."""
+    return _over_mesh.get() or bool(jax.typeof(x).sharding.mesh.axis_names)
 
 
 def _square_sum(x: ArrayLike) -> jax.Array:
@@ -81,7 +81,7 @@ def global_norm(tree: PyTree) -> jax.Array:
     """
     large, small = [], defaultdict(list)
     for x in map(jnp.asarray, jax.tree.leaves(tree)):
-        if x.size > SMALL or is_apart(x):
+        if x.size > SMALL or is_over_mesh(x):
             large.append(x)
         else:
             small[x.dtype].append(x.ravel())
@@ -114,6 +114,9 @@ def reports(opt_state: PyTree) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_report) if _is_report(x)]
 
 
+_LOSS, _GRADIENT, _CLOCK, _REPORTS = 1, 2, 3, 4  # places; the update has the one after the reports
+
+
 def judge(
     loss: Maybe,
     grad_norm: jax.Array | None,
@@ -125,20 +128,20 @@ def judge(
 
     The order of the places is: loss, gradient, clock, reports, update.
     """
-    verdict, place = jnp.where(calls < LIMIT, LIMIT, 6), 4
+    verdict, place = jnp.where(calls < LIMIT, LIMIT, 2 * _CLOCK), _REPORTS
     for report in reports(opt_state):
         n = len(report.whats)
-        verdict = jnp.minimum(
-            verdict, jnp.min(_found(report.values, np.arange(place, place + n)), initial=LIMIT)
-        )
+        codes = _code(report.values, np.arange(place, place + n))
+        verdict = jnp.minimum(verdict, jnp.min(codes, initial=LIMIT))
         place += n
-    for i, value in ((1, loss), (2, grad_norm), (place, update_norm)):
+    for i, value in ((_LOSS, loss), (_GRADIENT, grad_norm), (place, update_norm)):
         if value is not None:
-            verdict = jnp.minimum(verdict, _found(value, i))
+            verdict = jnp.minimum(verdict, _code(value, i))
     return jnp.where(verdict == LIMIT, 0, verdict)
 
 
-def _found(value: ArrayLike, place: int | np.ndarray) -> jax.Array:
+def _code(value: ArrayLike, place: int | np.ndarray) -> jax.Array:
+    """LIMIT if the value at this place is finite, else the verdict that it leads to."""
     return jnp.where(jnp.isfinite(value), LIMIT, np.int32(2) * place + jnp.isnan(value)).astype(
         jnp.int32
     )
@@ -146,7 +149,7 @@ def _found(value: ArrayLike, place: int | np.ndarray) -> jax.Array:
 
 def overflowed(verdict: Scalar) -> Scalar:
     """Whether the loss or the gradient was not finite, rather than a value reported by a rule."""
-    return (verdict > 0) & (verdict < 6)
+    return (verdict > 0) & (verdict < 2 * _CLOCK)
 
 
 def with_gathered(verdict: jax.Array | None, emitted: jax.Array | None) -> jax.Array | None:
@@ -293,15 +296,15 @@ def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
 
 
 def candidate(
-    applied: Callable[[], tuple[Any, ...]], trained: list[Any], *, late: bool = False
+    applied: Callable[[], tuple[Any, ...]], trained: list[Any], *, once: bool = False
 ) -> tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]] | None]:
     """The result of `applied()`, and a function that computes it again.
 
-    The function is None if recomputing would cost too much for these trained leaves, or is not
-    allowed (`late`).
+    The function is None if recomputing would cost too much for these trained leaves, or if it is to
+    be computed only `once`.
     """
     large = sum(x.size * x.dtype.itemsize for x in trained) > BYTES * len(trained)
-    if large or late or any(map(is_apart, trained)) or not trees.is_tracing():
+    if large or once or any(map(is_over_mesh, trained)) or not trees.is_tracing():
         return applied(), None
     from jax.extend.core import jaxpr_as_fun  # costs 20 ms to import
 

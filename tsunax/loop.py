@@ -24,6 +24,7 @@ import numpy as np
 
 from tsunax._core import Function, PyTree, Step, StrPath, checks, placement, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
+from tsunax._core.trees import own
 from tsunax._step.loss_fn_errors import hide_own_frames
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.data.checks import owned
@@ -37,7 +38,7 @@ from tsunax.run.history import History
 from tsunax.run.infos import form_of, step_of
 from tsunax.run.options import Goal, check_step, check_whole, options_of
 from tsunax.run.run import with_state
-from tsunax.state import TrainState, own
+from tsunax.state import TrainState
 
 _State = TypeVar("_State")
 
@@ -62,7 +63,7 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     k = _feed.length_of(batches, "run_steps()")
     checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
     batches = owned(batches, "batches")  # the caller may refill them while the program runs
-    if k == 1:  # a loop of one would be another program
+    if k == 1:  # XLA unrolls a loop of one, to other bits: a buffer of two, of which one is read
         twice = lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0)
         batches = jax.tree.map(twice, batches)
     home = placement.home_of(state)
@@ -282,7 +283,7 @@ def fit(
             raise
         if dry_run:
             fitting.feed.back()
-    # too late for all to end together: as if it had come after this
+    # a signal that came too late to tell the other processes: again, as if it came after `fit`
     if interrupt.asked and not fitting.signal and fitting.alike.spans:
         os.kill(os.getpid(), interrupt.asked)
     asked = fitting.signal or interrupt.asked

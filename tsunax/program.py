@@ -233,7 +233,9 @@ class TrainStep:
         try:
             # eager grad and vmap would donate what is not traced under the user's feet
             if trees.is_tracing():
-                return self._traced(state, batch, extra)
+                new, info = self._traced(state, batch, extra)
+                # what it only reads is the same array, so that a loop around it leaves it outside
+                return assemble((type(new), new.plan), split(new)[0], split(state)[1]), info
             kind, (moving, still) = (type(state), state.plan), split(state)
             home, moving, still = self.programs.home_of(state, moving, still)
             if home is not None:

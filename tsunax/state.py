@@ -58,13 +58,14 @@ class TrainState:
     # Of the trained leaves, if `setup` was given `ema=`
     average: Average | None = field(moves="step", like="average")
     loss_scale: LossScale | None = field(moves="record")
-    # What is no array: the rule without its numbers, which leaves are trained, in which precision
+    # Static: the rule without its numbers, which leaves are trained, in which precision
     plan: Plan = field()
 
     _fields: ClassVar[tuple[dataclasses.Field[Any], ...]]  # all but the plan, as declared
-    _moving: ClassVar[tuple[str, ...]]  # their names, but for params, of which a part moves
-    _still: ClassVar[tuple[str, ...]]
-    _take: ClassVar[tuple[Function, Function]]  # both, off a state
+    _moving: ClassVar[tuple[str, ...]]  # names of what a step changes, but params: see `split`
+    _still: ClassVar[tuple[str, ...]]  # names of what it only reads
+    _get_moving: ClassVar[Function]  # a state -> the values of the first, as a tuple
+    _get_still: ClassVar[Function]  # a state -> the values of the second
 
     # A frozen dataclass's own __init__ takes three times as long, at every step
     def __init__(self, **fields: Any) -> None:
@@ -74,8 +75,11 @@ class TrainState:
     def of(cls, state: TrainState, **more: Any) -> TrainState:
         """A state of this class with the fields of another one, and copies of more.
 
-        StateError for other names.
+        An average is given as in `setup(ema=)`, and begins with the trained leaves. StateError for
+        other names, and for a field like the trained leaves that has others.
         """
+        from tsunax._step import starting
+
         own_names = [f.name for f in cls._fields if not hasattr(state, f.name)]
         for name in [*own_names, *more]:
             if name not in more or name not in own_names:
@@ -83,6 +87,8 @@ class TrainState:
                 raise StateError(
                     "field", f"{cls.__name__}.of()", got, ", ".join(own_names) or "no more"
                 )
+        roles = {f.name: f.metadata["like"] for f in cls._fields}
+        more = starting.begun(more, roles, base(state), f"{cls.__name__}.of()")
         kept = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
         return cls(**kept, **{name: jax.tree.map(own, value) for name, value in more.items()})
 
@@ -96,22 +102,22 @@ class TrainState:
     @property
     def step(self) -> jax.Array:
         """int32: updates applied. The clock of schedules, averages and logs."""
-        return _tick(self.clock, 0)
+        return _count(self.clock, 0)
 
     @property
     def calls(self) -> jax.Array:
         """int32: every call, rejected ones too. Never rolls back; keys come from it."""
-        return _tick(self.clock, 1)
+        return _count(self.clock, 1)
 
     @property
     def rejected(self) -> jax.Array:
         """int32: calls whose step was rejected by its verdict."""
-        return _tick(self.clock, 2)
+        return _count(self.clock, 2)
 
     @property
     def rejected_in_a_row(self) -> jax.Array:
         """int32: calls rejected since the last one that was not."""
-        return _tick(self.clock, 3)
+        return _count(self.clock, 3)
 
     def replace(self, **fields: Any) -> TrainState:
         """The state with some fields replaced.
@@ -154,7 +160,8 @@ class TrainState:
         return describe(self)
 
 
-def _tick(clock: Any, i: int) -> Any:
+def _count(clock: Any, i: int) -> Any:
+    """One of the counts in a clock, or its shape in the shape of one."""
     if isinstance(clock, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(clock.shape[:-1], clock.dtype)
     if trees.is_gone(clock):
@@ -214,8 +221,8 @@ def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     params, rest = state.params, None
     if state.plan.moving is not None:
         params, rest = trees.partition(state.params, state.plan.moving)
-    moving, still = state._take
-    return (params, *moving(state)), (rest, *still(state))
+    cls = type(state)
+    return (params, *cls._get_moving(state)), (rest, *cls._get_still(state))
 
 
 def assemble(
@@ -273,7 +280,8 @@ def _average_of(state: TrainState, where: str, name: str = "average") -> PyTree:
     if name not in found:
         got = "a state without one" if name == "average" else f"{name!r}"
         expected = " or ".join(map(repr, found)) or "one"
-        raise StateError("average", where, got, expected, "Give setup(..., ema=0.999).")
+        fix = "" if found else "Give setup(..., ema=0.999)."
+        raise StateError("average", where, got, expected, fix)
     return found[name].params
 
 

@@ -1,6 +1,7 @@
 """One training step, in the order of its formula.
 
-    step(state, batch)  =  update(state, grads, loss=loss)   where  loss, grads = value_and_grad(loss_fn)(state, batch)
+    loss, grads = value_and_grad(loss_fn)(state, batch)
+    state, info = update(state, grads, loss=loss)             both: step(state, batch)
 
     loss_fn -> loss, grads -> rule, application, average: the state in which everything moved
             -> verdict -> that state, or the old one; the guard's record moves in both
@@ -24,6 +25,7 @@ import optax
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
+from tsunax._core.trees import own
 from tsunax._step.gradients import check_policy, gradient_of
 from tsunax._step.roles import averages_of
 from tsunax.errors import RuleError, StateError, suggests_names
@@ -36,7 +38,6 @@ from tsunax.state import (
     base,
     check_state,
     overwritten_part,
-    own,
     split,
     trained_part,
     with_overwritten,
@@ -102,28 +103,22 @@ class StepInfo(NamedTuple):
         return np.ones(np.shape(self.loss), bool) if self.verdict is None else self.verdict == 0
 
     def __repr__(self) -> str:
-        parts = {"loss": self.loss, "weight": self.weight, "grad_norm": self.grad_norm}
-        parts |= {
-            "update_norm": self.update_norm,
-            "applied": self.applied,
-            **(self.metrics or {}),
-            **self.hyperparams,
-        }
-        short = lambda x: (
-            f"{float(x):.6g}"
-            if trees.is_array(x) and not trees.is_traced(x) and not np.ndim(x)
-            else x
-        )
-        shown = (
-            f"{k}={bool(v) if k == 'applied' and not np.ndim(v) else short(v)}"
-            for k, v in parts.items()
-        )
-        return f"StepInfo({', '.join(shown)})"
+        names = "loss weight grad_norm update_norm applied".split()
+        parts = {name: getattr(self, name) for name in names}
+        parts |= (self.metrics or {}) | self.hyperparams
+        return f"StepInfo({', '.join(f'{name}={_short(x)}' for name, x in parts.items())})"
 
     @property
     def hyperparams(self) -> dict[str, Any]:
         """The live hyperparameters that the step used, by flat name."""
         return {} if self.numbers is None else self.numbers.named(self.step)
+
+
+def _short(x: Any) -> Any:
+    """A number that is known in six digits; all else as it is."""
+    if not trees.is_array(x) or trees.is_traced(x) or np.ndim(x):
+        return x
+    return bool(x) if x.dtype == bool else f"{float(x):.6g}"
 
 
 def update(
@@ -168,7 +163,7 @@ def update(
     check_policy(on_nonfinite, "update()")
     checks.check_flags("update()", norms=norms)
     if extra:
-        _explaining().check_extra(state, extra)
+        _errors().check_extra(state, extra)
     return moved(state, grads, loss, model_state, on_nonfinite, norms, extra)
 
 
@@ -214,9 +209,9 @@ def moved(
         new = dataclasses.replace(new, params=with_overwritten(state, new.params, loss.overwritten))
         return new, updates, emitted
 
-    late = state.plan.overwritten is not None
+    once = state.plan.overwritten is not None
     trained = jax.tree.leaves(trained_part(state))
-    (new, updates, emitted), again = guard.candidate(applied, trained, late=late)
+    (new, updates, emitted), again = guard.candidate(applied, trained, once=once)
     if difference := trees.first_difference(new.opt_state, state.opt_state, "opt_state"):
         raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
     update_norm = guard.global_norm(_without_frozen(updates, thawed)) if measures else None
@@ -230,14 +225,13 @@ def moved(
         new = _recorded(state, new, verdict, emitted, loss)
     scale, numbers = state.loss_scale, state.numbers
     mean: Any = None if value is None else jnp.asarray(value, jnp.float32)
-    known: Any = (grad_norm, update_norm) if norms else (None, None)
-    told = guard.with_gathered(verdict, emitted)
+    shown: Any = (grad_norm, update_norm) if norms else (None, None)
     info = StepInfo(
         loss=mean,
         weight=loss.weight,
-        grad_norm=known[0],
-        update_norm=known[1],
-        verdict=told,
+        grad_norm=shown[0],
+        update_norm=shown[1],
+        verdict=guard.with_gathered(verdict, emitted),
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
         loss_scale=None if scale is None else own(scale.scale),  # a step may donate the state's
@@ -255,7 +249,7 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
     params, plan, structure = trained_part(state), state.plan, jax.tree.structure(grads)
     if structure != jax.tree.structure(params):
         if not plan.selected or structure != jax.tree.structure(state.params):
-            raise _explaining().other_tree(grads, params)
+            raise _errors().other_tree(grads, params)
         if plan.overwritten is not None:
             new, old = trees.partition(grads, plan.overwritten)[0], overwritten_part(state)
             checks.check_like("grads", new, old, "The gradient of such a leaf is its next value.")
@@ -265,12 +259,12 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
     for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)):
         fits = trees.is_inexact(g) and np.shape(g) == np.shape(p) and not trees.is_gone(g)
         if not fits or (jnp.iscomplexobj(g) and not jnp.iscomplexobj(p)):
-            raise _explaining().wrong_gradient(grads, i, p)
+            raise _errors().wrong_gradient(grads, i, p)
     return grads, loss
 
 
-def _explaining() -> Any:
-    """The module that says what is wrong with the arguments of an update: loaded if something is."""
+def _errors() -> Any:
+    """The module that says what is wrong with the arguments of an update, loaded if something is."""
     from tsunax._step import update_errors
 
     return update_errors
@@ -311,12 +305,12 @@ def _ruled(
     try:
         updates, opt_state = state.plan.update(grads, opt_state, params, **given)
     except (TypeError, ValueError) as error:
-        if lacks := _explaining().lacking(error, given):
+        if lacks := _errors().lacking(error, given):
             raise lacks from error
         raise
     for i, (u, p) in enumerate(zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)):
         if np.shape(u) != np.shape(p):
-            raise _explaining().other_shape(updates, i, p)
+            raise _errors().other_shape(updates, i, p)
     return updates, opt_state
 
 

@@ -69,7 +69,8 @@ def _is_large_sum(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name != "add_any":
         return False
     aval: Any = eqn.outvars[0].aval
-    return aval.dtype.name in _NEVER and aval.size * aval.dtype.itemsize >= LEAST
+    is_known = aval.dtype.name in _NEVER and isinstance(aval.size, int)  # no symbolic shape
+    return is_known and aval.size * aval.dtype.itemsize >= LEAST
 
 
 @functools.lru_cache(maxsize=1024)

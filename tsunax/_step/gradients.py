@@ -1,6 +1,7 @@
 """The gradient of a loss function, of one batch or of many micro-batches: the first half of a step.
 
-It is taken for the trained leaves, in the precision of the state, of the loss times its scale.
+It is that of the trained leaves, in the precision of the state. The loss is multiplied by its
+scale before, the gradient divided by it after.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -40,12 +41,12 @@ def gradient_of(
     where: str,
     axis_name: AxisName = None,
 ) -> Function:
-    """`value_and_grad` for the function `where`, which its errors name."""
+    """The function that `value_and_grad` returns; its errors name `where` it was asked for."""
     fn, name = LossFn.of(loss_fn, where), trees.describe_call(loss_fn)
     checks.check_count(accumulate, where, "accumulate")
     check_policy(on_nonfinite, where)
     checkpoint, around = _checkpoint(remat, where), axes_around(axis_name, where)
-    last: dict[Any, list[Any]] = {}
+    last_inputs: dict[Any, list[Any]] = {}
 
     def f(state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any):
         check_state(state, "value_and_grad()", batch)
@@ -53,33 +54,33 @@ def gradient_of(
         if at is not None:
             checks.check_like("(at=)", at, now, "It has the structure of ts.trainable(state).")
         keywords = fn.keywords(state, batch, extra, train=True)
-        here, scales = now if at is None else at, overwritten_part(state)
+        here, overwritten = now if at is None else at, overwritten_part(state)
         if axes := around():
             from tsunax._core import axes as named_axes
 
-            here, scales = named_axes.vary((here, scales), axes)
+            here, overwritten = named_axes.vary((here, overwritten), axes)
             if "key" in keywords and "key" not in extra:
                 keywords["key"] = named_axes.own_key(keywords["key"], axes)
-        inputs = inputs_of(last, state, batch, keywords)
+        inputs = inputs_of(last_inputs, state, batch, keywords)
 
-        def objective(trained: PyTree, batch: PyTree, keywords: Extra, scales: Any = scales):
-            params = with_overwritten(state, with_rest(state, trained), scales)
+        def objective(trained: PyTree, batch: PyTree, keywords: Extra, others: Any = overwritten):
+            params = with_overwritten(state, with_rest(state, trained), others)
             return objective_of(fn, state, batch, keywords, inputs)(params)
 
         def gradient(batch: PyTree, keywords: Extra) -> tuple[Loss, PyTree]:
-            found: list[bool] = []
+            notes: list[bool] = []  # one if the loss depends on the trained leaves
 
-            def of_parts(trained: PyTree, scales: Any):
-                mean, loss = objective(trained, batch, keywords, scales)
-                return _noting(mean, found), loss
+            def of_parts(trained: PyTree, others: Any):
+                mean, loss = objective(trained, batch, keywords, others)
+                return _noted(mean, notes), loss
 
             both = jax.value_and_grad(checkpoint(of_parts), argnums=(0, 1), has_aux=True)
-            if trees.is_tracing() and not any(map(guard.is_apart, jax.tree.leaves(here))):
+            if trees.is_tracing() and not any(map(guard.is_over_mesh, jax.tree.leaves(here))):
                 from tsunax._core.kept_sums import kept
 
                 both = kept(both)
-            (_, loss), (grads, new) = both(here, scales)
-            _check_noted(found, fn)
+            (_, loss), (grads, new) = both(here, overwritten)
+            _check_depends(notes, fn)
             # jax.checkpoint hands constants out in a class of its own (jax 0.7)
             as_array = lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x))
             return dataclasses.replace(jax.tree.map(as_array, loss), overwritten=new), grads
@@ -91,7 +92,7 @@ def gradient_of(
             from tsunax.microbatches import over_micro_batches
 
             of_all = functools.partial(over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
-            loss, grads = of_all(gradient, accumulate, batch, keywords, base(state), scales)
+            loss, grads = of_all(gradient, accumulate, batch, keywords, base(state), overwritten)
             warn_of_mixed_rows(objective, here, batch, keywords, accumulate, name)
         if axes:
             from tsunax.microbatches import over_devices
@@ -109,8 +110,8 @@ def _unscaled(state: TrainState, grads: PyTree) -> PyTree:
     return jax.tree.map(lambda g, x: unscale(g).astype(x.dtype), grads, base(state))
 
 
-def _noting(mean: jax.Array, found: list[bool]) -> jax.Array:
-    """Return `mean`; its differentiation adds to `found` if it depends on the trained leaves."""
+def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:
+    """`mean`; its differentiation adds a note if it depends on the trained leaves."""
 
     @jax.custom_jvp
     def same(x: Any):
@@ -120,16 +121,16 @@ def _noting(mean: jax.Array, found: list[bool]) -> jax.Array:
         (x,), (t,) = primals, tangents
         if isinstance(t, jax.custom_derivatives.SymbolicZero):
             return x, jnp.zeros_like(x)
-        found.append(True)
+        notes.append(True)
         return x, t
 
     same.defjvp(rule, symbolic_zeros=True)
     return same(mean)
 
 
-def _check_noted(found: list[Any], fn: LossFn) -> None:
+def _check_depends(notes: list[bool], fn: LossFn) -> None:
     """Raise LossError for a loss that depends on no trained leaf: its gradient is always zero."""
-    if not found:
+    if not notes:
         got, expected = "one that does not depend on any trained leaf of params", "one that does"
         fix = (
             "Compute it from the params that loss_fn is given, without stop_gradient, argmax or "

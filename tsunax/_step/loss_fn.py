@@ -198,7 +198,7 @@ def seen_by(
     """
     policy = state.plan.precision
     params = in_precision(state, params, train=train)
-    if any(isinstance(x, Tracer) and guard.is_apart(x) for x in jax.tree.leaves(params)):
+    if any(isinstance(x, Tracer) and guard.is_over_mesh(x) for x in jax.tree.leaves(params)):
         from tsunax._core import placement
 
         params = placement.collected(params)

@@ -28,8 +28,6 @@ T = TypeVar("T")
 COUNTS = ("step", "calls", "rejected", "rejected_in_a_row")  # what the clock of a state holds
 
 _PLANS: weakref.WeakValueDictionary[Any, Plan] = weakref.WeakValueDictionary()
-
-
 _LOCK = threading.Lock()
 
 
@@ -91,13 +89,12 @@ def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
     """Declare a field of a state.
 
     Args:
-      moves: "step" for what a step changes if its verdict applies it; "record" for what it changes
-        in any case, the guard's own record; "" for what is only read. Both that move are donated.
-      like: what its leaves follow: "params", "trained" (its first leaves are like those that the
-        rule trains: cuts, freezing and shardings go by leaf), "average" (the same, and it holds an
-        `averages.Average` or None: a step moves it), "rule" (the state of the rule, of
-        which each leaf has its owner), "free" (any structure, as of model state), or "" (whole on
-        each device).
+      moves: "step" for what a step changes if it is applied; "record" for what it changes in any
+        case; "" for what it only reads. What moves is donated.
+      like: what its leaves are like: "params"; "trained", the trained leaves (those come first;
+        freezing and shardings go leaf by leaf); "average", the same, in an `averages.Average` or
+        None, which each applied step moves; "rule", the state of the rule; "free", any structure,
+        as of model state; or "", arrays that are whole on each device.
       shows: the word for its bytes in `repr`; "" for none.
     """
     for name, given, known in (("moves", moves, _MOVES), ("like", like, _LIKE)):
@@ -117,14 +114,15 @@ def state_class(cls: type[T]) -> type[T]:
     class Lagged(TrainState):
         lag: Any = field(moves="step", like="trained", shows="lag")
 
-    state = Lagged.of(ts.setup(rule, params), lag=params)
+    state = Lagged.of(state, lag=ts.trainable(state))
     """
     made: Any = dataclass(frozen=True, eq=False, init=False, repr=False)(cls)
     made._fields = tuple(f for f in dataclasses.fields(made) if f.name != "plan")
     names = [f.name for f in made._fields]
     made._moving = tuple(f.name for f in made._fields if f.metadata["moves"] and f.name != "params")
     made._still = tuple(f.name for f in made._fields if not f.metadata["moves"])
-    made._take = operator.attrgetter(*made._moving), operator.attrgetter(*made._still)
+    made._get_moving = operator.attrgetter(*made._moving)
+    made._get_still = operator.attrgetter(*made._still)
     return jax.tree_util.register_dataclass(made, names, ["plan"])
 
 
@@ -144,7 +142,7 @@ def trained_count(state: Any) -> int:
 
 
 def frozen_flags(state: Any) -> np.ndarray:
-    """One bool per trained leaf, on the host; of a population for each of its members."""
+    """One bool per trained leaf, true if it is frozen; of a population for each of its members."""
     n = trained_count(state)
     if state.frozen is None:
         return np.zeros(n, bool)

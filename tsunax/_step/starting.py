@@ -179,6 +179,30 @@ def as_key(key: Any, where: str) -> Any:
     raise WrongTypeError("key", where, trees.describe(key), expected)
 
 
+def begun(
+    fields: dict[str, Any], roles: dict[str, str], trained: Any, where: str
+) -> dict[str, Any]:
+    """The first values of fields like the trained leaves; an average of no params begins with them.
+
+    Raises StateError for other leaves.
+    """
+    out = dict(fields)
+    for name, value in fields.items():
+        if roles[name] == "average" and (average := as_average(value, where, name)) is not None:
+            out[name] = average.of(trained) if average.params is None else average
+            check_leaves(name, out[name].params, trained)
+        elif roles[name] == "trained" and value is not None:
+            check_leaves(name, value, trained)
+    return out
+
+
+def check_leaves(name: str, value: Any, trained: Any) -> None:
+    """Raise StateError unless the first leaves of a field have the shapes of the trained ones."""
+    shapes, expected = (list(map(np.shape, jax.tree.leaves(x))) for x in (value, trained))
+    if shapes[: len(expected)] != expected:
+        checks.check_like(name, value, trained, "Give ts.trainable(state).", "field")
+
+
 def check_field(state: Any, name: str, value) -> None:
     """Raise for a value that `replace` cannot put into this field."""
     if name in COUNTS:

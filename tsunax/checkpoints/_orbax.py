@@ -103,8 +103,8 @@ def library() -> Any:
 
 @contextlib.contextmanager
 def quiet():
-    """A context without the logs of asyncio and absl on damaged bytes and full disks."""
-    drop = lambda record: False
+    """A context without the logs of orbax and asyncio on damaged bytes and full disks."""
+    drop = lambda record: record.name == "absl" and "orbax" not in record.pathname
     loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
     for logger in loggers:
         logger.addFilter(drop)

@@ -68,6 +68,7 @@ class _Save:
         self.response: Any = None  # of orbax
         self.saved: dict[str, Leaf] = {}  # what has to read back as it was
         self.hashes: dict[str, int] = {}
+        self.quiet = contextlib.ExitStack()  # until orbax has ended
 
     async def save(self, directory):
         return self._wait()
@@ -177,10 +178,12 @@ class Orbax(Home):
         context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
         context.asynchronous.create_directories_asynchronously = False
         context.asynchronous.timeout_secs = max(1, int(self.timeout))
-        with _orbax.quiet(), _orbax.ONE_AT_A_TIME, context:
+        save.quiet.enter_context(_orbax.quiet())
+        with _orbax.ONE_AT_A_TIME, context:
             try:
                 save.response = ocp.save_checkpointables_async(str(self.path / name), items)
             except Exception as error:  # of orbax, TensorStore and file systems
+                save.quiet.close()
                 what, got = f"save of step {name}", told(error)
                 raise SaveError(what, str(self.path), got, "a save that starts") from error
         self._saves[name] = save
@@ -228,7 +231,7 @@ class Orbax(Home):
     def _finish(self, save: _Save) -> None:
         """Wait for orbax. Raises OSError for whatever it raises."""
         fault = None
-        with _orbax.quiet():
+        with save.quiet:
             try:
                 return save.response.result(timeout=self.timeout)
             except Exception as error:  # of orbax, TensorStore, asyncio and file systems
@@ -255,7 +258,7 @@ class Orbax(Home):
             if not save.done.done():
                 save.done.set_exception(Damaged("another part of the save failed"))
             try:
-                with _orbax.quiet():
+                with save.quiet:
                     save.response.result(timeout=self.timeout)
             except TimeoutError:
                 return  # it may still write: unfinished until the next run tidies up
@@ -272,7 +275,7 @@ class Orbax(Home):
 
     def _delete(self, names: list[str]) -> None:
         for name in names:
-            if set(self.names(self.path / name)) <= KNOWN:
+            if {OURS} <= set(self.names(self.path / name)) <= KNOWN:  # no one else's
                 self._remove(name)
 
     def tidy(self) -> None:

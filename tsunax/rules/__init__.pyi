@@ -2,7 +2,6 @@
 # when a name is first used.
 from tsunax.rules.accumulation import accumulate as accumulate
 from tsunax.rules.accumulation import flush as flush
-from tsunax.rules.calling import wrap as wrap
 from tsunax.rules.clipping import add_decayed_weights as add_decayed_weights
 from tsunax.rules.clipping import clip as clip
 from tsunax.rules.clipping import clip_by_global_norm as clip_by_global_norm
@@ -68,3 +67,4 @@ from tsunax.rules.optimizers import sm3 as sm3
 from tsunax.rules.optimizers import sophia as sophia
 from tsunax.rules.optimizers import yogi as yogi
 from tsunax.rules.spikes import reject_spikes as reject_spikes
+from tsunax.rules.wrapping import wrap as wrap

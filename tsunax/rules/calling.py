@@ -92,66 +92,6 @@ def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | No
     return names_of(rule.update, 3)  # behind updates, state, params
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class Wrapped:
-    """State of a rule around another rule: the state of the inner rule, and the wrapper's own."""
-
-    inner: Any
-    own: Any
-
-
-@dataclass(frozen=True)
-class _WrapInit:
-    init: Function
-    own: Function | None
-
-    def __call__(self, params):
-        return Wrapped(self.init(params), None if self.own is None else self.own(params))
-
-    def blank(self) -> _WrapInit:
-        return _WrapInit(blank(self.init), self.own)
-
-
-@dataclass(frozen=True)
-class _WrapUpdate:
-    update: Function
-    around: Function
-
-    def __call__(self, updates, state, params=None, **extra):
-        inner = lambda updates, at=None: self.update(
-            updates, state.inner if at is None else at, params, **extra
-        )
-        return self.around(inner, updates, state, params, **extra)
-
-    def text(self, init: Any) -> str:
-        return f"{self.around.__name__}({text_of(init.init, self.update)})"
-
-
-def wrap(
-    rule: optax.GradientTransformation, update: Function, init: Function | None = None
-) -> optax.GradientTransformationExtraArgs:
-    """A rule around another rule: `update` decides when to call the inner one, and with what.
-
-    Args:
-      rule: the rule inside; its numbers stay live.
-      update: `update(inner, updates, state, params, **extra)` returns updates and a state. There
-        `inner(updates)` calls the rule inside and returns its updates and its state; `state.inner`
-        is the state of the rule inside before, `state.own` what the wrapper keeps. A function of a
-        module: two setups with it share one program.
-      init: `init(params)` makes what the wrapper keeps; None if it keeps nothing.
-
-    >>> import tsunax as ts
-    >>> def mean_zero(inner, updates, state, params, **extra):
-    ...     updates, rest = inner(jax.tree.map(lambda g: g - g.mean(), updates))
-    ...     return updates, dataclasses.replace(state, inner=rest)
-    >>> wrap(ts.rules.sgd(0.1), mean_zero)
-    mean_zero(sgd(learning_rate=0.1))
-    """
-    rule = with_extra(rule)
-    return as_rule(_WrapInit(rule.init, init), _WrapUpdate(rule.update, update))
-
-
 def blank(init: Any) -> Function:
     """The init of a rule without the numbers of its live parts, so that it compares by value."""
     return init.blank() if hasattr(init, "blank") else init

@@ -20,7 +20,6 @@ import optax
 from tsunax._core import Function, PyTree, trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
-from tsunax.rules.calling import PlainUpdate
 from tsunax.rules.factories import LiveFactory
 from tsunax.rules.live_rules import LiveUpdate, module_of
 from tsunax.rules.printing import name_of_update
@@ -38,8 +37,9 @@ def keywords_of(update: Function) -> frozenset[str] | None:
         return None
     found = {"step"} if any(isinstance(x, LiveUpdate) for x in parts) else set()
     for x in parts:
-        if isinstance(x, (PlainUpdate, types.CodeType)):
-            found.update(x.takes if isinstance(x, PlainUpdate) else _extra_of(x))
+        found.update(
+            _extra_of(x) if isinstance(x, types.CodeType) else getattr(x, "takes", ()) or ()
+        )
     return frozenset(found)
 
 
@@ -150,6 +150,8 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         updates, after = jax.eval_shape(run, params, before, *numbers)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return  # not under jit, but by hand perhaps
+    except RuleError:
+        raise
     except Exception as error:
         outside = isinstance(error, NameError) and "unbound axis name" in str(error)  # of shard_map
         if outside or (not complex_ and missing(error)):
@@ -159,7 +161,7 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         parts = map(name_of_update, filter(callable, parts_of(rule.update) or ()))
         name = next(filter(_WAYS.__contains__, parts), name_of_update(rule.update))
         got = _unlike(updates, params)
-        if not got and (difference := trees.first_difference(after, before, "opt_state")):
+        if not got and (difference := _changed(after, before)):
             raise RuleError(
                 f"optimizer state {difference}. The rule {name} changes it from call to call."
             )
@@ -171,7 +173,8 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         fix = "Wrap the rule: optax.contrib.split_real_and_imaginary(rule)."
         where, got = trees.access_str("params", path), f"dtype {leaf.dtype}"
         raise RuleError("leaf", where, got, "real numbers for this rule", fix) from cause
-    way = _IN_OPTAX if "unexpected keyword argument" in got else _WAYS.get(name, "")
+    from_optax = "unexpected keyword argument" in got and not hasattr(rule.update, "around")
+    way = _IN_OPTAX if from_optax else _WAYS.get(name, "")
     what = "rule" if "<" in name else f"rule {name}"
     raise RuleError(what, "setup()", got, "updates like the params", way) from cause
 
@@ -197,11 +200,23 @@ def _unlike(updates, params) -> str:
     return ""
 
 
+def _changed(after: PyTree, before: PyTree) -> str | None:
+    """How a state differs from the one before in structure or shape; None if it does not."""
+    if difference := trees.first_difference(after, before, "opt_state"):
+        return difference
+    named = jax.tree_util.tree_flatten_with_path(before)[0]
+    for (path, old), new in zip(named, jax.tree.leaves(after), strict=True):
+        if old.shape != new.shape:
+            where = trees.access_str("opt_state", path)
+            return f"at {where}: got {trees.describe(new)}, expected {trees.describe(old)}"
+    return None
+
+
 def _is_ours(update: Any) -> bool:
     """Whether an update is made of rules that are known to work."""
     if isinstance(update, LiveUpdate):
         return module_of(update.live.factory).partition(".")[0] in ("optax", "tsunax")
-    if not type(update).__module__.startswith("tsunax."):
+    if not type(update).__module__.startswith("tsunax.") or hasattr(update, "around"):
         return False
     return all(map(_is_ours, getattr(update, "updates", None) or [getattr(update, "update", None)]))
 

@@ -41,7 +41,7 @@ def _show(value: Any) -> str:
 
 def name_of_update(update: Any) -> str:
     while type(update).__module__.startswith("tsunax.") and hasattr(update, "update"):
-        update = update.update
+        update = getattr(update, "around", update.update)
     if isinstance(update, LiveUpdate):
         return update.live.title
     name = getattr(

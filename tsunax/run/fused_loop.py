@@ -16,6 +16,10 @@ infos have a row for each batch of the buffer, and a reverse-mode gradient canno
 buffer followed the number of steps, or if `run_steps` took the short way for k = 1. The loop ends
 early after too many rejected steps in a row, since the host learns of them late.
 
+What a `TrainStep` only reads stays outside of the loop. A function of the user's may change that,
+too (`adjust` in it, or a leaf that is not trained): such leaves go around with the others, and come
+out beside them.
+
 It knows nothing of epochs.
 """
 
@@ -179,48 +183,57 @@ class Fused:
         run = step.pure if isinstance(step, TrainStep) else self.once
 
         def train_steps(kind, moving, still, feed, n, extra):
-            whole = lambda moving: moving if kind is None else assemble(kind, moving, still)
-            state, trace = whole(moving), None
+            whole = lambda moving, still: moving if kind is None else assemble(kind, moving, still)
+            state, trace = whole(moving, still), None
+            changed: list[int] = []
             if isinstance(step, TrainStep):
                 trace = Traced.of("loop", home, state, {"batches": feed, **extra})
 
-            def one(moving, batch):
-                state, given = whole(moving), extra
+            def one(moving, still, batch):
+                state, given = whole(moving, still), extra
                 if (mask := getattr(feed, "mask", None)) is not None:
                     given = {**extra, "mask": masked(extra.get("mask"), mask)}
                 with leaves_apart(home is not None):
                     new, info = run(state, batch, given)
-                if isinstance(info, StepInfo) and kind is not None:
-                    info = info._replace(numbers=None)  # they do not move
                 _check_same(state, new)
-                infos = Infos.of(jax.tree.map(jnp.asarray, info))
-                return new if kind is None else split(new)[0], infos
+                if kind is None:
+                    return new, [], Infos.of(jax.tree.map(jnp.asarray, info))
+                if isinstance(info, StepInfo):
+                    info = info._replace(numbers=None)  # those of the state after the call
+                new, after = split(new)
+                pairs = zip(jax.tree.leaves(after), jax.tree.leaves(still), strict=True)
+                found = {i: x for i, (x, old) in enumerate(pairs) if x is not old}
+                changed[:] = found
+                return new, [*found.values()], Infos.of(jax.tree.map(jnp.asarray, info))
 
             one = jax.jit(convolutions.fast(one))  # traced once for the shapes and the loop
-            shapes = jax.eval_shape(one, moving, feed.at(0))[1]
+            shapes = jax.eval_shape(one, moving, still, feed.at(0))[2]
             # made of the clock, so that on a mesh with explicit axes they are on that mesh
             zero = 0 if kind is None else jnp.sum(state.clock) * 0
             empty = lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype)
 
             def goes_on(carry):
-                i, moving, _ = carry
+                i, moving, *_ = carry
                 if kind is None:
                     return i < n[0]
-                return (i < n[0]) & jnp.any(whole(moving).rejected_in_a_row < n[1])
+                return (i < n[0]) & jnp.any(whole(moving, still).rejected_in_a_row < n[1])
 
             def body(carry):
-                i, moving, infos = carry
-                moving, info = one(moving, feed.at(i))
+                i, moving, more, infos = carry
+                now = _with_leaves(still, dict(zip(changed, more, strict=True)))
+                moving, more, info = one(moving, now, feed.at(i))
                 put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
-                return i + 1, moving, jax.tree.map(put, infos, info)
+                return i + 1, moving, more, jax.tree.map(put, infos, info)
 
-            start = jnp.int32(0), moving, jax.tree.map(empty, shapes)
-            _, moving, infos = jax.lax.while_loop(goes_on, body, start)
+            more = [jax.tree.leaves(still)[i] for i in changed]
+            start = jnp.int32(0), moving, more, jax.tree.map(empty, shapes)
+            _, moving, more, infos = jax.lax.while_loop(goes_on, body, start)
             if isinstance(step, TrainStep) and trace is not None:  # one that failed is none
                 step.traces.append(trace)
-            return moving, _with_scheduled(infos, None if kind is None else state.numbers)
+            infos = _with_scheduled(infos, None if kind is None else state.numbers)
+            return moving, dict(zip(changed, more, strict=True)), infos
 
-        out = None if home is None else (home.layout, home.whole)
+        out = None if home is None else (home.layout, None, home.whole)
         donated = (1,) if self.donate else ()
         return jax.jit(train_steps, static_argnums=0, donate_argnums=donated, out_shardings=out)
 
@@ -248,13 +261,21 @@ class Fused:
         else:
             home, moving, still = home_of(moving)
         try:
-            moving, infos = self.programs[home](kind, moving, still, feed, n, extra)
+            moving, more, infos = self.programs[home](kind, moving, still, feed, n, extra)
         except Exception as error:
             if isinstance(state, TrainState):
                 given = feed.batches if isinstance(feed, Stacked) else feed.arrays
                 raise_fault(error, state, jax.tree.map(lambda x: x[0], given), extra)
             raise
-        return moving if kind is None else assemble(kind, moving, still), infos
+        if kind is None:
+            return moving, infos
+        return assemble(kind, moving, _with_leaves(still, more) if more else still), infos
+
+
+def _with_leaves(tree: PyTree, new: dict[int, Any]) -> PyTree:
+    """The tree with some leaves replaced, by their places."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
 
 
 def _with_scheduled(infos: Infos, numbers) -> Infos:
