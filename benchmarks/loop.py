@@ -270,7 +270,7 @@ def tiny(peers: bool, rounds: int = 15) -> None:
     ]
     with contextlib.ExitStack() as stack:
         there = others(stack) if peers else {}
-        title = "tiny MLP 64-64-10, batches of 32, Adam; fit with logger and progress; by hand with the same info, or bare"
+        title = "tiny MLP 64-64-10, batches of 32, Adam; fit with logger and progress; by hand the same, or bare"
         compare(title, contenders | there, "scan by hand", targets, rounds=rounds)
 
 
