@@ -90,7 +90,7 @@ class Programs(dict[Any, Any]):
     def __init__(self, build: Function) -> None:
         super().__init__()
         self._build = build
-        self._sharding: Any = self  # of the clock of the last state on one device: no sharding yet
+        self._sharding: Any = None  # of the clock of the last state that lay on one device
         self.devices: list[Any] = []  # that such states lay on: each compiles, none traces
 
     def __missing__(self, home: Hashable) -> Function:
@@ -104,7 +104,7 @@ class Programs(dict[Any, Any]):
         Raises StateError for a state that was donated.
         """
         clock = state.clock
-        if getattr(clock, "sharding", None) is self._sharding:
+        if self._sharding is not None and getattr(clock, "sharding", None) is self._sharding:
             if clock.is_deleted():
                 raise StateError(donated("step()"))
             return None, moving, still
@@ -113,7 +113,7 @@ class Programs(dict[Any, Any]):
         checks.check_arrays(state, "state")
         home, moving, still = home_of(moving, still)
         is_here = isinstance(clock, jax.Array) and not isinstance(clock, Tracer)  # and not NumPy's
-        self._sharding = self
+        self._sharding = None
         if home is None and is_here and len(devices := clock.devices()) == 1:
             self._sharding = clock.sharding
             if not devices.issubset(self.devices):
@@ -123,7 +123,7 @@ class Programs(dict[Any, Any]):
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class _Known:
+class _KnownWeight:
     """A weight that follows from the shapes, on its way out of the program.
 
     No array: a constant that a program returns costs XLA:CPU a copy on another thread, 15 us a
@@ -203,12 +203,9 @@ class TrainStep:
             with leaves_apart(home is not None):
                 state, (loss, weight, *seen, _) = self.pure(state, batch, extra)
             self.traces.append(trace)  # one that failed is none
-            weight = _Known(weight) if isinstance(weight, np.ndarray | np.generic) else weight
-            return split(state)[0], (
-                loss,
-                weight,
-                *seen,
-            )  # numbers are put back outside, and info made there: faster
+            weight = _KnownWeight(weight) if isinstance(weight, np.ndarray | np.generic) else weight
+            # numbers are put back outside, and info is made there: faster
+            return split(state)[0], (loss, weight, *seen)
 
         out = None if home is None else (home.layout, home.whole)
         return jax.jit(
@@ -245,7 +242,7 @@ class TrainStep:
             raise_fault(error, state, batch, extra)
             raise
         state = assemble(kind, moving, still)
-        weight = weight.weight if type(weight) is _Known else weight
+        weight = weight.weight if type(weight) is _KnownWeight else weight
         info = tuple.__new__(StepInfo, (loss, weight, *seen, state.numbers))
         if self.on_nonfinite == "raise":
             from tsunax._step import failures
