@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 
 from tsunax._core import checks, trees
-from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.schedules import schedule_type as t
 from tsunax.schedules.schedule_type import (
     Length,
@@ -96,24 +95,13 @@ def _part(fraction, steps):
 
 def _check_milestones(where, name, value):
     """((step, scale), ...) in the order of the steps, from a mapping or from pairs."""
-    if value is None:
-        return ()
-    try:
-        pairs = [
-            (n, scale) for n, scale in (value.items() if isinstance(value, Mapping) else value)
-        ]
-    except (TypeError, ValueError):
-        raise WrongTypeError(name, where, trees.describe(value), "{step: scale}") from None
+    given = value.items() if isinstance(value, Mapping) else value or ()
     pairs = [
         (t.check_wait(where, f"a step of {name}", n), t.check_scale(where, f"{name}[{n}]", scale))
-        for n, scale in pairs
+        for n, scale in given
     ]
-    steps = [n for n, _ in pairs]
-    if any(map(trees.is_traced, steps)):
-        return tuple(pairs)
-    if len(set(steps)) < len(steps):
-        raise HyperparameterError(name, where, f"the steps {steps}", "each step once")
-    return tuple(sorted(pairs, key=lambda pair: pair[0]))
+    is_traced = any(trees.is_traced(n) for n, _ in pairs)
+    return tuple(pairs if is_traced else sorted(pairs, key=lambda pair: pair[0]))
 
 
 def _check_curve(where, name, value):

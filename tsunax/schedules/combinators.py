@@ -18,7 +18,6 @@ from tsunax.schedules.schedule_type import (
     Piece,
     Schedule,
     at,
-    check_finite,
     check_piece,
     check_steps,
     schedule,
@@ -106,9 +105,6 @@ def compose(schedule: Schedule, /, **parameters: Any) -> Schedule:
     >>> compose(triangle(0.0, 1.0, 4), high=exponential_decay(1.0, 4, 0.5, staircase=True)).values(7)
     array([0.  , 0.5 , 1.  , 0.5 , 0.  , 0.25, 0.5 ], dtype=float32)
     """
-    if not isinstance(schedule, Schedule):
-        got = trees.describe(schedule)
-        raise WrongTypeError("schedule", "compose()", got, "a schedule of tsunax")
     return schedule.factory(**{**schedule.arguments, **dict(schedule.static), **parameters})
 
 
@@ -117,23 +113,9 @@ def join_schedules(
 ) -> Schedule:
     """`sequence`, with the steps at which pieces begin in place of their lengths.
 
-    Raises HyperparameterError for boundaries that are negative, not sorted, or not one fewer than
-    the pieces.
+    Raises HyperparameterError for boundaries that are negative or not sorted.
     """
-    where = "join_schedules()"
-    for name, given in (("schedules", schedules), ("boundaries", boundaries)):
-        if not isinstance(given, (list, tuple, np.ndarray)):
-            raise WrongTypeError(name, where, trees.describe(given), "a list")
     bounds = [0, *boundaries]
-    if len(schedules) != len(bounds):
-        got = f"{len(boundaries)} for {len(schedules)} schedules"
-        raise HyperparameterError("boundaries", where, got, "one less than the schedules")
-    for n in bounds:
-        check_finite(where, "boundaries", n)
-    known = [n for n in bounds if not trees.is_traced(n)]
-    if known != sorted(known):
-        expected = "steps ≥ 0 in ascending order"
-        raise HyperparameterError("boundaries", where, list(boundaries), expected)
     lengths = [*(end - begin for begin, end in itertools.pairwise(bounds)), None]
     return sequence(list(zip(schedules, lengths, strict=True)))
 
@@ -143,11 +125,7 @@ def sgdr_schedule(cosine_kwargs: Sequence[Mapping[str, Any]]) -> Schedule:
 
     (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)
     """
-    cycles = list(cosine_kwargs)
-    if odd := [x for x in cycles if not isinstance(x, Mapping)]:
-        expected = "arguments of warmup_cosine_decay_schedule"
-        raise WrongTypeError("cosine_kwargs", "sgdr_schedule()", trees.describe(odd[0]), expected)
-    return sequence([(warmup_cosine_decay_schedule(**x), x["decay_steps"]) for x in cycles])
+    return sequence([(warmup_cosine_decay_schedule(**x), x["decay_steps"]) for x in cosine_kwargs])
 
 
 __all__ = [
