@@ -408,8 +408,7 @@ RECORDS = {
     "list": (
         lambda: [{"x": np.ones(2), "y": 1}] * 2,
         "leaf at arrays[0]['y']: got a scalar, 1 (int), expected rows along axis 0. Give it a row "
-        "axis, or leave it out of the arrays: step(state, batch, name=...). Or are these records? "
-        "Stack them: jax.tree.map(lambda *x: np.stack",
+        "axis, or leave it out of the arrays: step(state, batch, name=...)",
     ),
 }
 

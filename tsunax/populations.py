@@ -60,14 +60,10 @@ def population(
     checks.check_count(n, where, "n")
     _check_takes(make, values)
     for name, x in values.items():
-        for leaf in jax.tree.leaves(x):
-            if np.shape(leaf)[:1] != (n,):
-                got, expected = f"shape {np.shape(leaf)}", f"an array with a first axis of {n}"
-                fix = "One entry for each member; bind shared values to make."
-                if isinstance(x, list | tuple):  # a pytree
-                    got, fix = trees.describe(x), f"Give np.array({name})."
-                raise StateError(repr(name), where, got, expected, fix)
         checks.check_arrays(x, name, "Bind values that are no numbers to make.")
+        if np.shape(x)[:1] != (n,):
+            got, expected = trees.describe(x), f"an array with a first axis of {n}"
+            raise StateError(repr(name), where, got, expected, "Bind shared values to make.")
     one: Any = as_key(key, where)
     if one is None:
         raise WrongTypeError("key", where, "None", "an int seed or a key, as jax.random.key(0)")

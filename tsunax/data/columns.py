@@ -11,7 +11,7 @@ import numpy as np
 
 from tsunax._core import PyTree, trees
 from tsunax.data.checks import check_batch, own
-from tsunax.errors import DataError, TsunaxError, told
+from tsunax.errors import DataError, told
 
 
 def stacked(records: list[Any]) -> PyTree:
@@ -81,15 +81,8 @@ def as_columns(arrays: PyTree) -> PyTree:
     if isinstance(arrays, Iterator):
         fix = "Batch a stream by itself, with grain or in a generator: fit takes any batches."
         raise DataError("arrays", "", trees.describe(arrays), "arrays, or records by number", fix)
-    try:
-        columns = jtu.tree_map_with_path(_as_column, arrays)
-        check_batch(columns, root="arrays")
-    except TsunaxError as error:
-        is_list = isinstance(arrays, list | tuple) and len(arrays) and not jtu.all_leaves(arrays)
-        if is_list and len({jax.tree.structure(x) for x in arrays}) == 1:
-            fix = "Stack them: jax.tree.map(lambda *x: np.stack(x), *records)."
-            error.args = (f"{error} Or are these records? {fix}",)
-        raise
+    columns = jtu.tree_map_with_path(_as_column, arrays)
+    check_batch(columns, root="arrays")
     return columns
 
 

@@ -64,9 +64,6 @@ def evaluate(
     {'loss': 2.33333...}
     """
     if isinstance(data, Mapping):
-        if not data or not all(isinstance(name, str) for name in data):
-            expected = "{name: data}, with str names"
-            raise WrongTypeError("data", "evaluate()", trees.describe(data), expected)
         if all(trees.is_array(part) for part in data.values()):
             got = f"a batch, {trees.describe(data)}"
             fix = "Give [batch], or ts.batches(arrays, batch_size)."

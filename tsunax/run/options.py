@@ -121,16 +121,13 @@ def is_bare(callback: object) -> bool:
     return not (is_every(callback) or hasattr(callback, "at") or has_events)
 
 
-def _name(callback) -> str:
+def _name(callback: Any) -> str:
     """A name that the same callback has in every process: its type and its plain fields."""
-    if isinstance(callback, functools.partial):
-        return _name(callback.func)
-    if not dataclasses.is_dataclass(callback):
-        return getattr(callback, "__qualname__", type(callback).__name__)
-    fields = [(field.name, getattr(callback, field.name)) for field in dataclasses.fields(callback)]
-    told = [f"{name}={x!r}" for name, x in fields if isinstance(x, bool | int | float | str)]
-    told += [f"{name}={_name(x)}" for name, x in fields if callable(x)]
-    return f"{type(callback).__name__}({', '.join(told)})"
+    fields = dataclasses.fields(callback) if dataclasses.is_dataclass(callback) else ()
+    values = ((field.name, getattr(callback, field.name)) for field in fields)
+    told = [f"{name}={x!r}" for name, x in values if isinstance(x, bool | int | float | str)]
+    own = getattr(callback, "__qualname__", type(callback).__name__)
+    return f"{own}({', '.join(told)})" if told else own
 
 
 def wants(callback: Any, event: str, step: int) -> bool:
