@@ -34,6 +34,7 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
         raise ProcessError("root", "broadcast()", repr(root), expected)
     keyed, treedef = jtu.tree_flatten_with_path(tree)
     known = {}
+    leaf: Any
     for path, leaf in keyed:
         place, is_array = trees.access_str("tree", path), trees.is_array(leaf)
         is_plain = isinstance(leaf, (bool, int, float, str))

@@ -205,6 +205,7 @@ class tensorboard:
     def __call__(self, row: Row, step: int) -> None:
         if self._writer is None:
             self.start({})
+        assert self._writer is not None
         for name, value in row.items():
             self._writer.add_scalar(name, value, step)
 
