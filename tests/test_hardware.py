@@ -106,7 +106,6 @@ def test_the_cpu_is_always_there():
     [
         ({"cpu": 2, "cuda": 2, "tpu": 4}, "tpu"),
         ({"cpu": 2, "rocm": 1}, "rocm"),
-        ({"cpu": 2, "METAL": 1}, "METAL"),
         ({"cpu": 2, "mps": 1}, "mps"),
         ({"cpu": 2, "cuda": 2, "rocm": 2}, "cuda"),
         ({"cpu": 2}, "cpu"),

@@ -193,8 +193,7 @@ def fit(
       data: `batches(...)`, or any iterable of batches. A new state (`state.calls == 0`) begins with
         the first batch, a trained one goes on where `batches` and `prefetch` are.
       steps: the total of applied steps, counted by `state.step`; or
-      epochs: the total of epochs of the data. A run that is there already returns at once, with a
-        warning.
+      epochs: the total of epochs of the data.
       evaluate: `f(state) -> {name: number}`, called every `evaluate_every` ("epoch", "5 epochs", or
         a number of steps), at the end, and once before the first step if a callback or `keep_best`
         waits for a name with a slash.
@@ -205,8 +204,7 @@ def fit(
         only.
       checkpoint: a path or `Checkpoints`: where to save state, place of the data, history and
         callbacks' memory, at its `every`, else after every epoch, and at the end; and from where to
-        resume. A fresh state takes the newest checkpoint; one that is further, or as far and
-        edited, goes on instead, with a warning.
+        resume. A state that is further than the newest checkpoint goes on instead, with a warning.
       resume: "auto" resumes from the newest good checkpoint if there is one; "must" raises if there
         is none; "never" raises if there is one.
       fast_forward: whether data that cannot be put to its place (a list, a generator) may be read
@@ -225,10 +223,9 @@ def fit(
 
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends
     the run after the call under way, and saves: in a notebook `fit` returns; in a script it raises
-    KeyboardInterrupt. Another Ctrl-C, a second later or more, stops at once. With a checkpoint or a
-    state of several processes SIGTERM does the same, with SystemExit(143). Exceptions that pass
-    through have `error.state` (None if the failed call had consumed it), `error.history` and
-    `error.rejected` (for `ts.replay`).
+    KeyboardInterrupt. A second Ctrl-C stops at once. With a checkpoint or a state of several
+    processes SIGTERM does the same, with SystemExit(143). Exceptions have `error.state` (None if the
+    failed call had consumed it), `error.history` and `error.rejected` (for `ts.replay`).
 
     If the state is on devices of several processes, they compare settings, data and changes by
     callbacks, and all of them raise ProcessError if one differs. The numbers of `evaluate` are

@@ -122,8 +122,8 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
     `module.eval()`; its call gets `rngs` and flags such as `train` if it names them. Sown values
     are dropped.
 
-    Raises WrongTypeError unless it is an instance of `nnx.Module`, ParamsError for a module without
-    parameters, and, when called, StateError for a model that draws in train mode without a key.
+    Raises ParamsError for a module without parameters, and, when called, StateError for a model that
+    draws in train mode without a key.
 
     >>> import tsunax as ts
     >>> from flax import nnx
@@ -183,9 +183,6 @@ def linen(
     module as `flag`, or as those of `train`, `training`, `is_training`, `deterministic`,
     `use_running_average` that its call names. `build(state)` returns the bound module.
 
-    Raises WrongTypeError unless it is an instance of `linen.Module`, ParamsError for variables
-    without parameters.
-
     >>> import tsunax as ts
     >>> from flax import linen
     >>> net = linen.Dense(2)
@@ -227,8 +224,7 @@ def equinox(
     (for batch norm), with a key for each row. `key` is passed if its call names it; eval mode is
     `eqx.nn.inference_mode`. `build(state)` returns the module in that mode, or `(module, state)`.
 
-    Raises MissingLibraryError without equinox, WrongTypeError unless they are instances of
-    `equinox.Module` and `equinox.nn.State`, ParamsError for a module without parameters.
+    Raises MissingLibraryError without equinox.
     """
     eqx = library("equinox", "models.equinox()")
     _check_model(module, eqx.Module, "equinox", "an instance of equinox.Module that can be called")
@@ -267,8 +263,6 @@ def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:
 
     A function that names `model_state` returns `(out, model_state)`, any other returns `out`.
     `build(state)` returns a function of the inputs.
-
-    Raises WrongTypeError unless `fn` is a function, ParamsError for params without leaves.
 
     >>> import tsunax as ts
     >>> model = ts.models.raw(lambda params, x: x @ params["w"], {"w": jnp.ones((3, 2))})

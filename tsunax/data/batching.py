@@ -291,9 +291,8 @@ def batches(
       device: True, a device, a Mesh or a NamedSharding: all arrays are put on each device once, and
         a compiled program gathers batches. `resident` and `device_order` are for loops that fuse.
       process: `(index, count)`: each batch has the part of this process; by default those of
-        `ts.distributed`. All processes have equally many batches of equally many rows. A short last
-        batch that does not divide by their devices is whole on each of them, see `is_whole`. With a
-        device of all processes (a Mesh) each process has all rows, and a batch is one array of all.
+        `ts.distributed`. A short last batch that does not divide by their devices is whole on each
+        of them, see `is_whole`. With a Mesh of all processes each process gives all rows.
 
     Raises DataError and WrongTypeError for arrays and settings that make no batches.
 

@@ -185,9 +185,8 @@ def prefetch(data: Iterable[PyTree], device: Device = None, size: int = 2) -> Pr
     With a Mesh or NamedSharding the rows are spread over the devices along axis 0, and leaves
     without rows are copied to each; each of several processes gives its own part. Without a device
     batches are only made ahead. Exceptions of the data are raised here as the cause of a DataError.
-    The thread ends with the loop; a new loop ends an older one. A buffer that a loader fills again
-    is copied; batches of arrays in memory gain nothing. Batches read ahead of data that cannot be
-    put back (a generator) are lost when a loop over it ends.
+    The thread ends with the loop. Batches read ahead of a generator are lost when a loop over it
+    ends.
 
     Raises DataError for a size below 1, and while it runs for rows that do not divide by the
     devices.

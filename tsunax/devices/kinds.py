@@ -35,13 +35,13 @@ __all__ = [
     "preferred", "simulate", "supported_devices", "to_device", "to_host",
 ]  # fmt: skip
 
-_PLATFORMS = {  # JAX's names; METAL is Apple's old plugin, mps the one of today
+_PLATFORMS = {  # JAX's names; mps is Apple's
     "tpu": ("tpu",),
-    "gpu": ("cuda", "rocm", "oneapi", "METAL", "mps"),
+    "gpu": ("cuda", "rocm", "oneapi", "mps"),
     "cpu": ("cpu",),
     "cuda": ("cuda",),
     "rocm": ("rocm",),
-    "metal": ("METAL", "mps"),
+    "metal": ("mps",),
 }
 # what JAX raises; the latter if JAX_PLATFORMS names nothing that is here
 _NONE = (RuntimeError, AssertionError)

@@ -110,9 +110,6 @@ def shard(
       zero1: spread moments, averages and master copies over all data axes, and leave the parameters
         as they are.
 
-    Arrays that are on a device of the mesh already are not copied: the first step consumes the
-    state that was given, too.
-
     Raises PatternError for a rule that matches nothing, DeviceError for one that the mesh or the
     shape cannot follow. Source of the scheme: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054),
     GSPMD (Xu et al. 2021, arXiv:2105.04663).

@@ -159,8 +159,11 @@ class Boundaries:
         text = self.options.saver.lacks(self.run.history.names, "fit()")
         if text and is_last:
             warn(text)
-        elif text and not self.is_early and not self.options.callbacks:
-            raise RowError(text)
+        elif text and not self.is_early:
+            options = self.options
+            is_evaluated = options.evaluate is not None and "/" in options.saver.keep_best.metric
+            if is_evaluated or not options.callbacks:  # which might log it later
+                raise RowError(text)
 
     def evaluate(self) -> None:
         run = self.run
