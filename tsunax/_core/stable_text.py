@@ -129,20 +129,6 @@ def _hash_of_code(code: types.CodeType) -> str:
     return hash_of(code.co_code + repr((code.co_names, inside)).encode())
 
 
-def name_and_code(f: Callable) -> tuple[str, str]:
-    """A function's name, and a hash of its code; what it closes over may change.
-
-    ("Net", "") for an object's class.
-    """
-    while isinstance(f, functools.partial):
-        f = f.func
-    if isinstance(f, types.FunctionType | types.MethodType):
-        return f.__qualname__, _hash_of_code(f.__code__)
-    call = vars(type(f)).get("__call__")
-    code = _hash_of_code(call.__code__) if isinstance(call, types.FunctionType) else ""
-    return type(f).__qualname__, code
-
-
 def parts_of(root: str, thing: Any) -> dict[str, str]:
     """The leaves of a tree by path, and its containers and static fields."""
     return dict(_walk(root, thing, ()))
