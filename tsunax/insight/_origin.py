@@ -5,8 +5,9 @@
 
 Only what leads to the bad result counts: not an infinity that a mask puts in and `where` takes out
 again, nor log(0) in a branch that is not taken. A constant that is infinite by intent (-inf in a
-mask) is blamed only for what is made of it. The walk goes into inner programs (jit, scan, while,
-cond, checkpoint, custom derivatives), into a loop at the first trip that went wrong.
+mask) is blamed only for what is made of it. The walk goes into inner programs (jit, scan, cond,
+checkpoint, custom derivatives), into a scan at the first trip that went wrong; a `while` loop, which
+no gradient goes through, is blamed as a whole.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ class _Run:
         """The origin within the program of an equation; None where there is none to look into."""
         name, place = eqn.primitive.name, eqn.outvars.index(v)
         given = [self.value(x) for x in eqn.invars]
-        if name in ("scan", "while"):
-            return (self.in_scan if name == "scan" else self.in_while)(eqn, given, place, where)
+        if name == "scan":
+            return self.in_scan(eqn, given, place, where)
         first, called = 0, called_by(eqn)
         if name == "cond":
             branch = eqn.params["branches"][int(np.asarray(given[0]))]
@@ -182,28 +183,6 @@ class _Run:
                 wrong &= where[i]
             if wrong is not None and wrong.any():
                 return walk(trip, place, wrong)
-        return self.blame(eqn, np.asarray(self.value(eqn.outvars[place])))
-
-    def in_while(self, eqn: Any, given: list, place: int, where: Any) -> Origin:
-        test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-        n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        for_test, consts, carry = given[:n], given[n : n + m], given[n + m :]
-        run, goes_on = _compiled(body.jaxpr, None), _compiled(test.jaxpr, None)
-        before: list[list] = []
-
-        def outer(i, places, trip):
-            if i >= m and trip > 0:
-                return walk(trip - 1, i - m, places)
-            return self.of(eqn.invars[n + i], places)
-
-        walk = functools.partial(self.in_trip, eqn, body, before, range(1 << 62), outer)
-        if (wrong := bad(carry[place])) is not None:
-            return self.of(eqn.invars[n + m + place], wrong)
-        while bool(np.all(np.asarray(goes_on(test.consts, [*for_test, *carry])[0]))):
-            before.append([*consts, *carry])
-            carry = run(body.consts, before[-1])
-            if (wrong := bad(carry[place])) is not None:
-                return walk(len(before) - 1, place, wrong)
         return self.blame(eqn, np.asarray(self.value(eqn.outvars[place])))
 
     def in_trip(
