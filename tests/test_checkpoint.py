@@ -267,14 +267,14 @@ def test_schedules(tmp_path):
     rate = lambda name, like: ts.hyperparams(restored(tmp_path / name, like).state)["learning_rate"]
     assert rate("a", make(rule=rule(0.5))) == 0.25
     assert rate("held", make(rule=rule(0.5))) == pytest.approx(0.7)
-    with pytest.warns(UserWarning, match="init_value of learning_rate: 0.5 then, 0.8 now"):
+    with pytest.warns(UserWarning, match="learning_rate: 0.5 then, 0.8 now"):
         assert rate("held", make(rule=rule(0.8))) == pytest.approx(0.4)
-    with pytest.warns(UserWarning, match="transition_steps of learning_rate: 100 then, 200 now"):
+    with pytest.warns(UserWarning, match="learning_rate: 100 then, 200 now"):
         assert rate("a", make(rule=rule(0.5, 200))) == pytest.approx(0.375)
-    with pytest.warns(UserWarning, match="rate: the schedule linear_schedule then, a number now"):
+    with pytest.warns(UserWarning, match="rate: a schedule then, a number now"):
         assert rate("a", make(rule=ts.rules.sgd(0.3))) == pytest.approx(0.3)
     save(tmp_path / "number", make(rule=ts.rules.sgd(0.3)))
-    with pytest.warns(UserWarning, match="rate: a number then, the schedule linear_schedule now"):
+    with pytest.warns(UserWarning, match="rate: a number then, a schedule now"):
         assert rate("number", make(rule=rule(0.5))) == 0.5
 
 
@@ -353,11 +353,7 @@ def test_a_run_moves_between_all_numbers_of_devices(tmp_path):
         for b in (1, 2, 4, 8):
             if a == b:
                 continue
-            with pytest.warns(UserWarning) as told:
-                after = run(b, 7, 10, path)
-            assert [str(w.message) for w in told] == [
-                f"saved on {a} cpu, restored on {b} cpu: the same values, but what follows may differ in the last bits."
-            ]
+            after = run(b, 7, 10, path)
             assert before[1] + after[1] == order
             np.testing.assert_allclose(before[0] + after[0], expected, rtol=1e-5)
             counted += 1
@@ -594,10 +590,7 @@ def error_of(f, kind=CheckpointError) -> str:
 def test_paths(tmp_path, monkeypatch):
     file = tmp_path / "model.pt"
     file.write_bytes(b"\x80\x04")
-    assert error_of(lambda: Checkpoints(file)) == (
-        f"path at {file}: got a file, expected a directory of checkpoints. Nothing in it was opened. "
-        "Give the path of a directory that can be written."
-    )
+    assert error_of(lambda: Checkpoints(file)) == (f"path at {file}: got a file, expected a directory of checkpoints.")
     assert "NotADirectoryError" in error_of(lambda: Checkpoints(file / "under"))
     for bad in ("", None, 3, b"bytes", "a\0b"):
         assert "path at Checkpoints(): got " in error_of(lambda bad=bad: Checkpoints(bad))
@@ -687,14 +680,13 @@ def test_other_formats_are_not_opened(tmp_path):
     plain = tmp_path / "plain"
     ocp.save(plain, {"w": np.ones(3)})
     assert error_of(lambda: Checkpoints(plain).restore(make())) == (
-        f"checkpoints at {plain}: got _CHECKPOINT_METADATA, commit_success.txt, expected checkpoints of tsunax, "
-        "or none. Nothing in it was opened. tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
+        f"checkpoints at {plain}: got _CHECKPOINT_METADATA, expected checkpoints of tsunax, "
+        "or none. tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
     )
     managed = tmp_path / "managed"
     shutil.copytree(plain, managed / "4")
     assert error_of(lambda: Checkpoints(managed).restore(make())) == (
-        f"checkpoints at {managed}: got step 4: no manifest: orbax's own, not tsunax's, expected a good one. "
-        "To start afresh, give another path."
+        f"checkpoints at {managed}: got step 4: no manifest, expected a good one. To start afresh, give another path."
     )
     for name in ("model.pt", "state.pkl", "params.msgpack", "model.safetensors"):
         folder = tmp_path / name.replace(".", "-")
@@ -720,7 +712,7 @@ def test_a_newer_format_is_named(copy):
     assert Checkpoints(path, read_only=True).steps() == [0, 1]
 
 
-def test_odd_names_are_ignored_with_a_warning(copy, tmp_path):
+def test_odd_names_are_ignored(copy, tmp_path):
     path, states = copy
     outside = tmp_path / "outside"
     shutil.copytree(path / "2", outside)
@@ -728,13 +720,8 @@ def test_odd_names_are_ignored_with_a_warning(copy, tmp_path):
     for name in ("007", "-4", "٣", "2.5", "notes"):
         (path / name).mkdir()
     (path / "12").write_text("a file")
-    with pytest.warns(UserWarning) as told:
-        found = restored(path, make())
+    found = restored(path, make())
     assert found.step == 2
-    assert sorted(str(w.message).rpartition("/")[2] for w in told) == [
-        "-4 is ignored: no step's name.", "007 is ignored: no step's name.", "11 is ignored: a link.",
-        "12 is ignored: a file.", "٣ is ignored: no step's name.",
-    ]  # fmt: skip
     assert_trees_equal(found.state, states[2])
 
 
@@ -839,7 +826,7 @@ IN_A_RUN = {  # what is wrong with the directory that `fit` is given, and what i
         "got shuffle_window None, expected shuffle_window of all rows, as in the checkpoint",
     ),
     "a pickle": (lambda p: only(p, "state.pkl"), {}, "state.pkl, expected checkpoints of tsunax"),
-    "a torch file": (lambda p: only(p, "model.pt"), {}, "Nothing in it was opened"),
+    "a torch file": (lambda p: only(p, "model.pt"), {}, "model.pt, expected"),
     "flax's": (lambda p: only(p, "checkpoint.msgpack"), {}, "tsunax.exchange reads"),
     "in use": ("hold", {}, "directory in use at .*: got process"),
 }
@@ -984,11 +971,9 @@ def test_a_run_goes_on_over_a_damaged_newest(copy):
         with pytest.warns(UserWarning, match="step 2: arrays: missing"):
             state = checkpoints.restore(make()).state
         checkpoints.save(updated(state))
-        with pytest.warns(UserWarning, match=r"2 was moved to 2\.damaged-1: arrays: missing"):
-            checkpoints.wait()
+        checkpoints.wait()
         assert checkpoints.steps() == [1, 2]
     assert_trees_equal(restored(path, make()).state, states[2])
-    assert (path / "2.damaged-1" / "manifest.json").exists()
 
 
 # -------------------------------------------------------------------------------------------------- which ones are kept
@@ -1056,7 +1041,7 @@ def test_nothing_foreign_is_deleted(tmp_path):
     assert (outside / "precious").read_text() == "x" and (run / "8").is_symlink()
     with Checkpoints(run) as checkpoints:
         checkpoints.save({"w": jnp.ones(1)}, step=8)
-        with pytest.raises(SaveError, match=r"FileExistsError.*is no directory of ours"):
+        with pytest.raises(SaveError, match=r"FileExistsError.*holds what is not tsunax"):
             checkpoints.wait()
     assert os.listdir(outside) == ["precious"]
 

@@ -178,15 +178,6 @@ def not_finite(blocks: Blocks, names: Mapping[str, str]) -> str:
     return ""
 
 
-def devices_of(tree: Tree) -> str:
-    """The devices of a tree in words: "4 cpu", "16 NVIDIA H100 of 2 processes"; "" if none."""
-    shardings = {getattr(x, "sharding", None) for _, x in tree.leaves}
-    devices = {one for sharding in shardings if sharding is not None for one in sharding.device_set}
-    kinds = " ".join(sorted({one.device_kind for one in devices}))
-    n = len({one.process_index for one in devices})
-    return f"{len(devices)} {kinds}" + (f" of {n} processes" if n > 1 else "") if devices else ""
-
-
 def versions() -> dict[str, str]:
     names = ("jax", "jaxlib", "numpy", "optax", "flax", "safetensors", "tsunax")
     found = {name: getattr(sys.modules.get(name), "__version__", "") for name in names}

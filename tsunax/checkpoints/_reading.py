@@ -51,7 +51,7 @@ def newest(
     def look():
         run.wait()
         _host_copies.check_members(leaves.tree_of(like), "restore()")
-        found = _by_metric(run) if step == "best" else run.store.steps(warn=not run.process)
+        found = _by_metric(run) if step == "best" else run.store.steps()
         return None, json.dumps(found)
 
     found = json.loads(run.together("restore()", look)[1][0])
@@ -157,10 +157,6 @@ def read(
     plan.check(words)
     state = plan.filled(found)
     _restoring.warn_of_edits(plan.edited)
-    there, here = manifest.versions.get("devices", ""), _host_copies.devices_of(plan.mine)
-    if manifest.states and not how.only_params and there and here and there != here:
-        text = "the same values, but what follows may differ in the last bits."
-        warn(f"saved on {there}, restored on {here}: {text}")
     values: dict[str, Any] = {}
     for part in parts:
         own, arrays = arrays[: len(part.arrays)], arrays[len(part.arrays) :]

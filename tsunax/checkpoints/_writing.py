@@ -77,7 +77,7 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
         parts=[] if run.process else [_host_copies.encoded(given, blocks, 0)],
         metrics=numbers,
         fingerprint=run.fingerprint,
-        versions=_host_copies.versions() | {"devices": _host_copies.devices_of(tree)},
+        versions=_host_copies.versions(),
     )
     word: dict[str, Any] = {"digests": {}}
     if processes.process_count() > 1:

@@ -49,12 +49,7 @@ _DEPTH = 64
 
 
 def save(
-    path: StrPath,
-    tree: PyTree,
-    *,
-    rename: Rename = None,
-    metadata: Mapping[str, str] | None = None,
-    max_bytes: int | None = None,
+    path: StrPath, tree: PyTree, *, rename: Rename = None, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write the arrays of `tree`, params or a whole training state, as a safetensors file.
 
@@ -70,9 +65,6 @@ def save(
         differ.
       metadata: more text for the header. Its "format", which the hub requires, is "flax" if none is
         given.
-      max_bytes: of the arrays in one file. What is larger becomes "…-00001-of-00003.safetensors"
-        and so on, and "….safetensors.index.json" that says which name is where. An array is never
-        cut.
 
     Raises WrongTypeError for leaves and dtypes that the format does not have (int4, complex128,
     strings of arrays), CheckpointError for a path or names that cannot be, SaveError where writing
@@ -88,9 +80,6 @@ def save(
     if not path.name.endswith(".safetensors") or path.name == ".safetensors":
         expected = "a name that ends in .safetensors"
         raise CheckpointError("path", "save()", repr(path.name), expected)
-    if max_bytes is not None:
-        checks.check_count(max_bytes, "save()", "max_bytes")
-    about = _texts(metadata)
     known = leaves.tree_of(tree)
     _host_copies.check_saveable(known)
     found = _described(known, _names_in(tree, rename))
@@ -102,11 +91,16 @@ def save(
     states = {at: live_numbers.state_facts(s) for at, s in known.states.items()}
     manifest = Manifest(step, found, known.nodes, states, versions=_host_copies.versions())
     text = manifest.with_hashes(hashes).dump()
+    about = {"format": "flax", **(metadata or {})}
     about |= {_MANIFEST: text.decode(), _SUM: durable_files.sha256(text)}
+    aside = durable_files.aside(path.parent, "tmp", 0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _safetensors.write_files(path, arrays, about, max_bytes)
+        _safetensors.write(aside, {name: trees.on_host(x) for name, x in arrays.items()}, about)
+        os.replace(aside, path)  # a link is replaced, not followed
+        durable_files.sync(path.parent)
     except (OSError, ValueError) as error:
+        aside.unlink(missing_ok=True)
         raise SaveError("save", str(path), told(error), "a finished file") from error
 
 
@@ -132,18 +126,6 @@ def _described(known: Tree, names: list[str]) -> list[Leaf]:
     return list(found.values())
 
 
-def _texts(metadata) -> dict[str, str]:
-    found = {} if metadata is None else metadata
-    is_text = lambda pair: all(isinstance(x, str) for x in pair)
-    if not isinstance(found, Mapping) or not all(map(is_text, found.items())):
-        got = trees.describe(found)
-        raise WrongTypeError("metadata", "save()", got, "a dict of strings")
-    if taken := [name for name in found if name.startswith("tsunax")]:
-        expected = "a name that is not tsunax's own"
-        raise WrongTypeError("metadata", "save()", repr(taken[0]), expected)
-    return {"format": "flax", **found}
-
-
 # ---------------------------------------------------------------------------------------- restoring
 
 
@@ -163,8 +145,8 @@ def restore(
     Without `like`: nested dicts of NumPy arrays, by name.
 
     Args:
-      path: a file; the name that `save` was given, also if it became several files; their
-        "….index.json"; or a directory with "model.safetensors" in one of these forms.
+      path: a file; the "….index.json" of several, as the Hugging Face hub has them; or a directory
+        with "model.safetensors" in one of these forms.
       where: a pattern over the params: restore only these, everything else stays as in `like`. What
         the file has beyond them is no matter then; without a pattern it is an error.
       rename: the name in the file for a name of `like` ("encoder/0/kernel"): a function, or a dict

@@ -340,7 +340,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def __repr__(self) -> str:
-        newest = sorted(self.store.steps(warn=False), reverse=True)
+        newest = sorted(self.store.steps(), reverse=True)
         steps = trees.listed([f"{step:,}" for step in newest], 8)
         return f"Checkpoints({str(self.path)!r}, steps {steps or 'none'})"
 
