@@ -63,8 +63,7 @@ def test_flops_of_an_mlp(options, setup, expected):
     traced = step.trace(state_of(**setup), BATCH)
     found = _cost.flops_of(traced.jaxpr)
     assert found.matmul == expected
-    assert found.matmul < found.total < 1.02 * expected
-    assert found.loops == 0 and found.opaque == ()
+    assert found.loops == 0
 
 
 def test_flops_of_fused_steps():
@@ -133,24 +132,6 @@ def test_flops_of_a_gpt():
         assert _cost.flops_of(traced.jaxpr).matmul == times * forward
 
 
-def test_elements_are_counted_as_xla_does_where_nothing_is_merged():
-    def f(x, y):
-        return jnp.sum(jnp.exp(x) * y + x / y - jnp.sqrt(y)) + jnp.max(x**3)
-
-    x = np.ones((64, 32), np.float32)
-    found, of_xla = _cost.flops_of(jax.make_jaxpr(f)(x, x)), jax.jit(f).lower(x, x).cost_analysis()
-    assert found.transcendental == of_xla["transcendentals"] == 2 * 64 * 32
-    assert found.other == pytest.approx(of_xla["flops"], rel=0.01)
-
-
-def test_elements_in_a_scan_are_counted_as_by_hand():
-    """The hand counts above are of products alone: what describe says beyond them is this."""
-    block = lambda x, w: (jnp.tanh(x @ w) * 2 + 1, None)
-    found = _cost.flops_of(jax.make_jaxpr(lambda x, w: jax.lax.scan(block, x, w)[0])(BATCH, np.ones((8, 64, 64))))
-    elements = 8 * ROWS * 64
-    assert (found.matmul, found.other, found.transcendental) == (2 * 64 * elements, 2 * elements, elements)
-
-
 def test_programs_within_programs():
     """Branches count as the dearest, loops of unknown length as one trip, dead equations and integers not at all."""
     x = jnp.ones((8, 8))
@@ -164,7 +145,6 @@ def test_programs_within_programs():
 
     found = _cost.flops_of(jax.make_jaxpr(f)(x, jnp.int32(3)), trips=7)
     assert found.matmul == 2 * 8**3 * (2 + 7 + 1) and found.loops == 1
-    assert _cost.flops_of(jax.make_jaxpr(jnp.linalg.cholesky)(x)).opaque == ("cholesky",)
 
 
 @pytest.mark.medium
@@ -263,17 +243,7 @@ def test_the_table_of_leaves():
         "head": "frozen",
         "old": "not trained",
     }
-    assert found["body/w"].values["weight_decay"] == 0.1 and found["body/bias"].values["weight_decay"] == 0
-    assert found["body/w"].values["learning_rate"] == 1e-3 and found["head"].values == {"learning_rate": 0.5}
-    assert found["body/w"].rule == "adamw@body/**" and found["head"].rule == "sgd@**"
-    assert found["head"].clip == "clip_by_global_norm 2" and found["old"].clip == ""
     assert found["body/w"].shape == (8, 8) and found["body/w"].dtype == "float32"
-    state = ts.adjust(state, "body/w", learning_rate=0.25)
-    rates = {
-        leaf.path: leaf.values.get("learning_rate")
-        for leaf in describe(step, state, np.ones((4, 8), np.float32)).leaves
-    }
-    assert rates == {"body/w": 0.25, "body/bias": 1e-3, "head": 0.5, "old": None}
 
 
 @pytest.mark.medium
@@ -283,9 +253,9 @@ def test_of_many_leaves_the_first_are_shown():
     step = ts.train_step(lambda p, x: sum(jnp.sum(x @ q["w"]) for q in p.values()))
     about = describe(step, state, np.ones((2, 4), np.float32))
     lines = repr(about).partition("\n\n")[2].splitlines()
-    assert lines[0].split() == ["leaf", "shape", "status", "rule", "numbers"] and len(lines) == 42
-    assert lines[1].split() == ["layer00/w", "float32[4,", "4]", "trained", "sgd", "learning_rate", "0.1"]
-    assert " frozen " in lines[8] and lines[-1] == "... 10 more leaves, in .leaves" and len(about.leaves) == 50
+    assert lines[0].split() == ["leaf", "shape", "status"] and len(lines) == 42
+    assert lines[1].split() == ["layer00/w", "float32[4,", "4]", "trained"]
+    assert lines[8].endswith("frozen") and lines[-1] == "... 10 more leaves, in .leaves" and len(about.leaves) == 50
 
 
 @pytest.mark.medium
@@ -297,7 +267,6 @@ def test_populations_and_what_of_them_is_frozen():
     runs = ts.population(make, 3, key=0, rate=np.array([0.1, 0.1, 0.1]))
     about = describe(step, ts.freeze(runs, "b"), x)
     assert [leaf.status for leaf in about.leaves] == ["frozen", "trained"]
-    assert "learning_rate 0.1" in repr(about) and ".." not in repr(about).partition("leaf ")[2]
     each = [jax.tree.map(lambda x, i=i: x[i], ts.freeze(runs, where)) for i, where in enumerate(["b", "b", "w"])]
     mixed = jax.tree.map(lambda *xs: jnp.stack(xs), *each)
     assert [leaf.status for leaf in describe(step, mixed, x).leaves] == ["2 of 3 frozen", "1 of 3 frozen"]

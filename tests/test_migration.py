@@ -296,8 +296,6 @@ def test_averages_keep_what_they_know():
     assert report.notes[-1] == "average: of another kind, begins anew"
 
 
-
-
 @pytest.mark.medium
 def test_a_rule_with_a_key_of_its_own():
     rule = ts.rules.noisy_sgd(0.01, key=jax.random.key(3))

@@ -19,17 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tsunax._core import Device, PyTree, checks, patterns, tables, trees
+from tsunax._core import Device, PyTree, checks, tables, trees
 from tsunax._step import traces as _traces
 from tsunax._step.roles import frozen_flags
 from tsunax.errors import StateError, WrongTypeError
-from tsunax.hyper import hyperparams
 from tsunax.insight import _cost, _memory
 from tsunax.insight._cost import Collective, Flops
 from tsunax.insight._memory import Need
 from tsunax.program import TrainStep
-from tsunax.rules import number_table
-from tsunax.rules.factories import PatternMask
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, split, trained_part
 
@@ -40,7 +37,7 @@ MOST_ROWS = 40  # of leaves in the table
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of params: what it is, and what the rule does with it now."""
+    """One leaf of params: what it is, and whether it trains now."""
 
     path: str
     shape: tuple[int, ...]
@@ -48,11 +45,6 @@ class Leaf:
     # "trained", "frozen", "2 of 8 frozen" (members), "not trained", or "overwritten" by its
     # gradient
     status: str
-    rule: str  # the live rules that see it, with the pattern of their group
-    values: Mapping[
-        str, Any
-    ]  # live hyperparameters by name; a decay is 0 where a mask spares the leaf
-    clip: str
     sharding: str  # "" on one device
 
 
@@ -208,16 +200,13 @@ def _leaves(state: TrainState) -> tuple[Leaf, ...]:
     n = len(named)
     selected, replaced = state.plan.selected or (True,) * n, state.plan.overwritten or (False,) * n
     frozen = iter(_frozen_words(state))
-    ruled = _ruled(state)
     found = []
-    for (name, path, x), on, new in zip(named, selected, replaced, strict=True):
+    for (name, _, x), on, new in zip(named, selected, replaced, strict=True):
         status = "overwritten" if new else "not trained"
         if on:
             status = next(frozen) or "trained"
-        rules, values, clip = ruled.get(path, ([], {}, []))
-        rule = ", ".join(rules) or ("an optax rule" if on else "")
-        about = status, rule, values, ", ".join(clip), _sharding(x)
-        found.append(Leaf(trees.show(name), np.shape(x), str(trees.dtype_of(x)), *about))
+        about = str(trees.dtype_of(x)), status, _sharding(x)
+        found.append(Leaf(trees.show(name), np.shape(x), *about))
     return tuple(found)
 
 
@@ -237,58 +226,7 @@ def _sharding(x) -> str:
     return str(getattr(sharding, "spec", sharding)).replace("PartitionSpec", "P")
 
 
-def _ruled(state: TrainState) -> dict[tuple, tuple[list[str], dict[str, Any], list[str]]]:
-    """By key path: the live rules that see a leaf, their numbers for it, and those that clip it."""
-    found: dict[tuple, tuple[list[str], dict[str, Any], list[str]]] = {}
-    if state.numbers is None:
-        return found
-    known = hyperparams(state) if all(map(trees.is_array, jax.tree.leaves(state))) else {}
-    lives = state.numbers.layout.lives
-    for at, s, group, _ in state.numbers.columns():
-        flat = state.numbers.layout.names[at][group]
-        decays = _decays(s, state)
-        pattern = "@".join(number_table.patterns(lives[at][0]))
-        of = s.cut.of if s.cut else (0,) * len(s.paths)
-        for path, mine, decayed in zip(s.paths, of, decays, strict=True):
-            if mine != group:
-                continue
-            rules, values, clip = found.setdefault(path, ([], {}, []))
-            title = s.live.title
-            if title.startswith("clip"):
-                bounds = [_number(known[name]) for name in flat if name in known]
-                clip.append(" ".join([title, *bounds]))
-                continue
-            rules.append(f"{title}@{pattern}" if pattern else title)
-            for name, label in zip(s.live.names, flat, strict=True):
-                if label in known:
-                    spared = name.endswith("decay") and not decayed
-                    values[name if name not in values else label] = 0.0 if spared else known[label]
-    return found
-
-
-def _decays(s, state: TrainState) -> list[bool]:
-    """For each leaf that a live rule sees whether its decay reaches it."""
-    where = s.live.statics.get("mask", s.live.statics.get("where"))
-    everywhere = [True] * len(s.paths)
-    if where is None:
-        return everywhere
-    seen, part = frozenset(s.paths), trained_part(state)
-    keyed = jax.tree_util.tree_flatten_with_path(part)[0]
-    part = trees.partition(part, [path in seen for path, _ in keyed])[0]
-    if "mask" not in s.live.statics:
-        flags = list(patterns.select(where, part, allow_empty=True))
-    else:
-        mask = where(part) if callable(where) or isinstance(where, PatternMask) else where
-        flags = [bool(x) for x in jax.tree.leaves(mask)]
-    return flags if len(flags) == len(s.paths) else everywhere
-
-
 # ----------------------------------------------------------------------------------------- in words
-
-
-def _number(x) -> str:
-    low, high = f"{np.min(x):.3g}", f"{np.max(x):.3g}"
-    return low if low == high else f"{low}..{high}"
 
 
 def _si(x: float, unit: str) -> str:
@@ -311,15 +249,10 @@ def _summary(d: Description) -> list[str]:
 
 def _facts(d: Description) -> Iterator[tuple[str, str]]:
     """The lines of a description, each with its title."""
-    share = d.flops.matmul / d.flops.total if d.flops.total else 0.0
-    work = _si(d.flops.total, "FLOP")
-    work += f", {share:.1%} in products and convolutions" if d.flops.total else ""
-    yield "work", f"{work}; {_si(d.flops.transcendental, 'calls')} of exp, sqrt, ..."
+    yield "work", f"{_si(d.flops.matmul, 'FLOP')} in products and convolutions"
     if n := d.flops.loops:
         bodies = "the body of a while loop is" if n == 1 else f"the bodies of {n} while loops are"
         yield "", f"{bodies} counted once: nobody knows how often they run"
-    if d.flops.opaque:
-        yield "", f"not counted: {', '.join(d.flops.opaque)}"
     if d.bytes_accessed is not None:
         traffic = trees.bytes_str(d.bytes_accessed)
         yield "traffic", f"{traffic} read and written, loop bodies counted once"
@@ -342,13 +275,10 @@ def _facts(d: Description) -> Iterator[tuple[str, str]]:
 
 
 def _rows(leaves: tuple[Leaf, ...]) -> list[str]:
-    """The table: a row for each leaf; of its numbers those of rates and decays."""
-    rows = [["leaf", "shape", "status", "rule", "numbers", "clip", "sharding"]]
+    """The table: a row for each leaf."""
+    rows = [["leaf", "shape", "status", "sharding"]]
     for leaf in leaves[:MOST_ROWS]:
-        known = {n: x for n, x in leaf.values.items() if "rate" in n or "decay" in n}
-        numbers = ", ".join(f"{name} {_number(x)}" for name, x in known.items())
-        shape = f"{leaf.dtype}{list(leaf.shape)}"
-        rows.append([leaf.path, shape, leaf.status, leaf.rule, numbers, leaf.clip, leaf.sharding])
+        rows.append([leaf.path, f"{leaf.dtype}{list(leaf.shape)}", leaf.status, leaf.sharding])
     filled = [column for column in zip(*rows, strict=True) if any(column[1:])]
     more = len(leaves) - MOST_ROWS
     rest = [f"... {more} more leaves, in .leaves"] if more > 0 else []
