@@ -122,7 +122,6 @@ class Files(Home):
     def drop(self, steps: Iterable[int]) -> None:
         for step in steps:
             self.known().pop(step, None)
-            self.not_finite.discard(step)
             if self._is_ours(folder := self.path / str(step)):
                 old = durable_files.aside(self.path, "old", step)
                 os.rename(folder, old)

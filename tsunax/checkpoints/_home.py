@@ -52,7 +52,6 @@ class Home:
         self.path, self.timeout = path, timeout
         self.bad: dict[int, str] = {}  # steps that did not stand their verification, and why
         self.notes: list[str] = []  # to be told as warnings
-        self.not_finite: set[int] = set()  # steps that are there, and that no run goes on from
         self._known: dict[int, dict[str, float]] | None = None
 
     # ------------------------------------------------------------------------- in the home's words
@@ -133,26 +132,18 @@ class Home:
                 yield step, self.manifest(step)
 
     def known(self) -> dict[int, dict[str, float]]:
-        """The complete steps that are finite, with their metrics.
+        """The complete steps, with their metrics.
 
         They are read once, because nobody else writes here.
         """
         if self._known is None:
-            self._known = {}
-            for step, found in self.manifests():
-                self.note(step, found)
+            self._known = {step: found.metrics for step, found in self.manifests()}
         for step in [step for step in self._known if step in self.bad]:
             del self._known[step]
         return self._known
 
     def note(self, step: int, found: Manifest) -> None:
-        assert self._known is not None
-        if found.not_finite:
-            self.not_finite.add(step)
-            self._known.pop(step, None)
-        else:
-            self.not_finite.discard(step)
-            self._known[step] = found.metrics
+        self.known()[step] = found.metrics
 
     def check_not_foreign(self) -> None:
         names = names_in(self.path)

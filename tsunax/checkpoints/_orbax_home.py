@@ -266,7 +266,6 @@ class Orbax(Home):
         there = self._directories()
         for step in steps:
             self.known().pop(step, None)
-            self.not_finite.discard(step)
             self._delete(there.get(step, []))
 
     def _delete(self, names: list[str]) -> None:

@@ -37,10 +37,6 @@ class Damaged(Exception):
     """A checkpoint that must not be used; the text says why."""
 
 
-class NotFinite(Damaged):
-    """A checkpoint of a state that cannot be trained on, every byte as it was saved."""
-
-
 class TooNew(Exception):
     """A manifest of a format that this version does not know."""
 
