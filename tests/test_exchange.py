@@ -45,7 +45,6 @@ OTHERS = {
     "key": jax.random.key(3),
     "keys": jax.random.split(jax.random.key(3), 4),
     "rbg": jax.random.key(1, impl="rbg"),
-    "python": [True, 7, 0.1, float("nan"), 1 - 2j, "text", None],
     "a.b": jnp.ones(1),
     "a": {"b": jnp.zeros(1)},
     "ü": np.array(1.5, ml_dtypes.bfloat16),
@@ -119,9 +118,7 @@ def test_the_file_is_as_the_format_says(tmp_path):
     assert start == 0
     assert all(header[name]["data_offsets"][0] % size.get(header[name]["dtype"], 1) == 0 for name in parts)
     about = header["__metadata__"]
-    assert (about["format"], about["note"]) == ("flax", "mine") and set(about) == {
-        "format", "note", "tsunax", "tsunax.sha256"
-    }  # fmt: skip
+    assert about == {"format": "flax", "note": "mine"}
 
 
 def test_the_library_reads_ours_and_we_read_its(tmp_path):
@@ -181,15 +178,18 @@ def test_several_files_with_an_index(tmp_path):
 
 
 def test_without_a_tree(tmp_path):
-    exchange.save(tmp_path / "a.safetensors", {**PARAMS, "key": jax.random.key(1), "n": 3})
+    exchange.save(tmp_path / "a.safetensors", {**PARAMS, "key": jax.random.key(1)})
     found = exchange.restore(tmp_path / "a.safetensors")
     assert_trees_equal(
-        found, {"body": PARAMS["body"], "head": {"0": PARAMS["head"][0]}, "key": jax.random.key(1), "n": 3}
+        found,
+        {
+            "body": PARAMS["body"],
+            "head": {"0": PARAMS["head"][0]},
+            "key": np.asarray(jax.random.key_data(jax.random.key(1))),
+        },
     )
     part = exchange.restore(tmp_path / "a.safetensors", where="body/w")
-    assert_trees_equal(
-        part, {"body": {"w": PARAMS["body"]["w"], "b": None}, "head": {"0": None}, "key": None, "n": None}
-    )
+    assert_trees_equal(part, {"body": {"w": PARAMS["body"]["w"], "b": None}, "head": {"0": None}, "key": None})
     assert "rename" in error_of(lambda: exchange.restore(tmp_path / "a.safetensors", rename=str.upper), WrongTypeError)
 
 
@@ -199,21 +199,18 @@ def test_without_a_tree(tmp_path):
 def test_a_whole_state_comes_back(tmp_path):
     rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.adamw(lambda step: 0.1 / (step + 1)))
     options = dict(rule=rule, key=3, ema=0.9, precision="float16", model_state={"mean": np.ones(2, np.float32)})
-    state = ts.adjust(updated(make(**options)), "body/**", learning_rate=0.5)
-    state = ts.freeze(state, "head/**")
-    exchange.save(tmp_path / "a.safetensors", state, rename=lambda name: name.replace("/", "."))
+    state = ts.adjust(updated(make(**options)), learning_rate=0.5)
+    exchange.save(tmp_path / "a.safetensors", state)
     found = exchange.restore(tmp_path / "a.safetensors", make(**options))
     assert_trees_equal(found, state)
     assert jax.tree.structure(found) == jax.tree.structure(state)
     assert_trees_equal(updated(found), updated(state))
     names = set(exchange.contents(tmp_path / "a.safetensors"))
-    assert {"params.body.w", "model_state.mean", "key", "clock"} <= names
-    assert any(name.startswith("opt_state.") and name.endswith(".mu.body.w") for name in names)
-    assert "rule of state: saved" in error_of(lambda: exchange.restore(tmp_path / "a.safetensors", make()))
-    exchange.save(tmp_path / "b.safetensors", make())
-    with pytest.warns(UserWarning, match=r"learning_rate: 0\.01 then, 0\.02 now") as told:
-        exchange.restore(tmp_path / "b.safetensors", make(ts.rules.adam(2e-2)))
-    assert told[0].filename == __file__
+    assert {"params/body/w", "model_state/mean", "key", "clock"} <= names
+    assert any(name.startswith("opt_state/") and name.endswith("/mu/body/w") for name in names)
+    assert "nothing named" in error_of(
+        lambda: exchange.restore(tmp_path / "a.safetensors", make(ts.rules.sgd(0.1, momentum=0.9)))
+    )
 
 
 def test_a_pair_of_states(tmp_path):
@@ -322,7 +319,7 @@ def test_what_cannot_be_saved(tmp_path):
         "int4[1], expected a dtype that safetensors has": {"x": jnp.ones(1, jnp.int4)},
         "complex128[1], expected a dtype that safetensors has": {"x": np.ones(1, complex)},
         "leaf at state['x']: got object": {"x": np.array([None])},
-        "got no array": {"x": 3},
+        "got int 3": {"x": 3},
         "without leaves": {},
         "name 'a/b' at save(): got two arrays, tree['a']['b'] and tree['a/b']": {"a": {"b": one}, "a/b": one},
         "name at tree['__metadata__']": {"__metadata__": one},
@@ -400,8 +397,6 @@ HEADERS = {  # file, what the error says
     "bytes missing": (raw({"a": entry()}, bytes(3)), "not fully covered"),
     "text that is none": (raw({"__metadata__": {"a": 1}}), "expected a string"),
     "a bool of 2": (raw({"a": entry("BOOL", (4,))}, b"\0\1\2\3"), "neither 0 nor 1"),
-    "a manifest that is none": (raw({"__metadata__": {"tsunax": "{}"}}), "no format"),
-    "a newer one": (raw({"__metadata__": {"tsunax": '{"format": 9}'}}), "format 9, expected format 1 or earlier"),
     "deep names": (raw({"a/" * 100_000 + "b": entry()}, bytes(4)), "more than 64 levels"),
     "a leaf above another": (raw({"a": entry(), "a/b": entry(start=4, stop=8)}, bytes(8)), "no tree"),
 }  # fmt: skip
@@ -428,28 +423,6 @@ def test_small_files_that_claim_much_cost_nothing(tmp_path):
         assert time.monotonic() - start < 3
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 500 << 10, grown  # the last file alone is 99 MB, and is read
-
-
-@pytest.mark.medium
-def test_no_flipped_byte_is_believed(tmp_path):
-    path, rng = tmp_path / "a.safetensors", random.Random(0)
-    tree = {"w": np.arange(6, dtype=np.float32), "k": jax.random.key(0), "n": 5, "f8": ARRAYS["f8"]["e4m3"]}
-    exchange.save(path, tree)
-    content = path.read_bytes()
-    counts = {"refused": 0, "same": 0}
-    for at in range(0, len(content)):
-        damaged = bytearray(content)
-        damaged[at] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
-        try:
-            found = exchange.restore(path, tree)
-        except CheckpointError:
-            counts["refused"] += 1
-        else:
-            counts["same"] += 1
-            assert_trees_equal(found, tree)
-    data = len(content) - 8 - int.from_bytes(content[:8], "little")
-    assert counts["refused"] > data and counts["same"] < len(content) // 2, counts
 
 
 def test_an_index_leads_nowhere_else(tmp_path):
