@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers import assert_trees_equal
 from tsunax.errors import DoesNotFitError, HyperparameterError, WrongTypeError
-from tsunax.insight import _cost, _memory
+from tsunax.insight import _memory
 from tsunax.insight.batch_size import find_accumulation, find_batch_size
 from tsunax.insight.learning_rate import find_learning_rate
 
@@ -430,17 +430,6 @@ def test_errors_of_the_range_test(options, kind, parts):
     with pytest.raises(kind) as caught:
         find_learning_rate(given.pop("step"), given.pop("state"), given.pop("data"), **given)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
-
-
-@pytest.mark.medium
-def test_a_convolution_on_a_cpu_needs_room_for_packed_operands():
-    x, w = jnp.ones((8, 32, 32, 4)), jnp.ones((3, 3, 4, 16))
-    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    text = jax.jit(conv).lower(x, w).compile().as_text()
-    assert _cost.largest_convolution(text) == x.nbytes + w.nbytes
-    text = jax.jit(jax.grad(lambda w: jnp.sum(conv(x, w) ** 2))).lower(w).compile().as_text()
-    assert _cost.largest_convolution(text) == x.nbytes + conv(x, w).nbytes
-    assert _cost.largest_convolution(jax.jit(lambda x: x @ x).lower(jnp.eye(4)).compile().as_text()) == 0
 
 
 @pytest.mark.slow

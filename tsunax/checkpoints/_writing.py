@@ -72,7 +72,6 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
     manifest = _manifest.Manifest(
         step=at,
         leaves=found,
-        nodes=tree.nodes,
         states={path: live_numbers.state_facts(s) for path, s in tree.states.items()},
         parts=[] if run.process else [_host_copies.encoded(given, blocks, 0)],
         metrics=numbers,

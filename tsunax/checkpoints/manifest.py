@@ -39,7 +39,6 @@ class Manifest:
 
     step: int
     leaves: list[Leaf]
-    nodes: dict[Keys, str]
     states: dict[Keys, dict[str, Any]]
     parts: list[Parts] = dataclasses.field(default_factory=list)  # of each process that wrote;
     # after the first one, what differs from the first one's
@@ -69,7 +68,6 @@ class Manifest:
             "versions": self.versions,
             "metrics": {name: finite(value) for name, value in self.metrics.items()},
             "states": [[list(path), facts] for path, facts in self.states.items()],
-            "nodes": [[list(path), kind] for path, kind in self.nodes.items()],
             "leaves": [leaf(x) for x in self.leaves],
             "parts": [[part.values, [leaf(x) for x in part.arrays]] for part in self.parts],
         }
@@ -120,7 +118,6 @@ _LEAF = (str, [str], str, [Size], str, str, object)
 _SCHEMA = {
     "step": Size,
     "leaves": [_LEAF],
-    "nodes": [([str], str)],
     "states": [([str], {
         "rule": str, "trained": ([str], None), "precision": (str, None), "averages": (str, None),
         "columns": [(str, Size)], "schedules": {str: str}, "cuts": [(Size, [Size], [str])],
@@ -197,7 +194,6 @@ def _parsed(body) -> Manifest:
     return Manifest(
         step=body["step"],
         leaves=found,
-        nodes={tuple(path): kind for path, kind in body["nodes"]},
         states=states,
         parts=parts,
         metrics={name: float(unfinite(x)) for name, x in body["metrics"].items()},

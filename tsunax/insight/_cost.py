@@ -142,7 +142,6 @@ _CALLED = re.compile(
     r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_MADE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ([a-z]\w*)\[([\d,]*)\]\S* ([\w\-]+)\(([^)]*)\)")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 
 
@@ -185,19 +184,6 @@ def _bytes(dtype: str, shape: str) -> float:
     bits = re.search(r"\d+", dtype)
     size = 1.0 if dtype == "pred" or bits is None else int(bits[0]) / 8
     return size * math.prod(int(n) for n in shape.split(",") if n)
-
-
-def largest_convolution(text: str) -> float:
-    """Bytes of the operands of the largest convolution in a compiled program; 0 without one."""
-    largest = 0.0
-    for lines in _computations(text)[1].values():
-        known = {made[1]: made for line in lines if (made := _MADE.match(line)) is not None}
-        for made in known.values():
-            if made[4] == "convolution":
-                names = (name.strip().rpartition("%")[2] for name in made[5].split(","))
-                operands = [known[name] for name in names if name in known]
-                largest = max(largest, sum(_bytes(x[2], x[3]) for x in operands))
-    return largest
 
 
 def donated_in(text: str) -> tuple[frozenset[str], frozenset[str]]:

@@ -22,13 +22,10 @@ from tsunax._core import placement, trees
 from tsunax._step.members import members_of
 from tsunax.devices.kinds import device_info
 from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError
-from tsunax.insight import _cost
 
 # Of XLA, which its count leaves out: 34 to 66 MB, measured on three models with two threads, some
 # 100 MB with eight and 130 MB with sixteen. Each device has its own.
 CPU_SCRATCH = 40 << 20
-# of the operands of a convolution, which XLA:CPU packs into copies: 1.1 to 1.4, nine measured
-CPU_PACKED = 1.25
 # LLVM's work on a CPU, half the time of compiling: memory is laid out before it.
 CPU_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -100,8 +97,7 @@ def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
         raise DeviceError("memory analysis", "the compiled step", "none of this backend", "one")
     taken, scratch = sum(map(bytes_on_one, jax.tree.leaves(batch))), 0
     if device_of_state(state).platform == "cpu":
-        packed = CPU_PACKED * _cost.largest_convolution(compiled.as_text() or "")
-        scratch = CPU_SCRATCH + int(packed)
+        scratch = CPU_SCRATCH
     return Need(
         state=max(0, found.argument_size_in_bytes - taken),
         batch=taken,

@@ -34,7 +34,6 @@ class Origin:
     sources: tuple[Any, ...] = ()  # `source_info` of its equation, then of the calls around that
     # the loops around it, outermost first: their equation, which trip
     trips: tuple[tuple[Any, int], ...] = ()
-    operands: tuple[Any, ...] = ()  # what the primitive was given, on the host
     value: Any = None  # what it gave
     constant: bool = False  # whether it is, or comes from, a constant of the program: bad by intent
 
@@ -106,9 +105,8 @@ class _Run:
         return constant if constant.sources else self.blame(eqn, out, constant=True)
 
     def blame(self, eqn: Any, out: Any, constant: bool = False) -> Origin:
-        given = tuple(_on_host(self.value(x)) for x in eqn.invars)
         sources = (eqn.source_info, *self.sources)
-        return Origin(None, eqn.primitive.name, sources, self.trips, given, out, constant)
+        return Origin(None, eqn.primitive.name, sources, self.trips, out, constant)
 
     def at(self, eqn: Any, i: int, x: Any, where: Any) -> Any:
         """The bad elements of an operand on which the result at `where` depends; None without any."""
@@ -223,7 +221,3 @@ def _compiled(jaxpr: Any, made: tuple | None) -> Callable:
         return core.jaxpr_as_fun(closed(jaxpr, list(consts)))(*arguments)
 
     return lambda consts, arguments: run(tuple(consts), tuple(arguments))
-
-
-def _on_host(x: Any) -> Any:
-    return np.asarray(x) if jnp.issubdtype(getattr(x, "dtype", np.dtype(float)), np.number) else x
