@@ -227,7 +227,7 @@ def _trained_by_name(params, old: TrainState) -> Any:
 def _filled(full, old: list[_Slot], slots: dict[int, _Slot], report: _Found) -> Any:
     """A whole optimizer state with the arrays of the old one."""
     found = _match_parameters(old, slots, report)
-    _match_counts(old, slots, found, report)
+    _match_counts(old, slots, found)
     leaves, treedef = jax.tree.flatten(full)
     fresh = lambda x: x if np.ndim(x) else own(x)  # counts may be one array, and are donated each
     leaves = [_there(found[i].value, x) if i in found else fresh(x) for i, x in enumerate(leaves)]
@@ -261,9 +261,7 @@ def _match_parameters(
     return found
 
 
-def _match_counts(
-    old: list[_Slot], slots: dict[int, _Slot], found: dict[int, _Slot], report: _Found
-) -> None:
+def _match_counts(old: list[_Slot], slots: dict[int, _Slot], found: dict[int, _Slot]) -> None:
     """Add counts and other arrays without a parameter, from the states that the moments came from."""
     homes: dict[tuple, set] = {}  # the old states that the moments of each new state came from
     for i, slot in found.items():
@@ -276,16 +274,10 @@ def _match_counts(
         alike = [j for j, s in slots.items() if s.kind == slot.kind]
         if n > 1 and len(same) == len(alike):
             same = [same[alike.index(i)]]
-        elif n > 1:
+        elif n > 1:  # of several the largest
             same.sort(key=lambda o: trees.on_host(o.value).sum())
-            report.notes.append(f"{slot.name}: one of {n} values there, the largest taken")
         if same:
             found[i] = same[-1]
-    for i, slot in slots.items():
-        mates = [j for j, s in slots.items() if s.home == slot.home and s.owner is not None]
-        if slot.owner is None and i in found and (anew := sum(j not in found for j in mates)):
-            about = f"goes on, also for {anew} arrays beside it that begin anew"
-            report.notes.append(f"{slot.name}: {about}")
 
 
 def _there(x, like):

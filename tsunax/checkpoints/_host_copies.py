@@ -5,7 +5,6 @@ finite.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -176,9 +175,3 @@ def not_finite(blocks: Blocks, names: Mapping[str, str]) -> str:
             if not all(np.isfinite(flat[at : at + n]).all() for at in range(0, flat.size, n)):
                 return shown
     return ""
-
-
-def versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "numpy", "optax", "flax", "safetensors", "tsunax")
-    found = {name: getattr(sys.modules.get(name), "__version__", "") for name in names}
-    return {name: str(version) for name, version in found.items() if version}

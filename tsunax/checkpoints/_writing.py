@@ -75,7 +75,6 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
         states={path: live_numbers.state_facts(s) for path, s in tree.states.items()},
         parts=[] if run.process else [_host_copies.encoded(given, blocks, 0)],
         metrics=numbers,
-        versions=_host_copies.versions(),
     )
     word: dict[str, Any] = {"digests": {}}
     if processes.process_count() > 1:

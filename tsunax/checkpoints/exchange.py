@@ -262,10 +262,10 @@ def _restored(source: _Source, like, where, rename: Rename, cast: bool, call: st
     if where is not None:
         patterns.compile_where(where)
     if like is None:
-        if rename is not None:
-            expected = "the tree whose names are renamed"
-            raise WrongTypeError("rename", call, "no like=", expected)
-        return _nested(source, where)
+        if rename is not None or where is not None:
+            expected = "the tree whose names are renamed or chosen"
+            raise WrongTypeError("like", call, "none", expected)
+        return _nested(source)
     has_state = "clock" in source.leaves and rename is None
     if isinstance(like, TrainState) and (where is not None or not has_state):
         params = _by_name(source, like.params, where, rename, cast, has_state)
@@ -316,8 +316,8 @@ def _fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
     return _restoring.fits(mine, theirs, cast)
 
 
-def _nested(source: _Source, where):
-    """The leaves that `where` selects, or all, as nested dicts."""
+def _nested(source: _Source) -> dict[str, Any]:
+    """All leaves as nested dicts."""
     out: dict[str, Any] = {}
     for name in source.leaves:
         *parents, last = name.split("/")
@@ -332,10 +332,7 @@ def _nested(source: _Source, where):
             raise Damaged(f"{name!r:.80} and one above or below it: no tree")
         node[last] = name
     names, treedef = jax.tree.flatten(out)
-    flags = patterns.select(where, out) if where is not None else (True,) * len(names)
-    chosen = [name for name, flag in zip(names, flags, strict=True) if flag]
-    read = dict(zip(chosen, source.read(chosen), strict=True))
-    return treedef.unflatten([read.get(name) for name in names])
+    return treedef.unflatten(source.read(names))
 
 
 # ------------------------------------------------------------------------------------- names, paths

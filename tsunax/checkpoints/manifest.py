@@ -43,7 +43,6 @@ class Manifest:
     parts: list[Parts] = dataclasses.field(default_factory=list)  # of each process that wrote;
     # after the first one, what differs from the first one's
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def with_hashes(self, hashes: dict[str, int]) -> Manifest:
         """The manifest with these hashes by name; one process's may be parts of the whole."""
@@ -65,7 +64,6 @@ class Manifest:
         body = {
             "format": FORMAT,
             "step": self.step,
-            "versions": self.versions,
             "metrics": {name: finite(value) for name, value in self.metrics.items()},
             "states": [[list(path), facts] for path, facts in self.states.items()],
             "leaves": [leaf(x) for x in self.leaves],
@@ -124,7 +122,6 @@ _SCHEMA = {
     })],
     "parts": [({str: object}, [_LEAF])],
     "metrics": {str: object},
-    "versions": {str: str},
 }  # fmt: skip
 
 
@@ -197,5 +194,4 @@ def _parsed(body) -> Manifest:
         states=states,
         parts=parts,
         metrics={name: float(unfinite(x)) for name, x in body["metrics"].items()},
-        versions=body["versions"],
     )

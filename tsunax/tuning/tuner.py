@@ -198,6 +198,7 @@ def tune(
         raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
     trials = len(points) if trials is None and backend == "grid" else trials
     checks.check_count(trials, where, "trials")
+    assert trials is not None
     about = {"backend": backend, "seed": seed, "mode": mode, "metric": metric}
     about |= {"space": {name: repr(entry) for name, entry in space.items()}}
     folder = None if directory is None else durable_files.folder_of(directory, "directory", where)
