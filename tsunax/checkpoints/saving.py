@@ -106,16 +106,12 @@ class Checkpoints:
         for name, value in counts.items():
             if value is not None:
                 checks.check_count(value, "Checkpoints()", name)
-        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        if not is_number or not 0 < timeout < 1e6:
-            got, expected = trees.describe(timeout), "seconds > 0, < 1e6"
-            raise HyperparameterError("timeout", "Checkpoints()", got, expected)
+        if not 0 < timeout < 1e6:
+            raise HyperparameterError("timeout", "Checkpoints()", timeout, "seconds > 0, < 1e6")
         checks.check_flags("Checkpoints()", read_only=read_only)
         if not isinstance(keep_best, Best | None):
-            name = keep_best if isinstance(keep_best, str) else "val/loss"
-            fix = f"Say which is better: Best({name!r}, mode='min') or mode='max'."
-            got, expected = trees.describe(keep_best), "a tsunax.checkpoints.Best"
-            raise WrongTypeError("keep_best", "Checkpoints()", got, expected, fix)
+            got, expected = trees.describe(keep_best), "Best('val/loss', mode='min'), for example"
+            raise WrongTypeError("keep_best", "Checkpoints()", got, expected)
         self.store = _home_of(path, store, timeout)
         self.path = self.store.path
         self.every, self.keep_last, self.keep_every = every, keep_last, keep_every
@@ -210,10 +206,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until what was saved is on the disk.
-
-        Raises SaveError if it is not, within `timeout` seconds.
-        """
+        """Block until what was saved is on the disk; SaveError if it is not, in `timeout` seconds."""
         job = self._job
         if job is not None:
             limit, what = self.timeout if timeout is None else timeout, f"save of step {job.step}"
@@ -313,10 +306,7 @@ class Checkpoints:
         return _reading.newest(self, state, None, resume, {}, read)
 
     def steps(self) -> list[int]:
-        """The steps whose checkpoint is complete, in order.
-
-        Their arrays are verified when they are restored.
-        """
+        """The steps whose checkpoint is complete, in order; arrays are verified by `restore`."""
         return list(self.metrics())
 
     def metrics(self) -> dict[int, dict[str, float]]:

@@ -51,13 +51,13 @@ class RangeTest:
     def plot(self) -> Figure:
         """A matplotlib Figure: the loss over the rate, and both suggestions."""
         figure = plots._figure(6.4, 2.8)
-        axes, colors = figure.subplots(), plots._COLOURS
-        shown, smoothed = self.rates[: self.used], self.smoothed[: self.used]
-        plots._draw(axes, "loss", {"loss": (shown, smoothed)})
+        axes = figure.subplots()
+        plots._draw(axes, "loss", {"loss": (self.rates[: self.used], self.smoothed[: self.used])})
         if self.mode == "exponential":
             axes.set_xscale("log")
         for rate, color, name in ((self.steepest, 1, "steepest"), (self.tenth, 2, "minimum / 10")):
-            axes.axvline(rate, color=colors[color], linewidth=1, label=f"{name}: {rate:.2g}")
+            label, color = f"{name}: {rate:.2g}", plots._COLOURS[color]
+            axes.axvline(rate, color=color, linewidth=1, label=label)
         axes.set_xlabel(self.name.replace("_", " "), fontsize=9)
         axes.legend(fontsize=8, frameon=False)
         return figure
