@@ -59,7 +59,7 @@ def target(folder: Path) -> None:
         time.sleep(0.01)
 
     note.events = ("start", "end")
-    with ts.Checkpoints(folder / "run", every=EVERY, fingerprint={"rows": 22}) as checkpoints:
+    with ts.Checkpoints(folder / "run", every=EVERY) as checkpoints:
         state, history = ts.fit(
             ts.train_step(loss_fn), state, data, steps=STEPS, checkpoint=checkpoints, progress=False, log_every=1,
             callbacks=[note, ts.callbacks.every(1, lambda run: note(run))],

@@ -226,13 +226,7 @@ def run(n: int, seed: int, counts) -> None:
         def of_header():
             about = header["__metadata__"]
             new = {"__metadata__": about, **{k: v for k, v in header.items() if k != "__metadata__"}}
-            if rng.random() < 0.5:
-                text = mutated(rng, json.loads(about["tsunax"])).decode("utf-8", "replace")
-                digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
-                new["__metadata__"] = {**about, "tsunax": text, "tsunax.sha256": digest}
-                body = json.dumps(new).encode()
-            else:
-                body = mutated(rng, new)
+            body = mutated(rng, new)
             file.write_bytes(len(body).to_bytes(8, "little") + body + data)
             return exchange.restore(file, like)
 

@@ -3,7 +3,6 @@
     python -m campaigns.sweeps --kills 100       # kill -9 at any time, on one sweep after the other
     python -m campaigns.sweeps --kills 100 --backend optuna
     python -m campaigns.sweeps --writers 20      # two sweeps start in one directory
-    python -m campaigns.sweeps --leave-out sync  # a journal that is written late: it must be noticed
 
 A run is one process, forked from this one after its imports; its objective is arithmetic and a short sleep. Counts are
 appended to `--results`.
@@ -26,29 +25,24 @@ import warnings
 from pathlib import Path
 
 import jax  # only for its version
+import optuna
 from tsunax import tuning
 from tsunax.errors import CheckpointError
-from tsunax.tuning import _journal, _optuna, spaces
+from tsunax.tuning import spaces
 
 from campaigns.runs import HERE, is_alive
 
 TRIALS = 60
-SPACE = {
-    "x": spaces.log_uniform(1e-3, 1.0),
-    "rule": spaces.choice(["a", "b", "c"]),
-    "m": spaces.when("rule", "b", spaces.integer(1, 9)),
-}
+SPACE = {"x": spaces.log_uniform(1e-3, 1.0), "rule": spaces.choice(["a", "b", "c"]), "m": spaces.integer(1, 9)}
 
 
 def ended(folder: Path, trial: int) -> int:
-    """How often the end of a trial stands in the journal; of Optuna's it is a line with its state."""
-    if (folder / _journal.NAME).exists():
-        return sum(f'"index": {trial},' in line for line in (folder / _journal.NAME).open())
-    lines = map(json.loads, (folder / _optuna.NAME).open())
-    return sum(line["op_code"] == 6 and line["trial_id"] == trial and line["state"] in (1, 2, 3) for line in lines)
+    """How often the end of a trial stands in the journal."""
+    lines = map(json.loads, (folder / "optuna.journal").open())
+    return sum(line.get("user_attrs", {}).get("tsunax", {}).get("index") == trial for line in lines)
 
 
-def objective(log: Path, trial, x, rule, report, m=0):
+def objective(log: Path, trial, x, rule, report, m):
     """Says when it begins and how often its trial stood in the journal by then; some fail, some are pruned."""
     there = ended(log.parent / "sweep", trial)
     with log.open("a") as file:
@@ -62,39 +56,20 @@ def objective(log: Path, trial, x, rule, report, m=0):
     return {"loss": x + m, "other": float("nan") if trial % 13 == 7 else 1.0}
 
 
-def sweep(folder: Path, backend: str, leave_out: str) -> tuning.Result:
-    if leave_out == "sync":
-        write_late()
-    if leave_out == "resume":
-        _journal.Journal._read = lambda self, record: None
+def sweep(folder: Path, backend: str) -> tuning.Result:
     warnings.simplefilter("ignore")
-    pruner = None
-    if backend == "optuna":
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        pruner = optuna.pruners.MedianPruner()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    pruner = optuna.pruners.MedianPruner() if backend == "optuna" else None
     log = folder / "log"
 
-    def mine(trial, x, rule, report, m=0):
+    def mine(trial, x, rule, report, m):
         return objective(log, trial, x, rule, report, m)
 
-    options = dict(trials=TRIALS, metric="loss", pruner=pruner, attempts=1000, backend=backend)
+    options = dict(trials=TRIALS, metric="loss", pruner=pruner, backend=backend)
     return tuning.tune(mine, SPACE, directory=folder / "sweep", progress=False, **options)
 
 
-def write_late() -> None:
-    write, late = _journal.Journal._write, []
-
-    def lazily(self, record):
-        late.append(record)
-        if len(late) > 3:
-            write(self, late.pop(0))
-
-    _journal.Journal._write = lazily
-
-
-def start(folder: Path, backend: str, leave_out: str = "") -> int:
+def start(folder: Path, backend: str) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -102,7 +77,7 @@ def start(folder: Path, backend: str, leave_out: str = "") -> int:
     try:
         err = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(err, 1), os.dup2(err, 2)
-        sweep(folder, backend, leave_out)
+        sweep(folder, backend)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -143,21 +118,21 @@ def undisturbed(backend: str) -> tuple[list, float]:
         return told(tuning.read(folder / "sweep")), time.monotonic() - began
 
 
-def kills(n: int, seed: int, backend: str, counts, leave_out: str = "") -> None:
+def kills(n: int, seed: int, backend: str, counts) -> None:
     """n kills, on as many sweeps as it takes; each then runs to its end, and is compared."""
     wanted, seconds = undisturbed(backend)
     rng = random.Random(seed)
     while counts["kills"] < n:
         with scratch() as folder:
             while counts["kills"] < n:
-                pid = start(folder, backend, leave_out)
+                pid = start(folder, backend)
                 time.sleep(rng.uniform(0, seconds / 3))
                 if is_alive(pid):
                     os.kill(pid, signal.SIGKILL)
                     counts["kills"] += 1
                 if end(pid) == 0:
                     break
-            status = end(start(folder, backend, leave_out))
+            status = end(start(folder, backend))
             judge(folder, status, wanted, counts)
 
 
@@ -206,15 +181,12 @@ def main() -> None:
     parser.add_argument("--writers", type=int, default=0)
     parser.add_argument("--backend", choices=["random", "optuna"], default="random")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--leave-out", choices=["", "sync", "resume"], default="")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "counts.jsonl")
     args = parser.parse_args()
     counts: collections.Counter = collections.Counter()
     what = {"what": "sweeps", "backend": args.backend, "seed": args.seed}
-    if args.leave_out:
-        what["left out"] = args.leave_out
     if args.kills:
-        kills(args.kills, args.seed, args.backend, counts, args.leave_out)
+        kills(args.kills, args.seed, args.backend, counts)
     if args.writers:
         writers(args.writers, counts)
         what["what"] = "sweeps, writers"

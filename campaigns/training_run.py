@@ -109,7 +109,7 @@ def main(folder: str, log: str, steps: int, every: int = 2, forgotten: str = "",
     state, step = make()
     leave_out(forgotten)
     data, losses = {"epoch": 0, "position": 0}, []
-    with (store or Checkpoints)(folder, every=every, fingerprint={"rows": ROWS, "batch": SIZE}) as checkpoints:
+    with (store or Checkpoints)(folder, every=every) as checkpoints:
         found = checkpoints.restore(state)
         done = 0
         if found.step is not None:

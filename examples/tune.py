@@ -1,13 +1,12 @@
 """Learning rate, decay and width of one model: 48 trials, as populations if only numbers vary.
 
-Real data (scikit-learn's digits), a small network, AdamW. The sweep is kept in a directory, and
-goes on where it was ended: press Ctrl-C and start it again. `--backend optuna` searches (needs
-optuna), `--plot sweep.png` draws.
+Real data (scikit-learn's digits), a small network, AdamW. With `--directory sweep` (needs
+optuna) it goes on where it was ended: press Ctrl-C and start it again. `--backend optuna` searches
+(needs optuna), `--plot sweep.png` draws.
 """
 
 import argparse
 import functools
-import tempfile
 import time
 
 import jax
@@ -21,7 +20,7 @@ import tsunax as ts
 parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 parser.add_argument("--trials", type=int, default=48)
 parser.add_argument("--backend", choices=["random", "optuna"], default="random")
-parser.add_argument("--directory", help="where to keep the sweep; a temporary one by default")
+parser.add_argument("--directory", help="where to keep the sweep")
 parser.add_argument("--plot", help="a PNG to write")
 options = parser.parse_args()
 
@@ -83,9 +82,7 @@ space = {
     "width": ts.tuning.spaces.choice([16, 64]),
 }
 start = time.perf_counter()
-common = dict(
-    trials=options.trials, metric="loss", directory=options.directory or tempfile.mkdtemp()
-)
+common = dict(trials=options.trials, metric="loss", directory=options.directory)
 if options.backend == "optuna":
     import optuna
 

@@ -267,14 +267,14 @@ def test_schedules(tmp_path):
     rate = lambda name, like: ts.hyperparams(restored(tmp_path / name, like).state)["learning_rate"]
     assert rate("a", make(rule=rule(0.5))) == 0.25
     assert rate("held", make(rule=rule(0.5))) == pytest.approx(0.7)
-    with pytest.warns(UserWarning, match="init_value of learning_rate: 0.5 then, 0.8 now"):
+    with pytest.warns(UserWarning, match="learning_rate: 0.5 then, 0.8 now"):
         assert rate("held", make(rule=rule(0.8))) == pytest.approx(0.4)
-    with pytest.warns(UserWarning, match="transition_steps of learning_rate: 100 then, 200 now"):
+    with pytest.warns(UserWarning, match="learning_rate: 100 then, 200 now"):
         assert rate("a", make(rule=rule(0.5, 200))) == pytest.approx(0.375)
-    with pytest.warns(UserWarning, match="rate: the schedule linear_schedule then, a number now"):
+    with pytest.warns(UserWarning, match="rate: a schedule then, a number now"):
         assert rate("a", make(rule=ts.rules.sgd(0.3))) == pytest.approx(0.3)
     save(tmp_path / "number", make(rule=ts.rules.sgd(0.3)))
-    with pytest.warns(UserWarning, match="rate: a number then, the schedule linear_schedule now"):
+    with pytest.warns(UserWarning, match="rate: a number then, a schedule now"):
         assert rate("number", make(rule=rule(0.5))) == 0.5
 
 
@@ -353,11 +353,7 @@ def test_a_run_moves_between_all_numbers_of_devices(tmp_path):
         for b in (1, 2, 4, 8):
             if a == b:
                 continue
-            with pytest.warns(UserWarning) as told:
-                after = run(b, 7, 10, path)
-            assert [str(w.message) for w in told] == [
-                f"saved on {a} cpu, restored on {b} cpu: the same values, but what follows may differ in the last bits."
-            ]
+            after = run(b, 7, 10, path)
             assert before[1] + after[1] == order
             np.testing.assert_allclose(before[0] + after[0], expected, rtol=1e-5)
             counted += 1
@@ -396,7 +392,7 @@ def test_a_manifest_does_not_grow_with_the_devices_and_takes_no_time(tmp_path):
     tree = leaves.tree_of({"params": params, "mu": params, "nu": params})
     start = time.monotonic()
     found = [leaves.leaf_of(path, x, name) for (path, x), name in zip(tree.leaves, tree.names, strict=True)]
-    known = _manifest.Manifest(0, found, tree.nodes, {}).with_hashes({x.name: 2**64 - 1 for x in found})
+    known = _manifest.Manifest(0, found, {}).with_hashes({x.name: 2**64 - 1 for x in found})
     assert _manifest.Manifest.parse(known.dump()) == known and len(found) == 864
     assert time.monotonic() - start < 1
 
@@ -554,14 +550,7 @@ def test_another_state_is_refused_with_both_sides(three, name):
 
 
 PAIRS = {  # trees that only differ in what holds their leaves
-    "tuple and list": ({"a": (jnp.ones(1),)}, {"a": [jnp.ones(1)]}),
     "int key and index": ({"a": {0: jnp.ones(1)}}, {"a": [jnp.ones(1)]}),
-    "None and nothing": ({"a": jnp.ones(1), "b": None}, {"a": jnp.ones(1)}),
-    "empty containers": ({"a": jnp.ones(1), "b": []}, {"a": jnp.ones(1), "b": {}}),
-    "named tuples": (
-        optax.ScaleByAdamState(jnp.zeros(()), 1.0, 1.0),
-        optax.ScaleByBeliefState(jnp.zeros(()), 1.0, 1.0),
-    ),
     "typed and raw key": ({"k": jax.random.key(0)}, {"k": jax.random.PRNGKey(0)}),
     "generators": ({"k": jax.random.key(0)}, {"k": jax.random.key(0, impl="rbg")}),
     "python and array": ({"n": 1}, {"n": jnp.array(1)}),
@@ -594,10 +583,7 @@ def error_of(f, kind=CheckpointError) -> str:
 def test_paths(tmp_path, monkeypatch):
     file = tmp_path / "model.pt"
     file.write_bytes(b"\x80\x04")
-    assert error_of(lambda: Checkpoints(file)) == (
-        f"path at {file}: got a file, expected a directory of checkpoints. Nothing in it was opened. "
-        "Give the path of a directory that can be written."
-    )
+    assert error_of(lambda: Checkpoints(file)) == (f"path at {file}: got a file, expected a directory of checkpoints.")
     assert "NotADirectoryError" in error_of(lambda: Checkpoints(file / "under"))
     for bad in ("", None, 3, b"bytes", "a\0b"):
         assert "path at Checkpoints(): got " in error_of(lambda bad=bad: Checkpoints(bad))
@@ -616,13 +602,13 @@ def test_paths(tmp_path, monkeypatch):
 
 
 def test_settings(tmp_path):
-    endless = {"timeout": float("inf"), "timeout ": 1e12, " timeout": float("nan"), " timeout ": True}
+    endless = {"timeout": float("inf"), "timeout ": 1e12, " timeout": float("nan")}
     for name, value in {"every": 0, "keep_last": 0, "keep_every": -1, "timeout": 0, **endless}.items():
         name = name.strip()
         assert f"{name} at Checkpoints(): got " in error_of(
             lambda: Checkpoints(tmp_path, **{name: value}), HyperparameterError
         )
-    of_another_type = {"read_only": "no", "fingerprint": [("seed", 0)]}
+    of_another_type = {"read_only": "no"}
     for name, value in {"every": 2.5, "keep_last": True, "keep_every": "4", "keep_best": 3, **of_another_type}.items():
         assert " at " in error_of(lambda: Checkpoints(tmp_path, **{name: value}), WrongTypeError)
     assert "got 'least' (str), expected 'min' or 'max'" in error_of(lambda: Best("a", mode="least"), WrongTypeError)
@@ -670,31 +656,19 @@ def test_steps_that_are_not_there_and_fresh_starts(three):
     assert "read_only=True" in error_of(lambda: checkpoints.save(make()))
 
 
-def test_another_run_or_other_data(tmp_path):
-    with Checkpoints(tmp_path, fingerprint={"seed": 0, "rows": 100, "batch": 8}) as checkpoints:
-        checkpoints.save(make())
-    other = Checkpoints(tmp_path, fingerprint={"seed": 1, "rows": 100, "workers": 2}, read_only=True)
-    assert error_of(lambda: other.restore(make())) == (
-        f"checkpoint of another run at {tmp_path / '0'}: got seed=0, workers=None, batch=8, "
-        "expected seed=1, workers=2, batch=None. It is of another run, or of other data: give another path."
-    )
-    assert restored(tmp_path, make()).step == 0
-
-
 def test_other_formats_are_not_opened(tmp_path):
     from orbax.checkpoint import v1 as ocp
 
     plain = tmp_path / "plain"
     ocp.save(plain, {"w": np.ones(3)})
     assert error_of(lambda: Checkpoints(plain).restore(make())) == (
-        f"checkpoints at {plain}: got _CHECKPOINT_METADATA, commit_success.txt, expected checkpoints of tsunax, "
-        "or none. Nothing in it was opened. tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
+        f"checkpoints at {plain}: got _CHECKPOINT_METADATA, expected checkpoints of tsunax, "
+        "or none. tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
     )
     managed = tmp_path / "managed"
     shutil.copytree(plain, managed / "4")
     assert error_of(lambda: Checkpoints(managed).restore(make())) == (
-        f"checkpoints at {managed}: got step 4: no manifest: orbax's own, not tsunax's, expected a good one. "
-        "To start afresh, give another path."
+        f"checkpoints at {managed}: got step 4: no manifest, expected a good one. To start afresh, give another path."
     )
     for name in ("model.pt", "state.pkl", "params.msgpack", "model.safetensors"):
         folder = tmp_path / name.replace(".", "-")
@@ -720,7 +694,7 @@ def test_a_newer_format_is_named(copy):
     assert Checkpoints(path, read_only=True).steps() == [0, 1]
 
 
-def test_odd_names_are_ignored_with_a_warning(copy, tmp_path):
+def test_odd_names_are_ignored(copy, tmp_path):
     path, states = copy
     outside = tmp_path / "outside"
     shutil.copytree(path / "2", outside)
@@ -728,13 +702,8 @@ def test_odd_names_are_ignored_with_a_warning(copy, tmp_path):
     for name in ("007", "-4", "٣", "2.5", "notes"):
         (path / name).mkdir()
     (path / "12").write_text("a file")
-    with pytest.warns(UserWarning) as told:
-        found = restored(path, make())
+    found = restored(path, make())
     assert found.step == 2
-    assert sorted(str(w.message).rpartition("/")[2] for w in told) == [
-        "-4 is ignored: no step's name.", "007 is ignored: no step's name.", "11 is ignored: a link.",
-        "12 is ignored: a file.", "٣ is ignored: no step's name.",
-    ]  # fmt: skip
     assert_trees_equal(found.state, states[2])
 
 
@@ -839,7 +808,7 @@ IN_A_RUN = {  # what is wrong with the directory that `fit` is given, and what i
         "got shuffle False, expected shuffle True, as in the checkpoint",
     ),
     "a pickle": (lambda p: only(p, "state.pkl"), {}, "state.pkl, expected checkpoints of tsunax"),
-    "a torch file": (lambda p: only(p, "model.pt"), {}, "Nothing in it was opened"),
+    "a torch file": (lambda p: only(p, "model.pt"), {}, "model.pt, expected"),
     "flax's": (lambda p: only(p, "checkpoint.msgpack"), {}, "tsunax.exchange reads"),
     "in use": ("hold", {}, "directory in use at .*: got process"),
 }
@@ -984,11 +953,9 @@ def test_a_run_goes_on_over_a_damaged_newest(copy):
         with pytest.warns(UserWarning, match="step 2: arrays: missing"):
             state = checkpoints.restore(make()).state
         checkpoints.save(updated(state))
-        with pytest.warns(UserWarning, match=r"2 was moved to 2\.damaged-1: arrays: missing"):
-            checkpoints.wait()
+        checkpoints.wait()
         assert checkpoints.steps() == [1, 2]
     assert_trees_equal(restored(path, make()).state, states[2])
-    assert (path / "2.damaged-1" / "manifest.json").exists()
 
 
 # -------------------------------------------------------------------------------------------------- which ones are kept
@@ -1056,7 +1023,7 @@ def test_nothing_foreign_is_deleted(tmp_path):
     assert (outside / "precious").read_text() == "x" and (run / "8").is_symlink()
     with Checkpoints(run) as checkpoints:
         checkpoints.save({"w": jnp.ones(1)}, step=8)
-        with pytest.raises(SaveError, match=r"FileExistsError.*is no directory of ours"):
+        with pytest.raises(SaveError, match=r"FileExistsError.*holds what is not tsunax"):
             checkpoints.wait()
     assert os.listdir(outside) == ["precious"]
 
@@ -1553,7 +1520,7 @@ def test_it_prints_its_path_and_its_steps(tmp_path):
 def test_the_best_says_which_way_and_comes_back(tmp_path):
     for bad in ("val/acc", 3):
         text = error_of(lambda bad=bad: Checkpoints(tmp_path, keep_best=bad), WrongTypeError)
-        assert "keep_best at Checkpoints(): got " in text and "mode='min') or mode='max'" in text
+        assert "keep_best at Checkpoints(): got " in text and "mode='min'), for example" in text
     assert "mode at Best(): got None, expected 'min' or 'max'" in error_of(lambda: Best("val/acc"), WrongTypeError)
     with Checkpoints(tmp_path, keep_last=None, keep_best=Best("acc", mode="max")) as checkpoints:
         text = error_of(lambda: checkpoints.restore(make(), step="best"))
@@ -1587,27 +1554,15 @@ def poisoned(state, value=np.nan):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_state_that_is_not_finite_is_never_the_newest_good_one(tmp_path, value):
-    text = r"checkpoint of step {} in .* is not finite \(state\.params\['head'\]\): restore\(\) takes an earlier one"
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path, value):
     with Checkpoints(tmp_path) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(make().replace(step=step))
-        for step in (3, 4, 2):  # the last one would replace a good one
-            if step == 2:
-                checkpoints = Checkpoints(tmp_path)  # what lies there is known to a new process, too
+        checkpoints.save(make().replace(step=1))
+        for step in (3, 1):  # the last one would replace a good one
             checkpoints.save(poisoned(make().replace(step=step), value))
-            with pytest.warns(UserWarning, match=text.format(step)):
+            with pytest.raises(SaveError, match=r"got state\.params\['head'\], which is not finite.*Earlier"):
                 checkpoints.wait()
-        assert checkpoints.steps() == [1, 2] and sorted(os.listdir(tmp_path)) == ["1", "2", "4", "tsunax.lock"]
-        with pytest.warns(UserWarning, match=r"checkpoint skipped .* step 4: state\.params\['head'\] is not finite"):
-            assert checkpoints.restore(make()).step == 2
-        found = checkpoints.restore(make(), step=4)  # to look at
-        assert not np.isfinite(found.state.params["head"][0, 0])
-        for step in (3, 4):  # and the run goes on over it
-            checkpoints.save(make().replace(step=step))
-        checkpoints.wait()
-        assert checkpoints.steps() == [3, 4] and sorted(os.listdir(tmp_path)) == ["3", "4", "tsunax.lock"]
-        checkpoints.restore(make())
+        assert checkpoints.steps() == [1] and sorted(os.listdir(tmp_path)) == ["1", "tsunax.lock"]
+        assert checkpoints.restore(make()).step == 1
 
 
 def test_a_leaf_that_its_gradient_replaces_has_to_be_finite_too(tmp_path):
@@ -1617,7 +1572,7 @@ def test_a_leaf_that_its_gradient_replaces_has_to_be_finite_too(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state.replace(step=1))
         checkpoints.save(bad.replace(step=2))
-        with pytest.warns(UserWarning, match=r"checkpoint of step 2 .* is not finite \(state.*'scale'\]\)"):
+        with pytest.raises(SaveError, match=r"got state.*'scale'\], which is not finite"):
             checkpoints.wait()
         assert checkpoints.steps() == [1]
 
@@ -1638,5 +1593,5 @@ def test_masters_and_averages_are_looked_at_too(tmp_path, what):
     part = {"masters": {"w": odd}, "average": dataclasses.replace(state.average, params={"w": odd})}[what]
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(dataclasses.replace(state, **{what: part}))
-        with pytest.warns(UserWarning, match=rf"not finite \(state\.{what}"):
+        with pytest.raises(SaveError, match=rf"got state\.{what}.*not finite"):
             checkpoints.wait()

@@ -21,7 +21,7 @@ from campaigns import manifests
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tsunax.checkpoints import exchange
-from tsunax.errors import CheckpointError, PatternError, SaveError, WrongTypeError
+from tsunax.errors import CheckpointError, PatternError, SaveError, TsunaxError, WrongTypeError
 
 PARAMS = {
     "body": {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4), "b": np.ones(4, np.float32)},
@@ -45,7 +45,6 @@ OTHERS = {
     "key": jax.random.key(3),
     "keys": jax.random.split(jax.random.key(3), 4),
     "rbg": jax.random.key(1, impl="rbg"),
-    "python": [True, 7, 0.1, float("nan"), 1 - 2j, "text", None],
     "a.b": jnp.ones(1),
     "a": {"b": jnp.zeros(1)},
     "ü": np.array(1.5, ml_dtypes.bfloat16),
@@ -119,9 +118,7 @@ def test_the_file_is_as_the_format_says(tmp_path):
     assert start == 0
     assert all(header[name]["data_offsets"][0] % size.get(header[name]["dtype"], 1) == 0 for name in parts)
     about = header["__metadata__"]
-    assert (about["format"], about["note"]) == ("flax", "mine") and set(about) == {
-        "format", "note", "tsunax", "tsunax.sha256"
-    }  # fmt: skip
+    assert about == {"format": "flax", "note": "mine"}
 
 
 def test_the_library_reads_ours_and_we_read_its(tmp_path):
@@ -141,9 +138,6 @@ def test_the_library_reads_ours_and_we_read_its(tmp_path):
             got = np.asarray(file.get_tensor(known))
             assert (got.dtype, got.tobytes()) == (tree[known].dtype, tree[known].tobytes())
             assert file.metadata()["format"] == "flax"
-    exchange.save(tmp_path / "hub" / "m.safetensors", {"a": np.ones(3), "b": np.zeros(3)}, max_bytes=24)
-    parts = [safetensors.numpy.load_file(tmp_path / "hub" / f"m-0000{i}-of-00002.safetensors") for i in (1, 2)]
-    assert_trees_equal(parts, [{"a": np.ones(3)}, {"b": np.zeros(3)}])
     some = {
         name: jnp.asarray(x) for name, x in ARRAYS.items() if name in ("f32", "bf16", "f16", "bool", "empty", "c64")
     }
@@ -166,37 +160,33 @@ def exchange_names(tree):
     return {"/".join(name): x for name, _, x in trees.leaves_with_names(tree)}
 
 
-def test_large_trees_are_several_files_with_an_index(tmp_path):
-    path = tmp_path / "hub" / "model.safetensors"
-    tree = {"a": np.arange(100, dtype=np.float32), "b": np.ones(30, np.int8), "c": jnp.full(300, 2.0), "d": jnp.ones(2)}
-    exchange.save(path, tree, max_bytes=440)
-    files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert sorted(os.listdir(path.parent)) == [*files, "model.safetensors.index.json"]
-    body = json.loads((path.parent / "model.safetensors.index.json").read_text())
-    assert body["weight_map"] == {"a": files[0], "b": files[0], "c": files[1], "d": files[2]}
-    assert body["metadata"]["total_size"] == 400 + 30 + 1200 + 8
-    assert by_hand(path.parent / files[0])[0]["__metadata__"] == {"format": "flax"}
-    for where in (path, path.parent, path.parent / "model.safetensors.index.json"):
+def in_parts(folder, tree):
+    """Files and an index as the Hugging Face hub has them, a name in each."""
+    files = {name: f"model-{i + 1:05}-of-{len(tree):05}.safetensors" for i, name in enumerate(tree)}
+    for name, x in tree.items():
+        exchange.save(folder / files[name], {name: x})
+    body = {"metadata": {"total_size": 1}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(body))
+
+
+def test_several_files_with_an_index(tmp_path):
+    tree = {"a": np.arange(100, dtype=np.float32), "b": np.ones(30, np.int8), "c": jnp.full(300, 2.0)}
+    in_parts(tmp_path, tree)
+    for where in (tmp_path / "model.safetensors", tmp_path, tmp_path / "model.safetensors.index.json"):
         assert_trees_equal(exchange.restore(where, tree), tree)
-    assert exchange.contents(path)["b"] == jax.ShapeDtypeStruct((30,), np.int8)
-    exchange.save(path, {**tree, "a": tree["a"] + 1}, max_bytes=440)
-    assert_trees_equal(exchange.restore(path)["a"], tree["a"] + 1)
-    for most, other in ((None, "model.safetensors.index.json is there"), (440, "model.safetensors is there")):
-        if most:
-            os.unlink(path.parent / "model.safetensors.index.json")
-            exchange.save(path, tree)
-        assert other in error_of(lambda most=most: exchange.save(path, tree, max_bytes=most), SaveError)
+    assert exchange.contents(tmp_path)["b"] == jax.ShapeDtypeStruct((30,), np.int8)
 
 
 def test_without_a_tree(tmp_path):
-    exchange.save(tmp_path / "a.safetensors", {**PARAMS, "key": jax.random.key(1), "n": 3})
+    exchange.save(tmp_path / "a.safetensors", {**PARAMS, "key": jax.random.key(1)})
     found = exchange.restore(tmp_path / "a.safetensors")
     assert_trees_equal(
-        found, {"body": PARAMS["body"], "head": {"0": PARAMS["head"][0]}, "key": jax.random.key(1), "n": 3}
-    )
-    part = exchange.restore(tmp_path / "a.safetensors", where="body/w")
-    assert_trees_equal(
-        part, {"body": {"w": PARAMS["body"]["w"], "b": None}, "head": {"0": None}, "key": None, "n": None}
+        found,
+        {
+            "body": PARAMS["body"],
+            "head": {"0": PARAMS["head"][0]},
+            "key": np.asarray(jax.random.key_data(jax.random.key(1))),
+        },
     )
     assert "rename" in error_of(lambda: exchange.restore(tmp_path / "a.safetensors", rename=str.upper), WrongTypeError)
 
@@ -207,21 +197,18 @@ def test_without_a_tree(tmp_path):
 def test_a_whole_state_comes_back(tmp_path):
     rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.adamw(lambda step: 0.1 / (step + 1)))
     options = dict(rule=rule, key=3, ema=0.9, precision="float16", model_state={"mean": np.ones(2, np.float32)})
-    state = ts.adjust(updated(make(**options)), "body/**", learning_rate=0.5)
-    state = ts.freeze(state, "head/**")
-    exchange.save(tmp_path / "a.safetensors", state, rename=lambda name: name.replace("/", "."))
+    state = ts.adjust(updated(make(**options)), learning_rate=0.5)
+    exchange.save(tmp_path / "a.safetensors", state)
     found = exchange.restore(tmp_path / "a.safetensors", make(**options))
     assert_trees_equal(found, state)
     assert jax.tree.structure(found) == jax.tree.structure(state)
     assert_trees_equal(updated(found), updated(state))
     names = set(exchange.contents(tmp_path / "a.safetensors"))
-    assert {"params.body.w", "model_state.mean", "key", "clock"} <= names
-    assert any(name.startswith("opt_state.") and name.endswith(".mu.body.w") for name in names)
-    assert "rule of state: saved" in error_of(lambda: exchange.restore(tmp_path / "a.safetensors", make()))
-    exchange.save(tmp_path / "b.safetensors", make())
-    with pytest.warns(UserWarning, match=r"learning_rate: 0\.01 then, 0\.02 now") as told:
-        exchange.restore(tmp_path / "b.safetensors", make(ts.rules.adam(2e-2)))
-    assert told[0].filename == __file__
+    assert {"params/body/w", "model_state/mean", "key", "clock"} <= names
+    assert any(name.startswith("opt_state/") and name.endswith("/mu/body/w") for name in names)
+    assert "nothing named" in error_of(
+        lambda: exchange.restore(tmp_path / "a.safetensors", make(ts.rules.sgd(0.1, momentum=0.9)))
+    )
 
 
 def test_a_pair_of_states(tmp_path):
@@ -330,7 +317,7 @@ def test_what_cannot_be_saved(tmp_path):
         "int4[1], expected a dtype that safetensors has": {"x": jnp.ones(1, jnp.int4)},
         "complex128[1], expected a dtype that safetensors has": {"x": np.ones(1, complex)},
         "leaf at state['x']: got object": {"x": np.array([None])},
-        "got no array": {"x": 3},
+        "got int 3": {"x": 3},
         "without leaves": {},
         "name 'a/b' at save(): got two arrays, tree['a']['b'] and tree['a/b']": {"a": {"b": one}, "a/b": one},
         "name at tree['__metadata__']": {"__metadata__": one},
@@ -348,12 +335,6 @@ def test_what_cannot_be_saved(tmp_path):
         assert "a name that ends in .safetensors" in error_of(lambda name=name: exchange.save(tmp_path / name, PARAMS))
     for bad in ("", None, 3, "a\0.safetensors"):
         assert "path: got" in error_of(lambda bad=bad: exchange.save(bad, PARAMS))
-    assert "a dict of strings" in error_of(lambda: exchange.save(path, PARAMS, metadata={"a": 1}), WrongTypeError)
-    assert "not tsunax's own" in error_of(lambda: exchange.save(path, PARAMS, metadata={"tsunax": ""}), WrongTypeError)
-    for most in (0, -1, 2.5, True):
-        assert "max_bytes at save()" in error_of(
-            lambda most=most: exchange.save(path, PARAMS, max_bytes=most), (ValueError, TypeError)
-        )
     assert os.listdir(tmp_path) == []
 
 
@@ -414,8 +395,6 @@ HEADERS = {  # file, what the error says
     "bytes missing": (raw({"a": entry()}, bytes(3)), "not fully covered"),
     "text that is none": (raw({"__metadata__": {"a": 1}}), "expected a string"),
     "a bool of 2": (raw({"a": entry("BOOL", (4,))}, b"\0\1\2\3"), "neither 0 nor 1"),
-    "a manifest that is none": (raw({"__metadata__": {"tsunax": "{}"}}), "no format"),
-    "a newer one": (raw({"__metadata__": {"tsunax": '{"format": 9}'}}), "format 9, expected format 1 or earlier"),
     "deep names": (raw({"a/" * 100_000 + "b": entry()}, bytes(4)), "more than 64 levels"),
     "a leaf above another": (raw({"a": entry(), "a/b": entry(start=4, stop=8)}, bytes(8)), "no tree"),
 }  # fmt: skip
@@ -444,32 +423,10 @@ def test_small_files_that_claim_much_cost_nothing(tmp_path):
     assert grown < 500 << 10, grown  # the last file alone is 99 MB, and is read
 
 
-@pytest.mark.medium
-def test_no_flipped_byte_is_believed(tmp_path):
-    path, rng = tmp_path / "a.safetensors", random.Random(0)
-    tree = {"w": np.arange(6, dtype=np.float32), "k": jax.random.key(0), "n": 5, "f8": ARRAYS["f8"]["e4m3"]}
-    exchange.save(path, tree)
-    content = path.read_bytes()
-    counts = {"refused": 0, "same": 0}
-    for at in range(0, len(content)):
-        damaged = bytearray(content)
-        damaged[at] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
-        try:
-            found = exchange.restore(path, tree)
-        except CheckpointError:
-            counts["refused"] += 1
-        else:
-            counts["same"] += 1
-            assert_trees_equal(found, tree)
-    data = len(content) - 8 - int.from_bytes(content[:8], "little")
-    assert counts["refused"] > data and counts["same"] < len(content) // 2, counts
-
-
 def test_an_index_leads_nowhere_else(tmp_path):
     folder = tmp_path / "in"
     exchange.save(tmp_path / "out.safetensors", {"a": jnp.ones(3)})
-    exchange.save(folder / "model.safetensors", {"a": jnp.ones(3), "b": jnp.ones(3)}, max_bytes=12)
+    in_parts(folder, {"a": jnp.ones(3), "b": jnp.ones(3)})
     index = folder / "model.safetensors.index.json"
     body = json.loads(index.read_text())
     elsewhere = ["../out.safetensors", str(tmp_path / "out.safetensors"), "x/../y.safetensors", "..\\out.safetensors"]
@@ -500,9 +457,9 @@ def test_an_index_leads_nowhere_else(tmp_path):
     for _ in range(200):
         index.write_bytes(manifests.mutated(rng, body))
         try:
-            assert set(exchange.restore(folder, where="*")) <= {"a", "b"}
+            assert set(exchange.restore(folder)) <= {"a", "b"}
             outcomes["read"] += 1
-        except CheckpointError:
+        except TsunaxError:
             outcomes["refused"] += 1
     assert outcomes["refused"] > 100, outcomes
 
@@ -538,31 +495,22 @@ def test_a_failed_write_leaves_the_older_file(tmp_path, monkeypatch):
     assert "IsADirectoryError" in error_of(lambda: exchange.save(tmp_path / "folder.safetensors", PARAMS), SaveError)
 
 
-def test_files_are_synced_before_they_have_their_names_and_the_index_is_last(tmp_path, monkeypatch):
+def test_files_are_synced_before_they_have_their_names(tmp_path, monkeypatch):
     path, events = tmp_path / "m.safetensors", []
-    tree = {"a": jnp.ones(3), "b": jnp.ones(3)}
-    exchange.save(path, tree, max_bytes=12)
-    fsync, replace, unlink = os.fsync, os.replace, os.unlink
+    fsync, replace = os.fsync, os.replace
     name = lambda fd: os.readlink(f"/proc/self/fd/{fd}").rpartition("/")[2]
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(("sync", name(fd))), fsync(fd)))
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append(("name", b.name, a.name)), replace(a, b)))
-    monkeypatch.setattr(os, "unlink", lambda p: (unlink(p), events.append(("unlink", Path(p).name))))
-    exchange.save(path, tree, max_bytes=12)
-    folder, index = ("sync", tmp_path.name), "m.safetensors.index.json"
-    named = [e for e in events if e[0] == "name"]
-    assert [e[1] for e in named] == ["m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors", index]
-    assert events.index(("unlink", index)) < events.index(named[0])
-    assert all(events.index(("sync", e[2])) < events.index(named[0]) for e in named)
-    assert events[-1] == folder and events.index(folder) < events.index(named[0])
+    exchange.save(path, {"a": jnp.ones(3)})
+    aside = events[0][1]
+    assert events == [("sync", aside), ("name", "m.safetensors", aside), ("sync", tmp_path.name)]
 
 
 def test_links_are_replaced_and_not_followed(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("x")
-    for name in ("a.safetensors", "b-00001-of-00002.safetensors", "b.safetensors.index.json"):
-        (tmp_path / name).symlink_to(precious)
+    (tmp_path / "a.safetensors").symlink_to(precious)
     exchange.save(tmp_path / "a.safetensors", PARAMS)
-    exchange.save(tmp_path / "b.safetensors", PARAMS, max_bytes=64)
     assert precious.read_text() == "x" and not (tmp_path / "a.safetensors").is_symlink()
     (tmp_path / "hub.safetensors").symlink_to(tmp_path / "a.safetensors")  # the hub's cache is made of links
     assert_trees_equal(exchange.restore(tmp_path / "hub.safetensors", PARAMS), PARAMS)
@@ -671,9 +619,6 @@ def orbax_dirs(tmp_path_factory):
 def test_orbax_directories(orbax_dirs, name):
     top, tree = orbax_dirs
     assert_trees_equal(exchange.restore_orbax(top / name, zeros(tree)), tree)
-    found = exchange.restore_orbax(top / name, where="params/body/*")
-    assert found["opt"]["0"]["count"] is None and found["params"]["n"] is None
-    assert_trees_equal(found["params"]["body"], PARAMS["body"])
     into = exchange.restore_orbax(top / name, make(params=zeros(PARAMS)), where="**", rename=lambda n: "params/" + n)
     assert_trees_equal(into.params, jax.tree.map(jnp.asarray, PARAMS))
     text = error_of(lambda: exchange.restore_orbax(top / name, {"params": {"w": jnp.ones(1)}}))

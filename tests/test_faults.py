@@ -190,17 +190,6 @@ def test_faults_of_what_was_given():
     assert replay(named, state, x[:5], teacher=np.float32(np.nan)).argument == "extra['teacher']"
 
 
-def test_a_batch_of_padding_alone():
-    step = ts.train_step(lambda params, batch: ts.Loss.mean(batch["x"] @ params["w"], batch["real"]))
-    state = ts.setup(ts.rules.sgd(0.1), {"w": np.ones(4, np.float32)})
-    for n, said in ((0, True), (2, False)):
-        real = np.arange(8) < n
-        x = np.ones((8, 4), np.float32)
-        x[0, 0] = np.inf if n else 1
-        report = replay(step, state, {"x": x, "real": real})
-        assert ("The weights of the batch add up to 0, as of padding alone" in report.text) == said, report
-
-
 @pytest.mark.medium
 def test_float16_that_overflows_under_a_loss_scale():
     def loss_fn(params, x):

@@ -1,6 +1,5 @@
 """Paths and locks: what is expanded and refused wherever a path is given, and who may write into a directory."""
 
-import errno
 import importlib.util
 import os
 import shutil
@@ -65,7 +64,7 @@ def test_a_bucket_is_refused_and_never_becomes_a_local_folder(tmp_path, monkeypa
             USES[name]("gs://bucket/a")
     refused = ["file:///tmp/a", Path("s3://bucket/a"), *([] if name in BUCKETS else ["gs://bucket/a"])]
     for url in refused:
-        with pytest.raises(CheckpointError, match=r"got '(gs|file|s3):/.*', expected a local path.* mounted"):
+        with pytest.raises(CheckpointError, match=r"got '(gs|file|s3):/.*', expected a local path.* mount other"):
             USES[name](url)
     assert os.listdir(tmp_path) == []
 
@@ -128,13 +127,3 @@ def test_the_lock_survives_that_its_own_process_reads_the_directory(tmp_path):
         assert second(tmp_path / "run").startswith("CheckpointError directory in use")
         ts.Checkpoints(tmp_path / "run").close()  # the one made last in this process, as ever
     assert second(tmp_path / "run") == "let in"
-
-
-@pytest.mark.medium
-def test_where_open_files_cannot_be_locked_records_are(tmp_path, monkeypatch):
-    def unknown(*_):
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr("fcntl.fcntl", unknown)
-    with ts.Checkpoints(tmp_path / "run"):
-        assert second(tmp_path / "run").startswith("CheckpointError directory in use")

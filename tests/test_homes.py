@@ -326,7 +326,7 @@ def test_the_home_that_is_there_is_found_and_another_refused(tmp_path):
 def test_addresses_that_are_no_directory(tmp_path, monkeypatch):
     """No local folder is made that is called "gs:"."""
     monkeypatch.chdir(tmp_path)
-    works = "Checkpoints and fit(checkpoint=) save to gs://bucket/run. Otherwise give a local directory"
+    works = "Checkpoints and fit(checkpoint=) save to gs://bucket/run; mount other buckets"
     asked = [
         lambda: Checkpoints("s3://bucket/run"),
         lambda: Checkpoints("https://host/run"),

@@ -13,7 +13,7 @@ import optax
 import pytest
 import tsunax as ts
 from tsunax._step import traces
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError
+from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _cost
 from tsunax.insight.description import describe
 
@@ -63,8 +63,7 @@ def test_flops_of_an_mlp(options, setup, expected):
     traced = step.trace(state_of(**setup), BATCH)
     found = _cost.flops_of(traced.jaxpr)
     assert found.matmul == expected
-    assert found.matmul < found.total < 1.02 * expected
-    assert found.loops == 0 and found.opaque == ()
+    assert found.loops == 0
 
 
 def test_flops_of_fused_steps():
@@ -133,24 +132,6 @@ def test_flops_of_a_gpt():
         assert _cost.flops_of(traced.jaxpr).matmul == times * forward
 
 
-def test_elements_are_counted_as_xla_does_where_nothing_is_merged():
-    def f(x, y):
-        return jnp.sum(jnp.exp(x) * y + x / y - jnp.sqrt(y)) + jnp.max(x**3)
-
-    x = np.ones((64, 32), np.float32)
-    found, of_xla = _cost.flops_of(jax.make_jaxpr(f)(x, x)), jax.jit(f).lower(x, x).cost_analysis()
-    assert found.transcendental == of_xla["transcendentals"] == 2 * 64 * 32
-    assert found.other == pytest.approx(of_xla["flops"], rel=0.01)
-
-
-def test_elements_in_a_scan_are_counted_as_by_hand():
-    """The hand counts above are of products alone: what describe says beyond them is this."""
-    block = lambda x, w: (jnp.tanh(x @ w) * 2 + 1, None)
-    found = _cost.flops_of(jax.make_jaxpr(lambda x, w: jax.lax.scan(block, x, w)[0])(BATCH, np.ones((8, 64, 64))))
-    elements = 8 * ROWS * 64
-    assert (found.matmul, found.other, found.transcendental) == (2 * 64 * elements, 2 * elements, elements)
-
-
 def test_programs_within_programs():
     """Branches count as the dearest, loops of unknown length as one trip, dead equations and integers not at all."""
     x = jnp.ones((8, 8))
@@ -164,23 +145,21 @@ def test_programs_within_programs():
 
     found = _cost.flops_of(jax.make_jaxpr(f)(x, jnp.int32(3)), trips=7)
     assert found.matmul == 2 * 8**3 * (2 + 7 + 1) and found.loops == 1
-    assert _cost.flops_of(jax.make_jaxpr(jnp.linalg.cholesky)(x)).opaque == ("cholesky",)
 
 
 @pytest.mark.medium
 def test_what_is_read_off_the_compiled_program():
     step, state = ts.train_step(mlp), state_of()
-    about = describe(step, state, BATCH, peak=1e12)
+    about = describe(step, state, BATCH)
     moving = 3 * sum(w.nbytes for w in PARAMS) + 5 * 4  # params, two moments, the clock, the count of Adam
     assert about.donated == about.aliased == moving and about.not_aliased == ()
     assert about.memory.state >= moving and about.memory.batch == BATCH.nbytes
     assert about.bytes_accessed > moving and about.communication == ()
     assert about.devices == 1 and set(about.seconds) == {"trace", "lower", "compile"}
-    assert about.utilisation(1e-3) == pytest.approx((2 * FORWARD + INPUTS) / 1e-3 / 1e12)
-    assert about.utilisation(1e-3, peak=2e12) == pytest.approx(about.utilisation(1e-3) / 2)
+    assert about.utilisation(1e-3, peak=1e12) == pytest.approx((2 * FORWARD + INPUTS) / 1e-3 / 1e12)
     assert not state.params[0].is_deleted() and int(state.calls) == 0
     text = repr(about)
-    assert "donated" in text and "WARNING" not in text and text in about._repr_html_().replace("&#x27;", "'")
+    assert "donated" in text and "WARNING" not in text and max(map(len, text.splitlines())) <= 80
     shapes = jax.eval_shape(lambda: state_of())
     same = describe(step, shapes, jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype))
     assert same.flops == about.flops and same.memory == about.memory
@@ -264,51 +243,19 @@ def test_the_table_of_leaves():
         "head": "frozen",
         "old": "not trained",
     }
-    assert found["body/w"].values["weight_decay"] == 0.1 and found["body/bias"].values["weight_decay"] == 0
-    assert found["body/w"].values["learning_rate"] == 1e-3 and found["head"].values == {"learning_rate": 0.5}
-    assert found["body/w"].rule == "adamw@body/**" and found["head"].rule == "sgd@**"
-    assert found["head"].clip == "clip_by_global_norm 2" and found["old"].clip == ""
     assert found["body/w"].shape == (8, 8) and found["body/w"].dtype == "float32"
-    state = ts.adjust(state, "body/w", learning_rate=0.25)
-    rates = {
-        leaf.path: leaf.values.get("learning_rate")
-        for leaf in describe(step, state, np.ones((4, 8), np.float32)).leaves
-    }
-    assert rates == {"body/w": 0.25, "body/bias": 1e-3, "head": 0.5, "old": None}
 
 
 @pytest.mark.medium
-def test_many_leaves_are_shown_by_kind():
-    params = {f"layer{i}": {"w": np.ones((4, 4), np.float32)} for i in range(40)}
-    state = ts.freeze(state_of(params, ts.rules.sgd(0.1)), "layer7/**")
-    about = describe(
-        ts.train_step(lambda p, x: sum(jnp.sum(x @ q["w"]) for q in p.values())), state, np.ones((2, 4), np.float32)
-    )
+def test_of_many_leaves_the_first_are_shown():
+    params = {f"layer{i:02}": {"w": np.ones((4, 4), np.float32)} for i in range(50)}
+    state = ts.freeze(state_of(params, ts.rules.sgd(0.1)), "layer07/**")
+    step = ts.train_step(lambda p, x: sum(jnp.sum(x @ q["w"]) for q in p.values()))
+    about = describe(step, state, np.ones((2, 4), np.float32))
     lines = repr(about).partition("\n\n")[2].splitlines()
-    assert len(about.leaves) == 40 and len(lines) == 4
-    assert lines[1].startswith(".../w (39 leaves)") and "624 in all" in lines[1] and "frozen" in lines[2]
-    assert lines[3].split() == ["all:", "sgd,", "learning_rate=0.1"]
-
-
-@pytest.mark.medium
-def test_it_fits_a_terminal_of_eighty_columns():
-    """Whatever the names and numbers: facts are wrapped, columns that find no room stand below."""
-    layers = {f"a_layer_{i}": {"projection": np.ones((4, 4), np.float32)} for i in range(3)}
-    params = {"a_module_with_a_long_name": {"another_one_within_it": layers}}
-    names = [f"a_module_with_a_long_name/another_one_within_it/{name}/projection" for name in layers]
-    parts = {name: ts.rules.adamw(0.1 * (i + 1), weight_decay=0.01 * i) for i, name in enumerate(names)}
-    state = state_of(params, ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.partition(parts)))
-    step = ts.train_step(lambda p, x: sum(jnp.sum(x @ w) for w in jax.tree.leaves(p)))
-    x = np.ones((2, 4), np.float32)
-    for rows in (3, 4):
-        step(jax.tree.map(jnp.copy, state), x[:1].repeat(rows, 0))
-    about = describe(step, ts.freeze(state, names[1]), x, peak=1e9)
-    lines = repr(about).splitlines()
-    assert max(map(len, lines)) <= 80, max(lines, key=len)
-    assert sum(line.startswith("leaf ") for line in lines) == 3  # tables
-    assert "learning_rate" in repr(about) and "0.02" in repr(about) and "frozen" in repr(about)
-    assert {leaf.path for leaf in about.leaves} == set(names)
-    assert sum(line.startswith("a_module_with_a_l..._layer_") for line in lines) == 9, lines  # both ends are seen
+    assert lines[0].split() == ["leaf", "shape", "status"] and len(lines) == 42
+    assert lines[1].split() == ["layer00/w", "float32[4,", "4]", "trained"]
+    assert lines[8].endswith("frozen") and lines[-1] == "... 10 more leaves, in .leaves" and len(about.leaves) == 50
 
 
 @pytest.mark.medium
@@ -320,7 +267,6 @@ def test_populations_and_what_of_them_is_frozen():
     runs = ts.population(make, 3, key=0, rate=np.array([0.1, 0.1, 0.1]))
     about = describe(step, ts.freeze(runs, "b"), x)
     assert [leaf.status for leaf in about.leaves] == ["frozen", "trained"]
-    assert "learning_rate=0.1" in repr(about) and ".." not in repr(about).partition("leaf ")[2]
     each = [jax.tree.map(lambda x, i=i: x[i], ts.freeze(runs, where)) for i, where in enumerate(["b", "b", "w"])]
     mixed = jax.tree.map(lambda *xs: jnp.stack(xs), *each)
     assert [leaf.status for leaf in describe(step, mixed, x).leaves] == ["2 of 3 frozen", "1 of 3 frozen"]
@@ -439,15 +385,6 @@ def test_what_was_compiled_before_takes_no_time():
     assert repr(known).splitlines()[0].endswith(", compiled before")
 
 
-def test_long_paths_that_differ_are_shown_so():
-    layer = {"self_attention_layer_normalisation": {"scale_of_the_layer": np.ones(2, np.float32)}}
-    state = state_of({f"transformer_block_{i}": layer for i in range(3)})
-    loss_fn = lambda params, x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params)) * jnp.mean(x)
-    lines = repr(describe(ts.train_step(loss_fn), state, np.ones((8, 4), np.float32))).splitlines()
-    shown = [line.split()[0] for line in lines if line.startswith("transformer_block")]
-    assert len(shown) == len(set(shown)) == 3 and all("..." in x and len(x) < 40 for x in shown), shown
-
-
 @pytest.mark.medium
 def test_models_with_keys_and_noise():
     def loss_fn(params, x, key):
@@ -479,48 +416,17 @@ def test_fit_and_new_arguments_are_in_the_count():
     [
         (lambda: describe(square, state_of(), BATCH), WrongTypeError, "a train_step"),
         (lambda: describe(ts.train_step(mlp), PARAMS, BATCH), WrongTypeError, "state at describe()"),
-        (lambda: describe(ts.train_step(mlp), state_of(), BATCH, peak=-1), HyperparameterError, "a number above 0"),
-        (lambda: describe(ts.train_step(mlp), state_of(), BATCH, peak="fast"), WrongTypeError, "or 'measure'"),
         (lambda: describe(ts.train_step(mlp), state_of(), ["a"]), ts.errors.TsunaxError, "batch"),
         (
             lambda: jax.jit(lambda s: describe(ts.train_step(mlp), s, BATCH))(state_of()),
             StateError,
             "got a traced one, expected a concrete one. Call it outside of jit",
         ),
-        (lambda: ts.insight.measured_peak(size=0), HyperparameterError, "size at measured_peak(): got 0"),
-        (lambda: ts.insight.measured_peak(seconds="long"), WrongTypeError, "seconds at measured_peak()"),
-        (lambda: ts.insight.measured_peak(size=1.5), WrongTypeError, "size at measured_peak(): got 1.5 (float)"),
-        (lambda: ts.insight.measured_peak("cpu"), WrongTypeError, "device at measured_peak(): got 'cpu' (str)"),
-        (
-            lambda: ts.insight.measured_peak(dtype="float99"),
-            WrongTypeError,
-            "dtype at measured_peak(): got 'float99' (str)",
-        ),
     ],
 )
 def test_wrong_arguments(wrong, kind, text):
     with pytest.raises(kind, match=text.replace("(", r"\(").replace(")", r"\)")):
         wrong()
-
-
-def test_a_peak_must_be_had():
-    about = describe(ts.train_step(square), state_of({"w": np.ones((4, 2), np.float32)}), np.ones((8, 4), np.float32))
-    with pytest.raises(HyperparameterError, match="peak at utilisation"):
-        about.utilisation(1.0)
-    with pytest.raises(HyperparameterError, match="seconds_per_step"):
-        about.utilisation(0.0, peak=1e12)
-    peak = ts.insight.measured_peak(size=128, seconds=0.05)
-    assert 1e6 < peak < 1e14
-
-
-@pytest.mark.medium
-def test_the_peak_is_that_of_the_dtype_that_the_step_computes_in(monkeypatch):
-    asked = []
-    monkeypatch.setattr(ts.insight.description, "measured_peak", lambda device, dtype: asked.append(dtype) or 1e12)
-    params, x = {"w": np.ones((4, 2), np.float32)}, np.ones((8, 4), np.float32)
-    for precision in (None, "bfloat16"):
-        about = describe(ts.train_step(square), state_of(params, precision=precision), x, peak="measure")
-    assert [jnp.dtype(dtype).name for dtype in asked] == ["float32", "bfloat16"] and about.peak == 1e12
 
 
 _MEMORY = """

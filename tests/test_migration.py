@@ -2,10 +2,8 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax.struct
-import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -267,7 +265,6 @@ def test_what_came_and_went_beside_the_rule():
     assert leaves(report.new) == {"leaf trunk/bias", "leaf trunk/kernel", "leaf head/kernel"}
     assert {"average of body/bias", "average of body/kernel"} < set(report.dropped)
     assert "body/bias: frozen then, not trained now" in report.notes and "frozen" in repr(report)
-    assert "ScaleByAdamState.count: goes on, also for 6 arrays beside it that begin anew" in report.notes
     _, report = migrate(new, ts.rules.adam(0.01), loss_scale=1024.0, key=1, model_state=np.ones(2, np.float32))
     assert set(report.new) == set(gone) and report.notes == ()
     _, report = migrate(new, ts.rules.adam(0.01), trainable="head/**")
@@ -288,18 +285,6 @@ def test_an_adjusted_number_that_has_no_place_any_more_is_told():
     assert migrate(scheduled, parts(ts.rules.adam(0.01)))[1].notes == ()
 
 
-def test_what_only_theirs_has_is_told_by_name():
-    @flax.struct.dataclass
-    class Theirs(flax.training.train_state.TrainState):
-        batch_stats: Any = None
-
-    state = Theirs.create(apply_fn=None, params=init(), tx=optax.adam(0.01), batch_stats={"mean": jnp.ones(3)})
-    assert migrate(state, ts.rules.adam(0.01))[1].dropped == ("batch_stats",)
-    tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.01)
-    _, report = migrate(tx.init(init()), ts.rules.adam(0.01), params=init())
-    assert "InjectStatefulHyperparamsState.hyperparams['learning_rate']" in report.dropped and report.new == ()
-
-
 def test_averages_keep_what_they_know():
     state = trained(ts.rules.adam(0.01), ema=ts.averages.ema(0.9, warmup=True))
     new, report = migrate(state, ts.rules.sgd(0.01))
@@ -308,99 +293,6 @@ def test_averages_keep_what_they_know():
     other, report = migrate(state, ts.rules.sgd(0.01), ema=ts.averages.polyak())
     assert_trees_equal(other.average.params, state.params)
     assert report.notes[-1] == "average: of another kind, begins anew"
-
-
-@pytest.mark.medium
-def test_from_flax_and_from_optax():
-    tx = optax.chain(optax.clip_by_global_norm(1e9), optax.adam(0.01))
-    theirs = flax.training.train_state.TrainState.create(apply_fn=None, params=init(), tx=tx)
-    grad = jax.grad(loss_fn)
-    for _ in range(4):
-        theirs = theirs.apply_gradients(grads=grad(theirs.params, X))
-    ours, report = migrate(theirs, ts.rules.adam(0.01))
-    assert int(ours.step) == 4 and report.new == () and report.dropped == ()
-    bare, _ = migrate(theirs.opt_state, ts.rules.adam(0.01), params=theirs.params)
-    for _ in range(3):
-        theirs = theirs.apply_gradients(grads=grad(theirs.params, X))
-        ours, _ = ts.update(ours, grad(ours.params, X))
-        bare, _ = ts.update(bare, grad(bare.params, X))
-    for state in (ours, bare):
-        for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(theirs.params), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
-    sgd = optax.sgd(0.1, momentum=0.9)
-    told, _ = migrate(sgd.init(init()), ts.rules.sgd(0.1, momentum=0.9), params=init(), step=7)
-    assert int(told.step) == 7 and int(told.calls) == 7
-
-
-# What belongs to a parameter and has another shape: factors, a number for each leaf, projections, a key for all
-ODD = {
-    "adafactor": dict(learning_rate=0.01, min_dim_size_to_factor=2),
-    "novograd": dict(learning_rate=0.01),
-    "sm3": dict(learning_rate=0.1),
-    "galore": dict(learning_rate=0.01, rank=2),
-    "noisy_sgd": dict(learning_rate=0.01, key=jax.random.key(0)),
-}
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("name", ODD)
-def test_from_optax_with_moments_of_other_shapes(name, clipped):
-    tx = (getattr(optax, name, None) or getattr(optax.contrib, name))(**ODD[name])
-    rule = getattr(ts.rules, name)(**ODD[name])
-    grads, update = (jax.tree.map(lambda p, k=k: k * jnp.cos(9 * p), init()) for k in (1.0, 0.1)), jax.jit(tx.update)
-    params, opt_state = init(), tx.init(init())
-    for grad in [next(grads)] * 5:
-        updates, opt_state = update(grad, opt_state, params)
-        params = optax.apply_updates(params, updates)
-    state, report = migrate(opt_state, chain(clip, rule) if clipped else rule, params=params, step=5)
-    assert report.new == report.dropped == () and len(report.kept) >= len(jax.tree.leaves(opt_state))
-    grad = next(grads)
-    updates, opt_state = update(grad, opt_state, params)
-    state, _ = ts.update(state, grad)
-    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(optax.apply_updates(params, updates)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
-
-
-class Named(NamedTuple):
-    kernel: Any
-    mu: Any
-    count: Any
-
-
-A, B = np.full((3, 3), 2.0, np.float32), np.full(3, 3.0, np.float32)
-# Whose places and names are also those of other things: of factors in a list, of moments and counts, of betas
-CONFUSING = {
-    "list": ([A, B], optax.sm3(0.1), lambda: ts.rules.sm3(0.1)),
-    "lists": ([[A, A + 1], [B]], optax.sm3(0.1), lambda: ts.rules.sm3(0.1)),
-    "tuple of two": ((A, B), optax.adam(0.1), lambda: ts.rules.adam(0.1)),
-    "named": (Named(A, B, np.float32(1)), optax.adam(0.1), lambda: ts.rules.adam(0.1)),
-    "names of moments": ({"mu": A, "count": B, "0": A}, optax.adam(0.1), lambda: ts.rules.adam(0.1)),
-    "betas": (
-        {"w1": A, "b1": B, "w2": A, "b2": np.float32(2)},
-        optax.inject_hyperparams(optax.adam)(0.1, b1=0.5),
-        lambda: optax.inject_hyperparams(optax.adam)(0.1, b1=0.5),
-    ),
-    "an array": (A, optax.adam(0.1), lambda: ts.rules.adam(0.1)),
-}
-
-
-@pytest.mark.parametrize("name", CONFUSING)
-def test_names_and_places_that_are_also_those_of_other_things(name):
-    params, tx, rule = CONFUSING[name]
-    params = jax.tree.map(jnp.asarray, params)
-    rng = np.random.default_rng(0)
-    grads = lambda: jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)
-    opt_state = tx.init(params)
-    for _ in range(3):
-        _, opt_state = tx.update(grads(), opt_state, params)
-    state, report = migrate(opt_state, chain(clip, rule()), params=params, step=3)
-    assert report.new == report.dropped == (), report
-    grad = grads()
-    updates, _ = tx.update(grad, opt_state, params)
-    state, _ = ts.update(state, grad)
-    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(optax.apply_updates(params, updates)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.medium
@@ -451,40 +343,10 @@ ERRORS: dict[str, tuple] = {
         StateError,
         r"state at migrate\(\): got a traced state, .*outside of jit",
     ),
-    "no params": (
-        lambda rule: migrate(optax.adam(0.1).init(init()), rule),
-        WrongTypeError,
-        r"state at migrate\(\): got .*For an optax state also give params=",
-    ),
-    "no step": (
-        lambda rule: migrate(optax.trace(0.9).init(init()), rule, params=init()),
-        StateError,
-        r"step at migrate\(\): got an optax state with no counts.*Give step=",
-    ),
-    "two steps": (
-        lambda rule: migrate(ts.setup(rule, init()), rule, step=3),
-        WrongTypeError,
-        r"step at migrate\(\): got 3, .*state\.replace\(step=",
-    ),
-    "negative step": (
-        lambda rule: migrate(optax.adam(0.1).init(init()), rule, params=init(), step=-1),
-        ts.errors.HyperparameterError,
-        r"step at migrate\(\): got -1, expected an int ≥ 0",
-    ),
-    "vast step": (
-        lambda rule: migrate(optax.adam(0.1).init(init()), rule, params=init(), step=2**31),
-        ts.errors.HyperparameterError,
-        r"step at migrate\(\): got 2147483648, expected one that int32 holds",
-    ),
-    "no number": (
-        lambda rule: migrate(optax.adam(0.1).init(init()), rule, params=init(), step=2.5),
-        WrongTypeError,
-        r"step at migrate\(\): got 2.5 \(float\)",
-    ),
     "another library's": (
         lambda rule: migrate(nnx.Optimizer(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param), rule),
         WrongTypeError,
-        r"state at migrate\(\): got .*For an optax state also give params=",
+        r"state at migrate\(\): got ",
     ),
     "new leaf": (
         lambda rule: migrate(ts.setup(rule, init(), trainable="head/**"), rule, params=init(True)),

@@ -41,7 +41,6 @@ def answers(started, code=0) -> list:
     return [found(one.text)[one.index] for one in started]
 
 
-@pytest.mark.filterwarnings("ignore:saved on")  # of other devices: the same values
 @pytest.mark.parametrize("counts", [(1, 2, 1), pytest.param((4, 2, 4, 1), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("store", ["", pytest.param("_orbax", marks=pytest.mark.medium)])
 def test_a_state_moves_between_processes(launch, tmp_path, counts, store):
@@ -93,7 +92,7 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeyp
     for case, what in {
         "another resume": r"restore\(\): resume: got 'never' on {}, 'auto' on process 0",
         "another part": r"restore\(\): partial: got 'w' on {}, 'deep/\*\*' on process 0",
-        "other settings": r"Checkpoints\(\): fingerprint\['rows'\]: got 1 on {0}, 0 .*; every: got 3 on {0}, 2",
+        "other settings": r"Checkpoints\(\): every: got 3 on {0}, 2",
     }.items():
         assert zero[case] == one[case] and re.search(what.format(who[1]), one[case]), zero[case]
     for i, call in enumerate(["save", "restore"]):

@@ -13,8 +13,8 @@ import tsunax as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers import assert_trees_equal
-from tsunax.errors import DataError, DoesNotFitError, HyperparameterError, WrongTypeError
-from tsunax.insight import _cost, _memory, batch_size
+from tsunax.errors import DoesNotFitError, HyperparameterError, WrongTypeError
+from tsunax.insight import _memory
 from tsunax.insight.batch_size import find_accumulation, find_batch_size
 from tsunax.insight.learning_rate import find_learning_rate
 
@@ -80,6 +80,14 @@ def by_analysis(bytes_of, limit, **options):
     return size, report
 
 
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_maximum_and_multiples_hold_in_both_modes(mode):
+    for most, unit, expected in [(100, 1, 100), (100, 8, 96), (7, 1, 7), (8, 8, 8), (1, 1, 1)]:
+        size, report = by_analysis(lambda n: 50 * MIB + n, 1 << 30, mode=mode, max_size=most, multiple_of=unit)
+        assert size == expected
+        assert all(t.size <= most and t.size % unit == 0 for t in report.trials)
+
+
 # -------------------------------------------------------------------------------------------------- what the line finds
 
 
@@ -115,7 +123,7 @@ def test_the_largest_where_memory_is_the_peak_of_several_phases(parts, limit, mo
         return
     size, report = by_analysis(bytes_of, limit, mode=mode, max_trials=60)
     assert size == (largest if mode == "binsearch" else 1 << (largest.bit_length() - 1))
-    assert len(report.trials) <= 20
+    assert len(report.trials) <= 25  # the default of max_trials
 
 
 def test_steps_of_memory_are_followed_to_the_last_row():
@@ -128,26 +136,7 @@ def test_steps_of_memory_are_followed_to_the_last_row():
 def test_programs_that_xla_cannot_build_do_not_fit():
     size, report = by_analysis(lambda n: 50 * MIB + n, 1 << 30, mode="binsearch", refuses=1000)
     assert size == 1000
-    assert {t.said for t in report.trials if t.size > 1000} == {"out of memory while compiling"}
-
-
-@pytest.mark.parametrize("mode", ["power", "binsearch"])
-@pytest.mark.parametrize("method", ["analyse", "run"])
-def test_maximum_and_multiples_hold_in_both_modes(mode, method):
-    for most, unit, expected in [(100, 1, 100), (100, 8, 96), (7, 1, 7), (8, 8, 8), (1, 1, 1)]:
-        options = dict(mode=mode, method=method, max_size=most, multiple_of=unit)
-        if method == "analyse":
-            size, report = by_analysis(lambda n: 50 * MIB + n, 1 << 30, **options)
-        else:
-            size, report = find_batch_size(lambda n: None, **options)
-        assert size == expected
-        assert all(t.size <= most and t.size % unit == 0 for t in report.trials)
-
-
-def test_a_start_that_is_rounded_above_the_maximum():
-    for mode in ("power", "binsearch"):
-        size, _ = by_analysis(lambda n: 50 * MIB + n, 1 << 30, mode=mode, start=9, max_size=12, multiple_of=8)
-        assert size == 8
+    assert all(t.need is None and not t.fits for t in report.trials if t.size > 1000)
 
 
 def test_the_margin_stays_free():
@@ -162,70 +151,6 @@ def test_the_last_trial_is_no_excuse_for_a_size_that_nobody_saw():
         bytes_of = lambda n: 100 * MIB + MIB * n
         size, report = by_analysis(bytes_of, 1000 * MIB, mode="binsearch", max_trials=most)
         assert len(report.trials) <= most and bytes_of(size) <= 1000 * MIB
-
-
-# ------------------------------------------------------------------------------------------ the search by trials (seed)
-
-
-def fails_above(limit, error=None):
-    tried = []
-
-    def trial(size):
-        tried.append(size)
-        if size > limit:
-            raise error or RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
-
-    return trial, tried
-
-
-@pytest.mark.parametrize("start", [1, 2, 16])
-@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 16, 17, 1024, 5000])
-@pytest.mark.parametrize("mode", ["power", "binsearch"])
-def test_trials_end_at_the_limit(mode, limit, start):
-    trial, tried = fails_above(limit)
-    size, report = find_batch_size(trial, method="run", mode=mode, start=start, steps_per_trial=1)
-    if mode == "binsearch":
-        assert size == limit
-    else:  # the largest of start * 2^k
-        powers = [start * 2**k if k >= 0 else start // 2**-k for k in range(-6, 14) if k >= 0 or start % 2**-k == 0]
-        assert size == max(n for n in powers if n <= limit)
-    assert tried == [t.size for t in report.trials] and size in tried
-    assert tried[0] == start and len(set(tried)) == len(tried)
-
-
-def test_trials_stop_at_their_number():
-    trial, tried = fails_above(1000)
-    assert find_batch_size(trial, method="run", max_trials=4)[0] == 8  # Lightning once returned 16, untested
-    assert sorted(set(tried)) == [1, 2, 4, 8] and len(tried) == 4 * 3  # three steps each
-    trial, _ = fails_above(3)
-    assert find_batch_size(trial, method="run", mode="binsearch", start=64, max_trials=6)[0] == 2
-
-
-def test_the_maximum_is_tried():
-    for mode in ("power", "binsearch"):
-        trial, tried = fails_above(60)
-        assert find_batch_size(trial, method="run", mode=mode, max_size=60)[0] == 60 and 60 in tried
-        trial, tried = fails_above(10**9)
-        assert find_batch_size(trial, method="run", mode=mode, max_size=9000)[0] == 9000 and max(tried) == 9000
-
-
-@pytest.mark.parametrize("mode", ["power", "binsearch"])
-def test_nothing_fits(mode):
-    trial, tried = fails_above(0)
-    with pytest.raises(DoesNotFitError, match=r"smallest batch size at find_batch_size.*got 1 that ran out of memory"):
-        find_batch_size(trial, method="run", mode=mode, start=8, steps_per_trial=1)
-    assert tried == [8, 4, 2, 1]
-    trial, _ = fails_above(15)
-    with pytest.raises(MemoryError, match="got 16 that"):
-        find_batch_size(trial, method="run", mode=mode, multiple_of=16)
-
-
-def test_only_the_end_of_memory_is_contained():
-    for error in (MemoryError("malloc"), RuntimeError("CUDA error: out of memory")):
-        assert find_batch_size(fails_above(5, error)[0], method="run", mode="binsearch")[0] == 5
-    for error in (ValueError("RESOURCE_EXHAUSTED"), RuntimeError("INVALID_ARGUMENT: bad"), KeyboardInterrupt()):
-        with pytest.raises(type(error)):
-            find_batch_size(fails_above(5, error)[0], method="run")
 
 
 # ----------------------------------------------------------------------------------------------------------- real steps
@@ -285,59 +210,6 @@ def test_nothing_is_executed_or_held(state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [dict(confirm=True), dict(method="run"), dict(method="run", mode="binsearch")])
-def test_trials_leave_the_state_as_it_was(options):
-    params = {"w": jnp.ones((8, 8))}
-    state = ts.setup(ts.rules.adam(1e-3), params, key=0, ema=ts.averages.ema(0.9), model_state={"n": jnp.zeros(())})
-
-    def loss_fn(params, x, key, model_state):
-        noise = jax.random.normal(key, x.shape)
-        loss = jnp.mean(((x + noise) @ params["w"]) ** 2)
-        return ts.Loss.mean(loss, model_state={"n": model_state["n"] + 1})
-
-    before, x = jax.tree.map(jnp.copy, state), np.ones((4, 8), np.float32)
-    copy = x.copy()
-    size, report = find_batch_size(ts.train_step(loss_fn), state, x, start=4, max_size=8, steps_per_trial=2, **options)
-    assert size == 8 and report.trials[-1].how == "executed"
-    assert_trees_equal(state, before)
-    np.testing.assert_array_equal(x, copy)
-
-
-@pytest.mark.slow
-def test_on_a_cpu_only_what_fits_is_executed(state):
-    size, report = find_batch_size(
-        ts.train_step(loss_fn), state, X, method="run", memory="220MiB", start=256, steps_per_trial=1
-    )
-    how = {t.size: t.how for t in report.trials}
-    assert how[size] == "executed" and how[2 * size] == "compiled"
-
-
-@pytest.mark.slow
-def test_confirmation_needs_room_for_a_copy(state, monkeypatch):
-    options = dict(memory="1GiB", max_size=8, confirm=True)
-    monkeypatch.setattr(_memory, "free_on_host", lambda: 100 * MIB)
-    _, report = find_batch_size(ts.train_step(loss_fn), state, X, **options)
-    assert [t.how for t in report.trials] == ["compiled"] and "no room for a copy" in repr(report)
-    shapes = jax.eval_shape(lambda: state)
-    _, report = find_batch_size(ts.train_step(loss_fn), shapes, X, **options)
-    assert "the state is shapes only" in repr(report)
-
-
-@pytest.mark.medium
-def test_confirmation_goes_down_where_memory_ends(monkeypatch):
-    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((8, 8))})
-    step = ts.train_step(lambda params, x: jnp.mean(x @ params["w"]))
-
-    def run(trials, batch):
-        if len(batch) > 16:
-            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-
-    monkeypatch.setattr(batch_size._Trials, "_run", run)
-    size, report = find_batch_size(step, state, jax.ShapeDtypeStruct((1, 8), jnp.float32), max_size=64, confirm=True)
-    assert size == 16 and [(t.size, t.fits) for t in report.trials][-3:] == [(64, False), (32, False), (16, True)]
-
-
-@pytest.mark.slow
 def test_sharded_states_count_the_bytes_of_one_device(state):
     step, mesh = ts.train_step(loss_fn), ts.mesh(data=2, fsdp=4)
     sharded = ts.shard(state, mesh)
@@ -350,36 +222,9 @@ def test_sharded_states_count_the_bytes_of_one_device(state):
         dataclasses.replace(step, accumulate=4), sharded, X, mode="binsearch", memory="100MiB", max_size=1000
     )
     assert cut == 992 and all(t.size % 32 == 0 for t in report.trials)
-    x = np.ones((8, 512), np.float32)
-    size, report = find_batch_size(step, sharded, x, memory="1GiB", max_size=16, confirm=True, steps_per_trial=1)
-    assert (size, report.trials[-1].how) == (16, "executed")
 
 
 # ------------------------------------------------------------------------------------------------------------- examples
-
-
-@pytest.mark.slow
-def test_examples_are_batches_shapes_or_functions():
-    rng = np.random.default_rng(0)
-    arrays = {"x": rng.normal(size=(100, 4)).astype(np.float32), "y": np.zeros(100, np.int32)}
-    step = ts.train_step(lambda params, b: jnp.mean((b["x"] @ params["w"])[:, 0] - b["y"]))
-    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((4, 2))})
-    found = lambda example, **options: find_batch_size(step, state, example, **options)
-    shapes = {"x": jax.ShapeDtypeStruct((1, 4), jnp.float32), "y": jax.ShapeDtypeStruct((1,), jnp.int32)}
-    head = jax.tree.map(lambda x: x[:3], arrays)
-    assert found(head, max_size=40)[0] == found(shapes, max_size=40)[0] == 40
-    for whole in (lambda n: ts.batches(arrays, n), lambda n: jax.tree.map(lambda x: x[:n], arrays)):
-        assert found(whole, mode="binsearch")[0] == 100  # the data have 100 rows
-        assert found(whole, multiple_of=16)[0] == 64
-        assert found(whole, method="run", mode="binsearch", start=64, steps_per_trial=1)[0] == 100
-        assert found(whole, method="run", start=4, steps_per_trial=1)[0] == 64
-    data = ts.batches(arrays, 10, shuffle=True, seed=0)
-    next(iter(data))
-    place = data.get_state()
-    found(lambda n: ts.batches(arrays, n, shuffle=True, seed=0), max_size=64, confirm=True)
-    assert data.get_state() == place
-    with pytest.raises(DataError, match="no batch"):
-        found(lambda n: iter(()))
 
 
 @pytest.mark.slow
@@ -388,9 +233,7 @@ def test_other_steps_that_can_be_lowered():
     def step(params, batch, scale):
         return jax.tree.map(lambda p: p - scale * batch.mean(), params), batch.sum()
 
-    size, _ = find_batch_size(
-        step, {"w": jnp.ones(4)}, np.ones((2, 3), np.float32), max_size=32, confirm=True, scale=0.1
-    )
+    size, _ = find_batch_size(step, {"w": jnp.ones(4)}, np.ones((2, 3), np.float32), max_size=32, scale=0.1)
     assert size == 32
 
 
@@ -439,31 +282,21 @@ ANY = lambda **options: find_batch_size(Fake(lambda n: 60 * MIB + n), TINY, ROW,
 @pytest.mark.parametrize(
     ("call", "kind", "parts"),
     [
-        (lambda: ANY(start=0), HyperparameterError, ["start at find_batch_size(): got 0, expected an int ≥ 1"]),
-        (lambda: ANY(start=2.0), WrongTypeError, ["start", "2.0 (float)"]),
-        (lambda: ANY(start=True), WrongTypeError, ["start"]),
         (lambda: ANY(max_size=0), HyperparameterError, ["max_size", "got 0"]),
-        (lambda: ANY(max_size=4, start=8), HyperparameterError, ["max_size", "got 4", "start=8 or more"]),
-        (lambda: ANY(max_size=4, multiple_of=8), HyperparameterError, ["max_size", "got 4", "8 or more"]),
+        (lambda: ANY(max_size=4, multiple_of=8), HyperparameterError, ["max_size", "got 4", "≥ 8"]),
         (lambda: ANY(multiple_of=-8), HyperparameterError, ["multiple_of", "-8"]),
         (lambda: ANY(max_trials=0), HyperparameterError, ["max_trials"]),
-        (lambda: ANY(steps_per_trial=0), HyperparameterError, ["steps_per_trial"]),
         (lambda: ANY(mode="linear"), HyperparameterError, ["mode", "'linear'", "'power' or 'binsearch'"]),
-        (lambda: ANY(method="guess"), HyperparameterError, ["method", "'analyse' or 'run'"]),
         (lambda: ANY(margin=1.0), HyperparameterError, ["margin", "1.0"]),
         (lambda: ANY(margin=-0.1), HyperparameterError, ["margin"]),
         (lambda: ANY(memory="80 apples"), HyperparameterError, ["'80 apples'", "80GiB"]),
         (lambda: ANY(memory=-1), HyperparameterError, ["memory", "-1"]),
         (lambda: ANY(memory=1.5), WrongTypeError, ["memory", "1.5"]),
-        (lambda: find_batch_size(Fake(None), TINY), WrongTypeError, ["example", "None"]),
-        (lambda: find_batch_size(Fake(None)), WrongTypeError, ["state", "None"]),
         (lambda: find_batch_size(3, TINY, ROW), WrongTypeError, ["step", "3 (int)"]),
-        (lambda: find_batch_size(lambda s, b: s, TINY, ROW), WrongTypeError, ["step", 'method="run"']),
+        (lambda: find_batch_size(lambda s, b: s, TINY, ROW), WrongTypeError, ["step", "jax.jit it"]),
         (lambda: ANY(memory=MIB), DoesNotFitError, ["got 1 that needs 60.0 MiB", "at most 972.8 KiB"]),
         (lambda: find_accumulation(lambda s, b: s, TINY, ROW, 8), WrongTypeError, ["step", "train_step"]),
         (lambda: find_accumulation(STEP, TINY, X, 10, multiple_of=16), HyperparameterError, ["got 10", "of 16"]),
-        (lambda: find_accumulation(STEP, TINY, lambda n: SIX, 8, memory=MIB), DataError, ["example(8): got 6 rows"]),
-        (lambda: find_accumulation(STEP, TINY, lambda n: None, 8, memory=MIB), DataError, ["example(8): got no batch"]),
     ],
 )  # fmt: skip
 def test_errors(call, kind, parts):
@@ -483,8 +316,8 @@ def test_a_report_is_a_table():
     _, report = by_analysis(lambda n: 60 * MIB + MIB * n, 1 << 30, mode="binsearch")
     lines = repr(report).splitlines()
     assert lines[0] == "batch size 964, within 1.0 GiB (as given)"
-    assert lines[1].split() == ["size", "state", "batch", "temporary", "results", "runtime", "need", "fits", "how", "s"]
-    assert lines[-1].split()[0] == "964" and "1.0 GiB" in lines[-1] and "yes  compiled" in lines[-1]
+    assert lines[1].split() == ["size", "state", "batch", "temporary", "results", "runtime", "need", "fits", "s"]
+    assert lines[-1].split()[0] == "964" and "1.0 GiB" in lines[-1] and " yes " in lines[-1]
 
 
 # -------------------------------------------------------------------------------------------------------- learning rate
@@ -540,17 +373,6 @@ def test_the_range_test_changes_nothing():
 
 
 @pytest.mark.slow
-def test_seeds_give_a_band():
-    step, state, data, x = regression(dropout=True)
-    _, report = find_learning_rate(step, state, data, low=1e-4, points=30, seeds=3)
-    assert report.losses.shape == (30, 3) and np.ptp(report.losses[5]) > 0
-    np.testing.assert_allclose(report.smoothed[0], report.losses[0].mean(), rtol=1e-6)
-    make = lambda key: ts.setup(ts.rules.sgd(0.1), {"w": jax.random.normal(key, (8,))}, key=key)
-    _, report = find_learning_rate(step, make, [x], low=1e-4, points=30, seeds=2)
-    assert report.losses.shape == (30, 2)
-
-
-@pytest.mark.slow
 def test_rejected_steps_end_the_test():
     def loss_fn(params, x):  # finite everywhere; beyond 0.2 its gradient is 0 / 0
         return jnp.mean((x @ params["w"] - 1) ** 2) + jnp.sqrt(jnp.maximum(0.2 - params["w"][0], 0.0))
@@ -577,7 +399,7 @@ def test_a_learning_rate_of_a_part():
 def test_the_plot_shows_the_curve_and_both_rates():
     pytest.importorskip("matplotlib")
     step, state, data, _ = regression(dropout=True)
-    _, report = find_learning_rate(step, state, data, low=1e-4, points=30, seeds=2)
+    _, report = find_learning_rate(step, state, data, low=1e-4, points=30)
     (axes,) = report.plot().axes
     assert axes.get_xscale() == "log" and axes.get_xlabel() == "learning rate"
     curve, steepest, tenth = axes.get_lines()
@@ -591,12 +413,11 @@ def test_the_plot_shows_the_curve_and_both_rates():
     [
         (dict(low=1.0, high=0.1), HyperparameterError, ["low and high", "1.0 and 0.1", "0 < low < high"]),
         (dict(low=0.0), HyperparameterError, ["low and high"]),
-        (dict(points=5), HyperparameterError, ["points", "10 or more"]),
+        (dict(points=5), HyperparameterError, ["points", "≥ 10"]),
         (dict(points=10.5), WrongTypeError, ["points"]),
         (dict(mode="log"), HyperparameterError, ["mode", "'log'"]),
         (dict(smooth=1.0), HyperparameterError, ["smooth"]),
         (dict(stop=0.5), HyperparameterError, ["stop"]),
-        (dict(seeds=0), HyperparameterError, ["seeds"]),
         (dict(data=iter([1])), WrongTypeError, ["data", "read again"]),
         (dict(step=3), WrongTypeError, ["step", "3 (int)"]),
         (dict(state=3), WrongTypeError, ["state", "3 (int)"]),
@@ -609,17 +430,6 @@ def test_errors_of_the_range_test(options, kind, parts):
     with pytest.raises(kind) as caught:
         find_learning_rate(given.pop("step"), given.pop("state"), given.pop("data"), **given)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
-
-
-@pytest.mark.medium
-def test_a_convolution_on_a_cpu_needs_room_for_packed_operands():
-    x, w = jnp.ones((8, 32, 32, 4)), jnp.ones((3, 3, 4, 16))
-    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    text = jax.jit(conv).lower(x, w).compile().as_text()
-    assert _cost.largest_convolution(text) == x.nbytes + w.nbytes
-    text = jax.jit(jax.grad(lambda w: jnp.sum(conv(x, w) ** 2))).lower(w).compile().as_text()
-    assert _cost.largest_convolution(text) == x.nbytes + conv(x, w).nbytes
-    assert _cost.largest_convolution(jax.jit(lambda x: x @ x).lower(jnp.eye(4)).compile().as_text()) == 0
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Checks for a user's own step: each holds for a good one, and names the leaf of a planted mistake."""
 
 import dataclasses
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +166,7 @@ BAD = {
     ),
     "underflow": (
         lambda: testing.check_precision(ts.train_step(lambda p, x: loss_fn(p, x) * 1e-8), state_in("float16"), X),
-        r"leaf grads\['.* at precision float16: got a difference of .* its norm, expected at most 0.05",
+        r"leaf grads\['.* at precision float16: got a difference of .* its largest element, expected at most 0.05",
     ),
     "sharding": (
         lambda: testing.check_sharding(ts.train_step(impure), make(), X),
@@ -331,9 +330,7 @@ REJECTED = {
 
 @pytest.mark.parametrize("name", medium_if(lambda name: name != "accumulation", REJECTED))
 def test_a_check_that_compared_nothing_says_so(name):
-    with pytest.raises(
-        DataError, match=r"at check_\w+\(\): got .*not? .*finite.*Nothing (was|can be) compared"
-    ) as found:
+    with pytest.raises(DataError, match=r"batch at check_\w+\(\): got .* not finite.*Nothing was compared") as found:
         REJECTED[name]()
     assert name in ("resume, ignored", "fused, ignored", "dropped") or str(found.value).endswith(
         " batch has 4 of 64 not finite, the first at [3, 0]"
@@ -351,39 +348,7 @@ def test_some_rejected_steps_are_no_trouble():
 
 NOBODY = iter(())
 MORE_WRONG = {
-    "n": (lambda: testing.check_accumulation(STEP, make(), X, n=0), HyperparameterError, "n at check_accumulation"),
-    "n as text": (lambda: testing.check_accumulation(STEP, make(), X, n="4"), WrongTypeError, r"got '4' \(str\)"),
-    "NaN": (
-        lambda: testing.check_accumulation(STEP, make(), X, tolerance=np.nan),
-        HyperparameterError,
-        r"tolerance at check_accumulation\(\): got nan, expected a finite number from 0 up",
-    ),
-    **{
-        f"tolerance of {name}": (
-            lambda call=call: call(tolerance="a"),
-            WrongTypeError,
-            rf"tolerance at check_{name}\(\): got 'a'",
-        )
-        for name, call in {
-            "precision": lambda **given: testing.check_precision(STEP, state_in("bfloat16"), X, **given),
-            "sharding": lambda **given: testing.check_sharding(STEP, make(), X, **given),
-            "fused": lambda **given: testing.check_fused(STEP, make(), data(), **given),
-            "population": lambda **given: testing.check_population(STEP, make, X, **given),
-        }.items()
-    },
-    "no steps": (lambda: testing.check_sharding(STEP, make(), X, steps=0), HyperparameterError, "steps at check_shar"),
-    "no steps frozen": (lambda: testing.check_frozen(STEP, make(), X, "**", steps=0), HyperparameterError, "steps at"),
-    "no steps of many": (lambda: testing.check_population(STEP, make, X, steps=0), HyperparameterError, "steps at"),
-    "mesh": (lambda: testing.check_sharding(STEP, make(), X, mesh="x"), WrongTypeError, "mesh at .*Make one: ts.mesh"),
     "no step of many": (lambda: testing.check_population(loss_fn, make, X), WrongTypeError, "step at check_population"),
-    "at as text": (lambda: testing.check_resume(STEP, make(), data(), at="a"), WrongTypeError, "at at check_resume"),
-    "options": (
-        lambda: testing.check_resume(STEP, make(), data(), checkpoint="x"),
-        WrongTypeError,
-        r"options at check_resume\(\): got checkpoint='x' \(str\), expected other arguments of fit",
-    ),
-    "dry_run": (lambda: testing.check_resume(STEP, make(), data(), dry_run=True), WrongTypeError, "got dry_run=True"),
-    "most": (lambda: testing.check_recompiles(STEP, make(), [X], most="a"), WrongTypeError, "most at check_recomp"),
     "no batches": (lambda: testing.check_recompiles(STEP, make(), None), WrongTypeError, "batches at .*got None"),
     "used up": (lambda: testing.check_recompiles(STEP, make(), NOBODY), DataError, "got no batch at all.*give a list"),
 }
@@ -461,21 +426,3 @@ def test_a_state_that_is_beyond_the_steps_is_told():
     for check in (testing.check_fused, testing.check_resume):
         with pytest.raises(HyperparameterError, match=r"steps at check_\w+\(\): got 6, expected one beyond 6, where"):
             check(STEP, state, [X])
-
-
-def test_a_place_that_cannot_be_copied_is_told():
-    class Locked(list):
-        def get_state(self):
-            return {"lock": threading.Lock()}
-
-        def set_state(self, state):
-            pass
-
-    class Unknown(Locked):
-        def get_state(self):
-            return None
-
-    with pytest.raises(DataError, match=r"data at check_fused\(\): got a place that cannot be copied"):
-        testing.check_fused(STEP, make(), Locked([X]))
-    with pytest.raises(DataError, match=r"data at check_fused\(\): got a get_state\(\) that is None"):
-        testing.check_fused(STEP, make(), Unknown([X]))

@@ -11,7 +11,6 @@ by place.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,26 +21,24 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from tsunax._core import Maybe, PyTree, Where, checks, trees
+from tsunax._core import Maybe, PyTree, Where, trees
 from tsunax._core.placement import beside
 from tsunax._step.members import members_of
 from tsunax._step.roles import averages_of, frozen_flags, frozen_words
 from tsunax.averages import Average
 from tsunax.checkpoints import live_numbers
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError
+from tsunax.errors import StateError
 from tsunax.hyper import hyperparams
 from tsunax.precision import LossScale, Policy
 from tsunax.rules import live_rules, number_table
 from tsunax.rules.combining import PartitionState
 from tsunax.rules.cuts import recut as recut_numbers
-from tsunax.rules.owners import owners as owners_of_init
-from tsunax.rules.owners import owners_by_suffix, owners_of
+from tsunax.rules.owners import owners_of
 from tsunax.state import TrainState, base, check_state, own, setup, trained_part
 
 __all__ = ["Report", "migrate"]
 
 KEEP: Any = ...
-FLAX = "step", "apply_fn", "params", "tx", "opt_state"  # the fields of its TrainState
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,6 @@ class _Slot(NamedTuple):
     what: str  # "ScaleByAdamState.mu"
     owner: str | None  # the name of its parameter; None for counts
     home: tuple  # key path of the state that it is a field of
-    groups: tuple[str, ...]  # labels of the partitions around that state
     value: Any
 
     @property
@@ -93,21 +89,8 @@ class _Slot(NamedTuple):
         return self.what, self.owner, jnp.shape(self.value), trees.dtype_of(self.value)
 
 
-@dataclass(frozen=True)
-class _Old:
-    """The old state in parts, whichever library made it."""
-
-    params: Any
-    slots: dict[int, _Slot]
-    step: int
-    state: TrainState | None = None
-    model_state: Any = None
-    key: Any = None
-    beside: tuple[str, ...] = ()  # fields of a flax state that a TrainState has not
-
-
 def migrate(
-    state: PyTree,
+    state: TrainState,
     rule: optax.GradientTransformation,
     *,
     params: PyTree = KEEP,
@@ -117,7 +100,6 @@ def migrate(
     loss_scale: ArrayLike | LossScale | str | None = KEEP,
     model_state: PyTree = KEEP,
     key: Maybe = KEEP,
-    step: int | None = None,
 ) -> tuple[TrainState, Report]:
     """The state under another rule, and a report of kept, new and dropped arrays.
 
@@ -127,12 +109,10 @@ def migrate(
     stay frozen, by name. An array that could be one of several begins anew, and is reported.
 
     Args:
-      state: a `TrainState`; a flax `TrainState`; or an optax state, with its `params=`.
       rule: the new rule, or the old one for a change of something else.
       params: another tree, for example a model with LoRA: leaves of the same name and shape keep
         their optimizer state.
       trainable, ema, precision, loss_scale, model_state, key: as in `setup`.
-      step: the number of updates so far, for an optax state without counts.
 
     The old state is not consumed. Raises StateError for populations, traced and donated states, and
     for new leaves if the old state trains only a part and `trainable=` is not given; and the errors
@@ -149,72 +129,34 @@ def migrate(
     >>> int(state.step), ts.hyperparams(state)["max_norm"]
     (1, 1.0)
     """
-    old = _as_old(state, params, step)
-    known, given = old.state, old.params if params is KEEP else params
+    where = "migrate()"
+    check_state(state, where)
+    if members_of(state) is not None:
+        fix = "Each alone: ts.populations.member(runs, i)."
+        raise StateError("state", where, "a population", "one state", fix)
+    if any(map(trees.is_traced, jax.tree.leaves(state))):
+        fix = "Call it outside of jit."
+        raise StateError("state", where, "a traced state", "a concrete one", fix)
+    given, plan = state.params if params is KEEP else params, state.plan
     options: dict[str, Any] = {"ema": ema, "precision": precision, "loss_scale": loss_scale}
     options |= {"trainable": trainable, "model_state": model_state, "key": key}
-    kept: dict[str, Any] = {"model_state": old.model_state, "key": old.key}
+    average, loss_scale = jax.tree.map(own, (state.average, state.loss_scale))
+    kept = {"model_state": state.model_state, "key": state.key, "ema": average}
+    kept |= {"precision": plan.precision, "loss_scale": loss_scale}
     if trainable is KEEP:
-        kept["trainable"] = _trained_by_name(given, old)
-    if known is not None:
-        average, loss_scale = jax.tree.map(own, (known.average, known.loss_scale))
-        kept |= {"ema": average, "precision": known.plan.precision, "loss_scale": loss_scale}
-    options |= {name: kept.get(name) for name, x in options.items() if x is KEEP}
-    fresh, found = setup(rule, _wide(given, known), **options), _Found()
+        kept["trainable"] = _trained_by_name(given, state)
+    options |= {name: kept[name] for name, x in options.items() if x is KEEP}
+    fresh, found = setup(rule, _wide(given, state), **options), _Found()
     full = number_table.lower(fresh.opt_state, fresh.numbers)
-    slots = _slots(full, _owners_of(fresh), base(fresh))
-    full = _filled(full, [*old.slots.values()], slots, found)
+    full = _filled(full, [*_slots(state).values()], _slots(fresh), found)
     opt_state, numbers = number_table.hoist(full)
-    counts = jnp.array([old.step, old.step, 0, 0], jnp.int32) if known is None else own(known.clock)
-    clock = beside(fresh.params, counts)
+    clock = beside(fresh.params, own(state.clock))
     fresh = dataclasses.replace(fresh, clock=clock, opt_state=opt_state, numbers=numbers)
-    _compare_fields(old, fresh, found)
-    if known is not None:
-        fresh = _with_own_fields(known, fresh)
-        for carry in (_carry_cuts, _carry_numbers, _carry_averages, _carry_frozen):
-            fresh = carry(known, fresh, found)
+    _compare_fields(state, fresh, found)
+    fresh = _with_own_fields(state, fresh)
+    for carry in (_carry_cuts, _carry_numbers, _carry_averages, _carry_frozen):
+        fresh = carry(state, fresh, found)
     return fresh, found.report()
-
-
-# ----------------------------------------------------------------------------------- the old state
-
-
-def _as_old(state, params, step) -> _Old:
-    where = "migrate()"
-    if isinstance(state, TrainState):
-        check_state(state, where)
-        if step is not None:
-            expected, fix = "None: a TrainState has its own", "state.replace(step=...) changes it."
-            raise WrongTypeError("step", where, step, expected, fix)
-        if members_of(state) is not None:
-            fix = "Each alone: ts.populations.member(runs, i)."
-            raise StateError("state", where, "a population", "one state", fix)
-        if any(map(trees.is_traced, jax.tree.leaves(state))):
-            parts = "state", where, "a traced state", "a concrete one"
-            raise StateError(*parts, "Call it outside of jit.")
-        full = number_table.lower(state.opt_state, state.numbers)
-        slots = _slots(full, _owners_of(state), base(state))
-        return _Old(state.params, slots, int(state.step), state, state.model_state, state.key)
-    if step is not None:
-        checks.check_count(step, where, "step", least=0)
-        if step >= 2**31:
-            raise HyperparameterError("step", where, step, "one that int32 holds")
-    if all(hasattr(state, name) for name in FLAX if name != "apply_fn"):
-        owners = owners_of_init(state.tx.init, state.params)[2]
-        slots = _slots(state.opt_state, owners, state.params)
-        more = [name for name, x in vars(state).items() if name not in FLAX and jax.tree.leaves(x)]
-        step = int(state.step) if step is None else step
-        return _Old(state.params, slots, step, beside=tuple(more))
-    if params is KEEP:
-        fix = "For an optax state also give params=."
-        raise WrongTypeError("state", where, trees.describe(state), "a TrainState", fix)
-    slots = _slots(state, _owners_in(state, params), params)
-    clocks = (s for s in slots.values() if s.what.endswith(".count") and not np.ndim(s.value))
-    counts = {int(s.value) for s in clocks}
-    if step is None and len(counts) != 1:
-        got = f"an optax state with {len(counts) or 'no'} counts"
-        raise StateError("step", where, got, "one that tells the number of updates", "Give step=.")
-    return _Old(params, slots, counts.pop() if step is None else step)
 
 
 def _owners_of(state: TrainState) -> list[int | None]:
@@ -227,46 +169,12 @@ def _owners_of(state: TrainState) -> list[int | None]:
     return [None if i in gone else next(known) for i in range(layout.full.num_leaves)]
 
 
-def _owners_in(opt_state, params) -> list[int | None]:
-    """The same for a bare optax state, from its key paths."""
-    owners = _owners_by_field(opt_state, params)
-    if any(owner is not None for owner in owners):
-        return owners
-    return owners_by_suffix(params, jtu.tree_flatten_with_path(opt_state)[0])
-
-
-def _owners_by_field(opt_state, params) -> list[int | None]:
-    """The parameter of each leaf inside fields that have the tree of the params, by its path.
-
-    Moments may have other shapes: factors, one number or a list of arrays for each parameter.
-    """
-    places = {path: i for i, (path, _) in enumerate(jtu.tree_flatten_with_path(params)[0])}
-    treedef = jax.tree.structure(params)
-
-    @functools.cache
-    def has_params(field: tuple) -> bool:
-        try:
-            treedef.flatten_up_to(functools.reduce(trees.child, field, opt_state))
-        except (TypeError, ValueError):
-            return False
-        return () not in places  # a single array would be anything
-
-    def owner(path: tuple) -> int | None:
-        ends = [i + 1 for i, entry in enumerate(path) if isinstance(entry, jtu.GetAttrKey)]
-        if (end := next((i for i in reversed(ends) if has_params(path[:i])), None)) is None:
-            return None
-        at = next((i for i in range(end, len(path) + 1) if path[end:i] in places), None)
-        is_there = at is not None and all(isinstance(entry, jtu.SequenceKey) for entry in path[at:])
-        return places[path[end:at]] if is_there else None
-
-    return [owner(path) for path, _ in jtu.tree_flatten_with_path(opt_state)[0]]
-
-
-def _slots(full, owners: list[int | None], params) -> dict[int, _Slot]:
+def _slots(state: TrainState) -> dict[int, _Slot]:
     """The leaves of an optimizer state by index, without tables of numbers and shared clocks."""
-    named, slots = trees.leaves_with_names(params), {}
+    named, slots = trees.leaves_with_names(base(state)), {}
+    full = number_table.lower(state.opt_state, state.numbers)
     keyed = jtu.tree_flatten_with_path(full)[0]
-    for i, ((path, x), owner) in enumerate(zip(keyed, owners, strict=True)):
+    for i, ((path, x), owner) in enumerate(zip(keyed, _owners_of(state), strict=True)):
         name, end = (None, ()) if owner is None else ("/".join(named[owner][0]), named[owner][1])
         inside = path[: len(path) - len(end)] if end and path[-len(end) :] == tuple(end) else path
         if (slot := _slot(full, inside, name, x)) is not None:
@@ -275,7 +183,7 @@ def _slots(full, owners: list[int | None], params) -> dict[int, _Slot]:
 
 
 def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
-    node, what, home, groups = full, "state", (), []
+    node, what, home = full, "state", ()
     for i, entry in enumerate(path):
         if live_rules.is_live(node):
             if entry.name in ("table", "extra") or (entry.name == "count" and not node.own_clock):
@@ -283,33 +191,32 @@ def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
             if entry.name == "count":
                 what, home = f"{node.live.title}.count", path[:i]
         elif isinstance(entry, jtu.DictKey):
-            groups.append(str(entry.key))
             if owner is None and i == len(path) - 1:  # a number, as in `inject_hyperparams`
                 what = f"{what}[{entry.key!r}]"
         elif not isinstance(node, PartitionState) and type(node) not in (tuple, list):
             what, home = f"{type(node).__name__}.{trees.key_name(entry)}", path[:i]
         node = trees.child(node, entry)
-    return _Slot(what, owner, home, tuple(groups), value)
+    return _Slot(what, owner, home, value)
 
 
 # ----------------------------------------------------------------------------------- the new state
 
 
-def _wide(params, known: TrainState | None):
+def _wide(params, known: TrainState):
     """Params with master copies in place of the rounded ones."""
-    if known is None or known.masters is None:
+    if known.masters is None:
         return params
     stored = jax.tree.leaves(trained_part(known))
     wide = {id(x): master for x, master in zip(stored, jax.tree.leaves(known.masters), strict=True)}
     return jax.tree.map(lambda x: wide.get(id(x), x), params)
 
 
-def _trained_by_name(params, old: _Old) -> Any:
+def _trained_by_name(params, old: TrainState) -> Any:
     """The leaves of a tree that the old state trains. Raises StateError for unknown leaves."""
-    plan = old.state and old.state.plan
-    if plan is None or plan.selected is None:
+    selected = old.plan.selected
+    if selected is None:
         return "**"
-    trained, here = dict(zip(_names(old.params), plan.selected, strict=True)), _names(params)
+    trained, here = dict(zip(_names(old.params), selected, strict=True)), _names(params)
     if unknown := [name for name in here if name not in trained]:
         fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
         what = f"leaf {unknown[0]!r}"
@@ -320,7 +227,7 @@ def _trained_by_name(params, old: _Old) -> Any:
 def _filled(full, old: list[_Slot], slots: dict[int, _Slot], report: _Found) -> Any:
     """A whole optimizer state with the arrays of the old one."""
     found = _match_parameters(old, slots, report)
-    _match_counts(old, slots, found, report)
+    _match_counts(old, slots, found)
     leaves, treedef = jax.tree.flatten(full)
     fresh = lambda x: x if np.ndim(x) else own(x)  # counts may be one array, and are donated each
     leaves = [_there(found[i].value, x) if i in found else fresh(x) for i, x in enumerate(leaves)]
@@ -348,20 +255,13 @@ def _match_parameters(
         if len(known) == len(places):
             found.update(zip(places, known, strict=True))
         elif known:
-            for i in places:
-                same = [slot for slot in known if slot.groups == slots[i].groups]
-                rivals = [j for j in places if slots[j].groups == slots[i].groups]
-                if len(same) == len(rivals) == 1:
-                    found[i] = same[0]
-                else:
-                    counts = f"{len(known)} there and {len(places)} here"
-                    report.notes.append(f"{slots[i].name}: begins anew, {counts}")
+            counts = f"{len(known)} there and {len(places)} here"
+            names = (slots[i].name for i in places)
+            report.notes += [f"{name}: begins anew, {counts}" for name in names]
     return found
 
 
-def _match_counts(
-    old: list[_Slot], slots: dict[int, _Slot], found: dict[int, _Slot], report: _Found
-) -> None:
+def _match_counts(old: list[_Slot], slots: dict[int, _Slot], found: dict[int, _Slot]) -> None:
     """Add counts and other arrays without a parameter, from the states that the moments came from."""
     homes: dict[tuple, set] = {}  # the old states that the moments of each new state came from
     for i, slot in found.items():
@@ -374,16 +274,10 @@ def _match_counts(
         alike = [j for j, s in slots.items() if s.kind == slot.kind]
         if n > 1 and len(same) == len(alike):
             same = [same[alike.index(i)]]
-        elif n > 1:
+        elif n > 1:  # of several the largest
             same.sort(key=lambda o: trees.on_host(o.value).sum())
-            report.notes.append(f"{slot.name}: one of {n} values there, the largest taken")
         if same:
             found[i] = same[-1]
-    for i, slot in slots.items():
-        mates = [j for j, s in slots.items() if s.home == slot.home and s.owner is not None]
-        if slot.owner is None and i in found and (anew := sum(j not in found for j in mates)):
-            about = f"goes on, also for {anew} arrays beside it that begin anew"
-            report.notes.append(f"{slot.name}: {about}")
 
 
 def _there(x, like):
@@ -418,18 +312,16 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
     return type(old).of(new, **values)
 
 
-def _compare_fields(old: _Old, new: TrainState, report: _Found) -> None:
+def _compare_fields(old: TrainState, new: TrainState, report: _Found) -> None:
     """Report leaves of params, model state, key and loss scale that came or went."""
     shapes = lambda s: {name: np.shape(x) for name, x in _names(s.params).items()}
     here, there = shapes(new), shapes(old)
     report.new += [f"leaf {name}" for name, shape in here.items() if there.get(name) != shape]
     report.dropped += [f"leaf {name}" for name, shape in there.items() if here.get(name) != shape]
-    loss_scale = old.state and old.state.loss_scale
-    had = {"model_state": old.model_state, "key": old.key, "loss_scale": loss_scale}
-    for name, x in had.items():
+    for name in ("model_state", "key", "loss_scale"):
+        x = getattr(old, name)
         if (x is None) != (getattr(new, name) is None):
             (report.new if x is None else report.dropped).append(name)
-    report.dropped += old.beside
 
 
 def _carry_cuts(old: TrainState, new: TrainState, report: _Found) -> TrainState:

@@ -86,14 +86,14 @@ def check_accumulation(
     True
     """
     where = "check_accumulation()"
-    _check(step, state, where, batch, extra, tolerance=tolerance, n=n)
+    _check(step, state, where, batch, extra)
     if rows_of(batch) % n:
         raise WrongTypeError("batch", where, f"{rows_of(batch)} rows", f"a multiple of {n}")
     with warnings.catch_warnings():  # it is compared here
         warnings.filterwarnings("ignore", ".*expected a mean over rows under accumulate")
         steps = (dataclasses.replace(step, accumulate=k) for k in (1, n))
         one, many = (_gradient(s, _settled(s, state, batch, extra), batch, extra) for s in steps)
-    _check_finite(one, where, batch)
+    _check_taken([_all_finite(one)], where, batch)
     title, sizes = f"accumulate={n}", _sizes_of_noise(one[1], "grads")
     worst = _compared(title, many[0], one[0], tolerance, "loss")
     return max(worst, _compared(title, many[1], one[1], tolerance, "grads", sizes=sizes))
@@ -102,12 +102,12 @@ def check_accumulation(
 def check_precision(
     step: TrainStep, state: TrainState, batch: PyTree, tolerance: float = 0.05, **extra: Any
 ) -> float:
-    """Compare gradients in the state's precision with those in float32, by the norm of each leaf.
+    """Compare gradients in the state's precision with those in float32, by the largest element of each leaf.
 
-    Names leaves that overflow, underflow to zero, or lose more than `tolerance` of their norm.
+    Names leaves that overflow, underflow to zero, or lose more than `tolerance` of it.
     """
     where = "check_precision()"
-    _check(step, state, where, batch, extra, tolerance=tolerance)
+    _check(step, state, where, batch, extra)
     plan = state.plan
     if plan.precision is None:
         raise StateError("precision", where, "None", "one: setup(..., precision='bfloat16')")
@@ -117,9 +117,9 @@ def check_precision(
     wide = dataclasses.replace(state, params=params, masters=None, loss_scale=None, plan=plan)
     full = _gradient(step, wide, batch, extra)
     low = _gradient(step, _settled(step, state, batch, extra), batch, extra)
-    _check_finite(full, where, batch)
-    sizes = _sizes_of_noise(full[1], "grads", by_norm=True)
-    return _compared(title, low[1], full[1], tolerance, "grads", by_norm=True, sizes=sizes)
+    _check_taken([_all_finite(full)], where, batch)
+    sizes = _sizes_of_noise(full[1], "grads")
+    return _compared(title, low[1], full[1], tolerance, "grads", sizes)
 
 
 def check_sharding(
@@ -136,15 +136,13 @@ def check_sharding(
     Randomness has to come from the key, not from shapes.
     """
     where = "check_sharding()"
-    _check(step, state, where, batch, extra, tolerance=tolerance, steps=steps)
+    _check(step, state, where, batch, extra)
     mesh = all_devices() if mesh is None else mesh
-    if not isinstance(mesh, Mesh):
-        raise WrongTypeError("mesh", where, trees.describe(mesh), "a Mesh", "Make one: ts.mesh().")
     state = _settled(step, state, batch, extra)
     title, sizes = f"mesh {dict(mesh.shape)}", _without_digits(step, state, batch, extra)
     single, ones = _run(step, _copy(state), batch, extra, steps)
     spread, many = _run(step, shard(_copy(state), mesh), batch, extra, steps)
-    _check_taken(ones, where, batch, state)
+    _check_taken(_taken(ones, state), where, batch)
     worst = 0.0
     for i, (one, found) in enumerate(zip(ones, many, strict=True), 1):
         far = _compared(f"{title}, step {i}", found.loss, one.loss, tolerance, "loss")
@@ -176,14 +174,9 @@ def check_resume(
     _check_live(state, where)
     _check_goal(state, steps, where)
     begin = int(np.max(state.step)) if isinstance(state, TrainState) else 0
-    if not isinstance(at, int | np.integer) or not begin < at < steps:
-        after = f" and after {begin}, where the state is" if begin else ""
-        expected = f"a step before steps={steps}{after}"
-        raise WrongTypeError("at", where, trees.describe(at), expected)
-    for name in ("checkpoint", "resume", "dry_run", "history"):
-        if name in options:
-            got, fix = trees.describe(options[name]), "check_resume sets it: leave it out."
-            raise WrongTypeError("options", where, f"{name}={got}", "other arguments of fit", fix)
+    if not begin < at < steps:
+        expected = f"a step after {begin}, where the state is, and before steps={steps}"
+        raise WrongTypeError("at", where, at, expected)
     options = {"progress": False, "log_every": 1, **options}
     fix = "A list is, with fast_forward=True: "
     fix += "check_resume(step, state, list(data), fast_forward=True)."
@@ -208,7 +201,6 @@ def check_fused(
     """
     where, options = "check_fused()", {"steps": steps, "progress": False, "log_every": 1}
     _check_live(state, where)
-    _check_numbers(where, tolerance)
     _check_goal(state, steps, where)
     runs = {}
     with _rereading(data, where, "A list is: list(data).") as anew:
@@ -243,11 +235,11 @@ def check_frozen(
 ) -> None:
     """Check that frozen leaves keep their bits, with moments and averages, and that others move."""
     here, title = "check_frozen()", f"freeze({where!r})"
-    _check(step, state, here, batch, extra, steps=steps)
+    _check(step, state, here, batch, extra)
     before = freeze(_copy(_settled(step, state, batch, extra)), where)
     held = _copy(before)
     after, infos = _run(step, before, batch, extra, steps)
-    _check_taken(infos, here, batch, state)
+    _check_taken(_taken(infos, state), here, batch)
     frozen = frozen_flags(held)
     owners = owners_of(held.plan.init, held.opt_state, held.numbers, base(held))
 
@@ -282,12 +274,11 @@ def check_population(
     A batch of matrix products rounds differently from one of them: hence a tolerance.
     """
     where = "check_population()"
-    _check_numbers(where, tolerance, steps=steps)
-    _check_untraced(where, batch, values)
+    _check_live((), where, batch, values)
     runs = population(make, n, key=0, **values)
     _check(step, runs, where, batch)
     runs, infos = _run(step, runs, batch, {}, steps)
-    _check_taken(infos, where, batch, runs)
+    _check_taken(_taken(infos, runs), where, batch)
     worst, sizes, keys = 0.0, None, jax.random.split(jax.random.key(0), n)
     for i in range(n):
         one = make(keys[i], **jax.tree.map(lambda x, i=i: np.asarray(x)[i], values))
@@ -320,7 +311,7 @@ def check_purity(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any
                 raise
             got, fix = "a tracer that outlives its trace", "Return it: metrics, or model_state."
             raise CheckError("loss_fn", where, got, "values that are returned", fix) from error
-    _check_taken([info for _, info in ends], where, batch, state)
+    _check_taken(_taken([info for _, info in ends], state), where, batch)
     try:
         for root, found, expected in zip(("state", "info"), ends[1], ends[0], strict=True):
             _compared("a second trace", found, expected, 0.0, root)
@@ -362,10 +353,10 @@ def check_recompiles(
     tsunax.errors.CheckError: traces at 2 batches: got 2, expected at most 1. step: batch has shape (3, 2), had ...
     """
     where = "check_recompiles()"
-    _check(step, state, where, extra, most=most)
+    _check(step, state, where, extra)
     anew, state, n = dataclasses.replace(step), _copy(state), 0
     for batch in checks.each_batch(batches, where):
-        _check_untraced(where, batch)
+        _check_live((), where, batch)
         state, _ = anew(state, batch, **extra)
         n += 1
     if (found := len(anew.traces)) > most:
@@ -377,85 +368,52 @@ def check_recompiles(
 # ------------------------------------------------------------------------------ checks of arguments
 
 
-def _check(
-    step: Any, state: Any, where: str, *given: Any, tolerance: Any = 0.0, **counts: Any
-) -> None:
+def _check(step: Any, state: Any, where: str, *given: Any) -> None:
     if not isinstance(step, TrainStep):
         raise WrongTypeError("step", where, trees.describe(step), "a train_step")
     check_state(state, where)
     _check_live(state, where, *given)
-    _check_numbers(where, tolerance, **counts)
-
-
-def _check_numbers(where: str, tolerance: Any = 0.0, **counts: Any) -> None:
-    expected = "a finite number from 0 up"
-    if not checks.is_real(tolerance) or np.ndim(tolerance):
-        raise WrongTypeError("tolerance", where, trees.describe(tolerance), expected)
-    if not 0 <= tolerance < np.inf:  # NaN is neither
-        raise HyperparameterError("tolerance", where, tolerance, expected)
-    for name, n in counts.items():
-        checks.check_count(n, where, name)
 
 
 def _check_live(state: Any, where: str, *given: Any) -> None:
     """Raise StateError for a donated state, and for traced arguments."""
-    _check_untraced(where, state, *given)
+    # under jit concrete arguments, too, give traced results: a new array tells
+    if any(map(trees.is_traced, jax.tree.leaves((state, given, jnp.zeros(()))))):
+        fix = "Call it outside of jit, with arrays."
+        raise StateError("state or batch", where, "a traced one", "a concrete one", fix)
     if any(map(trees.is_gone, jax.tree.leaves(state))):
         raise StateError(donated(where))
 
 
 def _check_goal(state: Any, steps: Any, where: str) -> None:
     """Raise unless there are steps to compare, after the one that the state is at."""
-    checks.check_count(steps, where, "steps")
     if isinstance(state, TrainState) and (at := int(np.max(state.step))) >= steps:
         raise HyperparameterError("steps", where, steps, f"one beyond {at}, where the state is")
 
 
-def _check_untraced(where: str, *given: Any) -> None:
-    # under jit concrete arguments, too, give traced results: a new array tells
-    if any(map(trees.is_traced, jax.tree.leaves((given, jnp.zeros(()))))):
-        fix = "Call it outside of jit, with arrays."
-        raise StateError("state or batch", where, "a traced one", "a concrete one", fix)
+def _check_taken(taken: Iterable[Any], where: str, batch: Any = ()) -> None:
+    """Raise DataError if nothing that was compared is finite and was applied."""
+    if not any(np.any(x) for x in taken):
+        fix = f"Nothing was compared: give data that it trains on. {guard.in_batch(batch)}"
+        got = "a run whose steps were all rejected or not finite"
+        raise DataError("batch", where, got, "one step at least", fix.rstrip())
 
 
-def _check_finite(gradient: tuple[Any, Any], where: str, batch: Any) -> None:
-    """Raise DataError for a reference loss or gradient that is NaN or inf."""
-    if not _all_finite(gradient):
-        fix = f"Nothing can be compared with them. {guard.in_batch(batch)}".rstrip()
-        raise DataError("loss and gradients", where, "some that are not finite", "finite ones", fix)
-
-
-def _check_taken(infos: list[Any], where: str, batch: Any, state: Any) -> None:
-    """Raise DataError if all steps were rejected, or had no finite loss.
-
-    Except if a loss scale is still falling, which rejects the first steps of a good run.
-    """
+def _taken(infos: list[Any], state: Any) -> Iterator[Any]:
+    """For each step whether it was applied and its loss finite; all while a loss scale falls."""
     is_falling = state.loss_scale is not None and state.loss_scale.dynamic
-    if is_falling and np.isfinite(np.asarray(infos[-1].loss)).any():
-        return
-    if not any(map(_is_taken, infos)):
-        got = f"{len(infos)} steps, all of them rejected or not finite: loss "
-        got += str(np.asarray(infos[0].loss))
-        fix = f"Nothing was compared: give a batch that it trains on. {guard.in_batch(batch)}"
-        raise DataError("batch", where, got, "one that was taken", fix.rstrip())
-
-
-def _is_taken(info: Any) -> bool:
-    """Whether a step was applied and finite; for a population, for one member at least."""
-    if not isinstance(info, StepInfo):  # another kind of step
-        return True
-    taken = True if info.verdict is None else np.asarray(info.verdict) <= 0
-    for x in (info.loss, info.grad_norm):
-        taken = taken & (True if x is None else np.isfinite(np.asarray(x)))
-    return bool(np.any(taken))
+    for info in infos:
+        if not isinstance(info, StepInfo):  # another kind of step
+            yield True
+            continue
+        rejected = info.verdict is not None and not is_falling and np.asarray(info.verdict) > 0
+        yield np.isfinite(np.asarray(info.loss)) & ~np.asarray(rejected)
 
 
 def _losses(rows: Any, where: str) -> dict[str, Any]:
     """The losses of a run by name. Raises DataError if there are some and none is finite."""
     losses = {name: rows[name] for name in rows.names if name.partition("/")[0] == "loss"}
-    if losses and not any(np.isfinite(x).any() for x in losses.values()):
-        fix = "Nothing was compared: give data that it trains on."
-        raise DataError("data", where, "no loss that is finite", "one at least", fix)
+    _check_taken(map(np.isfinite, losses.values()) if losses else [True], where)
     return losses
 
 
@@ -488,28 +446,16 @@ def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
     if put is None and isinstance(inner, Iterator):
         got = trees.describe(inner)
         raise WrongTypeError("data", where, got, "data that can be read again", fix)
-    if read is not None and read() is None:
-        got, expected = "a get_state() that is None", "one that tells the place"
-        raise DataError("data", where, got, expected, "Read a batch.")
-    start = read and _copied(read(), where)  # some return the dict that they change later
+    start = read and copy.deepcopy(read())  # some return the dict that they change later
 
     def begin():
         if put is not None:
-            put(_copied(start, where))
+            put(copy.deepcopy(start))
         return data.afresh() if isinstance(data, Data) else data
 
     yield begin
     if put is not None:
         put(start)
-
-
-def _copied(place: Any, where: str) -> Any:
-    try:
-        return copy.deepcopy(place)
-    except Exception as error:  # locks, files, generators in it
-        fix = f"get_state() gave {trees.describe(place)}: {type(error).__name__} {error}"
-        got = "a place that cannot be copied"
-        raise DataError("data", where, got, "one of numbers", fix) from error
 
 
 def _params(state: Any) -> Any:
@@ -534,18 +480,13 @@ def _settled(step: TrainStep, state: TrainState, batch: Any, extra) -> TrainStat
     return state
 
 
-def _wide(x: Any) -> np.ndarray:
-    return np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+def _size(x: Any) -> float:
+    return float(np.max(np.abs(trees.on_host(x).astype(np.complex128)), initial=0))
 
 
-def _size(x: Any, by_norm: bool) -> float:
-    x = np.abs(_wide(x))
-    return float(np.linalg.norm(x) if by_norm else np.max(x, initial=0))
-
-
-def _sizes_of_noise(grads: Any, root: str, by_norm: bool = False) -> dict[str, float]:
+def _sizes_of_noise(grads: Any, root: str) -> dict[str, float]:
     """The largest size of all gradients, by the names of those that are rounding noise beside it."""
-    sizes = {name: _size(x, by_norm) for name, x in _named(grads, root).items()}
+    sizes = {name: _size(x) for name, x in _named(grads, root).items()}
     whole = max(sizes.values(), default=0.0)
     return {name: whole for name, size in sizes.items() if size < NOISE * whole}
 
@@ -571,8 +512,6 @@ def _compared(
     expected: Any,
     tolerance: float,
     root: str,
-    *,
-    by_norm: bool = False,
     sizes: Mapping[str, float] = MappingProxyType({}),
 ) -> float:
     """The largest relative difference of two trees. Raises CheckError if above the tolerance.
@@ -583,7 +522,7 @@ def _compared(
         raise CheckError(f"tree of {where}: {difference}.")
     found, theirs = [(0.0, "", "")], _named(expected, root)
     for name, x in _named(got, root).items():
-        far, text = _distance(x, theirs[name], tolerance == 0, by_norm, sizes.get(name))
+        far, text = _distance(x, theirs[name], tolerance == 0, sizes.get(name))
         found.append((far, name, text))
     worst, name, text = max(found, key=lambda x: x[0])
     if worst > tolerance:
@@ -592,22 +531,20 @@ def _compared(
     return worst
 
 
-def _distance(x: Any, y: Any, exact: bool, by_norm: bool, size: float | None) -> tuple[float, str]:
+def _distance(x: Any, y: Any, exact: bool, size: float | None) -> tuple[float, str]:
     """The relative difference of two leaves, as a number and in words."""
     if not trees.bits_differ(x, y):
         return 0.0, ""
     x, y = trees.on_host(x), trees.on_host(y)
     if x.shape != y.shape or (x.dtype != y.dtype and exact):
         return np.inf, f"{x.dtype}{list(x.shape)} for {y.dtype}{list(y.shape)}"
-    a, b = _wide(x), _wide(y)
+    a, b = (z.astype(np.complex128) for z in (x, y))
     same = (a == b) | (np.isnan(a) & np.isnan(b))  # whatever the bits of NaN
     with np.errstate(invalid="ignore"):
         gap = np.where(same, 0, np.abs(a - b))
     if exact or not np.isfinite(gap).all():
         at = () if same.all() else tuple(np.argwhere(~same)[0].tolist())
         return np.inf, f"{x[at]!s} for {y[at]!s}" + (f" at {list(at)}" if at else "")
-    if same.all():
-        return 0.0, ""
-    size = _size(np.where(np.isfinite(b), b, 0), by_norm) if size is None else size
-    far = _size(gap, by_norm) / size if size else np.inf
-    return far, f"a difference of {far:.2g} of its {'norm' if by_norm else 'largest element'}"
+    size = _size(np.where(np.isfinite(b), b, 0)) if size is None else size
+    far = float(np.max(gap, initial=0)) / size if size else np.inf * (not same.all())
+    return far, f"a difference of {far:.2g} of its largest element"

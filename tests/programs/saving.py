@@ -165,7 +165,7 @@ def shares(folder: Path) -> dict:
     found["two at once"] = [told(one.save, state) for one in two] + [told(one.wait) for one in two]
     found["two at once"] += [one.steps() for one in two]
     _blocks.write_arrays = write
-    found["other settings"] = told(ts.Checkpoints, folder / "run", every=2 + me, keep_last=3, fingerprint={"rows": me})
+    found["other settings"] = told(ts.Checkpoints, folder / "run", every=2 + me, keep_last=3)
     if not me:
         (folder / "elsewhere").mkdir()
     found["elsewhere"] = told(ts.Checkpoints, folder / ("elsewhere" if me else "run"))

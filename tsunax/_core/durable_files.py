@@ -16,8 +16,6 @@ import re
 import secrets
 import shutil
 import stat
-import struct
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -42,8 +40,7 @@ def local(path: Any, name: str, where: str, expected: str = "a directory's path"
         raise CheckpointError(name, where, got, expected)
     got, expanded = f"{text!r:.80}", os.path.expanduser(text)
     if _URL.match(text):
-        fix = "Checkpoints and fit(checkpoint=) save to gs://bucket/run. Otherwise give a local "
-        fix = f"{fix}directory, or one where the bucket is mounted."
+        fix = "Checkpoints and fit(checkpoint=) save to gs://bucket/run; mount other buckets."
         raise CheckpointError(name, where, got, "a local path", fix)
     if text.startswith("~") and expanded == text:
         fix = f"There is no such user. Give {f'./{text}'!r} if it is a folder's name."
@@ -97,26 +94,17 @@ def _flags(*names: str) -> int:
 
 def read(path: Path, limit: int) -> bytes:
     """Read a regular file of at most `limit` bytes; ValueError or OSError for anything else."""
-    flags = _flags("RDONLY", "NOFOLLOW", "NONBLOCK", "CLOEXEC")
-    with open(os.open(path, flags), "rb") as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise ValueError("not a regular file")
-        if about.st_size > limit:
-            raise ValueError(f"{about.st_size} bytes, more than {limit}")
+    with opened(path, "NOFOLLOW") as file:
         found = file.read(limit + 1)
     if len(found) > limit:
         raise ValueError(f"more than {limit} bytes")
     return found
 
 
-def opened(path: Path) -> BinaryIO:
-    """A regular file of somebody else's, open for reading; links are followed.
-
-    OSError for anything else.
-    """
-    flags = _flags("RDONLY", "NONBLOCK", "CLOEXEC")  # a pipe would block
-    file = open(os.open(path, flags), "rb")  # noqa: SIM115, the caller closes it
+def opened(path: Path, *flags: str) -> BinaryIO:
+    """A regular file, open for reading; OSError for anything else."""
+    how = _flags("RDONLY", "NONBLOCK", "CLOEXEC", *flags)  # a pipe would block
+    file = open(os.open(path, how), "rb")  # noqa: SIM115, the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError("not a regular file")
@@ -151,19 +139,17 @@ def sync_tree(top: Path) -> None:
             sync(Path(folder, name))
 
 
-def check_regular(top: Path) -> None:
-    """Raise OSError if a directory holds anything that blocks on reading, such as a pipe."""
+def check_regular(top: Path) -> int:
+    """Bytes of all files from `top` down; OSError if one of them blocks on reading, as a pipe does."""
     os.listdir(top)
+    total = 0
     for folder, _, files in os.walk(top):
         for name in files:
-            if not stat.S_ISREG(os.stat(os.path.join(folder, name)).st_mode):
+            about = os.stat(os.path.join(folder, name))
+            if not stat.S_ISREG(about.st_mode):
                 raise OSError(f"{name} is no regular file")
-
-
-def sizes(top: Path) -> int:
-    """Bytes of all files from `top` down."""
-    files = (os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
-    return sum(os.lstat(file).st_size for file in files)
+            total += about.st_size
+    return total
 
 
 def remove(folder: Path, known: tuple[str, ...]) -> None:
@@ -204,29 +190,12 @@ def _close_all() -> None:
             lock._fd = None
 
 
-def _lock(fd) -> None:
-    """Lock a file, or raise OSError."""
-    import fcntl
-
-    if sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK"):
-        whole = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole)
-            return
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a kernel or a file system that does not know it
-                raise
-    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 class Lock:
     """This process alone writes into `folder`, until `release` or its death.
 
-    The kernel drops it with the process, however that dies. On Linux it is a lock of the open file,
-    which works over NFS as a record lock does, and which survives that this process reads the lock
-    file (a copy of the directory); a forked child, which may outlive its parent, closes its own
-    end. Elsewhere it is a record lock of POSIX, which goes with any close of the file, and holds
-    against no one in this process.
+    The kernel drops it with the process, however that dies. It is a lock of the open file, which
+    survives that this process reads the lock file (a copy of the directory); a forked child, which
+    may outlive its parent, closes its own end.
     """
 
     def __init__(self, folder: Path, is_mine: bool = True, reader: str = "read_only=True"):
@@ -251,7 +220,9 @@ class Lock:
 
     def _take(self, folder: Path, reader: str) -> None:
         try:
-            _lock(self._fd)
+            import fcntl
+
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
         except (ImportError, OSError) as error:
             if getattr(error, "errno", None) in (errno.EACCES, errno.EAGAIN):
                 fix = f"Wait for it to end, give another path, or read with {reader}."

@@ -38,13 +38,14 @@ def hash_of(data: bytes) -> str:
 
 
 def words_of(
-    x: Any, depth: int = 0, seen: frozenset = frozenset(), code: bool = True, numbers: bool = True
-) -> str:
+    x: Any, depth: int = 0, seen: frozenset = frozenset(), code: bool = True, numbers: bool = True,
+    contents: bool = True,
+) -> str:  # fmt: skip
     """What a value is, in full.
 
     Without `code` it is an outline, for files that other versions read: functions by their names
     and what they close over, arrays and (without `numbers`) numbers as "#". An object with
-    `in_words(inner)` says itself what its outline is.
+    `in_words(inner)` says itself what its outline is. Without `contents` arrays are their shapes.
 
     >>> words_of({"rate": 0.1, "sizes": {3, 1}, "f": max})
     "{'rate': 0.1, 'sizes': {1, 3}, 'f': max}"
@@ -58,10 +59,10 @@ def words_of(
     if isinstance(x, (int, float, complex)) and not trees.is_array(x):
         return repr(x) if numbers else "#"
     if trees.is_array(x):
-        return _of_array(x) if code else "#"
+        return "#" if not code else _of_array(x) if contents else trees.describe(x)
     if depth > _DEEP or id(x) in seen:
         return "…"
-    inner = lambda y: words_of(y, depth + 1, seen | {id(x)}, code, numbers)
+    inner = lambda y: words_of(y, depth + 1, seen | {id(x)}, code, numbers, contents)
     kind = type(x).__name__
     if not code and (in_words := getattr(type(x), "in_words", None)):
         return in_words(x, inner)
@@ -127,20 +128,6 @@ def _hash_of_code(code: types.CodeType) -> str:
     of = lambda x: _hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x)
     inside = list(map(of, code.co_consts))
     return hash_of(code.co_code + repr((code.co_names, inside)).encode())
-
-
-def name_and_code(f: Callable) -> tuple[str, str]:
-    """A function's name, and a hash of its code; what it closes over may change.
-
-    ("Net", "") for an object's class.
-    """
-    while isinstance(f, functools.partial):
-        f = f.func
-    if isinstance(f, types.FunctionType | types.MethodType):
-        return f.__qualname__, _hash_of_code(f.__code__)
-    call = vars(type(f)).get("__call__")
-    code = _hash_of_code(call.__code__) if isinstance(call, types.FunctionType) else ""
-    return type(f).__qualname__, code
 
 
 def parts_of(root: str, thing: Any) -> dict[str, str]:

@@ -23,13 +23,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tsunax import errors
 from tsunax._core import durable_files
 from tsunax.checkpoints import _blocks, _safetensors
 from tsunax.checkpoints._blocks import Blocks
 from tsunax.checkpoints._home import MANIFEST, SUM, Home, names_in
 from tsunax.checkpoints.checksums import Bounds
-from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew
+from tsunax.checkpoints.leaves import Damaged, Leaf
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import told
 
@@ -42,18 +41,9 @@ KNOWN = (MANIFEST, SUM, ARRAYS)
 class Files(Home):
     # ---------------------------------------------------------------------------- what is there
 
-    def steps(self, warn: bool = True) -> list[int]:
-        found = []
-        for name in names_in(self.path):
-            step, path = durable_files.step_of(name), self.path / name
-            if step is not None and durable_files.is_real_directory(path):
-                found.append(step)
-            elif (
-                warn and (step is not None or name.lstrip("-+").isdigit()) and os.path.lexists(path)
-            ):
-                why = "no step's name" if step is None else "a file"
-                errors.warn(f"{path} is ignored: {'a link' if path.is_symlink() else why}.")
-        return sorted(found)
+    def steps(self) -> list[int]:
+        found = map(durable_files.step_of, names_in(self.path))
+        return sorted(step for step in found if step is not None and self.directory_of(step))
 
     def directory_of(self, step: int) -> Path | None:
         folder = self.path / str(step)
@@ -109,8 +99,13 @@ class Files(Home):
         self.put_manifest(name, whole)
         durable_files.sync(folder)
         self.known()
-        old = self._make_room(step)
-        os.rename(folder, self.path / str(step))
+        final, old = self.path / str(step), None
+        if os.path.lexists(final):
+            if not self._is_ours(final):
+                raise FileExistsError(f"{final} holds what is not tsunax's")
+            old = durable_files.aside(self.path, "old", step)
+            os.rename(final, old)
+        os.rename(folder, final)
         durable_files.sync(self.path)
         self.note(step, whole)
         self.bad.pop(step, None)
@@ -120,36 +115,6 @@ class Files(Home):
     def discard(self, name: str) -> None:
         shutil.rmtree(self.path / name, ignore_errors=True)
 
-    def _make_room(self, step: int) -> Path | None:
-        """Move what has the name of this step out of the way.
-
-        Returns where a checkpoint is now, to be deleted; None if something else was moved, to be
-        kept, or nothing was there. Raises FileExistsError if it cannot be moved.
-        """
-        final = self.path / str(step)
-        if not os.path.lexists(final):
-            return None
-        if not durable_files.is_real_directory(final):
-            raise FileExistsError(f"{final} is no directory of ours")
-        try:
-            if step in self.bad:
-                raise Damaged(self.bad[step])
-            self.manifest(step)
-            if self._is_ours(final):
-                old = durable_files.aside(self.path, "old", step)
-                os.rename(final, old)
-                return old
-            why = "it holds files that are not tsunax's"
-        except (Damaged, TooNew) as error:
-            why = str(error)
-        for n in range(1, 1000):
-            other = self.path / f"{step}.damaged-{n}"
-            if not os.path.lexists(other):
-                os.rename(final, other)
-                self.notes.append(f"{final} was moved to {other.name}: {why}.")
-                return None
-        raise FileExistsError(f"{final} cannot be moved aside")
-
     @staticmethod
     def _is_ours(folder: Path) -> bool:
         return durable_files.is_real_directory(folder) and set(os.listdir(folder)) <= set(KNOWN)
@@ -157,7 +122,6 @@ class Files(Home):
     def drop(self, steps: Iterable[int]) -> None:
         for step in steps:
             self.known().pop(step, None)
-            self.not_finite.discard(step)
             if self._is_ours(folder := self.path / str(step)):
                 old = durable_files.aside(self.path, "old", step)
                 os.rename(folder, old)

@@ -32,9 +32,9 @@ from tsunax.errors import CheckpointError, told
 __all__ = []
 
 MANIFEST, SUM = "manifest.json", "manifest.sha256"
-_FOREIGN = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint", "commit_success.txt")
-_FOREIGN_ENDS = ".msgpack .pkl .pickle .pt .pth .ckpt .safetensors .npz .h5 .keras".split()
-NO_CODE = "Nothing in it was opened."
+_FOREIGN = tuple(
+    "metadata .msgpack .pkl .pickle .pt .pth .ckpt .safetensors .npz .h5 .keras".split()
+)
 
 
 def sum_of(body: bytes) -> bytes:
@@ -52,17 +52,15 @@ class Home:
         self.path, self.timeout = path, timeout
         self.bad: dict[int, str] = {}  # steps that did not stand their verification, and why
         self.notes: list[str] = []  # to be told as warnings
-        self.not_finite: set[int] = set()  # steps that are there, and that no run goes on from
         self._known: dict[int, dict[str, float]] | None = None
 
     # ------------------------------------------------------------------------- in the home's words
 
-    def steps(self, warn: bool = True) -> list[int]:
-        """Steps that a directory is named after, in order; says which odd names are ignored."""
+    def steps(self) -> list[int]:
+        """Steps that a directory is named after, in order."""
         raise NotImplementedError
 
     def directory_of(self, step: int) -> Path | None:
-        """Where the checkpoint of a step is, if there is one."""
         raise NotImplementedError
 
     def read(
@@ -77,7 +75,7 @@ class Home:
         raise NotImplementedError
 
     def begin(self, step: int) -> str:
-        """Where a checkpoint of this step is to be written by all processes."""
+        """The name under which a checkpoint of this step is written by all processes."""
         raise NotImplementedError
 
     def start(self, name: str, tree: Tree, found: list[Leaf], blocks: Blocks) -> None:
@@ -93,14 +91,10 @@ class Home:
         raise NotImplementedError
 
     def commit(self, name: str, whole: Manifest | None) -> None:
-        """Give what was written under `name` its manifest, and make it the checkpoint of its step.
-
-        All processes call it; only the first one knows the whole.
-        """
+        """Add the manifest, which the first process knows, and make it the checkpoint."""
         raise NotImplementedError
 
     def discard(self, name: str) -> None:
-        """Delete an unfinished checkpoint."""
         raise NotImplementedError
 
     def drop(self, steps: Iterable[int]) -> None:
@@ -108,7 +102,6 @@ class Home:
         raise NotImplementedError
 
     def tidy(self) -> None:
-        """Finish what a killed run left half done."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------------------- what is there
@@ -122,9 +115,7 @@ class Home:
             expected = self.load(folder / self.inside / SUM, 200)
             body = self.load(folder / self.inside / MANIFEST, LIMIT)
         except FileNotFoundError:
-            plain = any((folder / name).exists() for name in _FOREIGN)
-            what = "no manifest" + (": orbax's own, not tsunax's" if plain else "")
-            raise Damaged(what) from None
+            raise Damaged("no manifest") from None
         except (OSError, ValueError) as error:
             raise Damaged(f"manifest: {told(error)}") from None
         if expected != sum_of(body):
@@ -136,39 +127,29 @@ class Home:
 
     def manifests(self) -> Iterator[tuple[int, Manifest]]:
         """The manifests of the complete steps."""
-        for step in self.steps(warn=False):
+        for step in self.steps():
             with contextlib.suppress(Damaged, TooNew):
                 yield step, self.manifest(step)
 
     def known(self) -> dict[int, dict[str, float]]:
-        """The complete steps that are finite, with their metrics.
+        """The complete steps, with their metrics.
 
         They are read once, because nobody else writes here.
         """
         if self._known is None:
-            self._known = {}
-            for step, found in self.manifests():
-                self.note(step, found)
+            self._known = {step: found.metrics for step, found in self.manifests()}
         for step in [step for step in self._known if step in self.bad]:
             del self._known[step]
         return self._known
 
     def note(self, step: int, found: Manifest) -> None:
-        assert self._known is not None
-        if found.not_finite:
-            self.not_finite.add(step)
-            self._known.pop(step, None)
-        else:
-            self.not_finite.discard(step)
-            self._known[step] = found.metrics
+        self.known()[step] = found.metrics
 
     def check_not_foreign(self) -> None:
         names = names_in(self.path)
-        ends = tuple(_FOREIGN_ENDS)
-        if odd := [name for name in names if name in _FOREIGN or name.lower().endswith(ends)]:
+        if odd := [name for name in names if name.lower().endswith(_FOREIGN)]:
             got, expected = trees.listed(odd, 4), "checkpoints of tsunax, or none"
-            reads = "tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
-            fix = f"{NO_CODE} {reads}"
+            fix = "tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
             raise CheckpointError("checkpoints", str(self.path), got, expected, fix)
 
     # ------------------------------------------------------------------------- what is written
@@ -203,9 +184,7 @@ class Home:
     def prepare(self) -> Any:
         """Make the run's directory; returns its identity. Raises OSError, CheckpointError."""
         if self.path.exists() and not self.path.is_dir():
-            expected = "a directory of checkpoints"
-            fix = f"{NO_CODE} Give the path of a directory that can be written."
-            raise CheckpointError("path", str(self.path), "a file", expected, fix)
+            raise CheckpointError("path", str(self.path), "a file", "a directory of checkpoints")
         self.path.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise PermissionError("not writable")

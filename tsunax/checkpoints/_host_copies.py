@@ -5,7 +5,6 @@ finite.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -77,19 +76,16 @@ def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
     """Every leaf, and the blocks that are for this process to save, copied to the host."""
     found = [leaves.leaf_of(path, x, name)
              for (path, x), name in zip(tree.leaves, tree.names, strict=True)]  # fmt: skip
-    blocks = {name: block for name, block, _, _ in blocks_of(tree, found, process, copy=True)}
-    return found, blocks
+    return found, dict(_blocks_of(tree, found, process))
 
 
-def blocks_of(
-    tree: Tree, found: list[Leaf], process: int, copy: bool
-) -> Iterator[tuple[str, np.ndarray, Bounds, Leaf]]:
-    """The blocks that are for this process to save: (name, array on the host, bounds, leaf).
+def _blocks_of(tree: Tree, found: list[Leaf], process: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The blocks that are for this process to save: (name, array on the host).
 
     What several processes hold is written by the one that has the least to write so far, so that
     a state that all of them have is not written by the first alone. All know all shardings, and
-    come to the same plan. Without `copy`, arrays of a CPU are not to be kept: a view of them would
-    keep the state from being donated.
+    come to the same plan. Arrays of a CPU are copied: a view would keep the state from being
+    donated.
     """
     work, loads = [], [0] * jax.process_count()
     for leaf, (_, x) in zip(found, tree.leaves, strict=True):
@@ -108,8 +104,7 @@ def blocks_of(
             if s.device.platform != "cpu":
                 s.data.copy_to_host_async()  # all transfers run at once
     for leaf, bounds, data, shards in work:
-        name = block_name(leaf.name, bounds, leaf.shape)
-        yield name, _on_host(data, shards, copy), bounds, leaf
+        yield block_name(leaf.name, bounds, leaf.shape), _on_host(data, shards)
 
 
 def _shards_of(data, bounds: Bounds, is_all: bool) -> list:
@@ -121,12 +116,11 @@ def _shards_of(data, bounds: Bounds, is_all: bool) -> list:
     return [s for s in shards if bounds_of(s.index, data.shape) == bounds][:1]
 
 
-def _on_host(data, shards: list, copy: bool) -> np.ndarray:
+def _on_host(data, shards: list) -> np.ndarray:
     if not shards:
-        return np.array(data, copy=copy or None)
+        return np.array(data)
     if len(shards) == 1:  # on another device than a CPU it is a copy anyway
-        is_view = shards[0].device.platform == "cpu"
-        return np.array(shards[0].data, copy=(copy and is_view) or None)
+        return np.array(shards[0].data, copy=shards[0].device.platform == "cpu" or None)
     out = np.empty(data.shape, data.dtype)
     for s in shards:
         out[s.index] = np.asarray(s.data)
@@ -181,18 +175,3 @@ def not_finite(blocks: Blocks, names: Mapping[str, str]) -> str:
             if not all(np.isfinite(flat[at : at + n]).all() for at in range(0, flat.size, n)):
                 return shown
     return ""
-
-
-def devices_of(tree: Tree) -> str:
-    """The devices of a tree in words: "4 cpu", "16 NVIDIA H100 of 2 processes"; "" if none."""
-    shardings = {getattr(x, "sharding", None) for _, x in tree.leaves}
-    devices = {one for sharding in shardings if sharding is not None for one in sharding.device_set}
-    kinds = " ".join(sorted({one.device_kind for one in devices}))
-    n = len({one.process_index for one in devices})
-    return f"{len(devices)} {kinds}" + (f" of {n} processes" if n > 1 else "") if devices else ""
-
-
-def versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "numpy", "optax", "flax", "safetensors", "tsunax")
-    found = {name: getattr(sys.modules.get(name), "__version__", "") for name in names}
-    return {name: str(version) for name, version in found.items() if version}

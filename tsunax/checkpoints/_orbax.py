@@ -71,7 +71,7 @@ def read(path: Path | str, tree, names: list[str]) -> list[Any]:
             target.append(np.broadcast_to(np.zeros((), about.dtype), about.shape))
         else:
             target.append(x)
-    if isinstance(path, Path) and declared > (64 << 20) + 256 * durable_files.sizes(path):
+    if isinstance(path, Path) and declared > (64 << 20) + 256 * durable_files.check_regular(path):
         raise Damaged(f"{declared} bytes declared, far more than its files have")
     found = _of_orbax(lambda ocp: ocp.load(path, treedef.unflatten(target)), "the arrays")
     by_name = dict(zip(known, jax.tree.leaves(found), strict=True))

@@ -101,7 +101,7 @@ class Orbax(Home):
                 found.setdefault(int(match[1]), []).append((int(match[2] or 0), name))
         return {step: [name for _, name in sorted(several)] for step, several in found.items()}
 
-    def steps(self, warn: bool = True) -> list[int]:
+    def steps(self) -> list[int]:
         return sorted(self._directories())
 
     def directory_of(self, step: int) -> Path | None:
@@ -122,10 +122,9 @@ class Orbax(Home):
     def _read(self, folder: Path, found: Manifest, wanted, needed):
         sizes = {x.name: math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in wanted if x.dtype}
         declared, open_array = sum(sizes.values()), _opener(folder / STATE, found.leaves)
-        if self.is_local:  # before anything blocks, or takes memory that no file needs
-            durable_files.check_regular(folder)
-            if declared > (1 << 20) + 2 * durable_files.sizes(folder):
-                raise Damaged(f"{declared} bytes declared, far more than its files have")
+        # before anything blocks, or takes memory that no file needs
+        if self.is_local and declared > (1 << 20) + 2 * durable_files.check_regular(folder):
+            raise Damaged(f"{declared} bytes declared, far more than its files have")
         with tempfile.TemporaryDirectory() as here:
             files = [Path(here, f"{i}.safetensors") for i in range(len(found.parts))]
             for file in files:
@@ -270,7 +269,6 @@ class Orbax(Home):
         there = self._directories()
         for step in steps:
             self.known().pop(step, None)
-            self.not_finite.discard(step)
             self._delete(there.get(step, []))
 
     def _delete(self, names: list[str]) -> None:

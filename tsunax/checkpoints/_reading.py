@@ -12,7 +12,7 @@ from tsunax._core import checks, durable_files, trees
 from tsunax.checkpoints import _host_copies, _restoring, _values, leaves
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import bounded
-from tsunax.checkpoints.leaves import Damaged, NotFinite, TooNew
+from tsunax.checkpoints.leaves import Damaged, TooNew
 from tsunax.checkpoints.manifest import Manifest, Parts
 from tsunax.distributed import processes
 from tsunax.errors import CheckpointError, WrongTypeError, message, warn
@@ -51,7 +51,7 @@ def newest(
     def look():
         run.wait()
         _host_copies.check_members(leaves.tree_of(like), "restore()")
-        found = _by_metric(run) if step == "best" else run.store.steps(warn=not run.process)
+        found = _by_metric(run) if step == "best" else run.store.steps()
         return None, json.dumps(found)
 
     found = json.loads(run.together("restore()", look)[1][0])
@@ -80,8 +80,7 @@ def newest(
             there = lambda at=at: (None, str(run.store.directory_of(at) is not None))
             if step is None and run.together("restore()", there)[1][0] != "True":
                 continue  # a writer replaced it meanwhile
-            if not isinstance(error, NotFinite):
-                run.store.bad[at] = str(error)
+            run.store.bad[at] = str(error)
             problems.append(f"step {at}: {error}")
             continue
         for problem in problems:
@@ -118,9 +117,7 @@ def _brief(steps: list[int]) -> str:
     return ", ".join(map(str, steps)) or "none"
 
 
-def read(
-    run, step: int, how: _restoring.How | _restoring.Clocks, is_named: bool = False
-) -> Restored:
+def read(run, step: int, how: _restoring.How | _restoring.Clocks) -> Restored:
     """One checkpoint: compared, then read, then verified. Raises Damaged, CheckpointError."""
     folder, name = run.path / str(step), f"restore of step {step}"
 
@@ -131,7 +128,6 @@ def read(
             expected = f"format {_manifest.FORMAT} or earlier"
             text = message("checkpoint", str(folder), error, expected, "Update tsunax.")
             raise CheckpointError(text) from None
-        _check_fingerprint(run, manifest)
         several = processes.process_count() > 1
         return manifest, durable_files.sha256(manifest.dump()) if several else ""
 
@@ -151,16 +147,10 @@ def read(
     manifest, digests = run.together(f"{name}: manifest", describe)
     if len(set(digests)) > 1:
         raise Damaged("manifest: processes read different ones; is it one directory?")
-    if manifest.not_finite and not is_named:
-        raise NotFinite(f"{manifest.not_finite} is not finite")
     (plan, parts, found, arrays), words = run.together(f"{name}: arrays", read_arrays)
     plan.check(words)
     state = plan.filled(found)
     _restoring.warn_of_edits(plan.edited)
-    there, here = manifest.versions.get("devices", ""), _host_copies.devices_of(plan.mine)
-    if manifest.states and not how.only_params and there and here and there != here:
-        text = "the same values, but what follows may differ in the last bits."
-        warn(f"saved on {there}, restored on {here}: {text}")
     values: dict[str, Any] = {}
     for part in parts:
         own, arrays = arrays[: len(part.arrays)], arrays[len(part.arrays) :]
@@ -183,14 +173,3 @@ def _parts(run, manifest: Manifest) -> list[Parts]:
         fix = "Go on with as many; or take the state, restore(like, params_only=True), and start the data anew."
         raise CheckpointError("places of the data", where, got, f"{count}", fix)
     return first
-
-
-def _check_fingerprint(run, manifest: Manifest) -> None:
-    theirs, mine = manifest.fingerprint, run.fingerprint
-    keys = [key for key in {**mine, **theirs} if theirs.get(key) != mine.get(key)]
-    if not mine or not keys:  # who names nothing, accepts anything
-        return
-    a, b = (", ".join(f"{key}={x.get(key)!r:.60}" for key in keys[:10]) for x in (theirs, mine))
-    where = str(run.path / str(manifest.step))
-    fix = "It is of another run, or of other data: give another path."
-    raise CheckpointError("checkpoint of another run", where, a, b, fix)

@@ -91,9 +91,6 @@ class How:
         wanted = [(path, path, x) for path, x in mine.leaves if path not in absent]
         more, pairs = _differences(wanted, saved, self.cast, skip=columns)
         found += more + _extra_leaves(wanted, saved)
-        shown = {line.partition(":")[0] for line in found}
-        nodes = _node_differences(manifest.nodes, mine.nodes, mine.states)
-        found += [line for line in nodes if line.partition(":")[0] not in shown]
         return Plan(like, mine, pairs, found, columns, alone, [])
 
     def _params(self, mine: Tree, manifest: Manifest, saved: dict) -> Plan:
@@ -338,23 +335,6 @@ def _extra_leaves(wanted: Wanted, saved: Mapping, under=lambda _: True) -> list[
     known = {there for _, there, _ in wanted}
     return [f"{show('state', path)}: saved {leaf}, expected nothing" for path, leaf in saved.items()
             if path not in known and under(path)]  # fmt: skip
-
-
-def _node_differences(
-    saved: Mapping[Keys, str], mine: Mapping[Keys, str], states: Mapping
-) -> list[str]:
-    """Containers of another type. Those on one side only have leaves that say so, or are empty.
-
-    A state is what its fields are, of whatever class; and a field that one side has not is None.
-    """
-    out = []
-    for path in dict.fromkeys([*mine, *saved]):
-        of_state = path[:-1] in states
-        absent = "NoneType" if of_state else "nothing"
-        a, b = saved.get(path, absent), mine.get(path, absent)
-        if a != b and path[-1:] != (".frozen",) and not (path in states and path in saved):
-            out.append(f"{show('state', path)}: saved {a}, expected {b}")
-    return out
 
 
 def _fact_differences(saved: Mapping, mine: Mapping, path: Keys) -> Iterator[str]:

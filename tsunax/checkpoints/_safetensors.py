@@ -7,7 +7,6 @@ mapped ends the process, and a shard is rarely needed whole.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import durable_files, trees
+from tsunax._core import durable_files
 from tsunax.checkpoints import leaves
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged
@@ -173,63 +172,3 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], about: dict[str, str]) -
         contents(path)
     except Damaged as error:
         raise OSError(f"not all of it was written: {error}") from None
-
-
-def write_files(
-    path: Path, arrays: Mapping[str, Any], about: dict[str, str], most: int | None
-) -> None:
-    """Files of at most `most` bytes of arrays, and an index if that takes several.
-
-    Whole or not at all: every file is written aside and synced before the first has its name; an
-    old index goes before what it leads to is replaced, and the new one comes last. A link at one of
-    the names is replaced, not followed.
-    """
-    groups = _groups(arrays, most)
-    index = path.with_name(path.name + INDEX)
-    other = index if len(groups) == 1 else path
-    if os.path.lexists(other):
-        fix = "an export of other size; delete it or take another name"
-        raise FileExistsError(f"{other.name} is there, {fix}")
-    ready: list[tuple[Path, Path]] = []
-
-    def aside(final: Path) -> Path:
-        ready.append((durable_files.aside(path.parent, "tmp", 0), final))
-        return ready[-1][0]
-
-    try:
-        where: dict[str, str] = {}
-        for i, group in enumerate(groups):
-            part = f"{path.stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-            final = path if len(groups) == 1 else path.with_name(part)
-            text = about if len(groups) == 1 else {"format": about["format"]}
-            on_host = {name: trees.on_host(arrays[name]) for name in group}
-            write(aside(final), on_host, text)
-            where |= dict.fromkeys(group, final.name)
-        if len(groups) > 1:
-            size = sum(trees.on_host(x).nbytes for x in arrays.values())
-            body = {"metadata": {"total_size": size, **about}, "weight_map": where}
-            durable_files.write(aside(index), json.dumps(body, indent=1).encode())
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(index)
-            durable_files.sync(path.parent)
-        for temporary, final in ready:
-            os.replace(temporary, final)
-        durable_files.sync(path.parent)
-    finally:
-        for temporary, _ in ready:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-
-
-def _groups(arrays: Mapping[str, Any], most: int | None) -> list[list[str]]:
-    """The names in order, in groups of at most `most` bytes; a larger array is alone."""
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, x in arrays.items():
-        size = trees.on_host(x).nbytes
-        if most is not None and groups[-1] and used + size > most:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += size
-    return groups

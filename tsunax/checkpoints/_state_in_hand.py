@@ -7,18 +7,14 @@ Of any other the calls decide; of equal ones the state in hand goes on.
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
 
-from tsunax._core import trees
-from tsunax.checkpoints import _host_copies, _reading, _restoring, checksums, leaves
+from tsunax.checkpoints import _host_copies, _reading, _restoring, leaves
 from tsunax.errors import StateError, warn
 from tsunax.state import TrainState
 
 __all__ = []
-
-_SHOWN = 4
 
 
 def calls_of(tree) -> int:
@@ -53,33 +49,4 @@ def later(run, at: int, state, calls: int) -> _reading.Restored:
         text = f"{here}, {newest} at step {at}: the state given goes on"
         warn(f"{text}, from where the data is now.")
         return dataclasses.replace(there, state=state, data=None)
-    if differ := _differences(run, at, state):
-        text = f"{here}, as {newest}, and differs from it: {trees.listed(differ, _SHOWN)}"
-        warn(f"{text}. The state given goes on.")
     return dataclasses.replace(there, state=state)
-
-
-def _differences(run, step: int, state) -> list[str]:
-    """The leaves of a state whose bits differ from the saved ones, by their hashes.
-
-    No array is copied whole, or read from the disk.
-    """
-    tree = leaves.tree_of(state)
-    mine = [leaves.leaf_of(path, x, name)
-            for (path, x), name in zip(tree.leaves, tree.names, strict=True)]  # fmt: skip
-
-    def look():
-        hashes: dict[str, int] = {}
-        for _, block, bounds, leaf in _host_copies.blocks_of(tree, mine, run.process, copy=False):
-            hashes[leaf.name] = hashes.get(leaf.name, 0) + checksums.of(block, bounds, leaf.shape)
-        return run.store.manifest(step), json.dumps(hashes)
-
-    manifest, words = run.together(f"restore of step {step}: leaves", look)
-    saved, found = {leaf.path: leaf for leaf in manifest.leaves}, []
-    everyone = list(map(json.loads, words))
-    for leaf in mine:
-        total = sum(hashes.get(leaf.name, 0) for hashes in everyone) % checksums.MODULUS
-        if saved.get(leaf.path) != dataclasses.replace(leaf, hash=total):
-            is_number = leaf.path[-2:] == (".numbers", ".values")
-            found.append("hyperparameters" if is_number else leaves.show("state", leaf.path))
-    return found

@@ -72,12 +72,9 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
     manifest = _manifest.Manifest(
         step=at,
         leaves=found,
-        nodes=tree.nodes,
         states={path: live_numbers.state_facts(s) for path, s in tree.states.items()},
         parts=[] if run.process else [_host_copies.encoded(given, blocks, 0)],
         metrics=numbers,
-        fingerprint=run.fingerprint,
-        versions=_host_copies.versions() | {"devices": _host_copies.devices_of(tree)},
     )
     word: dict[str, Any] = {"digests": {}}
     if processes.process_count() > 1:
@@ -106,46 +103,34 @@ def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
         return run.together(f"{what} of step {step}", f, timeout=left, **how)[0]
 
     def write():
-        odd = _host_copies.not_finite(blocks, watched)
-        found = dataclasses.replace(manifest, not_finite=odd)
-        found = run.store.write(name, run.process, found, blocks, prove=bool(drop))
+        if odd := _host_copies.not_finite(blocks, watched):
+            raise Damaged(f"{odd}, which is not finite")
+        found = run.store.write(name, run.process, manifest, blocks, prove=bool(drop))
         blocks.clear()
         return found, ""
 
     try:
         first = together("part", write)
-        is_kept = together("manifest", lambda: (_commit(run, name, first), ""))
+        together("manifest", lambda: (_commit(run, name, first), ""))
     except BaseException:
         if not run.process:
             run.store.discard(name)
         raise
     finally:
         blocks.clear()
-    if not run.process and is_kept is not None:
-        odd = run.store.not_finite - {step}  # the newest is enough, to look at
-        run.store.drop(sorted(odd.union(drop if is_kept else [])))
+    if not run.process:
+        run.store.drop(drop)
 
 
-def _commit(run, name: str, first: _manifest.Manifest) -> bool | None:
-    """Make the parts of all processes one checkpoint.
-
-    Returns whether older ones may be deleted for it; None if it was not kept itself.
-    """
+def _commit(run, name: str, first: _manifest.Manifest) -> None:
+    """Make the parts of all processes one checkpoint."""
     if run.process:
         return run.store.commit(name, None)
     whole = run.store.together(name, first, processes.process_count())
     if run._lock is None:
         raise Damaged("closed before it was written")
     run._lock.renew(run.path)
-    if whole.not_finite:  # nothing goes for it that is good
-        text = f"the checkpoint of step {whole.step} in {run.path} is not finite"
-        note = f"{text} ({whole.not_finite}): restore() takes an earlier one."
-        run.store.notes.append(note)
-        if whole.step in run.store.known():
-            run.store.discard(name)
-            return None
     run.store.commit(name, whole)
-    return not whole.not_finite
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:

@@ -22,25 +22,14 @@ import numpy as np
 
 from tsunax._core import PyTree, StrPath, Where, checks, durable_files, patterns, trees
 from tsunax._core.libraries import library
-from tsunax.checkpoints import (
-    _host_copies,
-    _orbax,
-    _restoring,
-    _safetensors,
-    checksums,
-    leaves,
-    live_numbers,
-)
-from tsunax.checkpoints import manifest as _manifest
-from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree, show
-from tsunax.checkpoints.manifest import Manifest
+from tsunax.checkpoints import _host_copies, _orbax, _restoring, _safetensors, leaves
+from tsunax.checkpoints.leaves import Damaged, Leaf, Tree, show
 from tsunax.errors import CheckpointError, SaveError, WrongTypeError, told, unknown
 from tsunax.state import TrainState
 
 __all__ = ["contents", "restore", "restore_flax", "restore_orbax", "save"]
 
 Rename = Callable[[str], str] | Mapping[str, str] | None
-_MANIFEST, _SUM = "tsunax", "tsunax.sha256"  # in the text beside the arrays
 _PARAMS = "params/"  # what the names of a whole state's params begin with
 _DEPTH = 64
 
@@ -49,20 +38,13 @@ _DEPTH = 64
 
 
 def save(
-    path: StrPath,
-    tree: PyTree,
-    *,
-    rename: Rename = None,
-    metadata: Mapping[str, str] | None = None,
-    max_bytes: int | None = None,
+    path: StrPath, tree: PyTree, *, rename: Rename = None, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write the arrays of `tree`, params or a whole training state, as a safetensors file.
 
     A name is the path that patterns match, "encoder/0/kernel"; of a state
-    "params/encoder/0/kernel", "opt_state/0/mu/encoder/0/kernel", "model_state/...", "key". Beside
-    the arrays the file has, as text, the types of containers and keys, Python numbers and a hash of
-    each array: `restore` builds the state from that and verifies it; others need not look. The
-    file is whole or not there, and an older one stays until then.
+    "params/encoder/0/kernel", "opt_state/0/mu/encoder/0/kernel", "model_state/...", "key". Keys are
+    their data. The file is whole or not there, and an older one stays until then.
 
     Args:
       path: "….safetensors"; its directory is made if it is not there.
@@ -70,12 +52,9 @@ def save(
         differ.
       metadata: more text for the header. Its "format", which the hub requires, is "flax" if none is
         given.
-      max_bytes: of the arrays in one file. What is larger becomes "…-00001-of-00003.safetensors"
-        and so on, and "….safetensors.index.json" that says which name is where. An array is never
-        cut.
 
     Raises WrongTypeError for leaves and dtypes that the format does not have (int4, complex128,
-    strings of arrays), CheckpointError for a path or names that cannot be, SaveError where writing
+    Python's numbers), CheckpointError for a path or names that cannot be, SaveError where writing
     failed.
 
     >>> import jax.numpy as jnp, tempfile
@@ -88,25 +67,20 @@ def save(
     if not path.name.endswith(".safetensors") or path.name == ".safetensors":
         expected = "a name that ends in .safetensors"
         raise CheckpointError("path", "save()", repr(path.name), expected)
-    if max_bytes is not None:
-        checks.check_count(max_bytes, "save()", "max_bytes")
-    about = _texts(metadata)
     known = leaves.tree_of(tree)
     _host_copies.check_saveable(known)
     found = _described(known, _names_in(tree, rename))
-    arrays = {leaf.name: x for leaf, (_, x) in zip(found, known.leaves, strict=True) if leaf.dtype}
-    if not arrays:
-        raise WrongTypeError("tree", "save()", "no array", "at least one")
-    hashes = {name: checksums.of(trees.on_host(x)) for name, x in arrays.items()}
-    step = _host_copies.step_of(known, None) if known.states else 0
-    states = {at: live_numbers.state_facts(s) for at, s in known.states.items()}
-    manifest = Manifest(step, found, known.nodes, states, versions=_host_copies.versions())
-    text = manifest.with_hashes(hashes).dump()
-    about |= {_MANIFEST: text.decode(), _SUM: durable_files.sha256(text)}
+    leaves_of = zip(found, known.leaves, strict=True)
+    arrays = {leaf.name: trees.on_host(x) for leaf, (_, x) in leaves_of}
+    about = {"format": "flax", **(metadata or {})}
+    aside = durable_files.aside(path.parent, "tmp", 0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _safetensors.write_files(path, arrays, about, max_bytes)
+        _safetensors.write(aside, arrays, about)
+        os.replace(aside, path)  # a link is replaced, not followed
+        durable_files.sync(path.parent)
     except (OSError, ValueError) as error:
+        aside.unlink(missing_ok=True)
         raise SaveError("save", str(path), told(error), "a finished file") from error
 
 
@@ -115,7 +89,7 @@ def _described(known: Tree, names: list[str]) -> list[Leaf]:
     found: dict[str, Leaf] = {}
     for (path, x), name in zip(known.leaves, names, strict=True):
         leaf, where = leaves.leaf_of(path, x, name), show("tree", path)
-        if leaf.dtype and leaf.dtype not in _safetensors.DTYPES:
+        if leaf.dtype not in _safetensors.DTYPES:
             expected, fix = "a dtype that safetensors has", "Cast it, or save with Checkpoints."
             raise WrongTypeError("leaf", where, str(leaf), expected, fix)
         if not _host_copies.is_local(x) and not x.is_fully_replicated:
@@ -132,18 +106,6 @@ def _described(known: Tree, names: list[str]) -> list[Leaf]:
     return list(found.values())
 
 
-def _texts(metadata) -> dict[str, str]:
-    found = {} if metadata is None else metadata
-    is_text = lambda pair: all(isinstance(x, str) for x in pair)
-    if not isinstance(found, Mapping) or not all(map(is_text, found.items())):
-        got = trees.describe(found)
-        raise WrongTypeError("metadata", "save()", got, "a dict of strings")
-    if taken := [name for name in found if name.startswith("tsunax")]:
-        expected = "a name that is not tsunax's own"
-        raise WrongTypeError("metadata", "save()", repr(taken[0]), expected)
-    return {"format": "flax", **found}
-
-
 # ---------------------------------------------------------------------------------------- restoring
 
 
@@ -158,13 +120,12 @@ def restore(
     """The arrays of a safetensors file in the place of `like`'s: its structure, dtypes and devices.
 
     `like` is a tree of arrays or of `jax.ShapeDtypeStruct`, with its shardings; or a training
-    state: that of `save` comes back whole, cuts, frozen flags and live numbers too, as from
-    `Checkpoints`; of any other file a state takes its params, and the optimizer starts anew.
-    Without `like`: nested dicts of NumPy arrays, by name.
+    state, which is filled by name if the file has one, and takes params of any other file: then its
+    optimizer starts anew. Without `like`: nested dicts of NumPy arrays, by name.
 
     Args:
-      path: a file; the name that `save` was given, also if it became several files; their
-        "….index.json"; or a directory with "model.safetensors" in one of these forms.
+      path: a file; the "….index.json" of several, as the Hugging Face hub has them; or a directory
+        with "model.safetensors" in one of these forms.
       where: a pattern over the params: restore only these, everything else stays as in `like`. What
         the file has beyond them is no matter then; without a pattern it is an error.
       rename: the name in the file for a name of `like` ("encoder/0/kernel"): a function, or a dict
@@ -172,8 +133,8 @@ def restore(
         them.
       cast: let floats be restored in another float dtype.
 
-    Raises CheckpointError: no such file, not safetensors, damaged; names, shapes, dtypes or rules
-    that do not fit (ten of them, both sides). All of that is known before an array is read.
+    Raises CheckpointError: no such file, not safetensors; names, shapes or dtypes that do not fit
+    (ten of them, both sides). All of that is known before an array is read.
 
     >>> import jax.numpy as jnp, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -248,9 +209,6 @@ def _refusing(what: str, path, fix: str = ""):
     """A context that raises errors of reading a file as CheckpointError with its path."""
     try:
         yield
-    except TooNew as error:
-        expected = f"format {_manifest.FORMAT} or earlier"
-        raise CheckpointError(what, str(path), error, expected, "Update tsunax.") from None
     except Damaged as error:
         raise CheckpointError(what, str(path), error, "a whole one", fix) from None
     except OSError as error:
@@ -265,35 +223,12 @@ class _Source:
     path: Path
     leaves: dict[str, Leaf]
     read: Callable[[list[str]], list[Any]]
-    manifest: Manifest | None = None
 
 
 def _from_safetensors(path: Path) -> _Source:
-    entries, about = _safetensors.contents(path)
+    entries, _ = _safetensors.contents(path)
     found = {name: Leaf((name,), "array", x.shape, x.dtype) for name, x in entries.items()}
-    if _MANIFEST not in about:
-        read = lambda names: [_safetensors.read(entries[name]) for name in names]
-        return _Source(path, found, read)
-    text = about[_MANIFEST].encode()
-    manifest = Manifest.parse(text)
-    if durable_files.sha256(text) != about.get(_SUM):
-        raise Damaged("description: other text than was saved (sha256)")
-    for leaf in manifest.leaves:
-        mine = found.get(leaf.name)
-        if leaf.dtype and (mine is None or (mine.shape, mine.dtype) != (leaf.shape, leaf.dtype)):
-            raise Damaged(f"{leaf.name!r:.80} is not as its own description says")
-        found[leaf.name] = leaf
-    read = lambda names: [_verified(found[name], entries) for name in names]
-    return _Source(path, found, read, manifest)
-
-
-def _verified(leaf: Leaf, entries: Mapping[str, _safetensors.Entry]):
-    if not leaf.dtype:
-        return leaves.plain_value(leaf)
-    array = _safetensors.read(entries[leaf.name or leaf.path[0]])
-    if leaf.name and checksums.of(array) != leaf.hash:
-        raise Damaged(f"{leaf.name!r:.80}: other bytes than were saved (hash)")
-    return array
+    return _Source(path, found, lambda names: [_safetensors.read(entries[name]) for name in names])
 
 
 def _of_flax(content: bytes) -> dict[str, Any]:
@@ -327,34 +262,26 @@ def _restored(source: _Source, like, where, rename: Rename, cast: bool, call: st
     if where is not None:
         patterns.compile_where(where)
     if like is None:
-        if rename is not None:
-            expected = "the tree whose names are renamed"
-            raise WrongTypeError("rename", call, "no like=", expected)
-        return _nested(source, where)
-    is_by_name = where is not None or rename is not None or not leaves.tree_of(like).states
-    if not is_by_name and source.manifest is not None and source.manifest.states:
-        return _whole(source, source.manifest, like, cast)
-    if isinstance(like, TrainState):
-        return _restoring.restarted(like, params=_by_name(source, like.params, where, rename, cast))
-    return _by_name(source, like, where, rename, cast)
+        if rename is not None or where is not None:
+            expected = "the tree whose names are renamed or chosen"
+            raise WrongTypeError("like", call, "none", expected)
+        return _nested(source)
+    has_state = "clock" in source.leaves and rename is None
+    if isinstance(like, TrainState) and (where is not None or not has_state):
+        params = _by_name(source, like.params, where, rename, cast, has_state)
+        return _restoring.restarted(like, params=params)
+    is_params = has_state and not leaves.tree_of(like).states
+    return _by_name(source, like, where, rename, cast, is_params)
 
 
-def _whole(source: _Source, manifest: Manifest, like, cast: bool):
-    """Restore whole training states, with the checks of a checkpoint."""
-    plan = _restoring.How(like, None, cast, False).compared(manifest)
-    fix = "Restore with the setup that saved it; params alone: restore(path, state, where='**')."
-    _restoring.refuse(f"another state in {source.path}", plan.differences, fix)
-    out = plan.filled(source.read([pair.saved.name for pair in plan.pairs]))
-    _restoring.warn_of_edits(plan.edited)
-    return out
+def _by_name(source: _Source, tree, where, rename: Rename, cast: bool, is_params: bool):
+    """`tree` with the leaves that `where` selects from the file, found by their names.
 
-
-def _by_name(source: _Source, tree, where, rename: Rename, cast: bool):
-    """`tree` with the leaves that `where` selects from the file, found by their names."""
+    `is_params`: they are the params of the state that the file has.
+    """
     flat, treedef = jax.tree.flatten(tree)
     flags = patterns.select(where, tree) if where is not None else (True,) * len(flat)
-    of_state = rename is None and source.manifest is not None and () in source.manifest.states
-    prefix = _PARAMS if of_state else ""
+    prefix = _PARAMS if is_params else ""
     names = [prefix + name for name in _names_in(tree, rename)]
     paths = [show("tree", path) for path, _ in leaves.tree_of(tree).leaves]
     wanted = [i for i, flag in enumerate(flags) if flag]
@@ -384,13 +311,13 @@ def _by_name(source: _Source, tree, where, rename: Rename, cast: bool):
 
 
 def _fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
-    if mine.kind.startswith("key:") and theirs.kind == "array":  # other programs have no typed keys
+    if mine.kind.startswith("key:"):  # files have no typed keys
         return (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
     return _restoring.fits(mine, theirs, cast)
 
 
-def _nested(source: _Source, where):
-    """The leaves that `where` selects, or all, as nested dicts; typed keys as such."""
+def _nested(source: _Source) -> dict[str, Any]:
+    """All leaves as nested dicts."""
     out: dict[str, Any] = {}
     for name in source.leaves:
         *parents, last = name.split("/")
@@ -405,16 +332,7 @@ def _nested(source: _Source, where):
             raise Damaged(f"{name!r:.80} and one above or below it: no tree")
         node[last] = name
     names, treedef = jax.tree.flatten(out)
-    flags = patterns.select(where, out) if where is not None else (True,) * len(names)
-    chosen = [name for name, flag in zip(names, flags, strict=True) if flag]
-    read = dict(zip(chosen, source.read(chosen), strict=True))
-    return treedef.unflatten(
-        [_typed(read[name], source.leaves[name].kind) if name in read else None for name in names]
-    )
-
-
-def _typed(value, kind: str):
-    return leaves.wrap_key(value, kind.removeprefix("key:")) if kind.startswith("key:") else value
+    return treedef.unflatten(source.read(names))
 
 
 # ------------------------------------------------------------------------------------- names, paths

@@ -37,10 +37,6 @@ class Damaged(Exception):
     """A checkpoint that must not be used; the text says why."""
 
 
-class NotFinite(Damaged):
-    """A checkpoint of a state that cannot be trained on, every byte as it was saved."""
-
-
 class TooNew(Exception):
     """A manifest of a format that this version does not know."""
 
@@ -154,41 +150,35 @@ def wrap_key(data: PyTree, name: str) -> jax.Array:
 
 @dataclass(frozen=True)
 class Tree:
-    """A flattened tree: its leaves, their names, its containers and its training states.
-
-    Leaves and names are in flatten order; containers are types, by path.
-    """
+    """A flattened tree: its leaves and their names, in flatten order, and its training states."""
 
     leaves: list[tuple[Keys, Any]]
-    nodes: dict[Keys, str]
     states: dict[Keys, TrainState]
     names: list[str]
 
 
 def tree_of(tree: PyTree) -> Tree:
-    out, names, taken = Tree([], {}, {}, []), [], {}
-    _walk(tree, (), (), False, out, names)
+    out, names, taken = Tree([], {}, []), [], {}
+    _walk(tree, (), (), out, names)
     for name in names:  # of a custom node, the keys may differ in their type alone
         taken[name] = n = taken.get(name, 0) + 1
         out.names.append(joined(name) + (f"%~{n}" if n > 1 else ""))
     return out
 
 
-def _walk(x, path: Keys, name: Keys, in_box: bool, out: Tree, names: list[Keys]) -> None:
+def _walk(x, path: Keys, name: Keys, out: Tree, names: list[Keys]) -> None:
     children = trees._children(x)
     if not children and x is not None and jtu.all_leaves([x]):
         out.leaves.append((path, x))
         names.append(name)
         return
     box = trees._is_box(x)  # the wrappers of flax come and go between its versions
-    if not box and not in_box:
-        out.nodes[path] = type(x).__name__
     if isinstance(x, TrainState):
         out.states[path] = x
     for key, child in children:
         inner = path + tuple(map(_entry, key)), name + tuple(map(trees.key_name, key))
         is_inside = box and trees.key_name(key[0]) == "value"
-        _walk(child, *((path, name) if is_inside else inner), box, out, names)
+        _walk(child, *((path, name) if is_inside else inner), out, names)
 
 
 def _entry(entry) -> str:

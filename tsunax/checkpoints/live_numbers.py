@@ -155,7 +155,7 @@ def merged_numbers(
         there = places.get(name, [])
         schedules = saved_facts["schedules"].get(name, ""), my_facts["schedules"].get(name, "")
         if schedules[0] != schedules[1] or len(there) != len(here):
-            say = lambda text: f"the schedule {_factory_of(text)}" if text else "a number"
+            say = lambda text: "a schedule" if text else "a number"
             edited.append(f"{name}: {say(schedules[0])} then, {say(schedules[1])} now")
             continue
         pairs = [(saved[..., 3, there], mine[..., 3, here])]
@@ -166,7 +166,7 @@ def merged_numbers(
         if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
             out[..., here] = saved[..., there]
         else:
-            edited.append(f"{_edited_name(name, schedules[1], *edit)}: {then_and_now(*edit)}")
+            edited.append(f"{name}: {then_and_now(*edit)}")
     return out, edited
 
 
@@ -176,21 +176,6 @@ def _by_name(columns) -> dict[str, list[int]]:
     for i, (name, _) in enumerate(columns):
         found.setdefault(name, []).append(i)
     return found
-
-
-def _factory_of(text: str) -> str:
-    """The function that made a schedule, from `_schedule_text`."""
-    found = re.search(r"<function ([\w.]+)|\['([\w.<>]+)'\]$", text)
-    return (found[1] or found[2]).removesuffix(".<locals>.schedule") if found else "of another kind"
-
-
-def _edited_name(name: str, schedule: str, then: np.ndarray, now: np.ndarray) -> str:
-    """The name of an edited number, or the first argument of its schedule that was edited."""
-    labels = re.findall(r"'(\w+)': \*", schedule)
-    if then.shape != now.shape or now.shape[-1] != 1 + len(labels) or not labels:
-        return name
-    differ = np.flatnonzero(np.any(np.reshape(then != now, (-1, now.shape[-1])), 0))
-    return name if differ[0] == 0 else f"{labels[differ[0] - 1]} of {name}"
 
 
 def then_and_now(then: Any, now: Any) -> str:

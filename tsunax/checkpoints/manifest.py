@@ -39,14 +39,10 @@ class Manifest:
 
     step: int
     leaves: list[Leaf]
-    nodes: dict[Keys, str]
     states: dict[Keys, dict[str, Any]]
     parts: list[Parts] = dataclasses.field(default_factory=list)  # of each process that wrote;
     # after the first one, what differs from the first one's
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    fingerprint: dict[str, Any] = dataclasses.field(default_factory=dict)
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
-    not_finite: str = ""  # the first trained leaf with a NaN or an infinity in it
 
     def with_hashes(self, hashes: dict[str, int]) -> Manifest:
         """The manifest with these hashes by name; one process's may be parts of the whole."""
@@ -68,14 +64,10 @@ class Manifest:
         body = {
             "format": FORMAT,
             "step": self.step,
-            "versions": self.versions,
-            "fingerprint": self.fingerprint,
             "metrics": {name: finite(value) for name, value in self.metrics.items()},
             "states": [[list(path), facts] for path, facts in self.states.items()],
-            "nodes": [[list(path), kind] for path, kind in self.nodes.items()],
             "leaves": [leaf(x) for x in self.leaves],
             "parts": [[part.values, [leaf(x) for x in part.arrays]] for part in self.parts],
-            "not_finite": self.not_finite,
         }
         return json.dumps(body, allow_nan=False, separators=(",", ":"), ensure_ascii=True).encode()
 
@@ -103,8 +95,7 @@ def merged(parts: list[Manifest]) -> Manifest:
         whole = sum(leaf.hash for leaf in same) % MODULUS
         found.append(dataclasses.replace(same[0], hash=whole))
     own = [one for part in parts for one in part.parts]
-    odd = next((part.not_finite for part in parts if part.not_finite), "")
-    return dataclasses.replace(parts[0], leaves=found, parts=own, not_finite=odd)
+    return dataclasses.replace(parts[0], leaves=found, parts=own)
 
 
 def check_pieces(content: bytes) -> None:
@@ -125,16 +116,12 @@ _LEAF = (str, [str], str, [Size], str, str, object)
 _SCHEMA = {
     "step": Size,
     "leaves": [_LEAF],
-    "nodes": [([str], str)],
     "states": [([str], {
         "rule": str, "trained": ([str], None), "precision": (str, None), "averages": (str, None),
         "columns": [(str, Size)], "schedules": {str: str}, "cuts": [(Size, [Size], [str])],
     })],
     "parts": [({str: object}, [_LEAF])],
     "metrics": {str: object},
-    "fingerprint": {str: object},
-    "versions": {str: str},
-    "not_finite": str,
 }  # fmt: skip
 
 
@@ -204,11 +191,7 @@ def _parsed(body) -> Manifest:
     return Manifest(
         step=body["step"],
         leaves=found,
-        nodes={tuple(path): kind for path, kind in body["nodes"]},
         states=states,
         parts=parts,
         metrics={name: float(unfinite(x)) for name, x in body["metrics"].items()},
-        fingerprint=body["fingerprint"],
-        versions=body["versions"],
-        not_finite=body["not_finite"],
     )

@@ -30,9 +30,6 @@ class Best:
     k: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.metric, str) or not self.metric:
-            got = trees.describe(self.metric)
-            raise WrongTypeError("metric", "Best()", got, "the name of a metric")
         checks.check_count(self.k, "Best()", "k")
         if not checks.is_one_of(self.mode, ("min", "max")):
             got, fix = trees.describe(self.mode), "It says which values are the best."

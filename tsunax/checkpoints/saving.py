@@ -22,7 +22,6 @@ from tsunax.checkpoints import (
     _reading,
     _restoring,
     _state_in_hand,
-    _values,
     _writing,
 )
 from tsunax.checkpoints._files import Files
@@ -67,8 +66,6 @@ class Checkpoints:
       keep_last: how many of the newest to keep; None: all.
       keep_best: `Best("val/accuracy", mode="max")`: those are kept beside the newest.
       keep_every: keep every step that this divides.
-      fingerprint: plain values that tell this run and its data from others (seed, rows, batch
-        size). They are saved, and a checkpoint with others is refused.
       read_only: only restore. Needs no write access and takes no lock, also while a run writes.
       store: "files", safetensors; or "orbax", orbax's own layout, which its tools load. By default
         orbax in a bucket (`gs://bucket/run`), on a disk files, or as what is there was saved.
@@ -101,7 +98,6 @@ class Checkpoints:
         keep_last: int | None = 2,
         keep_best: Best | None = None,
         keep_every: int | None = None,
-        fingerprint: Mapping[str, Any] | None = None,
         read_only: bool = False,
         store: str | None = None,
         timeout: float = 600.0,
@@ -110,26 +106,16 @@ class Checkpoints:
         for name, value in counts.items():
             if value is not None:
                 checks.check_count(value, "Checkpoints()", name)
-        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        if not is_number or not 0 < timeout < 1e6:
-            got, expected = trees.describe(timeout), "seconds > 0, < 1e6"
-            raise HyperparameterError("timeout", "Checkpoints()", got, expected)
-        if not isinstance(fingerprint, Mapping | None):
-            got, expected = trees.describe(fingerprint), "a dict of plain values"
-            raise WrongTypeError("fingerprint", "Checkpoints()", got, expected)
+        if not 0 < timeout < 1e6:
+            raise HyperparameterError("timeout", "Checkpoints()", timeout, "seconds > 0, < 1e6")
         checks.check_flags("Checkpoints()", read_only=read_only)
         if not isinstance(keep_best, Best | None):
-            name = keep_best if isinstance(keep_best, str) else "val/loss"
-            fix = f"Say which is better: Best({name!r}, mode='min') or mode='max'."
-            got, expected = trees.describe(keep_best), "a tsunax.checkpoints.Best"
-            raise WrongTypeError("keep_best", "Checkpoints()", got, expected, fix)
+            got, expected = trees.describe(keep_best), "Best('val/loss', mode='min'), for example"
+            raise WrongTypeError("keep_best", "Checkpoints()", got, expected)
         self.store = _home_of(path, store, timeout)
         self.path = self.store.path
         self.every, self.keep_last, self.keep_every = every, keep_last, keep_every
         self.keep_best, self.read_only, self.timeout = keep_best, read_only, timeout
-        self.fingerprint: dict[str, Any] = _values.encode(
-            dict(fingerprint or {}), _no_arrays, "fingerprint"
-        )
         self.process = processes.process_index()
         self._job: _background.Job | None = None
         self._lock: durable_files.Lock | None = None
@@ -160,8 +146,7 @@ class Checkpoints:
             self._lock = _background.take_lock(self, is_first=False)
             return None, ""
 
-        alike = {"fingerprint": self.fingerprint, **settings}
-        processes.compare("Checkpoints()", alike, self.timeout + 10)
+        processes.compare("Checkpoints()", settings, self.timeout + 10)
         _, words = self.together("Checkpoints()", take)
         text, self.thread = json.loads(words[0])
         if processes.process_count() > 1:
@@ -221,10 +206,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until what was saved is on the disk.
-
-        Raises SaveError if it is not, within `timeout` seconds.
-        """
+        """Block until what was saved is on the disk; SaveError if it is not, in `timeout` seconds."""
         job = self._job
         if job is not None:
             limit, what = self.timeout if timeout is None else timeout, f"save of step {job.step}"
@@ -309,7 +291,7 @@ class Checkpoints:
         checks.check_flags("restore()", cast=cast, params_only=params_only)
         alike = {"step": step, "partial": partial, "cast": cast, "params_only": params_only}
         how = _restoring.How(like, partial, cast, params_only)
-        read = lambda at: _reading.read(self, at, how, step is not None)
+        read = lambda at: _reading.read(self, at, how)
         return _reading.newest(self, like, step, resume, alike, read)
 
     def resumed(self, state: PyTree, resume: str) -> Restored:
@@ -324,23 +306,20 @@ class Checkpoints:
         return _reading.newest(self, state, None, resume, {}, read)
 
     def steps(self) -> list[int]:
-        """The steps whose checkpoint is complete and finite, in order.
-
-        Their arrays are verified when they are restored.
-        """
+        """The steps whose checkpoint is complete, in order; arrays are verified by `restore`."""
         return list(self.metrics())
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """What was saved as `metrics` with each of `steps()`."""
-        found = {step: x for step, x in self.store.manifests() if not x.not_finite}
-        return {step: x.metrics for step, x in found.items() if step not in self.store.bad}
+        found = self.store.manifests()
+        return {step: x.metrics for step, x in found if step not in self.store.bad}
 
     def latest(self) -> int | None:
         """The newest of `steps()`, or None."""
         return max(self.steps(), default=None)
 
     def __repr__(self) -> str:
-        newest = sorted(self.store.steps(warn=False), reverse=True)
+        newest = sorted(self.store.steps(), reverse=True)
         steps = trees.listed([f"{step:,}" for step in newest], 8)
         return f"Checkpoints({str(self.path)!r}, steps {steps or 'none'})"
 
@@ -361,8 +340,3 @@ def _home_of(path, store: str | None, timeout: float) -> Home:
         got, expected = f"store={store!r} in {folder}", f"store={there!r}, as what is there"
         raise CheckpointError("store", where, got, expected, "Or give another path.")
     return (_orbax_home.Orbax if "orbax" in (store, there) else Files)(folder, timeout)
-
-
-def _no_arrays(*_):
-    expected = "plain numbers and strings"
-    raise WrongTypeError("fingerprint", "Checkpoints()", "an array", expected)

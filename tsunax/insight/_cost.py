@@ -10,10 +10,9 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core.trees import programs_in
@@ -21,42 +20,19 @@ from tsunax._core.trees import programs_in
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of a program on all devices together, a multiply-add as two."""
+    """Floating-point operations of dot products and convolutions, a multiply-add as two.
 
-    # dot products and convolutions; zeros of padding and dilation are left out, as by XLA
+    On all devices together; zeros of padding and dilation are left out, as by XLA.
+    """
+
     matmul: float = 0.0
-    other: float = 0.0  # one for each element that arithmetic gives, or that a reduction reads
-    # exp, log, tanh, pow, sqrt and so on: calls, in neither of the others
-    transcendental: float = 0.0
     loops: int = 0  # `while` loops, whose trips nobody knows before they run: counted `trips` times
-    opaque: tuple[str, ...] = ()  # what is in no count: kernels, factorisations
-
-    @property
-    def total(self) -> float:
-        return self.matmul + self.other
 
     def __add__(self, more: Flops) -> Flops:
-        *sums, opaque = (a + b for a, b in zip(astuple(self), astuple(more), strict=True))
-        return Flops(*sums, opaque=tuple(dict.fromkeys(opaque)))
+        return Flops(self.matmul + more.matmul, self.loops + more.loops)
 
     def times(self, n: float) -> Flops:
-        counts = self.matmul * n, self.other * n, self.transcendental * n
-        return Flops(*counts, self.loops, self.opaque)
-
-
-_ONE = frozenset(
-    "abs add add_any atan2 ceil clamp div floor max min mul neg nextafter rem round sign square sub".split()
-)
-_TRANSCENDENTAL = frozenset(
-    "acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 "
-    "igamma igammac lgamma log log1p logistic polygamma pow rsqrt sin sinh sqrt tan tanh".split()
-)
-_REDUCTIONS = frozenset("argmax argmin reduce_max reduce_min reduce_prod reduce_sum reduce".split())
-_SCANS = frozenset("cumlogsumexp cummax cummin cumprod cumsum psum".split())
-_OPAQUE = frozenset(
-    "cholesky cholesky_update eig eigh fft ffi_call geqrf householder_product lu pallas_call qr ragged_dot "
-    "ragged_dot_general schur sort svd top_k triangular_solve tridiagonal tridiagonal_solve".split()
-)
+        return Flops(self.matmul * n, self.loops)
 
 
 def flops_of(program: Any, trips: int = 1) -> Flops:
@@ -65,8 +41,8 @@ def flops_of(program: Any, trips: int = 1) -> Flops:
     >>> import jax, jax.numpy as jnp
     >>> layers = lambda x, w: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0]
     >>> found = flops_of(jax.make_jaxpr(layers)(jnp.ones((4, 8)), jnp.ones((8, 8))))
-    >>> found.matmul == 3 * 2 * 4 * 8 * 8, found.transcendental
-    (True, 96.0)
+    >>> found.matmul == 3 * 2 * 4 * 8 * 8
+    True
     """
     return _counted(getattr(program, "jaxpr", program), None, trips)
 
@@ -94,14 +70,7 @@ def _equation(eqn: Any, live: list[bool], trips: int) -> Flops:
         return Flops(matmul=_of_dot(eqn))
     if name == "conv_general_dilated":
         return Flops(matmul=_of_convolution(eqn))
-    if name in _OPAQUE:
-        return Flops(opaque=(name,))
-    programs = programs_in(eqn) if name not in _REDUCTIONS else []
-    return _of_programs(eqn, programs, live, trips) if programs else _of_elements(eqn)
-
-
-def _of_programs(eqn: Any, programs: list[Any], live: list[bool], trips: int) -> Flops:
-    name = eqn.primitive.name
+    programs = programs_in(eqn)
     if name == "scan":
         return _counted(programs[0], None, trips).times(eqn.params["length"])
     if name == "while":
@@ -110,7 +79,7 @@ def _of_programs(eqn: Any, programs: list[Any], live: list[bool], trips: int) ->
         return dataclasses.replace(once.times(trips), loops=once.loops + 1)
     if name == "cond":
         branches = [_counted(branch, live, trips) for branch in programs]
-        return max(branches, key=lambda f: f.total + f.transcendental)
+        return max(branches, key=lambda f: f.matmul)
     total = Flops()
     for program in programs:
         same = len(program.outvars) == len(live)
@@ -142,37 +111,8 @@ def _of_convolution(eqn: Any) -> float:
     return 2.0 * _factor(eqn.outvars[0].aval) * pairs * out[to[0]] * out[to[1]] * w[rhs[1]]
 
 
-def _of_elements(eqn: Any) -> Flops:
-    name, p = eqn.primitive.name, eqn.params
-    if not eqn.outvars or not any(_is_float(v.aval) for v in eqn.invars):
-        return Flops()
-    read, made = _size(eqn.invars[0].aval), _size(eqn.outvars[0].aval)
-    if name in _TRANSCENDENTAL:
-        return Flops(transcendental=made)
-    if name in _ONE:
-        return Flops(other=made)
-    if name == "integer_pow":  # by squaring
-        y = abs(p["y"])
-        return Flops(other=made * (max(0, y.bit_length() + y.bit_count() - 2) + (p["y"] < 0)))
-    if name in _REDUCTIONS:
-        return Flops(other=max(0.0, read - made))
-    if name in _SCANS:
-        return Flops(other=read)
-    if name.startswith(("reduce_window", "select_and_")):
-        window = math.prod(p.get("window_dimensions", (1,)))
-        return Flops(other=(made if name.startswith("reduce") else read) * window)
-    if name in ("scatter_add", "scatter-add", "scatter_mul"):
-        return Flops(other=_size(eqn.invars[2].aval))
-    return Flops()
-
-
 def _size(aval: Any) -> float:
     return float(math.prod(aval.shape))
-
-
-def _is_float(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, np.inexact)
 
 
 def _factor(aval: Any) -> int:
@@ -202,7 +142,6 @@ _CALLED = re.compile(
     r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_MADE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ([a-z]\w*)\[([\d,]*)\]\S* ([\w\-]+)\(([^)]*)\)")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 
 
@@ -245,19 +184,6 @@ def _bytes(dtype: str, shape: str) -> float:
     bits = re.search(r"\d+", dtype)
     size = 1.0 if dtype == "pred" or bits is None else int(bits[0]) / 8
     return size * math.prod(int(n) for n in shape.split(",") if n)
-
-
-def largest_convolution(text: str) -> float:
-    """Bytes of the operands of the largest convolution in a compiled program; 0 without one."""
-    largest = 0.0
-    for lines in _computations(text)[1].values():
-        known = {made[1]: made for line in lines if (made := _MADE.match(line)) is not None}
-        for made in known.values():
-            if made[4] == "convolution":
-                names = (name.strip().rpartition("%")[2] for name in made[5].split(","))
-                operands = [known[name] for name in names if name in known]
-                largest = max(largest, sum(_bytes(x[2], x[3]) for x in operands))
-    return largest
 
 
 def donated_in(text: str) -> tuple[frozenset[str], frozenset[str]]:

@@ -22,14 +22,10 @@ from tsunax._core import placement, trees
 from tsunax._step.members import members_of
 from tsunax.devices.kinds import device_info
 from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError
-from tsunax.insight import _cost
-from tsunax.loss import rows_of
 
 # Of XLA, which its count leaves out: 34 to 66 MB, measured on three models with two threads, some
 # 100 MB with eight and 130 MB with sixteen. Each device has its own.
 CPU_SCRATCH = 40 << 20
-# of the operands of a convolution, which XLA:CPU packs into copies: 1.1 to 1.4, nine measured
-CPU_PACKED = 1.25
 # LLVM's work on a CPU, half the time of compiling: memory is laid out before it.
 CPU_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -98,13 +94,10 @@ def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
     """What a compiled step needs for a batch of such shapes."""
     found = compiled.memory_analysis()
     if found is None:
-        fix = 'Use method="run", which executes trials.'
-        where, got = "find_batch_size()", "none of this backend"
-        raise DeviceError("memory analysis", where, got, "one", fix)
+        raise DeviceError("memory analysis", "the compiled step", "none of this backend", "one")
     taken, scratch = sum(map(bytes_on_one, jax.tree.leaves(batch))), 0
     if device_of_state(state).platform == "cpu":
-        packed = CPU_PACKED * _cost.largest_convolution(compiled.as_text() or "")
-        scratch = CPU_SCRATCH + int(packed)
+        scratch = CPU_SCRATCH
     return Need(
         state=max(0, found.argument_size_in_bytes - taken),
         batch=taken,
@@ -188,21 +181,10 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
     return free // n + held, "free on this machine" + (f", over {n} devices" if n > 1 else "")
 
 
-def with_rows(example: Any, size: int, *, shapes: bool) -> Any:
-    """A batch of `size` rows like the example: shapes, or its own rows repeated on the host."""
-    if shapes:
-        example = jax.tree.map(shape_of, example)
-        resized = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) if x.shape else x
-        return jax.tree.map(resized, example)
-    index = np.arange(size) % rows_of(example)
-
-    def one(x):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return np.zeros((size, *x.shape[1:]) if x.shape else (), x.dtype)
-        x = x if trees.is_key(x) or not np.ndim(x) else np.asarray(x)
-        return x[index] if np.ndim(x) else x
-
-    return jax.tree.map(one, example)
+def with_rows(example: Any, size: int) -> Any:
+    """The shapes of a batch of `size` rows like the example."""
+    resized = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) if x.shape else x
+    return jax.tree.map(lambda x: resized(shape_of(x)), example)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

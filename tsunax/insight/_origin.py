@@ -5,8 +5,9 @@
 
 Only what leads to the bad result counts: not an infinity that a mask puts in and `where` takes out
 again, nor log(0) in a branch that is not taken. A constant that is infinite by intent (-inf in a
-mask) is blamed only for what is made of it. The walk goes into inner programs (jit, scan, while,
-cond, checkpoint, custom derivatives), into a loop at the first trip that went wrong.
+mask) is blamed only for what is made of it. The walk goes into inner programs (jit, scan, cond,
+checkpoint, custom derivatives), into a scan at the first trip that went wrong; a `while` loop, which
+no gradient goes through, is blamed as a whole.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ class Origin:
     sources: tuple[Any, ...] = ()  # `source_info` of its equation, then of the calls around that
     # the loops around it, outermost first: their equation, which trip
     trips: tuple[tuple[Any, int], ...] = ()
-    operands: tuple[Any, ...] = ()  # what the primitive was given, on the host
     value: Any = None  # what it gave
     constant: bool = False  # whether it is, or comes from, a constant of the program: bad by intent
 
@@ -105,9 +105,8 @@ class _Run:
         return constant if constant.sources else self.blame(eqn, out, constant=True)
 
     def blame(self, eqn: Any, out: Any, constant: bool = False) -> Origin:
-        given = tuple(_on_host(self.value(x)) for x in eqn.invars)
         sources = (eqn.source_info, *self.sources)
-        return Origin(None, eqn.primitive.name, sources, self.trips, given, out, constant)
+        return Origin(None, eqn.primitive.name, sources, self.trips, out, constant)
 
     def at(self, eqn: Any, i: int, x: Any, where: Any) -> Any:
         """The bad elements of an operand on which the result at `where` depends; None without any."""
@@ -142,8 +141,8 @@ class _Run:
         """The origin within the program of an equation; None where there is none to look into."""
         name, place = eqn.primitive.name, eqn.outvars.index(v)
         given = [self.value(x) for x in eqn.invars]
-        if name in ("scan", "while"):
-            return (self.in_scan if name == "scan" else self.in_while)(eqn, given, place, where)
+        if name == "scan":
+            return self.in_scan(eqn, given, place, where)
         first, called = 0, called_by(eqn)
         if name == "cond":
             branch = eqn.params["branches"][int(np.asarray(given[0]))]
@@ -184,28 +183,6 @@ class _Run:
                 return walk(trip, place, wrong)
         return self.blame(eqn, np.asarray(self.value(eqn.outvars[place])))
 
-    def in_while(self, eqn: Any, given: list, place: int, where: Any) -> Origin:
-        test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-        n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        for_test, consts, carry = given[:n], given[n : n + m], given[n + m :]
-        run, goes_on = _compiled(body.jaxpr, None), _compiled(test.jaxpr, None)
-        before: list[list] = []
-
-        def outer(i, places, trip):
-            if i >= m and trip > 0:
-                return walk(trip - 1, i - m, places)
-            return self.of(eqn.invars[n + i], places)
-
-        walk = functools.partial(self.in_trip, eqn, body, before, range(1 << 62), outer)
-        if (wrong := bad(carry[place])) is not None:
-            return self.of(eqn.invars[n + m + place], wrong)
-        while bool(np.all(np.asarray(goes_on(test.consts, [*for_test, *carry])[0]))):
-            before.append([*consts, *carry])
-            carry = run(body.consts, before[-1])
-            if (wrong := bad(carry[place])) is not None:
-                return walk(len(before) - 1, place, wrong)
-        return self.blame(eqn, np.asarray(self.value(eqn.outvars[place])))
-
     def in_trip(
         self, eqn: Any, body: Any, before: list, order: Sequence[int], outer: Callable, *at: Any
     ) -> Origin:
@@ -244,7 +221,3 @@ def _compiled(jaxpr: Any, made: tuple | None) -> Callable:
         return core.jaxpr_as_fun(closed(jaxpr, list(consts)))(*arguments)
 
     return lambda consts, arguments: run(tuple(consts), tuple(arguments))
-
-
-def _on_host(x: Any) -> Any:
-    return np.asarray(x) if jnp.issubdtype(getattr(x, "dtype", np.dtype(float)), np.number) else x

@@ -1,6 +1,5 @@
-"""A search before a run for the learning rate at which the loss falls fastest.
-
-    rate, report = find_learning_rate(step, state, data)       a hundred steps on a copy, in one compiled loop
+"""A search before a run for the learning rate at which the loss falls fastest: a hundred steps on a
+copy, in one compiled loop.
 
 The state, its key and the place of the data are afterwards what they were, bit by bit.
 """
@@ -17,17 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Figure, PyTree, checks, trees
-from tsunax._step.members import over_members
-from tsunax.errors import HyperparameterError, WrongTypeError
+from tsunax._step.members import members_of
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import adjust
 from tsunax.program import TrainStep
 from tsunax.run import feed as _feed
 from tsunax.run import fused_loop, plots
-from tsunax.state import TrainState, own
+from tsunax.state import TrainState, check_state, own
 
 __all__ = ["RangeTest", "find_learning_rate"]
-
-MOST = 10_000  # points: their average takes the square of them
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,8 @@ class RangeTest:
     name: str  # of the hyperparameter
     mode: str
     rates: np.ndarray  # (points,)
-    losses: np.ndarray  # (points,), or (points, seeds); NaN where a step was rejected
-    smoothed: np.ndarray  # (points,), over all seeds
+    losses: np.ndarray  # (points,); NaN where a step was rejected
+    smoothed: np.ndarray  # (points,)
     used: int  # points before the loss diverged
     steepest: float
     tenth: float  # of the rate at the minimum
@@ -52,25 +49,14 @@ class RangeTest:
         return f"{found}: steepest at {self.steepest:.2g}, {tenth}"
 
     def plot(self) -> Figure:
-        """A matplotlib Figure: the loss over the rate, both suggestions, the band of several seeds."""
+        """A matplotlib Figure: the loss over the rate, and both suggestions."""
         figure = plots.new_figure(6.4, 2.8)
         axes = figure.subplots()
-        shown, smoothed = self.rates[: self.used], self.smoothed[: self.used]
-        losses = self.losses[: self.used].reshape(len(shown), -1)
-        plots.draw(axes, "loss", {"loss": (shown, smoothed)})
-        if losses.shape[1] > 1:
-            low, high = losses.min(1), losses.max(1)
-            axes.fill_between(shown, low, high, color="C0", alpha=0.18, linewidth=0)
-            # one seed goes up before the others
-            top = smoothed.max() + 0.5 * (smoothed.max() - losses.min())
-            axes.set_ylim(top=min(axes.get_ylim()[1], top))
+        plots.draw(axes, "loss", {"loss": (self.rates[: self.used], self.smoothed[: self.used])})
         if self.mode == "exponential":
             axes.set_xscale("log")
-        for rate, color, name in (
-            (self.steepest, "C1", "steepest"),
-            (self.tenth, "C2", "minimum / 10"),
-        ):
-            axes.axvline(rate, color=color, linewidth=1, label=f"{name}: {rate:.2g}")
+        for rate, color, name in ((self.steepest, 1, "steepest"), (self.tenth, 2, "minimum / 10")):
+            axes.axvline(rate, color=f"C{color}", linewidth=1, label=f"{name}: {rate:.2g}")
         axes.set_xlabel(self.name.replace("_", " "), fontsize=9)
         axes.legend(fontsize=8, frameon=False)
         return figure
@@ -89,10 +75,8 @@ class _Ramp:
         return self.step.masks
 
     def __call__(self, state: TrainState, batch, *, ramp, **extra):
-        one = lambda state: self.step.pure(
-            adjust(state, **{self.name: self.rate(ramp, state.calls)}), batch, extra
-        )
-        state, info = over_members(one, state)
+        state = adjust(state, **{self.name: self.rate(ramp, state.calls)})
+        state, info = self.step.pure(state, batch, extra)
         return state, {"loss": info.loss, "verdict": info.verdict}
 
     def rate(self, ramp, calls):
@@ -112,7 +96,6 @@ def find_learning_rate(
     mode: str = "exponential",
     smooth: float = 0.9,
     stop: float = 4.0,
-    seeds: int | None = None,
     name: str = "learning_rate",
     **extra: Any,
 ) -> tuple[float, RangeTest]:
@@ -130,10 +113,8 @@ def find_learning_rate(
 
     Args:
       data: as for `fit`; read anew after its end, and put back to its place. No iterator.
-      points: of the range, 10 to 10,000.
+      points: of the range, 10 or more.
       mode: "exponential" rates, or "linear" ones.
-      seeds: so many runs at once, from keys folded from the state's: their mean counts, and the
-        plot has their band. `state` may then be a function of a key that makes one.
       name: of the hyperparameter, where there are several: "learning_rate@head", "1.learning_rate".
       extra: arguments for the step.
 
@@ -153,23 +134,22 @@ def find_learning_rate(
     if not isinstance(step, TrainStep):
         raise WrongTypeError("step", where, trees.describe(step), "a train_step")
     checks.check_choice(mode, where, "mode", ("exponential", "linear"))
-    checks.check_count(points, where, "points")
-    if not 10 <= points <= MOST:
-        raise HyperparameterError("points", where, points, f"10 or more, {MOST:,} at most")
+    checks.check_count(points, where, "points", least=10)
     if not (checks.is_real(low) and checks.is_real(high) and 0 < low < high < math.inf):
         raise HyperparameterError("low and high", where, f"{low!r} and {high!r}", "0 < low < high")
-    if not (checks.is_real(smooth) and 0 <= smooth < 1):
-        expected = "a number from 0 to below 1"
-        raise HyperparameterError("smooth", where, trees.describe(smooth), expected)
-    if not (checks.is_real(stop) and stop > 1):
-        raise HyperparameterError("stop", where, trees.describe(stop), "a number above 1")
+    if not (0 <= smooth < 1 < stop):
+        got = f"smooth={smooth}, stop={stop}"
+        raise HyperparameterError("average", where, got, "0 <= smooth < 1 < stop")
     if isinstance(data, Iterator):
         got, expected = trees.describe(data), "data that can be read again"
         raise WrongTypeError("data", where, got, expected, "Give a list, or ts.batches.")
-    state = _copies(state, seeds, where)
+    check_state(state, where)
+    if members_of(state) is not None:
+        raise StateError("state", where, "a population", "one: ts.populations.member(state, i)")
+    state = jax.tree.map(own, state)
     ramp_of = _Ramp(step, name, mode)
     slope = math.log(high / low) if mode == "exponential" else high - low
-    first = np.asarray(state.calls).ravel()[0].astype(np.int32)
+    first = np.asarray(state.calls).astype(np.int32)
     ramp = (np.float32(low), np.float32(slope / (points - 1)), first)
     each = jax.vmap(lambda i: ramp_of.rate(ramp, first + i))(jnp.arange(points))
     end = lambda losses: _cut(losses, smooth, stop)
@@ -177,53 +157,29 @@ def find_learning_rate(
     return _suggested(name, mode, np.asarray(each, np.float64), losses, *end(losses), where)
 
 
-def _copies(state: Any, seeds: int | None, where: str) -> TrainState:
-    """The state, or one for each seed along a new first axis, in arrays of its own."""
-    if seeds is None:
-        if isinstance(state, TrainState):
-            return jax.tree.map(own, state)
-        got, fix = trees.describe(state), "Or seeds=, with a function."
-        raise WrongTypeError("state", where, got, "a TrainState", fix)
-    checks.check_count(seeds, where, "seeds")
-    if isinstance(state, TrainState):
-        if state.key is None:
-            got = f"{seeds} for a state without a key"
-            fix = "setup(..., key=0), or give a function of a key."
-            raise HyperparameterError("seeds", where, got, "a key", fix)
-        key = state.key
-        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(seeds))
-        return jax.vmap(lambda key: state.replace(key=key))(keys)
-    return jax.vmap(state)(jax.random.split(jax.random.key(0), seeds))
-
-
 def _losses(ramp: _Ramp, state, data, points: int, extra, end) -> np.ndarray:
     """Losses in f64 up to their divergence; NaN for rejected steps."""
     loop, feed = fused_loop.fused(ramp, True), _feed.Feed(ramp, data, state, "auto", float("inf"))
-    losses = None
+    losses = np.zeros(0)
     try:
-        while (calls := 0 if losses is None else len(losses)) < points:
-            if (chunk := feed.take(points - calls, state, calls)) is None:
+        while len(losses) < points and end(losses)[1] == len(losses):
+            if (chunk := feed.take(points - len(losses), state, len(losses))) is None:
                 continue
             state, infos = loop(state, chunk.feed, chunk.n, extra)
             seen = jax.tree.map(lambda x, n=chunk.steps: x[:n], infos).stacked(None)
             bad = False if seen["verdict"] is None else np.asarray(seen["verdict"]) > 0
             part = np.where(bad, np.nan, np.asarray(seen["loss"], np.float64))
-            losses = part if losses is None else np.concatenate([losses, part])
-            if end(losses)[1] < len(losses):
-                break
+            losses = np.concatenate([losses, part])
     finally:
         feed.back()
         feed.close()
-    assert losses is not None
-    rest = [(0, points - len(losses)), *[(0, 0)] * (losses.ndim - 1)]
-    return np.pad(losses, rest, constant_values=np.nan)
+    return np.pad(losses, (0, points - len(losses)), constant_values=np.nan)
 
 
 def _cut(losses: np.ndarray, smooth: float, stop: float) -> tuple[np.ndarray, int]:
-    """The bias-corrected average of the losses over all seeds, cut where they diverge."""
-    mean = losses.reshape(len(losses), -1).mean(1)
+    """The bias-corrected average of the losses, cut where they diverge."""
     average, smoothed = 0.0, np.full(len(losses), np.nan)
-    for i, loss in enumerate(mean):
+    for i, loss in enumerate(losses):
         average = smooth * average + (1 - smooth) * loss
         smoothed[i] = average / (1 - smooth ** (i + 1))
         if not np.isfinite(smoothed[i]) or smoothed[i] > stop * abs(smoothed[: i + 1].min()):
@@ -234,10 +190,9 @@ def _cut(losses: np.ndarray, smooth: float, stop: float) -> tuple[np.ndarray, in
 def _suggested(
     name, mode, rates, losses, smoothed, used: int, where: str
 ) -> tuple[float, RangeTest]:
-    mean = losses.reshape(len(losses), -1).mean(1)[:used]
     half = min(len(rates) // 12 + 1, (used - 1) // 2)
     weights = np.arange(-half, half + 1.0)  # of a symmetric line: it has no lag
-    slopes = np.correlate(mean, weights, "valid") if half > 0 else np.zeros(1)
+    slopes = np.correlate(losses[:used], weights, "valid") if half > 0 else np.zeros(1)
     if not slopes.min() < 0:
         at = f"{rates[min(used, len(rates) - 1)]:.2g}"
         got, fix = f"a loss that diverges at {at} already", "Give a smaller low=."

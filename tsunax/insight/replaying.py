@@ -101,7 +101,6 @@ def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> R
         loss, grads = gradient(state, batch, **extra)
         return loss.compute(), grads
 
-    weigh = lambda state, batch, extra: gradient(state, batch, **extra)[0].weight
     free = dataclasses.replace(step, on_nonfinite="ignore")
 
     def move(state, batch, extra):  # whatever its verdict: a rule may be what makes the first one
@@ -109,9 +108,6 @@ def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> R
 
     n = step.accumulate
     found = _searched(look, ("loss", "gradient of params"), given, n)
-    if found and found.result == "loss" and not found.line and not jax.jit(weigh)(*given):
-        text = f"{found.text} The weights of the batch add up to 0, as of padding alone."
-        found = dataclasses.replace(found, text=text)
     return found or _searched(move, MOVED, given, n, _moved(state)) or _nothing(state, look, given)
 
 
@@ -150,8 +146,7 @@ def _keyed(tree) -> list[tuple[tuple, Any]]:
 
 
 def _nothing(state: TrainState, look: Callable, given: tuple) -> ReplayReport:
-    grads = jax.jit(look)(*given)[1]
-    found = guard.locate(grads)
+    found = guard.locate(jax.jit(look)(*given)[1])
     if found != "gradient norm":
         text = f"{found[0].upper()}{found[1:]} overflows when it is squared: every value is finite."
         return ReplayReport(found, "", None, "", "", "", True, (), text)
@@ -178,7 +173,7 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin
         line, code = source_line(origin.sources, above=__file__)
         said = "a constant" if origin.constant else _what(origin.value)
         at = f" at {'the derivative of ' * in_gradient}{line}" if line else ""
-        made = f"{origin.primitive} gave {said}{_from(origin)}{at}"
+        made = f"{origin.primitive} gave {said}{at}"
         made += f": `{code}`" if code else ""
     places = [f"micro-batch {micro} of {n}"] if micro is not None else []
     places += [f"trip {i} of a loop" for i in trips]
@@ -199,15 +194,3 @@ def _what(x: Any) -> str:
     places = np.argwhere(~np.isfinite(x)).tolist()
     first = f"{x[tuple(places[0])]}"
     return f"{first} at {places[0]}, {len(places)} of {x.size} not finite" if x.shape else first
-
-
-def _from(origin: _origin.Origin) -> str:
-    """The operands where the first bad value is, of a primitive that works element by element."""
-    out = np.asarray(origin.value)
-    first = tuple(np.argwhere(~np.isfinite(out))[0])
-    is_number = lambda x: hasattr(x, "dtype") or isinstance(x, (int, float))
-    operands = [np.asarray(x) for x in origin.operands if is_number(x)]
-    fits = all(x.shape in ((), out.shape) for x in operands)
-    if not operands or not fits or len(operands) != len(origin.operands):
-        return ""
-    return " from " + " and ".join(f"{x[first] if x.shape else x[()]}" for x in operands)

@@ -1,11 +1,10 @@
-"""One trial: what an objective takes, what became of it, and how that is written down."""
+"""One trial: what became of an objective, as numbers or as the cause of a failure."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import math
-import operator
 import os
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,8 +18,6 @@ from tsunax._core.source_lines import LIBRARIES
 from tsunax.errors import HyperparameterError, TsunaxError, WrongTypeError, message, unknown
 
 RESERVED = ("report", "trial")  # what an objective may name beside the space
-COLUMNS = ("trial", "value", "status", "seconds", "cause")  # of the table, beside the space
-STATUSES = ("done", "pruned", "failed", "interrupted")
 
 
 class Pruned(TsunaxError):
@@ -44,7 +41,7 @@ class Trial:
 
     index: int
     values: dict[str, Any]
-    status: str  # "done", "failed", "pruned"; "interrupted": it will be run again
+    status: str  # "done", "failed", "pruned"
     # what the best is sought of; of a pruned trial the last that it reported
     value: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -60,24 +57,11 @@ def ranked(value: float | None, mode: str) -> float:
     return value if mode == "min" else -value
 
 
-def parameters(objective: Callable) -> tuple[dict[str, inspect.Parameter], bool]:
-    """What an objective takes by name, and whether it takes any other name too."""
-    try:
-        found = inspect.signature(objective).parameters
-    except (TypeError, ValueError):
-        return {}, True
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    is_open = any(p.kind is p.VAR_KEYWORD for p in found.values())
-    return {name: p for name, p in found.items() if p.kind in named}, is_open
-
-
 def own(objective: Callable, trial: Any, report: Callable) -> dict[str, Any]:
-    """Those of the reserved names that an objective names."""
+    """Those of the reserved names that an objective takes."""
     given = {"trial": trial, "report": report}
-    return {name: given[name] for name in RESERVED if name in parameters(objective)[0]}
-
-
-# What came back
+    takes = inspect.signature(objective).parameters
+    return {name: given[name] for name in RESERVED if name in takes}
 
 
 def judged(
@@ -91,7 +75,7 @@ def judged(
     if not isinstance(outcome, Cause):
         try:
             metrics, value = numbers(outcome, metric)
-        except TsunaxError as error:
+        except (TsunaxError, OverflowError) as error:
             outcome = cause_of(error)
         else:
             trial = dataclasses.replace(trial, value=value, metrics=metrics)
@@ -108,8 +92,8 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
         if metric is not None:
             expected = f"a dict with {metric!r}, as metric= says"
             raise WrongTypeError("result", "objective", trees.describe(result), expected)
-        return {}, _number(result, "objective")
-    metrics = {str(name): _number(x, f"objective, {name!r}") for name, x in result.items()}
+        return {}, number(result, "objective")
+    metrics = {str(name): number(x, f"objective, {name!r}") for name, x in result.items()}
     name = next(iter(metrics)) if metric is None and len(metrics) == 1 else metric
     if name is None:
         got = f"{len(metrics)} numbers ({trees.listed(list(metrics), 8)})"
@@ -120,14 +104,11 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
     return metrics, metrics[name]
 
 
-def _number(x: Any, where: str) -> float:
+def number(x: Any, where: str) -> float:
     is_python = isinstance(x, int | float) and not isinstance(x, bool)
     if not is_python and not (checks.is_real(x) and np.size(x) == 1):
         raise WrongTypeError("result", where, trees.describe(x), "a number, or a dict of numbers")
-    try:
-        return float(np.asarray(x).reshape(()))
-    except OverflowError:  # an int beyond all floats
-        return math.inf if x > 0 else -math.inf
+    return float(np.asarray(x, float).reshape(()))
 
 
 def apart(outcome: Any, n: int) -> list[Any]:
@@ -135,25 +116,14 @@ def apart(outcome: Any, n: int) -> list[Any]:
     if isinstance(outcome, Cause) or outcome is Pruned:
         return [outcome] * n
     columns = dict(outcome) if isinstance(outcome, Mapping) else {"": outcome}
-    try:
-        columns = {name: np.asarray(column) for name, column in columns.items()}
-    except ValueError as error:  # lists of several lengths
-        return [cause_of(error)] * n
     for name, column in columns.items():
-        if column.shape != (n,):
+        if np.shape(column) != (n,):
             at = f"objective, {name!r}" if name else "objective"
             expected = f"an array of {n} numbers, one for each trial"
             text = message("result", at, trees.describe(column), expected)
             return [Cause("WrongTypeError", text)] * n
-    rows = [{name: column[i] for name, column in columns.items()} for i in range(n)]
+    rows = [{name: np.asarray(column)[i] for name, column in columns.items()} for i in range(n)]
     return rows if isinstance(outcome, Mapping) else [row[""] for row in rows]
-
-
-def note(reports: dict[int, float], step: Any, value: Any) -> None:
-    """A report of one trial."""
-    checks.check_count(np.asarray(step)[()], "report()", "step", least=0)
-    reports.pop(int(step), None)
-    reports[int(step)] = _number(value, "report()")
 
 
 def cause_of(error: BaseException) -> Cause:
@@ -163,50 +133,5 @@ def cause_of(error: BaseException) -> Cause:
         name, line = frame.filename, (frame.line or "").strip()
         if "site-packages" not in name and not name.startswith(LIBRARIES):
             where = f"{os.path.basename(name)}:{frame.lineno}" + (f": {line}" if line else "")
-    try:
-        text = (str(error).strip().splitlines() or [""])[0]
-    except Exception:  # of the exception's own
-        text = ""
+    text = next(iter(str(error).strip().splitlines()), "")
     return Cause(type(error).__name__, text[:300], where[:300])
-
-
-# As a record of a journal: JSON, which has no nan and no inf
-
-
-def as_record(trial: Trial) -> dict[str, Any]:
-    """A trial as JSON can hold it; `from_record` is the inverse."""
-    said = lambda x: x if x is None or math.isfinite(x) else str(x)
-    return dataclasses.asdict(trial) | {
-        "value": said(trial.value),
-        "metrics": {name: said(x) for name, x in trial.metrics.items()},
-        "reports": [[step, said(x)] for step, x in trial.reports.items()],
-    }
-
-
-def from_record(record: Mapping[str, Any]) -> Trial:
-    """The trial of a record. Any exception means that `as_record` did not write it."""
-    value, cause = record["value"], record["cause"]
-    found = {
-        "index": index_of(record["index"]),
-        "values": {name: _tuples(x) for name, x in record["values"].items()},
-        "value": None if value is None else float(value),
-        "metrics": {name: float(x) for name, x in record["metrics"].items()},
-        "cause": None if cause is None else Cause(*map(str, cause)),
-        "seconds": float(record["seconds"]),
-        "reports": {int(step): float(x) for step, x in record["reports"]},
-    }
-    trial = Trial(**{**record, **found})
-    if trial.status not in STATUSES:
-        raise ValueError(f"status {trial.status!r}")
-    return trial
-
-
-def index_of(x: Any) -> int:
-    """The number of a trial. Raises for what is none."""
-    if not 0 <= operator.index(x) < 1 << 62:
-        raise ValueError(f"index {x}")
-    return int(x)
-
-
-def _tuples(x: Any) -> Any:
-    return tuple(map(_tuples, x)) if isinstance(x, list) else x
