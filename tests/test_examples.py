@@ -106,6 +106,7 @@ def test_population():
 @pytest.mark.slow
 def test_tune(tmp_path):
     """The second time all trials are in the journal."""
+    need("optuna")
     options = "--trials", "24", "--directory", tmp_path
     first, second = (run_digits(*options, name="tune") for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stdout + first.stderr + second.stderr

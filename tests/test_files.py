@@ -81,8 +81,8 @@ def test_what_is_no_path_is_shown(path, got):
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_home_directory_is_expanded(tmp_path, monkeypatch, name):
-    if name == "tensorboard":
-        need("tensorboardX")
+    for library in {"tensorboard": ["tensorboardX"], "tune": ["optuna"]}.get(name, []):
+        need(library)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

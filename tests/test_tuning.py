@@ -98,7 +98,7 @@ def test_a_trial_is_a_function_of_the_seed_and_its_number():
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
-def test_bounds_are_pythons_own(tmp_path, kind):
+def test_bounds_are_pythons_own(optuna, tmp_path, kind):
     """So that their values go into a file, and that a directory does not know the difference."""
     entries = spaces.uniform(kind(0.5), kind(2)), spaces.log_uniform(kind(0.5), kind(2))
     space = {"a": entries[0], "b": entries[1], "c": spaces.integer(np.int32(1), np.int64(5))}
@@ -225,7 +225,7 @@ def test_no_trial_that_is_done():
 # ------------------------------------------------------------------------------------------------------- the journal
 
 
-def test_a_sweep_goes_on(tmp_path):
+def test_a_sweep_goes_on(optuna, tmp_path):
     calls = []
 
     def objective(trial, rate, report):
@@ -297,7 +297,7 @@ tuning.tune(objective, {"x": spaces.uniform(0, 1)}, trials=6, directory=sys.argv
 
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
-def test_signals_end_a_sweep(tmp_path, kind):
+def test_signals_end_a_sweep(optuna, tmp_path, kind):
     def start(how):
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(
@@ -320,7 +320,7 @@ def test_signals_end_a_sweep(tmp_path, kind):
     assert len(tuning.read(tmp_path / "sweep")) == 6
 
 
-def test_a_run_that_is_interrupted_inside_a_trial(tmp_path, monkeypatch):
+def test_a_run_that_is_interrupted_inside_a_trial(optuna, tmp_path, monkeypatch):
     """`fit` hears Ctrl-C itself, and in a notebook returns: what it returns is no result."""
     monkeypatch.setattr("tsunax.loop.in_notebook", lambda: True)
     monkeypatch.setattr("tsunax.tuning.tuner.in_notebook", lambda: True)
@@ -367,14 +367,14 @@ def test_sweeps_that_are_killed(drill, tmp_path):
         (dict(metric="loss"), r"metric at tune\(\): got loss, expected None"),
     ],
 )  # fmt: skip
-def test_a_directory_of_another_sweep(tmp_path, change, text):
+def test_a_directory_of_another_sweep(optuna, tmp_path, change, text):
     tune(trials=1, directory=tmp_path)
     with pytest.raises(CheckpointError, match=text):
         tune(trials=2, directory=tmp_path, **change)
 
 
 @pytest.mark.medium
-def test_one_writer_and_readers_of_nothing(tmp_path):
+def test_one_writer_and_readers_of_nothing(optuna, tmp_path):
     holder = "import sys, time; from pathlib import Path; from tsunax._core import durable_files as _files"
     holder += "; lock = _files.Lock(Path(sys.argv[1])); print(1, flush=True); time.sleep(60)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -434,14 +434,25 @@ def together(rate, decay, width, trial):
     return trained(ts.population(members, len(rate), rate=rate, decay=decay, trial=trial))
 
 
-def test_trials_of_one_population_are_single_runs(tmp_path):
+def test_trials_of_one_population_are_single_runs():
     """Up to 1e-4: what a member may differ by from a run of its own, after 40 steps."""
     alone = tune(single, LIVE, trials=7)
-    runs = tune(together, LIVE, trials=7, vectorized=["rate", "decay"], members=3, directory=tmp_path)
+    runs = tune(together, LIVE, trials=7, vectorized=["rate", "decay"], members=3)
     assert [t.values for t in runs.trials] == [t.values for t in alone.trials]
     np.testing.assert_allclose(runs["value"], alone["value"], rtol=1e-4)
     assert runs.best.index == alone.best.index
-    assert told(tuning.read(tmp_path)) == told(runs)
+
+
+def test_a_sweep_of_groups_goes_on(optuna, tmp_path):
+    space, calls = {"x": spaces.uniform(0, 1), "n": spaces.choice([1, 2])}, []
+    objective = lambda x, n, trial: calls.append(trial.tolist()) or x * n
+    options = dict(space=space, vectorized="x", members=3, directory=tmp_path)
+    tune(objective, trials=4, **options)
+    result = tune(objective, trials=9, **options)
+    assert sorted(itertools.chain(*calls)) == list(range(9)) and max(map(len, calls)) <= 3
+    assert (
+        told(result) == told(tuning.read(tmp_path)) and result["value"].tolist() == (result["x"] * result["n"]).tolist()
+    )
 
 
 def test_a_group_that_raises_goes_one_by_one():
