@@ -302,13 +302,35 @@ TICKS = [0, 1, 2, 3, 5, 11, 12, 30, 31, 45]
 
 
 @both_ways
-def test_throttle(monkeypatch, resuming):
+@pytest.mark.parametrize(
+    ("arguments", "calls"),
+    [
+        (dict(), [0, 11, 30, 45]),
+        (dict(trailing=True), [0, 11, 30, 45]),
+        (dict(leading=False), [11, 45]),
+        (dict(leading=False, trailing=True), [11, 30, 45]),
+    ],
+)
+def test_throttle(monkeypatch, resuming, arguments, calls):
     clock, seen, run = Clock(monkeypatch), [], Run()
-    for second in [*TICKS, -500]:  # a clock that is set back must not silence it
+    for second in TICKS:
         clock.now = 1000.0 + second
         run = run.resumed() if resuming else run
-        run.visit(throttle(lambda run: seen.append(clock.now - 1000), 10), "log")
-    assert seen == [0, 11, 30, 45, -500]
+        run.visit(throttle(lambda run: seen.append(clock.now - 1000), 10, **arguments), "log")
+    assert seen == calls
+
+
+def test_throttle_makes_up_at_the_end(monkeypatch):
+    clock, seen, run = Clock(monkeypatch), [], Run()
+    callback = throttle(lambda run: seen.append(run.event), 10, trailing=True)
+    run.visit(callback, "log", "end")
+    assert seen == ["log"]  # the end itself is a boundary that came too early, and there is no later one
+    run.visit(callback, "log")
+    run.visit(callback, "end")
+    assert seen == ["log", "end"]
+    clock.now -= 500  # a clock that is set back must not silence it
+    run.visit(callback, "log")
+    assert seen == ["log", "end", "log"]
 
 
 def test_time_limit_counts_over_resumes_but_not_the_time_between(monkeypatch):

@@ -364,6 +364,21 @@ def test_records_among_columns_and_in_lists():
     assert_same([(b["a"], b["b"]) for b in got], expected)
 
 
+def test_a_mask_is_not_dropped():
+    masked = np.ma.masked_array(np.array([1, 1000], np.float32), [False, True])
+    stored = _File(np.ma.masked_array(np.ones((4, 2), np.float32), [[0, 0], [0, 1], [0, 0], [0, 0]]))
+    cases = {
+        "arrays": lambda: batches({"x": masked}, 1),
+        "records": lambda: batches(_Odd([{"x": np.ones(2, np.float32)}, {"x": masked}]), 2),
+        "file": lambda: batches({"x": stored}, 4, shuffle=True),
+        "loader": lambda: prefetch([{"x": masked}]),
+    }
+    for name, make in cases.items():
+        with pytest.raises(DataError) as raised:
+            list(make())
+        assert "got a masked array, expected an array, and beside it its mask" in str(raised.value), name
+
+
 def test_records_are_read_when_they_are_needed():
     dataset = _Dataset()
     source = as_source(batches(dataset, 4))

@@ -76,6 +76,8 @@ def _lost(x: Any) -> tuple[str, str] | None:
     """The part of a NumPy array that JAX would lose silently, as `got, expected`."""
     if not isinstance(x, np.ndarray):
         return None
+    if isinstance(x, np.ma.MaskedArray):
+        return "a masked array", "an array, and beside it its mask (f32, 1 for real rows)"
     if x.dtype.char not in "lLqQd" or not x.size:
         return None
     if (held := _range(x.dtype, jax.config.read("jax_enable_x64"))) is None:
@@ -93,14 +95,16 @@ def _lost(x: Any) -> tuple[str, str] | None:
 def check_casts(tree: PyTree, root: str, where: str = "") -> None:
     """Raise DataError for NumPy arrays of which JAX would lose something silently.
 
-    Integers that wrap, numbers that become inf. Reads the values of 64-bit arrays only, and only if
-    JAX cuts them to 32.
+    Integers that wrap, numbers that become inf, a mask. Reads the values of 64-bit arrays only, and
+    only if JAX cuts them to 32.
     """
     if any(map(_lost, jax.tree.leaves(tree))):
         for place, leaf in trees.leaves_at(root, tree):
             if lost := _lost(leaf):
                 place += where and f", {where}"
                 fix = "Leave it out, make it smaller, or set jax_enable_x64."
+                if isinstance(leaf, np.ma.MaskedArray):
+                    fix = "x.filled(0) and ~np.ma.getmaskarray(x) are the two."
                 raise DataError("leaf", place, *lost, fix)
 
 
@@ -110,6 +114,8 @@ def own(leaf: PyTree) -> PyTree:
         return placement.copied(leaf)
     if isinstance(leaf, jax.Array | np.generic) or not hasattr(leaf, "__array__"):
         return leaf
+    if isinstance(leaf, np.ma.MaskedArray):
+        check_casts(leaf, "record")
     return placement.copied(np.asarray(leaf))
 
 

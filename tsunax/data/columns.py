@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import PyTree, trees
-from tsunax.data.checks import check_batch, own
+from tsunax.data.checks import check_batch, check_casts, own
 from tsunax.errors import DataError, told
 
 
@@ -62,7 +62,9 @@ def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
     if not isinstance(rows, slice):  # h5py takes increasing rows only
         order = np.argsort(rows)
         rows, back = rows[order], np.argsort(order)
-    return np.asarray(leaf[rows])[back]
+    found = leaf[rows]
+    check_casts(found, "rows")  # of a file, which may have masks
+    return np.asarray(found)[back]
 
 
 # What kind of data it is

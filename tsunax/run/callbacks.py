@@ -126,24 +126,31 @@ class every:
 class throttle:
     """`fn(run)` at most once in `seconds`, whatever the number of boundaries.
 
-    As Flux's `throttle`, without its timer thread. Wall clocks of several processes differ: `fn`
+    `leading` calls it at the first boundary, else `seconds` later. With `trailing`, a boundary that
+    came too early is made up for at the first one after the wait, or at the end of the run. As
+    Flux's `throttle`, without its timer thread. Wall clocks of several processes differ: `fn`
     should not change the state there.
     """
 
     fn: Callable[[Run], Any]
     seconds: float
+    leading: bool = True
+    trailing: bool = False
 
     def __post_init__(self) -> None:
         _function("throttle()", "fn", self.fn)
         _real("throttle()", "seconds", self.seconds)
 
     def __call__(self, run: Run) -> PyTree:
-        now = time.time()
+        memory, now = run.memory, time.time()
         # a clock set back ends the wait
-        if now < run.memory.get("throttled_until", 0.0) <= now + self.seconds:
+        is_waiting = now < memory.get("throttled_until", 0.0) <= now + self.seconds
+        is_due = memory.get("throttled", False)
+        if is_waiting and not (run.event == "end" and is_due):
+            memory["throttled"] = is_due or self.trailing
             return None
-        run.memory["throttled_until"] = now + self.seconds
-        return self.fn(run)
+        memory.update(throttled_until=now + self.seconds, throttled=not (self.leading or is_due))
+        return None if memory["throttled"] else self.fn(run)
 
 
 # When to stop
