@@ -462,3 +462,15 @@ def test_a_package_that_cannot_be_imported_is_reported(tmp_path):
     wrong = write(tmp_path, {"__init__.py": "import warnings; warnings.warn('old')\n"})
     with pytest.raises(AssertionError, match="UserWarning: old"):
         probe(wrong, tmp_path)
+
+
+def test_signposts_lead_somewhere():
+    """Every `file`: `function` of the contributors' page is there."""
+    page = (ROOT / "docs" / "contributors.md").read_text().partition("## Where is it decided")[2].partition("\n## ")[0]
+    rows = [cell for line in page.splitlines()[4:] if line.startswith("|") for cell in line.split("|")[2].split(";")]
+    assert len(rows) > 10
+    for cell in rows:
+        file, *names = re.findall("`([^`]+)`", cell)
+        text = (ROOT / "tsunax" / file).read_text()
+        for name in names:
+            assert re.search(rf"^\s*(def|class) {name}\b", text, re.M) or "=" in name, (file, name)

@@ -145,7 +145,7 @@ def update(
         `loss`.
       on_nonfinite: what to do if the loss, a gradient, what the rule would add to params, or a
         rule's report is not finite. "skip" rejects the step: every array of the state but its
-        counts stays bit-identical. "raise" rejects too, and a compiled step then waits and raises.
+        counts and its loss scale stays bit-identical. "raise" rejects too, and a compiled step then waits and raises.
         "ignore" applies it.
       norms: whether info has `grad_norm` and `update_norm`. The verdict looks at both in any case.
       extra: goes to the rule, if it takes extra arguments.

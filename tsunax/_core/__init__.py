@@ -1,4 +1,4 @@
-"""What every part of the package may use: trees, patterns, checks, norms, files.
+"""What every part of the package may use: trees, patterns, checks, files.
 
 It knows nothing of training states, rules and loops.
 """

@@ -1,7 +1,7 @@
-"""Files that survive: written aside, synced, renamed; read within bounds; one writer a directory.
+"""Files that survive: hidden names, synced, read within bounds; one writer a directory.
 
 Links are never followed for a write, and nothing is deleted that does not carry a name that only
-this module gives. It knows nothing of arrays or states.
+this module gives. The commit of a checkpoint is `checkpoints/_files.py`. It knows nothing of arrays or states.
 """
 
 from __future__ import annotations

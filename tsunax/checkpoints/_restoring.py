@@ -324,6 +324,11 @@ def _differences(wanted: Wanted, saved: Mapping, cast: bool, skip=()) -> tuple[l
 
 
 def fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
+    """Whether a saved leaf can be restored into this one.
+
+    Shardings are not compared, and a `Leaf` has none: a checkpoint of any number of devices fits, and
+    `placed` follows the target. `_reading` and `_host_copies.check_members` refuse the exceptions.
+    """
     if (mine.kind, mine.shape) != (theirs.kind, theirs.shape):
         return False
     is_float = lambda name: bool(name) and jnp.issubdtype(np.dtype(name), np.floating)

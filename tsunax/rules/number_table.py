@@ -161,7 +161,7 @@ def as_float(value: Scalar, complement: Scalar) -> Scalar:
 
 
 def is_live(x: object) -> bool:
-    """Whether it is the state of a live rule (`live_rules.Any`)."""
+    """Whether it is the state of a live rule (`live_rules.LiveState`)."""
     return getattr(type(x), "is_live", False)
 
 

@@ -132,7 +132,12 @@ class Fit:
         return self.next[1] - step - self.ahead
 
     def take(self, left: float) -> feed.Chunk | None:
-        """The batches of the next call, `left` at most; None at the end of an epoch."""
+        """The batches of the next call, `left` at most; None at the end of an epoch.
+
+        How many steps a call makes is the least of: the setting, or what the clock says
+        (`per_call`); the steps to a boundary (`left`); the room of a call (`feed.buffer_size`); the
+        rest of an epoch or block.
+        """
         ahead, limit = self.run.step + self.ahead, self.rejections.limit or feed.NO_LIMIT
         most = int(min(self.per_call(), left))
         chunk = self.feed.take(most, self.run.state, ahead, limit, until=left)
