@@ -197,7 +197,7 @@ def test_a_second_average_is_saved_and_what_the_script_edits_wins(tmp_path):
             state,
             slow=dataclasses.replace(state.slow, params={"w": saved.params["w"] * np.nan, "b": saved.params["b"]}),
         )
-        with pytest.warns(UserWarning, match=r"slow.params\['w'\]"):
+        with pytest.raises(ts.errors.SaveError, match=r"slow.params\['w'\], which is not finite"):
             checkpoints.save(broken, step=2)
             checkpoints.wait()
 

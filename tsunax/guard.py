@@ -296,24 +296,33 @@ def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
 
 
 def candidate(
-    applied: Callable[[], tuple[Any, ...]], trained: list[Any], *, once: bool = False
+    applied: Callable[[], tuple[Any, ...]], trained: list[Any], state: PyTree, *, once: bool = False
 ) -> tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]] | None]:
     """The result of `applied()`, and a function that computes it again.
 
     The function is None if recomputing would cost too much for these trained leaves, or if it is to
-    be computed only `once`.
+    be computed only `once`. Leaves of `state` in the result stay the same objects.
     """
     large = sum(x.size * x.dtype.itemsize for x in trained) > BYTES * len(trained)
     if large or once or any(map(is_over_mesh, trained)) or not trees.is_tracing():
         return applied(), None
     from jax.extend.core import jaxpr_as_fun  # costs 20 ms to import
 
+    old, found = {id(x) for x in jax.tree.leaves(state)}, []
+
+    def computed() -> list[Any]:
+        leaves, treedef = jax.tree.flatten(applied())
+        found[:] = treedef, [x if id(x) in old else None for x in leaves]
+        return [x for x in leaves if id(x) not in old]
+
     # traced once for both runs, and one equation in each
-    program, shapes = jax.make_jaxpr(jax.jit(applied), return_shape=True)()
-    shapes, treedef = jax.tree.flatten(shapes)
-    # constants come back as numbers
-    as_array = lambda x, s: x if hasattr(x, "dtype") else jnp.asarray(x, s.dtype)
-    run = lambda: treedef.unflatten(map(as_array, jaxpr_as_fun(program)(), shapes))
+    program = jax.make_jaxpr(jax.jit(computed))()
+    treedef, same = found
+
+    def run() -> tuple[Any, ...]:
+        new = iter(jaxpr_as_fun(program)())
+        return treedef.unflatten([next(new) if x is None else x for x in same])
+
     return run(), run if _is_cheap(getattr(program, "jaxpr", program)) else None
 
 

@@ -211,7 +211,7 @@ def moved(
 
     once = state.plan.overwritten is not None
     trained = jax.tree.leaves(trained_part(state))
-    (new, updates, emitted), again = guard.candidate(applied, trained, once=once)
+    (new, updates, emitted), again = guard.candidate(applied, trained, state, once=once)
     if difference := trees.first_difference(new.opt_state, state.opt_state, "opt_state"):
         raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
     update_norm = guard.global_norm(_without_frozen(updates, thawed)) if measures else None
