@@ -28,7 +28,7 @@ from campaigns import manifests, training_run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tsunax._core import durable_files
-from tsunax.checkpoints import _background, _blocks, _files, _safetensors, checksums, leaves, saving
+from tsunax.checkpoints import _background, _blocks, _disk_home, _safetensors, checksums, leaves, saving
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.errors import (
@@ -400,7 +400,8 @@ def test_a_manifest_does_not_grow_with_the_devices_and_takes_no_time(tmp_path):
 def test_the_hash_of_an_array_does_not_depend_on_its_sharding(saved_sharded):
     """So that what one topology saved, another one verifies; and a flip of any bit changes it."""
     hashes = [
-        {leaf.name: leaf.hash for leaf in _files.Files(path).manifest(1).leaves} for path in saved_sharded.values()
+        {leaf.name: leaf.hash for leaf in _disk_home.DiskHome(path).manifest(1).leaves}
+        for path in saved_sharded.values()
     ]
     assert hashes[0] == hashes[-1] and all(known == hashes[0] for known in hashes)
     draw = np.random.default_rng(0)
@@ -408,20 +409,20 @@ def test_the_hash_of_an_array_does_not_depend_on_its_sharding(saved_sharded):
         x = draw.integers(0, 2, (6, 5, 8)).astype(np.float32).astype(dtype)
         cuts = [((0, 2), (2, 6)), ((0, 5),), ((0, 3), (3, 4), (4, 8))]
         parts = [
-            checksums.of(x[tuple(slice(*cut) for cut in bounds)], bounds, x.shape)
+            checksums.block_hash(x[tuple(slice(*cut) for cut in bounds)], bounds, x.shape)
             for bounds in itertools.product(*cuts)
         ]
-        assert sum(parts) % checksums.MODULUS == checksums.of(x), dtype
+        assert sum(parts) % checksums.MODULUS == checksums.block_hash(x), dtype
     missed, x = 0, draw.standard_normal((100, 70)).astype(np.float32)
-    known = checksums.of(x)
+    known = checksums.block_hash(x)
     for _ in range(2000):
         flat = x.reshape(-1).view(np.uint32)
         at, bit = draw.integers(flat.size), np.uint32(1 << draw.integers(32))
         flat[at] ^= bit
-        missed += checksums.of(x) == known
+        missed += checksums.block_hash(x) == known
         flat[at] ^= bit
-    assert missed == 0 and checksums.of(x) == known
-    assert len({checksums.of(np.roll(x, n)) for n in range(50)}) == 50
+    assert missed == 0 and checksums.block_hash(x) == known
+    assert len({checksums.block_hash(np.roll(x, n)) for n in range(50)}) == 50
 
 
 # --------------------------------------------------------------------------------------------------- kinds of trees
@@ -439,7 +440,7 @@ def test_nnx_linen_and_equinox_parameters(tmp_path):
         found = restored(tmp_path / str(i), make(params=like)).state
         assert_trees_equal(found.params, saved)
         assert jax.tree.structure(found.params) == jax.tree.structure(saved)
-    names = [leaf.path for leaf in _files.Files(tmp_path / "0").manifest(0).leaves if leaf.path[0] == ".params"]
+    names = [leaf.path for leaf in _disk_home.DiskHome(tmp_path / "0").manifest(0).leaves if leaf.path[0] == ".params"]
     assert ("value" in str(names), len(names)) == (False, 2)
 
 
@@ -1499,7 +1500,7 @@ def test_what_is_left_out_is_noticed(tmp_path):
 
 def test_details_that_other_modules_lean_on():
     assert dataclasses.fields(saving.Restored)[0].name == "state"
-    assert durable_files.step_of("1" * 30) is None and durable_files.ours(".tsunax-tmp-3-0123abcd") == ("tmp", 3)
+    assert durable_files.step_in_name("1" * 30) is None and durable_files.ours(".tsunax-tmp-3-0123abcd") == ("tmp", 3)
     assert [leaves.dtype_of(name) for name in ("O", "object", "void", "U3", "datetime64", "float8_", "int2x")] == [
         None
     ] * 7

@@ -168,7 +168,7 @@ def test_another_state_is_refused_before_an_array_is_read(place, home, monkeypat
     given = place(home)
     run_of(given, three()[:1])
     checkpoints = Checkpoints(**given, read_only=True)
-    monkeypatch.setattr(type(checkpoints.store), "read", None)
+    monkeypatch.setattr(type(checkpoints.home), "read", None)
     text = error_of(lambda: checkpoints.restore(make(rule=ts.rules.sgd(0.1))))
     assert text.startswith(f"checkpoint of another state at {checkpoints.path}")
 

@@ -17,9 +17,9 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages
-from tsunax.checkpoints import _files
-from tsunax.checkpoints.resume import code_text
+from tsunax.checkpoints import _disk_home
 from tsunax.checkpoints.saving import Best, Checkpoints
+from tsunax.checkpoints.script_settings import code_text
 from tsunax.distributed import processes as distributed
 from tsunax.errors import DataError, RowError, StateError
 from tsunax.precision import LossScale
@@ -91,7 +91,7 @@ def test_a_state_as_it_was_saved_goes_on_without_a_word(tmp_path):
 def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypatch):
     """A manifest that one process cannot read ends the call on all of them; alone, the others would wait."""
     state, _ = fit(tmp_path, make(), 3)
-    together, manifest, inside, seen = distributed.together, _files.Files.manifest, [], []
+    together, manifest, inside, seen = distributed.together, _disk_home.DiskHome.manifest, [], []
 
     def all_of_them(*args, **given):
         inside.append(1)
@@ -102,7 +102,7 @@ def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypa
 
     monkeypatch.setattr(distributed, "together", all_of_them)
     read = lambda *args: seen.append(bool(inside)) or manifest(*args)
-    monkeypatch.setattr(_files.Files, "manifest", read)
+    monkeypatch.setattr(_disk_home.DiskHome, "manifest", read)
     with Checkpoints(tmp_path) as checkpoints:
         new = state.replace(params={"w": jnp.full(4, 2.0)})
         checkpoints.resumed(new, "auto")
@@ -306,7 +306,7 @@ def test_the_text_of_a_function_is_the_same_in_every_process():
     """No address, no order of a set, and no end of a search: what a loss closes over may be anything."""
     program = (
         "import jax, numpy as np\n"
-        "from tsunax.checkpoints.resume import code_text\n"
+        "from tsunax.checkpoints.script_settings import code_text\n"
         "class Odd:\n    pass\n"
         "big = {'x': [np.ones(3)] * 1000, 'odd': Odd()}\n"
         "big['self'] = big\n"

@@ -35,7 +35,7 @@ from tsunax.run import feed as _feed
 from tsunax.run.evaluation import evaluate
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
-from tsunax.run.infos import form_of, step_of
+from tsunax.run.infos import form_of, logged_step
 from tsunax.run.options import Goal, check_step, check_whole, options_of
 from tsunax.run.run import with_state
 from tsunax.state import TrainState
@@ -246,7 +246,7 @@ def fit(
     goal = Goal("fit()", steps, epochs)
     starting.check_fit(step, state, dry_run, resume, checkpoint, history)
     if dry_run:
-        state, goal = jax.tree.map(own, state), Goal("fit()", step_of(state, 0) + 2, None)
+        state, goal = jax.tree.map(own, state), Goal("fit()", logged_step(state, 0) + 2, None)
         logger, checkpoint, resume, progress, history = (), None, "auto", False, None
     with contextlib.ExitStack() as stack:
         saver = None if checkpoint is None else stack.enter_context(starting.opened(checkpoint))

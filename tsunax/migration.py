@@ -26,7 +26,7 @@ from tsunax._core.placement import beside
 from tsunax._step.members import members_of
 from tsunax._step.roles import averages_of, frozen_flags, frozen_words
 from tsunax.averages import Average
-from tsunax.checkpoints import live_numbers
+from tsunax.checkpoints import state_facts
 from tsunax.errors import StateError
 from tsunax.hyper import hyperparams
 from tsunax.precision import LossScale, Policy
@@ -350,9 +350,9 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _Found) -> TrainSta
     """Live numbers by name, and those that the new rule changes or lacks."""
     if old.numbers is None or new.numbers is None:
         return new
-    then, now = (live_numbers.state_facts(state) for state in (old, new))
+    then, now = (state_facts.facts_of(state) for state in (old, new))
     values = [np.asarray(numbers.values) for numbers in (old.numbers, new.numbers)]
-    merged, edited = live_numbers.merged_numbers(values[0], then, values[1], now)
+    merged, edited = state_facts.merged_numbers(values[0], then, values[1], now)
     names, mine = ([name for name, _ in facts["columns"]] for facts in (then, now))
     numbers = hyperparams(old)
     report.notes += [note for note in edited if note.partition(":")[0] in names]

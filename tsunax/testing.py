@@ -52,7 +52,7 @@ from tsunax.loss import rows_of
 from tsunax.populations import member, population
 from tsunax.program import TrainStep
 from tsunax.rules.owners import owners_of
-from tsunax.run.infos import step_of
+from tsunax.run.infos import logged_step
 from tsunax.state import Plan, TrainState, base, check_state, donated, own, trained_part, with_rest
 from tsunax.step import StepInfo, gradient_of
 
@@ -216,11 +216,11 @@ def check_fused(
 
 def _by_hand(step: Function, state: PyTree, data: Iterable[PyTree], steps: int) -> PyTree:
     """A loop in Python up to a step of the state's clock."""
-    done = step_of(state, 0)
+    done = logged_step(state, 0)
     while True:
         for batch in data:
             state, _ = step(state, batch)
-            done = step_of(state, done + 1)
+            done = logged_step(state, done + 1)
             if done >= steps:
                 return state
 

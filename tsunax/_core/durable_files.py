@@ -1,7 +1,7 @@
 """Files that survive: hidden names, synced, read within bounds; one writer a directory.
 
 Links are never followed for a write, and nothing is deleted that does not carry a name that only
-this module gives. The commit of a checkpoint is `checkpoints/_files.py`. It knows nothing of arrays or states.
+this module gives. The commit of a checkpoint is `checkpoints/_disk_home.py`. It knows nothing of arrays or states.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def folder_of(path: Any, name: str, where: str) -> Path:
         raise CheckpointError(name, where, told(error), "a directory's path") from None
 
 
-def step_of(name: str) -> int | None:
+def step_in_name(name: str) -> int | None:
     """The step that a directory's name says: plain decimal digits without leading zeros; else None.
 
-    >>> [step_of(name) for name in ("12", "0", "007", "-4", "٣", "12.tmp")]
+    >>> [step_in_name(name) for name in ("12", "0", "007", "-4", "٣", "12.tmp")]
     [12, 0, None, None, None, None]
     """
     return int(name) if re.fullmatch(r"0|[1-9][0-9]{0,18}", name, re.ASCII) else None

@@ -92,14 +92,14 @@ def bounded(f: Callable[[], Any], limit: float, what: str):
 
 
 def take_lock(owner, is_first: bool) -> durable_files.Lock:
-    """Make the directory of `owner.store` and take its lock.
+    """Make the directory of `owner.home` and take its lock.
 
     An earlier owner in this process gives the lock up when it has nothing left to write. An owner
     has `store`, `wait()` and `_lock`. Raises CheckpointError for a directory that cannot be
     written.
     """
     try:
-        key = owner.store.prepare()
+        key = owner.home.prepare()
         with _LOCK:
             lock, previous = _HELD.get(key, (None, lambda: None))
             if lock is not None and lock.pid == os.getpid():
@@ -107,7 +107,7 @@ def take_lock(owner, is_first: bool) -> durable_files.Lock:
                     other.wait()
                     other._lock = None
             else:
-                lock = owner.store.lock(is_first)
+                lock = owner.home.lock(is_first)
             _HELD[key] = lock, weakref.ref(owner)
             return lock
     except OSError as error:

@@ -74,7 +74,7 @@ def hashes_of(
     def one(block: str) -> int:
         leaf, bounds = parse_name(block)
         known = saved.get(leaf)
-        return -1 if known is None else checksums.of(get(block, known), bounds, known.shape)
+        return -1 if known is None else checksums.block_hash(get(block, known), bounds, known.shape)
 
     names = list(blocks)
     pool = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1))
@@ -134,11 +134,11 @@ def verified(leaf: Leaf, parts, read: Callable[[Bounds], np.ndarray]) -> tuple[A
     """
     if parts is None:
         found = read(whole(leaf.shape))
-        if checksums.of(found) != leaf.hash:
+        if checksums.block_hash(found) != leaf.hash:
             raise Damaged(other_bytes(leaf))
         return found, None
     pieces = {bounds: read(bounds) for bounds in parts}
-    total = sum(checksums.of(x, bounds, leaf.shape) for bounds, x in pieces.items())
+    total = sum(checksums.block_hash(x, bounds, leaf.shape) for bounds, x in pieces.items())
     return Pieces(leaf.shape, leaves.dtype_of(leaf.dtype), pieces), total % checksums.MODULUS
 
 
@@ -207,7 +207,7 @@ def check_same(
 
 
 def answered(wanted: list[Leaf], answers: list) -> tuple[list[Any], dict[str, int]]:
-    """The results of `read_leaf`, in the form in which `Home.read` returns them."""
+    """The results of `read_leaf`, in the form in which `CheckpointHome.read` returns them."""
     sums = zip(wanted, answers, strict=True)
     return [x for x, _ in answers], {leaf.name: x for leaf, (_, x) in sums if x is not None}
 

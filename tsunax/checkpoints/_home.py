@@ -1,6 +1,6 @@
 """What every home of checkpoints does alike: manifests, what is known, who may write.
 
-A home is a place where checkpoints are: `_files` on a disk, `_orbax_home` by orbax, on a disk or in
+A home is a place where checkpoints are: `_disk_home` on a disk, `_orbax_home` by orbax, on a disk or in
 a bucket. Beside the methods here it has
 
     steps, directory_of                        what is there
@@ -41,12 +41,12 @@ def sum_of(body: bytes) -> bytes:
     return f"{durable_files.sha256(body)}  {MANIFEST}\n".encode()
 
 
-class Home:
+class CheckpointHome:
     """A run's directory, and what this process knows of it."""
 
     inside = ""  # where a checkpoint's directory has its manifest
     load = staticmethod(durable_files.read)
-    store = staticmethod(durable_files.write)
+    write_file = staticmethod(durable_files.write)
 
     def __init__(self, path: Path, timeout: float = 600.0):
         self.path, self.timeout = path, timeout
@@ -157,7 +157,7 @@ class Home:
     def put_part(self, name: str, process: int, part: Manifest) -> None:
         """Store the manifest of this process's part for the first process."""
         if process:
-            self.store(self.path / name / self.inside / _part(process), part.dump())
+            self.write_file(self.path / name / self.inside / _part(process), part.dump())
 
     def together(self, name: str, first: Manifest, count: int) -> Manifest:
         """The manifest of a checkpoint whose parts all processes have written."""
@@ -176,8 +176,8 @@ class Home:
         if len(body) > LIMIT:
             raise ValueError(f"a manifest of {len(body)} bytes, more than {LIMIT}")
         Manifest.parse(body)
-        self.store(folder / MANIFEST, body)
-        self.store(folder / SUM, sum_of(body))
+        self.write_file(folder / MANIFEST, body)
+        self.write_file(folder / SUM, sum_of(body))
 
     # --------------------------------------------------------------------------- who may write
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from tsunax._core import checks, trees
 from tsunax._step.roles import averages_of
-from tsunax.checkpoints import _values, leaves
+from tsunax.checkpoints import _user_values, leaves
 from tsunax.checkpoints._blocks import Blocks, block_name, bounds_of, whole
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Leaf, Tree
@@ -47,7 +47,7 @@ def check_members(tree: Tree, where: str) -> None:
             raise StateError("population", where, got, "of one", fix)
 
 
-def step_of(tree: Tree, step) -> int:
+def step_to_save(tree: Tree, step) -> int:
     if step is None:
         if not tree.states:
             got, fix = "a tree without a TrainState", "save(state, step=...)."
@@ -138,7 +138,7 @@ def encoded(given: Mapping[str, Any], blocks: Blocks, process: int) -> Parts:
             blocks[name] = x
         return len(arrays) - 1
 
-    return Parts({name: _values.encode(x, keep, name) for name, x in given.items()}, arrays)
+    return Parts({name: _user_values.encode(x, keep, name) for name, x in given.items()}, arrays)
 
 
 # ----------------------------------------------------------------------------------- what is in them

@@ -44,7 +44,7 @@ from tsunax._core import durable_files, trees
 from tsunax._core.libraries import library
 from tsunax.checkpoints import _blocks, _host_copies, _orbax, checksums
 from tsunax.checkpoints._blocks import Blocks
-from tsunax.checkpoints._home import MANIFEST, Home, names_in
+from tsunax.checkpoints._home import MANIFEST, CheckpointHome, names_in
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
 from tsunax.checkpoints.manifest import Manifest
@@ -80,7 +80,7 @@ class _Save:
         raise NotImplementedError
 
 
-class Orbax(Home):
+class OrbaxHome(CheckpointHome):
     inside = OURS
 
     def __init__(self, path: Path, timeout: float = 600.0):
@@ -197,7 +197,7 @@ class Orbax(Home):
             with tempfile.TemporaryDirectory() as here:
                 file = Path(here, f"{process}.safetensors")
                 _blocks.write_arrays(file, beside)
-                self.store(self.path / name / OURS / file.name, file.read_bytes())
+                self.write_file(self.path / name / OURS / file.name, file.read_bytes())
         found = hashes()
         if prove:
             save = self._saves[name]
@@ -245,7 +245,7 @@ class Orbax(Home):
             name, bounds = _blocks.parse_name(block)
             leaf = save.saved[name]
             array = open_array(leaf)(bounds or _blocks.whole(leaf.shape))
-            return checksums.of(array, bounds, leaf.shape)
+            return checksums.block_hash(array, bounds, leaf.shape)
 
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
             again = dict(zip(save.hashes, pool.map(one, save.hashes), strict=True))
@@ -282,7 +282,7 @@ class Orbax(Home):
                 self._remove(name.removesuffix(UNFINISHED))
 
     def _mark(self, name: str) -> None:
-        self.store(self.path / (name + UNFINISHED), b"This directory is not whole.\n")
+        self.write_file(self.path / (name + UNFINISHED), b"This directory is not whole.\n")
 
     def _remove(self, name: str) -> None:
         mark, folder = self.path / (name + UNFINISHED), self.path / name
@@ -366,14 +366,14 @@ def _opener(
 # ------------------------------------------------------------------------------------------ buckets
 
 
-class Bucket(Orbax):
+class BucketHome(OrbaxHome):
     """orbax checkpoints in a bucket, `gs://...`, without locks: the latest run may write."""
 
     @staticmethod
-    def at(text: str, timeout: float) -> Bucket:
+    def at(text: str, timeout: float) -> BucketHome:
         library("gcsfs", "Checkpoints()", extra="gcs")
         path = importlib.import_module("etils.epath").Path(text)
-        return Bucket(path, timeout)
+        return BucketHome(path, timeout)
 
     @staticmethod
     def load(path: Any, limit: int) -> bytes:
@@ -383,7 +383,7 @@ class Bucket(Orbax):
             return path.read_bytes()
 
     @staticmethod
-    def store(path: Any, content: bytes) -> None:
+    def write_file(path: Any, content: bytes) -> None:
         with _os_errors():
             path.write_bytes(content)
 
@@ -419,7 +419,7 @@ class _Mark:
     is refused at its next save.
     """
 
-    def __init__(self, home: Bucket, is_first: bool):
+    def __init__(self, home: BucketHome, is_first: bool):
         self.home, self.pid, self.text = home, os.getpid(), ""
         self.file = home.path / durable_files.LOCK
         if is_first:
@@ -428,7 +428,7 @@ class _Mark:
                 errors.warn(f"{home.path} was in use, by {before:.200}: {text}.")
             about = {"pid": self.pid, "host": socket.gethostname(), "run": secrets.token_hex(4)}
             self.text = json.dumps(about)
-            home.store(self.file, self.text.encode())
+            home.write_file(self.file, self.text.encode())
 
     def renew(self, _) -> None:
         if self.text and (now := self.home.lock_text()) != self.text:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tsunax._core import checks, durable_files, trees
-from tsunax.checkpoints import _host_copies, _restoring, _values, leaves
+from tsunax.checkpoints import _host_copies, _matching, _user_values, leaves
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import bounded
 from tsunax.checkpoints.leaves import Damaged, TooNew
@@ -51,7 +51,7 @@ def newest(
     def look():
         run.wait()
         _host_copies.check_members(leaves.tree_of(like), "restore()")
-        found = _by_metric(run) if step == "best" else run.store.steps()
+        found = _by_metric(run) if step == "best" else run.home.steps()
         return None, json.dumps(found)
 
     found = json.loads(run.together("restore()", look)[1][0])
@@ -77,10 +77,10 @@ def newest(
         try:
             restored = read(at)
         except Damaged as error:
-            there = lambda at=at: (None, str(run.store.directory_of(at) is not None))
+            there = lambda at=at: (None, str(run.home.directory_of(at) is not None))
             if step is None and run.together("restore()", there)[1][0] != "True":
                 continue  # a writer replaced it meanwhile
-            run.store.bad[at] = str(error)
+            run.home.bad[at] = str(error)
             problems.append(f"step {at}: {error}")
             continue
         for problem in problems:
@@ -94,7 +94,7 @@ def newest(
         more = f"; and {len(problems) - 10} more" if problems[10:] else ""
         got = "; ".join(problems[:10]) + more
         raise CheckpointError("checkpoints", where, got, "a good one", fix)
-    run.together("restore()", lambda: (run.store.check_not_foreign(), ""))
+    run.together("restore()", lambda: (run.home.check_not_foreign(), ""))
     if resume == "must":
         expected = "at least one: resume='must'"
         raise CheckpointError("checkpoints", where, "none", expected)
@@ -117,13 +117,13 @@ def _brief(steps: list[int]) -> str:
     return ", ".join(map(str, steps)) or "none"
 
 
-def read(run, step: int, how: _restoring.How | _restoring.Clocks) -> Restored:
+def read(run, step: int, how: _matching.RestoreRequest | _matching.Clocks) -> Restored:
     """One checkpoint: compared, then read, then verified. Raises Damaged, CheckpointError."""
     folder, name = run.path / str(step), f"restore of step {step}"
 
     def describe():
         try:
-            manifest = run.store.manifest(step)
+            manifest = run.home.manifest(step)
         except TooNew as error:
             expected = f"format {_manifest.FORMAT} or earlier"
             text = message("checkpoint", str(folder), error, expected, "Update tsunax.")
@@ -133,12 +133,12 @@ def read(run, step: int, how: _restoring.How | _restoring.Clocks) -> Restored:
 
     def read_arrays():
         plan = how.plan(manifest, folder)
-        parts = [] if how.only_params else _parts(run, manifest)
+        parts = [] if how.skips_optimizer else _parts(run, manifest)
         arrays = [x for part in parts for x in part.arrays]
         wanted = [*(pair.saved for pair in plan.pairs), *arrays]
         needed = [*map(plan.needed, plan.pairs), *[None] * len(arrays)]
         found, sums = bounded(
-            lambda: run.store.read(step, manifest, wanted, needed), run.timeout, name
+            lambda: run.home.read(step, manifest, wanted, needed), run.timeout, name
         )
         return (plan, parts, found[: len(plan.pairs)], found[len(plan.pairs) :]), plan.word(sums)
 
@@ -150,11 +150,11 @@ def read(run, step: int, how: _restoring.How | _restoring.Clocks) -> Restored:
     (plan, parts, found, arrays), words = run.together(f"{name}: arrays", read_arrays)
     plan.check(words)
     state = plan.filled(found)
-    _restoring.warn_of_edits(plan.edited)
+    _matching.warn_of_edits(plan.edited)
     values: dict[str, Any] = {}
     for part in parts:
         own, arrays = arrays[: len(part.arrays)], arrays[len(part.arrays) :]
-        values |= {key: _values.decode(x, own) for key, x in part.values.items()}
+        values |= {key: _user_values.decode(x, own) for key, x in part.values.items()}
     names = ("data", "history", "callbacks", "script")
     return Restored(state, step=step, **{key: values.get(key) for key in names})
 

@@ -10,14 +10,14 @@ import dataclasses
 
 import numpy as np
 
-from tsunax.checkpoints import _host_copies, _reading, _restoring, leaves
+from tsunax.checkpoints import _host_copies, _matching, _reading, leaves
 from tsunax.errors import StateError, warn
 from tsunax.state import TrainState
 
 __all__ = []
 
 
-def calls_of(tree) -> int:
+def total_calls(tree) -> int:
     """The calls of all training states in a tree; 0 if this process cannot read them."""
     clocks = [s.clock for s in leaves.tree_of(tree).states.values()]
     known = all(getattr(x, "is_fully_replicated", True) or x.is_fully_addressable for x in clocks)
@@ -26,17 +26,17 @@ def calls_of(tree) -> int:
 
 def later(run, at: int, state, calls: int) -> _reading.Restored:
     """The checkpoint of step `at`, or the state in hand with the checkpoint's other parts."""
-    there = _reading.read(run, at, _restoring.Clocks())
+    there = _reading.read(run, at, _matching.Clocks())
     saved = int(sum(np.sum(clock[..., 1]) for clock in there.state))
     began = there.script.get("calls") if isinstance(there.script, dict) else 0
-    steps = _host_copies.step_of(leaves.tree_of(state), None)
+    steps = _host_copies.step_to_save(leaves.tree_of(state), None)
     here = f"fit(): the state given is at step {steps}"
     newest = f"the newest checkpoint in {run.path}"
     if calls < saved or calls == began != saved:
         if calls != began:
             text = f"{here}, {newest} at step {at}: the checkpoint's goes on"
             warn(f"{text}. For the state given, give another path.")
-        return _reading.read(run, at, _restoring.How(state, None, False, False))
+        return _reading.read(run, at, _matching.RestoreRequest(state, None, False, False))
     got = f"step {steps} after {calls} calls"
     if steps < at:
         fix = "Give another path; or a fresh state, which takes the checkpoint."

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import durable_files, trees
-from tsunax.checkpoints import _host_copies, _values, checksums, leaves, live_numbers, retention
+from tsunax.checkpoints import _host_copies, _user_values, checksums, leaves, retention, state_facts
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import Job
 from tsunax.checkpoints.leaves import Damaged
@@ -44,12 +44,12 @@ def start(run, state, step, given: Mapping[str, Any], metrics) -> Job:
         manifest = dataclasses.replace(manifest, parts=parts)
     watched = _host_copies.watched(tree, manifest.leaves)
     name, drop = first["name"], first["drop"]
-    begin = lambda: (run.store.start(name, tree, manifest.leaves, blocks), "")
+    begin = lambda: (run.home.start(name, tree, manifest.leaves, blocks), "")
     try:
         run.together("save(): start", begin)
     except BaseException:
         if not run.process:
-            run.store.discard(name)
+            run.home.discard(name)
         raise
     work = lambda: _write(run, name, drop, manifest, blocks, watched)
     return Job(work, run.path, manifest.step, run.timeout)
@@ -61,18 +61,18 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
     run.wait()
     numbers = _numbers(metrics)
     if numbers and given["script"] is None and not run.process:  # `fit` looks by itself
-        before = [name for known in run.store.known().values() for name in known]
+        before = [name for known in run.home.known().values() for name in known]
         if text := run.lacks([*numbers, *before], "save()"):
             raise RowError(text)
     tree = leaves.tree_of(state)
     _host_copies.check_saveable(tree)
     _host_copies.check_members(tree, "save()")
-    at = _host_copies.step_of(tree, step)
+    at = _host_copies.step_to_save(tree, step)
     found, blocks = _host_copies.copied(tree, run.process)
     manifest = _manifest.Manifest(
         step=at,
         leaves=found,
-        states={path: live_numbers.state_facts(s) for path, s in tree.states.items()},
+        states={path: state_facts.facts_of(s) for path, s in tree.states.items()},
         parts=[] if run.process else [_host_copies.encoded(given, blocks, 0)],
         metrics=numbers,
     )
@@ -80,7 +80,7 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
     if processes.process_count() > 1:
         word["digests"] = {name: _digest(given[name], name) for name in ("data", "callbacks")}
     if not run.process:
-        known = run.store.known()
+        known = run.home.known()
         if known and at < max(known):
             expected = f"≥ {max(known)}, the newest in {run.path}"
             other = "Checkpoints(other).save(...)"
@@ -88,7 +88,7 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
             raise CheckpointError("step", "save()", at, expected, fix)
         policy = run.keep_last, run.keep_best, run.keep_every
         word["drop"] = retention.dropped({**known, at: numbers}, *policy)
-        word["name"] = run.store.begin(at)
+        word["name"] = run.home.begin(at)
     return (tree, manifest, blocks), json.dumps(word)
 
 
@@ -105,7 +105,7 @@ def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
     def write():
         if odd := _host_copies.not_finite(blocks, watched):
             raise Damaged(f"{odd}, which is not finite")
-        found = run.store.write(name, run.process, manifest, blocks, prove=bool(drop))
+        found = run.home.write(name, run.process, manifest, blocks, prove=bool(drop))
         blocks.clear()
         return found, ""
 
@@ -114,23 +114,23 @@ def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
         together("manifest", lambda: (_commit(run, name, first), ""))
     except BaseException:
         if not run.process:
-            run.store.discard(name)
+            run.home.discard(name)
         raise
     finally:
         blocks.clear()
     if not run.process:
-        run.store.drop(drop)
+        run.home.drop(drop)
 
 
 def _commit(run, name: str, first: _manifest.Manifest) -> None:
     """Make the parts of all processes one checkpoint."""
     if run.process:
-        return run.store.commit(name, None)
-    whole = run.store.together(name, first, processes.process_count())
+        return run.home.commit(name, None)
+    whole = run.home.together(name, first, processes.process_count())
     if run._lock is None:
         raise Damaged("closed before it was written")
     run._lock.renew(run.path)
-    run.store.commit(name, whole)
+    run.home.commit(name, whole)
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
@@ -151,6 +151,6 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 def _digest(x: Any, name: str) -> str:
     """A hash of data or callbacks, which may differ between processes."""
-    content = lambda _, x: f"{x.dtype} {x.shape} {checksums.of(x)}"
-    coded = _values.encode(x, content, name)
+    content = lambda _, x: f"{x.dtype} {x.shape} {checksums.block_hash(x)}"
+    coded = _user_values.encode(x, content, name)
     return durable_files.sha256(json.dumps(coded, sort_keys=True).encode())

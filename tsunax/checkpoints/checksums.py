@@ -31,7 +31,7 @@ _STRIDE, _ONE, _TWO = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _CHUNK = 1 << 15  # elements at a time, so that the temporaries stay in the cache
 
 
-def of(block: np.ndarray, bounds: Bounds | None = None, shape: tuple[int, ...] = ()) -> int:
+def block_hash(block: np.ndarray, bounds: Bounds | None = None, shape: tuple[int, ...] = ()) -> int:
     """The part that `block` has in the hash of an array of this `shape`; by default it is all."""
     if not block.size:
         return 0

@@ -22,7 +22,7 @@ import numpy as np
 
 from tsunax._core import PyTree, StrPath, Where, checks, durable_files, patterns, trees
 from tsunax._core.libraries import library
-from tsunax.checkpoints import _host_copies, _orbax, _restoring, _safetensors, leaves
+from tsunax.checkpoints import _host_copies, _matching, _orbax, _safetensors, leaves
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree, show
 from tsunax.errors import CheckpointError, SaveError, WrongTypeError, told, unknown
 from tsunax.state import TrainState
@@ -269,7 +269,7 @@ def _restored(source: _Source, like, where, rename: Rename, cast: bool, call: st
     has_state = "clock" in source.leaves and rename is None
     if isinstance(like, TrainState) and (where is not None or not has_state):
         params = _by_name(source, like.params, where, rename, cast, has_state)
-        return _restoring.restarted(like, params=params)
+        return _matching.restarted(like, params=params)
     is_params = has_state and not leaves.tree_of(like).states
     return _by_name(source, like, where, rename, cast, is_params)
 
@@ -303,17 +303,17 @@ def _by_name(source: _Source, tree, where, rename: Rename, cast: bool, is_params
         likely = [name for name in source.leaves if len(name) < 200][:2000]
         near = ", ".join(map(repr, patterns.nearest(missing, likely)))
         fix = f"Nearest to {missing!r}: {near}. rename= finds other names." if near else fix
-    _restoring.refuse(f"other arrays in {source.path}", differences, fix)
+    _matching.refuse(f"other arrays in {source.path}", differences, fix)
     values = source.read([names[i] for i in wanted])
     for i, value in zip(wanted, values, strict=True):
-        flat[i] = _restoring.placed(value, flat[i], leaves.leaf_of((), flat[i]).kind)
+        flat[i] = _matching.placed(value, flat[i], leaves.leaf_of((), flat[i]).kind)
     return treedef.unflatten(flat)
 
 
 def _fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
     if mine.kind.startswith("key:"):  # files have no typed keys
         return (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-    return _restoring.fits(mine, theirs, cast)
+    return _matching.fits(mine, theirs, cast)
 
 
 def _nested(source: _Source) -> dict[str, Any]:

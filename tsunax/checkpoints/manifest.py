@@ -1,7 +1,7 @@
 """What a checkpoint says of itself: plain JSON, read back field by field and within bounds.
 
 The step, every leaf by path and name with its shape, dtype and hash, the types of all containers,
-facts of the training states in it (`live_numbers`), and the plain values of data, history and
+facts of the training states in it (`state_facts`), and the plain values of data, history and
 callbacks. Nothing in it is code, and no file is opened here.
 """
 
@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from tsunax.checkpoints import _values, leaves
+from tsunax.checkpoints import _user_values, leaves
 from tsunax.checkpoints.checksums import MODULUS
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, TooNew, finite, unfinite
 
@@ -27,7 +27,7 @@ _KINDS = {"bool": bool, "int": int, "float": (float, list), "str": str, "complex
 
 @dataclass(frozen=True)
 class Parts:
-    """Data, history and callbacks of one process, see `_values`, and the arrays in them."""
+    """Data, history and callbacks of one process, see `_user_values`, and the arrays in them."""
 
     values: dict[str, Any]
     arrays: list[Leaf]
@@ -171,7 +171,7 @@ def _leaf(x) -> Leaf:
 
 
 def _parts(values, arrays) -> Parts:
-    _values.check_depth(values)
+    _user_values.check_depth(values)
     found = list(map(_leaf, arrays))
     if not all(leaf.dtype for leaf in found):
         raise ValueError("an array without a dtype")

@@ -18,14 +18,14 @@ from typing import Any
 from tsunax._core import PyTree, StrPath, checks, durable_files, trees
 from tsunax.checkpoints import (
     _background,
+    _matching,
     _orbax_home,
     _reading,
-    _restoring,
     _state_in_hand,
     _writing,
 )
-from tsunax.checkpoints._files import Files
-from tsunax.checkpoints._home import Home
+from tsunax.checkpoints._disk_home import DiskHome
+from tsunax.checkpoints._home import CheckpointHome
 from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.retention import Best
@@ -112,8 +112,8 @@ class Checkpoints:
         if not isinstance(keep_best, Best | None):
             got, expected = trees.describe(keep_best), "Best('val/loss', mode='min'), for example"
             raise WrongTypeError("keep_best", "Checkpoints()", got, expected)
-        self.store = _home_of(path, store, timeout)
-        self.path = self.store.path
+        self.home = _home_of(path, store, timeout)
+        self.path = self.home.path
         self.every, self.keep_last, self.keep_every = every, keep_last, keep_every
         self.keep_best, self.read_only, self.timeout = keep_best, read_only, timeout
         self.process = processes.process_index()
@@ -133,13 +133,13 @@ class Checkpoints:
             if self.process:
                 return None, ""
             self._lock = _background.take_lock(self, is_first=True)
-            self.store.tidy()
+            self.home.tidy()
             return None, json.dumps([self._lock.text, secrets.token_hex(4)])
 
         def join():
             if not self.process:
                 return None, ""
-            if self.store.lock_text() != text:
+            if self.home.lock_text() != text:
                 got, expected = "another directory", "that of process 0"
                 fix = "All processes of a run save into one directory, on a disk that they share."
                 raise CheckpointError("path", str(self.path), got, expected, fix)
@@ -220,7 +220,7 @@ class Checkpoints:
                 got = str(job.error).rstrip(".") if is_said else told(job.error)
                 where, fix = str(self.path / str(job.step)), "Earlier checkpoints are as they were."
                 raise SaveError(what, where, got, "a finished save", fix) from job.error
-        notes, self.store.notes = self.store.notes, []
+        notes, self.home.notes = self.home.notes, []
         for note in notes:
             warn(note)
 
@@ -290,7 +290,7 @@ class Checkpoints:
         """
         checks.check_flags("restore()", cast=cast, params_only=params_only)
         alike = {"step": step, "partial": partial, "cast": cast, "params_only": params_only}
-        how = _restoring.How(like, partial, cast, params_only)
+        how = _matching.RestoreRequest(like, partial, cast, params_only)
         read = lambda at: _reading.read(self, at, how)
         return _reading.newest(self, like, step, resume, alike, read)
 
@@ -299,7 +299,7 @@ class Checkpoints:
 
         `_state_in_hand` decides which one is further.
         """
-        calls = _state_in_hand.calls_of(state)
+        calls = _state_in_hand.total_calls(state)
         if not calls:
             return self.restore(state, resume=resume)
         read = lambda at: _state_in_hand.later(self, at, state, calls)
@@ -311,20 +311,20 @@ class Checkpoints:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """What was saved as `metrics` with each of `steps()`."""
-        found = self.store.manifests()
-        return {step: x.metrics for step, x in found if step not in self.store.bad}
+        found = self.home.manifests()
+        return {step: x.metrics for step, x in found if step not in self.home.bad}
 
     def latest(self) -> int | None:
         """The newest of `steps()`, or None."""
         return max(self.steps(), default=None)
 
     def __repr__(self) -> str:
-        newest = sorted(self.store.steps(), reverse=True)
+        newest = sorted(self.home.steps(), reverse=True)
         steps = trees.listed([f"{step:,}" for step in newest], 8)
         return f"Checkpoints({str(self.path)!r}, steps {steps or 'none'})"
 
 
-def _home_of(path, store: str | None, timeout: float) -> Home:
+def _home_of(path, store: str | None, timeout: float) -> CheckpointHome:
     where = "Checkpoints()"
     if store is not None and not checks.is_one_of(store, ("files", "orbax")):
         got = trees.describe(store)
@@ -333,10 +333,10 @@ def _home_of(path, store: str | None, timeout: float) -> Home:
         if store == "files":
             got = f"store='files' for {str(path)!r:.80}"
             raise CheckpointError("store", where, got, "store='orbax' in a bucket")
-        return _orbax_home.Bucket.at(str(path), timeout)
+        return _orbax_home.BucketHome.at(str(path), timeout)
     folder = durable_files.folder_of(path, "path", where)
     there = _orbax_home.kind_of(folder)
     if None not in (store, there) and store != there:
         got, expected = f"store={store!r} in {folder}", f"store={there!r}, as what is there"
         raise CheckpointError("store", where, got, expected, "Or give another path.")
-    return (_orbax_home.Orbax if "orbax" in (store, there) else Files)(folder, timeout)
+    return (_orbax_home.OrbaxHome if "orbax" in (store, there) else DiskHome)(folder, timeout)

@@ -16,7 +16,7 @@ from tsunax.errors import RowError, StateError, WrongTypeError, unknown, warn
 from tsunax.run import callbacks, evaluation, progress
 from tsunax.run.agreement import Alike
 from tsunax.run.feed import Feed
-from tsunax.run.infos import calls_of, step_of
+from tsunax.run.infos import logged_step, most_calls
 from tsunax.run.options import Options, is_bare, wants
 from tsunax.run.rejections import Rejections
 from tsunax.run.row_log import RowLog
@@ -38,7 +38,7 @@ class Boundaries:
     memory: dict[str, Any]
     bar: Any = None
     saved: Any = None  # at which place it was, last
-    script: Any = None  # what the script gave, see `checkpoints.resume.script_of`
+    script: Any = None  # what the script gave, see `checkpoints.script_settings.script_of`
     evaluated: int = -1  # the step at which it was, last
     agreed: frozenset[str] = frozenset()  # names of its numbers, the same on all processes
     has_changed: bool = False  # whether a callback of this boundary returned a state
@@ -185,7 +185,7 @@ class Boundaries:
             if state is not None:
                 _check_returned(state, run)
                 run.state, self.has_changed = state, True
-                self.rejections.calls = calls_of(state)
+                self.rejections.calls = most_calls(state)
         if logged := {k: x for k, x in run.row.items() if k not in before}:
             run.history.add(logged, run.step)
 
@@ -198,7 +198,7 @@ def _check_returned(new, run: Run) -> None:
     if isinstance(old, TrainState) and isinstance(new, TrainState):
         for name in ("params", "model_state"):
             checks.check_like(name, getattr(new, name), getattr(old, name), fix)
-        if step_of(new, run.step) != run.step:
+        if logged_step(new, run.step) != run.step:
             fix = "The history goes forward: state.replace(step=run.step)."
             raise StateError("step", "the callback's state", int(new.step), run.step, fix)
         return

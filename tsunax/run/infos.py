@@ -126,7 +126,7 @@ def counts_of(state: TrainState) -> np.ndarray:
     return np.asarray(state.clock)
 
 
-def step_of(state: PyTree, default: int) -> int:
+def logged_step(state: PyTree, default: int) -> int:
     """The clock of a state; of a population, whose members have their own, the calls."""
     if not isinstance(state, TrainState):
         return default
@@ -134,7 +134,7 @@ def step_of(state: PyTree, default: int) -> int:
     return int(counts[0] if counts.ndim == 1 else np.max(counts[..., 1]))
 
 
-def calls_of(state: PyTree) -> int:
+def most_calls(state: PyTree) -> int:
     return int(np.max(counts_of(state)[..., 1])) if isinstance(state, TrainState) else 0
 
 

@@ -15,7 +15,7 @@ from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
 from tsunax.run.feed import Chunk, epochs_of
-from tsunax.run.infos import calls_of, rejected_of
+from tsunax.run.infos import most_calls, rejected_of
 from tsunax.run.run import MOST_REJECTED, Rejected, Run
 from tsunax.state import TrainState
 from tsunax.step import StepInfo
@@ -31,7 +31,7 @@ class Rejections:
         self.count: int  # of calls whose step was rejected
         self.count, before = rejected_of(state)
         self.in_a_row: int = 0
-        self.calls: int = calls_of(state)  # of the state before the calls that were not read
+        self.calls: int = most_calls(state)  # of the state before the calls that were not read
         self.is_population: bool = members_of(state) is not None
         has_scale = isinstance(state, TrainState) and state.loss_scale is not None
         # rejected ones in a row that end a call; under a loss scale some do not count

@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from tsunax._core import PyTree, Step, StrPath, checks, trees
-from tsunax.checkpoints import resume as _resume
+from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import WrongTypeError, warn
 from tsunax.hyper import hyperparams
 from tsunax.run import progress as _progress
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
-from tsunax.run.infos import step_of
+from tsunax.run.infos import logged_step
 from tsunax.run.options import Options, check_step
 from tsunax.state import TrainState, own
 
@@ -47,11 +47,13 @@ def begin(
     restored = Restored(state) if options.saver is None else options.saver.resumed(state, resume)
     is_in_hand = restored.step is not None and restored.state is state
     before = restored.script if isinstance(restored.script, dict) else {}
-    script = {} if options.saver is None else _resume.script_of(step, state, data, options.extra)
+    script = (
+        {} if options.saver is None else script_settings.script_of(step, state, data, options.extra)
+    )
     state = restored.state
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop consumes it: a promise of a TrainState alone
-    start = step_of(state, restored.step or 0)
+    start = logged_step(state, restored.step or 0)
     if restored.history is not None and not (is_in_hand and history is not None):
         history = History.of(restored.history)
     history = History() if history is None else history
@@ -67,7 +69,7 @@ def begin(
     elif options.saver is not None and restored.step is not None:
         fitting.boundaries.saved = start, fitting.feed.place()
         if not options.goal.reached(start, fitting.feed.epoch):
-            for note in _resume.edits(before.get("settings"), script["settings"]):
+            for note in script_settings.edits(before.get("settings"), script["settings"]):
                 warn(f"fit(): resumed from step {start} in {options.saver.path}, but {note}")
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs or 0, start)
     shown = progress if jax.process_index() == 0 else False

@@ -26,7 +26,7 @@ from typing import Any
 from tsunax._core import durable_files
 from tsunax.checkpoints import _blocks, _safetensors
 from tsunax.checkpoints._blocks import Blocks
-from tsunax.checkpoints._home import MANIFEST, SUM, Home, names_in
+from tsunax.checkpoints._home import MANIFEST, SUM, CheckpointHome, names_in
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf
 from tsunax.checkpoints.manifest import Manifest
@@ -38,11 +38,11 @@ ARRAYS = "arrays"
 KNOWN = (MANIFEST, SUM, ARRAYS)
 
 
-class Files(Home):
+class DiskHome(CheckpointHome):
     # ---------------------------------------------------------------------------- what is there
 
     def steps(self) -> list[int]:
-        found = map(durable_files.step_of, names_in(self.path))
+        found = map(durable_files.step_in_name, names_in(self.path))
         return sorted(step for step in found if step is not None and self.directory_of(step))
 
     def directory_of(self, step: int) -> Path | None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tsunax._core import patterns, trees
 from tsunax._step.roles import averages_of
-from tsunax.checkpoints import leaves, live_numbers
+from tsunax.checkpoints import leaves, state_facts
 from tsunax.checkpoints._host_copies import holders_of
 from tsunax.checkpoints.checksums import MODULUS, Bounds
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
@@ -31,7 +31,7 @@ __all__ = []
 
 
 @dataclass(frozen=True)
-class How:
+class RestoreRequest:
     """What a caller wants of a checkpoint."""
 
     like: Any
@@ -40,10 +40,10 @@ class How:
     params_only: bool
 
     @property
-    def only_params(self) -> bool:
+    def skips_optimizer(self) -> bool:
         return self.params_only or self.partial is not None
 
-    def plan(self, manifest: Manifest, folder: Path) -> Plan:
+    def plan(self, manifest: Manifest, folder: Path) -> RestorePlan:
         """The plan for a manifest.
 
         Raises CheckpointError with up to ten differences, both sides of each.
@@ -56,22 +56,22 @@ class How:
         refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
         return plan
 
-    def compared(self, manifest: Manifest) -> Plan:
+    def compared(self, manifest: Manifest) -> RestorePlan:
         mine = leaves.tree_of(self.like)
         saved = {leaf.path: leaf for leaf in manifest.leaves}
-        of = self._params if self.only_params else self._whole
+        of = self._params if self.skips_optimizer else self._whole
         return of(mine, manifest, saved)
 
-    def _whole(self, mine: Tree, manifest: Manifest, saved: dict) -> Plan:
+    def _whole(self, mine: Tree, manifest: Manifest, saved: dict) -> RestorePlan:
         like, columns, alone = self.like, {}, {}
         if mine.states:
             layout = lambda path, s: _laid_out_like(path, s, manifest, saved)
             like = _map_states(self.like, mine, layout)
             mine = leaves.tree_of(like)
         found: list[str] = []
-        given = live_numbers.given_in(manifest)
+        given = state_facts.given_in(manifest)
         for path, s in mine.states.items():
-            facts = live_numbers.state_facts(s)
+            facts = state_facts.facts_of(s)
             if path not in manifest.states:
                 found.append(f"{show('state', path)}: saved no TrainState, expected one")
                 continue
@@ -91,9 +91,9 @@ class How:
         wanted = [(path, path, x) for path, x in mine.leaves if path not in absent]
         more, pairs = _differences(wanted, saved, self.cast, skip=columns)
         found += more + _extra_leaves(wanted, saved)
-        return Plan(like, mine, pairs, found, columns, alone, [])
+        return RestorePlan(like, mine, pairs, found, columns, alone, [])
 
-    def _params(self, mine: Tree, manifest: Manifest, saved: dict) -> Plan:
+    def _params(self, mine: Tree, manifest: Manifest, saved: dict) -> RestorePlan:
         """Plan the params and model state of each TrainState, or a bare tree of params.
 
         The bare tree is read from the params of the TrainState that was saved, if it was one.
@@ -116,7 +116,7 @@ class How:
             tops = list(roots.values())
             under = lambda path: any(path[: len(top)] == top for top in tops)
             found += _extra_leaves(wanted, saved, under)
-        return Plan(self.like, mine, pairs, found, {}, {}, [])
+        return RestorePlan(self.like, mine, pairs, found, {}, {}, [])
 
     def _chosen(self, mine: Tree) -> set:
         """Paths of the leaves that the pattern matches, in params of TrainStates or a bare tree."""
@@ -134,15 +134,15 @@ class Clocks:
     """A restore of nothing but the counts of the saved training states."""
 
     like: Any = ()
-    only_params = False
+    skips_optimizer = False
 
-    def plan(self, manifest: Manifest, folder: Path) -> Plan:
+    def plan(self, manifest: Manifest, folder: Path) -> RestorePlan:
         clocks = {(*path, ".clock") for path in manifest.states}
         saved = [leaf for leaf in manifest.leaves if leaf.path in clocks]
         like = [np.zeros(leaf.shape, leaves.dtype_of(leaf.dtype)) for leaf in saved]
         mine = leaves.tree_of(like)
         pairs = [Pair(at, x, leaf) for (at, x), leaf in zip(mine.leaves, saved, strict=True)]
-        return Plan(like, mine, pairs, [], {}, {}, [])
+        return RestorePlan(like, mine, pairs, [], {}, {}, [])
 
 
 def refuse(head: str, differences: list[str], fix: str) -> None:
@@ -163,7 +163,7 @@ def _laid_out_like(path, state: TrainState, manifest: Manifest, saved: Mapping) 
     facts = manifest.states.get(path)
     if facts is None:
         return state
-    return live_numbers.laid_out(state, facts, (*path, ".frozen") in saved)
+    return state_facts.laid_out(state, facts, (*path, ".frozen") in saved)
 
 
 def _map_states(tree, known: Tree, f: Callable[[tuple, TrainState], Any]):
@@ -198,7 +198,7 @@ def _parts_of(sharding, shape) -> dict[int, tuple[Bounds, ...]] | None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RestorePlan:
     """What a restore does: which leaf goes where, what does not fit, which numbers are merged."""
 
     like: Any
@@ -261,14 +261,14 @@ class Plan:
             value = np.asarray(value)
             if is_concrete:
                 here = np.asarray(pair.leaf)
-                value, edited = live_numbers.merged_numbers(value, theirs, here, mine, given)
+                value, edited = state_facts.merged_numbers(value, theirs, here, mine, given)
                 self.edited.extend(edited)
         elif pair.path in self.alone and is_concrete:
             name, then = self.alone[pair.path]
             then, mine = value if then is None else then, np.asarray(pair.leaf)
             if not np.array_equal(then, mine):
                 turn = (lambda x: 1 - np.float64(x)) if name.startswith("ema") else np.asarray
-                self.edited.append(f"{name}: {live_numbers.then_and_now(turn(then), turn(mine))}")
+                self.edited.append(f"{name}: {state_facts.then_and_now(turn(then), turn(mine))}")
                 value = mine
         return placed(value, pair.leaf, pair.saved.kind)
 
@@ -284,7 +284,7 @@ def placed(value, like, kind: str):
     """A verified host value as what stands in its place in `like`: same dtype, same devices.
 
     Of an array over several processes the value may be what this process needs of it, see
-    `Plan.needed`.
+    `RestorePlan.needed`.
     """
     if not hasattr(like, "dtype"):
         return value

@@ -14,8 +14,8 @@ import numpy as np
 
 from tsunax._core import PyTree, stable_text, trees
 from tsunax._step.roles import averages_of
-from tsunax.checkpoints import leaves, live_numbers
-from tsunax.checkpoints._state_in_hand import calls_of
+from tsunax.checkpoints import leaves, state_facts
+from tsunax.checkpoints._state_in_hand import total_calls
 from tsunax.data.batching import Batches
 from tsunax.data.prefetching import Prefetched
 from tsunax.state import TrainState
@@ -40,8 +40,8 @@ def script_of(
         found[f"extra{jax.tree_util.keystr(at)}"] = _value_text(x)
     if (rows := _some_rows(data)) is not None:
         found["data"] = rows
-    given = [live_numbers.given_of(s) for s in states]
-    return {"calls": calls_of(state), "states": given, "settings": found}
+    given = [state_facts.given_of(s) for s in states]
+    return {"calls": total_calls(state), "states": given, "settings": found}
 
 
 def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tsunax._core import placement, stable_text, trees
 from tsunax._step.roles import averages_of
-from tsunax.checkpoints import _values
+from tsunax.checkpoints import _user_values
 from tsunax.checkpoints.leaves import Damaged, Keys
 from tsunax.checkpoints.manifest import Manifest, Size, check
 from tsunax.rules.cuts import Cut
@@ -38,7 +38,7 @@ def _schedule_text(schedule) -> str:
     return _short(text)
 
 
-def state_facts(state: TrainState) -> dict[str, Any]:
+def facts_of(state: TrainState) -> dict[str, Any]:
     """What a checkpoint says of a training state beside its leaves."""
     plan, numbers = state.plan, state.numbers
     kind = lambda average: "uniform" if average.uniform else "exponential"
@@ -119,7 +119,7 @@ def given_of(state: TrainState) -> dict[str, Any]:
 def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
     """What `given_of` returned for each state at the start of the saved run; empty if unknown."""
     try:
-        found: Any = _values.decode(manifest.parts[0].values["script"], [])
+        found: Any = _user_values.decode(manifest.parts[0].values["script"], [])
         out = {}
         for path, x in zip(manifest.states, found["states"], strict=True):
             check(columns := x["columns"], [(str, Size)])
