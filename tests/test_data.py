@@ -24,7 +24,7 @@ from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.data.on_devices import gather
 from tsunax.data.prefetching import prefetch
-from tsunax.distributed import starting
+from tsunax.distributed import joining
 from tsunax.errors import DataError, HyperparameterError, WrongTypeError
 
 N = 23
@@ -221,7 +221,7 @@ def test_processes_share_a_batch(rows, size, n, shuffle, kind):
 
 
 def test_a_process_has_its_own_part_by_default(monkeypatch):
-    monkeypatch.setattr(starting, "here", lambda: (2, 3))
+    monkeypatch.setattr(joining, "here", lambda: (2, 3))
     mine, part = batches(ARRAYS, 6, shuffle=True), batches(ARRAYS, 6, shuffle=True, process=(2, 3))
     assert_same(epochs_of(mine, 2), epochs_of(part, 2))
     rows = len(ARRAYS["x"])

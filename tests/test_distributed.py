@@ -23,7 +23,7 @@ from jax._src.lib import _jax
 from tests.helpers import absent, need
 from tests.programs import processes
 from tsunax import distributed
-from tsunax.distributed import _peers, starting
+from tsunax.distributed import _peers, joining
 from tsunax.errors import DataError, ProcessError, WrongTypeError
 from tsunax.run.agreement import Alike
 
@@ -377,7 +377,7 @@ LAUNCHERS = {
 def environment(monkeypatch):
     """A function that sets variables, and takes away those of all launchers."""
 
-    monkeypatch.setattr(starting, "_is_alone", False)
+    monkeypatch.setattr(joining, "_is_alone", False)
 
     def change(variables):
         for name in list(os.environ):
@@ -393,14 +393,14 @@ def environment(monkeypatch):
 def test_launchers(environment, name):
     variables, expected = LAUNCHERS[name]
     environment(variables)
-    found = starting._launch(None, None, None, None, 5.0)
+    found = joining._launch(None, None, None, None, 5.0)
     address = found.address.rpartition(":")[0] if expected[0] == "127.0.0.1" else found.address
     assert (address, *found[1:]) == expected
 
 
 def test_arguments_win(environment):
     environment(SLURM)
-    found = starting._launch("here:1", 2, 1, None, 5.0)
+    found = joining._launch("here:1", 2, 1, None, 5.0)
     assert found[:3] == ("here:1", 2, 1)
     distributed.start(num_processes=1)
 
@@ -419,7 +419,7 @@ def test_a_launcher_that_does_not_answer(environment, monkeypatch):
         raise RuntimeError("Kubernetes API Error: 403")
 
     environment({})
-    monkeypatch.setattr(starting.ClusterEnv, "auto_detect_unset_distributed_params", fails)
+    monkeypatch.setattr(joining.ClusterEnv, "auto_detect_unset_distributed_params", fails)
     with pytest.raises(ProcessError, match=r"launcher at start\(\): got RuntimeError Kubernetes API Error: 403, when"):
         distributed.start()
 
@@ -444,7 +444,7 @@ def test_a_launcher_that_does_not_answer(environment, monkeypatch):
 def test_arguments_that_make_no_sense(environment, monkeypatch, arguments, text):
     environment({})
     # other tests of this process have started a backend, of which JAX speaks first
-    monkeypatch.setattr(starting.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(joining.xla_bridge, "backends_are_initialized", lambda: False)
     given = {"coordinator_address": "localhost:1234", "num_processes": 2, "process_id": 0} | arguments
     with pytest.raises(ProcessError) as caught:
         distributed.start(**given)
@@ -762,7 +762,7 @@ def test_a_port_that_is_taken(environment):
     environment({})
     taken = pytest.raises(ProcessError, match=r"port at 127.*: got Address already in use, expected a free one")
     with socket.create_server(("127.0.0.1", 0)) as server, taken:
-        starting._check_port(*server.getsockname(), True)
+        joining._check_port(*server.getsockname(), True)
 
 
 def test_one_index_everywhere(monkeypatch):

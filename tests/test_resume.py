@@ -20,7 +20,7 @@ from tsunax import averages
 from tsunax.checkpoints import _disk_home
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.checkpoints.script_settings import code_text
-from tsunax.distributed import processes as distributed
+from tsunax.distributed import collectives as distributed
 from tsunax.errors import DataError, RowError, StateError
 from tsunax.precision import LossScale
 from tsunax.run import callbacks, loggers

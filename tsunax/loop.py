@@ -30,12 +30,12 @@ from tsunax.checkpoints.saving import Checkpoints
 from tsunax.data.checks import owned
 from tsunax.errors import StateError, suggests_names, warn
 from tsunax.program import TrainStep
-from tsunax.run import agreement, fused_loop, starting
+from tsunax.run import agreement, fused_loop, opening
 from tsunax.run import feed as _feed
 from tsunax.run.evaluation import evaluate
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
-from tsunax.run.infos import form_of, logged_step
+from tsunax.run.info_columns import form_of, logged_step
 from tsunax.run.options import Goal, check_step, check_whole, options_of
 from tsunax.run.run import with_state
 from tsunax.state import TrainState
@@ -244,29 +244,29 @@ def fit(
     array([9.        , 1.350..., 0.164...])
     """
     goal = Goal("fit()", steps, epochs)
-    starting.check_fit(step, state, dry_run, resume, checkpoint, history)
+    opening.check_fit(step, state, dry_run, resume, checkpoint, history)
     if dry_run:
         state, goal = jax.tree.map(own, state), Goal("fit()", logged_step(state, 0) + 2, None)
         logger, checkpoint, resume, progress, history = (), None, "auto", False, None
     with contextlib.ExitStack() as stack:
-        saver = None if checkpoint is None else stack.enter_context(starting.opened(checkpoint))
+        saver = None if checkpoint is None else stack.enter_context(opening.opened(checkpoint))
         calls = evaluate, evaluate_every, callbacks, logger, log_every, steps_per_call, max_bad
         extra = {} if extra is None else extra
         options = options_of(goal, *calls, extra, saver, dry_run)
         how = progress, history, resume, fast_forward
-        fitting = starting.begin(step, state, data, options, *how)
+        fitting = opening.begin(step, state, data, options, *how)
         run = fitting.run
         stack.callback(fitting.feed.close)
         if goal.reached(run.step, fitting.feed.epoch):
-            warn(starting.nothing_to_do(fitting))
+            warn(opening.nothing_to_do(fitting))
             return run.state, run.history
         closed = run.history.reopen()
         # SIGTERM, too, ends the run after its call if there is something to save or to end together
         waits = saver is not None or fitting.alike.spans
         signals = (signal.SIGINT, signal.SIGTERM) if waits else (signal.SIGINT,)
         try:
-            settings = starting.settings(fitting, closed)
-            with Interrupt(*signals) as interrupt, starting.told(options, settings):
+            settings = opening.settings(fitting, closed)
+            with Interrupt(*signals) as interrupt, opening.told(options, settings):
                 _train(fitting, interrupt)
                 if saver is not None:
                     # a second SIGTERM would end the process with the last save half written

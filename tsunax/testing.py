@@ -52,7 +52,7 @@ from tsunax.loss import rows_of
 from tsunax.populations import member, population
 from tsunax.program import TrainStep
 from tsunax.rules.owners import owners_of
-from tsunax.run.infos import logged_step
+from tsunax.run.info_columns import logged_step
 from tsunax.state import Plan, TrainState, base, check_state, donated, own, trained_part, with_rest
 from tsunax.step import StepInfo, gradient_of
 

@@ -26,7 +26,7 @@ from tsunax.checkpoints._blocks import Blocks
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree
 from tsunax.checkpoints.manifest import LIMIT, Manifest
-from tsunax.distributed import processes
+from tsunax.distributed import collectives
 from tsunax.errors import CheckpointError, told
 
 __all__ = []
@@ -167,7 +167,7 @@ class CheckpointHome:
             try:
                 found.append(Manifest.parse(self.load(path, LIMIT)))
             except (OSError, ValueError) as error:
-                raise Damaged(f"part of {processes.name_of(i)}: {told(error)}") from None
+                raise Damaged(f"part of {collectives.name_of(i)}: {told(error)}") from None
             path.unlink()
         return _manifest.merged(found)
 

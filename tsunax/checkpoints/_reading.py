@@ -14,7 +14,7 @@ from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import bounded
 from tsunax.checkpoints.leaves import Damaged, TooNew
 from tsunax.checkpoints.manifest import Manifest, Parts
-from tsunax.distributed import processes
+from tsunax.distributed import collectives
 from tsunax.errors import CheckpointError, WrongTypeError, message, warn
 
 __all__ = ["Restored"]
@@ -45,7 +45,7 @@ def newest(
     if not checks.is_one_of(resume, ("auto", "must", "never")):
         got, expected = trees.describe(resume), "'auto', 'must' or 'never'"
         raise WrongTypeError("resume", "restore()", got, expected)
-    processes.compare("restore()", {"resume": resume, **alike}, run.timeout + 10)
+    collectives.compare("restore()", {"resume": resume, **alike}, run.timeout + 10)
     where = str(run.path)
 
     def look():
@@ -128,7 +128,7 @@ def read(run, step: int, how: _matching.RestoreRequest | _matching.Clocks) -> Re
             expected = f"format {_manifest.FORMAT} or earlier"
             text = message("checkpoint", str(folder), error, expected, "Update tsunax.")
             raise CheckpointError(text) from None
-        several = processes.process_count() > 1
+        several = collectives.process_count() > 1
         return manifest, durable_files.sha256(manifest.dump()) if several else ""
 
     def read_arrays():
@@ -164,7 +164,7 @@ def _parts(run, manifest: Manifest) -> list[Parts]:
 
     Raises CheckpointError if the data were at places of their own in another number of processes.
     """
-    first, count = manifest.parts[:1], processes.process_count()
+    first, count = manifest.parts[:1], collectives.process_count()
     if len(manifest.parts) == count:
         return first + manifest.parts[run.process : run.process + 1] * bool(run.process)
     if any("data" in part.values for part in manifest.parts[1:]):

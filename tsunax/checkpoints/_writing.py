@@ -17,7 +17,7 @@ from tsunax.checkpoints import _host_copies, _user_values, checksums, leaves, re
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import Job
 from tsunax.checkpoints.leaves import Damaged
-from tsunax.distributed import processes
+from tsunax.distributed import collectives
 from tsunax.errors import CheckpointError, RowError, WrongTypeError
 
 __all__ = []
@@ -31,12 +31,12 @@ def start(run, state, step, given: Mapping[str, Any], metrics) -> Job:
     copy = lambda: _copied(run, state, step, given, metrics)
     (tree, manifest, blocks), words = run.together("save()", copy)
     first, mine = json.loads(words[0]), json.loads(words[run.process])
-    if processes.process_count() > 1:
+    if collectives.process_count() > 1:
         alike = {"step": manifest.step, "setup": list(manifest.states.values())}
         for (path, x), leaf in zip(tree.leaves, manifest.leaves, strict=True):
             same = x if _host_copies.is_local(x) else str(leaf)
             alike[leaves.show("state", path)] = same
-        processes.compare("save()", alike, run.timeout + 10)
+        collectives.compare("save()", alike, run.timeout + 10)
     if run.process:  # of data and callbacks what differs from the first process's
         own = {name: given[name] for name, digest in mine["digests"].items()
                if digest != first["digests"][name]}  # fmt: skip
@@ -77,7 +77,7 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
         metrics=numbers,
     )
     word: dict[str, Any] = {"digests": {}}
-    if processes.process_count() > 1:
+    if collectives.process_count() > 1:
         word["digests"] = {name: _digest(given[name], name) for name in ("data", "callbacks")}
     if not run.process:
         known = run.home.known()
@@ -126,7 +126,7 @@ def _commit(run, name: str, first: _manifest.Manifest) -> None:
     """Make the parts of all processes one checkpoint."""
     if run.process:
         return run.home.commit(name, None)
-    whole = run.home.together(name, first, processes.process_count())
+    whole = run.home.together(name, first, collectives.process_count())
     if run._lock is None:
         raise Damaged("closed before it was written")
     run._lock.renew(run.path)

@@ -29,7 +29,7 @@ from tsunax.checkpoints._home import CheckpointHome
 from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.retention import Best
-from tsunax.distributed import processes
+from tsunax.distributed import collectives
 from tsunax.errors import (
     CheckpointError,
     HyperparameterError,
@@ -116,7 +116,7 @@ class Checkpoints:
         self.path = self.home.path
         self.every, self.keep_last, self.keep_every = every, keep_last, keep_every
         self.keep_best, self.read_only, self.timeout = keep_best, read_only, timeout
-        self.process = processes.process_index()
+        self.process = collectives.process_index()
         self._job: _background.Job | None = None
         self._lock: durable_files.Lock | None = None
         self.thread = ""  # its threads speak under a name of their own: there may be others
@@ -146,10 +146,10 @@ class Checkpoints:
             self._lock = _background.take_lock(self, is_first=False)
             return None, ""
 
-        processes.compare("Checkpoints()", settings, self.timeout + 10)
+        collectives.compare("Checkpoints()", settings, self.timeout + 10)
         _, words = self.together("Checkpoints()", take)
         text, self.thread = json.loads(words[0])
-        if processes.process_count() > 1:
+        if collectives.process_count() > 1:
             self.together("Checkpoints()", join)
 
     def together(
@@ -157,7 +157,9 @@ class Checkpoints:
     ) -> tuple[Any, list[str]]:
         """`f()`, a value and a word, on all processes, or an error on all: (value, all words)."""
         kinds = (Damaged, CheckpointError, SaveError)
-        return processes.together(name, f, **{"timeout": self.timeout + 10, "kinds": kinds, **how})
+        return collectives.together(
+            name, f, **{"timeout": self.timeout + 10, "kinds": kinds, **how}
+        )
 
     # --------------------------------------------------------------------------------------- saving
 

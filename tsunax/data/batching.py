@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from tsunax._core import Device, PyTree, checks, trees
-from tsunax.data import columns, on_devices, order
+from tsunax.data import on_devices, order, row_readers
 from tsunax.data.checks import check_batch, check_casts
 from tsunax.distributed import process_count, process_index
 from tsunax.errors import DataError, WrongTypeError, suggests_names
@@ -78,7 +78,7 @@ class Batches(Data):
         self._place = (0, 0)
         self.share: int = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = shuffle or process[1] > 1
-        arrays = columns.as_columns(arrays)
+        arrays = row_readers.as_columns(arrays)
         self._rows: int = check_batch(arrays, root="arrays")  # of all processes
         self._full, rest = divmod(self._rows, batch_size)
         self._rest = len(range(rest)[order.share(rest, process, self._is_whole(rest))])
@@ -86,7 +86,7 @@ class Batches(Data):
         is_in_memory = lambda x: trees.is_array(x) and not isinstance(x, np.memmap)
         self._is_in_memory = all(map(is_in_memory, self._leaves))
         # else rows are read one by one
-        self.is_of_arrays: bool = not any(isinstance(x, columns.Records) for x in self._leaves)
+        self.is_of_arrays: bool = not any(isinstance(x, row_readers.Records) for x in self._leaves)
         # files and records are checked when they are read
         check_casts(jax.tree.map(lambda x: x if is_in_memory(x) else None, arrays), "arrays")
         if device is None:
@@ -131,7 +131,7 @@ class Batches(Data):
             return []
         rows = np.unique(np.linspace(0, self._rows - 1, 8).astype(int))
         if self.resident is None:
-            return [columns.read(leaf, rows) for leaf in self._leaves]
+            return [row_readers.read(leaf, rows) for leaf in self._leaves]
         return [x.addressable_data(0)[rows] for x in jax.tree.leaves(self.resident)]
 
     # The position
@@ -203,7 +203,7 @@ class Batches(Data):
         if self.resident is not None:
             run = on_devices.gather_to(self._sharding, shape, order is not None)
             return run(self.resident, np.int32(first) if order is None else at)
-        batch = self._treedef.unflatten([columns.read(leaf, at) for leaf in self._leaves])
+        batch = self._treedef.unflatten([row_readers.read(leaf, at) for leaf in self._leaves])
         if not self._is_in_memory:
             check_casts(batch, "batch", f"rows {first} to {rows.stop - 1} of an epoch")
         if len(shape) == 1:

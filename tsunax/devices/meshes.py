@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from tsunax._core import Device, PyTree, checks, patterns, placement, tables, trees
 from tsunax._step.members import members_of
 from tsunax.devices import kinds as _kinds
-from tsunax.distributed import processes
+from tsunax.distributed import collectives
 from tsunax.errors import DeviceError, PatternError, WrongTypeError, told, unknown
 from tsunax.rules.owners import owners_of
 from tsunax.state import TrainState, base, trained_part
@@ -144,8 +144,8 @@ def shard(
 
 def _the_same(state, mesh):
     """A state, once all processes have the same: a copy on each of them is taken for one array."""
-    if processes.spans_all(mesh.devices.flat):
-        processes.compare("shard()", {"state": state}, processes.LAST)
+    if collectives.spans_all(mesh.devices.flat):
+        collectives.compare("shard()", {"state": state}, collectives.LAST)
     return state
 
 

@@ -238,7 +238,7 @@ class Peers:
         return message(name, "", f"no word of {missing}", "all processes")
 
     def agree(self, asked: int) -> int:
-        """See `processes.agree`. It waits only while the processes say how often they have called."""
+        """See `collectives.agree`. It waits only while the processes say how often they have called."""
         with self._changed:
             free = lambda: self._ended or not self._is_counting
             if not self._changed.wait_for(free, self.timeout):

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import PyTree, stable_text, trees
-from tsunax.distributed import processes, starting
+from tsunax.distributed import collectives, joining
 from tsunax.errors import ProcessError, WrongTypeError
 
 __all__ = ["broadcast"]
@@ -28,7 +28,7 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
     >>> broadcast({"run": "2026-11-21", "seed": 3})
     {'run': '2026-11-21', 'seed': 3}
     """
-    index, count = starting.here()
+    index, count = joining.here()
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < count:
         expected = f"a process from 0 to {count - 1}"
         raise ProcessError("root", "broadcast()", repr(root), expected)
@@ -46,10 +46,10 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
         known[place] = f"{leaf.dtype}{list(leaf.shape)}" if is_array else "a number or a string"
     if count == 1:
         return tree
-    processes.compare("broadcast()", known)
+    collectives.compare("broadcast()", known)
     leaves = [leaf for _, leaf in keyed]
     plain = json.dumps([None if trees.is_array(x) else x for x in leaves])
-    values = json.loads(processes.gather("broadcast()", plain)[root])
+    values = json.loads(collectives.gather("broadcast()", plain)[root])
     bits = [_bits(x) for x in leaves if trees.is_array(x)]
     if bits:
         from jax.experimental import multihost_utils

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tsunax._core import Function, libraries
-from tsunax.distributed import starting
+from tsunax.distributed import joining
 
 __all__ = ["trainer"]
 
@@ -31,13 +31,13 @@ def _free_port() -> int:
 
 def _as_one(f: Callable, args: tuple, address: str, count: int, index: int, options: dict) -> Any:
     """`f(*args)` as one process of many. Ray keeps its exceptions; the other processes end."""
-    starting.start(address, count, index, **options)
+    joining.start(address, count, index, **options)
     try:
         result = f(*args)
     except BaseException as error:
-        starting.give_up(error)
+        joining.give_up(error)
         raise
-    starting.stop()
+    joining.stop()
     return result
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tsunax._core import Function, PyTree, checks, placement, tables, trees
 from tsunax._step.members import members_of
-from tsunax.distributed import processes
+from tsunax.distributed import collectives
 from tsunax.errors import DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import _memory
 from tsunax.insight._memory import Need
@@ -229,8 +229,8 @@ def _found(
         got, fix = trees.describe(step), "ts.train_step(loss_fn), or jax.jit it."
         raise WrongTypeError("step", where, got, "one that can be lowered", fix)
     total, source = _memory.limit_of(memory, state, where)
-    if processes.process_count() > 1:
-        total = min(map(int, processes.words(where, str(total))))
+    if collectives.process_count() > 1:
+        total = min(map(int, collectives.words(where, str(total))))
     limit = int(total * (1 - margin))
     source += f", {margin:.0%} of it kept free" if margin else ""
 
@@ -246,8 +246,8 @@ def _found(
             if not _memory.is_out_of_memory(error):
                 raise
         fits = need is not None and need.total <= limit
-        if processes.process_count() > 1:  # which go on together
-            fits = not any(processes.words(where, "" if fits else "no"))
+        if collectives.process_count() > 1:  # which go on together
+            fits = not any(collectives.words(where, "" if fits else "no"))
         return SizeTrial(size, fits, need, time.perf_counter() - began)
 
     first = len(sizes) if whole else bisect.bisect_right(sizes, _FIRST * sizes[0])

@@ -20,7 +20,7 @@ from tsunax._core import PyTree, trees
 from tsunax._step.members import check_local_members
 from tsunax.data.batching import Batches
 from tsunax.data.cursors import Source
-from tsunax.distributed import processes
+from tsunax.distributed import collectives
 from tsunax.errors import DataError, ProcessError, StateError, warn
 from tsunax.hyper import hyperparams
 from tsunax.run.feed import Chunk, innermost
@@ -37,14 +37,14 @@ class Alike:
         arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
         spread = next((x for x in arrays if not x.is_fully_addressable), None)
         self.spans: bool = spread is not None
-        self._speaks = spread is not None and processes.spans_all(spread.sharding.device_set)
+        self._speaks = spread is not None and collectives.spans_all(spread.sharding.device_set)
         data = innermost(data)
         self._data = data if isinstance(data, Batches) else None
         # then its settings say what will come
         self._is_known = self._data is not None and self._data.is_of_arrays
         if self.spans:
             check_local_members(state, where)
-        if self._data is not None and processes.process_count() > 1:
+        if self._data is not None and collectives.process_count() > 1:
             self._check_part(*self._data.process)
         if self.spans and not self._speaks:
             text = "the state is on devices of some processes only, which are not compared"
@@ -55,7 +55,7 @@ class Alike:
             got = "on devices of this process alone, and of the data only its part"
             fix = "ts.shard(state, ts.mesh()); or batches(..., process=(0, 1)), to train by itself."
             raise StateError("state", self.where, got, "on a mesh of all processes", fix)
-        index, count = processes.process_index(), processes.process_count()
+        index, count = collectives.process_index(), collectives.process_count()
         if self.spans and parts not in (1, count):
             expected = f"of {count}, or of one with rows of its own"
             raise DataError("data", self.where, f"batches(process=) of {parts} processes", expected)
@@ -76,7 +76,7 @@ class Alike:
             else:
                 found["some rows"] = data.sample()
             settings["data"] = found
-        processes.compare(self.where, settings, processes.LAST)
+        collectives.compare(self.where, settings, collectives.LAST)
 
     def batch(self, place: str, batch: PyTree, steps: int = 1, then: str = "") -> None:
         """Compare how the next batches look (None after the last) of data of another kind.
@@ -88,7 +88,7 @@ class Alike:
         found = "none, the data have ended"
         if shapes := ", ".join(trees.describe(x) for x in jax.tree.leaves(batch)):
             found = f"{then}{then and ', after '}{steps} of {shapes}"
-        processes.compare(f"{place} of {self.where}", {"batches": found}, processes.LAST)
+        collectives.compare(f"{place} of {self.where}", {"batches": found}, collectives.LAST)
 
     def chunk(self, step: int, chunk: Chunk | None, source: Source) -> Chunk | None:
         """The batches of a call that begins with a step, compared."""
@@ -102,11 +102,11 @@ class Alike:
         """Those of process 0. Raises ProcessError for other names."""
         if not self._speaks:
             return found
-        texts = processes.words(f"{place} of {self.where}", json.dumps(found))
+        texts = collectives.words(f"{place} of {self.where}", json.dumps(found))
         first, *others = map(json.loads, texts)
         for i, other in enumerate(others, start=1):
             if other.keys() != first.keys():
-                got = f"{', '.join(other)} on {processes.name_of(i)}"
+                got = f"{', '.join(other)} on {collectives.name_of(i)}"
                 raise ProcessError("numbers", place, got, f"{', '.join(first)}, as on process 0")
         return first
 
@@ -117,22 +117,22 @@ class Alike:
         """
         if not self._speaks:
             return stopped
-        said = processes.words(f"{place} of {self.where}", json.dumps([stopped, has_changed]))
+        said = collectives.words(f"{place} of {self.where}", json.dumps([stopped, has_changed]))
         everyone = [json.loads(text) for text in said]
         if any(changed for _, changed in everyone):
             numbers = hyperparams(state) if isinstance(state, TrainState) else {}
             things = {"hyperparams": numbers, "state": small(state)}
-            processes.compare(f"the callbacks of {place}", things, processes.LAST)
+            collectives.compare(f"the callbacks of {place}", things, collectives.LAST)
         return next((text for text, _ in everyone if text), "")
 
     def signal(self, asked: int) -> int:
         """The signal that any of them got."""
         if not self._speaks:
             return asked
-        said = processes.words(f"the end of {self.where}", str(asked))
+        said = collectives.words(f"the end of {self.where}", str(asked))
         found = next((int(text) for text in said if text != "0"), 0)
         # or the signal that one has got would end the next run
-        while found and not processes.agree(found):
+        while found and not collectives.agree(found):
             time.sleep(1e-3)
         return found
 

@@ -16,7 +16,7 @@ from tsunax.errors import RowError, StateError, WrongTypeError, unknown, warn
 from tsunax.run import callbacks, evaluation, progress
 from tsunax.run.agreement import Alike
 from tsunax.run.feed import Feed
-from tsunax.run.infos import logged_step, most_calls
+from tsunax.run.info_columns import logged_step, most_calls
 from tsunax.run.options import Options, is_bare, wants
 from tsunax.run.rejections import Rejections
 from tsunax.run.row_log import RowLog

@@ -24,11 +24,10 @@ import numpy as np
 
 from tsunax._core import PyTree, Step, checks, placement
 from tsunax._core.interrupts import Interrupt
-from tsunax.distributed import processes
+from tsunax.distributed import collectives
 from tsunax.errors import NonFiniteError, RowError
 from tsunax.program import TrainStep
-from tsunax.run import agreement, feed, fused_loop
-from tsunax.run import infos as _infos
+from tsunax.run import agreement, feed, fused_loop, info_columns
 from tsunax.run.boundaries import Boundaries
 from tsunax.run.history import History
 from tsunax.run.options import Options
@@ -80,7 +79,7 @@ class Fit:
         self.given: Any = None  # what `extra` was placed from
         self.extra: Any
         self.place_extra()
-        self.held: _infos.HeldNumbers = _infos.HeldNumbers()
+        self.held: info_columns.HeldNumbers = info_columns.HeldNumbers()
         self.is_resumed: bool = False  # at the step of a checkpoint
         self.next: tuple[int, float] = -1, 0.0  # the boundary after this step
         self.pending: list[tuple[feed.Chunk, Any]] = []  # calls whose infos were not read
@@ -121,7 +120,7 @@ class Fit:
         run = self.run
         if self.options.goal.reached(run.step, self.feed.epoch) or run.stopped:
             return True
-        self.signal = processes.agree(interrupt.asked) if self.alike.spans else interrupt.asked
+        self.signal = collectives.agree(interrupt.asked) if self.alike.spans else interrupt.asked
         return bool(self.signal)
 
     def steps_to_boundary(self) -> float:
@@ -165,7 +164,7 @@ class Fit:
         if (traces := self.traces()) != self.traced:  # it compiled: no measure of anything
             self.traced = traces
             self.idle += now - before
-            self.idle_steps += chunk.steps if _infos.is_ready(infos) else 0
+            self.idle_steps += chunk.steps if info_columns.is_ready(infos) else 0
         is_late = self.alike.spans or now - self.read_at > CALL_SECONDS or not self.seconds
         is_large = len(self.pending) * chunk.bytes > WAITING_BYTES
         if len(self.pending) > 1 and (is_late or is_large):
@@ -226,10 +225,10 @@ class Fit:
         """Wait for all calls but the last `leave`, and make rows of their numbers."""
         cut = len(self.pending) - leave
         pending, self.pending = self.pending[:cut], self.pending[cut:]
-        for _, part in itertools.groupby(pending, lambda call: _infos.form_of(call[1])):
+        for _, part in itertools.groupby(pending, lambda call: info_columns.form_of(call[1])):
             chunks, infos = zip(*part, strict=True)
-            infos = [_infos.hosted(x) for x in infos]  # the one wait
-            infos, named = _infos.unpacked(infos, [chunk.steps for chunk in chunks])
+            infos = [info_columns.hosted(x) for x in infos]  # the one wait
+            infos, named = info_columns.unpacked(infos, [chunk.steps for chunk in chunks])
             count = sum(chunk.steps for chunk in chunks)
             self.ahead, self.steps_read = self.ahead - count, self.steps_read + count
             self.measure()
@@ -240,7 +239,7 @@ class Fit:
     def measure(self) -> None:
         """The seconds per step over the last reads, from the steps that are done by now."""
         self.read_at = time.perf_counter()
-        ready = (chunk.steps for chunk, infos in self.pending if _infos.is_ready(infos))
+        ready = (chunk.steps for chunk, infos in self.pending if info_columns.is_ready(infos))
         done = self.steps_read + sum(ready) - self.idle_steps
         clock = self.read_at - self.idle
         if self.stretch and done > self.stretch[0][1]:  # not before the first read: it compiles
@@ -254,7 +253,7 @@ class Fit:
         """Give the numbers of these steps to history, loggers and progress: every `log_every`."""
         run, every, rejections = self.run, self.options.log_every, self.rejections
         epochs = feed.epochs_of(chunks)
-        verdicts = _infos.verdicts(infos, len(epochs))
+        verdicts = info_columns.verdicts(infos, len(epochs))
         # of one state its clock counts, else every call does
         is_one = isinstance(infos, StepInfo) and not rejections.is_population
         steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
@@ -262,11 +261,16 @@ class Fit:
         fatal = rejections.note(verdicts, steps, epochs, infos)
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         rejections.keep(verdicts[:n], steps, chunks, infos)
-        columns = {**dict(_infos.columns(infos)), **named, "epoch": epochs, "rejected": rejected}
+        columns = {
+            **dict(info_columns.columns(infos)),
+            **named,
+            "epoch": epochs,
+            "rejected": rejected,
+        }
         columns, rates = self.rates(columns, infos)
         held = self.held.of(run.state)
         reserved = {*OF_ROWS, *OF_FIT, *named, *held}
-        if taken := [name for name in _infos.own_names(infos) if name in reserved]:
+        if taken := [name for name in info_columns.own_names(infos) if name in reserved]:
             got, fix = "a name that fit reserves", "Rename the metric."
             raise RowError(f"metric {taken[0]!r}", "loss_fn", got, "another name", fix)
         run.taken.update(columns, held)
@@ -276,7 +280,7 @@ class Fit:
         def rows_of(at: np.ndarray) -> dict[str, np.ndarray]:
             found = {name: x[at] for name, x in columns.items()}
             if self.options.steps_per_call is None:
-                found |= _infos.scheduled(numbers, steps[at] - 1)
+                found |= info_columns.scheduled(numbers, steps[at] - 1)
             return found | {name: np.full(len(at), x) for name, x in (rates | held).items()}
 
         applied = np.flatnonzero(verdicts[:n] == 0)

@@ -15,7 +15,7 @@ from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
 from tsunax.run.feed import Chunk, epochs_of
-from tsunax.run.infos import most_calls, rejected_of
+from tsunax.run.info_columns import most_calls, rejected_of
 from tsunax.run.run import MOST_REJECTED, Rejected, Run
 from tsunax.state import TrainState
 from tsunax.step import StepInfo

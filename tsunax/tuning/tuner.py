@@ -30,7 +30,7 @@ import numpy as np
 
 from tsunax._core import Figure, StrPath, checks, durable_files, tables, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
-from tsunax.distributed import processes
+from tsunax.distributed import collectives
 from tsunax.distributed.ray import library as ray_library
 from tsunax.errors import (
     HyperparameterError,
@@ -183,8 +183,8 @@ def tune(
     checks.check_choice(mode, where, "mode", ("min", "max"))
     checks.check_count(seed, where, "seed", least=0)
     checks.check_count(members, where, "members")
-    if processes.process_count() > 1:
-        raise ProcessError("tune", "", f"{processes.process_count()} processes", "one")
+    if collectives.process_count() > 1:
+        raise ProcessError("tune", "", f"{collectives.process_count()} processes", "one")
     space = spaces.checked(space, where)
     _check_objective(objective, space)
     names = (vectorized,) if isinstance(vectorized, str) else tuple(vectorized)

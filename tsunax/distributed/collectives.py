@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tsunax._core import stable_text
-from tsunax.distributed import starting
-from tsunax.distributed.starting import LAST, process_count, process_index
+from tsunax.distributed import joining
+from tsunax.distributed.joining import LAST, process_count, process_index
 from tsunax.errors import ProcessError, TsunaxError, told
 
 __all__ = [
@@ -27,10 +27,10 @@ SHOWN = 10  # differences in a message
 
 def gather(name: str, text: str = "", timeout: float | None = None, thread: str = "") -> list[str]:
     """What all processes say at this place, by index; a `thread` has places of its own."""
-    index, count = starting.here()
+    index, count = joining.here()
     if count == 1:
         return [text]
-    if (peers := starting.peers()) is None:
+    if (peers := joining.peers()) is None:
         got, expected = "a process that has given up", "one of those that train"
         raise ProcessError(name, "", got, expected)
     return peers.gather(name, text, timeout, thread, index)
@@ -43,7 +43,7 @@ def barrier(name: str = "barrier", timeout: float | None = None) -> None:
     the devices.
     """
     if timeout is not None:
-        starting.check_seconds("barrier()", timeout=timeout)
+        joining.check_seconds("barrier()", timeout=timeout)
     gather(f"barrier {name!r}", "", timeout)
 
 
@@ -60,7 +60,7 @@ def agree(asked: int = 0) -> int:
     >>> agree(), agree(15)
     (0, 15)
     """
-    peers = starting.peers()
+    peers = joining.peers()
     return asked if peers is None else peers.agree(asked)
 
 
@@ -110,7 +110,7 @@ def together(
 
 def name_of(index: int) -> str:
     """How messages call a process."""
-    peers = starting._peers_of_run
+    peers = joining._peers_of_run
     return f"process {index}" if peers is None else peers.name_of(index)
 
 

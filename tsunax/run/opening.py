@@ -18,7 +18,7 @@ from tsunax.hyper import hyperparams
 from tsunax.run import progress as _progress
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
-from tsunax.run.infos import logged_step
+from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options, check_step
 from tsunax.state import TrainState, own
 
