@@ -8,22 +8,16 @@ Each value in the program gets a `Fact`: which of its axes are **rows** (at the 
 each leaf of the batch; params have none), whether sums over all rows took part in it
 (**pooled**), if it **moves** with params, and the first **mixing** on the way to it. Evidence is
 
-- pairs: two operands whose rows lie on different axes (`x @ y.T`, `x[:, None] - x[None]`), or one
-  of which is the other rolled or reversed along its rows (`x - jnp.roll(x, 1, 0)`);
-- order: a value that moves is sorted, accumulated or ranked along the rows (`sort`, `cumsum`);
+- pairs: two operands whose rows lie on different axes (`x @ y.T`, `x[:, None] - x[None]`);
 - statistics: rows with a pooled part (`x - x.mean(0)`) meet a function that is not linear;
 - means: the same without rows (`sqrt(mean)`, the square of a covariance, a Dice coefficient);
-- sums: the loss is a sum over rows that was not divided by anything that may be their number;
-- extremes: a maximum or minimum over rows is a term of the loss;
-- beside: `jnp.mean(values) + Loss.mean(values, mask)`: one number cannot weigh both.
+- sums: the loss is a sum over rows that was not divided by anything that may be their number.
 
-Only what the loss is made of counts, not metrics or model state. Means, weighted means with a
-mask, and sums of such losses are linear, and no evidence. A false warning is worse than a missing
-one, so no evidence is: a maximum that meets rows again (a softmax made stable); a sum that was
-divided by a weight, an unknown number, or a constant as large as the number of rows; rows that
-were taken by an index (mixup), pairs made by an index included. A primitive that is not listed
-here is taken for one that works row by row, or drops the rows. Statistics do not count if the loss
-returns a `model_state`: batch norm is documented to see micro-batches, as in PyTorch.
+Only what the loss is made of counts, not metrics or model state. A false warning is worse than a
+missing one, so no evidence is: a sum that was divided by a weight, an unknown number, or a constant
+as large as the number of rows; rows that were taken by an index (mixup). A primitive that is not
+listed here is taken for one that works row by row, or drops the rows. Statistics do not count if
+the loss returns a `model_state`: batch norm is documented to see micro-batches, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -31,7 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +34,7 @@ import numpy as np
 
 from tsunax._core.dataflow import Analysis, source_line
 from tsunax.errors import message, warn
-from tsunax.loss import BESIDE, rows_of
+from tsunax.loss import rows_of
 
 
 class Mixing(NamedTuple):
@@ -55,42 +49,37 @@ class Fact(NamedTuple):
     moves: bool = False  # differentiable in params
     mixing: Mixing | None = None
     added: int = 0  # rows that were added up, undivided; -1: divided by what may be their number
-    last: Mixing | None = None  # of a value without rows: the sum or extreme that it is linear in
-    part: tuple[int, int] | None = None  # a slice along the rows: of which variable, from where
-    turn: int = 0  # rolled by so many rows; -1: reversed
+    sum: Mixing | None = None  # of a value without rows: the sum over rows that it is linear in
 
 
 _KINDS = {
     "pairs": "compares the rows of the batch with each other",
-    "order": "sorts or accumulates along the rows of the batch",
     "statistics": "uses statistics of the whole batch in each of its rows",
     "means": "is a function of means over rows, not itself a mean",
     "sums": "is a sum over the rows of the batch, not a mean",
-    "extremes": "takes the maximum or minimum over the rows of the batch",
-    "beside": "adds a mean over all rows to a mean under a mask",
 }
-_FIXES = {
-    "": "Each of the {n} micro-batches has only its own rows, so this trains on another loss than the "
+_FIX = (
+    "Each of the {n} micro-batches has only its own rows, so this trains on another loss than the "
     "whole batch does. Use accumulate=1, with remat= if memory is short, or give the loss the other "
-    "rows as an extra argument.",
-    "sums": "The sums of the {n} micro-batches are averaged, so this trains on the loss of the whole "
-    "batch divided by {n}. Return the mean, or ts.Loss(total, weight) with the weight of these rows.",
-    "beside": "Micro-batches are weighed by their mask, so the mean beside it becomes another one. "
-    "Give both the same mask: ts.Loss.mean(a + b, mask).",
-}
+    "rows as an extra argument."
+)
+_FIX_OF_SUMS = (
+    "The sums of the {n} micro-batches are averaged, so this trains on the loss of the whole batch "
+    "divided by {n}. Return the mean, or ts.Loss(total, weight) with the weight of these rows."
+)
 _CURVED = frozenset(  # not linear
     "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 "
     "integer_pow lgamma log log1p logistic pow rsqrt sin sinh sqrt square tan tanh".split()
 )
 # linear in pieces: a bound on a mean is no evidence
 _BENT = frozenset("abs clamp max min rem".split())
-_ALONG = frozenset("cumlogsumexp cummax cummin cumprod cumsum sort top_k".split())
 _FLAT = frozenset("ceil floor round sign stop_gradient".split())
 _SAME = frozenset(  # an axis of the results is that axis of the operands
-    "add add_any and concatenate convert_element_type copy copy_p div dynamic_slice "
-    "dynamic_update_slice eq ge gt imag is_finite le lt mul name ne neg nextafter not or pad pvary "
-    "real reduce_precision rev select_n sharding_constraint slice split sub xor".split()
-).union(_CURVED, _BENT, _ALONG, _FLAT)
+    "add add_any and concatenate convert_element_type copy copy_p cumlogsumexp cummax cummin cumprod "
+    "cumsum div dynamic_slice dynamic_update_slice eq ge gt imag is_finite le lt mul name ne neg "
+    "nextafter not or pad pvary real reduce_precision rev select_n sharding_constraint slice sort "
+    "split sub top_k xor".split()
+).union(_CURVED, _BENT, _FLAT)
 _SUMS = frozenset(("reduce_sum", "reduce_prod", "dot_general"))
 _OTHER = "argmax argmin reduce_and reduce_max reduce_min reduce_or".split()
 _REDUCTIONS = frozenset((*_OTHER, "reduce_sum", "reduce_prod"))
@@ -105,7 +94,7 @@ def warn_of_mixed_rows(objective: Callable, params, batch, keywords, n: int, nam
     if found is not None:
         line, text = source_line((found.source,))
         got = f"a loss that {_KINDS[found.kind]} (`{text or found.primitive}`)"
-        fix = _FIXES.get(found.kind, _FIXES[""]).format(n=n)
+        fix = (_FIX_OF_SUMS if found.kind == "sums" else _FIX).format(n=n)
         where = f"{name}, {line}" if line else name
         expected = f"a mean over rows under accumulate={n}"
         warn(message("loss", where, got, expected, fix))
@@ -124,10 +113,10 @@ def mixing(objective: Callable, params: Any, batch: Any, keywords: dict) -> Mixi
     given = [Fact(moves=True)] * len(jax.tree.leaves(params))
     given += [Fact(frozenset({0} if jnp.ndim(x) else ())) for x in leaves]
     statistics = ("statistics", "means") if jax.tree.leaves(shapes[1]) else ()
-    known = [kind for kind in _KINDS if kind not in statistics]
+    known = set(_KINDS).difference(statistics)
     rule = functools.partial(_through, known=known, n=rows_of(batch))
     fact = Analysis(Fact(), _either, rule, _one_of, _all_of).run(program.jaxpr, given)[0]
-    return fact.mixing or fact.last
+    return fact.mixing or fact.sum
 
 
 def _either(a: Fact, b: Fact) -> Fact:
@@ -145,7 +134,7 @@ def _all_of(fact: Fact, over: Sequence[Fact]) -> Fact:
     return fact._replace(rows=frozenset(first | {axis + 1 for axis in fact.rows}))
 
 
-def _through(eqn: Any, facts: Sequence[Fact], *, known: Sequence[str], n: int) -> list[Fact]:
+def _through(eqn: Any, facts: Sequence[Fact], *, known: Set[str], n: int) -> list[Fact]:
     """The facts of what a primitive gives."""
     name, any_rows = eqn.primitive.name, any(fact.rows for fact in facts)
     mixed = next((fact.mixing for fact in facts if fact.mixing), None)
@@ -162,22 +151,12 @@ def _through(eqn: Any, facts: Sequence[Fact], *, known: Sequence[str], n: int) -
         is_float = jnp.issubdtype(v.aval.dtype, np.inexact)
         fact = Fact(rows, is_float and (pooled or is_sum), is_float and moves, mixed)
         added = 0 if v.aval.dtype == np.bool_ else _added(eqn, facts, fact, n)
-        fact = fact._replace(added=added, last=_last(eqn, facts, fact, added))
-        found.append(fact._replace(**_order(eqn, facts, fact)))
+        sum = None
+        if fact.moves and not rows and added > 0:
+            new = Mixing("sums", name, eqn.source_info) if any_rows else None
+            sum = new or next((x.sum for x in facts if x.sum), None)
+        found.append(fact._replace(added=added, sum=sum))
     return found
-
-
-def _last(eqn: Any, facts: Sequence[Fact], out: Fact, added: int) -> Mixing | None:
-    """The sum or extreme over rows that a value without rows is linear in, if it moves."""
-    if out.rows or not out.moves:
-        return None
-    over_rows = any(fact.rows for fact in facts)
-    if over_rows and eqn.primitive.name in ("reduce_max", "reduce_min"):
-        return Mixing("extremes", eqn.primitive.name, eqn.source_info)
-    if over_rows and added > 0:
-        return Mixing("sums", eqn.primitive.name, eqn.source_info)
-    kinds = ("sums", "extremes") if added > 0 else ("extremes",)
-    return next((x.last for x in facts if x.last and x.last.kind in kinds), None)
 
 
 def _added(eqn: Any, facts: Sequence[Fact], out: Fact, n: int) -> int:
@@ -198,8 +177,6 @@ def _added(eqn: Any, facts: Sequence[Fact], out: Fact, n: int) -> int:
         return 0 if out.rows else max(all_of)
     if name in ("mul", "div"):
         return _scaled(eqn, facts, out, n)
-    if name == "sign":
-        return 0
     if min(all_of, default=0) < 0:
         return -1
     known = _SAME | _REDUCTIONS | {"squeeze", "transpose", "broadcast_in_dim", "reshape", "gather"}
@@ -236,39 +213,10 @@ def _scaled(eqn: Any, facts: Sequence[Fact], out: Fact, n: int) -> int:
     return max(a.added, b.added)
 
 
-def _order(eqn: Any, facts: Sequence[Fact], out: Fact) -> dict[str, Any]:
-    """What a result has of the order of its rows: a part of them, or all of them in another one."""
-    name, p = eqn.primitive.name, eqn.params
-    turned = [fact for fact in facts if fact.turn]
-    turn = max(turned, key=lambda fact: fact.moves).turn if turned else 0
-    if name == "slice":
-        shape = eqn.invars[0].aval.shape
-        size = lambda i: p["limit_indices"][i] - p["start_indices"][i]
-        over = [i for i in facts[0].rows if size(i) < shape[i]]
-        if len(over) == 1 and set(p["strides"] or (1,)) == {1}:
-            return {"part": (id(eqn.invars[0]), p["start_indices"][over[0]]), "turn": turn}
-    if name == "rev" and out.rows.intersection(p["dimensions"]):
-        turn = -1
-    if name == "concatenate" and p["dimension"] in out.rows and len(facts) == 2:
-        (a, b), size = (fact.part for fact in facts), eqn.outvars[0].aval.shape[p["dimension"]]
-        # the second half before the first one: micro-batches have the same pairs
-        if a and b and a[0] == b[0] and b[1] == 0 and a[1] not in (0, size / 2):
-            turn = a[1]
-    return {"turn": turn if out.rows else 0}
-
-
 def _evidence(eqn: Any, facts: Sequence[Fact]) -> str:
     name = eqn.primitive.name
-    if name in _ALONG:
-        p, last = eqn.params, len(eqn.invars[0].aval.shape) - 1
-        axis = p.get("axis", p.get("dimension", last))
-        keys = facts[: eqn.params.get("num_keys", 1)]
-        return "order" if any(axis in fact.rows and fact.moves for fact in keys) else ""
     if _pairs(eqn, facts):
         return "pairs"
-    if name == "name" and eqn.params["name"] == BESIDE:  # -1: under a mask of its own, or unknown
-        fact = facts[0]
-        return "beside" if fact.pooled and fact.moves and fact.added >= 0 else ""
     kind = "statistics" if any(fact.rows for fact in facts) else "means"
     if any(fact.pooled and fact.moves for fact in facts):
         curved = name in _CURVED or (name in _BENT and kind == "statistics")
@@ -289,9 +237,6 @@ def _pairs(eqn: Any, facts: Sequence[Fact]) -> bool:
         return all(free) and not any(fact.rows.intersection(axes) for axes, fact in batched)
     if eqn.primitive.name not in _SAME - {"concatenate", "dynamic_update_slice"}:
         return False
-    turns = {fact.turn for fact in facts if fact.rows and fact.moves}
-    if len(turns) > 1:
-        return True
     rows = [fact.rows for fact in facts if fact.rows]
     return any(not a <= b and not b <= a for a, b in itertools.combinations(rows, 2))
 
@@ -367,6 +312,4 @@ def _gathered(eqn: Any, given: Sequence[frozenset[int]]) -> frozenset[int]:
     gone = (*d.collapsed_slice_dims, *d.operand_batching_dims)
     kept = [axis for axis in range(len(shape)) if axis not in gone]
     whole = [a for a in kept if a in given[0] and eqn.params["slice_sizes"][a] == shape[a]]
-    rows |= {d.offset_dims[kept.index(axis)] for axis in whole}
-    pairs = zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)
-    return frozenset(rows | {free[j] for i, j in pairs if i in given[0]})
+    return frozenset(rows | {d.offset_dims[kept.index(axis)] for axis in whole})
