@@ -1,15 +1,9 @@
-"""What can be seen of any optax rule before it runs: which arguments it reads, whether its update
-works, what it is called.
-"""
+"""What can be seen of any optax rule before it runs: whether its update works, what it is called."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import inspect
-import os
 import re
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,88 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tsunax._core import Function, PyTree, trees
+from tsunax._core import PyTree, trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
 from tsunax.rules.factories import LiveFactory
 from tsunax.rules.live_rules import LiveUpdate, module_of
 from tsunax.rules.printing import name_of_update
-
-
-@functools.lru_cache(maxsize=128)
-def keywords_of(update: Function) -> frozenset[str] | None:
-    """The extra arguments that an update, and all that it is made of, may read; None if unknown.
-
-    optax's wrappers take any, so names are looked for in the signatures of the functions inside,
-    and in what a function that takes any mentions by name (`extra.get("beta")`).
-    """
-    parts = parts_of(update)
-    if parts is None:
-        return None
-    found = {"step"} if any(isinstance(x, LiveUpdate) for x in parts) else set()
-    for x in parts:
-        found.update(
-            _extra_of(x) if isinstance(x, types.CodeType) else getattr(x, "takes", ()) or ()
-        )
-    return frozenset(found)
-
-
-def parts_of(update: Function) -> list[Any] | None:
-    """The functions, code and other objects that an update is made of; None if it shows none."""
-    seen, left = {}, [update]
-    while left:
-        x = left.pop()
-        if id(x) in seen or isinstance(x, (str, bytes, type, types.ModuleType)):
-            continue
-        seen[id(x)] = x  # kept, so that no other object gets its id
-        if isinstance(x, LiveUpdate):
-            halves = dict.fromkeys(x.live.names, 0.5)
-            left += [x.live.build(halves).update, *x.live.statics.values()]
-        elif isinstance(x, (tuple, list, Mapping)):
-            left += x.values() if isinstance(x, Mapping) else x
-        elif isinstance(x, types.CodeType):
-            left += [part for part in x.co_consts if isinstance(part, types.CodeType)]
-        elif isinstance(x, types.MethodType):
-            left += [x.__func__, x.__self__]
-        elif isinstance(x, types.FunctionType):
-            left += [x.__code__, getattr(x, "__wrapped__", None), *(x.__defaults__ or ())]
-            left += [cell.cell_contents for cell in x.__closure__ or () if cell != _EMPTY]
-            names = x.__code__.co_names
-            named = [x.__globals__.get(name) for name in names]
-            in_optax = [m for m in named if getattr(m, "__name__", "").partition(".")[0] == "optax"]
-            named += [getattr(m, name, None) for m in in_optax for name in names]
-            left += [f for f in named if isinstance(f, types.FunctionType)]
-        elif dataclasses.is_dataclass(x) or callable(x):
-            call = inspect.getattr_static(type(x), "__call__", None)
-            if isinstance(call, types.FunctionType):
-                left.append(call)
-            elif x is update and not hasattr(x, "__wrapped__"):
-                return None
-            left += [getattr(x, "__wrapped__", None), getattr(x, "func", None)]
-            left += getattr(x, "__dict__", {}).values()
-    return list(seen.values())
-
-
-_EMPTY = types.CellType()
-
-
-_OPTAX = os.path.dirname(optax.__file__)
-
-
-def _extra_of(code: types.CodeType) -> set[str]:
-    """The extra arguments in the signature of an update; those of a function that takes any too."""
-    takes_any = bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    if not takes_any and not code.co_name.startswith("update"):
-        return set()
-    n = code.co_argcount
-    first = 4 if code.co_varnames[:1] == ("self",) else 3  # behind updates, state, params
-    found = set(code.co_varnames[first : n + code.co_kwonlyargcount])
-    if takes_any and not code.co_filename.startswith(_OPTAX):  # which names all in signatures
-        inside = [code]
-        for part in inside:
-            inside += [x for x in part.co_consts if isinstance(x, types.CodeType)]
-            found.update(x for x in part.co_consts if isinstance(x, str) and x.isidentifier())
-    return found - {"updates", "grads", "state", "params"}
 
 
 def check_rule(rule: object, where: str, fix: str = "") -> None:
@@ -158,8 +76,7 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
             return
         cause, name, got = error, _raised_by(error, rule), f"{told(error)} from its update"
     else:
-        parts = map(name_of_update, filter(callable, parts_of(rule.update) or ()))
-        name = next(filter(_WAYS.__contains__, parts), name_of_update(rule.update))
+        name = name_of_update(rule.update)
         got = _unlike(updates, params)
         if not got and (difference := _changed(after, before)):
             raise RuleError(
