@@ -47,6 +47,12 @@ def _leaves(traced: Traced) -> dict[str, str]:
     return found | {f"the sharding of {place}": str(x.spec) for place, x in on_mesh}
 
 
+def _distance(new: Traced, old: Traced) -> tuple[int, int]:
+    parts = _parts(old)
+    differ = sum(name in parts and x != parts[name] for name, x in _parts(new).items())
+    return differ, len(_reasons(new, old))
+
+
 def _reasons(new: Traced, old: Traced) -> list[str]:
     """What is different from an earlier trace, in words."""
     a, b = _parts(new), _parts(old)
@@ -78,7 +84,7 @@ def why(records: list[Traced], places: list[tuple[str, Any]]) -> list[str]:
     for trace in records:
         earlier = seen.setdefault(trace.kind, [])
         if earlier:
-            found = min((_reasons(trace, old) for old in reversed(earlier)), key=len)
+            found = _reasons(trace, min(reversed(earlier), key=lambda old: _distance(trace, old)))
             lines.append(f"{trace.kind}: {'; '.join(found) or same}")
         earlier.append(trace)
     for kind in seen:
