@@ -412,7 +412,7 @@ SCORES, IDS = np.zeros((6, 3), np.float32), np.zeros(6, np.int32)
         (lambda: metrics.Perplexity.of(IDS, IDS), ("predictions at Perplexity.of()", "(6, 'classes')")),
         (lambda: metrics.ConfusionMatrix.of(IDS, IDS), ("classes at ConfusionMatrix.of()", "number of classes")),
         (lambda: metrics.ConfusionMatrix.of(SCORES, IDS, classes=4), ("classes", "got 4", "expected 3")),
-        (lambda: metrics.F1.of(SCORES, IDS), ("average at F1.of()", "'binary' with 3 classes", "'macro'")),
+        (lambda: metrics.F1.of(SCORES, IDS), ("average at F1.of()", "'binary' (str) with 3 classes", "'macro'")),
         (lambda: metrics.Recall.of(SCORES, IDS, average="mean"), ("average at Recall.of()", "'mean'", "'weighted'")),
         (lambda: metrics.Precision.empty(3), ("average at Precision.empty()", "3 classes")),
         (lambda: metrics.R2.of(SCORES, IDS), ("predictions at R2.of()", "(6, 3)", "(6,), as targets", "each with")),
