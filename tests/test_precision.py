@@ -127,46 +127,6 @@ def test_an_evaluation_is_exact_unless_it_is_asked_to_be_fast():
     assert set(SEEN.values()) == {"bfloat16"}
 
 
-def test_a_loss_whose_inputs_are_not_found_says_so():
-    """It would be computed in float32 without a word."""
-    state = lambda precision: ts.setup(ts.rules.sgd(0.1), {"w": W}, precision=precision)
-    step = ts.train_step(regression(lambda params, x: (x * params["w"][None]).sum(1)))
-    batch = {"x": X, "y": X @ W, "weight": np.ones(8, np.float32)}
-    told = r"batch at precision='bfloat16': got .*batch\['x'\] meets params elsewhere.*Policy\(.*batch="
-    with pytest.warns(UserWarning, match=told) as found:
-        step.lower(state("bfloat16"), batch)
-    assert len(found) == 1 and SEEN["x"] == "float32"
-    with pytest.warns(UserWarning, match=told) as found:
-        ts.train_step(step.loss_fn, accumulate=2).lower(state("bfloat16"), batch)
-    assert len(found) == 1
-    step.lower(state(Policy(compute="bfloat16", batch="x")), batch)
-    assert SEEN == {"w": "bfloat16", "x": "bfloat16", "y": "float32", "weight": "float32"}
-    embedding = lambda params, x: params["w"][x]  # floats of the batch meet its output only
-    step = ts.train_step(regression(embedding))
-    step.lower(state("bfloat16"), {**batch, "x": np.arange(8) % 4})
-
-
-@pytest.mark.medium
-def test_a_gradient_by_hand_looks_for_inputs_once():
-    """Again only for what may be another program: other shapes, other values that are no arrays."""
-    found = []
-
-    def fn(params, batch, power):
-        found.append(batch["y"].dtype == np.float32)
-        x = batch["x"] if power > 1 else batch["y"]
-        return jnp.mean((x @ params["w"]).astype(jnp.float32) ** power)
-
-    gradient, state = ts.value_and_grad(fn), start(precision="bfloat16")
-    calls = [(8, 2, 2), (8, 2, 1), (4, 2, 2), (4, 1, 2), (4, 1, 1), (4, 2, 2)]
-    for rows, power, expected in calls:
-        found.clear()
-        gradient(state, {"x": X[:rows], "y": X[:rows]}, power=power)
-        assert len(found) == expected and found[-1] == (power > 1)
-    found.clear()
-    gradient(start(precision="float16"), {"x": X[:4], "y": X[:4]}, power=2)
-    assert len(found) == 2
-
-
 @pytest.mark.parametrize("accumulate, calls", [(1, 2), (4, 3)])
 def test_inputs_are_looked_for_once_in_a_trace(accumulate, calls):
     """Once more than without a precision; and once more for micro-batches, which may mix rows."""
