@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,10 +146,6 @@ def sibling() -> ts.TrainState:
     other = state.replace(calls=3)
     ts.train_step(loss_fn)(state, X)
     return other
-
-
-def two_groups(labels):
-    return setup(rule=rules.partition({"a": adam, "b": sgd}, labels=labels))
 
 
 # ----------------------------------------------------------------------------------------------------------- the rows
@@ -480,12 +475,6 @@ SELECTION = [
     row(37, "None", lambda: setup(trainable=tree(None)), PatternError, "params['encoder']['bias']", "got None"),
     row(37, "array", lambda: setup(trainable=tree(jnp.ones(3, bool))), PatternError, "params['encoder']['bias']", "bool[3]"),
     row(37, "predicate", lambda: setup(trainable=lambda path, leaf: path), PatternError, "'encoder/bias' (str)", "True or False"),
-    row(38, "unknown label", lambda: two_groups(tree("c", "a")), PatternError, "params['encoder']['bias']", "'c'", "one of 'a', 'b'"),
-    row(38, "label is None", lambda: two_groups(lambda path, leaf: None), PatternError, "params['encoder']['bias']", "None", "'a', 'b'"),
-    row(38, "label is an array", lambda: two_groups(tree(jnp.ones(2), "a")), PatternError, "['bias']", "float32[2]", "'a', 'b'"),
-    row(38, "labels of other shape", lambda: two_groups({"encoder": "a", "head": "b"}), PatternError, "params['encoder']", "'a' (str)"),
-    row(38, "one label for all", lambda: two_groups("a"), PatternError, "labels at params: got 'a' (str)", "dict with encoder, head"),
-    row(38, "unused label", lambda: two_groups(tree("a", "a")), PatternError, "group 'b'", "no leaf", "No label names it."),
     row(0, "leaf without group", lambda: setup(rule=rules.partition({"encoder/**": adam})), PatternError, "params['head']['bias']", "'**'"),
     row(0, "group in the shade", lambda: setup(rule=rules.partition({"**": adam, "head/**": sgd})), PatternError, "'head/**'", "before it"),
 ]  # fmt: skip
@@ -737,8 +726,6 @@ USES = [
     row(0, "population misspelled", lambda: ts.population(lambda key: good(), 2, kye=0), WrongTypeError, "make at population(): got <lambda>(key)", "make(key, kye)"),
     row(0, "setup of a Model", lambda: setup(ts.models.nnx(drops())), ParamsError, "setup(rule, model.params, model_state=model.model_state)"),
     row(0, "setup of a module", lambda: setup(drops()), ParamsError, "First model = ts.models.nnx(module), then setup(rule, model.params, model_state=model.model_state)"),
-    row(0, "to_bytes of a state", lambda: flax.serialization.to_bytes(setup()), WrongTypeError, "tree at flax.serialization: got a TrainState", "ts.Checkpoints(path)", "ts.exchange.save(path, params)"),
-    row(0, "from_bytes of a state", lambda: flax.serialization.from_bytes(setup(), flax.serialization.to_bytes(PARAMS)), WrongTypeError, "ts.Checkpoints(path)"),
     row(0, "setup of a Linen module", lambda: setup(linen.Dense(3)), ParamsError, "ts.models.linen(module, variables)", "model.params"),
 ]  # fmt: skip
 

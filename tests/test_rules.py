@@ -586,7 +586,6 @@ def compositions(rate, schedule=SCHEDULE):
     return {
         "chain": rules.chain(clip(), rules.add_decayed_weights(rate, where="kernel"), rules.adam(rate)),
         "groups": rules.partition({"kernel": rules.chain(clip(), rules.adam(rate)), "**": rules.sgd(schedule)}),
-        "labels": rules.partition({"matrix": rules.adam(rate), "vector": rules.lion(rate)}, labels=_label),
         "clip": rules.clip_by_norm(rate, p=3),
         "wrap": rules.wrap(rules.chain(clip(), rules.adam(rate)), noisy, _key),
     }
@@ -601,10 +600,6 @@ def noisy(inner, updates, state, params, **extra):
     noise = optax.tree.random_like(now, updates, sampler=jax.random.normal)
     updates, rest = inner(jax.tree.map(lambda g, n: g + 0.1 * n, updates, noise))
     return updates, dataclasses.replace(state, inner=rest, own=key)
-
-
-def _label(path, leaf):
-    return "matrix" if leaf.ndim == 2 else "vector"
 
 
 def test_a_rule_around_a_rule_is_the_loop_by_hand():
@@ -758,7 +753,7 @@ def test_the_update_half_pickles(row):
         assert pickle.loads(pickle.dumps(update)) == update
 
 
-@pytest.mark.parametrize("name", ["chain", "labels"])
+@pytest.mark.parametrize("name", ["chain", "wrap"])
 def test_a_pickled_state_goes_on_in_the_same_program(name):
     step = ts.train_step(loss_fn)
     state, _ = step(ts.setup(compositions(0.1)[name], PARAMS), BATCHES[0])
@@ -884,18 +879,6 @@ def test_the_first_pattern_that_matches_takes_a_leaf():
 def test_a_leaf_without_a_group_raises_and_is_named():
     with pytest.raises(ts.errors.PatternError, match=r"params\['body'\]\['b'\].*\*\*"):
         ts.setup(rules.partition({"head": rules.sgd(0.5), "**/w": rules.sgd(0.25)}), SMALL)
-
-
-@pytest.mark.parametrize(
-    "labels", [{"body": {"w": "x", "b": "y"}, "head": "y"}, lambda path, leaf: "yx"[leaf.ndim == 2]]
-)
-def test_labels_say_which_group(labels):
-    rule = rules.partition({"x": rules.sgd(1.0), "y": rules.sgd(0.5)}, labels=labels)
-    rates = {"body": {"w": 1.0, "b": 0.5}, "head": 0.5}
-    assert_trees_equal(updated(rule), minus(SMALL, jax.tree.map(np.multiply, rates, GRADS)))
-    assert ts.hyperparams(ts.setup(rule, SMALL)) == {"learning_rate@x": 1.0, "learning_rate@y": 0.5}
-    with pytest.raises(ts.errors.PatternError, match=r"'y'"):
-        ts.setup(rules.partition({"x": rules.sgd(1.0)}, labels=labels), SMALL)
 
 
 def test_groups_are_optax_partition():
@@ -1387,12 +1370,9 @@ def test_footgun_29_callable_pytrees_are_params_and_masks():
     assert_trees_equal(state.params, Affine(np.ones((2, 2), np.float32), np.zeros(2, np.float32)))
 
 
-def test_footgun_31_a_label_or_pattern_without_leaves_is_reported():
+def test_footgun_31_a_pattern_without_leaves_is_reported():
     with pytest.raises(ts.errors.PatternError, match="'embedding/"):
         ts.setup(rules.partition({"embedding/**": rules.sgd(0.1), "**": rules.sgd(0.1)}), SMALL)
-    labels = jax.tree.map(lambda _: "x", SMALL)
-    with pytest.raises(ts.errors.PatternError, match="'y'"):
-        ts.setup(rules.partition({"x": rules.sgd(0.1), "y": rules.sgd(0.1)}, labels=labels), SMALL)
 
 
 def test_footgun_32_decay_is_a_rule_of_its_own_for_optimizers_without():

@@ -59,8 +59,8 @@ class Analysis:
             each = [self.run(branch.jaxpr, given[1:]) for branch in p["branches"]]
             joined = lambda facts: functools.reduce(self.join, facts, self.nothing)
             return list(map(joined, zip(*each, strict=True)))
-        program = _called(eqn)
-        return self.rule(eqn, given) if program is None else self.run(program, given)
+        program = called(eqn, parts=True)
+        return self.rule(eqn, given) if program is None else self.run(program[0], given)
 
     def _settled(self, once: Callable, carry: list[Any]) -> tuple[list[Any], list[Any]]:
         while True:
@@ -107,14 +107,20 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_ge
 # The parts of an equation
 
 
-def _called(eqn: Any) -> Any:
-    """The inner program of an equation: jit, checkpoint, custom derivatives, shard_map; or None."""
+def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
+    """The inner program of an equation and its constants: jit, checkpoint, custom derivatives.
+
+    With `parts` also that of `shard_map`, which sees a part of each array.
+    """
     programs = programs_in(eqn)
     if len(programs) != 1:
         return None
-    ranks = lambda variables: [len(v.aval.shape) for v in variables]
-    inner = ranks(programs[0].invars), ranks(programs[0].outvars)
-    return programs[0] if inner == (ranks(eqn.invars), ranks(eqn.outvars)) else None
+    program = programs[0]
+    closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is program)
+    of = lambda variables: [len(v.aval.shape) if parts else v.aval.shape for v in variables]
+    inner, outer = (program.invars, program.outvars), (eqn.invars, eqn.outvars)
+    same = list(map(of, inner)) == list(map(of, outer))
+    return (program, getattr(closed, "consts", ())) if same else None
 
 
 def scanned(eqn: Any) -> tuple[int, int]:

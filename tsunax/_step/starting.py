@@ -5,7 +5,6 @@ A step never comes here. It does not know `TrainState`, whose methods it helps.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -98,20 +97,6 @@ def _check_concrete(params: Any, flags: tuple[bool, ...]) -> None:
             )
             fix = "For shapes alone: jax.eval_shape(lambda p: ts.setup(rule, p), params)."
             raise ParamsError("leaf", where, got, "an array", fix)
-
-
-def tell_flax(cls: type) -> None:
-    """Make `flax.serialization.to_bytes(state)` an error that names what saves a state."""
-    if (flax := sys.modules.get("flax.serialization")) is not None:
-        flax.register_serialization_state(cls, _no_flax_bytes, _no_flax_bytes, override=True)
-
-
-def _no_flax_bytes(state: Any, *_: Any) -> None:
-    fix = (
-        "Save a state with ts.Checkpoints(path), and state.params with flax or "
-        "ts.exchange.save(path, params)."
-    )
-    raise WrongTypeError("tree", "flax.serialization", "a TrainState", "a tree of arrays", fix)
 
 
 def stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
