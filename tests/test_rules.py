@@ -17,7 +17,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import rules
-from tsunax.errors import RuleError, StateError, WrongTypeError
+from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules import live_rules
 from tsunax.rules.number_table import Number
 from tsunax.rules.optimizers import CONTRIB, OPTAX
@@ -604,7 +604,6 @@ def noisy(inner, updates, state, params, **extra):
 
 def test_a_rule_around_a_rule_is_the_loop_by_hand():
     state, key = ts.setup(rules.wrap(rules.adam(0.1), noisy, _key), PARAMS), _key(None)
-    assert repr(rules.wrap(rules.adam(0.1), noisy)) == "noisy(adam(learning_rate=0.1))"
     plain, params = optax.adam(0.1), PARAMS
     theirs = plain.init(params)
     for i in range(3):
@@ -691,9 +690,6 @@ def test_a_wrapper_gets_the_extra_arguments_that_it_names():
     state, grads = ts.setup(rules.wrap(rules.sgd(1.0), scaled), PARAMS), jax.tree.map(jnp.ones_like, PARAMS)
     expected, _ = ts.update(ts.setup(rules.sgd(1.0), PARAMS), jax.tree.map(lambda g: 3 * g, grads))
     assert_trees_equal(ts.update(state, grads, beta=3.0)[0].params, expected.params)
-    with pytest.raises(StateError, match="beto"):
-        ts.update(state, grads, beto=3.0)
-    assert repr(rules.wrap(rules.sgd(0.1), functools.partial(noisy))).startswith("partial(sgd")
 
 
 @EVERY_RULE
@@ -1075,18 +1071,6 @@ def test_a_schedule_may_be_of_no_use_behind_the_end_of_its_run():
     """PureJaxRL's: negative after 800 updates, of which it makes fewer."""
     state = ts.setup(rules.adam(lambda n: 2.5e-4 * (1 - (n // 16) / 50)), SMALL).replace(step=16)
     assert ts.hyperparams(state)["learning_rate"] == pytest.approx(2.5e-4 * 0.98)
-
-
-def test_a_rule_prints_as_the_call_that_makes_it():
-    rate = ts.schedules.cosine_decay_schedule(0.5, 10)
-    rule = rules.chain(rules.clip_by_global_norm(1.0), rules.adamw(rate, b1=0.8, mask="**/w"))
-    text = f"chain(clip_by_global_norm(max_norm=1.0), adamw(learning_rate={rate}, b1=0.8, mask='**/w'))"
-    assert repr(rule) == str(pickle.loads(pickle.dumps(rule))) == text
-    assert repr(rules.partition({"a": rule, "**": rules.skip_zero(rules.sgd(0.1))})) == (
-        f"partition({{'a': {text}, '**': skip_zero(sgd(learning_rate=0.1))}})"
-    )
-    windows = rules.accumulate(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), every=4)
-    assert repr(rules.chain(windows)) == "chain(accumulate(MultiSteps(...), every=4))"
 
 
 def test_names_complete_to_public_ones():

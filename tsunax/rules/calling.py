@@ -14,7 +14,6 @@ import optax
 from tsunax._core import Function, PyTree
 from tsunax._core.checks import names_of
 from tsunax.rules.live_rules import Home, is_live
-from tsunax.rules.printing import text_of
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,6 @@ class PlainUpdate:
         )
 
 
-class Rule(optax.GradientTransformationExtraArgs):
-    """An optax rule that prints as the call that makes it."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return text_of(self.init, self.update)
-
-
-def as_rule(init: Function, update: Function) -> optax.GradientTransformationExtraArgs:
-    """The optax rule with this init and this update."""
-    return Rule(init, update)
-
-
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """The rule as one that accepts any extra argument, and passes on those that it takes.
 
@@ -80,9 +65,9 @@ def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformati
     """
     takes = _extra_arguments(rule)
     if takes is None:
-        return as_rule(rule.init, rule.update)
+        return optax.GradientTransformationExtraArgs(rule.init, rule.update)
     init = rule.init if "step" in takes else _PlainInit(rule.init)
-    return as_rule(init, PlainUpdate(rule.update, takes))
+    return optax.GradientTransformationExtraArgs(init, PlainUpdate(rule.update, takes))
 
 
 def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | None:

@@ -19,10 +19,9 @@ from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
 from tsunax.guard import choose, square_sums
 from tsunax.rules import accumulation
-from tsunax.rules.calling import as_rule, blank, with_extra
+from tsunax.rules.calling import blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.owners import owners_in
-from tsunax.rules.printing import text_of
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,6 @@ class _ChainInit:
 @dataclass(frozen=True)
 class _ChainUpdate:
     updates: tuple[Callable, ...]
-
-    def text(self, init: Any) -> str:
-        return f"chain({', '.join(map(text_of, init.inits, self.updates))})"
 
     def __call__(self, grads, states, params=None, **extra):
         if extra.get("flush"):  # of the window at its end; the others see real calls only
@@ -76,7 +72,7 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
     if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
         fix = "What follows would run on every call: accumulate(chain(...), every)."
         raise RuleError("accumulate", "chain()", "a rule behind it", "it at the end", fix)
-    return as_rule(
+    return optax.GradientTransformationExtraArgs(
         _ChainInit(tuple(r.init for r in rules)), _ChainUpdate(tuple(r.update for r in rules))
     )
 
@@ -128,9 +124,10 @@ class _PartitionUpdate:
     patterns: tuple[str, ...]
     updates: tuple[Callable, ...]
 
-    def text(self, init: Any) -> str:
-        parts = zip(self.patterns, map(text_of, init.inits, self.updates), strict=True)
-        return f"partition({{{', '.join(f'{pattern!r}: {rule}' for pattern, rule in parts)}}})"
+    def in_words(self, inner: Callable[[Any], str]) -> str:
+        """As checkpoints of format 1 have it."""
+        assign = f"_Assign(patterns={inner(self.patterns)}, labels=None)"
+        return f"_PartitionUpdate(assign={assign}, updates={inner(self.updates)})"
 
     def __call__(self, grads, state, params=None, *, grad=None, outside=0.0, **extra):
         flags = _assigned(self.patterns, grads if params is None else params)
@@ -196,7 +193,7 @@ def partition(
         check_rule(rule, f"partition({{{pattern!r}: ...}})")
     patterns = tuple(rules)
     parts = [with_extra(rule) for rule in rules.values()]
-    return as_rule(
+    return optax.GradientTransformationExtraArgs(
         _PartitionInit(patterns, tuple(r.init for r in parts)),
         _PartitionUpdate(patterns, tuple(r.update for r in parts)),
     )
@@ -207,9 +204,6 @@ class _SkipZeroUpdate:
     # without its numbers: it only tells which leaf of the state belongs to which parameter
     init: Callable
     update: Callable
-
-    def text(self, init: Any) -> str:
-        return f"skip_zero({text_of(init, self.update)})"
 
     def __call__(self, grads, state, params=None, **extra):
         moves = [jnp.any(g != 0) for g in jax.tree.leaves(grads)]  # NaN is not 0
@@ -237,4 +231,6 @@ def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformatio
     """
     check_rule(rule, "skip_zero()")
     rule = with_extra(rule)
-    return as_rule(rule.init, _SkipZeroUpdate(blank(rule.init), rule.update))
+    return optax.GradientTransformationExtraArgs(
+        rule.init, _SkipZeroUpdate(blank(rule.init), rule.update)
+    )

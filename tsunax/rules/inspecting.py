@@ -16,7 +16,6 @@ from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
 from tsunax.rules.factories import LiveFactory
 from tsunax.rules.live_rules import LiveUpdate, module_of
-from tsunax.rules.printing import name_of_update
 
 
 def check_rule(rule: object, where: str, fix: str = "") -> None:
@@ -171,3 +170,15 @@ def _meant(rule) -> str:
     if isinstance(rule, Mapping) and rule and all(map(is_rule, rule.values())):
         return "Give each its part: ts.rules.partition({pattern: rule})."
     return "For example ts.rules.adam(1e-3)."
+
+
+def name_of_update(update: Any) -> str:
+    """The factory of a rule, or the rule inside a wrapper."""
+    while type(update).__module__.startswith("tsunax.") and hasattr(update, "update"):
+        update = getattr(update, "around", update.update)
+    if isinstance(update, LiveUpdate):
+        return update.live.title
+    name = getattr(
+        update, "__qualname__", type(update).__name__.strip("_").removesuffix("Update").lower()
+    )
+    return name.partition(".<locals>")[0].removesuffix(".update")
