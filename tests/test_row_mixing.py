@@ -99,10 +99,8 @@ WHOLE = {
         lambda p, b: values(p, b).sum(),
         lambda p, b: 0.5 * jnp.sum((score(p, b) - b["t"]) ** 2),
         lambda p, b: (score(p, b) - b["t"]) @ (score(p, b) - b["t"]),
-        lambda p, b: jnp.sum(jnp.mean(features(p, b), 1) * b["m"]),
-        lambda p, b: values(p, b).mean() + 0.1 * jnp.sum(features(p, b) ** 2),
+        lambda p, b: values(p, b).mean() + 0.5 * jnp.sum(features(p, b) ** 2),
         lambda p, b: -jnp.sum(values(p, b)) / 2 + ts.regularize.l2(p),
-        lambda p, b: jax.vmap(lambda x, t: (x @ p["v"]).sum() * t)(b["x"] / 255, b["t"]).sum(),
         lambda p, b: ts.Loss(values(p, b).sum(), 1.0).compute(),
     ],
     "statistics": [

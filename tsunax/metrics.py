@@ -33,11 +33,7 @@ _Metric = TypeVar("_Metric")
 
 
 def _add(self: _Metric, other: _Metric) -> _Metric:
-    """The metric of both batches together. Raises LossError for another kind or shape."""
-    ours, theirs = ([np.shape(x) for x in jax.tree.leaves(m)] for m in (self, other))
-    if jax.tree.structure(self) != jax.tree.structure(other) or ours != theirs:
-        place, expected = f"{type(self).__name__}.merge()", f"{trees.describe(self)}, made alike"
-        raise LossError("other", place, trees.describe(other), expected)
+    """The metric of both batches together, of one kind and shape."""
     return jax.tree.map(operator.add, self, other)
 
 
@@ -468,7 +464,7 @@ class R2:
         return cls(residual, weight, mean, scatter)
 
     def merge(self, other: R2) -> R2:
-        """The metric of both batches together. Raises LossError for another kind or shape."""
+        """The metric of both batches together, of one kind and shape."""
         total = _add(self, other)
         share, apart = _ratio(other.weight, total.weight), other.mean - self.mean
         scatter = total.scatter + jnp.square(apart) * self.weight * share

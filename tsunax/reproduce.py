@@ -164,7 +164,7 @@ def check_reproducible(
     checks.check_count(times, where, "times", least=2)
     for path, leaf in jtu.tree_flatten_with_path(state)[0]:
         _check_concrete(leaf, trees.access_str("state", path), "Call it outside of jit.")
-    batches = list(checks.each_batch(batches, where))
+    batches = list(batches)
     copied = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
     runs = [copied(state) for _ in range(times)]
     for at, batch in enumerate(batches):

@@ -11,11 +11,11 @@ each leaf of the batch; params have none), whether sums over all rows took part 
 - pairs: two operands whose rows lie on different axes (`x @ y.T`, `x[:, None] - x[None]`);
 - statistics: rows with a pooled part (`x - x.mean(0)`) meet a function that is not linear;
 - means: the same without rows (`sqrt(mean)`, the square of a covariance, a Dice coefficient);
-- sums: the loss is a sum over rows that was not divided by anything that may be their number.
+- sums: the loss is a sum over rows, not divided, of values that were not multiplied by weights.
 
 Only what the loss is made of counts, not metrics or model state. A false warning is worse than a
-missing one, so no evidence is: a sum that was divided by a weight, an unknown number, or a constant
-as large as the number of rows; rows that were taken by an index (mixup). A primitive that is not
+missing one: what is divided by a weight, an unknown number, or a constant near the number of rows
+is taken for a mean, and rows that were taken by an index (mixup) for others. A primitive that is not
 listed here is taken for one that works row by row, or drops the rows. Statistics do not count if
 the loss returns a `model_state`: batch norm is documented to see micro-batches, as in PyTorch.
 """
@@ -43,13 +43,18 @@ class Mixing(NamedTuple):
     source: Any  # `source_info` of the equation
 
 
+class Sum(NamedTuple):
+    factor: float  # by which constants it was multiplied since
+    mixing: Mixing
+
+
 class Fact(NamedTuple):
     rows: frozenset[int] = frozenset()  # axes along which each index belongs to one row
     pooled: bool = False  # sums over all rows took part
     moves: bool = False  # differentiable in params
     mixing: Mixing | None = None
-    added: int = 0  # rows that were added up, undivided; -1: divided by what may be their number
-    sum: Mixing | None = None  # of a value without rows: the sum over rows that it is linear in
+    weighed: bool = False  # rows times weights that may have their number in them
+    sum: Sum | None = None  # of a value without rows: the sum over rows that it is linear in
 
 
 _KINDS = {
@@ -80,6 +85,10 @@ _SAME = frozenset(  # an axis of the results is that axis of the operands
     "nextafter not or pad pvary real reduce_precision rev select_n sharding_constraint slice sort "
     "split sub top_k xor".split()
 ).union(_CURVED, _BENT, _FLAT)
+_LINEAR = frozenset(
+    "add add_any broadcast_in_dim concatenate convert_element_type copy copy_p name neg pvary "
+    "reduce_precision reduce_sum reshape select_n sharding_constraint squeeze sub transpose".split()
+)
 _SUMS = frozenset(("reduce_sum", "reduce_prod", "dot_general"))
 _OTHER = "argmax argmin reduce_and reduce_max reduce_min reduce_or".split()
 _REDUCTIONS = frozenset((*_OTHER, "reduce_sum", "reduce_prod"))
@@ -116,12 +125,12 @@ def mixing(objective: Callable, params: Any, batch: Any, keywords: dict) -> Mixi
     known = set(_KINDS).difference(statistics)
     rule = functools.partial(_through, known=known, n=rows_of(batch))
     fact = Analysis(Fact(), _either, rule, _one_of, _all_of).run(program.jaxpr, given)[0]
-    return fact.mixing or fact.sum
+    return fact.mixing or (fact.sum and fact.sum.mixing)
 
 
 def _either(a: Fact, b: Fact) -> Fact:
     either: list[Any] = [x or y for x, y in zip(a, b, strict=True)]
-    return Fact(*either)._replace(rows=a.rows | b.rows, added=max(a.added, b.added))
+    return Fact(*either)._replace(rows=a.rows | b.rows)
 
 
 def _one_of(fact: Fact) -> Fact:
@@ -149,68 +158,37 @@ def _through(eqn: Any, facts: Sequence[Fact], *, known: Set[str], n: int) -> lis
         rows = _rows(eqn, v.aval.shape, [fact.rows for fact in facts], n)
         is_sum = name in _SUMS and any_rows and not rows
         is_float = jnp.issubdtype(v.aval.dtype, np.inexact)
-        fact = Fact(rows, is_float and (pooled or is_sum), is_float and moves, mixed)
-        added = 0 if v.aval.dtype == np.bool_ else _added(eqn, facts, fact, n)
-        sum = None
-        if fact.moves and not rows and added > 0:
-            new = Mixing("sums", name, eqn.source_info) if any_rows else None
-            sum = new or next((x.sum for x in facts if x.sum), None)
-        found.append(fact._replace(added=added, sum=sum))
+        moving = is_float and moves
+        weighed, sum = (False, None) if not moving else _summed(eqn, facts, rows, n)
+        found.append(Fact(rows, is_float and (pooled or is_sum), moving, mixed, weighed, sum))
     return found
 
 
-def _added(eqn: Any, facts: Sequence[Fact], out: Fact, n: int) -> int:
-    """How many rows were added up in a result; -1: it was divided by what may be their number."""
-    name = eqn.primitive.name
-    if name in ("gather", "dynamic_slice"):  # indices are none of it
-        facts = facts[:1]
-    all_of = [fact.added for fact in facts]
-    if name in ("reduce_sum", "dot_general"):
-        p, size = eqn.params, 0
-        axes = p["dimension_numbers"][0] if name == "dot_general" else [p["axes"]]
-        for v, fact, over in zip(eqn.invars, facts, axes, strict=True):
-            if gone := fact.rows.intersection(over):
-                size = max(size, math.prod(v.aval.shape[axis] for axis in gone))
-        if size:
-            return -1 if min(all_of) < 0 else max(*all_of, size)
-    if name in _CURVED:
-        return 0 if out.rows else max(all_of)
+def _summed(
+    eqn: Any, facts: Sequence[Fact], rows: frozenset[int], n: int
+) -> tuple[bool, Sum | None]:
+    """Whether rows were weighed, and the sum over them that a result is linear in."""
+    name, moving = eqn.primitive.name, [fact for fact in facts if fact.moves]
+    weighed = any(fact.weighed for fact in moving)
+    known = next((fact.sum for fact in moving if fact.sum), None)
     if name in ("mul", "div"):
-        return _scaled(eqn, facts, out, n)
-    if min(all_of, default=0) < 0:
-        return -1
-    known = _SAME | _REDUCTIONS | {"squeeze", "transpose", "broadcast_in_dim", "reshape", "gather"}
-    if name not in known and not out.rows and any(fact.rows for fact in facts):
-        return -1
-    if name == "broadcast_in_dim" and _may_count(eqn.invars[0], facts[0]):
-        return -1
-    moving = [fact.added for fact in facts if fact.moves]
-    return max(moving or all_of, default=0)
-
-
-def _may_count(v: Any, fact: Fact) -> bool:
-    """Whether a number that is no constant may be a number of rows, or a sum of weights."""
-    return not (hasattr(v, "val") or v.aval.shape or fact.rows or fact.moves or fact.added > 0)
-
-
-def _scaled(eqn: Any, facts: Sequence[Fact], out: Fact, n: int) -> int:
-    """`_added` of a product or quotient."""
-    (x, y), (a, b), divides = eqn.invars, facts, eqn.primitive.name == "div"
-    if hasattr(x, "val") and not divides:
-        (x, y), (a, b) = (y, x), (b, a)
-    if hasattr(y, "val"):
-        c = abs(float(y.val)) if np.ndim(y.val) == 0 else 0.0
-        c = c if divides else (1 / c if c else 0.0)
-        rows = a.added or (n if out.rows else 0)
-        times = c / rows if rows > 0 else 0.0
-        is_multiple = times > 0.99 and abs(times - round(times)) < 1e-3
-        if out.rows and a.added == 0:
-            return -is_multiple
-        return 0 if is_multiple or (divides and times > 0.99) else a.added
-    by_count = b.added != 0 if divides else min(a.added, b.added) < 0
-    if by_count or _may_count(y, b) or (_may_count(x, a) and not divides):
-        return -1
-    return max(a.added, b.added)
+        constant = next((v.val for v in eqn.invars if hasattr(v, "val")), None)
+        if constant is None or np.ndim(constant):  # by a weight, an unknown number, or a variable
+            return weighed or len(moving) == 1, known if len(
+                moving
+            ) == 2 and name == "mul" else None
+        factor = abs(float(constant)) or 1.0
+        factor = 1 / factor if name == "div" else factor
+        if rows:
+            return weighed or factor * n < 1.5, None
+        known = known and known._replace(factor=known.factor * factor)
+        return weighed, known if known and known.factor * n > 1.5 else None
+    if name in ("reduce_sum", "dot_general") and not rows and any(fact.rows for fact in facts):
+        mixing = Mixing("sums", name, eqn.source_info)
+        return False, None if weighed or len(moving) < len(facts) else Sum(1.0, mixing)
+    if name in _CURVED or name not in _LINEAR:
+        return weighed and bool(rows), None
+    return weighed, known
 
 
 def _evidence(eqn: Any, facts: Sequence[Fact]) -> str:
@@ -271,19 +249,13 @@ def _without(rows: frozenset[int], axes: Sequence[int]) -> frozenset[int]:
 
 
 def _reshaped(rows: frozenset[int], old: tuple, new: tuple, n: int) -> frozenset[int]:
-    """For each group of axes with one product that has rows: its first axis of length n, or all."""
-    if not rows or 0 in old:
-        return frozenset()
-    found, i, j = set(), 0, 0
-    while i < len(old) or j < len(new):
-        ends = i + 1, j + 1
-        while math.prod(old[i : ends[0]]) != math.prod(new[j : ends[1]]):
-            short = math.prod(old[i : ends[0]]) < math.prod(new[j : ends[1]])
-            ends = (ends[0] + 1, ends[1]) if short else (ends[0], ends[1] + 1)
-        if rows.intersection(range(i, ends[0])):
-            there = range(j, min(ends[1], len(new)))
-            found |= set([k for k in there if new[k] == n][:1] or [k for k in there if new[k] > 1])
-        i, j = ends
+    """The axes that a row axis goes into: the first of length n, or all."""
+    found = set()
+    for axis in rows:
+        first, last = math.prod(old[:axis]), math.prod(old[: axis + 1])
+        ends = [math.prod(new[:k]) for k in range(len(new) + 1)]
+        there = [k for k in range(len(new)) if ends[k] < last and ends[k + 1] > first]
+        found |= set([k for k in there if new[k] == n][:1] or there)
     return frozenset(found)
 
 

@@ -145,23 +145,13 @@ def as_key(key: Any, where: str) -> Any:
         if not -(2**63) <= key < 2**64:
             raise StateError("key", where, key, "a seed of at most 64 bits")
         return reproduce.key_of(int(key))
-    if isinstance(key, jax.Array):
-        if key.is_deleted():
-            raise StateError("key", where, "a deleted array", expected)
-        typed = trees.is_key(key)
-        if typed and key.ndim == 0:
-            return key
-        if key.dtype == np.uint32 and key.ndim == 1:
-            if key.shape != (words := jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape):
-                raise StateError(
-                    "key", where, trees.describe(key), f"uint32{list(words)}, or a typed key"
-                )
-            return key
-        if typed or key.dtype == np.uint32:
-            raise StateError(
-                "key", where, trees.describe(key), "one key", "Pick one of them: keys[0]."
-            )
-    raise WrongTypeError("key", where, trees.describe(key), expected)
+    words = isinstance(key, jax.Array) and key.dtype == np.uint32
+    shape = jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape if words else ()
+    if isinstance(key, jax.Array) and (words or trees.is_key(key)) and key.shape == shape:
+        checks.check_alive(key, where)
+        return key
+    fix = "Pick one of them: keys[0]." if trees.is_key(key) else ""
+    raise WrongTypeError("key", where, trees.describe(key), expected, fix)
 
 
 def begun(
