@@ -348,7 +348,8 @@ def test_some_rejected_steps_are_no_trouble():
 
 NOBODY = iter(())
 MORE_WRONG = {
-    "no step of many": (lambda: testing.check_population(loss_fn, make, X), WrongTypeError, "step at check_population")
+    "no step of many": (lambda: testing.check_population(loss_fn, make, X), WrongTypeError, "step at check_population"),
+    "used up": (lambda: testing.check_recompiles(STEP, make(), NOBODY), DataError, "got no batch at all.*Give a list"),
 }
 
 

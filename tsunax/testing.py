@@ -359,6 +359,8 @@ def check_recompiles(
         _check_live((), where, batch)
         state, _ = anew(state, batch, **extra)
         n += 1
+    if not n:
+        raise DataError("batches", where, "no batch at all", "at least one", "Give a list.")
     if (found := len(anew.traces)) > most:
         reasons = "; ".join(why(anew.traces, [("step", x) for x in anew.programs.devices]))
         raise CheckError("traces", f"{n} batches", found, f"at most {most}", reasons)
