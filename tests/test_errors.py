@@ -322,7 +322,7 @@ RULE = [
     row(19, "params first", lambda: ts.setup(PARAMS, adam), WrongTypeError, "dict with encoder, head", "setup(rule, params)"),
     row(19, "list", lambda: ts.setup([sgd, adam], PARAMS), WrongTypeError, "list of 2", "ts.rules.chain"),
     row(19, "dict", lambda: ts.setup({"**": adam}, PARAMS), WrongTypeError, "dict with **", "ts.rules.partition"),
-    row(19, "bare halves", lambda: ts.setup((adam.init, adam.update), PARAMS), WrongTypeError, "tuple of 2", "(init, update)"),
+    row(19, "bare halves", lambda: ts.setup((adam.init, adam.update), PARAMS), WrongTypeError, "tuple of 2"),
     row(19, "empty halves", lambda: ts.setup(optax.GradientTransformation(None, None), PARAMS), WrongTypeError, "init None"),
     row(19, "in a chain", lambda: rules.chain([sgd, adam]), WrongTypeError, "rule at chain()", "chain(*rules)"),
     row(19, "in a chain, not called", lambda: rules.chain(rules.clip, adam), WrongTypeError, "clip(max_delta=...)"),
@@ -331,14 +331,14 @@ RULE = [
     row(19, "groups of a rule", lambda: rules.partition(adam), WrongTypeError, "rules at partition()", "{pattern: rule}"),
     row(19, "groups of nothing", lambda: rules.partition({}), RuleError, "rules at partition()", "an empty dict"),
     row(19, "groups by number", lambda: rules.partition({1: adam}), WrongTypeError, "pattern at partition()", "1 (int)"),
-    row(19, "live of a rule", lambda: live(optax.adam(1e-3)), WrongTypeError, "factory at live()", "a rule", "live(optax.adam)(1e-3)"),
+    row(19, "live of a rule", lambda: live(optax.adam(1e-3)), WrongTypeError, "factory at live()", "live(optax.adam)(1e-3)"),
     row(19, "live of None", lambda: live(None), WrongTypeError, "factory at live()", "None"),
-    row(19, "live twice", lambda: live(rules.adam), WrongTypeError, "adam, live already", "Use it as it is."),
+    row(19, "live twice", lambda: live(rules.adam), WrongTypeError, "the function adam", "Use it as it is."),
     row(19, "live of dict", lambda: live(dict), WrongTypeError, "the class dict", "named parameters"),
     row(19, "live of *args", lambda: live(optax.chain), WrongTypeError, "chain(..., *args, ...)", "named parameters"),
     row(19, "live returns no rule", lambda: live(lambda rate: rate)(0.1), WrongTypeError, "<lambda>()", "0.1 (float)"),
     row(19, "static unknown", lambda: live(optax.adam, static=("esp",)), HyperparameterError, "'esp'", "Did you mean 'eps'?"),
-    row(19, "static is a str", lambda: live(optax.adam, static="eps"), WrongTypeError, "static at live()", "'eps' (str)", "tuple"),
+    row(19, "static is a str", lambda: live(optax.adam, static="eps"), HyperparameterError, "static at live()"),
     *(
         made
         for rule, name in [(rules.adam, "adam"), (rules.sgd, "sgd")]

@@ -12,7 +12,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import reproduce
-from tsunax.errors import DeviceError, HyperparameterError, StateError, WrongTypeError
+from tsunax.errors import DataError, DeviceError, HyperparameterError, StateError, WrongTypeError
 
 
 @pytest.fixture(autouse=True)

@@ -181,17 +181,13 @@ def check_leaves(name: str, value: Any, trained: Any) -> None:
 def check_field(state: Any, name: str, value) -> None:
     """Raise for a value that `replace` cannot put into this field."""
     if name in COUNTS:
-        is_int = isinstance(value, int) or (
-            trees.is_array(value) and jnp.issubdtype(value.dtype, np.integer)
-        )
-        shapes = (), np.shape(state.clock)[:-1]
-        fits = is_int and not isinstance(value, bool) and np.shape(value) in shapes
+        dtype, shapes = trees.dtype_of(value), ((), np.shape(state.clock)[:-1])
+        fits = dtype is not None and jnp.issubdtype(dtype, np.integer) and np.shape(value) in shapes
         if fits and not trees.is_traced(value):
             fits = np.all((value >= 0) & (value <= guard.LIMIT))
         if not fits:
-            raise StateError(
-                name, "replace()", trees.describe(value), f"an int in [0, {guard.LIMIT}]"
-            )
+            expected = f"an int in [0, {guard.LIMIT}]"
+            raise StateError(name, "replace()", trees.describe(value), expected)
     elif name == "frozen":
         if value is not None:
             words = np.empty(-(-trained_count(state) // 32), np.uint32)

@@ -76,8 +76,9 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         cause, name, got = error, _raised_by(error, rule), f"{told(error)} from its update"
     else:
         name = name_of_update(rule.update)
-        got = _unlike(updates, params)
-        if not got and (difference := _changed(after, before)):
+        got = _unlike(updates, params, "updates")
+        got = got and f"other updates ({got})"
+        if not got and (difference := _unlike(after, before, "opt_state")):
             raise RuleError(
                 f"optimizer state {difference}. The rule {name} changes it from call to call."
             )
@@ -101,31 +102,14 @@ _IN_OPTAX = (
 )
 
 
-def _unlike(updates, params) -> str:
-    """How updates differ from the params in structure or shape; "" if they do not."""
-    if difference := trees.first_difference(updates, params, "updates"):
-        return f"another tree ({difference})"
-    for (path, p), u in zip(
-        jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(updates), strict=True
-    ):
-        if u.shape != jnp.shape(p):
-            return (
-                f"an update of shape {u.shape} of {trees.access_str('params', path)}, "
-                f"{trees.describe(p)}"
-            )
-    return ""
-
-
-def _changed(after: PyTree, before: PyTree) -> str | None:
-    """How a state differs from the one before in structure or shape; None if it does not."""
-    if difference := trees.first_difference(after, before, "opt_state"):
+def _unlike(new: PyTree, old: PyTree, root: str) -> str:
+    """How a tree differs from another one in structure or shape; "" if it does not."""
+    if difference := trees.first_difference(new, old, root):
         return difference
-    named = jax.tree_util.tree_flatten_with_path(before)[0]
-    for (path, old), new in zip(named, jax.tree.leaves(after), strict=True):
-        if old.shape != new.shape:
-            where = trees.access_str("opt_state", path)
-            return f"at {where}: got {trees.describe(new)}, expected {trees.describe(old)}"
-    return None
+    for (where, x), y in zip(trees.leaves_at(root, new), jax.tree.leaves(old), strict=True):
+        if x.shape != jnp.shape(y):
+            return f"at {where}: got {trees.describe(x)}, expected {trees.describe(y)}"
+    return ""
 
 
 def _is_ours(update: Any) -> bool:
@@ -156,17 +140,14 @@ def _raised_by(error: BaseException, rule) -> str:
 
 
 def _meant(rule) -> str:
-    methods = "init", "update", "gradient_transformation"  # of `optax.MultiSteps`
-    if all(callable(getattr(rule, name, None)) for name in methods):
+    if hasattr(rule, "gradient_transformation"):  # of `optax.MultiSteps`
         return "Call rule.gradient_transformation(), or use ts.rules.accumulate(rule, every=n)."
-    is_rule = lambda x: isinstance(x, optax.GradientTransformation)
-    if isinstance(rule, LiveFactory) or (callable(rule) and not isinstance(rule, type)):
+    if isinstance(rule, LiveFactory) or inspect.isfunction(rule):
         first = next(iter(inspect.signature(rule).parameters), "")
-        return f"Call it: {getattr(rule, '__name__', 'rule')}({first and first + '=...'})."
+        return f"Call it: {rule.__name__}({first and first + '=...'})."
+    is_rule = lambda x: isinstance(x, optax.GradientTransformation)
     if isinstance(rule, (list, tuple)) and rule and all(map(is_rule, rule)):
         return "Join them: ts.rules.chain(*rules)."
-    if type(rule) is tuple and len(rule) == 2 and all(map(callable, rule)):
-        return "Name the two: optax.GradientTransformation(init, update)."
     if isinstance(rule, Mapping) and rule and all(map(is_rule, rule.values())):
         return "Give each its part: ts.rules.partition({pattern: rule})."
     return "For example ts.rules.adam(1e-3)."
