@@ -34,15 +34,6 @@ def check_rule(rule: object, where: str, fix: str = "") -> None:
     raise WrongTypeError("rule", where, got, expected, fix or _meant(rule))
 
 
-# What cannot be a rule, and the way that works
-_WAYS = {
-    "lookahead": "Its params are optax.LookaheadParams: use it in a loop of your own, around any of ts.rules. "
-    "An average of the params is setup(..., ema=0.99).",
-    "differentially_private_aggregate": "It takes a gradient for each row: call its update with those of "
-    "jax.vmap(jax.grad(...)) yourself, and give ts.update what it returns.",
-}
-
-
 def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
     """Raise RuleError if a foreign rule's update fails or returns other shapes or dtypes.
 
@@ -91,7 +82,7 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         where, got = trees.access_str("params", path), f"dtype {leaf.dtype}"
         raise RuleError("leaf", where, got, "real numbers for this rule", fix) from cause
     from_optax = "unexpected keyword argument" in got and not hasattr(rule.update, "around")
-    way = _IN_OPTAX if from_optax else _WAYS.get(name, "")
+    way = _IN_OPTAX if from_optax else ""
     what = "rule" if "<" in name else f"rule {name}"
     raise RuleError(what, "setup()", got, "updates like the params", way) from cause
 
