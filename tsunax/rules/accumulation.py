@@ -22,7 +22,7 @@ from tsunax import guard
 from tsunax._core import Function, PyTree, Scalar, checks
 from tsunax.errors import RuleError
 from tsunax.rules import numbers
-from tsunax.rules.calling import blank, with_extra
+from tsunax.rules.calling import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.spikes import SpikeState
 
@@ -175,7 +175,7 @@ def accumulate(
     else:
         checks.check_count(every, "accumulate()", "every")
     rule = with_extra(rule)
-    return optax.GradientTransformationExtraArgs(_Init(rule.init), Gather(rule.update, every))
+    return as_rule(_Init(rule.init), Gather(rule.update, every))
 
 
 def flush(state: PyTree) -> PyTree:

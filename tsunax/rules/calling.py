@@ -58,6 +58,11 @@ class PlainUpdate:
         )
 
 
+def as_rule(init: Function, update: Function) -> optax.GradientTransformationExtraArgs:
+    """The optax rule with this init and this update, of functions that are typed otherwise."""
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """The rule as one that accepts any extra argument, and passes on those that it takes.
 
@@ -65,9 +70,9 @@ def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformati
     """
     takes = _extra_arguments(rule)
     if takes is None:
-        return optax.GradientTransformationExtraArgs(rule.init, rule.update)
+        return as_rule(rule.init, rule.update)
     init = rule.init if "step" in takes else _PlainInit(rule.init)
-    return optax.GradientTransformationExtraArgs(init, PlainUpdate(rule.update, takes))
+    return as_rule(init, PlainUpdate(rule.update, takes))
 
 
 def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | None:

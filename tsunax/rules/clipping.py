@@ -14,6 +14,7 @@ from tsunax._core import patterns as _patterns
 from tsunax._core import trees
 from tsunax.errors import RuleError, WrongTypeError
 from tsunax.guard import GOT, Report, square_sums
+from tsunax.rules.calling import as_rule
 from tsunax.rules.factories import live
 from tsunax.rules.number_table import as_scalar
 
@@ -24,7 +25,7 @@ def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
     def update(updates, state, params=None, **extra):
         return f(updates, params, **extra), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return as_rule(lambda params: optax.EmptyState(), update)
 
 
 def _clip(max_delta: optax.ScalarOrSchedule):
@@ -89,7 +90,7 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
             updates, jnp.stack(norms).astype(jnp.float32)
         ) if throw else state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return as_rule(init, update)
 
 
 def array_norm(x: jax.Array, p: float) -> jax.Array:
@@ -144,7 +145,7 @@ def _decay(where, f):
         new = [f(g, p) if flag else g for g, p, flag in zip(leaves, params, flags, strict=True)]
         return treedef.unflatten(new), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return as_rule(init, update)
 
 
 clip: Final = live(_clip)

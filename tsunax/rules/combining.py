@@ -19,7 +19,7 @@ from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
 from tsunax.guard import choose, square_sums
 from tsunax.rules import accumulation
-from tsunax.rules.calling import blank, with_extra
+from tsunax.rules.calling import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.owners import owners_in
 
@@ -72,7 +72,7 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
     if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
         fix = "What follows would run on every call: accumulate(chain(...), every)."
         raise RuleError("accumulate", "chain()", "a rule behind it", "it at the end", fix)
-    return optax.GradientTransformationExtraArgs(
+    return as_rule(
         _ChainInit(tuple(r.init for r in rules)), _ChainUpdate(tuple(r.update for r in rules))
     )
 
@@ -193,7 +193,7 @@ def partition(
         check_rule(rule, f"partition({{{pattern!r}: ...}})")
     patterns = tuple(rules)
     parts = [with_extra(rule) for rule in rules.values()]
-    return optax.GradientTransformationExtraArgs(
+    return as_rule(
         _PartitionInit(patterns, tuple(r.init for r in parts)),
         _PartitionUpdate(patterns, tuple(r.update for r in parts)),
     )
@@ -231,6 +231,4 @@ def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformatio
     """
     check_rule(rule, "skip_zero()")
     rule = with_extra(rule)
-    return optax.GradientTransformationExtraArgs(
-        rule.init, _SkipZeroUpdate(blank(rule.init), rule.update)
-    )
+    return as_rule(rule.init, _SkipZeroUpdate(blank(rule.init), rule.update))

@@ -16,7 +16,7 @@ import optax
 from tsunax._core import Function, PyTree, Where, patterns, trees
 from tsunax.errors import HyperparameterError, RuleError, TsunaxError, WrongTypeError, told, unknown
 from tsunax.rules import numbers as _numbers
-from tsunax.rules.calling import with_extra
+from tsunax.rules.calling import as_rule, with_extra
 from tsunax.rules.live_rules import Home, Live, LiveState, LiveUpdate, building, module_of, name_of
 from tsunax.rules.number_table import Number, interned
 
@@ -158,7 +158,7 @@ class LiveFactory(Generic[P]):
         live = Live(self.factory, statics, tuple(names), tuple(schedules))
         init = LiveInit(live, tuple(values))
         self._try(init)
-        return optax.GradientTransformationExtraArgs(init, LiveUpdate(live))
+        return as_rule(init, LiveUpdate(live))
 
     def _try(self, init: LiveInit) -> None:
         """Build the plain rule once, so that bad arguments are reported where they were written."""

@@ -10,9 +10,9 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from tsunax.guard import square_sums
+from tsunax.rules.calling import as_rule
 from tsunax.rules.factories import live
 from tsunax.rules.number_table import as_scalar
 
@@ -72,7 +72,7 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
         report = jnp.where(spike, np.float32(np.inf), 0)
         return updates, SpikeState(jnp.stack([centre + step * distance, spread, seen + 1, report]))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return as_rule(init, update)
 
 
 reject_spikes: Final = live(_reject_spikes, static=("warmup",))

@@ -11,7 +11,7 @@ import optax
 from tsunax._core import Function, PyTree, TreeDef, trees
 from tsunax._core.checks import names_of
 from tsunax.errors import RuleError, WrongTypeError
-from tsunax.rules.calling import blank, with_extra
+from tsunax.rules.calling import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.live_rules import name_of
 
@@ -118,4 +118,4 @@ def wrap(
     own = init if init is None or callable(init) else _Given.of(init)
     rule = with_extra(rule)
     around = _WrapUpdate(rule.update, update, names_of(update, 4))
-    return optax.GradientTransformationExtraArgs(_WrapInit(rule.init, own), around)
+    return as_rule(_WrapInit(rule.init, own), around)
