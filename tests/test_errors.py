@@ -604,7 +604,7 @@ STATE = [
     row(
         0, "adjust of others", lambda: ts.adjust(
             setup(rule=rules.partition({"head/**": rules.sgd(1.0, momentum=0.9), "**": adam})), "encoder/**", momentum=0.5
-        ), HyperparameterError, "'momentum'", "b1, b2, eps, eps_root, learning_rate for these leaves", "other leaves",
+        ), HyperparameterError, "'momentum'", "b1, b2, eps, eps_root, learning_rate", "other leaves",
     ),
     row(
         0, "adjust of two", lambda: ts.adjust(setup(rule=rules.chain(rules.add_decayed_weights(0.1), rules.adamw(1.0))), weight_decay=0.5),
