@@ -185,14 +185,6 @@ SPEED = {name: [] if name in QUICK else [pytest.mark.slow if name in LONG else p
 CASES = [pytest.param(name, marks=SPEED[name]) for name in sorted(ALL)]
 
 
-@pytest.mark.parametrize("join", [optax.chain, ts.rules.chain])
-def test_a_rule_that_wants_a_gradient_for_each_row_is_named_inside_a_chain(join):
-    rule = join(make("differentially_private_aggregate"), sgd)
-    says = r"^rule differentially_private_aggregate at setup\(\): .* It takes a gradient for each row: call its update"
-    with pytest.raises(RuleError, match=says):
-        ts.setup(rule, {"w": jnp.ones(3)})
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_every_transformation_is_a_rule_or_says_why_not(name):
     if name in CANNOT:

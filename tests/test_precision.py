@@ -127,46 +127,6 @@ def test_an_evaluation_is_exact_unless_it_is_asked_to_be_fast():
     assert set(SEEN.values()) == {"bfloat16"}
 
 
-def test_a_loss_whose_inputs_are_not_found_says_so():
-    """It would be computed in float32 without a word."""
-    state = lambda precision: ts.setup(ts.rules.sgd(0.1), {"w": W}, precision=precision)
-    step = ts.train_step(regression(lambda params, x: (x * params["w"][None]).sum(1)))
-    batch = {"x": X, "y": X @ W, "weight": np.ones(8, np.float32)}
-    told = r"batch at precision='bfloat16': got .*batch\['x'\] meets params elsewhere.*Policy\(.*batch="
-    with pytest.warns(UserWarning, match=told) as found:
-        step.lower(state("bfloat16"), batch)
-    assert len(found) == 1 and SEEN["x"] == "float32"
-    with pytest.warns(UserWarning, match=told) as found:
-        ts.train_step(step.loss_fn, accumulate=2).lower(state("bfloat16"), batch)
-    assert len(found) == 1
-    step.lower(state(Policy(compute="bfloat16", batch="x")), batch)
-    assert SEEN == {"w": "bfloat16", "x": "bfloat16", "y": "float32", "weight": "float32"}
-    embedding = lambda params, x: params["w"][x]  # floats of the batch meet its output only
-    step = ts.train_step(regression(embedding))
-    step.lower(state("bfloat16"), {**batch, "x": np.arange(8) % 4})
-
-
-@pytest.mark.medium
-def test_a_gradient_by_hand_looks_for_inputs_once():
-    """Again only for what may be another program: other shapes, other values that are no arrays."""
-    found = []
-
-    def fn(params, batch, power):
-        found.append(batch["y"].dtype == np.float32)
-        x = batch["x"] if power > 1 else batch["y"]
-        return jnp.mean((x @ params["w"]).astype(jnp.float32) ** power)
-
-    gradient, state = ts.value_and_grad(fn), start(precision="bfloat16")
-    calls = [(8, 2, 2), (8, 2, 1), (4, 2, 2), (4, 1, 2), (4, 1, 1), (4, 2, 2)]
-    for rows, power, expected in calls:
-        found.clear()
-        gradient(state, {"x": X[:rows], "y": X[:rows]}, power=power)
-        assert len(found) == expected and found[-1] == (power > 1)
-    found.clear()
-    gradient(start(precision="float16"), {"x": X[:4], "y": X[:4]}, power=2)
-    assert len(found) == 2
-
-
 @pytest.mark.parametrize("accumulate, calls", [(1, 2), (4, 3)])
 def test_inputs_are_looked_for_once_in_a_trace(accumulate, calls):
     """Once more than without a precision; and once more for micro-batches, which may mix rows."""
@@ -380,11 +340,8 @@ def test_raise_waits_for_the_scale_and_then_tells_where_it_ended():
         (dict(precision="half"), WrongTypeError, "precision at setup(): got 'half' (str), expected 'bfloat16'"),
         (dict(precision=np.float16), WrongTypeError, "a Policy"),
         (dict(loss_scale="big"), WrongTypeError, "loss_scale at setup(): got 'big' (str), expected 'dynamic'"),
-        (dict(loss_scale=0.0), StateError, "loss_scale at setup(): got 0.0, expected a number in [1.18e-38, 3.4e+38]"),
+        (dict(loss_scale=0.0), StateError, "expected 1.18e-38 ≤ floor ≤ scale"),
         (dict(loss_scale=LossScale(0.5)), StateError, "floor ≤ scale ≤ ceiling"),
-        (dict(loss_scale=LossScale("big")), WrongTypeError, "expected one made of numbers"),
-        (dict(loss_scale=LossScale(2.0, floor=None)), WrongTypeError, "expected one made of numbers"),
-        (dict(loss_scale=LossScale(2.0, dynamic="no")), WrongTypeError, "dynamic True or False"),
         (dict(loss_scale=LossScale(float("inf"))), StateError, "floor ≤ scale ≤ ceiling"),
         (dict(precision=STOCHASTIC), StateError, "key=0"),
         (dict(ema=1.0), ValueError, "decay at ema(): got 1.0, expected a number in [0, 1)"),
@@ -403,9 +360,6 @@ def test_policies_refuse_what_is_no_dtype():
     for bad in ("int8", "bf16", None, 3):
         with pytest.raises(WrongTypeError, match=r"compute at Policy\(\)"):
             Policy(compute=bad)
-    for bad in ({}, {"x": True}):
-        with pytest.raises(WrongTypeError, match=r"batch at Policy\(\).*trees of bools cannot be"):
-            Policy(batch=bad)
     with pytest.raises(WrongTypeError, match="Stochastic rounding cuts"):
         Policy(rounding="stochastic")
     with pytest.raises(StateError, match="A loss scale lives from rejected steps"):
@@ -475,7 +429,7 @@ def test_a_batch_of_padding_alone_is_no_overflow():
 
 @pytest.mark.parametrize("scale", [1e39, 1e-46, LossScale(1e39, dynamic=False)])
 def test_a_scale_that_float32_cannot_hold_is_refused(scale):
-    with pytest.raises(StateError, match=r"loss_scale at setup\(\): got 1e.*expected a number in .*, of float32"):
+    with pytest.raises(StateError, match=r"loss_scale at setup\(\): got .*1e.*expected 1.18e-38 ≤ floor"):
         start(loss_scale=scale)
 
 
@@ -504,5 +458,5 @@ def test_a_loss_scale_out_of_range_is_told_with_its_step():
         step(state, {"x": X, "f": np.float32(1)})
     state = start(precision="float16")
     for bad in (np.inf, 0.0, np.nan):
-        with pytest.raises(StateError, match=r"loss_scale at replace\(\).*expected 0 < floor ≤ scale"):
+        with pytest.raises(StateError, match=r"loss_scale at replace\(\).*expected .* ≤ floor ≤ scale"):
             state.replace(loss_scale=dataclasses.replace(state.loss_scale, scale=np.float32(bad)))

@@ -17,7 +17,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import rules
-from tsunax.errors import RuleError, StateError, WrongTypeError
+from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules import live_rules
 from tsunax.rules.number_table import Number
 from tsunax.rules.optimizers import CONTRIB, OPTAX
@@ -586,7 +586,6 @@ def compositions(rate, schedule=SCHEDULE):
     return {
         "chain": rules.chain(clip(), rules.add_decayed_weights(rate, where="kernel"), rules.adam(rate)),
         "groups": rules.partition({"kernel": rules.chain(clip(), rules.adam(rate)), "**": rules.sgd(schedule)}),
-        "labels": rules.partition({"matrix": rules.adam(rate), "vector": rules.lion(rate)}, labels=_label),
         "clip": rules.clip_by_norm(rate, p=3),
         "wrap": rules.wrap(rules.chain(clip(), rules.adam(rate)), noisy, _key),
     }
@@ -603,13 +602,8 @@ def noisy(inner, updates, state, params, **extra):
     return updates, dataclasses.replace(state, inner=rest, own=key)
 
 
-def _label(path, leaf):
-    return "matrix" if leaf.ndim == 2 else "vector"
-
-
 def test_a_rule_around_a_rule_is_the_loop_by_hand():
     state, key = ts.setup(rules.wrap(rules.adam(0.1), noisy, _key), PARAMS), _key(None)
-    assert repr(rules.wrap(rules.adam(0.1), noisy)) == "noisy(adam(learning_rate=0.1))"
     plain, params = optax.adam(0.1), PARAMS
     theirs = plain.init(params)
     for i in range(3):
@@ -674,8 +668,8 @@ def _with(change):
             r"^result at around\(\): got \(dict.*, Wrapped, 1 ",
         ),
         ((rules.sgd(0.1), _with(lambda u, s: (u, s.inner))), RuleError, r"Return updates, dataclasses\.replace\(state"),
-        ((rules.sgd(0.1), _with(lambda u, s: ([u], s))), RuleError, r"another tree \(at updates: got list"),
-        ((rules.sgd(0.1), _with(lambda u, s: (jax.tree.map(lambda x: x[:1], u), s))), RuleError, r"of shape \(1,"),
+        ((rules.sgd(0.1), _with(lambda u, s: ([u], s))), RuleError, r"other updates \(at updates: got list"),
+        ((rules.sgd(0.1), _with(lambda u, s: (jax.tree.map(lambda x: x[:1], u), s))), RuleError, r"got float32\[1\]"),
         (
             (rules.sgd(0.1), _with(lambda u, s: (u, dataclasses.replace(s, own=jnp.zeros(7)))), jnp.zeros(3)),
             RuleError,
@@ -696,9 +690,6 @@ def test_a_wrapper_gets_the_extra_arguments_that_it_names():
     state, grads = ts.setup(rules.wrap(rules.sgd(1.0), scaled), PARAMS), jax.tree.map(jnp.ones_like, PARAMS)
     expected, _ = ts.update(ts.setup(rules.sgd(1.0), PARAMS), jax.tree.map(lambda g: 3 * g, grads))
     assert_trees_equal(ts.update(state, grads, beta=3.0)[0].params, expected.params)
-    with pytest.raises(StateError, match="beto"):
-        ts.update(state, grads, beto=3.0)
-    assert repr(rules.wrap(rules.sgd(0.1), functools.partial(noisy))).startswith("partial(sgd")
 
 
 @EVERY_RULE
@@ -758,7 +749,7 @@ def test_the_update_half_pickles(row):
         assert pickle.loads(pickle.dumps(update)) == update
 
 
-@pytest.mark.parametrize("name", ["chain", "labels"])
+@pytest.mark.parametrize("name", ["chain", "wrap"])
 def test_a_pickled_state_goes_on_in_the_same_program(name):
     step = ts.train_step(loss_fn)
     state, _ = step(ts.setup(compositions(0.1)[name], PARAMS), BATCHES[0])
@@ -886,18 +877,6 @@ def test_a_leaf_without_a_group_raises_and_is_named():
         ts.setup(rules.partition({"head": rules.sgd(0.5), "**/w": rules.sgd(0.25)}), SMALL)
 
 
-@pytest.mark.parametrize(
-    "labels", [{"body": {"w": "x", "b": "y"}, "head": "y"}, lambda path, leaf: "yx"[leaf.ndim == 2]]
-)
-def test_labels_say_which_group(labels):
-    rule = rules.partition({"x": rules.sgd(1.0), "y": rules.sgd(0.5)}, labels=labels)
-    rates = {"body": {"w": 1.0, "b": 0.5}, "head": 0.5}
-    assert_trees_equal(updated(rule), minus(SMALL, jax.tree.map(np.multiply, rates, GRADS)))
-    assert ts.hyperparams(ts.setup(rule, SMALL)) == {"learning_rate@x": 1.0, "learning_rate@y": 0.5}
-    with pytest.raises(ts.errors.PatternError, match=r"'y'"):
-        ts.setup(rules.partition({"x": rules.sgd(1.0)}, labels=labels), SMALL)
-
-
 def test_groups_are_optax_partition():
     """The same rules on the same leaves, a user's own plain chain among them."""
     user = lambda: optax.chain(optax.clip(0.1), optax.trace(0.9), optax.scale(-0.1))
@@ -997,11 +976,11 @@ def test_an_argument_that_a_rule_lacks_is_named(rule, given, told):
 
 ahead = lambda tx: optax.lookahead(tx, 2, 0.5, reset_state=True)
 CANNOT = {
-    "lookahead": (lambda: ahead(optax.sgd(0.1)), r"rule lookahead at setup\(\).*'fast'.*a loop of your own"),
+    "lookahead": (lambda: ahead(optax.sgd(0.1)), r"rule lookahead at setup\(\).*'fast'"),
     "in a chain": (lambda: rules.chain(rules.clip(1.0), ahead(rules.sgd(0.1))), "rule lookahead at"),
     "one gradient a row": (
         lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, 0),
-        r"rule differentially_private_aggregate at.*vmap",
+        r"rule differentially_private_aggregate at.*batch dimension",
     ),
     "sam in optax.chain": (
         lambda: optax.chain(ASKS["sam, opaque"](optax)),
@@ -1009,11 +988,11 @@ CANNOT = {
     ),
     "another tree": (
         lambda: optax.GradientTransformation(lambda p: (), lambda g, s, p: (g["w"], s)),
-        r"rule at setup\(\): got another tree \(at updates",
+        r"rule at setup\(\): got other updates \(at updates",
     ),
     "another shape": (
         lambda: optax.stateless(lambda g, p: jax.tree.map(jnp.sum, g)),
-        r"rule stateless at setup\(\): got an update of shape \(\) of params\['b'\], float32\[1\]",
+        r"rule stateless at setup\(\): got other updates \(at updates\['b'\]: got float32\[\]",
     ),
 }  # fmt: skip
 
@@ -1092,18 +1071,6 @@ def test_a_schedule_may_be_of_no_use_behind_the_end_of_its_run():
     """PureJaxRL's: negative after 800 updates, of which it makes fewer."""
     state = ts.setup(rules.adam(lambda n: 2.5e-4 * (1 - (n // 16) / 50)), SMALL).replace(step=16)
     assert ts.hyperparams(state)["learning_rate"] == pytest.approx(2.5e-4 * 0.98)
-
-
-def test_a_rule_prints_as_the_call_that_makes_it():
-    rate = ts.schedules.cosine_decay_schedule(0.5, 10)
-    rule = rules.chain(rules.clip_by_global_norm(1.0), rules.adamw(rate, b1=0.8, mask="**/w"))
-    text = f"chain(clip_by_global_norm(max_norm=1.0), adamw(learning_rate={rate}, b1=0.8, mask='**/w'))"
-    assert repr(rule) == str(pickle.loads(pickle.dumps(rule))) == text
-    assert repr(rules.partition({"a": rule, "**": rules.skip_zero(rules.sgd(0.1))})) == (
-        f"partition({{'a': {text}, '**': skip_zero(sgd(learning_rate=0.1))}})"
-    )
-    windows = rules.accumulate(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), every=4)
-    assert repr(rules.chain(windows)) == "chain(accumulate(MultiSteps(...), every=4))"
 
 
 def test_names_complete_to_public_ones():
@@ -1387,12 +1354,9 @@ def test_footgun_29_callable_pytrees_are_params_and_masks():
     assert_trees_equal(state.params, Affine(np.ones((2, 2), np.float32), np.zeros(2, np.float32)))
 
 
-def test_footgun_31_a_label_or_pattern_without_leaves_is_reported():
+def test_footgun_31_a_pattern_without_leaves_is_reported():
     with pytest.raises(ts.errors.PatternError, match="'embedding/"):
         ts.setup(rules.partition({"embedding/**": rules.sgd(0.1), "**": rules.sgd(0.1)}), SMALL)
-    labels = jax.tree.map(lambda _: "x", SMALL)
-    with pytest.raises(ts.errors.PatternError, match="'y'"):
-        ts.setup(rules.partition({"x": rules.sgd(0.1), "y": rules.sgd(0.1)}, labels=labels), SMALL)
 
 
 def test_footgun_32_decay_is_a_rule_of_its_own_for_optimizers_without():

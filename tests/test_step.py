@@ -690,10 +690,10 @@ def _beta_rule():
     optax.inject_hyperparams(optax.polyak_sgd)(),
     ts.rules.partition({"**": ts.rules.chain(_beta_rule(), ts.rules.sgd(0.1))}),
 ])  # fmt: skip
-def test_update_refuses_keywords_that_no_rule_reads(rule):
+def test_update_refuses_its_keywords_misspelled_and_what_it_gives_itself(rule):
     params = {"w": jnp.ones(2)}
     state = ts.setup(rule, params)
-    for name in ("vlaue", "lr", "foo", "params", "updates", "opt_state"):
+    for name in ("vlaue", "weigth", "params", "updates", "opt_state"):
         with pytest.raises(StateError, match=rf"^keyword at update\(\): got '{name}', expected"):
             ts.update(state, params, **{name: 1.0})
     with pytest.raises(StateError, match="'value'"):
@@ -707,8 +707,6 @@ def test_update_gives_rules_the_keywords_that_they_read_from_extra():
     for rule in (_beta_rule(), optax.chain(_beta_rule()), ts.rules.chain(_beta_rule())):
         new, _ = ts.update(ts.setup(rule, params), params, beta=3.0)
         assert_trees_equal(new.params, {"w": jnp.full(2, -2.0)})
-        with pytest.raises(StateError, match="'beta'"):
-            ts.update(ts.setup(rule, params), params, betta=3.0)
 
 
 def test_a_step_is_no_loss_fn():

@@ -249,12 +249,9 @@ def _targets(
                 fix = f"Write adjust(state, **{{{both[0]}: ...}})."
                 raise HyperparameterError("hyperparameter", "adjust()", got, expected, fix)
         if not found:
-            known = _known(state)
-            if all(given not in (x, x.partition("@")[0].rpartition(".")[2]) for x in known):
-                raise HyperparameterError(unknown("hyperparameter", "adjust()", given, known))
-            here = ", ".join(sorted({name for hit in hits for name in hit.names}))
-            expected, fix = f"one of {here} for these leaves", "It is of the rule of other leaves."
-            raise HyperparameterError("hyperparameter", "adjust()", repr(given), expected, fix)
+            here = sorted({name for hit in hits for name in hit.names})
+            fix = "" if len(hits) == len(lives) else "It may be of the rule of other leaves."
+            raise HyperparameterError(unknown("hyperparameter", "adjust()", given, here, fix))
     return targets
 
 
@@ -314,17 +311,15 @@ def _by_leaf(state: TrainState, matched: Any, targets: Any, values: Any) -> dict
 
 def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tuple[Any, ...]]:
     """What to set for flat names: {column of the numbers: (live, index, value)}."""
-    columns, lives = {}, _table(state).layout.lives
+    columns = {}
     for at, s, group, start in _table(state).columns():
         names = _table(state).layout.names[at][group]
         columns |= {name: (start + i, s.live, i) for i, name in enumerate(names)}
-    for name in (name for name in values if name not in columns):
-        rest, _, label = name.rpartition("@")
-        if rest in columns and not any(label in number_table.patterns(path) for path, _ in lives):
-            fix = f"Cut it first: ts.adjust(state, {label!r})."
-            expected = f"one of {trees.listed([*columns], 20)}"
-            raise HyperparameterError("hyperparameter", "adjust()", repr(name), expected, fix)
-        raise HyperparameterError(unknown("hyperparameter", "adjust()", name, columns))
+    for name in values:
+        if name not in columns:
+            label = name.rpartition("@")[2]
+            fix = f"Cut it first: ts.adjust(state, {label!r})." if "@" in name else ""
+            raise HyperparameterError(unknown("hyperparameter", "adjust()", name, columns, fix))
     return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
 
 

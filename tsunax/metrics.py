@@ -33,11 +33,7 @@ _Metric = TypeVar("_Metric")
 
 
 def _add(self: _Metric, other: _Metric) -> _Metric:
-    """The metric of both batches together. Raises LossError for another kind or shape."""
-    ours, theirs = ([np.shape(x) for x in jax.tree.leaves(m)] for m in (self, other))
-    if jax.tree.structure(self) != jax.tree.structure(other) or ours != theirs:
-        place, expected = f"{type(self).__name__}.merge()", f"{trees.describe(self)}, made alike"
-        raise LossError("other", place, trees.describe(other), expected)
+    """The metric of both batches together, of one kind and shape."""
     return jax.tree.map(operator.add, self, other)
 
 
@@ -232,23 +228,24 @@ class Perplexity(_OfMean):
         return jnp.exp(self.mean.compute())
 
 
-def _pairs(
+def _confusion(
     predictions: ArrayLike, targets: ArrayLike, where: Maybe, classes: int | None, place: str
-) -> tuple[jax.Array, jax.Array, jax.Array, int]:
-    """Flat predicted and true ids, their weights (NaN for unknown ids), the number of classes."""
-    predictions, targets, classes = _class_ids(predictions, targets, place, classes)
-    if classes is None:
+) -> jax.Array:
+    """f32[targets, predictions]: the weight of each pair of classes; NaN for unknown ids."""
+    predictions, targets, n = _class_ids(predictions, targets, place, classes)
+    if n is None:
         fix = "Class ids do not tell how many there are."
         raise LossError("classes", place, "None", "the number of classes", fix)
-    known = (targets >= 0) & (targets < classes)
+    known = (targets >= 0) & (targets < n)
     if predictions.ndim > targets.ndim:
         known &= ~jnp.any(jnp.isnan(predictions), axis=-1)
         predictions = jnp.argmax(predictions, axis=-1)
     predictions = predictions.astype(jnp.int32)
-    known &= (predictions >= 0) & (predictions < classes)
+    known &= (predictions >= 0) & (predictions < n)
     weights = _weights(where, jnp.zeros(targets.shape), place)
     weights = jnp.where(known | (weights == 0), weights, jnp.nan)
-    return jnp.ravel(predictions), jnp.ravel(targets), jnp.ravel(weights), classes
+    counts = jnp.zeros((n, n), jnp.float32).at[targets, predictions].add(weights, mode="drop")
+    return counts + 0 * jnp.sum(weights)  # a NaN spoils all, also if its cell was dropped
 
 
 @jax.tree_util.register_dataclass
@@ -277,10 +274,7 @@ class ConfusionMatrix:
         classes: int | None = None,
     ) -> ConfusionMatrix:
         """From scores (..., classes), or class ids (...) and `classes`, and the true ids (...)."""
-        place = "ConfusionMatrix.of()"
-        predicted, actual, weights, n = _pairs(predictions, targets, where, classes, place)
-        counts = jnp.zeros((n, n), jnp.float32).at[actual, predicted].add(weights, mode="drop")
-        return cls(counts + 0 * jnp.sum(weights))  # a NaN spoils all, also if its cell was dropped
+        return cls(_confusion(predictions, targets, where, classes, "ConfusionMatrix.of()"))
 
     def compute(self) -> jax.Array:
         return self.counts
@@ -293,33 +287,25 @@ def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class _ClassSums:
-    """The sums of each class, of which `Precision`, `Recall` and `F1` are ratios."""
+class _ByClass:
+    """A ratio for each class, from the weight of each pair of classes."""
 
-    hits: jax.Array  # f32[classes]: Σ weight of rows whose class was predicted and true
-    predicted: jax.Array  # f32[classes]: Σ weight of rows whose class was predicted
-    actual: jax.Array  # f32[classes]: Σ weight of rows whose class was true
+    counts: jax.Array  # f32[targets, predictions]: Σ weight
     average: str | None = field(metadata={"static": True})
 
     @classmethod
     def _check_average(cls, average: object, classes: int | None, method: str) -> None:
-        known = ("binary", "macro", "micro", "weighted")
-        if (average is not None and not checks.is_one_of(average, known)) or (
-            average == "binary" and classes != 2
-        ):
-            got, place = (
-                f"{trees.describe(average)}, {classes} classes",
-                f"{cls.__name__}.{method}()",
-            )
+        known = ("macro", "micro", "weighted", *(["binary"] if classes == 2 else []))
+        if average is not None and not checks.is_one_of(average, known):
+            got = f"{trees.describe(average)} with {classes} classes"
             expected = "'binary' for 2 classes; or 'macro', 'micro', 'weighted' or None"
-            raise LossError("average", place, got, expected)
+            raise LossError("average", f"{cls.__name__}.{method}()", got, expected)
 
     @classmethod
     def empty(cls, classes: int = 2, *, average: str | None = "binary") -> Self:
         """The metric of no rows, from which merging starts."""
         cls._check_average(average, classes, "empty")
-        hits, predicted, actual = jnp.zeros((3, classes), jnp.float32)
-        return cls(hits, predicted, actual, average)
+        return cls(jnp.zeros((classes, classes), jnp.float32), average)
 
     @classmethod
     def of(
@@ -334,18 +320,17 @@ class _ClassSums:
         """From scores (..., classes), or class ids (...) and `classes`, and the true ids (...)."""
         classes = np.shape(predictions)[-1] if np.ndim(predictions) > np.ndim(targets) else classes
         cls._check_average(average, classes, "of")
-        place = f"{cls.__name__}.of()"
-        predicted, actual, weights, n = _pairs(predictions, targets, where, classes, place)
-        zeros = jnp.zeros(n, jnp.float32) + 0 * jnp.sum(weights)  # a NaN spoils all classes
-        right = jnp.where(predicted == actual, weights, 0)
-        count = lambda ids, weights: zeros.at[ids].add(weights, mode="drop")
-        sums = count(actual, right), count(predicted, weights), count(actual, weights)
-        return cls(*sums, average)
+        return cls(
+            _confusion(predictions, targets, where, classes, f"{cls.__name__}.of()"), average
+        )
 
     merge = _add
 
-    def _averaged(self, above: jax.Array, below: jax.Array) -> jax.Array:
-        """`above / below` of each class, averaged as `average` says."""
+    def _averaged(self, of_hits: int, of_predicted: int, of_actual: int) -> jax.Array:
+        """The ratio of multiples of the sums of each class, averaged as `average` says."""
+        predicted, actual = jnp.sum(self.counts, axis=0), jnp.sum(self.counts, axis=1)
+        above = of_hits * jnp.diagonal(self.counts)
+        below = of_predicted * predicted + of_actual * actual
         if self.average == "micro":
             return _ratio(jnp.sum(above), jnp.sum(below))
         each = _ratio(above, below)
@@ -353,14 +338,14 @@ class _ClassSums:
             return each
         if self.average == "binary":
             return each[1]
-        occurs = jnp.where(self.predicted + self.actual == 0, 0.0, 1.0)
-        weights = self.actual if self.average == "weighted" else occurs
+        occurs = jnp.where(predicted + actual == 0, 0.0, 1.0)
+        weights = actual if self.average == "weighted" else occurs
         return _ratio(jnp.sum(each * weights), jnp.sum(weights))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Precision(_ClassSums):
+class Precision(_ByClass):
     """The share of right predictions of each class: `hits / predicted`.
 
     `average` is "binary" (class 1 of two), "macro" (the plain mean over the classes that occur in
@@ -373,12 +358,12 @@ class Precision(_ClassSums):
     """
 
     def compute(self) -> jax.Array:
-        return self._averaged(self.hits, self.predicted)
+        return self._averaged(1, 1, 0)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Recall(_ClassSums):
+class Recall(_ByClass):
     """The share of targets found, of each class: `hits / actual`, averaged as in `Precision`.
 
     >>> Recall.of(jnp.array([1, 1, 1, 0]), jnp.array([1, 1, 0, 0]), average=None).compute()
@@ -386,12 +371,12 @@ class Recall(_ClassSums):
     """
 
     def compute(self) -> jax.Array:
-        return self._averaged(self.hits, self.actual)
+        return self._averaged(1, 0, 1)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class F1(_ClassSums):
+class F1(_ByClass):
     """The harmonic mean of precision and recall of each class, averaged as in `Precision`.
 
     `2 · hits / (predicted + actual)`.
@@ -401,7 +386,7 @@ class F1(_ClassSums):
     """
 
     def compute(self) -> jax.Array:
-        return self._averaged(2 * self.hits, self.predicted + self.actual)
+        return self._averaged(2, 1, 1)
 
 
 # ---------------------------------------------------------------------------------- real predictions
@@ -479,7 +464,7 @@ class R2:
         return cls(residual, weight, mean, scatter)
 
     def merge(self, other: R2) -> R2:
-        """The metric of both batches together. Raises LossError for another kind or shape."""
+        """The metric of both batches together, of one kind and shape."""
         total = _add(self, other)
         share, apart = _ratio(other.weight, total.weight), other.mean - self.mean
         scatter = total.scatter + jnp.square(apart) * self.weight * share

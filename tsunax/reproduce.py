@@ -24,7 +24,7 @@ import numpy as np
 from jax._src import xla_bridge
 
 from tsunax._core import Function, PyTree, checks, stable_text, trees
-from tsunax.errors import DeviceError, StateError, WrongTypeError
+from tsunax.errors import DataError, DeviceError, StateError, WrongTypeError
 
 __all__ = ["check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"]
 
@@ -164,7 +164,8 @@ def check_reproducible(
     checks.check_count(times, where, "times", least=2)
     for path, leaf in jtu.tree_flatten_with_path(state)[0]:
         _check_concrete(leaf, trees.access_str("state", path), "Call it outside of jit.")
-    batches = list(checks.each_batch(batches, where))
+    if not (batches := list(batches)):
+        raise DataError("batches", where, "no batch at all", "at least one", "Give a list.")
     copied = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
     runs = [copied(state) for _ in range(times)]
     for at, batch in enumerate(batches):

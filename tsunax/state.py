@@ -346,7 +346,6 @@ def setup(
         raise WrongTypeError("params", "setup()", "a TrainState", "a pytree of arrays", fix)
     key = starting.as_key(key, "setup()")
     flags = starting.check_setup(params, device, model_state, trainable, copy, freezable)
-    starting.tell_flax(TrainState)
     if device is not None:
         params, model_state = jax.device_put((params, model_state), device)
     policy, average, scale = starting.parts_of(precision, ema, loss_scale)

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tsunax import guard
-from tsunax._core import Function, PyTree, Where, checks, trees
+from tsunax._core import Function, PyTree, Where, trees
 from tsunax._step.members import members_of
 from tsunax._step.roles import averages_of, frozen_flags
 from tsunax._step.traces import why
@@ -350,15 +350,17 @@ def check_recompiles(
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
     >>> check_recompiles(step, state, [np.ones((4, 2)), np.ones((3, 2))])
     Traceback (most recent call last):
-    tsunax.errors.CheckError: traces at 2 batches: got 2, expected at most 1. step: batch has shape (3, 2), had ...
+    tsunax.errors.CheckError: traces at 2 batches: got 2, expected at most 1. step: batch is float32[3,2], was ...
     """
     where = "check_recompiles()"
     _check(step, state, where, extra)
     anew, state, n = dataclasses.replace(step), _copy(state), 0
-    for batch in checks.each_batch(batches, where):
+    for batch in batches:
         _check_live((), where, batch)
         state, _ = anew(state, batch, **extra)
         n += 1
+    if not n:
+        raise DataError("batches", where, "no batch at all", "at least one", "Give a list.")
     if (found := len(anew.traces)) > most:
         reasons = "; ".join(why(anew.traces, [("step", x) for x in anew.programs.devices]))
         raise CheckError("traces", f"{n} batches", found, f"at most {most}", reasons)

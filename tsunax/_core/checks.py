@@ -11,14 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import (
-    DataError,
-    HyperparameterError,
-    LossError,
-    ParamsError,
-    StateError,
-    WrongTypeError,
-)
+from tsunax.errors import HyperparameterError, LossError, ParamsError, StateError, WrongTypeError
 
 
 def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
@@ -212,22 +205,6 @@ def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
 def is_real(x: Any) -> bool:
     """Whether this is a real number, no bool, or an array of them."""
     return _is_a(x, np.floating, np.integer)
-
-
-def each_batch(batches: Any, where: str) -> Iterator[Any]:
-    """Batches one by one.
-
-    Raises WrongTypeError for what is no iterable, DataError for one that has none.
-    """
-    if not isinstance(batches, Iterable):  # a data set with __getitem__ alone need not have an end
-        raise WrongTypeError("batches", where, trees.describe(batches), "an iterable of batches")
-    is_empty = True
-    for batch in batches:
-        is_empty = False
-        yield batch
-    if is_empty:
-        fix = "A generator is used up after one reading: give a list."
-        raise DataError("batches", where, "no batch at all", "at least one", fix)
 
 
 def check_count(n: Any, where: str, name: str, least: int = 1) -> None:

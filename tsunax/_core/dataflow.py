@@ -71,25 +71,22 @@ class Analysis:
             carry = new
 
 
-def multiplied(fn: Callable, params: Any, batch: Any) -> tuple[list[bool], list[bool]]:
+def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
     """Which leaves of the batch reach a product or convolution with params in `fn(params, batch)`.
 
-    Those are what a model reads. Targets, weights and masks meet its output only. And which leaves
-    meet params in anything else, before any output: an input of `x * w`, or a target of `y - mean`.
+    Those are what a model reads. Targets, weights and masks meet its output only.
 
     >>> import jax.numpy as jnp
     >>> loss = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
     >>> multiplied(loss, jnp.ones(3), {"x": jnp.ones((2, 3)), "y": jnp.ones(2)})
-    ([True, False], [False, False])
+    [True, False]
     """
-    found = met = 0
+    found = 0
     union = lambda bits: functools.reduce(int.__or__, bits, 0)
 
     def rule(eqn, given):
-        nonlocal found, met
-        if eqn.primitive.name not in _PRODUCTS:
-            met |= union(x for x in given if not x & 1) if 1 in given else 0
-        else:
+        nonlocal found
+        if eqn.primitive.name in _PRODUCTS:
             for x, w in (given[:2], given[1::-1]):
                 # params alone: a product with what was made of them and of the batch may be a
                 # weighted mean. A convolution is none, and takes one dtype only
@@ -101,8 +98,7 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> tuple[list[bool], list[
     size, n = len(jax.tree.leaves(params)), len(jax.tree.leaves(batch))
     bits = [1] * size + [2 << i for i in range(n)]  # 1 is params, 2 << i leaf i of the batch
     Analysis(0, int.__or__, rule).run(program.jaxpr, bits)
-    flags = lambda bits: [bool(bits & (2 << i)) for i in range(n)]
-    return flags(found), flags(met)
+    return [bool(found & (2 << i)) for i in range(n)]
 
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -121,11 +117,9 @@ def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
         return None
     program = programs[0]
     closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is program)
-    shapes = lambda variables: [len(v.aval.shape) if parts else v.aval.shape for v in variables]
-    same = all(
-        shapes(inner) == shapes(outer)
-        for inner, outer in ((program.invars, eqn.invars), (program.outvars, eqn.outvars))
-    )
+    of = lambda variables: [len(v.aval.shape) if parts else v.aval.shape for v in variables]
+    inner, outer = (program.invars, program.outvars), (eqn.invars, eqn.outvars)
+    same = list(map(of, inner)) == list(map(of, outer))
     return (program, getattr(closed, "consts", ())) if same else None
 
 

@@ -6,7 +6,6 @@ A warm call never comes here.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from tsunax import guard, losses
 from tsunax._core import checks, trees
@@ -63,27 +61,6 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
             )
     checks.check_arrays(state, "state")
     members.check_each(state, (batch, extra))
-    _check_places(state)
-
-
-def _check_places(state: TrainState) -> None:
-    """Raise StateError, with a path, where the arrays of a state lie on different devices."""
-    named = jax.tree_util.tree_flatten_with_path(state)[0]
-    bound = [
-        (path, x)
-        for path, x in named
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed
-    ]
-    places = collections.Counter(frozenset(x.sharding.device_set) for _, x in bound)
-    if len(places) > 1:
-        most = places.most_common(1)[0][0]
-        in_words = lambda devices: (
-            str(next(iter(devices))) if len(devices) == 1 else f"{len(devices)} devices"
-        )
-        path, x = next((path, x) for path, x in bound if x.sharding.device_set != most)
-        fix = "Put all of it in one place: ts.shard(state, mesh) or ts.to_device(state, device)."
-        got, expected = in_words(x.sharding.device_set), f"{in_words(most)}, as of the others"
-        raise StateError("leaf", trees.access_str("state", path), got, expected, fix)
 
 
 def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> None:

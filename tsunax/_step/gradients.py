@@ -19,7 +19,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
-from tsunax._step.loss_fn import LossFn, inputs_of, objective_of
+from tsunax._step.loss_fn import LossFn, objective_of
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.loss import Loss
 from tsunax.state import (
@@ -46,7 +46,6 @@ def gradient_of(
     checks.check_count(accumulate, where, "accumulate")
     check_policy(on_nonfinite, where)
     checkpoint, around = _checkpoint(remat, where), axes_around(axis_name, where)
-    last_inputs: dict[Any, list[Any]] = {}
 
     def f(state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any):
         check_state(state, "value_and_grad()", batch)
@@ -61,7 +60,7 @@ def gradient_of(
             here, overwritten = named_axes.vary((here, overwritten), axes)
             if "key" in keywords and "key" not in extra:
                 keywords["key"] = named_axes.own_key(keywords["key"], axes)
-        inputs = inputs_of(last_inputs, state, batch, keywords)
+        inputs: list[Any] = []  # found once for all micro-batches
 
         def objective(trained: PyTree, batch: PyTree, keywords: Extra, others: Any = overwritten):
             params = with_overwritten(state, with_rest(state, trained), others)

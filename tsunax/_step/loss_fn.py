@@ -212,29 +212,6 @@ def seen_by(
 
         if not known:
             known.extend(multiplied(of, params, batch))
-            policy.warn_of_no_input(batch, *known)
         return known
 
     return params, policy.batch_to_compute(batch, train, found)
-
-
-def inputs_of(
-    last: dict[Any, list[Any]], state: TrainState, batch: PyTree, keywords: Extra
-) -> list[Any]:
-    """Which leaves of the batch are inputs, found once for all micro-batches and equal calls.
-
-    A call without jit would look for them again each time. `last` stores those of the last call.
-    """
-    if state.plan.precision is None:
-        return []
-    leaves, treedef = jax.tree.flatten((state.params, batch, keywords))
-    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)  # the values of others may decide
-    kinds = tuple((x.shape, x.dtype) if is_array(x) else (type(x), x) for x in leaves)
-    try:
-        known = last.get(key := (treedef, kinds, state.plan.precision))
-    except TypeError:  # what cannot be hashed
-        return []
-    if known is None:
-        last.clear()
-        known = last[key] = []
-    return known

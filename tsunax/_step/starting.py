@@ -5,7 +5,6 @@ A step never comes here. It does not know `TrainState`, whose methods it helps.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -100,20 +99,6 @@ def _check_concrete(params: Any, flags: tuple[bool, ...]) -> None:
             raise ParamsError("leaf", where, got, "an array", fix)
 
 
-def tell_flax(cls: type) -> None:
-    """Make `flax.serialization.to_bytes(state)` an error that names what saves a state."""
-    if (flax := sys.modules.get("flax.serialization")) is not None:
-        flax.register_serialization_state(cls, _no_flax_bytes, _no_flax_bytes, override=True)
-
-
-def _no_flax_bytes(state: Any, *_: Any) -> None:
-    fix = (
-        "Save a state with ts.Checkpoints(path), and state.params with flax or "
-        "ts.exchange.save(path, params)."
-    )
-    raise WrongTypeError("tree", "flax.serialization", "a TrainState", "a tree of arrays", fix)
-
-
 def stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
     """The trained part as a state stores it, and its master copies."""
     if policy is None:
@@ -160,23 +145,13 @@ def as_key(key: Any, where: str) -> Any:
         if not -(2**63) <= key < 2**64:
             raise StateError("key", where, key, "a seed of at most 64 bits")
         return reproduce.key_of(int(key))
-    if isinstance(key, jax.Array):
-        if key.is_deleted():
-            raise StateError("key", where, "a deleted array", expected)
-        typed = trees.is_key(key)
-        if typed and key.ndim == 0:
-            return key
-        if key.dtype == np.uint32 and key.ndim == 1:
-            if key.shape != (words := jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape):
-                raise StateError(
-                    "key", where, trees.describe(key), f"uint32{list(words)}, or a typed key"
-                )
-            return key
-        if typed or key.dtype == np.uint32:
-            raise StateError(
-                "key", where, trees.describe(key), "one key", "Pick one of them: keys[0]."
-            )
-    raise WrongTypeError("key", where, trees.describe(key), expected)
+    words = isinstance(key, jax.Array) and key.dtype == np.uint32
+    shape = jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape if words else ()
+    if isinstance(key, jax.Array) and (words or trees.is_key(key)) and key.shape == shape:
+        checks.check_alive(key, where)
+        return key
+    fix = "Pick one of them: keys[0]." if trees.is_key(key) else ""
+    raise WrongTypeError("key", where, trees.describe(key), expected, fix)
 
 
 def begun(
@@ -206,17 +181,13 @@ def check_leaves(name: str, value: Any, trained: Any) -> None:
 def check_field(state: Any, name: str, value) -> None:
     """Raise for a value that `replace` cannot put into this field."""
     if name in COUNTS:
-        is_int = isinstance(value, int) or (
-            trees.is_array(value) and jnp.issubdtype(value.dtype, np.integer)
-        )
-        shapes = (), np.shape(state.clock)[:-1]
-        fits = is_int and not isinstance(value, bool) and np.shape(value) in shapes
+        dtype, shapes = trees.dtype_of(value), ((), np.shape(state.clock)[:-1])
+        fits = dtype is not None and jnp.issubdtype(dtype, np.integer) and np.shape(value) in shapes
         if fits and not trees.is_traced(value):
             fits = np.all((value >= 0) & (value <= guard.LIMIT))
         if not fits:
-            raise StateError(
-                name, "replace()", trees.describe(value), f"an int in [0, {guard.LIMIT}]"
-            )
+            expected = f"an int in [0, {guard.LIMIT}]"
+            raise StateError(name, "replace()", trees.describe(value), expected)
     elif name == "frozen":
         if value is not None:
             words = np.empty(-(-trained_count(state) // 32), np.uint32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import jax
@@ -64,27 +65,19 @@ def lacking(error: Exception, given: Any) -> RuleError | None:
 
 
 def check_extra(state: Any, extra) -> None:
-    """Raise for keywords of `update` that nothing reads: misspelled ones, and hyperparameters."""
-    if not extra:
-        return
-    numbers, read = state.numbers, inspecting.keywords_of(state.plan.update)
-    names = [] if numbers is None else [name for name, _ in numbers.column_names()]
-    for search in filter(callable, map(extra.get, checks.SEARCHES)):  # gets the extra that it names
-        more = checks.names_of(search)
-        read = None if read is None or more is None else read.union(more)
+    """Raise for keywords of `update` that are hyperparameters, or its own ones misspelled."""
+    names = [] if state.numbers is None else [name for name, _ in state.numbers.column_names()]
     for name in extra:
         if name in names:
             fix = f"Set it before the step: state = ts.adjust(state, {name}=...)."
             raise StateError("keyword", "update()", repr(name), "no hyperparameter", fix)
-        if name not in _FOR_RULES and (name in _OWN or (read is not None and name not in read)):
-            known = [*_KEYWORDS, "value", *sorted((read or set()) - {*_FOR_RULES})]
-            raise StateError(unknown("keyword", "update()", name, known))
-
-
-_KEYWORDS = ("loss", "model_state", "on_nonfinite", "norms")
+        close = difflib.get_close_matches(name, _KEYWORDS, 1, 0.8)
+        if name in _OWN or (close and name not in _KEYWORDS):
+            raise StateError(unknown("keyword", "update()", name, _KEYWORDS))
 
 
 _OWN = ("params", "updates", "opt_state")  # what update itself gives to the rule
-
-
-_FOR_RULES = ("value", "grad", "value_fn", "obj_fn", "grad_fn", "weight", "flush", "outside")
+_KEYWORDS = (
+    *("loss", "model_state", "on_nonfinite", "norms"),
+    *("value", "grad", "weight", "flush", "outside", *checks.SEARCHES),  # for rules
+)

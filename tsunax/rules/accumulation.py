@@ -24,7 +24,6 @@ from tsunax.errors import RuleError
 from tsunax.rules import numbers
 from tsunax.rules.calling import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
-from tsunax.rules.printing import text_of
 from tsunax.rules.spikes import SpikeState
 
 
@@ -98,9 +97,6 @@ class _Init:
 class Gather:
     update: Function
     every: int | Function  # int, or a schedule
-
-    def text(self, init: Any) -> str:
-        return f"accumulate({text_of(init.init, self.update)}, every={self.every})"
 
     def __call__(
         self,

@@ -14,7 +14,6 @@ import optax
 from tsunax._core import Function, PyTree
 from tsunax._core.checks import names_of
 from tsunax.rules.live_rules import Home, is_live
-from tsunax.rules.printing import text_of
 
 
 @dataclass(frozen=True)
@@ -59,18 +58,9 @@ class PlainUpdate:
         )
 
 
-class Rule(optax.GradientTransformationExtraArgs):
-    """An optax rule that prints as the call that makes it."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return text_of(self.init, self.update)
-
-
 def as_rule(init: Function, update: Function) -> optax.GradientTransformationExtraArgs:
-    """The optax rule with this init and this update."""
-    return Rule(init, update)
+    """The optax rule with this init and this update, of functions that are typed otherwise."""
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from tsunax.rules import accumulation
 from tsunax.rules.calling import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.owners import owners_in
-from tsunax.rules.printing import text_of
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,6 @@ class _ChainInit:
 @dataclass(frozen=True)
 class _ChainUpdate:
     updates: tuple[Callable, ...]
-
-    def text(self, init: Any) -> str:
-        return f"chain({', '.join(map(text_of, init.inits, self.updates))})"
 
     def __call__(self, grads, states, params=None, **extra):
         if extra.get("flush"):  # of the window at its end; the others see real calls only
@@ -89,93 +85,56 @@ class PartitionState:
     inner: dict[str, Any]  # the state of each rule, by its pattern; it sees its own leaves only
 
 
-@dataclass(frozen=True)
-class _Assign:
-    """Which group each leaf belongs to."""
-
-    patterns: tuple[str, ...]
-    labels: Any = field(default=None, hash=False)
-
-    def __call__(self, params) -> dict[str, tuple[bool, ...]]:
-        named = trees.leaves_with_names(params)
-        owner: list = [None] * len(named)
-        if self.labels is not None:
-            owner = self._by_label(params, named)
-        else:
-            for pattern in self.patterns:
-                flags = _patterns.select(pattern, params)
-                owner = [
-                    o or (pattern if flag else None) for o, flag in zip(owner, flags, strict=True)
-                ]
-        for o, (_, path, _) in zip(owner, named, strict=True):
-            if o is None:
-                raise PatternError(
-                    "leaf",
-                    trees.access_str("params", path),
-                    "no pattern that matches it",
-                    f"a match by one of {', '.join(map(repr, self.patterns))}",
-                    "Add a last pattern '**' for the rest.",
-                )
-        for pattern in self.patterns:
-            if pattern not in owner:
-                fix = "The patterns before it take all of its leaves."
-                if self.labels is not None:
-                    fix = "No label names it."
-                raise PatternError(
-                    f"group {pattern!r}", "partition()", "no leaf", "at least one", fix
-                )
-        return {pattern: tuple(o == pattern for o in owner) for pattern in self.patterns}
-
-    def _by_label(self, params, named) -> list:
-        if callable(self.labels):
-            labels = [self.labels("/".join(names), leaf) for names, _, leaf in named]
-        else:
-            if difference := trees.first_difference(self.labels, params, "params", "a label"):
-                raise PatternError(
-                    f"labels {difference}. Make them with jax.tree.map over the params."
-                )
-            labels = jax.tree.leaves(self.labels)
-        for label, (_, path, _) in zip(labels, named, strict=True):
-            if not isinstance(label, str) or label not in self.patterns:
-                known, got = ", ".join(map(repr, self.patterns)), trees.describe(label)
-                got = repr(label) if isinstance(label, str) else got
-                raise PatternError(
-                    "label", trees.access_str("params", path), got, f"one of {known}"
-                )
-        return labels
+def _assigned(patterns: tuple[str, ...], params: PyTree) -> dict[str, tuple[bool, ...]]:
+    """For each pattern, which leaves belong to its group."""
+    named = trees.leaves_with_names(params)
+    owner: list = [None] * len(named)
+    for pattern in patterns:
+        flags = _patterns.select(pattern, params)
+        owner = [o or (pattern if flag else None) for o, flag in zip(owner, flags, strict=True)]
+        if pattern not in owner:
+            fix = "The patterns before it take all of its leaves."
+            raise PatternError(f"group {pattern!r}", "partition()", "no leaf", "at least one", fix)
+    if None in owner:
+        where = trees.access_str("params", named[owner.index(None)][1])
+        expected = f"a match by one of {', '.join(map(repr, patterns))}"
+        fix = "Add a last pattern '**' for the rest."
+        raise PatternError("leaf", where, "no pattern that matches it", expected, fix)
+    return {pattern: tuple(o == pattern for o in owner) for pattern in patterns}
 
 
 @dataclass(frozen=True)
 class _PartitionInit:
-    assign: _Assign
+    patterns: tuple[str, ...]
     inits: tuple[Callable, ...]
 
     def __call__(self, params):
-        flags = self.assign(params)
+        flags = _assigned(self.patterns, params)
         parts = {pattern: trees.partition(params, f)[0] for pattern, f in flags.items()}
         return PartitionState(
-            {p: init(parts[p]) for p, init in zip(self.assign.patterns, self.inits, strict=True)}
+            {p: init(parts[p]) for p, init in zip(self.patterns, self.inits, strict=True)}
         )
 
     def blank(self):
-        return _PartitionInit(self.assign, tuple(blank(init) for init in self.inits))
+        return _PartitionInit(self.patterns, tuple(blank(init) for init in self.inits))
 
 
 @dataclass(frozen=True)
 class _PartitionUpdate:
-    assign: _Assign
+    patterns: tuple[str, ...]
     updates: tuple[Callable, ...]
 
-    def text(self, init: Any) -> str:
-        parts = zip(self.assign.patterns, map(text_of, init.inits, self.updates), strict=True)
-        return f"partition({{{', '.join(f'{pattern!r}: {rule}' for pattern, rule in parts)}}})"
+    def in_words(self, inner: Callable[[Any], str]) -> str:
+        """As checkpoints of format 1 have it."""
+        assign = f"_Assign(patterns={inner(self.patterns)}, labels=None)"
+        return f"_PartitionUpdate(assign={assign}, updates={inner(self.updates)})"
 
     def __call__(self, grads, state, params=None, *, grad=None, outside=0.0, **extra):
-        flags = self.assign(grads if params is None else params)
+        flags = _assigned(self.patterns, grads if params is None else params)
         squares = square_sums(grads)
         searches = {name: extra.pop(name) for name in SEARCHES if extra.get(name) is not None}
         out, inner = list(jax.tree.leaves(grads)), {}
-        for pattern, update in zip(self.assign.patterns, self.updates, strict=True):
+        for pattern, update in zip(self.patterns, self.updates, strict=True):
             mine = flags[pattern]
             part = lambda tree, mine=mine: None if tree is None else trees.partition(tree, mine)[0]
             others = sum((s for s, own in zip(squares, mine, strict=True) if not own), outside)
@@ -209,16 +168,14 @@ def _for_part(f, params, mine, is_gradient: bool):
 
 
 def partition(
-    rules: Mapping[str, optax.GradientTransformation], *, labels: PyTree = None
+    rules: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
     """Give each part of the params a rule of its own: `{pattern: rule}`.
 
     A leaf belongs to the first pattern that matches it. Each rule sees its own leaves only,
-    but `clip_by_global_norm` at the head of a group is over the norm of all groups. With `labels`
-    (a tree of strings like params, or `f(path, leaf) -> str`) the keys are labels instead.
+    but `clip_by_global_norm` at the head of a group is over the norm of all groups.
 
-    Raises PatternError, at setup, for a leaf without a group, a group without a leaf, an unknown
-    label.
+    Raises PatternError, at setup, for a leaf without a group and a group without a leaf.
 
     >>> import tsunax as ts
     >>> rule = partition({"head/**": ts.rules.sgd(0.1), "**": ts.rules.adam(1e-3)})
@@ -232,14 +189,13 @@ def partition(
     for pattern, rule in rules.items():
         if not isinstance(pattern, str):
             raise WrongTypeError("pattern", "partition()", trees.describe(pattern), "a str")
-        if labels is None:
-            _patterns.compile_where(pattern)
+        _patterns.compile_where(pattern)
         check_rule(rule, f"partition({{{pattern!r}: ...}})")
-    assign = _Assign(tuple(rules), labels)
+    patterns = tuple(rules)
     parts = [with_extra(rule) for rule in rules.values()]
     return as_rule(
-        _PartitionInit(assign, tuple(r.init for r in parts)),
-        _PartitionUpdate(assign, tuple(r.update for r in parts)),
+        _PartitionInit(patterns, tuple(r.init for r in parts)),
+        _PartitionUpdate(patterns, tuple(r.update for r in parts)),
     )
 
 
@@ -248,9 +204,6 @@ class _SkipZeroUpdate:
     # without its numbers: it only tells which leaf of the state belongs to which parameter
     init: Callable
     update: Callable
-
-    def text(self, init: Any) -> str:
-        return f"skip_zero({text_of(init, self.update)})"
 
     def __call__(self, grads, state, params=None, **extra):
         moves = [jnp.any(g != 0) for g in jax.tree.leaves(grads)]  # NaN is not 0

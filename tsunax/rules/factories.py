@@ -203,19 +203,6 @@ def _signature(factory: Callable) -> inspect.Signature:
     return signature
 
 
-def _no_factory(got: str, fix: str = "") -> WrongTypeError:
-    return WrongTypeError("factory", "live()", got, "a function that makes an optax rule", fix)
-
-
-def _check_static(static: Any, factory: Callable) -> None:
-    known = list(_signature(factory).parameters)
-    if isinstance(static, str) or not all(isinstance(name, str) for name in static):
-        raise WrongTypeError("static", "live()", trees.describe(static), "a tuple of names")
-    for name in static:
-        if name not in known:
-            raise HyperparameterError(unknown("static", "live()", name, known))
-
-
 def live(
     factory: Callable[P, optax.GradientTransformation], *, static: tuple[str, ...] = ()
 ) -> LiveFactory[P]:
@@ -244,11 +231,12 @@ def live(
     >>> ts.hyperparams(state)
     {'learning_rate': 0.1, 'momentum': 0.9}
     """
-    if isinstance(factory, optax.GradientTransformation):
-        raise _no_factory("a rule", "Call live(...) first: live(optax.adam)(1e-3).")
-    if isinstance(factory, LiveFactory):
-        raise _no_factory(f"{factory.__name__}, live already", "Use it as it is.")
-    if not callable(factory):
-        raise _no_factory(trees.describe(factory))
-    _check_static(static, factory)
+    if not callable(factory) or isinstance(factory, LiveFactory):
+        fix = "Use it as it is." if callable(factory) else "For example live(optax.adam)(1e-3)."
+        expected = "a function that makes an optax rule"
+        raise WrongTypeError("factory", "live()", trees.describe(factory), expected, fix)
+    known = list(_signature(factory).parameters)
+    for name in static:
+        if name not in known:
+            raise HyperparameterError(unknown("static", "live()", name, known))
     return LiveFactory(factory, static)

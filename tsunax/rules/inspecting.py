@@ -1,15 +1,9 @@
-"""What can be seen of any optax rule before it runs: which arguments it reads, whether its update
-works, what it is called.
-"""
+"""What can be seen of any optax rule before it runs: whether its update works, what it is called."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import inspect
-import os
 import re
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,88 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tsunax._core import Function, PyTree, trees
+from tsunax._core import PyTree, trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
 from tsunax.rules.factories import LiveFactory
 from tsunax.rules.live_rules import LiveUpdate, module_of
-from tsunax.rules.printing import name_of_update
-
-
-@functools.lru_cache(maxsize=128)
-def keywords_of(update: Function) -> frozenset[str] | None:
-    """The extra arguments that an update, and all that it is made of, may read; None if unknown.
-
-    optax's wrappers take any, so names are looked for in the signatures of the functions inside,
-    and in what a function that takes any mentions by name (`extra.get("beta")`).
-    """
-    parts = parts_of(update)
-    if parts is None:
-        return None
-    found = {"step"} if any(isinstance(x, LiveUpdate) for x in parts) else set()
-    for x in parts:
-        found.update(
-            _extra_of(x) if isinstance(x, types.CodeType) else getattr(x, "takes", ()) or ()
-        )
-    return frozenset(found)
-
-
-def parts_of(update: Function) -> list[Any] | None:
-    """The functions, code and other objects that an update is made of; None if it shows none."""
-    seen, left = {}, [update]
-    while left:
-        x = left.pop()
-        if id(x) in seen or isinstance(x, (str, bytes, type, types.ModuleType)):
-            continue
-        seen[id(x)] = x  # kept, so that no other object gets its id
-        if isinstance(x, LiveUpdate):
-            halves = dict.fromkeys(x.live.names, 0.5)
-            left += [x.live.build(halves).update, *x.live.statics.values()]
-        elif isinstance(x, (tuple, list, Mapping)):
-            left += x.values() if isinstance(x, Mapping) else x
-        elif isinstance(x, types.CodeType):
-            left += [part for part in x.co_consts if isinstance(part, types.CodeType)]
-        elif isinstance(x, types.MethodType):
-            left += [x.__func__, x.__self__]
-        elif isinstance(x, types.FunctionType):
-            left += [x.__code__, getattr(x, "__wrapped__", None), *(x.__defaults__ or ())]
-            left += [cell.cell_contents for cell in x.__closure__ or () if cell != _EMPTY]
-            names = x.__code__.co_names
-            named = [x.__globals__.get(name) for name in names]
-            in_optax = [m for m in named if getattr(m, "__name__", "").partition(".")[0] == "optax"]
-            named += [getattr(m, name, None) for m in in_optax for name in names]
-            left += [f for f in named if isinstance(f, types.FunctionType)]
-        elif dataclasses.is_dataclass(x) or callable(x):
-            call = inspect.getattr_static(type(x), "__call__", None)
-            if isinstance(call, types.FunctionType):
-                left.append(call)
-            elif x is update and not hasattr(x, "__wrapped__"):
-                return None
-            left += [getattr(x, "__wrapped__", None), getattr(x, "func", None)]
-            left += getattr(x, "__dict__", {}).values()
-    return list(seen.values())
-
-
-_EMPTY = types.CellType()
-
-
-_OPTAX = os.path.dirname(optax.__file__)
-
-
-def _extra_of(code: types.CodeType) -> set[str]:
-    """The extra arguments in the signature of an update; those of a function that takes any too."""
-    takes_any = bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    if not takes_any and not code.co_name.startswith("update"):
-        return set()
-    n = code.co_argcount
-    first = 4 if code.co_varnames[:1] == ("self",) else 3  # behind updates, state, params
-    found = set(code.co_varnames[first : n + code.co_kwonlyargcount])
-    if takes_any and not code.co_filename.startswith(_OPTAX):  # which names all in signatures
-        inside = [code]
-        for part in inside:
-            inside += [x for x in part.co_consts if isinstance(x, types.CodeType)]
-            found.update(x for x in part.co_consts if isinstance(x, str) and x.isidentifier())
-    return found - {"updates", "grads", "state", "params"}
 
 
 def check_rule(rule: object, where: str, fix: str = "") -> None:
@@ -115,15 +32,6 @@ def check_rule(rule: object, where: str, fix: str = "") -> None:
             raise RuleError("rule", where, told(error), expected) from None
         return
     raise WrongTypeError("rule", where, got, expected, fix or _meant(rule))
-
-
-# What cannot be a rule, and the way that works
-_WAYS = {
-    "lookahead": "Its params are optax.LookaheadParams: use it in a loop of your own, around any of ts.rules. "
-    "An average of the params is setup(..., ema=0.99).",
-    "differentially_private_aggregate": "It takes a gradient for each row: call its update with those of "
-    "jax.vmap(jax.grad(...)) yourself, and give ts.update what it returns.",
-}
 
 
 def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
@@ -158,10 +66,10 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
             return
         cause, name, got = error, _raised_by(error, rule), f"{told(error)} from its update"
     else:
-        parts = map(name_of_update, filter(callable, parts_of(rule.update) or ()))
-        name = next(filter(_WAYS.__contains__, parts), name_of_update(rule.update))
-        got = _unlike(updates, params)
-        if not got and (difference := _changed(after, before)):
+        name = name_of_update(rule.update)
+        got = _unlike(updates, params, "updates")
+        got = got and f"other updates ({got})"
+        if not got and (difference := _unlike(after, before, "opt_state")):
             raise RuleError(
                 f"optimizer state {difference}. The rule {name} changes it from call to call."
             )
@@ -174,7 +82,7 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         where, got = trees.access_str("params", path), f"dtype {leaf.dtype}"
         raise RuleError("leaf", where, got, "real numbers for this rule", fix) from cause
     from_optax = "unexpected keyword argument" in got and not hasattr(rule.update, "around")
-    way = _IN_OPTAX if from_optax else _WAYS.get(name, "")
+    way = _IN_OPTAX if from_optax else ""
     what = "rule" if "<" in name else f"rule {name}"
     raise RuleError(what, "setup()", got, "updates like the params", way) from cause
 
@@ -185,31 +93,14 @@ _IN_OPTAX = (
 )
 
 
-def _unlike(updates, params) -> str:
-    """How updates differ from the params in structure or shape; "" if they do not."""
-    if difference := trees.first_difference(updates, params, "updates"):
-        return f"another tree ({difference})"
-    for (path, p), u in zip(
-        jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(updates), strict=True
-    ):
-        if u.shape != jnp.shape(p):
-            return (
-                f"an update of shape {u.shape} of {trees.access_str('params', path)}, "
-                f"{trees.describe(p)}"
-            )
-    return ""
-
-
-def _changed(after: PyTree, before: PyTree) -> str | None:
-    """How a state differs from the one before in structure or shape; None if it does not."""
-    if difference := trees.first_difference(after, before, "opt_state"):
+def _unlike(new: PyTree, old: PyTree, root: str) -> str:
+    """How a tree differs from another one in structure or shape; "" if it does not."""
+    if difference := trees.first_difference(new, old, root):
         return difference
-    named = jax.tree_util.tree_flatten_with_path(before)[0]
-    for (path, old), new in zip(named, jax.tree.leaves(after), strict=True):
-        if old.shape != new.shape:
-            where = trees.access_str("opt_state", path)
-            return f"at {where}: got {trees.describe(new)}, expected {trees.describe(old)}"
-    return None
+    for (where, x), y in zip(trees.leaves_at(root, new), jax.tree.leaves(old), strict=True):
+        if x.shape != jnp.shape(y):
+            return f"at {where}: got {trees.describe(x)}, expected {trees.describe(y)}"
+    return ""
 
 
 def _is_ours(update: Any) -> bool:
@@ -240,17 +131,26 @@ def _raised_by(error: BaseException, rule) -> str:
 
 
 def _meant(rule) -> str:
-    methods = "init", "update", "gradient_transformation"  # of `optax.MultiSteps`
-    if all(callable(getattr(rule, name, None)) for name in methods):
+    if hasattr(rule, "gradient_transformation"):  # of `optax.MultiSteps`
         return "Call rule.gradient_transformation(), or use ts.rules.accumulate(rule, every=n)."
-    is_rule = lambda x: isinstance(x, optax.GradientTransformation)
-    if isinstance(rule, LiveFactory) or (callable(rule) and not isinstance(rule, type)):
+    if isinstance(rule, LiveFactory) or inspect.isfunction(rule):
         first = next(iter(inspect.signature(rule).parameters), "")
-        return f"Call it: {getattr(rule, '__name__', 'rule')}({first and first + '=...'})."
+        return f"Call it: {rule.__name__}({first and first + '=...'})."
+    is_rule = lambda x: isinstance(x, optax.GradientTransformation)
     if isinstance(rule, (list, tuple)) and rule and all(map(is_rule, rule)):
         return "Join them: ts.rules.chain(*rules)."
-    if type(rule) is tuple and len(rule) == 2 and all(map(callable, rule)):
-        return "Name the two: optax.GradientTransformation(init, update)."
     if isinstance(rule, Mapping) and rule and all(map(is_rule, rule.values())):
         return "Give each its part: ts.rules.partition({pattern: rule})."
     return "For example ts.rules.adam(1e-3)."
+
+
+def name_of_update(update: Any) -> str:
+    """The factory of a rule, or the rule inside a wrapper."""
+    while type(update).__module__.startswith("tsunax.") and hasattr(update, "update"):
+        update = getattr(update, "around", update.update)
+    if isinstance(update, LiveUpdate):
+        return update.live.title
+    name = getattr(
+        update, "__qualname__", type(update).__name__.strip("_").removesuffix("Update").lower()
+    )
+    return name.partition(".<locals>")[0].removesuffix(".update")

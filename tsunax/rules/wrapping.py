@@ -14,7 +14,6 @@ from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules.calling import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.live_rules import name_of
-from tsunax.rules.printing import text_of
 
 
 @jax.tree_util.register_dataclass
@@ -86,9 +85,6 @@ class _WrapUpdate:
             raise RuleError("result", f"{name_of(self.around)}()", got, expected, fix)
         return out
 
-    def text(self, init: Any) -> str:
-        return f"{name_of(self.around)}({text_of(init.init, self.update)})"
-
 
 def wrap(
     rule: optax.GradientTransformation, update: Function, init: Function | PyTree = None
@@ -107,12 +103,13 @@ def wrap(
     Raises WrongTypeError for what is no rule, function or array; RuleError, at setup, for a
     function that does not return two things.
 
-    >>> import tsunax as ts
+    >>> import dataclasses, tsunax as ts
     >>> def mean_zero(inner, updates, state, params, **extra):
     ...     updates, rest = inner(jax.tree.map(lambda g: g - g.mean(), updates))
     ...     return updates, dataclasses.replace(state, inner=rest)
-    >>> wrap(ts.rules.sgd(0.1), mean_zero)
-    mean_zero(sgd(learning_rate=0.1))
+    >>> rule = wrap(ts.rules.sgd(0.1), mean_zero)
+    >>> rule.update(jax.numpy.array([1.0, 3.0]), rule.init(jax.numpy.ones(2)))[0]
+    Array([ 0.1, -0.1], dtype=float32)
     """
     swapped = isinstance(update, optax.GradientTransformation)
     check_rule(rule, "wrap()", "The order is wrap(rule, update)." if swapped else "")
