@@ -151,7 +151,7 @@ def update(
       extra: goes to the rule, if it takes extra arguments.
 
     Raises StateError if grads do not fit the state, naming the first path, and for a keyword that
-    no part of the rule names.
+    is a hyperparameter or one of its own misspelled.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
