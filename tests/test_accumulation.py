@@ -534,5 +534,3 @@ def test_a_wrapper_with_a_state_of_its_own_waits_for_the_window_inside():
         state, info = ts.update(state, {"w": jnp.ones(2)})
         steps.append((int(state.step), bool(info.applied)))
     assert steps == [(0, False), (1, True), (1, False), (2, True)]
-    with pytest.raises(ts.errors.TsunaxError):
-        ts.update(state, {"w": jnp.ones(2)}, windows_flushed=True)

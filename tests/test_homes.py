@@ -224,7 +224,7 @@ def test_nothing_appears_when_a_part_fails(place, home, monkeypatch):
 
     for name in ("put_manifest", "put_part", "_finish"):
         with monkeypatch.context() as patch:
-            patch.setattr(_orbax_home.Orbax, name, fails)
+            patch.setattr(_orbax_home.OrbaxHome, name, fails)
             checkpoints.save(states[1])
             text = error_of(checkpoints.wait, SaveError)
             assert text.startswith(f"save of step 1 at {checkpoints.path}/1: got OSError [Errno 28] No space left")
@@ -237,7 +237,7 @@ def test_nothing_appears_when_a_part_fails(place, home, monkeypatch):
 @pytest.mark.parametrize("home", HOMES[1:])
 def test_an_old_one_goes_only_when_the_newer_reads_back(place, home, monkeypatch):
     states, given = three(), place(home)
-    prove = _orbax_home.Orbax._prove
+    prove = _orbax_home.OrbaxHome._prove
 
     def damaged(self, folder, save):
         save.hashes = {name: value ^ 1 for name, value in save.hashes.items()}
@@ -247,7 +247,7 @@ def test_an_old_one_goes_only_when_the_newer_reads_back(place, home, monkeypatch
     checkpoints.save(states[0])
     checkpoints.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(_orbax_home.Orbax, "_prove", damaged)
+        patch.setattr(_orbax_home.OrbaxHome, "_prove", damaged)
         checkpoints.save(states[1])
         assert "other bytes than were saved" in error_of(checkpoints.wait, SaveError)
     assert checkpoints.steps() == [0] and checkpoints.restore(make()).step == 0

@@ -59,6 +59,7 @@ def population(
         raise WrongTypeError("make", where, trees.describe(make), "a function make(key, **values)")
     checks.check_count(n, where, "n")
     _check_takes(make, values)
+    values = {k: np.asarray(x) if isinstance(x, list | tuple) else x for k, x in values.items()}
     for name, x in values.items():
         checks.check_arrays(x, name, "Bind values that are no numbers to make.")
         if np.shape(x)[:1] != (n,):

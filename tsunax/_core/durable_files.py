@@ -199,8 +199,10 @@ class Lock:
     """
 
     def __init__(self, folder: Path, is_mine: bool = True, reader: str = "read_only=True"):
-        self.pid = os.getpid()
-        self.text = ""  # what the file says; to open it again, and close it, would drop the lock
+        self.pid: int = os.getpid()
+        self.text: str = (
+            ""  # what the file says; to open it again, and close it, would drop the lock
+        )
         self._fd: int | None = None
         if not is_mine:  # of several processes the first one has it for all
             return

@@ -44,12 +44,13 @@ def sum_of(body: bytes) -> bytes:
 class CheckpointHome:
     """A run's directory, and what this process knows of it."""
 
-    inside = ""  # where a checkpoint's directory has its manifest
-    load = staticmethod(durable_files.read)
-    write_file = staticmethod(durable_files.write)
+    inside: str = ""  # where a checkpoint's directory has its manifest
+    load: Any = staticmethod(durable_files.read)
+    write_file: Any = staticmethod(durable_files.write)
 
     def __init__(self, path: Path, timeout: float = 600.0):
-        self.path, self.timeout = path, timeout
+        self.path: Any = path
+        self.timeout: float = timeout
         self.bad: dict[int, str] = {}  # steps that did not stand their verification, and why
         self.notes: list[str] = []  # to be told as warnings
         self._known: dict[int, dict[str, float]] | None = None

@@ -112,14 +112,18 @@ class Checkpoints:
         if not isinstance(keep_best, Best | None):
             got, expected = trees.describe(keep_best), "Best('val/loss', mode='min'), for example"
             raise WrongTypeError("keep_best", "Checkpoints()", got, expected)
-        self.home = _home_of(path, store, timeout)
-        self.path = self.home.path
-        self.every, self.keep_last, self.keep_every = every, keep_last, keep_every
-        self.keep_best, self.read_only, self.timeout = keep_best, read_only, timeout
-        self.process = collectives.process_index()
+        self.home: CheckpointHome = _home_of(path, store, timeout)
+        self.path: Any = self.home.path  # a Path, or etils' of a bucket
+        self.every: int | None = every
+        self.keep_last: int | None = keep_last
+        self.keep_every: int | None = keep_every
+        self.keep_best: Best | None = keep_best
+        self.read_only: bool = read_only
+        self.timeout: float = timeout
+        self.process: int = collectives.process_index()
         self._job: _background.Job | None = None
         self._lock: durable_files.Lock | None = None
-        self.thread = ""  # its threads speak under a name of their own: there may be others
+        self.thread: str = ""  # its threads speak under a name of their own: there may be others
         if not read_only:
             self._open({**counts, "keep_best": keep_best, "timeout": timeout, "store": store})
 

@@ -40,7 +40,9 @@ class Permutation:
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
         bits = (n - 1).bit_length()
-        self.n, self.low, self.high = n, np.uint64(bits // 2), np.uint64(bits - bits // 2)
+        self.n: int = n
+        self.low: np.uint64 = np.uint64(bits // 2)
+        self.high: np.uint64 = np.uint64(bits - bits // 2)
         words = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
         self.keys: list[np.uint64] = list(words)
 
@@ -77,7 +79,9 @@ class EpochOrder:
     def __init__(
         self, n: int, shuffle: bool, seed: int, epoch: int, batch_size: int, process: Process
     ) -> None:
-        self.n, self.batch_size, self.process = n, batch_size, process
+        self.n: int = n
+        self.batch_size: int = batch_size
+        self.process: Process = process
         self.dtype: type = np.int32 if n < 2**31 else np.int64
         self.of: Any = lambda at: at  # from places in the epoch of all processes to rows
         if shuffle:

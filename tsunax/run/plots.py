@@ -87,7 +87,7 @@ def _png(figure) -> bytes:
     return file.getvalue()
 
 
-def draw(axes, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+def draw(axes: Any, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
     """Lines by name, on a logarithmic axis if it is a loss or a rate of a wide range."""
     for name, (x, values) in columns.items():
         marker = "o" if len(values) <= 40 else None

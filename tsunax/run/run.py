@@ -65,7 +65,7 @@ class Run:
         self.metrics: dict[str, float] = {name: history.last(name) for name in history.names}
         self.history = history
         self.memory: dict[str, Any] = {}  # the callback's own; saved and given back
-        self.stopped = ""
+        self.stopped: str = ""
         self.taken: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
         self.note: Callable[[str], None] = print  # a line above the progress
