@@ -162,7 +162,7 @@ def test_pages_are_read_block_by_block(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------- notebooks
 
-NOTEBOOKS = {"quickstart": (1, 2), "finetune_lora": (1, 1), "population": (3, 0)}  # pictures, and states and tables
+NOTEBOOKS = {"quickstart": 1, "finetune_lora": 1, "population": 3}  # pictures
 
 
 def notebook(name: str) -> list[dict]:
@@ -192,9 +192,7 @@ def test_a_notebook_runs_and_shows(name, tmp_path):
         [patch.delenv(name, raising=False) for name in set(os.environ) - set(env)]
         nbclient.NotebookClient(cells, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     kinds = [set(output.get("data", {})) for cell in cells.cells for output in cell.get("outputs", ())]
-    pictures, tables = NOTEBOOKS[name]
-    assert sum("image/png" in kind for kind in kinds) >= pictures
-    assert sum("text/html" in kind for kind in kinds) >= tables
+    assert sum("image/png" in kind for kind in kinds) >= NOTEBOOKS[name]
     assert unkept(cells.cells) == []
 
 
