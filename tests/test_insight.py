@@ -270,9 +270,10 @@ def test_populations_and_what_of_them_is_frozen():
     each = [jax.tree.map(lambda x, i=i: x[i], ts.freeze(runs, where)) for i, where in enumerate(["b", "b", "w"])]
     mixed = jax.tree.map(lambda *xs: jnp.stack(xs), *each)
     assert [leaf.status for leaf in describe(step, mixed, x).leaves] == ["2 of 3 frozen", "1 of 3 frozen"]
-    alone = describe(step, one, x).flops
-    assert describe(step, runs, x).flops.matmul == 3 * alone.matmul
-    assert describe(step, one, x).recompiles[-1] == "step: the state is a population of 3, was one run"
+    fresh = ts.train_step(lambda p, x: jnp.mean((x @ p["w"] + p["b"][None]) ** 2))
+    alone = describe(fresh, one, x).flops
+    assert describe(fresh, runs, x).flops.matmul == 3 * alone.matmul
+    assert describe(fresh, one, x).recompiles[-1] == "step: the state is a population of 3, was one run"
 
 
 # ---------------------------------------------------------------------------------------------------- why it recompiled

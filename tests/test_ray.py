@@ -33,6 +33,7 @@ def test_ray_train(ray, tmp_path):
 
 
 def test_without_ray(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in [*(name for name in sys.modules if name.startswith("ray.")), "ray", "ray.train", "ray.train.v2"]:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingLibraryError, match=r"pip install 'tsunax\[ray\]'"):
         ts_ray.trainer(processes.losses, 2)
