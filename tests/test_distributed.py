@@ -659,14 +659,13 @@ def test_slurm_by_its_variables(launch):
 
 @pytest.mark.slow
 def test_searches_agree(launch):
-    """On sizes, by the smallest memory; they execute together, and leave the state as it was."""
+    """On sizes, by the smallest memory, and leave the state as it was."""
     started = launch(2, "sizes")
     assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
     first, second = (found(one.text)[i] for i, one in enumerate(started))
     assert first == second
-    size, limit, seen, n, confirmed, hows, is_same = first
+    size, limit, seen, n, is_same = first
     assert limit == int(72 * 2**20 * 0.95) and size in seen and n > 1 and is_same
-    assert confirmed == 64 and hows[0] == "compiled" and hows[-1] == "executed"
 
 
 def mpirun(n, *work) -> str:

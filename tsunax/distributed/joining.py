@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import math
 import os
 import signal
 import socket
 import sys
 import threading
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -84,6 +86,11 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
         is_one_host = _number("OMPI_COMM_WORLD_LOCAL_SIZE") == n
         if "OMPI_MCA_orte_hnp_uri" not in os.environ:  # Open MPI 5 does not say where process 0 is
             method = "mpi4py"
+            if is_one_host and (count, address) == (None, None):
+                job = os.environ.get("PMIX_NAMESPACE", str(os.getppid()))
+                port = _number("JAX_COORDINATOR_PORT") or 61440 + zlib.crc32(job.encode()) % 4096
+                address, count, index = f"127.0.0.1:{port}", n, _number("OMPI_COMM_WORLD_RANK")
+                local_device_ids = local_device_ids or [_number("OMPI_COMM_WORLD_LOCAL_RANK")]
     elif "SLURM_STEP_NODELIST" in os.environ:
         is_one_host = _number("SLURM_STEP_NUM_NODES") == 1
         if count is None:  # of this step; in an interactive shell that is 1, whatever the job has
@@ -91,6 +98,10 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
     elif (_number("PMI_SIZE") or 1) > 1:  # MPICH, Intel MPI
         method = "mpi4py"
     if count != 1 and None in (address, count, index):
+        if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
+            got = "an MPI that JAX knows by mpi4py only"
+            fix = "pip install mpi4py, or say coordinator_address=, num_processes= and process_id=."
+            raise ProcessError("launcher", "start()", got, "mpi4py", fix)
         try:
             given = address, count, index, local_device_ids, method, math.ceil(timeout)
             found = ClusterEnv.auto_detect_unset_distributed_params(*given)
